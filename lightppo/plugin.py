@@ -30,7 +30,16 @@ class Command(Entry):
 class Check(Entry):
     """A function of the run that is being built, :class:`lightppo.trainer.build.Building`; its lines are printed."""
 
-    when: Literal["options", "data", "models"] = "options"  # it is called when these are there
+    # It is called when the options are known, before folders are written to, when data are read, when models are in
+    # place, when the rollout engine is there.
+    when: Literal["options", "folders", "data", "models", "engine"] = "options"
+
+
+@dataclass(frozen=True)
+class CallbackEntry(Entry):
+    """A callback of every run, see :class:`lightppo.trainer.callbacks.Callback`."""
+
+    after_yours: bool = False  # it sees what the callbacks of the user add
 
 
 @dataclass(frozen=True)
@@ -114,8 +123,15 @@ PREPARATIONS: Table = Table("preparation of a model")
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
 """Factors of each token's policy loss: corrections, rejections, and others."""
 
+AROUND: Table = Table("what is around a rank's main function")
+"""An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
+function around it, which may end the process by SystemExit."""
 
-CALLBACKS: Table = Table("callback")
+BEFORE_IMPORTS: Table = Table("look before the imports")
+"""What a command does with its config and its name in messages before it imports torch: an entry's function may end it
+by SystemExit. It must import nothing heavy."""
+
+CALLBACKS: Table[CallbackEntry] = Table("callback", kind=CallbackEntry)
 """Callbacks of every run: an entry's function makes one of a trainer, or returns None where it has nothing to do."""
 
 CHECKS: Table[Check] = Table("check", kind=Check)

@@ -90,7 +90,7 @@ def test_constructor_defaults_are_those_of_the_contract():
 
 
 def test_the_remaining_defaults_of_the_contract_are_parameters():
-    from lightppo.trainer.ppo_trainer import PPOTrainer
+    from lightppo import PPOTrainer
 
     parameters = inspect.signature(PPOTrainer.__init__).parameters
     assert list(parameters)[1:11] == [

@@ -19,7 +19,7 @@ from lightppo.plugins.ops.signals import safe_points, watched
 REPO = Path(__file__).parents[1]
 HEAD = """
 import os, signal, subprocess, sys, time
-from lightppo import signals
+from lightppo.plugins.ops import signals
 from lightppo.trainer import run
 
 def ready():

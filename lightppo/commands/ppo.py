@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightppo.config import EvaluationConfig, cli, parse_args
+from lightppo.plugin import BEFORE_IMPORTS
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
@@ -14,9 +15,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
     from lightppo.trainer import run
 
     def train() -> None:
-        from lightppo.plugins.checks.preflight import before_imports, preflight
-
-        before_imports(lambda: preflight(config.resolved()), prog)
+        for look in BEFORE_IMPORTS.values():
+            look.fn(config, prog)
 
         # After options, files and folders are checked: this import takes seconds.
         from lightppo import PPOTrainer

@@ -360,6 +360,10 @@ class GroupCollector:
         """Restores ``state_dict``."""
         self.surplus = [(values["step"], from_plain(values)) for values in state]
 
+    def share_out(self, states: Sequence[Sequence[dict[str, Any]]], world_size: int) -> list[list[dict[str, Any]]]:
+        """The states of so many ranks, made of those of another number."""
+        return dealt_out(states, world_size)
+
 
 def dealt_out(surplus: Sequence[Sequence[dict[str, Any]]], ranks: int) -> list[list[dict[str, Any]]]:
     """Each rank's ``GroupCollector.state_dict`` for another number of ranks: the oldest groups first, in turn."""

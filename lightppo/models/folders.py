@@ -7,8 +7,9 @@ import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from lightppo.errors import ModelLoadError
+from lightppo.errors import ConfigError, ModelLoadError
 from lightppo.hub import check_on_hub, mistyped_path
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -142,3 +143,13 @@ def file_problem(file: Path) -> str | None:
     if size > whole:
         return f"is damaged: it has {size:,} bytes, and by its header {whole:,}: download it again"
     return None if size == whole else f"is not complete: {size:,} of {whole:,} bytes; download it again"
+
+
+def check_positions(config: Any, positions: int | None) -> None:
+    """Prompt and response must fit; ``None``: a model without a limit."""
+    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    if positions is not None and prompt + response > positions:
+        raise ConfigError(
+            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
+            f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
+        )

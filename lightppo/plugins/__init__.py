@@ -4,8 +4,21 @@ import importlib
 
 # In this order: what a run calls of several plugins, it calls in the order in which they are registered.
 SHIPPED = (
-    *("algorithms", "adapters", "kernels", "vllm", "verifiers", "http", "ops", "reshape", "records", "checks"),
-    *("report", "supervised", "tools", "migration", "compat"),
+    "algorithms",
+    "adapters",
+    "kernels",
+    "vllm",
+    "verifiers",
+    "http",
+    "checks",
+    "records",
+    "report",
+    "ops",
+    "reshape",
+    "supervised",
+    "tools",
+    "migration",
+    "compat",
 )
 
 

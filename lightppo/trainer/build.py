@@ -2,82 +2,109 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
+from lightppo.algorithms.kl import make_kl_controller
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     advice,
-    compute_dtype,
     evaluation_config,
     moves_reference,
     needs_critic,
     needs_reference,
     needs_teacher,
     of_role,
-    uses_adapters,
+    old_log_probs_from,
 )
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
 from lightppo.data.readers import blending_datasets, with_metadata
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError
-from lightppo.experience.batching import balance_ranks
+from lightppo.experience.batching import Minibatch, ReplayBuffer, balance_ranks, save_batch
 from lightppo.experience.checks import RolloutCheck, RolloutReplay
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
+from lightppo.models.folders import check_positions
 from lightppo.models.preparation import Role, prepare_model
-from lightppo.plugin import ENGINES, LOADING
-from lightppo.plugins.adapters.lora import check_peft
-from lightppo.plugins.adapters.quantised import check_bitsandbytes
+from lightppo.plugin import CHECKS, ENGINES, LOADING
 from lightppo.plugins.algorithms.teacher import TeacherServers
-from lightppo.plugins.checks.preflight import check_positions, dry_run_config, preflight
-from lightppo.plugins.checks.probes import check_decoding, check_padding
-from lightppo.plugins.checks.rehearsal import fewer_rows, rehearse
-from lightppo.plugins.http.client import read_token
-from lightppo.plugins.ops import durable
 from lightppo.plugins.ops.storage import local_folder, stage_to_local
-from lightppo.plugins.records.run_folder import claim, public_options
-from lightppo.plugins.report.page import read_metrics, summary
-from lightppo.ranks import Ranks, ranks_on_node
+from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward, reward_inputs
-from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
+from lightppo.rewards.source import AsyncScorer, NoReward, RewardSource, check_verifier_status
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampling import bad_word_ids
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_adapters, parameter_count
-from lightppo.trainer.evaluator import Evaluator, table
+from lightppo.trainer import metrics as m
+from lightppo.trainer.callbacks import Callback
+from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
+from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.loop import public_options
+from lightppo.trainer.prompts import PromptFilter, endless
+from lightppo.trainer.skipped import SkippedSteps
+from lightppo.trainer.update import Update, build_value_norm
+
+T = TypeVar("T")
 
 
 @dataclass
-class Run:
-    """Everything that a trainer works with, finished; the fields are arguments of ``PPOTrainer``."""
+class Building:
+    """A run that is being built, as far as it is: what ``lightppo.plugin.CHECKS`` look at.
+
+    A check of ``folders`` may put another config in place, and say that nothing is kept of the run.
+    """
+
+    asked: OptionSet  # as it was asked for, with what None means
+    config: OptionSet  # as it runs
+    strategy: DeepspeedStrategy
+    tokenizer: Any = None
+    rows: dict[str, Any] = field(default_factory=dict)  # data sets by the option that names their files
+    held_out: Any = None  # data to evaluate on
+    reward_source: RewardSource | None = None
+    models: dict[str, Any] = field(default_factory=dict)  # by the flag that names them
+    sizes: dict[str, int] = field(default_factory=dict)  # parameters by part of a checkpoint; "export": of an export
+    actor: Any = None
+    rollout_engine: RolloutEngine | None = None
+    content: dict[str, str] = field(default_factory=dict)  # marks of what options name
+    keeps: bool = True
+
+    def check(self, when: str) -> None:
+        """Run the checks of a time, and print what they say. Collective."""
+        for check in CHECKS.values():
+            if check.when == when:
+                for line in check.fn(self) or ():
+                    self.strategy.print(line)
+
+
+@dataclass
+class PPOInputs:
+    """What ``build`` makes, or a script: models with their optimizers, data, rewards, engine."""
 
     strategy: DeepspeedStrategy
     actor: Actor
     critic: Any | None
-    reward_model: list[Any]
+    reward_model: Any
     initial_model: Any | None
     ema_model: Any | None
-    teacher: Any | None
     actor_optim: Any
     critic_optim: Any
     actor_scheduler: Any
@@ -86,87 +113,197 @@ class Run:
     tokenizer: Any
     reward_source: RewardSource
     rollout_engine: RolloutEngine
-    prompts_dataloader: DataLoader | None
-    pretrain_dataloader: DataLoader | None
-    evaluator: Evaluator | None
+    teacher: Any | None = None
+    prompts_dataloader: Iterable | None = None
+    pretrain_dataloader: Iterable | None = None
+    evaluator: Evaluator | None = None
+    content: Mapping[str, str] = field(default_factory=dict)
+    keeps: bool = True
+    asked: PPOConfig | None = None  # the options as they were given; None: a script made the parts
 
 
-def build(config: PPOConfig) -> Run:
-    """Build everything a run needs; whatever cannot work is an error that names its flag. Collective."""
-    strategy = build_strategy(config)
+@dataclass
+class PPOParts(PPOInputs):
+    """Everything that a trainer works with, finished."""
+
+    state: TrainerState = field(kw_only=True)
+    timer: m.PhaseTimer = field(kw_only=True)
+    kl_ctl: Any = field(kw_only=True)
+    experience_maker: ExperienceMaker = field(kw_only=True)
+    replay_buffer: ReplayBuffer = field(kw_only=True)
+    sampler: GroupCollector = field(kw_only=True)
+    update: Update = field(kw_only=True)
+    prompt_filter: PromptFilter = field(kw_only=True)
+    checkpointer: RunCheckpointer = field(kw_only=True)
+    skipped: SkippedSteps = field(kw_only=True)
+
+
+def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = ()) -> T:
+    """A finished trainer of this class; whatever cannot work is an error that names its flag. Collective."""
+    given, strategy = config, build_strategy(config)
     strategy.setup_distributed()
-    config = checked(config, strategy)
+    config.validate(strategy.world_size)
+    building = Building(asked=config.resolved(), config=config.resolved(), strategy=strategy)
+    building.check("options")
+    strategy.print(described(config))
+    for line in advice(building.config):
+        strategy.print(f"note: {line}")
 
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
-    check_lengths(config, model_config(config))
-    if not config.evaluation.val_only:
-        check_text_only(config)
-    if config.training.dry_run or strategy.device.type == "cuda":
-        tell_memory(config, strategy)
-    tokenizer = build_tokenizer(config)
-    check_sampled_tokens(config, tokenizer)
-    servers = check_tokenizers(config, tokenizer, strategy)
-    asked, rewards = config, None
-    if config.training.dry_run:
-        config = dry_run_config(config, strategy.world_size, temporary_folder(strategy))
-    c = config.checkpoint
-    # An evaluation writes no checkpoint: it may look at those of a run that goes on.
-    written = {"--save_path": c.save_path} | ({} if config.evaluation.val_only else {"--ckpt_path": c.ckpt_path})
-    claim(written, strategy)
-    loader, pretrain, eval_prompts = build_data(config, tokenizer, strategy, asked)
-    if loader is not None and not config.training.dry_run:
-        if told := fewer_rows(config, loader.dataset):
-            strategy.print(f"warning: {told}")
-        check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
+    check_lengths(building.config, model_config(building.config))
+    if not building.config.evaluation.val_only:
+        check_text_only(building.config)
+    tokenizer = building.tokenizer = build_tokenizer(building.config)
+    check_sampled_tokens(building.config, tokenizer)
+    servers = check_tokenizers(building.config, tokenizer, strategy)
+    building.check("folders")
+    config = building.config
+    loader, pretrain, eval_prompts = build_data(config, tokenizer, strategy, building.asked)
+    rewards = None
     if not config.model.reward_pretrain:
         rewards = build_rewards(config, [], tokenizer, strategy)
-    if asked.training.dry_run and loader is not None:  # before the models take their time
-        rehearse(asked, loader.dataset, eval_prompts, rewards and rewards[0], strategy)
-    if asked.training.dry_run and eval_prompts is not None:
-        eval_prompts = build_prompts(config, tokenizer, strategy, evaluation=True)
+        building.reward_source = rewards[0]
+    loaders = {"prompt_data": loader, "pretrain_data": pretrain}
+    building.rows = {name: one.dataset for name, one in loaders.items() if one is not None}
+    building.held_out = eval_prompts
+    if loader is not None and building.keeps:
+        check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
+    building.check("data")
 
     into_engine, optimizers = into_engines(config, strategy, steps_per_episode(config, loader))
     models = build_models(config, strategy, into_engine)
     fit_vocabulary(models, tokenizer, config)
-    saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
-    sizes = {part: parameter_count(model, find_adapters(model) is not None) for part, model in saved.items()}
-    check_disk_space(asked, sizes, exported=parameter_count(models.actor))
     strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
-
     actor, critic, reference = models.actor, models.critic, models.reference
     settle_packing(config, strategy, actor, critic, reference, models.teacher)
-    check_padding(by_flag(config, models), strategy, always_padded=pretrain is not None)
+    saved = saved_parts(config, actor, critic, models.ema, reference)
+    building.sizes = {part: parameter_count(model, find_adapters(model) is not None) for part, model in saved.items()}
+    building.sizes["export"] = parameter_count(actor)
+    building.actor, building.models = actor, by_flag(config, models)
+    building.check("models")
     if reference is None and needs_reference(config):
         reference = actor.as_loaded
     source, judge = rewards or build_rewards(config, models.reward_models, tokenizer, strategy)
-    engine = build_rollout_engine(config, strategy, actor, tokenizer)
-    if config.sampling.skip_rollout is None:  # else nothing may be sampled
-        check_decoding(engine, actor, strategy)
+    engine = building.rollout_engine = build_rollout_engine(config, strategy, actor, tokenizer)
+    building.check("engine")
     evaluator = None
     if eval_prompts is not None:
-        evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
+        evaluator = build_evaluator(config, engine, judge, building.held_out, strategy)
     (actor_optim, actor_scheduler), (critic_optim, critic_scheduler) = optimizers.values()
-    return Run(
-        *(strategy, actor, critic, models.reward_models, reference, models.ema, models.teacher or servers),
-        *(actor_optim, critic_optim, actor_scheduler, critic_scheduler),
-        *(config, tokenizer, source, engine, loader, pretrain, evaluator),
+    inputs = PPOInputs(
+        strategy=strategy,
+        actor=actor,
+        critic=critic,
+        reward_model=models.reward_models,
+        initial_model=reference,
+        ema_model=models.ema,
+        actor_optim=actor_optim,
+        critic_optim=critic_optim,
+        actor_scheduler=actor_scheduler,
+        critic_scheduler=critic_scheduler,
+        config=config,
+        tokenizer=tokenizer,
+        reward_source=source,
+        rollout_engine=engine,
+        teacher=models.teacher or servers,
+        prompts_dataloader=loader,
+        pretrain_dataloader=pretrain,
+        evaluator=evaluator,
+        content=building.content,
+        keeps=building.keeps,
+        asked=given,
+    )
+    return trainer.from_inputs(inputs, callbacks)
+
+
+def assemble(inputs: PPOInputs, kind: type[Update] = Update, own_training_step: bool = False) -> PPOParts:
+    """Everything between prompts and weights, around the models, the engine and the rewards of a run.
+
+    Args:
+        kind: the class of the update.
+        own_training_step: its training step is a user's, which needs old log probs in place.
+    """
+    config, strategy, tokenizer = inputs.config, inputs.strategy, inputs.tokenizer
+    state, timer, training = TrainerState(), m.PhaseTimer(), config.training
+    algorithm = config.algorithm
+    kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+    value_norm = build_value_norm(config.loss)
+
+    def progress(items: Iterable, text: str) -> Iterable:
+        return m.progress_bar(items, text, shown=strategy.is_rank_0(), leave=False)
+
+    exact = capabilities_of(inputs.rollout_engine).exact_log_probs
+    old_log_probs = old_log_probs_from(config, exact)
+    if old_log_probs == "training" and own_training_step:
+        old_log_probs = "forward"
+    maker = ExperienceMaker(
+        inputs.actor,
+        inputs.critic,
+        inputs.initial_model,
+        strategy,
+        kl_ctl,
+        config,
+        teacher=inputs.teacher,
+        rewarded=not isinstance(inputs.reward_source, NoReward),
+        value_norm=value_norm,
+        old_log_probs=old_log_probs,
+        progress=lambda parts: progress(parts, "experience"),
+        timer=timer,
+    )
+    buffer = ReplayBuffer(
+        training.micro_train_batch_size,
+        training.buffer_limit,
+        training.buffer_cpu_offload,
+        device=strategy.device,
+        pin_memory=config.data.dataloader_pin_memory,
     )
 
+    def write_batch(path: Path, batch: Minibatch, facts: Mapping[str, Any]) -> Counter[str]:
+        texts = [text for part in batch.micro_batches for text in part.texts(tokenizer.decode)]
+        save_batch(path, batch, texts, **facts)
+        return sum((Counter(part.non_finite()) for part in batch.micro_batches), Counter())
 
-def checked(config: PPOConfig, strategy: DeepspeedStrategy) -> PPOConfig:
-    """The config, resolved, after all checks that load nothing; says what was set. Collective."""
-    config.validate(strategy.world_size)
-    asked, config = config, config.resolved()
-    problem = _refusal(config) if strategy.is_rank_0() else None
-    if problem := strategy.broadcast_object(problem):
-        raise ConfigError(problem)
-    check_before_loading(config)
-    if config.engine.hf_cuda_graphs and strategy.device.type != "cuda":
-        raise ConfigError("--hf_cuda_graphs: there is no CUDA device: leave it out")
-    strategy.print(described(asked))
-    for line in advice(config):
-        strategy.print(f"note: {line}")
-    return config
+    again = "To run the batch again: lightppo replay {folder} --step {step} --batch {batch}"
+    skipped = SkippedSteps(strategy, training.max_skipped_steps, config.checkpoint.save_path, write_batch, again)
+    update = kind(
+        config,
+        strategy,
+        actor=inputs.actor,
+        critic=inputs.critic,
+        reference=inputs.initial_model,
+        teacher=inputs.teacher,
+        ema_model=inputs.ema_model,
+        actor_optim=inputs.actor_optim,
+        critic_optim=inputs.critic_optim,
+        actor_scheduler=inputs.actor_scheduler,
+        critic_scheduler=inputs.critic_scheduler,
+        experience_maker=maker,
+        replay_buffer=buffer,
+        kl_ctl=kl_ctl,
+        value_norm=value_norm,
+        state=state,
+        skipped=skipped,
+        timer=timer,
+        progress=progress,
+    )
+    if inputs.pretrain_dataloader is not None:
+        update.pretrain_batches = endless(inputs.pretrain_dataloader)
+    check = RolloutCheck(inputs.actor, inputs.rollout_engine, strategy, config)
+    sampling = config.sampling
+    saved = saved_parts(config, inputs.actor, inputs.critic, inputs.ema_model, inputs.initial_model)
+    return PPOParts(
+        **vars(inputs),
+        state=state,
+        timer=timer,
+        kl_ctl=kl_ctl,
+        experience_maker=maker,
+        replay_buffer=buffer,
+        sampler=build_sampler(config, strategy, inputs.rollout_engine, inputs.reward_source, maker, check, timer),
+        update=update,
+        prompt_filter=PromptFilter(sampling.dataset_filter_threshold, sampling.dataset_max_filter_percentage, strategy),
+        checkpointer=RunCheckpointer(strategy, config.checkpoint, saved, tokenizer),
+        skipped=skipped,
+    )
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
@@ -714,35 +851,6 @@ def build_rollout_engine(config: PPOConfig, strategy: Any, actor: Any, tokenizer
 # -- checks before anything large is loaded ---------------------------------------------------------------------------
 
 
-def temporary_folder(strategy: DeepspeedStrategy) -> str:
-    """A folder that goes with rank 0's process. Collective."""
-    folder = None
-    if strategy.is_rank_0():
-        folder = tempfile.mkdtemp(prefix="lightppo-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return strategy.broadcast_object(folder)
-
-
-def _refusal(config: PPOConfig) -> str | None:
-    try:
-        preflight(config)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def check_before_loading(config: PPOConfig) -> None:
-    """Packages and tokens of each rank; errors name the flag."""
-    if uses_adapters(config):
-        check_peft()
-    if config.adapter.load_in_4bit:
-        check_bitsandbytes()
-    with _as_config_error():
-        read_token(env=config.reward.remote_rm_token_env)
-        read_token(env=config.engine.vllm_server_api_key_env, option="--vllm_server_api_key_env")
-        read_token(env=config.distill.teacher_api_key_env, option="--teacher_api_key_env")
-
-
 def check_lengths(config: OptionSet, model_config: Any, longest: int | None = None) -> None:
     """Prompt and response must fit the model's positions, or the ``longest`` row to learn from."""
     positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -752,59 +860,6 @@ def check_lengths(config: OptionSet, model_config: Any, longest: int | None = No
         raise ConfigError(
             f"--max_len {config.data.max_len}: the longest row has {longest} tokens, but {config.model.pretrain} has "
             f"{positions} positions: set --max_len {positions}, with --truncation right or drop"
-        )
-
-
-def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
-    """Prints what the run will need; refuses one whose weights and optimizer alone do not fit. Collective.
-
-    A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
-    """
-    from lightppo.plugins.checks.budget import check_memory
-
-    device, per_node = strategy.device, ranks_on_node(strategy.world_size)
-    size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    found = None
-    if strategy.is_rank_0():
-        try:
-            found = "\n".join(check_memory(config, strategy.world_size, size, per_node))
-        except ConfigError as error:
-            found = error
-        except Exception as error:  # of the model's own code, on a device that holds no data
-            found = f"note: the memory of this run cannot be computed: {type(error).__name__}: {error}"
-    if isinstance(found := strategy.broadcast_object(found), ConfigError):
-        raise found
-    strategy.print(found)
-
-
-def check_disk_space(config: OptionSet, parameters: dict[str, int], exported: int | None = None) -> None:
-    """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
-
-    Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
-
-    Args:
-        parameters: their number per part of a checkpoint (with LoRA those that train).
-        exported: their number in an export of the actor; ``None``: as many as in its checkpoint.
-    """
-    c = config.checkpoint
-    exports = c.hf_save_steps > 0 or c.hf_save_epochs or c.hf_save_seconds or config.evaluation.best_metric
-    saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
-    weight = 4 if compute_dtype(config) == "float32" else 2
-    state = export = 0
-    if saves and not c.disable_ds_ckpt:
-        state = sum(n * (4 if part in ("ema", "reference") else weight + 12) for part, n in parameters.items())
-    if (saves and c.save_hf_ckpt) or exports:
-        export = (parameters["actor"] if exported is None else exported) * weight
-    # One more than are kept: an old checkpoint goes only when the new one is whole.
-    needed = min((c.max_ckpt_num + 1) * (state + export), c.max_ckpt_mem * 1e9 + state + export)
-    folder = local_folder(c.ckpt_path).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ConfigError(
-            f"--ckpt_path {c.ckpt_path}: {c.max_ckpt_num} checkpoints need about {durable.shown_size(needed)}, "
-            f"{durable.shown_size(free)} are free: lower --max_ckpt_num or --max_ckpt_mem, or choose another disk"
         )
 
 
@@ -855,23 +910,3 @@ def places(config: OptionSet) -> str:
     found += [f"trackio: trackio show --project {log.use_trackio}"] if log.use_trackio else []
     found += [f"profiles in {c.save_path}/profile"] if log.profile_steps else []
     return ", ".join(found)
-
-
-def ending(config: PPOConfig, steps: int, exported: bool) -> list[str]:
-    """What a finished run says: before and after, the picture, where all is, what to do next."""
-    c, folder = config.checkpoint, local_folder(config.checkpoint.save_path)
-    if config.evaluation.val_only:
-        return [*table(read_metrics(folder / "metrics.jsonl")[-1]), f"answers and metrics: {folder / 'eval'}"]
-    lines = [f"finished: {steps} steps", summary(folder / "metrics.jsonl")]
-    if exported:
-        lines += [
-            f"files: {places(config)}",
-            f"""generate: python -c "from transformers import pipeline; print(pipeline('text-generation', """
-            f"""'{folder}')('PROMPT'))\"""",
-        ]
-    if exported and config.data.eval_data:
-        where = f"--pretrain {folder} --save_path {folder}_eval"
-        lines.append(f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {where} --resume never")
-    if c.save_steps > 0 or c.save_epochs or c.save_seconds:
-        lines.append("go on: the same command with a larger --num_episodes or --total_training_steps")
-    return lines

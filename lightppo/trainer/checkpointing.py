@@ -61,7 +61,6 @@ class TrainerState:
     overflowed_optimizer_steps: int = 0  # of the skipped ones, those for too large a loss scale (--fp16)
     skipped_in_a_row: int = 0  # PPO steps, until the last one, in which a model had no finite gradient
     stopped_optimizer_steps: int = 0  # of the actor, by an early stop
-    run_ids: dict[str, str] = field(default_factory=dict)  # of the run, by tracker
     # Only with --dataset_filter_threshold: mean score of the prompts sampled in this episode, by Prompt.index; and
     # Prompt.index of those that it has left out of the further episodes.
     episode_scores: dict[int, float] = field(default_factory=dict)
@@ -69,11 +68,12 @@ class TrainerState:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Of a checkpoint; older ones have only the id of the Weights & Biases run."""
-        values = dict(saved)
-        if (run_id := values.pop("run_id", None)) is not None:
-            values["run_ids"] = {"wandb": run_id}
-        return cls(**values)
+        """Of a checkpoint."""
+        return cls(**saved)
+
+    def become(self, other: TrainerState) -> None:
+        """Stand where another state does; who holds this one sees it."""
+        vars(self).update(vars(other))
 
     @classmethod
     def from_consumed(cls, consumed_samples: int, steps_per_episode: int, rollout_batch_size: int) -> Self:
@@ -111,7 +111,6 @@ class RunCheckpointer:
     ) -> None:
         self.strategy, self.config, self.models, self.tokenizer = strategy, config, models, tokenizer
         self.run = uuid.uuid4().hex[:12]  # a resumed run keeps its own; rank 0's is written
-        self.records: dict[str, tuple[int, str]] = {}  # of RecordSums: saved with the next checkpoint, or just loaded
 
     def save(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step. Collective.
@@ -122,7 +121,7 @@ class RunCheckpointer:
         self.require_finite(step)
         if not c.disable_ds_ckpt:
             state = {**client_state, "rng": self.strategy.gather_object(rng_state())}
-            state |= {"run": self.run, "records": self.records}
+            state["run"] = self.run
             previous: list[str] = []  # on rank 0, which removes the older ones
 
             def prepare() -> None:
@@ -387,7 +386,7 @@ class RunCheckpointer:
         for name, model in self.models.items():
             _, states[name] = self.strategy.load_ckpt(model, join(root, f"_{name}"), tag, **options)
         state, strategy = states["actor"], self.strategy
-        run, self.records = state.pop("run", self.run), state.pop("records", {})
+        run = state.pop("run", self.run)
         if self.config.resume == "auto":  # from a path another run goes on
             self.run = run
         generators, now = state.pop("rng"), strategy.world_size

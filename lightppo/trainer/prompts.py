@@ -16,7 +16,6 @@ from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.models.packing import to_device
-from lightppo.plugins.compat.seed import PromptText
 from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import TrainerState
 
@@ -121,6 +120,18 @@ def too_well_solved(scores: Mapping[int, float], threshold: float, max_share: fl
     # Of equal scores the lower row number goes first: every rank and a resumed run choose the same.
     above = sorted((index for index in scores if scores[index] > threshold), key=lambda i: (-scores[i], i))
     return above[: int(max_share * prompts)]
+
+
+class PromptText(str):
+    """The text of a prompt, which also knows the :class:`Prompt`: its token ids, row number and further columns."""
+
+    prompt: Prompt
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> PromptText:
+        text = cls(prompt.text)
+        text.prompt = prompt
+        return text
 
 
 def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:

@@ -1,11 +1,14 @@
-"""The losses of one micro batch, each its share of the loss of the whole optimizer step (see ``aggregate_loss``).
+"""The update of a PPO step: passes over the replay buffer, optimizer steps, and the losses of one micro batch.
 
-So the gradient depends neither on micro batches nor on ranks. Nothing is written to what comes in.
+Each loss is its micro batch's share of the loss of the whole optimizer step (see ``aggregate_loss``), so the gradient
+depends neither on micro batches nor on ranks. Nothing is written to what comes in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +20,302 @@ from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import LossConfig, PPOConfig
-from lightppo.experience.batching import selection_of
+from lightppo.config.rules import micro_batch_spec, of_role, token_weights
+from lightppo.errors import RewardError
+from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, minibatches, selection_of
 from lightppo.experience.experience import Experience
+from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
+from lightppo.models.packing import all_share_prompts, on_cpu
 from lightppo.ranks import Ranks
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer import metrics as m
+from lightppo.trainer.checkpointing import TrainerState
+from lightppo.trainer.prompts import as_lm_batch
+from lightppo.trainer.skipped import SkippedSteps
 
 Metrics = dict[str, Tensor]
+Status = Mapping[str, Any]  # numbers by name, or tensors of one number that are read at the end of a step
+
+
+class Update:
+    """Trains actor and critic on the replay buffer: ``max_epochs`` passes, an optimizer step per ``train_batch_size``.
+
+    A subclass may override ``training_step``, ``training_step_actor`` and ``training_step_critic``.
+
+    Args:
+        config: resolved.
+        reference, teacher: for losses that compare with them; ``None`` where none does.
+        ema_model: gets the moving average of the actor, or ``None``.
+        state: of the run; optimizer steps are counted in it.
+        progress: (iterable, text) → iterable, with a bar on a terminal.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        strategy: DeepspeedStrategy,
+        *,
+        actor: Any,
+        critic: Any | None,
+        reference: Any | None,
+        teacher: Any | None,
+        ema_model: Any | None,
+        actor_optim: Any,
+        critic_optim: Any,
+        actor_scheduler: Any,
+        critic_scheduler: Any,
+        experience_maker: ExperienceMaker,
+        replay_buffer: ReplayBuffer,
+        kl_ctl: Any,
+        value_norm: ValueNorm | None,
+        state: TrainerState,
+        skipped: SkippedSteps,
+        timer: m.PhaseTimer,
+        progress: Callable[[Iterable, str], Iterable],
+    ) -> None:
+        self.config, self.strategy = config, strategy
+        self.actor, self.critic, self.reference = actor, critic, reference
+        self.teacher, self.ema_model = teacher, ema_model
+        self.actor_optim, self.actor_scheduler = actor_optim, actor_scheduler
+        self.critic_optim, self.critic_scheduler = critic_optim, critic_scheduler
+        self.experience_maker, self.replay_buffer = experience_maker, replay_buffer
+        self.kl_ctl, self.value_norm = kl_ctl, value_norm
+        self.state, self.skipped, self.timer, self.progress = state, skipped, timer, progress
+        algorithm, loss, training = config.algorithm, config.loss, config.training
+        self.max_epochs, self.freezing_actor_steps = training.max_epochs, algorithm.freezing_actor_steps
+        self.critic_max_epochs = 0
+        if critic is not None:
+            self.critic_max_epochs = of_role(config, "critic").max_epochs or training.max_epochs
+        self.epoch = 0  # the pass over the rollout that is under way
+        self.ema_beta, self.ptx_coef = algorithm.ema_beta, algorithm.ptx_coef
+        self.policy_loss = build_policy_loss(config)
+        self.token_weights = list(token_weights(config, in_training=True).values())
+        self.value_loss = ValueLoss(
+            loss.value_clip, loss_agg_mode=loss.loss_agg_mode, huber_delta=loss.value_huber_delta
+        )
+        self.pretrain_loss = GPTLMLoss()
+        self.pretrain_batches: Iterator | None = None  # endless
+        self.early_stop = EarlyStop(loss, strategy)
+        self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
+        self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
+        self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
+
+    def train(self, step: int) -> dict[str, float]:
+        """Train on the replay buffer. Collective.
+
+        Args:
+            step: number of this PPO step; it seeds the shuffling.
+
+        Returns:
+            the means over the optimizer steps, and statistics of the rollout, by the names of
+            ``trainer.metrics.METRICS`` without their namespace; the same on every rank.
+        """
+        empty = self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
+        if empty and not self.config.sampling.dynamic_sampling and self.skipped.batch is None:
+            raise RewardError(f"step {step}: none of the samples was scored, so there is nothing to train on")
+        rollout = m.rollout_summaries(self.replay_buffer.items, self.experience_maker.sampled_kl)
+        self.on_policy, trained = {}, []
+        with self.timer("train"):
+            epochs = max(self.max_epochs, self.critic_max_epochs)
+            for epoch in range(epochs):
+                self.epoch = epoch
+                plan = self.minibatches(step, epoch)
+                for minibatch in self.progress(plan, f"train, epoch {epoch + 1}/{epochs}"):
+                    trained.append(self.train_minibatch(minibatch, step))
+        self.epoch = 0
+        rollout = m.merge_summaries([rollout, self.on_policy])
+        status = m.optimizer_status(trained, self.strategy)  # the means of the rollout take the place of the seed's
+        status = {name: value for name, value in status.items() if name not in m.SEED_INFO}
+        status |= m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(rollout)))
+        self.skipped.end_step(self.state)
+        if not trained:
+            status |= {f"{name}_skipped": 1.0 for name in self.skipped.of_model}
+        return {"samples": 0.0} | status | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(trained))}
+
+    def train_minibatch(self, minibatch: Minibatch, step: int = 0) -> list[Mapping[str, float]]:
+        """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
+        micro_batches = self.with_pretrain(minibatch.micro_batches)
+        of_critic = micro_batches if minibatch.critic_micro_batches is None else minibatch.critic_micro_batches
+        self.skipped.begin(minibatch)
+        self.strategy.accumulate(self.actor, len(micro_batches))
+        self.strategy.accumulate(self.critic, len(of_critic))
+        if self.critic is None or of_critic is micro_batches:
+            done = [(experience, self.training_step(experience, step)) for experience in self.given(micro_batches)]
+        else:
+            with self.timer("actor_update"):
+                of_actor = self.given(micro_batches if self.actor_trains(step) else ())
+                done = [(experience, self.training_step_actor(experience)) for experience in of_actor]
+            with self.timer("critic_update"):
+                trained = self.given(of_critic if self.critic_trains() else ())
+                done += [(experience, self.training_step_critic(experience)) for experience in trained]
+        # Numbers are read only here, so that no micro batch waits for a GPU.
+        statuses = [(experience.part.has_samples, m.checked_status(status)) for experience, status in done]
+        self.summarise()
+        # A placeholder says nothing but the PTX loss of its own batch.
+        return [
+            status if has_samples else {name: value for name, value in status.items() if name == "ptx_loss"}
+            for has_samples, status in statuses
+        ]
+
+    # -- one micro batch -----------------------------------------------------------------------------------------
+
+    def training_step(self, experience: Experience, step: int) -> Status:
+        """One micro batch of actor and critic; its numbers, whose mean is logged whatever their names. Collective.
+
+        Gradients add up; at the last micro batch of ``train_batch_size`` samples the optimizers step.
+        """
+        status: dict[str, Any] = {}
+        if self.actor_trains(step):
+            with self.timer("actor_update"):
+                status |= self.training_step_actor(experience)
+        if self.critic_trains():
+            with self.timer("critic_update"):
+                status = self.training_step_critic(experience) | status  # the actor's pass may know more of the KL
+        return status
+
+    def training_step_actor(self, experience: Experience) -> Status:
+        """One micro batch of the actor; see :meth:`training_step`."""
+        part = self.part_of(experience)
+        self.actor.train()
+        loss, metrics, log_probs, entropy = actor_loss(
+            self.actor,
+            experience,
+            part.normalizer,
+            loss_fn=self.policy_loss,
+            config=self.config,
+            kl_coef=self.kl_ctl.value,
+            reference=self.reference,
+            teacher=self.teacher,
+            token_weights=self.token_weights,
+        )
+        self.backward(loss * part.loss_scale, self.actor, self.actor_optim)
+        self.early_stop.add(metrics)
+        self.observe(experience, log_probs, entropy)
+        if experience.action_log_probs is None and part.has_samples:
+            self.unread.append((experience, log_probs))
+            experience = self.with_kl(experience, log_probs)
+        status: dict[str, Any] = m.micro_batch_status(metrics, experience, part.status_scale)
+        if part.pretrain is not None:
+            batch, tokens, batches = part.pretrain
+            ptx = pretrain_loss(self.actor, batch, self.pretrain_loss, tokens, self.strategy.world_size)
+            self.backward(self.ptx_coef * part.loss_scale * ptx, self.actor, self.actor_optim)
+            status["ptx_loss"] = ptx.detach().double() * batches
+        return self.told(status | self.actor_step(), experience)
+
+    def training_step_critic(self, experience: Experience) -> Status:
+        """One micro batch of the critic; see :meth:`training_step`."""
+        part = self.part_of(experience)
+        self.critic.train()
+        loss, metrics = critic_loss(self.critic, experience, part.normalizer, self.value_loss, self.value_norm)
+        self.backward(loss * part.loss_scale, self.critic, self.critic_optim)
+        status: dict[str, Any] = m.micro_batch_status(metrics, experience, part.status_scale)
+        status |= self.optimizer_step("critic", self.critic, self.critic_optim, self.critic_scheduler)
+        return self.told(status, experience)
+
+    def given(self, micro_batches: Iterable[Experience]) -> Iterable[Experience]:
+        """The micro batches as ``training_step`` gets them."""
+        return micro_batches
+
+    def part_of(self, experience: Experience) -> StepPart:
+        """What a micro batch is of its optimizer step."""
+        return experience.part
+
+    def with_kl(self, experience: Experience, log_probs: Tensor) -> Experience:
+        """A micro batch without old log probs, after its pass: :meth:`summarise` tells its KL."""
+        return experience
+
+    def backward(self, loss: Tensor, model: Any, optimizer: Any) -> None:
+        self.strategy.backward(loss, model, optimizer)
+
+    def told(self, status: Status, experience: Experience) -> Status:
+        """The status of a micro batch as ``training_step`` returns it."""
+        return status
+
+    def summarise(self) -> None:
+        """Take in what is known of log probs that only a training pass has made."""
+        unread, self.unread = self.unread, []
+        summaries = [
+            m.policy_summaries(experience, log_probs, self.experience_maker.sampled_kl)
+            for experience, log_probs in unread
+        ]
+        self.on_policy = m.merge_summaries([self.on_policy, *summaries])
+
+    # -- optimizer steps -----------------------------------------------------------------------------------------
+
+    def minibatches(self, step: int, epoch: int) -> Iterator[Minibatch]:
+        """The optimizer steps of one pass; another order in each step, epoch and on each rank, also after a resume."""
+        config, training = self.config, self.config.training
+        key = (config.strategy.seed, step, epoch, self.strategy.get_rank())
+        # With a load-balancing loss a prompt must count for each of its samples.
+        models = (self.actor, self.critic, self.reference, self.teacher)
+        shares = training.share_prompts and config.loss.aux_loss_coef == 0 and all_share_prompts(models)
+        return minibatches(
+            self.replay_buffer.items,
+            self.strategy,
+            train_batch_size=training.train_batch_size,
+            actor=micro_batch_spec(config, "actor_train"),
+            critic=self.critic_spec(),
+            packed=self.experience_maker.batching.packed,
+            share_prompts=shares,
+            shuffle=training.shuffle,
+            generator=torch.Generator().manual_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF),
+            collate=self.replay_buffer.collate_fn,
+            loss_scale=float(config.rollout.generate_max_len),
+        )
+
+    def critic_spec(self) -> Any | None:
+        """Micro batches of the critic's own; ``None``: it trains on the actor's."""
+        of_actor, of_critic = (micro_batch_spec(self.config, call) for call in ("actor_train", "critic_train"))
+        return None if self.critic is None or of_critic == of_actor else of_critic
+
+    def with_pretrain(self, micro_batches: list[Experience]) -> list[Experience]:
+        """The micro batches of a step, each with a batch for the PTX loss where there is one. Collective then."""
+        if self.pretrain_batches is None or self.ptx_coef == 0 or self.epoch >= self.max_epochs:
+            return micro_batches
+        batches = [as_lm_batch(next(self.pretrain_batches), self.strategy.device) for _ in micro_batches]
+        self.state.pretrain_batches += len(batches)
+        tokens = sum(self.pretrain_loss.num_tokens(on_cpu(batch["labels"])) for batch in batches)
+        tokens = self.strategy.all_reduce(tokens, "sum")
+        return [
+            replace(experience, part=replace(experience.part, pretrain=(batch, tokens, len(batches))))
+            for experience, batch in zip(micro_batches, batches)
+        ]
+
+    def actor_trains(self, step: int) -> bool:
+        return step > self.freezing_actor_steps and self.epoch < self.max_epochs
+
+    def critic_trains(self) -> bool:
+        return self.epoch < self.critic_max_epochs
+
+    def trained_models(self, step: int) -> list[str]:
+        """The models that this step trains."""
+        trains = {"actor": self.actor_trains(step), "critic": self.critic_trains()}
+        return [name for name, does in trains.items() if does]
+
+    def actor_step(self) -> dict[str, float]:
+        """At the last micro batch of a step: the optimizer step or an early stop, then the moving average."""
+        if self.strategy.completes_step(self.actor) and self.early_stop.reached():
+            self.state.stopped_optimizer_steps += 1
+            self.strategy.skip_step(self.actor, name="actor")
+            return {"actor_lr": self.actor_optim.param_groups[0]["lr"], "actor_stopped": 1.0}
+        status = self.optimizer_step("actor", self.actor, self.actor_optim, self.actor_scheduler)
+        if "actor_grad_norm" in status:
+            status["actor_stopped"] = 0.0
+            if self.ema_model is not None and math.isfinite(status["actor_grad_norm"]):  # not after a skipped step
+                self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta)
+        return status
+
+    def optimizer_step(self, name: str, model: Any, optimizer: Any, scheduler: Any) -> dict[str, float]:
+        """The optimizer step of a model, if this was the last micro batch of it."""
+        status = {f"{name}_lr": optimizer.param_groups[0]["lr"]}
+        outcome = self.strategy.optimizer_step(optimizer, model, scheduler, name=name)
+        if outcome is None:  # more micro batches follow
+            return status
+        self.skipped.add(self.state, name, outcome.skipped, outcome.overflow)
+        grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
+        more = {f"{name}_{key}": value for key, value in outcome.metrics().items()}
+        return status | {f"{name}_grad_norm": grad_norm} | more
 
 
 def actor_loss(

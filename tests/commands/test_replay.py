@@ -21,13 +21,13 @@ from support.ranks import run_ranks
 from support.tiny import write_jsonl
 from support.world import one_rank
 
+from lightppo import PPOTrainer
 from lightppo.__main__ import main
 from lightppo.errors import CheckpointError, ConfigError, TrainingError
 from lightppo.experience.batching import Minibatch, load_batch, save_batch
 from lightppo.plugins.ops import storage
 from lightppo.plugins.report.page import read_jsonl
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.trainer.ppo_trainer import PPOTrainer
 
 
 @pytest.fixture(scope="module")

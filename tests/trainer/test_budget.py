@@ -15,8 +15,8 @@ from lightppo.__main__ import main
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.plugins.checks.budget import ACTOR, ROLLOUT, Machine, advice, check_memory, decoding_rows, estimate
+from lightppo.plugins.checks.building import tell_memory
 from lightppo.plugins.checks.memory import parse_size
-from lightppo.trainer.build import tell_memory
 
 QWEN_7B = Qwen2Config(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,

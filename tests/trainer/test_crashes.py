@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from support.crash import DiskLog, lay_out, logged
 from support.fakes import FakeStrategy
+from support.loops import IdleLoop
 
 from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError, TrainingError
 from lightppo.plugins.ops import durable
-from lightppo.plugins.records.recorder import Recorder
 from lightppo.strategy.checkpoint import clear_exports
 from lightppo.trainer.checkpointing import RunCheckpointer
 
@@ -110,12 +110,9 @@ def test_a_crash_takes_no_row_of_a_step_that_is_saved(saver, parts, tmp_path):
     """Whatever the checkpoint is that the next start takes, each row until its step is there."""
     mine, root = saver(max_ckpt_num=1), tmp_path / "all"
     config = PPOConfig.from_flat(save_path=str(root / "run"), ckpt_path=str(root / "ckpt"), save_steps=1)
-    recorder = Recorder(config, parts["strategy"], mine, None, options={})
+    loop = IdleLoop(config, parts["strategy"], mine)
     with logged(root) as log:
-        for step in (1, 2):
-            recorder.log(step, {"reward": 1.0, "time_step": 0.1})
-            recorder.after_step(step, None, root / "ckpt", lambda step=step: mine.save(root / "ckpt", step, {}))
-    recorder.close()
+        loop.run(2)
 
     def look(after: Path) -> tuple[int, list[tuple[int, list[str]]]]:
         tag, rows = start(after / "ckpt")[0], []

@@ -10,7 +10,9 @@ import pytest
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.trainer.build import check_before_loading, check_disk_space, check_lengths
+from lightppo.plugins.checks.building import check_disk_space
+from lightppo.plugins.http.client import check_tokens
+from lightppo.trainer.build import check_lengths
 
 
 @pytest.fixture
@@ -28,9 +30,9 @@ def test_a_token_that_is_not_set_names_the_flag(paths, monkeypatch):
     monkeypatch.delenv("RM_TOKEN", raising=False)
     options = {"reward_fn": None, "remote_rm_url": ("http://127.0.0.1:1/reward",), "remote_rm_token_env": "RM_TOKEN"}
     with pytest.raises(ConfigError, match=r"--remote_rm_token_env.*RM_TOKEN"):
-        check_before_loading(config_of(paths, **options))
+        check_tokens(SimpleNamespace(config=config_of(paths, **options)))
     monkeypatch.setenv("RM_TOKEN", "abc")
-    check_before_loading(config_of(paths, **options))
+    check_tokens(SimpleNamespace(config=config_of(paths, **options)))
 
 
 class ModelConfig:

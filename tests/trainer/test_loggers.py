@@ -11,12 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.fakes import FakeStrategy
 from support.http_server import JsonServer, ok
+from support.loops import IdleLoop
 
 from lightppo.config import LoggingConfig, PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.plugins.records.recorder import JsonlSink, Recorder, open_sinks
+from lightppo.plugins.records.recorder import JsonlSink, open_sinks
 from lightppo.plugins.records.trackers import WandbSink, check_trackers, open_trackers
 
 
@@ -262,10 +262,10 @@ def test_wandbs_axes_are_those_of_the_other_trainer(monkeypatch, names, axes, ro
 def test_trackers_have_the_names_of_another_trainer_and_the_file_has_ours(tmp_path):
     options = {"use_tensorboard": str(tmp_path / "tb"), "wandb_run_name": "x", "metric_names": "verl"}
     config = PPOConfig.from_flat(save_path=str(tmp_path / "run"), **options)
-    recorder = Recorder(config, FakeStrategy(), None, None, options={})
-    recorder.log(1, {"reward": 0.5, "my_own": 2.0})
-    recorder.close()
-    (row,) = rows(recorder.path)
+    loop = IdleLoop(config)
+    loop.step({"reward": 0.5, "my_own": 2.0})
+    loop.end()
+    (row,) = rows(tmp_path / "run" / "metrics.jsonl")
     assert (row["rollout/reward"], row["train/my_own"]) == (0.5, 2.0)
     assert "critic/score/mean" not in row
     found = points(tmp_path / "tb" / "x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lightppo import PPOTrainer
 from lightppo.errors import CheckpointError, ConfigError, ModelLoadError
+from lightppo.plugins.adapters import lora
 from lightppo.plugins.adapters.lora import AdaptersOff
 from lightppo.strategy.zero3 import is_engine, parameter_count
 from lightppo.trainer import build
@@ -134,10 +136,10 @@ def test_errors_before_and_at_loading(make_config, monkeypatch):
     def missing() -> None:
         raise ModelLoadError("--lora_rank needs peft")
 
-    monkeypatch.setattr(build, "check_peft", missing)
+    monkeypatch.setattr(lora, "check_peft", missing)
     with pytest.raises(ModelLoadError, match="--lora_rank"):
-        build.check_before_loading(make_config(**LORA))
-    build.check_before_loading(make_config())
+        lora.check_packages(SimpleNamespace(config=make_config(**LORA)))
+    lora.check_packages(SimpleNamespace(config=make_config()))
 
 
 def test_a_trainer_made_by_hand_cannot_move_the_actor_without_its_adapters(make_config):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.fakes import FakeEngine, FakeStrategy
+from support.loops import IdleLoop
 from support.sampled import PROMPTS, collected, sample
 from support.tiny import sums, write_jsonl
 
@@ -22,7 +23,6 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError, RewardError
 from lightppo.models.wrapper import PretrainedWrapper
-from lightppo.plugins.records.recorder import Recorder
 from lightppo.rewards.source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
@@ -268,14 +268,12 @@ class Calls:
 def test_what_is_due_after_a_step(parts, tmp_path, options, saved, exported, evaluated):
     calls, now = Calls(), [0.0]
     config = PPOConfig.from_flat(save_path=str(tmp_path / "run"), **options)
-    recorder = Recorder(config, parts["strategy"], calls, calls, options={})
-    for cadence in (recorder.checkpoint_cadence, recorder.eval_cadence, recorder.export_cadence):
+    loop = IdleLoop(config, checkpointer=calls, evaluator=calls, per_episode=2)
+    for cadence in (loop.checkpoint_cadence, loop.evaluation_cadence, loop.export_cadence):
         cadence.clock, cadence.last = lambda: now[0], 0.0
-    for step in range(1, 7):
+    for _ in range(6):
         now[0] += 10
-        recorder.after_step(
-            step, step // 2 if step % 2 == 0 else None, "CKPT", lambda step=step: calls.saved.append(step)
-        )
+        loop.step()
     assert (calls.saved, calls.exported, calls.evaluated) == (saved, exported, evaluated)
 
 
@@ -304,20 +302,21 @@ def test_best_metric_keeps_the_best_evaluation_apart_from_rotation(parts, tmp_pa
     checkpointer = RunCheckpointer(Strategy(), config.checkpoint, {"actor": "actor"}, None)
     best = tmp_path / "ckpt" / "best_hf" / "best.json"
 
-    recorder = Recorder(config, FakeStrategy(), checkpointer, Evaluated(), options={})
-    recorder.evaluate(0)
+    loop = IdleLoop(config, checkpointer=checkpointer, evaluator=Evaluated())
+    loop.evaluate(0)
     assert not best.exists()  # the start is the bar to pass
     for step, kept in ((1, 1), (2, 1), (3, 3)):
-        recorder.evaluate(step)
+        loop.evaluate(step)
         assert json.loads(best.read_text())["step"] == kept
     assert len(exports) == 2
 
-    resumed = Recorder(config, FakeStrategy(), checkpointer, Evaluated(), options={}, start_step=3)
+    resumed = IdleLoop(config, checkpointer=checkpointer, evaluator=Evaluated(), start_step=3)
     assert resumed.best == 0.7
     resumed.evaluate(4)  # 0.1: the best of before stays
     assert json.loads(best.read_text()) == {"step": 3, "metric": "eval/accuracy", "value": 0.7}
 
-    wrong = Recorder(config.with_options(best_metric="eval/acc"), FakeStrategy(), checkpointer, Evaluated(), options={})
+    wrong = config.with_options(best_metric="eval/acc")
+    wrong = IdleLoop(wrong, checkpointer=checkpointer, evaluator=Evaluated())
     with pytest.raises(ConfigError, match=r"--best_metric eval/acc .*eval/accuracy"):
         wrong.evaluate(1)
 

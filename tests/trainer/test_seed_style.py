@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightppo.algorithms.masking import LossNormalizer
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.plugins.compat.seed import PromptText
+from lightppo.plugins.ops import signals
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -193,7 +195,7 @@ def test_a_fit_of_ones_own_in_a_run_from_a_config(make_config, tmp_path):
     resumed.fit()
     assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    assert resumed.own_prompts.batch_sampler.epoch == 1  # its own order in each episode
+    assert resumed.prompts.batch_sampler.epoch == 1  # its own order in each episode
 
 
 def test_checkpoints_of_ones_own_at_the_end_of_a_run(make_config, tmp_path):
@@ -209,19 +211,24 @@ def test_checkpoints_of_ones_own_at_the_end_of_a_run(make_config, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_a_checkpoint_of_ones_own_when_a_signal_stops_the_run(made, tmp_path):
+def test_a_checkpoint_of_ones_own_when_a_signal_stops_the_run(made, tmp_path, capsys):
     class Stopped(OwnCheckpoints):
         def _save_checkpoint(self, args, tag, client_states):
             saved.append((args.save_steps, tag, sorted(client_states)))
 
+        def ppo_train(self, global_steps=0):
+            signals.request(signal.SIGTERM)
+            return super().ppo_train(global_steps)
+
     saved: list[tuple] = []
     trainer = made(Stopped, args=SEED_ARGS)
-    trainer._begin(trainer.args, [PROMPTS], None, 0, 1)
-    assert trainer._save_stopped(trainer.args, 1) == str(tmp_path / "ckpt")
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(trainer.args, [PROMPTS])
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert f"saved in {tmp_path / 'ckpt'}" in capsys.readouterr().out
     ((steps, tag, states),) = saved
     assert (steps, tag) == (2, "global_step1")
     assert {"trainer", "kl_ctl", "surplus", "alarms"} <= set(states)
-    trainer.recorder.close()
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
@@ -330,12 +337,12 @@ def test_a_controller_with_value_and_update_only(made, tmp_path):
     state = trainer.client_state()["kl_ctl"]
     other = made(PPOTrainer)
     with pytest.raises(ValueError, match="KL is Controller"):
-        other.kl_state.load_state_dict(state)
+        other.states["kl_ctl"].load_state_dict(state)
     other.kl_ctl = Controller()
-    other.kl_state.load_state_dict(state)
+    other.states["kl_ctl"].load_state_dict(state)
     assert other.kl_ctl.value == 1.25
     with pytest.raises(ValueError, match="kl_ctl is fixed, here Controller"):
-        other.kl_state.load_state_dict({"kind": "fixed", "value": 1.0})
+        other.states["kl_ctl"].load_state_dict({"kind": "fixed", "value": 1.0})
 
 
 def test_sizes_that_are_set_act(made, parts, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
+from support.loops import idle_loop
 
 from lightppo.trainer.checkpointing import TrainerState
 
@@ -44,8 +45,9 @@ def test_both_ways_of_counting_agree(steps):
 
 
 @pytest.mark.parametrize(("old", "ids"), [("w1", {"wandb": "w1"}), (None, {})])
-def test_checkpoints_that_know_one_tracker_load(old, ids):
-    saved = asdict(TrainerState(global_step=3, run_ids={}))
-    del saved["run_ids"]
-    assert TrainerState.from_saved(saved | {"run_id": old}) == TrainerState(global_step=3, run_ids=ids)
-    assert TrainerState.from_saved(asdict(TrainerState(run_ids=ids))).run_ids == ids
+def test_older_checkpoints_have_the_runs_of_trackers_in_the_trainers_state(tmp_path, old, ids):
+    for names in ({"run_id": old}, {"run_ids": ids}):
+        loop = idle_loop(tmp_path)
+        loop.load_state({"trainer": asdict(TrainerState(global_step=3)) | names})
+        assert loop.state.global_step == 3
+        assert loop.states["trackers"].state_dict() == ids

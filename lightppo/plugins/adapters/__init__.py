@@ -1,6 +1,6 @@
 """LoRA, and frozen weights in 4 bits."""
 
-from lightppo.plugin import LOADING, PREPARATIONS
+from lightppo.plugin import CHECKS, LOADING, PREPARATIONS, Check
 from lightppo.table import Entry
 
 
@@ -8,3 +8,4 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     LOADING.register("load_in_4bit", Entry("lightppo.plugins.adapters.quantised:quantise_body"))
     PREPARATIONS.register("lora", Entry("lightppo.plugins.adapters.lora:prepare"))
+    CHECKS.register("adapter_packages", Check("lightppo.plugins.adapters.lora:check_packages"))

@@ -29,7 +29,7 @@ from lightppo.models.actor import ActionScores, Actor
 from lightppo.models.loading import head_names, load_causal_lm, load_config, load_sequence_classifier, value_head
 from lightppo.models.preparation import Role
 from lightppo.models.wrapper import PretrainedWrapper
-from lightppo.plugins.adapters.quantised import dense_weight, quantised_layers
+from lightppo.plugins.adapters.quantised import check_bitsandbytes, dense_weight, quantised_layers
 
 _NAME = "default"  # peft's name for the only adapter
 _BASE = ".base_layer."  # between the names of a layer with an adapter and of its frozen weight
@@ -304,3 +304,12 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 def _is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
+
+
+def check_packages(building: Any) -> None:
+    """The packages that adapters and weights in 4 bits need, on each rank."""
+    options = building.config.flat()
+    if options["lora_rank"] > 0:
+        check_peft()
+    if options["load_in_4bit"]:
+        check_bitsandbytes()

@@ -34,7 +34,7 @@ from lightppo.data.rows import (
     resolve_fields,
 )
 from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
-from lightppo.models.folders import check_model, check_tokenizer
+from lightppo.models.folders import check_model, check_positions, check_tokenizer
 from lightppo.plugins.checks.places import check_places
 from lightppo.plugins.ops.durable import check_writable
 from lightppo.plugins.records.trackers import check_trackers
@@ -136,6 +136,12 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     _run_all(checks, config.logging.debug)
 
 
+def look(config: OptionSet, prog: str) -> None:
+    """What a command looks at before it imports anything heavy."""
+    is_ppo = isinstance(config, PPOConfig)
+    before_imports(lambda: preflight(config.resolved()) if is_ppo else preflight_supervised(config), prog)
+
+
 def before_imports(check: Callable[[], None], prog: str) -> None:
     """Runs a check on rank 0, which decides: exit code 2, and a line per problem. The launcher ends the other ranks."""
     if os.environ.get("RANK", "0") == "0":
@@ -193,16 +199,6 @@ def _check_lengths(config: PPOConfig) -> None:
     except (OSError, ValueError, TypeError, AttributeError):  # the loader says what is wrong with it
         return
     check_positions(config, model.get("max_position_embeddings"))
-
-
-def check_positions(config: PPOConfig, positions: int | None) -> None:
-    """Prompt and response must fit; ``None``: a model without a limit."""
-    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
-    if positions is not None and prompt + response > positions:
-        raise ConfigError(
-            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
-            f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
-        )
 
 
 def _check_resume(resume: str) -> None:

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import wraps
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightppo.algorithms import losses
-from lightppo.algorithms.kl import approx_kl, make_kl_controller
+from lightppo.algorithms.kl import approx_kl
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, zero_where_masked
 from lightppo.config import PPOConfig
 from lightppo.config.options import all_options
-from lightppo.config.rules import SCORING_CALLS, idle_options, micro_batch_spec, of_role, rollout_rows
+from lightppo.config.rules import idle_options
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.models import actor as actors
@@ -31,8 +27,9 @@ from lightppo.models import critic as critics
 from lightppo.models import loading
 from lightppo.models.preparation import Role, prepare_model
 from lightppo.strategy.distributed import RankSampler as DistributedSampler
-from lightppo.strategy.zero3 import find_engine, is_engine
+from lightppo.strategy.zero3 import is_engine
 from lightppo.suggestions import nearest
+from lightppo.trainer.prompts import PromptText
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
 CONSTRUCTOR_DEFAULTS: dict[str, Any] = {
@@ -206,9 +203,9 @@ def _with_options(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any)
 # -- losses ----------------------------------------------------------------------------------------------------------
 
 Metrics = dict[str, Tensor]
-_SEED_INFO = ("kl", "reward", "return", "response_length", "total_length")
+SEED_INFO = ("kl", "reward", "return", "response_length", "total_length")
 # What only a micro batch that ends an optimizer step can say.
-_OUTCOMES = {
+OUTCOMES = {
     f"{model}_{name}"
     for model in ("actor", "critic")
     for name in ("grad_norm", "skipped", "overflow", "loss_scale", "stopped")
@@ -402,18 +399,6 @@ def pretrain_loss_of(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # -- batches ---------------------------------------------------------------------------------------------------------
 
 
-class PromptText(str):
-    """The text of a prompt, which also knows the :class:`Prompt`: its token ids, row number and further columns."""
-
-    prompt: Prompt
-
-    @classmethod
-    def of(cls, prompt: Prompt) -> PromptText:
-        text = cls(prompt.text)
-        text.prompt = prompt
-        return text
-
-
 class _Episodes(DistributedSampler):
     """A sampler of batches, in the place where the seed's ``fit`` looks for its sampler."""
 
@@ -460,349 +445,9 @@ class PretrainBatch(dict):
         return self[self.PLACES[key]]
 
 
-def _pretrain_batches(batches: Iterator) -> Iterator:
+def pretrain_batches_of(batches: Iterator) -> Iterator:
     for batch in batches:
         yield PretrainBatch(batch) if isinstance(batch, Mapping) else batch
-
-
-def _own_fit(fit: Callable[..., None]) -> Callable[..., None]:
-    """A ``fit`` of a subclass's own: its loader gives the seed's batches, and the records end with it.
-
-    What its caller leaves out comes from the trainer.
-    """
-    signature = inspect.signature(fit)
-    ordinary = {n: p.default for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
-
-    @wraps(fit)
-    def run(self: Any, *values: Any, **named: Any) -> None:
-        if self.is_complete():
-            self._tell_complete()
-            return self.close()
-        bound = signature.bind_partial(self, *values, **named)
-        for name, value in self._fit_arguments().items():
-            missing = name not in bound.arguments and (self.owns_parts or ordinary.get(name) is inspect.Parameter.empty)
-            if name in ordinary and (missing or bound.arguments.get(name, ...) is None):
-                bound.arguments[name] = value
-        loader = bound.arguments.get("prompts_dataloader")
-        if loader is not None and not isinstance(loader, SeedLoader):
-            bound.arguments["prompts_dataloader"] = SeedLoader(loader)
-        fit(*bound.args, **bound.kwargs)
-        if self.recorder is not None:
-            self.recorder.close()
-
-    return run
-
-
-# -- attributes ------------------------------------------------------------------------------------------------------
-
-
-class _KLState:
-    """State of a ``kl_ctl`` that has only ``value`` and ``update``."""
-
-    def __init__(self, controller: Any) -> None:
-        self.controller = controller
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": type(self.controller).__name__, "value": float(self.controller.value)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["kind"] != (own := type(self.controller).__name__):
-            raise ValueError(
-                f"the checkpoint's kl_ctl is {state['kind']}, here {own}: set the one that it was made with"
-            )
-        self.controller.value = float(state["value"])
-
-
-class _GivenTracker:
-    """A Weights & Biases run (or module), or a TensorBoard writer, that a script has set; the script ends it."""
-
-    def __init__(self, name: str, given: Any) -> None:
-        self.replaces, self.given = name, given
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.replaces == "_wandb":
-            return self.given.log({"global_step": step, **metrics})
-        for name, value in metrics.items():
-            self.given.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
-def _is_tracker(sink: Any, name: str) -> bool:
-    if isinstance(sink, _GivenTracker):
-        return sink.replaces == name
-    return getattr(sink, "name", None) == "wandb" if name == "_wandb" else hasattr(sink, "writer")
-
-
-def _setting(path: str, apply: str | None = None) -> property:
-    """An attribute of the seed's trainer that is an option here; when it is set, the trainer works with it."""
-    name, read = path.rpartition(".")[2], attrgetter(f"config.{path}")
-
-    def write(trainer: Any, value: Any) -> None:
-        trainer._set_options(**{name: value})
-        if apply is not None:
-            getattr(trainer, apply)()
-
-    return property(read, write)
-
-
-def _tracker(name: str, of_recorder: str) -> property:
-    """Of rank 0: what a script has set, else the recorder's, from the first step on."""
-
-    def read(trainer: Any) -> Any:
-        return trainer._trackers.get(name) or (trainer.recorder and getattr(trainer.recorder, of_recorder))
-
-    def write(trainer: Any, value: Any) -> None:
-        trainer._trackers = trainer._trackers | {name: value}
-        if trainer.recorder is not None:
-            trainer.use_given_trackers(trainer.recorder)
-
-    return property(read, write)
-
-
-class SeedAttributes:
-    """The seed's public attributes that are options or need more than to be held; and what overrides need."""
-
-    _trackers: Mapping[str, Any] = {}  # that a script has set
-    _aux_loss: bool | None = None  # as a script has set it
-    _text_step = 0  # number of the last step whose prompts came as texts
-    _synced = 0  # optimizer steps of the weights that the engine has
-    _outcomes: Sequence[Mapping[str, float]] = ()  # of optimizer steps that a loop of a script's own has taken
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        overrides_fit = "fit" in vars(cls) and any("fit" in vars(base) for base in cls.__mro__[1:])
-        if overrides_fit:  # the trainer's own is none
-            cls.fit = _own_fit(vars(cls)["fit"])
-
-    micro_train_batch_size = _setting("training.micro_train_batch_size", "_resize_training")
-    prompt_max_len = _setting("data.prompt_max_len")
-    dataloader_pin_memory = _setting("data.dataloader_pin_memory", "_pin_buffer")
-    kl_target = _setting("algorithm.kl_target", "_make_kl_controller")
-    gradient_checkpointing = _setting("model.gradient_checkpointing", "_checkpoint_gradients")
-    save_hf_ckpt = _setting("checkpoint.save_hf_ckpt")
-    disable_ds_ckpt = _setting("checkpoint.disable_ds_ckpt")
-    _wandb = _tracker("_wandb", "wandb_run")
-    _tensorboard = _tracker("_tensorboard", "tensorboard_writer")
-
-    @property
-    def micro_rollout_batch_size(self) -> int:
-        return rollout_rows(self.config)
-
-    @micro_rollout_batch_size.setter
-    def micro_rollout_batch_size(self, value: int) -> None:
-        self._set_options(micro_rollout_batch_size=value)
-        self.experience_maker.micro_rollout_batch_size = value
-        self.experience_maker.micro_batches = {call: micro_batch_spec(self.config, call) for call in SCORING_CALLS}
-        for part in (self.rollout_engine, self.sampler.sampler.engine):
-            if hasattr(part, "micro_rollout_batch_size"):
-                part.micro_rollout_batch_size = value
-
-    @property
-    def max_norm(self) -> float:
-        return self.config.training.max_norm
-
-    @max_norm.setter
-    def max_norm(self, value: float) -> None:
-        roles = {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
-        same = {role: of_role(self.config, role).max_norm == self.max_norm for role in roles}
-        self._set_options(max_norm=value, **({"critic_max_norm": value} if same.get("critic") else {}))
-        self.strategy.max_norm = value
-        for role, model in roles.items():
-            if same[role]:  # a norm of the critic's own stays
-                self.strategy.set_max_norm(model, value)
-
-    @property
-    def aux_loss(self) -> bool:
-        return self.config.loss.aux_loss_coef > 0 if self._aux_loss is None else self._aux_loss
-
-    @aux_loss.setter
-    def aux_loss(self, value: bool) -> None:
-        self._aux_loss = bool(value)
-        if not value:
-            self._set_options(aux_loss_coef=0.0)
-
-    # -- what can be replaced ------------------------------------------------------------------------------------
-
-    @property
-    def actor_loss_fn(self) -> Callable[..., Any]:
-        return self._actor_loss_fn
-
-    @actor_loss_fn.setter
-    def actor_loss_fn(self, fn: Callable[..., Any]) -> None:
-        self._actor_loss_fn, self.policy_loss = fn, policy_loss_of(fn)
-
-    @property
-    def critic_loss_fn(self) -> Callable[..., Any]:
-        return self._critic_loss_fn
-
-    @critic_loss_fn.setter
-    def critic_loss_fn(self, fn: Callable[..., Any]) -> None:
-        self._critic_loss_fn, self.value_loss = fn, value_loss_of(fn)
-
-    @property
-    def ptx_loss_fn(self) -> Callable[..., Any]:
-        return self._ptx_loss_fn
-
-    @ptx_loss_fn.setter
-    def ptx_loss_fn(self, fn: Callable[..., Any]) -> None:
-        self._ptx_loss_fn, self.pretrain_loss = fn, pretrain_loss_of(fn)
-
-    @property
-    def kl_ctl(self) -> Any:
-        return self._kl_ctl
-
-    @kl_ctl.setter
-    def kl_ctl(self, controller: Any) -> None:
-        self._kl_ctl = controller
-        self.kl_state = controller if hasattr(controller, "state_dict") else _KLState(controller)
-        if (maker := vars(self).get("experience_maker")) is not None:
-            getattr(maker, "maker", maker).kl_ctl = controller  # also inside a script's NaiveExperienceMaker
-
-    @property
-    def prompts_dataloader(self) -> Any:
-        """In a subclass with a ``fit`` of its own it gives the seed's batches."""
-        if self.own_prompts is None or not self._overrides("fit"):
-            return self.own_prompts
-        return SeedLoader(self.own_prompts)
-
-    @prompts_dataloader.setter
-    def prompts_dataloader(self, loader: Any) -> None:
-        self.own_prompts = loader.loader if isinstance(loader, SeedLoader) else loader
-
-    @property
-    def pretrain_dataloader(self) -> Any:
-        return self._pretrain_batches
-
-    @pretrain_dataloader.setter
-    def pretrain_dataloader(self, batches: Any) -> None:
-        self._pretrain_batches = _pretrain_batches(batches) if isinstance(batches, Iterator) else batches
-
-    # -- what setting an attribute changes -----------------------------------------------------------------------
-
-    def _set_options(self, **options: Any) -> None:
-        """Work with other options from now on."""
-        config = self.config.with_options(**options)
-        config.validate(self.strategy.world_size, by_hand=True)
-        self.config, self.checkpointer.config = config, config.checkpoint
-        if self.recorder is not None:
-            self.recorder.config = config
-
-    def _resize_training(self) -> None:
-        self.replay_buffer.sample_batch_size = self.strategy.micro_train_batch_size = self.micro_train_batch_size
-        self._accumulate_alone()
-
-    def _pin_buffer(self) -> None:
-        self.replay_buffer.pin_memory = self.dataloader_pin_memory and self.replay_buffer.device.type == "cuda"
-
-    def _make_kl_controller(self) -> None:
-        a = self.config.algorithm
-        self.kl_ctl = make_kl_controller(self.kl_ctl.value, a.kl_target, a.kl_horizon)
-
-    def _checkpoint_gradients(self) -> None:
-        for model in (self.actor, self.critic):
-            if model is not None and self.gradient_checkpointing:
-                model.gradient_checkpointing_enable()
-            elif model is not None:
-                model.gradient_checkpointing_disable()
-
-    def use_given_trackers(self, recorder: Any) -> None:
-        """What a script has set takes the place of the recorder's own run or writer."""
-        for name, given in self._trackers.items() if self.strategy.is_rank_0() else ():
-            replaced = [sink for sink in recorder.sinks if _is_tracker(sink, name)]
-            for sink in replaced:
-                sink.close()
-            recorder.sinks = [sink for sink in recorder.sinks if sink not in replaced]
-            if given is not None:
-                recorder.sinks.append(_GivenTracker(name, given))
-
-    # -- what overrides need -------------------------------------------------------------------------------------
-
-    def _accept_seed_calls(self, *methods: str) -> None:
-        """Overrides of these methods may call the models as OpenRLHF's do."""
-        for model in (self.actor, self.critic) if self._overrides(*methods) else ():
-            if model is not None:
-                accept_seed_calls(model)
-        if self.aux_loss and self._overrides("training_step_actor"):  # the seed reads output.aux_loss
-            self.actor.check_router()
-            give_router_loss(self.actor)
-
-    def _script_args(self) -> Any:
-        """The namespace for overrides that read options from ``args``, where ``fit`` gets none."""
-        if self.own_prompts is not None:
-            fill_schedule(self.args, self._steps_per_episode())
-        return self.args
-
-    def _fit_arguments(self) -> dict[str, Any]:
-        """What a ``fit`` of a subclass's own gets where its caller leaves it out."""
-        found = {"args": self._script_args(), "prompts_dataloader": self.own_prompts}
-        found["pretrain_dataloader"] = self.pretrain_dataloader
-        if self.owns_parts and self.own_prompts is not None:
-            r, t = self.config.rollout, self.config.training
-            samples = self._steps_per_episode() * r.rollout_batch_size * r.n_samples_per_prompt * t.max_epochs
-            found["num_update_steps_per_episodes"] = math.ceil(samples / t.train_batch_size)
-            found["consumed_samples"] = self.state.global_step * r.rollout_batch_size
-        return found
-
-    def _before_texts(self) -> int:
-        """Brings the engine up to date before prompts come as texts; the number of the step. Collective."""
-        engine = find_engine(self.actor)
-        if engine is None or engine.global_steps != self._synced:
-            self.rollout_engine.sync_weights(self.actor)
-            self._synced = 0 if engine is None else engine.global_steps
-        if self.recorder is None and self._overrides("fit"):
-            self.recorder = self._new_recorder()
-        self._text_step = max(self._text_step, self.state.global_step) + 1
-        return self._text_step
-
-    def _weigh(self, weight: float | Tensor) -> None:
-        """What an override gives to ``strategy.backward`` counts by this factor."""
-        for model in (self.actor, self.critic):
-            if (engine := find_engine(model)) is not None:
-                self.strategy.loss_weights[engine] = weight
-
-    def _backward(self, loss: Tensor, model: Any, optim: Any) -> None:
-        """Of a loss that is its micro batch's share of the step already."""
-        engine, weights = find_engine(model), getattr(self.strategy, "loss_weights", {})
-        weight = None if engine is None else weights.pop(engine, None)
-        self.strategy.backward(loss, model, optim)
-        if weight is not None:
-            weights[engine] = weight
-
-    def _for_overrides(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
-        """Micro batches of a step; what an override does with one counts by its share of the step's samples."""
-        for experience in micro_batches:
-            self._weigh(sample_share(experience.action_mask, experience.part.normalizer))
-            if not experience.part.has_samples:  # a placeholder, from which the seed's status is read as well
-                ones = torch.ones(1, device=experience.action_mask.device)
-                experience = replace(experience, info=dict.fromkeys(_SEED_INFO, ones))
-            yield experience
-
-    def _of_micro_batch(self, status: dict[str, float], experience: Any) -> dict[str, float]:
-        """The status for a loop of a script's own: the same names from every micro batch, as the seed's.
-
-        What only a micro batch that ends an optimizer step can say is kept for :meth:`save_logs_and_checkpoints`.
-        """
-        if experience.part is not None:
-            return status
-        outcome = {name: x for name, x in status.items() if name in _OUTCOMES}
-        if outcome:
-            self._outcomes = [*self._outcomes, outcome]
-        return {name: x for name, x in status.items() if name not in outcome}
-
-    def _take_outcomes(self) -> list[Mapping[str, float]]:
-        """Those that no log has, and begins anew."""
-        found, self._outcomes = list(self._outcomes), ()
-        return found
-
-    def _measured_kl(self, status: Mapping[str, float]) -> tuple[float, int]:
-        """KL and number of samples for ``kl_ctl``; NaN: no token is trained."""
-        if self._overrides("ppo_train") and "policy_kl" not in status:
-            r = self.config.rollout
-            return status.get("kl", math.nan), r.rollout_batch_size * r.n_samples_per_prompt
-        kl = status.get("policy_kl", 0.0)
-        return math.nan if math.isnan(status.get("advantage_mean", 0.0)) else kl, int(status.get("samples", 0))
 
 
 # -- models ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Rewards over HTTP: the client, remote rewards, and a server of rewards."""
 
-from lightppo.plugin import COMMANDS, Command
+from lightppo.plugin import CHECKS, COMMANDS, Check, Command
 
 
 def register() -> None:
@@ -8,3 +8,4 @@ def register() -> None:
     COMMANDS.register(
         "serve-reward", Command("lightppo.plugins.http.serve_reward:main", about="serve rewards over HTTP")
     )
+    CHECKS.register("tokens", Check("lightppo.plugins.http.client:check_tokens"))

@@ -18,7 +18,7 @@ from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from lightppo.errors import RefusedError, RequestError, SlowServerError, UnreachableError, UserError
+from lightppo.errors import ConfigError, RefusedError, RequestError, SlowServerError, UnreachableError, UserError
 from lightppo.ranks import heartbeat
 from lightppo.terminal import plain
 from lightppo.urls import GIVE_WHOLE, is_cut, shown_url
@@ -316,3 +316,14 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
+
+
+def check_tokens(building: Any) -> None:
+    """The tokens of the servers that the options name, on each rank."""
+    options = building.config.flat()
+    try:
+        read_token(env=options.get("remote_rm_token_env"))
+        for name in ("vllm_server_api_key_env", "teacher_api_key_env"):
+            read_token(env=options.get(name), option=f"--{name}")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

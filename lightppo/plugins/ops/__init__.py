@@ -1,5 +1,10 @@
 """Signals, hanging ranks, files that survive a crash, URLs of storage."""
 
+from lightppo.plugin import AROUND, CALLBACKS, CallbackEntry
+from lightppo.table import Entry
+
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    CALLBACKS.register("signals", CallbackEntry("lightppo.plugins.ops.ending:StopAtSignal", after_yours=True))
+    AROUND.register("guard", Entry("lightppo.plugins.ops.guard:guarded"))

@@ -1,172 +1,59 @@
-"""How a run ends: complete, by a signal, or after steps in a row whose numbers are not finite. For every trainer.
-
-A loop ends each step so, on all ranks together::
-
-    counts = strategy.all_reduce({...} | signals.votes(), "sum")  # with what the step has to sum anyway
-    skipped.end_step(state)
-    ...  # log, evaluate, save what is due
-    skipped.check(state, step)
-    if number := signals.elected(counts):
-        stop_together(strategy, number, f"after step {step}", save, close)
-"""
+"""A run that is asked to stop by a signal: after the step, all ranks together, with all that they have done saved."""
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
-from lightppo.config import PPOConfig
-from lightppo.errors import NonFiniteError, TrainingError
-from lightppo.experience.experience import non_finite_text
-from lightppo.plugins.ops import durable, signals
-from lightppo.plugins.ops.storage import local_folder, upload
-from lightppo.ranks import Ranks
-from lightppo.trainer.checkpointing import TrainerState
-
-logger = logging.getLogger(__name__)
+from lightppo.plugins.ops import signals
+from lightppo.trainer.callbacks import Callback
 
 
-class SkippedSteps:
-    """Optimizer steps that all ranks skip together for numbers that are not finite; many in a row end the run.
+class StopAtSignal(Callback):
+    """Saves, and ends the process, where a signal asks for it."""
 
-    Args:
-        limit: ``--max_skipped_steps``; 0: none.
-        folder: of the run; batches are kept as ``nonfinite/stepN_rankR.pt`` in it.
-        write: ``write(path, batch, facts)`` keeps this rank's batch, and returns how many rows are not finite, by name.
-        again: how to run a kept batch again: a text with ``{folder}``, ``{step}`` and ``{batch}``.
-    """
+    def __init__(self, run: Any) -> None:
+        self.safe_points: AbstractContextManager | None = None
+        self.stopping = False
 
-    def __init__(
-        self,
-        strategy: Ranks,
-        limit: int,
-        folder: str | Path,
-        write: Callable[[Path, Any, Mapping[str, Any]], Mapping[str, int]],
-        again: str = "The batch: {batch}",
-    ) -> None:
-        self.strategy, self.limit, self.folder, self.write, self.again = strategy, limit, folder, write, again
-        self.of_model: dict[str, list[bool]] = {}  # of each optimizer step of this step: skipped
-        self.batch: Any = None  # of the first one that was
-        self.why = ""  # the step was left out
-        self.last_why = ""  # some step was
-        self._current: Any = None
+    def on_start(self, run: Any) -> None:
+        self.safe_points = signals.safe_points(run.config.checkpoint.signal_grace)
+        self.safe_points.__enter__()
 
-    def begin(self, batch: Any) -> None:
-        """What the next optimizer steps are of."""
-        self._current = batch
+    def votes(self, run: Any) -> Mapping[str, float]:
+        return signals.votes()
 
-    def add(self, state: TrainerState, model: str, skipped: bool, overflow: bool = False) -> None:
-        """Count an optimizer step of a model. An ``overflow`` that fp16 looks for its loss scale by ends no run."""
-        state.skipped_optimizer_steps += skipped
-        state.optimizer_steps += not skipped
-        state.overflowed_optimizer_steps += overflow
-        if overflow:
-            return
-        self.of_model.setdefault(model, []).append(skipped)
-        if skipped and self.batch is None:
-            self.batch = self._current
+    def on_votes(self, run: Any, step: int, votes: Mapping[str, float]) -> None:
+        if number := signals.elected(votes):
+            self.stop(run, step, number)
 
-    def leave_out(self, state: TrainerState, step: int, models: Iterable[str], batch: Any, why: NonFiniteError) -> None:
-        """A step in which nothing is trained, on any rank."""
-        self.begin(batch)
-        for model in models:
-            self.add(state, model, skipped=True)
-        self.last_why = str(why)
-        self.batch, self.why = batch, self.last_why  # also where nothing would have been trained
-        if self.strategy.is_rank_0():
-            logger.warning("step %d is left out: %s", step, why)
+    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
+        self._look(run, step)
 
-    def models(self) -> list[str]:
-        """Those of which every optimizer step of this step was skipped; the same on every rank."""
-        return [name for name, skips in self.of_model.items() if all(skips)]
+    def on_save(self, run: Any, step: int) -> None:
+        self._look(run, step)
 
-    def end_step(self, state: TrainerState) -> None:
-        """Count the steps in a row."""
-        if self.of_model:
-            state.skipped_in_a_row = state.skipped_in_a_row + 1 if self.models() else 0
-        self._current = None
+    def _look(self, run: Any, step: int) -> None:
+        """After what took long: a signal that has come since need not wait for the end of another step. Collective."""
+        if step > 0 and not self.stopping:
+            self.on_votes(run, step, run.strategy.all_reduce(signals.votes(), "sum"))
 
-    def check(self, state: TrainerState, step: int) -> None:
-        """After the limit: keep the batch, end the run. Begins the next step. Collective then."""
-        models, batch, left_out = " and ".join(self.models()), self.batch, self.why
-        self.of_model, self.batch, self.why = {}, None, ""
-        if not self.limit or not models or state.skipped_in_a_row < self.limit:
-            return
-        rank = self.strategy.get_rank()
-        path = local_folder(self.folder) / (name := f"nonfinite/step{step}_rank{rank}.pt")
-        found = self.write(path, batch, {"step": step, "rank": rank, "models": models})
-        upload(self.folder, name)
-        of_ranks = self.strategy.all_gather_object(found)
-        first = next((i for i, of_rank in enumerate(of_ranks) if of_rank), 0)
-        why = non_finite_text(of_ranks)
-        finite = "All numbers of the batch are finite: look at the weights and the loss; with --fp16 set --bf16 instead"
-        why = f"Not finite: {why}" if why else finite
-        why = left_out or why
-        batch_of_first = f"{self.folder}/nonfinite/step{step}_rank{first}.pt"
-        raise TrainingError(
-            f"step {step}: no finite gradient of the {models} in {self.limit} steps in a row (--max_skipped_steps). "
-            f"{why}. {self.again.format(folder=self.folder, step=step, batch=batch_of_first)}"
-        )
+    def stop(self, run: Any, step: int, number: int) -> None:
+        """Save and end the process. Collective."""
+        self.stopping = True
+        checkpoint, stop, saved = run.config.checkpoint, signals.Stopped(number, together=True), "nothing is saved"
+        if run.keeps and not checkpoint.disable_ds_ckpt:
+            run.save_checkpoint(step)
+            saved = f"saved in {run.ckpt_path}: the same command goes on"
+            saved += ", without --resume never" * (checkpoint.resume == "never")
+        signals.nothing_is_lost()
+        total = f" of {run.total_steps}" if run.total_steps is not None else ""
+        run.strategy.print(f"stopped by {stop.name} after step {step}{total}; {saved}")
+        raise stop
 
-
-def stop_together(
-    strategy: Ranks, number: int, when: str, save: Callable[[], str] | None, close: Callable[[], Any], resume: str = ""
-) -> NoReturn:
-    """Save, close and end the process for a signal that all ranks have elected. Collective.
-
-    ``when``: such as "after step 3"; ``save`` returns where it has saved to, ``None`` where the run keeps nothing;
-    ``close`` ends records and engines; ``resume``: the option.
-    """
-    stop, saved = signals.Stopped(number, together=True), "nothing is saved"
-    if save is not None:
-        saved = f"saved in {save()}: the same command goes on"
-        saved += ", without --resume never" * (resume == "never")
-    signals.nothing_is_lost()
-    strategy.print(f"stopped by {stop.name} {when}; {saved}")
-    close()
-    strategy.barrier()  # a launcher ends the others when the first one has ended
-    raise stop
-
-
-def is_saved(strategy: Ranks, folders: Sequence[str], step: int) -> bool:
-    """Whether the models of this step are in these folders, whole. Collective."""
-    whole = False
-    if strategy.is_rank_0():
-        local = [local_folder(folder) for folder in folders]
-        whole = all(durable.manifest(folder)["facts"].get("step") == step for folder in local)
-        whole = whole and not any(durable.check(folder) for folder in local)
-    return strategy.broadcast_object(whole)
-
-
-def check_trained(state: TrainerState, otherwise: str, dry_run: bool = False, left_out: str = "") -> None:
-    """Raises TrainingError where no model has changed.
-
-    Args:
-        otherwise: the reason if no step was skipped or stopped.
-        dry_run: it may end before fp16's loss scale is found.
-        left_out: why the last step was, whose numbers were not finite before any gradient.
-    """
-    if state.global_step > 0 and state.optimizer_steps == 0:
-        overflowed, stopped = state.overflowed_optimizer_steps, state.stopped_optimizer_steps
-        skipped = state.skipped_optimizer_steps - overflowed
-        if dry_run and overflowed and not skipped:
-            return
-        too_large = "overflowed at --fp16's loss scale, which halves each time: go on, or set --bf16"
-        counts = {"had a gradient that is not finite": skipped, too_large: overflowed, "were stopped early": stopped}
-        reason = ", ".join(f"{count} {what}" for what, count in counts.items() if count) or otherwise
-        reason = left_out or reason
-        raise TrainingError(f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}")
-
-
-def dry_run_cost(config: PPOConfig) -> str:
-    """What the step of a dry run took."""
-    r = config.rollout
-    rows = map(json.loads, Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines())
-    times = next(row for row in rows if "perf/time_step" in row)
-    names = ("rollout", "reward", "experience", "train", "sync")
-    parts = ", ".join(f"{name} {times[f'perf/time_{name}']:.1f}" for name in names)
-    size = f"{r.rollout_batch_size} prompts × {r.n_samples_per_prompt} samples, ≤ {r.generate_max_len} tokens,"
-    return f"one step of {size} took {times['perf/time_step']:.1f} s ({parts})"
+    def on_end(self, run: Any, error: BaseException | None) -> None:
+        if isinstance(error, signals.Stopped) and error.together:
+            run.strategy.barrier()  # a launcher ends the others when the first one has ended
+        if self.safe_points is not None:
+            self.safe_points.__exit__(None if error is None else type(error), error, None)

@@ -1,5 +1,12 @@
 """What a run records: its folder, metrics, samples, trackers, alarms."""
 
+from lightppo.plugin import CALLBACKS, CHECKS, CallbackEntry, Check
+
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    CHECKS.register("own_folders", Check("lightppo.plugins.records.run_folder:claim_folders", when="folders"))
+    CHECKS.register("content", Check("lightppo.plugins.records.run_folder:mark_content", when="data"))
+    CALLBACKS.register("alarms", CallbackEntry("lightppo.plugins.records.alarms:AlarmBell"))
+    CALLBACKS.register("samples", CallbackEntry("lightppo.plugins.records.samples:samples"))
+    CALLBACKS.register("recorder", CallbackEntry("lightppo.plugins.records.recorder:Recorder", after_yours=True))

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
+from typing import Any
+
+from lightppo.trainer.callbacks import Callback
 
 Series = Mapping[str, Sequence[float]]  # name of a metric → its values, step after step
 
@@ -191,3 +194,17 @@ class Alarms:
     def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
         """Go on from :meth:`state_dict`; what rings then is told again."""
         self.series = defaultdict(list, state)
+
+
+class AlarmBell(Callback):
+    """Rings the alarms of a run."""
+
+    def __init__(self, run: Any) -> None:
+        self.alarms = Alarms(len(run.tokenizer) if run.samples_tokens else None)
+        run.register_state("alarms", self.alarms)
+
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        seen, lines = self.alarms.look(metrics)
+        for line in lines:
+            run.strategy.print(f"[step {step}] {line}")
+        return seen

@@ -1,4 +1,4 @@
-"""What happens after a step beside training: logs, evaluations, checkpoints, each at its time."""
+"""What a run writes while it goes on: its start, rows of metrics.jsonl, points of trackers."""
 
 from __future__ import annotations
 
@@ -7,63 +7,34 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightppo.config.options import LoggingConfig, OptionSet
-from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.plugins.ops import durable
 from lightppo.plugins.ops.storage import local_folder
-from lightppo.plugins.records.alarms import Alarms
 from lightppo.plugins.records.metric_names import renamed
 from lightppo.plugins.records.run_folder import (
     RecordSums,
     cut_samples,
     hold,
     is_at,
+    record_start,
+    release,
     run_name,
+    save_run_config,
     set_aside,
+    set_records_aside,
     upload_records,
 )
 from lightppo.plugins.records.trackers import TensorBoardSink, Tracker, WandbSink, open_trackers
-from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer.checkpointing import RunCheckpointer
-from lightppo.trainer.metrics import Pace, PhaseTimer, with_namespace
+from lightppo.trainer.callbacks import Callback
+from lightppo.trainer.loop import public_options
 
 logger = logging.getLogger(__name__)
 
 _TOLD = 5  # files that are named in one line
-
-
-@dataclass
-class Cadence:
-    """Due at multiples of ``steps``, at the end of every ``epochs``-th episode, and ``seconds`` after the last time."""
-
-    steps: int = -1  # below 1: never by steps
-    epochs: int | None = None
-    seconds: float | None = None
-    agree: Callable[[bool], bool] = bool  # rank 0's value on every rank: its clock decides for all
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self.last = self.clock()
-
-    @property
-    def active(self) -> bool:
-        """Whether it can ever be due."""
-        return self.steps > 0 or self.epochs is not None or self.seconds is not None
-
-    def due(self, step: int, finished_episodes: int | None = None) -> bool:
-        """Whether it is due after ``step``; ``finished_episodes``: of the run, if this step was the last of one."""
-        due = self.steps > 0 and step % self.steps == 0
-        due |= self.epochs is not None and finished_episodes is not None and finished_episodes % self.epochs == 0
-        if self.seconds is not None:
-            due |= self.agree(self.clock() - self.last >= self.seconds)
-        if due:
-            self.last = self.clock()
-        return due
 
 
 # -- where metrics go ------------------------------------------------------------------------------------------------
@@ -139,196 +110,145 @@ def open_sinks(
     return [*trackers, JsonlSink(path or local_folder(folder) / "metrics.jsonl", start_step)]
 
 
-# --------------------------------------------------------------------------------------------------------------------
+def metrics_file(config: OptionSet) -> Path:
+    """Where the rows of a run are: ``metrics.jsonl`` in its folder, or ``--log_file``, which PPO has not."""
+    log_file = config.flat().get("log_file")
+    return local_folder(config.checkpoint.save_path) / "metrics.jsonl" if log_file is None else Path(log_file)
 
 
-class Recorder:
-    """Logs, evaluates and saves. All ranks call every method; rank 0's clock decides what is due by time.
+# -- the callback ------------------------------------------------------------------------------------------------------
 
-    Args:
-        config: its sections ``checkpoint``, ``evaluation`` and ``logging`` are read.
-        evaluator: with ``evaluate(step)``, which returns metrics ``eval/<name>``; ``None``: no evaluation.
-        options: of the run, shown by trackers. Without secrets: tokens come from the environment.
-        start_step: step the run starts or resumes at; logs of later steps, of a run that was cut off, are dropped.
-        run_ids: runs to go on with, by tracker.
-        alarms: look at each step that is logged; ``None``: new ones.
-    """
 
-    def __init__(
-        self,
-        config: OptionSet,
-        strategy: DeepspeedStrategy,
-        checkpointer: RunCheckpointer,
-        evaluator: Any | None,
-        *,
-        options: Mapping[str, Any],
-        start_step: int = 0,
-        run_ids: Mapping[str, str] | None = None,
-        alarms: Alarms | None = None,
-    ) -> None:
-        self.config, self.strategy, self.checkpointer, self.evaluator = config, strategy, checkpointer, evaluator
-        c, e, agree = config.checkpoint, config.evaluation, strategy.broadcast_object
-        self.checkpoint_cadence = Cadence(c.save_steps, c.save_epochs, c.save_seconds, agree=agree)
-        self.export_cadence = Cadence(c.hf_save_steps, c.hf_save_epochs, c.hf_save_seconds, agree=agree)
-        per_episode = 1 if e.eval_steps == -1 and e.eval_seconds is None else None
-        self.eval_cadence = Cadence(e.eval_steps, e.eval_epochs or per_episode, e.eval_seconds, agree=agree)
-        self.best: float | None = None
-        if e.best_metric is not None and start_step > 0:
-            self.best = checkpointer.best_value(c.ckpt_path, e.best_metric)
-        log_file = getattr(config.logging, "log_file", None)  # PPO has none
-        self.path = local_folder(c.save_path) / "metrics.jsonl" if log_file is None else Path(log_file)
-        self.records = RecordSums(c.save_path, self.path)
-        # Only where the run goes on in its own folder: another one's records are elsewhere.
-        if start_step > 0 and strategy.is_rank_0() and c.resume == "auto" and not getattr(e, "val_only", False):
-            self._tell_lost(start_step)
-        self.alarms, self.timer, self.pace = alarms or Alarms(), PhaseTimer(), Pace(start_step)
-        self.evaluation = self._evaluated_before(start_step)  # of the start
-        self.last_evaluated = start_step if self.evaluation else None
-        self.last_saved: int | None = start_step or None
-        if start_step > 0 and strategy.is_rank_0():
-            cut_samples(c.save_path, start_step)
-        run = {"start_step": start_step, "run_ids": run_ids, "path": self.path}
-        self.sinks = open_sinks(config.logging, c.save_path, options, **run) if strategy.is_rank_0() else []
-        self.run_ids = dict(run_ids or {}) | {s.name: s.run_id for s in self.sinks if hasattr(s, "run_id")}
+class Trackers:
+    """The runs to go on with, by tracker, as a checkpoint keeps them."""
+
+    def __init__(self) -> None:
+        self.run_ids: dict[str, str] = {}
+
+    def state_dict(self) -> dict[str, str]:
+        return dict(self.run_ids)
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        self.run_ids = dict(state)
+
+
+class Recorded:
+    """Sizes and sums of what is recorded until a checkpoint, as it keeps them. Saving puts metrics.jsonl on disk."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.sums: dict[str, tuple[int, str]] = {}
+
+    def state_dict(self) -> dict[str, tuple[int, str]]:
+        """Collective."""
+        recorder = self.recorder
+
+        def take() -> None:
+            for sink in recorder.sinks:
+                if isinstance(sink, JsonlSink):
+                    sink.sync()
+            self.sums = recorder.records.take()
+
+        recorder.run.strategy.on_rank_0(take, "put metrics.jsonl on disk")
+        return self.sums
+
+    def load_state_dict(self, state: Mapping[str, tuple[int, str]]) -> None:
+        self.sums = dict(state)
+
+
+class Recorder(Callback):
+    """Writes what a run did into its folder and into trackers. Rank 0 writes."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        self.trackers, self.recorded = Trackers(), Recorded(self)
+        run.register_state("trackers", self.trackers)
+        run.register_state("recorded", self.recorded)
+        self.sinks: list[Sink] = []
+        self.path = metrics_file(run.config)
+        self.records = RecordSums(run.config.checkpoint.save_path, self.path)
+
+    def on_start(self, run: Any) -> None:
+        config, strategy, step = run.config, run.strategy, run.state.global_step
+        folder = config.checkpoint.save_path
+        if step == 0:
+            strategy.on_rank_0(lambda: set_records_aside(config), f"keep apart what is in {folder}")
+        if run.owns_parts:
+            save_run_config(run.asked if run.keeps else config, strategy)
+            total = None if run.only_evaluates else run.count_steps()
+            record_start(config, strategy, step, run.content, total)
+        if strategy.is_rank_0():
+            # Only where the run goes on in its own folder: another one's records are elsewhere.
+            if step > 0 and config.checkpoint.resume == "auto" and not run.only_evaluates:
+                self._tell_lost(step)
+            if step > 0:
+                cut_samples(folder, step)
+            self.sinks = open_sinks(
+                config.logging,
+                folder,
+                public_options(config),
+                start_step=step,
+                run_ids=self.trackers.run_ids,
+                path=self.path,
+            )
+        self.trackers.run_ids |= {sink.name: sink.run_id for sink in self.sinks if hasattr(sink, "run_id")}
 
     def _tell_lost(self, step: int) -> None:
         """Of the records, what the checkpoint of this step knows and the folder has no longer."""
-        if lost := self.records.lost(self.checkpointer.records):
+        if lost := self.records.lost(self.recorded.sums):
             more = f"; {len(lost) - _TOLD} more files" if len(lost) > _TOLD else ""
             logger.warning(
                 "%s: of what was recorded until step %d, %s%s. The run goes on without it; to have it back, stop, "
                 "restore the files from a copy, and start again",
-                *(self.config.checkpoint.save_path, step, "; ".join(lost[:_TOLD]), more),
+                self.run.config.checkpoint.save_path,
+                step,
+                "; ".join(lost[:_TOLD]),
+                more,
             )
 
-    def _evaluated_before(self, step: int) -> dict[str, float]:
-        """The evaluation in the metrics of the step that the run goes on from; empty if there is none. Collective."""
-        path, found = self.path, {}
-        if step == 0 or self.evaluator is None:
-            return found
-        if self.strategy.is_rank_0() and path.is_file():
-            rows = [json.loads(row) for row in path.read_bytes().splitlines() if _step_of(row) == step]
-            found = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
-        return self.strategy.broadcast_object(found)
-
-    def catch_up(self, step: int, finished_episodes: int | None, ckpt_path: str) -> None:
-        """After a resume: the evaluation and the export that were due at this step, if they lack. Collective."""
-        c, metric = self.config.checkpoint, self.config.evaluation.best_metric
-        if self.evaluation and metric is not None:
-            self._keep_best(step, self.evaluation, metric)
-        elif self.eval_cadence.due(step, finished_episodes):
-            self.evaluate(step)
-        due = c.save_hf_ckpt or self.export_cadence.due(step, finished_episodes)
-        self.checkpointer.catch_up(ckpt_path, step, due and c.resume == "auto")
-
-    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
-        named = renamed(metrics, self.config.logging.metric_names)
-        for sink in self.sinks:
-            sink.log(step, metrics if isinstance(sink, JsonlSink) else named)
-
-    def log(self, step: int, status: Mapping[str, float], total_steps: int | None = None, due: bool = False) -> None:
-        """Log one step, if it is ``due`` or its turn, as a row and as a line; alarms are told when they begin."""
-        status = with_namespace(status)
-        alarms, told = self.alarms.look(status)
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
         if self.sinks:
-            hold([self.config.checkpoint.save_path, self.config.checkpoint.ckpt_path])
-        if due or step % self.config.logging.logging_steps == 0:
-            # What saving took before: a row of its own, written after a save, could be lost while the save is not.
-            self._write(step, status | alarms | with_namespace(self.timer.reset()))
-            self.strategy.print(self.pace.line(step, total_steps, status))
-        for line in told:
-            self.strategy.print(f"[step {step}] {line}")
+            hold([run.config.checkpoint.save_path, run.config.checkpoint.ckpt_path])
+        if step % run.config.logging.logging_steps == 0 or step == run.total_steps:
+            self.write(step, metrics)
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the current weights, once per step at most; empty without an evaluator. Collective."""
-        if self.evaluator is None or self.last_evaluated == step:
-            return {}
-        self.last_evaluated = step
-        try:
-            with (timer := PhaseTimer())("eval"):
-                results = self.evaluator.evaluate(step)
-        except NonFiniteError as error:
-            if getattr(self.config.evaluation, "val_only", False):
-                raise
-            if self.sinks:
-                logger.warning("the evaluation after step %d is left out: %s", step, error)
-            return {}
-        self._write(step, results | with_namespace(timer.reset()))
-        told = [name for name in ("loss", "accuracy", "reward", "margin") if f"eval/{name}" in results]
-        told = ", ".join(f"{name} {results[f'eval/{name}']:.3f}" for name in told)
-        self.strategy.print(f"[step {step}] evaluation: {told}")
-        self._upload()
-        if self.config.evaluation.best_metric is not None:
-            self._keep_best(step, results, self.config.evaluation.best_metric)
-        return results
-
-    def _keep_best(self, step: int, results: Mapping[str, float], metric: str) -> None:
-        if metric not in results:
-            known = ", ".join(sorted(results))
-            raise ConfigError(f"--best_metric {metric} is not among the evaluation's metrics: {known}")
-        sign = -1 if metric.endswith("loss") else 1
-        if self.best is not None and sign * results[metric] <= sign * self.best:
-            return
-        self.best = results[metric]
-        if step > 0:  # the start is the bar to pass, not a result
-            with self.timer("save"):
-                self.checkpointer.save_best(self.config.checkpoint.ckpt_path, step, metric, self.best)
-
-    def after_step(
-        self, step: int, finished_episodes: int | None, ckpt_path: str, save: Callable[[], None], stops: bool = False
-    ) -> None:
-        """Evaluate, checkpoint (by ``save``) and export what is due. Collective.
-
-        A run that ``stops`` is saved at once; the next start evaluates and exports in :meth:`catch_up`.
-        """
-        if stops:
-            return self.checkpoint(step, save)
-        if self.evaluator is not None and self.eval_cadence.due(step, finished_episodes):
-            self.evaluate(step)
-        if self.checkpoint_cadence.due(step, finished_episodes):
-            self.checkpoint(step, save)
-        if self.export_cadence.due(step, finished_episodes):
-            with self.timer("save"):
-                self.checkpointer.save_hf(ckpt_path, step)
-
-    def finish(self, step: int, save: Callable[[], None]) -> None:
-        """The last evaluation and, where checkpoints are kept, the last checkpoint. Collective."""
-        self.evaluate(step)
-        if self.checkpoint_cadence.active or self.last_saved is not None:
-            self.checkpoint(step, save)
-
-    def checkpoint(self, step: int, save: Callable[[], None]) -> None:
-        """Save, once per step at most. Collective."""
-        if self.last_saved != step:
-            self.strategy.on_rank_0(self._sync, "put metrics.jsonl on disk")
-            with self.timer("save"):
-                save()
-            self._upload()
-            self.last_saved = step
-            logger.info("checkpoint global_step%d written", step)
-
-    def _sync(self) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A row for the file, a point for the trackers."""
+        names_of_trackers = renamed(metrics, self.run.config.logging.metric_names)
         for sink in self.sinks:
-            if isinstance(sink, JsonlSink):
-                sink.sync()
-        self.checkpointer.records = self.records.take()
+            sink.log(step, metrics if isinstance(sink, JsonlSink) else names_of_trackers)
 
-    def _upload(self) -> None:
-        if self.strategy.is_rank_0():
-            upload_records(self.config.checkpoint.save_path)
+    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
+        self.write(step, result)
+        self.upload()
+
+    def on_save(self, run: Any, step: int) -> None:
+        self.upload()
+        logger.info("checkpoint global_step%d written", step)
+
+    def on_end(self, run: Any, error: BaseException | None) -> None:
+        if error is None or isinstance(error, SystemExit):  # else a tracker sees that the process failed
+            self.close()
+        checkpoint = run.config.checkpoint
+        if run.owns_parts:
+            release([checkpoint.save_path, checkpoint.ckpt_path])
+
+    def upload(self) -> None:
+        if self.run.strategy.is_rank_0():
+            upload_records(self.run.config.checkpoint.save_path)
 
     @property
     def tensorboard_writer(self) -> Any | None:
-        return next((s.writer for s in self.sinks if isinstance(s, TensorBoardSink)), None)
+        return next((sink.writer for sink in self.sinks if isinstance(sink, TensorBoardSink)), None)
 
     @property
     def wandb_run(self) -> Any | None:
-        return next((s.run for s in self.sinks if isinstance(s, WandbSink)), None)
+        return next((sink.run for sink in self.sinks if isinstance(sink, WandbSink)), None)
 
     def close(self) -> None:
         """Close the logs; nothing is logged after it."""
         for sink in self.sinks:
             sink.close()
         if self.sinks:
-            self._upload()
+            self.upload()
         self.sinks = []

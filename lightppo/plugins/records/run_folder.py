@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import yaml
 
+from lightppo.config import PPOConfig
 from lightppo.config.options import LoggingConfig, OptionSet
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
@@ -39,7 +40,8 @@ from lightppo.plugins.ops.storage import (
 )
 from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import download_marks
-from lightppo.urls import shown_url, shown_value
+from lightppo.trainer.loop import public_options
+from lightppo.urls import shown_url
 from lightppo.user_code import split_python_spec
 from lightppo.version import __version__
 
@@ -334,11 +336,6 @@ def _digest(content: bytes) -> str:
 # -- what a run says of itself ---------------------------------------------------------------------------------------
 
 
-def public_options(config: OptionSet) -> dict[str, Any]:
-    """All options by flag name, for logs, files, trackers and checkpoints: of URLs neither login nor query."""
-    return {name: shown_value(value) for name, value in config.flat().items()}
-
-
 def save_run_config(config: OptionSet, ranks: Ranks) -> None:
     """Keep the options as they were given in ``run_config.yaml``, which ``--config`` reads, and beside it in
     ``run_config.resolved.yaml`` with what None stood for. Collective."""
@@ -397,3 +394,23 @@ def versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+# -- while it is built -----------------------------------------------------------------------------------------------
+
+
+def claim_folders(building: Any) -> None:
+    """The run's folders are its own from here on. Collective."""
+    config = building.config
+    if not isinstance(config, PPOConfig):
+        refuse_overlaps(building.asked, building.strategy)
+    folders = {"--save_path": config.checkpoint.save_path}
+    if not config.flat().get("val_only"):  # an evaluation may look at the checkpoints of a run that goes on
+        folders["--ckpt_path"] = config.checkpoint.ckpt_path
+    claim(folders, building.strategy)
+
+
+def mark_content(building: Any) -> None:
+    """What the options name is marked, so that a resumed run finds it unchanged. Collective."""
+    rows = {name: data.dataset for name, data in building.rows.items()}
+    building.content = content_of(building.config, rows, building.strategy)

@@ -6,12 +6,13 @@ import gzip
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,16 @@ from lightppo.algorithms.shaping import overlong_penalty
 from lightppo.data.records import Rollout, group_by_prompt
 from lightppo.experience.experience import Experience
 from lightppo.models.packing import on_cpu
+from lightppo.plugins.checks.places import SAMPLES
 from lightppo.plugins.ops import durable
+from lightppo.plugins.ops.storage import local_folder
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import finite
 from lightppo.terminal import plain
+from lightppo.trainer.callbacks import Callback
+
+if TYPE_CHECKING:
+    from lightppo.experience.sampler import CollectedStep
 
 SHOWN_PROMPT = 200  # characters
 DIGITS = 4  # after the point, of numbers per token
@@ -93,6 +100,52 @@ def examined(rollout: Rollout) -> str:
     numbers = " · ".join(f"{k} {v:.4g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in facts.items())
     cut = " (cut by --generate_max_len)" if rollout.truncated else ""
     return plain(f"prompt: {end}\n  answer: {rollout.response_text}{cut}\n  {label}{numbers}")
+
+
+class Samples(Callback):
+    """The samples of each step, for files and people."""
+
+    def __init__(self, run: Any) -> None:
+        config = run.config
+        self.collected: CollectedStep | None = None
+        self.record = SampleRecord(
+            local_folder(config.checkpoint.save_path) / SAMPLES,
+            config.sampling.record_samples,
+            config.rollout.n_samples_per_prompt,
+            run.strategy,
+            run.tokenizer.decode,
+            run.experience_maker.sampled_kl,
+        )
+
+    def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
+        self.collected = collected
+
+    def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
+        """Collective."""
+        collected, config = self.collected, run.config
+        reward, max_len = config.reward, config.rollout.generate_max_len
+        buffer_len, penalty = reward.overlong_buffer_len, reward.overlong_penalty_factor
+        rollouts = with_overlong(collected.rollouts, max_len, buffer_len, penalty)
+        self.record.pick(step, rollouts, experience, len(collected.repeated))
+        if (folder := config.sampling.rollout_data_dir) is not None:
+            write_step(folder, step, rollouts, run.strategy)
+        shown: Counter[str] = Counter()
+        for rollout in rollouts:
+            shown[source := rollout.prompt.data_source] += 1
+            if shown[source] <= config.logging.num_examine:
+                run.strategy.print(f"[step {step}] {examined(rollout)}")
+
+    def on_micro_batch(self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
+        self.record.observe(experience, log_probs, entropy)
+
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
+        self.record.write(step)
+        self.collected = None
+
+
+def samples(run: Any) -> Samples | None:
+    """The callback of a run that samples."""
+    return Samples(run) if run.samples_tokens else None
 
 
 # -- samples with numbers per token ------------------------------------------------------------------------------------

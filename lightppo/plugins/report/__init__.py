@@ -1,6 +1,6 @@
 """What a run did: a page, a view in the terminal, differences between runs, a step again."""
 
-from lightppo.plugin import COMMANDS, Command
+from lightppo.plugin import CALLBACKS, COMMANDS, CallbackEntry, Command
 
 
 def register() -> None:
@@ -20,3 +20,4 @@ def register() -> None:
     COMMANDS.register(
         "diff", Command("lightppo.plugins.report.diff:main", about="name the first number in which two runs differ")
     )
+    CALLBACKS.register("summary", CallbackEntry("lightppo.plugins.report.page:Summary", after_yours=True))

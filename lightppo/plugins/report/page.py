@@ -26,6 +26,7 @@ from lightppo.plugins.ops.storage import download, is_url, local_folder, read_ap
 from lightppo.plugins.records.alarms import ALARMS
 from lightppo.plugins.supervised.sections import COMMANDS
 from lightppo.terminal import plain
+from lightppo.trainer.callbacks import Callback
 from lightppo.version import __version__
 
 if TYPE_CHECKING:
@@ -177,6 +178,22 @@ def summary(path: Path) -> str:
         except Exception as error:  # the run is trained and saved: a page is no reason to fail it
             told.append(f"no {kind}: {type(error).__name__}: {error}; lightppo report {path.parent} shows where")
     return "\n".join(told)
+
+
+class Summary(Callback):
+    """Says at the end of a run what it did, and draws it."""
+
+    def __init__(self, run: Any) -> None:
+        pass
+
+    def on_end(self, run: Any, error: BaseException | None) -> None:
+        if error is not None or not run.keeps or run.only_evaluates or not run.strategy.is_rank_0():
+            return
+        from lightppo.plugins.records.recorder import metrics_file
+        from lightppo.plugins.records.run_folder import upload_records
+
+        run.strategy.print(summary(metrics_file(run.config)))
+        upload_records(run.config.checkpoint.save_path)
 
 
 def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:

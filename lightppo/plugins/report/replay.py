@@ -169,7 +169,7 @@ def fetch_marks(strategy: Any, config: OptionSet) -> OptionSet:
     """What is at the URL of the checkpoints, in a folder of the replay's own. Collective."""
     if not is_url(url := config.checkpoint.resume):
         return config
-    from lightppo.trainer.build import temporary_folder
+    from lightppo.plugins.checks.building import temporary_folder
     from lightppo.trainer.checkpointing import download_marks
 
     read_apart(temporary_folder(strategy))
@@ -222,12 +222,8 @@ class Replayed:
             raise ConfigError(f"--batch {path}: no such file")
         return path
 
-    def _saves_at_stop(self) -> bool:
-        return False
-
-    def _end(self, *_: Any) -> None:
+    def finish(self) -> None:
         """Nothing is evaluated or saved."""
-        self.recorder.close()
 
 
 class ReplayedOnData(Replayed):
@@ -274,8 +270,6 @@ class ReplayedOnData(Replayed):
 class ReplayedPPO(Replayed):
     """Of ``lightppo ppo``."""
 
-    optimizer_steps = 0  # of the step that is shown
-
     def make_experience(self, collected: Any, step: int) -> None:
         super().make_experience(collected, step)
         if step == self.asked.step:
@@ -300,15 +294,6 @@ class ReplayedPPO(Replayed):
             lines += [f"  {name} {_numbers(x[0])}" for name in SHOWN if (x := getattr(row, name)) is not None]
         return "\n".join(lines)
 
-    def train_minibatch(self, minibatch: Any, global_steps: int = 0) -> list[Mapping[str, float]]:
-        statuses = super().train_minibatch(minibatch, global_steps)
-        if global_steps == self.asked.step:
-            self.optimizer_steps += 1
-            lines = [", ".join(f"{name} {value:.6g}" for name, value in status.items()) for status in statuses]
-            lines = [f"  micro batch {number}: {line}" for number, line in enumerate(lines, start=1)]
-            self.tell(f"optimizer step {self.optimizer_steps}, pass {self.epoch + 1}, the mean of:", *lines)
-        return statuses
-
     def train_alone(self, rollouts: Sequence[Any]) -> None:
         """The optimizer step of ``--batch``, then the end. Collective."""
         from lightppo.experience.batching import load_batch
@@ -325,7 +310,7 @@ class ReplayedPPO(Replayed):
             self.experience_maker.run_models(parts[0])
             self.tell(f"run again: not finite: {parts[0].non_finite() or 'none'}")
         else:
-            self.train_minibatch(batch, self.asked.step)
+            self.update.train_minibatch(batch, self.asked.step)
         raise StopReplay
 
     def save_logs_and_checkpoints(self, args: Any, global_step: int, *rest: Any) -> None:
@@ -351,9 +336,21 @@ class ReplayedPPO(Replayed):
                 lines.append(f"  {_name(rollout)}: {_numbers((new - old).exp()[0])}")
         return lines
 
-    def _end(self, *_: Any) -> None:
-        super()._end()
-        self.close()
+
+class ReplayedUpdate:
+    """The update of the step that is shown: it tells the numbers of each optimizer step."""
+
+    asked: argparse.Namespace
+    optimizer_steps = 0  # of the step that is shown
+
+    def train_minibatch(self, minibatch: Any, step: int = 0) -> list[Mapping[str, float]]:
+        statuses = super().train_minibatch(minibatch, step)
+        if step == self.asked.step:
+            self.optimizer_steps += 1
+            lines = [", ".join(f"{name} {value:.6g}" for name, value in status.items()) for status in statuses]
+            lines = [f"  micro batch {number}: {line}" for number, line in enumerate(lines, start=1)]
+            self.trainer.tell(f"optimizer step {self.optimizer_steps}, pass {self.epoch + 1}, the mean of:", *lines)
+        return statuses
 
 
 class StopReplay(Exception):
@@ -374,8 +371,9 @@ def built(args: argparse.Namespace, config: OptionSet) -> Any:
         from lightppo import PPOTrainer
         from lightppo.trainer.build import build
 
-        kind = type("ReplayedTrainer", (ReplayedPPO, PPOTrainer), {"asked": args})
-        return kind.from_run(build(config))
+        update = type("ReplayedUpdate", (ReplayedUpdate, PPOTrainer.update_class), {"asked": args})
+        kind = type("ReplayedTrainer", (ReplayedPPO, PPOTrainer), {"asked": args, "update_class": update})
+        return build(config, kind)
     from lightppo.plugins.supervised.trainer import SupervisedTrainer, build
 
     return build(config, type("ReplayedTrainer", (ReplayedOnData, SupervisedTrainer), {"asked": args}))
@@ -387,8 +385,9 @@ def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> 
     Raises:
         SystemExit: code 1, the step differs from what was recorded; code 0, the user quit the debugger.
     """
-    from lightppo.plugins.records.run_folder import public_options
-    from lightppo.trainer.build import build_strategy, temporary_folder
+    from lightppo.plugins.checks.building import temporary_folder
+    from lightppo.trainer.build import build_strategy
+    from lightppo.trainer.loop import public_options
 
     (strategy := build_strategy(config)).setup_distributed()
     if args.output is None:
@@ -404,7 +403,7 @@ def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> 
     try:
         trainer.fit()
     except StopReplay:
-        return trainer._end()
+        return trainer.close()
     except Exception as error:
         if args.pdb and trainer.strategy.is_rank_0():
             traceback.print_exception(error)

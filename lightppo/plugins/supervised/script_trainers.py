@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -18,9 +17,6 @@ from torch.utils.data import DataLoader
 from lightppo.data.datasets import PairDataset, ReferencedPairs
 from lightppo.data.datasets import SFTDataset as ExampleDataset
 from lightppo.errors import ConfigError
-from lightppo.plugins.ops import signals
-from lightppo.plugins.ops.ending import check_trained
-from lightppo.plugins.report.page import summary
 from lightppo.plugins.supervised.objectives import DPO, SFT, Objective, RewardModelling
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.plugins.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
@@ -102,6 +98,11 @@ class ScriptTrainer(SupervisedTrainer):
     _wandb = property(lambda self: self.recorder and self.recorder.wandb_run)
     _tensorboard = property(lambda self: self.recorder and self.recorder.tensorboard_writer)
 
+    @property
+    def recorder(self) -> Any | None:
+        """What writes the logs."""
+        return next((callback for callback in self.callbacks if hasattr(callback, "tensorboard_writer")), None)
+
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def fit(
@@ -124,7 +125,7 @@ class ScriptTrainer(SupervisedTrainer):
         _settle_schedule(self.args, num_update_steps_per_epoch)
         if consumed_samples and self.state.global_step == 0:
             batch_size = self.config.training.train_batch_size
-            self.state = TrainerState.from_consumed(consumed_samples, self._steps_per_epoch(), batch_size)
+            self.state.become(TrainerState.from_consumed(consumed_samples, self._steps_per_epoch(), batch_size))
         self._before_training()
         return super().fit()
 
@@ -141,16 +142,14 @@ class ScriptTrainer(SupervisedTrainer):
     def _before_training(self) -> None:
         """What must be known before the first step. Collective."""
 
-    def is_complete(self) -> bool:
-        return self.args is None and super().is_complete()  # a script goes on to its own end
-
-    def _record(self, step: int, status: Mapping[str, float]) -> None:
+    def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
         if self.args is None:
-            return super()._record(step, status)
+            return super().finish_step(step, status)
         logs = {name.removeprefix("train/"): value for name, value in status.items()}
         logs |= {other: logs[name] for name, others in self.script_names.items() for other in others}
         consumed = {"consumed_samples": step * self.config.training.train_batch_size}
         self.save_logs_and_checkpoints(self.args, step, None, logs, consumed)
+        return False
 
     def save_logs_and_checkpoints(
         self,
@@ -167,11 +166,15 @@ class ScriptTrainer(SupervisedTrainer):
         twice = {other for others in self.script_names.values() for other in others}
         logs = {name: value for name, value in (logs_dict or {}).items() if name not in twice}
         self.client_states = dict(client_states or {})
-        super()._record(global_step, logs)
+        super().finish_step(global_step, logs)
+
+    def write_checkpoint(self, step: int) -> None:
+        if self.args is None:
+            return super().write_checkpoint(step)
+        return self._save_checkpoint(step)
 
     def _save_checkpoint(self, step: int) -> None:
-        if self.args is None:
-            return super()._save_checkpoint(step)
+        """OpenRLHF's name of what writes a checkpoint, so that an override acts. Collective."""
         self.checkpointer.require_finite(step)
         c, root = self.config.checkpoint, self.args.ckpt_path
         consumed = {"consumed_samples": step * self.config.training.train_batch_size}
@@ -186,18 +189,6 @@ class ScriptTrainer(SupervisedTrainer):
         """``eval/loss`` and further means over all rows of the dataloader. Collective."""
         size = self.config.training.micro_train_batch_size
         return HeldOut(self.objective, self.model, eval_dataloader.dataset, size).evaluate(steps)
-
-    def _end(self, status: Mapping[str, float]) -> None:
-        if self.args is None:
-            return super()._end(status)
-        step, strategy = self.state.global_step, self.strategy
-        self.stop_signal = signals.elected(strategy.all_reduce(signals.votes(), "sum"))
-        self._stop_if_asked()  # before what may take long
-        check_trained(self.state, "there was none")
-        self.recorder.finish(step, partial(self._save_checkpoint, step))
-        self.recorder.close()
-        if strategy.is_rank_0():
-            strategy.print(summary(self.recorder.path))
 
 
 class _Evaluation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightppo.config.cli import parse_args
+from lightppo.plugin import BEFORE_IMPORTS
 from lightppo.plugins.supervised.sections import SFTConfig, SupervisedConfig
 
 
@@ -15,9 +16,8 @@ def train(kind: type[SupervisedConfig], argv: Sequence[str] | None, prog: str) -
     from lightppo.trainer import run
 
     def checked() -> None:
-        from lightppo.plugins.checks.preflight import before_imports, preflight_supervised
-
-        before_imports(lambda: preflight_supervised(config), prog)
+        for look in BEFORE_IMPORTS.values():
+            look.fn(config, prog)
 
         from lightppo.plugins.supervised.trainer import SupervisedTrainer  # its imports take seconds
 

@@ -1,4 +1,4 @@
-"""Recorder: what is logged, evaluated and saved, and when; never twice."""
+"""The loop of every trainer: what is logged, evaluated and saved, and when; never twice."""
 
 from __future__ import annotations
 
@@ -10,66 +10,18 @@ from typing import Any
 
 import pytest
 from support.fakes import FakeStrategy, on_ranks
+from support.loops import idle_loop
 
-from lightppo.config import PPOConfig
-from lightppo.plugins.records.recorder import Recorder
-from lightppo.plugins.records.run_folder import public_options
-
-
-class FakeCheckpointer:
-    def __init__(self) -> None:
-        self.records: dict[str, Any] = {}
-        self.saved: list[tuple[str, int, Any]] = []
-        self.exported: list[tuple[str, int]] = []
-
-    def save(self, root: str, step: int, client_state: Any) -> None:
-        self.saved.append((root, step, client_state))
-
-    def save_hf(self, root: str, step: int) -> None:
-        self.exported.append((root, step))
-
-
-class FakeEvaluator:
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        self.steps.append(step)
-        return {"eval/accuracy": step / 10, "eval/reward": 1.0}
-
-
-def recorder(folder: Path, strategy: FakeStrategy | None = None, evaluates: bool = True, **options: Any) -> Recorder:
-    own = {name: options.pop(name) for name in ("start_step", "run_ids") if name in options}
-    checkpointer = options.pop("checkpointer", None) or FakeCheckpointer()
-    config = PPOConfig.from_flat(save_path=str(folder), **options)
-    evaluator = FakeEvaluator() if evaluates else None
-    return Recorder(config, strategy or FakeStrategy(), checkpointer, evaluator, options=public_options(config), **own)
-
-
-def run(mine: Recorder, steps: int, per_episode: int = 3, first: int = 1) -> None:
-    """Steps of a run with episodes of ``per_episode`` steps."""
-    for step in range(first, steps + 1):
-        finished = step // per_episode if step % per_episode == 0 else None
-        mine.log(step, {"reward": float(step), "time_step": 0.5})
-        mine.after_step(step, finished, "CKPT", saver(mine, step))
+from lightppo.trainer.callbacks import Callback
 
 
 def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def saver(mine: Recorder, step: int) -> Any:
-    """What writes the checkpoint of a step."""
-    return lambda: mine.checkpointer.save("CKPT", step, {"step": step})
-
-
-def saved_steps(mine: Recorder) -> list[int]:
-    return [step for _, step, _ in mine.checkpointer.saved]
-
-
 def test_logs_have_namespaces_and_come_every_n_steps(tmp_path):
-    mine = recorder(tmp_path, evaluates=False, logging_steps=2)
-    run(mine, 5)
+    mine = idle_loop(tmp_path, evaluates=False, logging_steps=2)
+    mine.run(5)
     assert [(row["step"], row["rollout/reward"], row["perf/time_step"]) for row in rows(tmp_path)] == [
         (2, 2.0, 0.5),
         (4, 4.0, 0.5),
@@ -77,9 +29,10 @@ def test_logs_have_namespaces_and_come_every_n_steps(tmp_path):
 
 
 def test_a_line_for_each_logged_step_and_alarms_when_they_begin(tmp_path):
-    mine = recorder(tmp_path, evaluates=False, logging_steps=2)
+    mine = idle_loop(tmp_path, evaluates=False, logging_steps=2)
+    mine.total_steps = 6
     for step in range(1, 7):
-        mine.log(step, {"reward": 0.5, "policy_kl": 2.0 if step == 3 else 0.0, "time_step": 0.5}, total_steps=6)
+        mine.step({"reward": 0.5, "policy_kl": 2.0 if step == 3 else 0.0, "time_step": 0.5})
     lines = [line.rpartition(" · ETA")[0] or line.partition(":")[0] for line in mine.strategy.printed]
     told = [f"step {step}/6 · reward 0.5 · 0.5 s" for step in (2, 4, 6)]
     assert lines == [told[0], "[step 3] ALARM kl_explosion", *told[1:]]
@@ -87,8 +40,8 @@ def test_a_line_for_each_logged_step_and_alarms_when_they_begin(tmp_path):
 
 
 def test_what_saving_took_is_logged_with_the_next_step_and_an_evaluation_with_its_time(tmp_path):
-    mine = recorder(tmp_path, save_steps=2, hf_save_steps=3, eval_steps=4)
-    run(mine, 4)
+    mine = idle_loop(tmp_path, save_steps=2, hf_save_steps=3, eval_steps=4)
+    mine.run(4)
     timed = [
         (row["step"], name) for row in rows(tmp_path) for name in row if name in ("perf/time_eval", "perf/time_save")
     ]
@@ -97,7 +50,7 @@ def test_what_saving_took_is_logged_with_the_next_step_and_an_evaluation_with_it
 
 
 def test_evaluation_is_logged_and_told(tmp_path):
-    mine = recorder(tmp_path)
+    mine = idle_loop(tmp_path)
     assert mine.evaluate(4) == {"eval/accuracy": 0.4, "eval/reward": 1.0}
     (row,) = rows(tmp_path)
     assert (row["step"], row["eval/accuracy"]) == (4, 0.4)
@@ -105,10 +58,10 @@ def test_evaluation_is_logged_and_told(tmp_path):
 
 
 def test_a_step_is_evaluated_once(tmp_path):
-    mine = recorder(tmp_path, eval_steps=2)
-    run(mine, 4)
+    mine = idle_loop(tmp_path, eval_steps=2)
+    mine.run(4)
     assert mine.evaluate(4) == {}
-    mine.finish(4, saver(mine, 4))
+    mine.end()
     assert mine.evaluator.steps == [2, 4]
 
 
@@ -117,15 +70,15 @@ def test_a_step_is_evaluated_once(tmp_path):
     [({}, [3, 6]), ({"eval_steps": 2}, [2, 4, 6]), ({"eval_seconds": 1e6}, []), ({"eval_steps": 0}, [])],
 )
 def test_evaluation_comes_every_episode_unless_steps_or_seconds_are_set(tmp_path, options, expected):
-    mine = recorder(tmp_path, **options)
-    run(mine, 7)
+    mine = idle_loop(tmp_path, **options)
+    mine.run(7)
     assert mine.evaluator.steps == expected
 
 
 def test_without_an_evaluator_nothing_is_evaluated(tmp_path):
-    mine = recorder(tmp_path, evaluates=False, eval_steps=1)
-    run(mine, 3)
-    mine.finish(3, saver(mine, 3))
+    mine = idle_loop(tmp_path, evaluates=False, eval_steps=1)
+    mine.run(3)
+    mine.end()
     assert mine.evaluate(3) == {}
     assert "eval/accuracy" not in (tmp_path / "metrics.jsonl").read_text()
 
@@ -141,84 +94,132 @@ def test_without_an_evaluator_nothing_is_evaluated(tmp_path):
     ],
 )
 def test_checkpoints_and_exports_come_at_their_times(tmp_path, options, saved, exported):
-    mine = recorder(tmp_path, **options)
-    run(mine, 7)
-    assert saved_steps(mine) == saved
+    mine = idle_loop(tmp_path, **options)
+    mine.run(7)
+    assert mine.saved_steps == saved
     assert [step for _, step in mine.checkpointer.exported] == exported
-    assert all(entry == ("CKPT", entry[1], {"step": entry[1]}) for entry in mine.checkpointer.saved)
+    assert all(root == "CKPT" and state["trainer"]["global_step"] == n for root, n, state in mine.checkpointer.saved)
 
 
 def test_seconds_since_the_last_checkpoint(tmp_path):
-    mine = recorder(tmp_path, save_seconds=10)
+    mine = idle_loop(tmp_path, save_seconds=10)
     now = [mine.checkpoint_cadence.last]
     mine.checkpoint_cadence.clock = lambda: now[0]
-    for step, passed in enumerate([6, 6, 6, 6, 1], start=1):
+    for passed in (6, 6, 6, 6, 1):
         now[0] += passed
-        mine.after_step(step, None, "CKPT", saver(mine, step))
-    assert saved_steps(mine) == [2, 4]  # after 12 s, and 12 s later
+        mine.step()
+    assert mine.saved_steps == [2, 4]  # after 12 s, and 12 s later
 
 
 def test_ranks_save_together_by_rank_0s_clock(tmp_path):
     def saves(strategy: FakeStrategy) -> list[int]:
-        mine = recorder(tmp_path, strategy, save_seconds=10)
+        mine = idle_loop(tmp_path / f"rank{strategy.rank}", strategy, save_seconds=10)
         start = mine.checkpoint_cadence.last
         # Rank 1's clock says that much more time has passed.
         mine.checkpoint_cadence.clock = lambda: start + (5 if strategy.rank == 0 else 500)
-        mine.after_step(1, None, "CKPT", saver(mine, 1))
+        mine.step()
         mine.checkpoint_cadence.clock = lambda: start + (15 if strategy.rank == 0 else 1)
-        mine.after_step(2, None, "CKPT", saver(mine, 2))
-        return saved_steps(mine)
+        mine.step()
+        return mine.saved_steps
 
     assert on_ranks(2, saves) == [[2], [2]]
 
 
 def test_the_state_is_only_taken_when_a_checkpoint_is_due(tmp_path):
-    mine = recorder(tmp_path, save_steps=2)
-    mine.after_step(1, None, "CKPT", lambda: pytest.fail("not due"))
-    mine.after_step(2, None, "CKPT", saver(mine, 2))
-    assert saved_steps(mine) == [2]
+    class Counted:
+        taken = 0
+
+        def state_dict(self) -> int:
+            self.taken += 1
+            return self.taken
+
+        def load_state_dict(self, state: int) -> None:
+            self.taken = state
+
+    mine, counted = idle_loop(tmp_path, save_steps=2), Counted()
+    mine.register_state("counted", counted)
+    mine.run(5)
+    assert counted.taken == 2
+    assert [state["counted"] for _, _, state in mine.checkpointer.saved] == [1, 2]
+    with pytest.raises(ValueError, match="'counted'"):
+        mine.register_state("counted", counted)
+
+
+def test_callbacks_vote_and_add_numbers(tmp_path):
+    class Mine(Callback):
+        seen: list[float] = []
+
+        def on_step_end(self, run: Any, step: int, metrics: Any) -> dict[str, float]:
+            self.seen.append(metrics["rollout/reward"])
+            return {"mine/twice": 2 * metrics["rollout/reward"]}
+
+        def votes(self, run: Any) -> dict[str, float]:
+            last = self.seen[-1]
+            return {"save": float(last == 2), "evaluate": float(last == 3), "stop": float(last == 4)}
+
+    mine = idle_loop(tmp_path, callbacks=[Mine()], eval_steps=0)
+    assert [mine.step() for _ in range(4)] == [False, False, False, True]
+    assert (mine.saved_steps, mine.evaluator.steps) == ([2], [3])
+    assert [row["mine/twice"] for row in rows(tmp_path) if "mine/twice" in row] == [2.0, 4.0, 6.0, 8.0]
+
+
+def test_a_vote_of_any_rank_counts(tmp_path):
+    class Rank1(Callback):
+        def votes(self, run: Any) -> dict[str, float]:
+            return {"stop": float(run.strategy.rank == 1)}
+
+    def stops(strategy: FakeStrategy) -> bool:
+        return idle_loop(tmp_path / str(strategy.rank), strategy, callbacks=[Rank1()]).step()
+
+    assert on_ranks(2, stops) == [True, True]
+
+
+def test_the_end_comes_to_all_callbacks_also_after_an_error(tmp_path):
+    ends: list[str] = []
+
+    class Ends(Callback):
+        def on_end(self, run: Any, error: BaseException | None) -> None:
+            ends.append(type(error).__name__)
+            raise ValueError("of this callback")
+
+    mine = idle_loop(tmp_path, callbacks=[Ends(), Ends()])
+    with pytest.raises(KeyError, match="of the step"), mine.running():
+        raise KeyError("of the step")
+    assert ends == ["KeyError", "KeyError"]
 
 
 def test_the_end_saves_what_is_not_saved_yet(tmp_path):
-    mine = recorder(tmp_path, save_steps=2, evaluates=False)
-    run(mine, 5)
-    mine.finish(5, saver(mine, 5))
-    assert saved_steps(mine) == [2, 4, 5]
-    mine = recorder(tmp_path, save_steps=2, evaluates=False)
-    run(mine, 4)
-    mine.finish(4, saver(mine, 4))
-    assert saved_steps(mine) == [2, 4]
+    mine = idle_loop(tmp_path, save_steps=2, evaluates=False)
+    mine.run(5)
+    mine.end()
+    assert mine.saved_steps == [2, 4, 5]
+    mine = idle_loop(tmp_path, save_steps=2, evaluates=False)
+    mine.run(4)
+    mine.end()
+    assert mine.saved_steps == [2, 4]
 
 
 def test_a_run_that_keeps_no_checkpoints_saves_none_at_the_end(tmp_path):
-    mine = recorder(tmp_path, evaluates=False)
-    run(mine, 4)
-    mine.finish(4, saver(mine, 4))
-    assert saved_steps(mine) == []
+    mine = idle_loop(tmp_path, evaluates=False)
+    mine.run(4)
+    mine.end()
+    assert mine.saved_steps == []
 
 
 def test_a_resumed_run_with_nothing_left_to_do_writes_no_checkpoint_again(tmp_path):
-    mine = recorder(tmp_path, save_steps=2, start_step=4)
-    mine.finish(4, saver(mine, 4))
-    assert saved_steps(mine) == []
+    first = idle_loop(tmp_path, save_steps=2)
+    first.run(4)
+    mine = idle_loop(tmp_path, save_steps=2, start_step=4, before=first)
+    mine.end()
+    assert mine.saved_steps == []
 
 
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
-    first = recorder(tmp_path, evaluates=False)
-    run(first, 4)
-    first.close()
-    second = recorder(tmp_path, evaluates=False, start_step=2)
-    run(second, 3, first=3)
-    second.close()
+    first = idle_loop(tmp_path, evaluates=False)
+    first.run(4)
+    second = idle_loop(tmp_path, evaluates=False, start_step=2)
+    second.run(3)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
-
-
-def test_closing_closes_the_logs(tmp_path):
-    mine = recorder(tmp_path)
-    assert len(mine.sinks) == 1
-    mine.close()
-    mine.close()
-    assert mine.sinks == []
 
 
 def test_secrets_of_urls_do_not_reach_the_sinks(tmp_path, monkeypatch):
@@ -229,17 +230,16 @@ def test_secrets_of_urls_do_not_reach_the_sinks(tmp_path, monkeypatch):
         return []
 
     monkeypatch.setattr("lightppo.plugins.records.recorder.open_sinks", sinks)
-    recorder(tmp_path, remote_rm_url=["https://host/reward?key=SECRET"], eps_clip=0.1)
+    idle_loop(tmp_path, remote_rm_url=["https://host/reward?key=SECRET"], eps_clip=0.1)
     assert "SECRET" not in str(seen)
     assert seen[0]["eps_clip"] == 0.1
 
 
 def test_only_rank_0_writes(tmp_path):
-    options = {"use_tensorboard": str(tmp_path / "tb"), "use_wandb": True, "run_ids": {"wandb": "abc"}}
-    mine = recorder(tmp_path / "run", FakeStrategy(rank=1, world_size=2), **options)
-    mine.log(1, {"reward": 1.0})
-    mine.close()
-    assert mine.run_ids == {"wandb": "abc"}
+    options = {"use_tensorboard": str(tmp_path / "tb"), "use_wandb": True}
+    mine = idle_loop(tmp_path / "run", FakeStrategy(rank=1, world_size=2), **options)
+    mine.step()
+    mine.end()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -254,16 +254,14 @@ def recorded(tmp_path):
     def start(change: Any, **options: Any) -> None:
         (folder / "eval").mkdir(parents=True)
         (folder / "rollouts").mkdir()
-        mine = recorder(folder, save_steps=2)
+        mine = idle_loop(folder, save_steps=2)
         for step in (1, 2):
             (folder / "rollouts" / f"step{step}.jsonl.gz").write_text(f"samples {step}")
             (folder / "eval" / f"step{step}.json").write_text(f"evaluation {step}")
-        run(mine, 3)  # the third step has no checkpoint
+        mine.run(3)  # the third step has no checkpoint
         (folder / "rollouts" / "step3.jsonl.gz").write_text("samples 3")
-        mine.close()
         change(folder)
-        own = {"start_step": options.pop("start_step", 2), "checkpointer": mine.checkpointer}
-        recorder(folder, save_steps=2, **own, **options).close()
+        idle_loop(folder, save_steps=2, start_step=2, before=mine, **options)
 
     return start
 

@@ -1,0 +1,460 @@
+"""The life of a run, the same for PPO and for training on data: steps, limits, evaluations, checkpoints, the end.
+
+A trainer is a :class:`TrainingLoop` whose ``fit`` trains one step after the other::
+
+    with self.running():                          # callbacks: on_start … on_end, also after an error
+        for step, data in self.steps():           # until a limit is reached
+            status = ...                          # train on the data
+            if self.finish_step(step, status):    # logged, evaluated, saved; a callback may want to stop
+                break
+        self.finish()                             # the last evaluation, the last checkpoint, the model
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightppo.config.options import OptionSet
+from lightppo.config.rules import idle_flags
+from lightppo.errors import ConfigError, NonFiniteError
+from lightppo.plugin import CALLBACKS
+from lightppo.plugins.ops.storage import local_folder
+from lightppo.ranks import heartbeat
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer import metrics as m
+from lightppo.trainer.callbacks import Callback, Callbacks
+from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
+from lightppo.trainer.evaluator import table
+from lightppo.trainer.skipped import SkippedSteps, check_trained, is_saved
+from lightppo.urls import shown_value
+
+
+class Stateful(Protocol):
+    """What a checkpoint keeps. Both methods are called on every rank, and so may be collective."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+@dataclass
+class Cadence:
+    """Due at multiples of ``steps``, at the end of every ``epochs``-th episode, and ``seconds`` after the last time."""
+
+    steps: int = -1  # below 1: never by steps
+    epochs: int | None = None
+    seconds: float | None = None
+    agree: Callable[[bool], bool] = bool  # rank 0's value on every rank: its clock decides for all
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.last = self.clock()
+
+    @property
+    def active(self) -> bool:
+        """Whether it can ever be due."""
+        return self.steps > 0 or self.epochs is not None or self.seconds is not None
+
+    def due(self, step: int, finished_episodes: int | None = None) -> bool:
+        """Whether it is due after ``step``; ``finished_episodes``: of the run, if this step was the last of one."""
+        due = self.steps > 0 and step % self.steps == 0
+        due |= self.epochs is not None and finished_episodes is not None and finished_episodes % self.epochs == 0
+        if self.seconds is not None:
+            due |= self.agree(self.clock() - self.last >= self.seconds)
+        if due:
+            self.last = self.clock()
+        return due
+
+
+@dataclass
+class LastEvaluation:
+    """The last evaluation of the run, which a checkpoint keeps: a resumed run need not do it again."""
+
+    step: int | None = None
+    result: Mapping[str, float] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "result": self.result}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step, self.result = state["step"], state["result"]
+
+
+class TrainingLoop:
+    """What every trainer is.
+
+    Args:
+        config: resolved; its sections ``checkpoint``, ``evaluation``, ``logging`` and ``training`` are read.
+        checkpointer: of the models of the run.
+        callbacks: of users; after those that plugins give to every run.
+        evaluator: ``evaluate(step)`` returns metrics ``eval/<name>``; ``None``: no evaluation.
+        content: marks of what options name, which a resumed run must find unchanged.
+        keeps: whether anything is left of the run at its end; a trial keeps nothing.
+        asked: the options as they were given; ``None``: a script made the parts, and ends them.
+    """
+
+    unit = "step"
+    only_evaluates = False  # no step is trained
+    samples_tokens = False  # it has an experience maker, whose rollouts its callbacks get
+
+    def __init__(
+        self,
+        config: OptionSet,
+        strategy: DeepspeedStrategy,
+        tokenizer: Any,
+        checkpointer: RunCheckpointer,
+        skipped: SkippedSteps,
+        *,
+        state: TrainerState,
+        timer: m.PhaseTimer,
+        callbacks: Iterable[Callback] = (),
+        evaluator: Any | None = None,
+        content: Mapping[str, str] | None = None,
+        keeps: bool = True,
+        asked: OptionSet | None = None,
+    ) -> None:
+        self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
+        self.checkpointer, self.skipped, self.evaluator = checkpointer, skipped, evaluator
+        self.content, self.keeps, self.asked = dict(content or {}), keeps, asked
+        self.state, self.timer, self.saving = state, timer, m.PhaseTimer()
+        self.total_steps: int | None = None  # of the run, known in fit
+        self.bar: Any = None  # of the steps
+        self.evaluation = LastEvaluation()
+        self.best: float | None = None  # value of --best_metric
+        self.last_saved: int | None = None
+        self.states: dict[str, Stateful] = {}
+        self.states_of_ranks: dict[str, Stateful] = {}
+        self.register_state("evaluation", self.evaluation)
+        first = [entry.fn(self) for entry in CALLBACKS.values() if not entry.after_yours]
+        last = [entry.fn(self) for entry in CALLBACKS.values() if entry.after_yours]
+        self.callbacks = Callbacks(callback for callback in (*first, *callbacks, *last) if callback is not None)
+
+    # -- what a trainer says -----------------------------------------------------------------------------------------
+
+    def limits(self) -> dict[str, tuple[int, int | None]]:
+        """By option: how much is done, and how much ends the run (``None``: no limit)."""
+        raise NotImplementedError
+
+    def count_steps(self) -> int:
+        """Steps of the whole run, those that are done included."""
+        raise NotImplementedError
+
+    def episode_steps(self) -> Iterator[Any]:
+        """The data of each step of one episode, from where the run is."""
+        raise NotImplementedError
+
+    def save_model(self) -> None:
+        """Write what the run was made for. Collective."""
+        raise NotImplementedError
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def register_state(self, name: str, part: Stateful, per_rank: bool = False) -> None:
+        """Checkpoints keep the state of a part from now on, under a name of its own.
+
+        Args:
+            per_rank: each rank has a state of its own. Such a part has ``share_out(states, world_size)``, which makes
+                the states of another number of ranks.
+        """
+        if name in self.states or name in self.states_of_ranks or name in _OWN_STATE:
+            raise ValueError(f"register_state: there is a state {name!r} already: choose another name")
+        (self.states_of_ranks if per_rank else self.states)[name] = part
+
+    def client_state(self) -> dict[str, Any]:
+        """All that a checkpoint holds beside models, optimizers and what is of each rank. Collective."""
+        return {name: part.state_dict() for name, part in self.states.items()} | {
+            "trainer": asdict(self.state),
+            "config": public_options(self.config),
+            "content": self.content,
+        }
+
+    def whole_state(self) -> dict[str, Any]:
+        """:meth:`client_state` with what is of each rank. Collective."""
+        of_ranks = {name: self.strategy.gather_object(part.state_dict()) for name, part in self.states_of_ranks.items()}
+        return self.client_state() | of_ranks
+
+    def resume(self, options: Mapping[str, Any] | None = None, before: int | None = None) -> bool:
+        """Go on from the last checkpoint that ``--resume`` allows; returns whether there was one. Collective.
+
+        Args:
+            options: compared with the saved ones; ``None``: the trainer's.
+            before: from the last one before this step.
+        """
+        options = options or public_options(self.config)
+        idle = set().union(*idle_flags(self.config, options).values())
+        saved = self.checkpointer.resume(options, self.content, idle, before, list(self.config.all_options()))
+        if saved is None:
+            return False
+        self.load_state(saved)
+        return True
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Go on from :meth:`whole_state`. A part that it does not know begins anew, and this is said."""
+        saved = _with_present_names(saved)
+        self.state.become(TrainerState.from_saved(saved["trainer"]))
+        self.last_saved = self.state.global_step or None
+        rank, ranks = self.strategy.get_rank(), self.strategy.world_size
+        for name, part in self.states.items():
+            if name in saved:
+                part.load_state_dict(saved[name])
+            elif name not in _SINCE:
+                self.strategy.print(f"resume: the checkpoint has no state {name!r}: it begins anew")
+        for name, part in self.states_of_ranks.items():
+            if name in saved:
+                states = saved[name] if len(saved[name]) == ranks else part.share_out(saved[name], ranks)
+                part.load_state_dict(states[rank])
+
+    @property
+    def owns_parts(self) -> bool:
+        """Whether the run was built whole: it saves its model at the end, and ends its parts."""
+        return self.asked is not None
+
+    @property
+    def ckpt_path(self) -> str:
+        return self.config.checkpoint.ckpt_path
+
+    @property
+    def finished_episodes(self) -> int | None:
+        """Episodes that are done, if the last step was the last one of an episode."""
+        return self.state.episode if self.state.consumed_prompts == 0 else None
+
+    # -- limits --------------------------------------------------------------------------------------------------
+
+    def reached_limits(self) -> str:
+        """The limits that the run has come to, as flags; empty while it goes on."""
+        reached = {name: most for name, (done, most) in self.limits().items() if most is not None and done >= most}
+        return ", ".join(f"--{name} {most}" for name, most in reached.items())
+
+    def saved_models(self) -> list[str]:
+        """The folders of what :meth:`save_model` writes."""
+        return [self.config.checkpoint.save_path]
+
+    def is_complete(self) -> bool:
+        """Whether the run has come to its end and its model is there, whole: nothing is left to do. Collective."""
+        step = self.state.global_step
+        if not self.owns_parts or self.only_evaluates or step == 0 or not self.reached_limits():
+            return False
+        return is_saved(self.strategy, self.saved_models(), step)
+
+    def tell_complete(self) -> None:
+        done, limits = self.state.global_step, self.reached_limits()
+        self.strategy.print(f"run complete: {done} steps; raise {limits} to go on, or start anew with --resume never")
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The time from the first step to the end of the run."""
+        self.set_cadences()
+        try:
+            with self.callbacks.around(self):
+                self.before_first_step()
+                yield
+        except SystemExit:  # all ranks stop together
+            self.close()
+            raise
+        self.close()
+
+    def close(self) -> None:
+        """End what the run has started."""
+
+    def before_first_step(self) -> None:
+        """What a resumed run has to make up for; the evaluation before training. Collective."""
+        step = self.state.global_step
+        if self.only_evaluates:
+            self.evaluate(step)
+        elif step > 0:
+            if self.owns_parts:
+                self._catch_up(step)
+        elif self.config.evaluation.val_before_train:
+            self.evaluate(step)
+
+    def set_cadences(self) -> None:
+        """Clocks begin when the run does."""
+        c, e, agree = self.config.checkpoint, self.config.evaluation, self.strategy.broadcast_object
+        self.checkpoint_cadence = Cadence(c.save_steps, c.save_epochs, c.save_seconds, agree=agree)
+        self.export_cadence = Cadence(c.hf_save_steps, c.hf_save_epochs, c.hf_save_seconds, agree=agree)
+        per_episode = 1 if e.eval_steps == -1 and e.eval_seconds is None else None
+        self.evaluation_cadence = Cadence(e.eval_steps, e.eval_epochs or per_episode, e.eval_seconds, agree=agree)
+        self.pace = m.Pace(self.state.global_step)
+        if e.best_metric is not None and self.state.global_step > 0:
+            self.best = self.checkpointer.best_value(c.ckpt_path, e.best_metric)
+
+    def _catch_up(self, step: int) -> None:
+        """After a resume: the evaluation and the export that were due at this step, if they lack. Collective."""
+        c, metric = self.config.checkpoint, self.config.evaluation.best_metric
+        if self.evaluation.step == step and self.evaluation.result and metric is not None:
+            self._keep_best(step, self.evaluation.result, metric)
+        elif self.evaluation_cadence.due(step, self.finished_episodes):
+            self.evaluate(step)
+        due = c.save_hf_ckpt or self.export_cadence.due(step, self.finished_episodes)
+        self.checkpointer.catch_up(self.ckpt_path, step, due and c.resume == "auto")
+
+    def steps(self) -> Iterator[tuple[int, Any]]:
+        """Number and data of each step until a limit is reached."""
+        if self.only_evaluates:
+            return
+        if self.reached_limits():
+            self.tell_complete()
+        with self.progress_bar(None, self.unit, initial=self.state.global_step) as bar:
+            self.bar = bar
+            while not self.reached_limits():
+                self.total_steps = bar.total = self.count_steps()
+                self._check_profiled_steps()
+                episode = self.state.episode
+                for data in self.episode_steps():
+                    heartbeat.step = self.state.global_step + 1
+                    yield heartbeat.step, data
+                    bar.update()
+                    if self.state.episode != episode or self.reached_limits():
+                        break
+
+    def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
+        """Log a trained step; evaluate, save and export what is due or voted for. Collective.
+
+        Returns:
+            whether a callback wants to stop.
+        """
+        metrics = m.with_namespace(dict(status) | self.saving.reset())
+        if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
+            self.strategy.print(self.pace.line(step, self.total_steps, metrics))
+        self.callbacks.on_step_end(self, step, metrics)
+        votes = self.vote(step)
+        self._do_what_is_due(step, votes)
+        self.skipped.check(self.state, step)
+        return votes["stop"] > 0
+
+    def vote(self, step: int) -> dict[str, float]:
+        """The votes of all callbacks on all ranks, in one collective; callbacks get to know them. Collective."""
+        votes = self.strategy.all_reduce(self.callbacks.votes(self), "sum")
+        self.callbacks.on_votes(self, step, votes)
+        return votes
+
+    def _do_what_is_due(self, step: int, votes: Mapping[str, float]) -> None:
+        """Evaluate first: a checkpoint keeps that it is done."""
+        if self.evaluation_cadence.due(step, self.finished_episodes) or votes["evaluate"]:
+            self.evaluate(step)
+        if self.checkpoint_cadence.due(step, self.finished_episodes) or votes["save"]:
+            self.save_checkpoint(step)
+        if self.export_cadence.due(step, self.finished_episodes):
+            with self.saving("save"):
+                self.checkpointer.save_hf(self.ckpt_path, step)
+
+    def finish(self) -> None:
+        """The end of a run: the last evaluation, the last checkpoint, the model. Collective."""
+        if self.only_evaluates:
+            for line in table(self.evaluation.result):
+                self.strategy.print(line)
+            return
+        step = self.state.global_step
+        self.vote(step)  # before what may take long
+        self.check_trained()
+        self.evaluate(step)
+        if self.checkpoint_cadence.active or self.last_saved is not None:
+            self.save_checkpoint(step)
+        if self.keeps:
+            if self.owns_parts:
+                self.save_model()
+            self.strategy.print(f"finished: {step} steps")
+            for line in self.closing_lines():
+                self.strategy.print(line)
+
+    def closing_lines(self) -> list[str]:
+        """Where everything is, and what to do next."""
+        return []
+
+    def check_trained(self) -> None:
+        """TrainingError where no model has changed: such a run is no success."""
+        check_trained(self.state, "there was none", not self.keeps, self.skipped.last_why)
+
+    # -- evaluations and checkpoints -----------------------------------------------------------------------------
+
+    def evaluate(self, step: int) -> Mapping[str, float]:
+        """Evaluate the current weights, once per step at most; empty without an evaluator. Collective."""
+        if self.evaluator is None or self.evaluation.step == step:
+            return {}
+        timer = m.PhaseTimer()
+        try:
+            with timer("eval"):
+                result = self.evaluator.evaluate(step)
+        except NonFiniteError as error:
+            if self.only_evaluates:
+                raise
+            self.evaluation.step, self.evaluation.result = step, None
+            self.strategy.print(f"warning: the evaluation after step {step} is left out: {error}")
+            return {}
+        self.evaluation.step, self.evaluation.result = step, result
+        shown = [name for name in ("loss", "accuracy", "reward", "margin") if f"eval/{name}" in result]
+        numbers = ", ".join(f"{name} {result[f'eval/{name}']:.3f}" for name in shown)
+        self.strategy.print(f"[step {step}] evaluation: {numbers}")
+        self.callbacks.on_evaluation(self, step, dict(result) | m.with_namespace(timer.reset()))
+        if (metric := self.config.evaluation.best_metric) is not None:
+            self._keep_best(step, result, metric)
+        return result
+
+    def _keep_best(self, step: int, result: Mapping[str, float], metric: str) -> None:
+        if metric not in result:
+            known = ", ".join(sorted(result))
+            raise ConfigError(f"--best_metric {metric} is not among the evaluation's metrics: {known}")
+        sign = -1 if metric.endswith("loss") else 1
+        if self.best is not None and sign * result[metric] <= sign * self.best:
+            return
+        self.best = result[metric]
+        if step > 0:  # the start is the bar to pass, not a result
+            with self.saving("save"):
+                self.checkpointer.save_best(self.ckpt_path, step, metric, self.best)
+
+    def save_checkpoint(self, step: int) -> None:
+        """Save, once per step at most. Collective."""
+        if self.last_saved == step:
+            return
+        with self.saving("save"):
+            self.write_checkpoint(step)
+        self.last_saved = step
+        self.callbacks.on_save(self, step)
+
+    def write_checkpoint(self, step: int) -> None:
+        """Write all that a resumed run needs. Collective."""
+        self.checkpointer.save(self.ckpt_path, step, self.whole_state())
+
+    # -- parts of the loop ---------------------------------------------------------------------------------------
+
+    def profiler(self, step: int) -> AbstractContextManager:
+        """Writes a trace of a step of ``--profile_steps``."""
+        if step not in self.config.logging.profile_steps:
+            return nullcontext()
+        name = f"step{step}_rank{self.strategy.get_rank()}.json.gz"
+        return m.profile(Path(local_folder(self.config.checkpoint.save_path)) / "profile" / name, self.timer)
+
+    def _check_profiled_steps(self) -> None:
+        late = [step for step in self.config.logging.profile_steps if step > self.total_steps]
+        if late:
+            raise ConfigError(f"--profile_steps {late[0]}: the run has {self.total_steps} steps")
+
+    def progress_bar(self, items: Any, text: str, **options: Any) -> Any:
+        """A progress bar on rank 0 of a terminal; elsewhere silent."""
+        return m.progress_bar(items, text, shown=self.strategy.is_rank_0(), **options)
+
+
+_OWN_STATE = ("trainer", "config", "content", "rng", "run", "consumed_samples")
+_SINCE = ("evaluation", "trackers", "recorded")  # states that older checkpoints have not, or elsewhere
+
+
+def _with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds; an older one has the trackers' runs in the state of the trainer."""
+    trainer = dict(saved["trainer"])
+    run_ids = trainer.pop("run_ids", None) or {}
+    if (run_id := trainer.pop("run_id", None)) is not None:
+        run_ids = {"wandb": run_id}
+    older = {"trackers": run_ids, "recorded": saved.get("records", {})}
+    return older | dict(saved) | {"trainer": trainer}
+
+
+def public_options(config: OptionSet) -> dict[str, Any]:
+    """All options by flag name, for logs, files, trackers and checkpoints: of URLs neither login nor query."""
+    return {name: shown_value(value) for name, value in config.flat().items()}
