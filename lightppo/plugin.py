@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import Literal
 
 from lightppo.errors import UserError
+from lightppo.meanings import METRICS as METRICS
 from lightppo.table import Entry, Table
 
 GROUP = "lightppo.plugins"

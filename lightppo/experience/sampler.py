@@ -188,7 +188,7 @@ class CollectedStep:
     rollouts: list[Rollout]  # this rank's, in whole groups
     groups: int  # trained on by all ranks, repeated groups included
     repeated: list[int]  # positions in rollouts that are trained on again (--on_exhausted reuse)
-    counts: dict[str, float]  # over all ranks, named as in trainer.metrics.METRICS without rollout/
+    counts: dict[str, float]  # over all ranks, named as in lightppo.meanings.METRICS without rollout/
     prompt_scores: dict[int, float]  # mean score of each prompt that this rank sampled in this step
     surplus: int  # accepted groups of all ranks that wait for the next step
     not_finite: str | None = None  # which score is not, of all ranks: nothing is trained on

@@ -11,6 +11,7 @@ from support.tiny import sums, write_jsonl
 
 from lightppo.algorithms import entries
 from lightppo.plugins.records import metric_names
+from lightppo.plugins.supervised import PAIRS, SUPERVISED
 from lightppo.trainer import metrics
 
 REWARD = """
@@ -27,9 +28,9 @@ def reward_func(queries, prompts, labels, responses):
 
 # Of policy losses and models that this run has not; tests/trainer/test_algorithms_act.py has them.
 OF_PPO = entries.POLICY_LOSSES["ppo"].metrics
-OF_OTHERS = {f"train/{name}" for name in {"aux_loss", *entries.metric_names()} - OF_PPO.keys()}
+OF_OTHERS = {f"train/{name}" for name in {"aux_loss", "rejected_ratio", *entries.metric_names()} - OF_PPO.keys()}
 # Of training on data; tests/trainer/test_supervised.py has them.
-OF_OTHERS |= {f"train/{name}" for name in metrics.SUPERVISED | metrics.PAIRS} | {"eval/loss", "eval/tokens"}
+OF_OTHERS |= {f"train/{name}" for name in SUPERVISED | PAIRS} | {"eval/loss", "eval/tokens"}
 # Of a teacher; tests/trainer/test_distill.py has them.
 OF_OTHERS |= {"rollout/teacher_kl", "rollout/teacher_log_prob", "train/distill_loss"}
 OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
@@ -61,11 +62,11 @@ def known_as(name: str) -> str | None:
 
 def test_the_page_is_up_to_date():
     page = (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page == metrics.metrics_page(), "run `make docs`"
+    assert page == metric_names.metrics_page(), "run `make docs`"
 
 
 def test_every_metric_has_its_row():
-    ours = metrics.metrics_page().partition("\n## Names of other trainers")[0]
+    ours = metric_names.metrics_page().partition("\n## Names of other trainers")[0]
     rows = [line for line in ours.split("\n") if line.startswith("`") and " | " in line]
     assert sorted(row.split("`")[1] for row in rows) == sorted(metrics.METRICS)
     assert {row.replace("\\|", "").count("|") for row in rows} == {1}

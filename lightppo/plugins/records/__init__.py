@@ -1,6 +1,6 @@
 """What a run records: its folder, metrics, samples, trackers, alarms."""
 
-from lightppo.plugin import CALLBACKS, CHECKS, CallbackEntry, Check
+from lightppo.plugin import CALLBACKS, CHECKS, METRICS, CallbackEntry, Check
 
 
 def register() -> None:
@@ -10,3 +10,8 @@ def register() -> None:
     CALLBACKS.register("alarms", CallbackEntry("lightppo.plugins.records.alarms:AlarmBell"))
     CALLBACKS.register("samples", CallbackEntry("lightppo.plugins.records.samples:samples"))
     CALLBACKS.register("recorder", CallbackEntry("lightppo.plugins.records.recorder:Recorder", after_yours=True))
+    METRICS.register(
+        "alarm",
+        "lightppo.plugins.records.alarms:meanings",
+        about="1 if the metrics show a problem, otherwise 0; the log says when it starts",
+    )

@@ -155,6 +155,11 @@ ALARMS |= {
 }
 
 
+def meanings() -> dict[str, str]:
+    """What each alarm looks at, when it rings, and what to do."""
+    return {name: f"{alarm.metrics[0]}: {alarm.condition}. Try: {alarm.remedy}" for name, alarm in ALARMS.items()}
+
+
 class Alarms:
     """Looks at each step's status, which is the same on all ranks; no collective.
 

@@ -1,6 +1,26 @@
 """Training on data: ``lightppo sft``, ``rm`` and ``dpo``."""
 
-from lightppo.plugin import COMMANDS, PUBLIC, Command
+from lightppo.plugin import COMMANDS, METRICS, PUBLIC, Command
+
+SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
+    "loss": "mean loss per labelled token, or per pair",
+    "tokens": "labelled tokens in the step",
+    "epoch": "passes over the data before this one",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm before clipping",
+    "skipped": "1 if the step was skipped because a gradient or the loss was not finite",
+    "overflow": "1 if the step was skipped because the loss scale of --fp16 was too large",
+    "loss_scale": "loss scale of --fp16 after the step",
+}
+PAIRS = {  # the same, of training on pairs
+    "pairs": "pairs in the step",
+    "accuracy": "share of pairs whose chosen answer has the higher reward",
+    "margin": "mean reward difference, chosen minus rejected; with `dpo` the reward is β·log(π / π_reference)",
+    "chosen_reward": "mean reward of chosen answers",
+    "rejected_reward": "mean reward of rejected answers",
+    "chosen_log_prob": "mean log prob of chosen answers; per token for `ipo`",
+    "rejected_log_prob": "mean log prob of rejected answers; per token for `ipo`",
+}
 
 
 def register() -> None:
@@ -9,6 +29,17 @@ def register() -> None:
     from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 
     TABLES.append(PREFERENCE_LOSSES)
+    METRICS.register("train", {name: f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()})
+    METRICS.register(
+        "train", {name: f"`lightppo rm`, `dpo`, also in eval/: {meaning}" for name, meaning in PAIRS.items()}
+    )
+    METRICS.register(
+        "eval",
+        {
+            "loss": "`lightppo sft`, `rm`, `dpo`: mean loss per labelled token, or per pair, on --eval_dataset",
+            "tokens": "labelled tokens in --eval_dataset",
+        },
+    )
     COMMANDS.register("sft", Command("lightppo.plugins.supervised.sft:main", about="train it on demonstrations"))
     COMMANDS.register(
         "rm", Command("lightppo.plugins.supervised.rm:main", about="train a reward model on pairs of answers")
