@@ -126,8 +126,14 @@ class Actor(PretrainedWrapper):
             self.check_router()
         # the load-balancing loss counts every token of every sample
         batch, actions = self._of_actions(sequences, num_actions, attention_mask, share=not router_loss)
-        asked = logits, entropy, entropy_grad, router_loss
-        output, log_probs, entropies, all_logits = self._predict(batch, actions, *asked)
+        output, log_probs, entropies, all_logits = self._predict(
+            batch,
+            actions,
+            logits=logits,
+            entropy=entropy,
+            entropy_grad=entropy_grad,
+            router_logits=router_loss,
+        )
         return ActionScores(
             log_probs=batch.scatter(log_probs),  # (B, A)
             real=batch.real,

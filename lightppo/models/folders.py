@@ -36,13 +36,13 @@ def check_model(
     if folder is None:
         return
     if not (folder / "config.json").is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        content = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
         if (folder / "adapter_config.json").is_file():
             raise ModelLoadError(f"{flag} {path} is an adapter: `lightppo merge {path} OUT` makes a model of it")
         if any(folder.glob("*/config.json")):
-            inner = ", ".join(sorted(str(p.parent.name) for p in folder.glob("*/config.json"))[:3])
+            inner = ", ".join(sorted(str(config.parent.name) for config in folder.glob("*/config.json"))[:3])
             raise ModelLoadError(f"{flag} {path} has no config.json, but folders in it have one: name one of {inner}")
-        raise ModelLoadError(f"{flag} {path} has no config.json: it is no Hugging Face model; it has {found}")
+        raise ModelLoadError(f"{flag} {path} has no config.json: it is no Hugging Face model; it has {content}")
     if weights and (problem := weights_problem(folder)):
         raise ModelLoadError(f"{flag} {path}: {problem}")
     if tokenizer:
@@ -94,7 +94,7 @@ def weights_problem(folder: Path) -> str | None:
         files = list(_weight_files(folder))
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return f"its index of weights cannot be read ({error}): download it again"
-    if not files and not any(p.suffix in _WEIGHTS for p in folder.iterdir()):
+    if not files and not any(file.suffix in _WEIGHTS for file in folder.iterdir()):
         return "it has config.json but no weights (model.safetensors): download the rest of it"
     for file in files:
         if not file.is_file():

@@ -25,9 +25,9 @@ _ROTATE_HALF = llama.rotate_half
 # -- the arithmetic ---------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zhang and Sennrich 2019 (arXiv:1910.07467): x / √(mean x² + ε), rounded to x's type, · weight; (..., H)."""
-    return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _normed(x, weight, eps)[0]
+    return _RMSNorm.apply(hidden, weight, eps) if torch.is_grad_enabled() else _normed(hidden, weight, eps)[0]
 
 
 def rotary(
@@ -47,41 +47,43 @@ def rotary(
     return turn(q, cos, sin), turn(k, cos, sin)
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normed(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """And 1 / √(mean x² + ε), (..., 1), at least float32."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (x * scale).to(x.dtype).mul_(weight), scale
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=wide)
+    scale = norm.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
+    return (hidden * scale).to(hidden.dtype).mul_(weight), scale
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, scale = _normed(x, weight, eps)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed, scale = _normed(hidden, weight, eps)
         # The weight itself, no view of it: ZeRO-3 takes its storage away until the backward.
-        ctx.save_for_backward(x, weight, scale)
-        return y
+        ctx.save_for_backward(hidden, weight, scale)
+        return normed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, scale = ctx.saved_tensors
-        rows, to_y, factor = (at_least_float32(t.reshape(-1, t.shape[-1])) for t in (x, gradient, scale))
+        hidden, weight, scale = ctx.saved_tensors
+        rows, to_y, factor = (
+            at_least_float32(tensor.reshape(-1, tensor.shape[-1])) for tensor in (hidden, gradient, scale)
+        )
         by_row = to_y * rows  # (T, H)
         to_weight = (factor.T @ by_row)[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, to_weight, None
         # r·w·g - x · r³ · mean(w·g·x), with the factor r and the gradient g
         wide = at_least_float32(weight)
-        along = (by_row @ wide)[:, None].mul_(factor**3).div_(x.shape[-1])  # (T, 1)
+        along = (by_row @ wide)[:, None].mul_(factor**3).div_(hidden.shape[-1])  # (T, 1)
         to_x = torch.mul(to_y, wide, out=by_row).mul_(factor).addcmul_(rows, along, value=-1)
-        return to_x.to(x.dtype).view(x.shape), to_weight, None
+        return to_x.to(hidden.dtype).view(hidden.shape), to_weight, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned = x * cos
-    (first, second), (x1, x2), (sin1, sin2) = (t.chunk(2, -1) for t in (turned, x, sin))
+def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = states * cos
+    (first, second), (x1, x2), (sin1, sin2) = (tensor.chunk(2, -1) for tensor in (turned, states, sin))
     first.addcmul_(x2, sin1, value=-1)
     second.addcmul_(x1, sin2)
     return turned
@@ -89,16 +91,16 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        return _turned(states, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         back = gradient * cos
-        (first, second), (g1, g2), (sin1, sin2) = (t.chunk(2, -1) for t in (back, gradient, sin))
+        (first, second), (g1, g2), (sin1, sin2) = (tensor.chunk(2, -1) for tensor in (back, gradient, sin))
         first.addcmul_(g2, sin2)
         second.addcmul_(g1, sin1, value=-1)
         return back, None, None
@@ -131,11 +133,15 @@ def same_code(function: Any, other: Any) -> bool:
     """Whether two functions differ only in their names, annotations and docstrings."""
     if not (isinstance(function, FunctionType) and isinstance(other, FunctionType)) or function.__closure__:
         return False
-    a, b = (
-        (f.__code__.co_code, f.__code__.co_names, [c for c in f.__code__.co_consts if c != f.__doc__])
-        for f in (function, other)
+    code, other_code = (
+        (
+            one.__code__.co_code,
+            one.__code__.co_names,
+            [constant for constant in one.__code__.co_consts if constant != one.__doc__],
+        )
+        for one in (function, other)
     )
-    return a == b
+    return code == other_code
 
 
 @cache

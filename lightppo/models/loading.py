@@ -82,9 +82,9 @@ def load_causal_lm(
 
     A checkpoint's dropout is set to 0; what ``override_config`` sets acts in train mode.
     """
-    o = LoadOptions.of(options)
-    path, config = _load_config(path, flag, o)
-    return _load(AutoModelForCausalLM, path, config, flag, o)
+    how = LoadOptions.of(options)
+    path, config = _load_config(path, flag, how)
+    return _load(AutoModelForCausalLM, path, config, flag, how)
 
 
 def load_sequence_classifier(
@@ -102,18 +102,18 @@ def load_sequence_classifier(
     1)), the same on all ranks and at all ZeRO stages. ``value_head_prefix`` is the head's name in the checkpoint, e.g.
     ``score``.
     """
-    o = LoadOptions.of(options)
+    how = LoadOptions.of(options)
     flag = flag or f"--{kind}_pretrain"
-    path, config = _load_config(path, flag, o)
+    path, config = _load_config(path, flag, how)
     config.num_labels = 1
     weight = None
-    if not (o.init_from_scratch or init_value_head):
+    if not (how.init_from_scratch or init_value_head):
         with _errors_name(path, flag):
             weight = _head_from_checkpoint(path, value_head_prefix, kind, flag)
         if weight is None and init_value_head is False:
             raise ModelLoadError(f"{flag} {path} has no {value_head_prefix}.weight and init_value_head is False")
-    model = _load(AutoModelForSequenceClassification, path, config, flag, o, any_head=bool(init_value_head))
-    _set_value_head(model, weight, seed=o.seed)
+    model = _load(AutoModelForSequenceClassification, path, config, flag, how, any_head=bool(init_value_head))
+    _set_value_head(model, weight, seed=how.seed)
     return model
 
 
@@ -122,21 +122,21 @@ def _load(
     path: str,
     config: PretrainedConfig,
     flag: str,
-    o: LoadOptions,
+    how: LoadOptions,
     any_head: bool = False,
 ) -> PreTrainedModel:
     """A value head is set later, so that it may be missing, or with ``any_head`` of another shape."""
     model_class = auto_class._model_mapping.get(type(config), None)
     kwargs: dict[str, Any] = {
-        "attn_implementation": resolve_attn_implementation(o.attn_implementation, o.dtype, model_class, config),
-        "dtype": o.dtype,
-        "trust_remote_code": o.trust_remote_code,
+        "attn_implementation": resolve_attn_implementation(how.attn_implementation, how.dtype, model_class, config),
+        "dtype": how.dtype,
+        "trust_remote_code": how.trust_remote_code,
     }
-    zero3 = _zero3_config(o)
+    zero3 = _zero3_config(how)
     with _errors_name(path, flag), _quiet():
-        if o.init_from_scratch:
+        if how.init_from_scratch:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(o.seed)
+                torch.manual_seed(how.seed)
                 model = auto_class.from_config(config, **kwargs)
         else:
             # Weights of another shape are refused below, with both shapes; ZeRO-3 has only parts of them to compare.
@@ -145,11 +145,11 @@ def _load(
             _check_loaded(model, info, f"{flag} {path}", any_head)
     if zero3 is not None:
         _restore_frequencies(model)
-    disable_dropout(model, kept=dropouts(o.override_config or {}))
-    for name in o.changed_by:
+    disable_dropout(model, kept=dropouts(how.override_config or {}))
+    for name in how.changed_by:
         LOADING[name].fn(model)
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
-    model.untrainable = _why_untrainable(path, config, flag, model if o.init_from_scratch else None)
+    model.untrainable = _why_untrainable(path, config, flag, model if how.init_from_scratch else None)
     return model.eval()
 
 
@@ -158,9 +158,9 @@ def check_text_only(path: str, *, flag: str = "--pretrain", **options: Any) -> N
 
     ``options`` are fields of :class:`LoadOptions`. Random weights are looked at when they are made.
     """
-    o = LoadOptions.of(options)
-    path, config = _load_config(path, flag, o)
-    reason = None if o.init_from_scratch else _why_untrainable(path, config, flag)
+    how = LoadOptions.of(options)
+    path, config = _load_config(path, flag, how)
+    reason = None if how.init_from_scratch else _why_untrainable(path, config, flag)
     if reason is not None:
         raise ModelLoadError(reason)
 
@@ -335,13 +335,13 @@ def disable_dropout(model: nn.Module, kept: Container[float] = ()) -> None:
 
 def dropouts(override_config: dict[str, Any]) -> list[float]:
     """The rates of dropout (and router jitter) that ``--override_config`` sets, those of its parts too."""
-    found: list[float] = []
+    rates: list[float] = []
     for name, value in override_config.items():
         if isinstance(value, dict):
-            found += dropouts(value)
+            rates += dropouts(value)
         elif _is_dropout(name) and isinstance(value, float):
-            found.append(value)
-    return found
+            rates.append(value)
+    return rates
 
 
 def _is_dropout(name: str) -> bool:
@@ -422,18 +422,18 @@ class _Zero3LoadConfig(SimpleNamespace):
         return True
 
 
-def _zero3_config(o: LoadOptions) -> _Zero3LoadConfig | None:
+def _zero3_config(how: LoadOptions) -> _Zero3LoadConfig | None:
     """Tells transformers whether it shards the weights that it loads; the caller keeps the result alive."""
     hf_deepspeed.unset_hf_deepspeed_config()
-    if o.changed_by or (o.ds_config or {}).get("zero_optimization", {}).get("stage") != 3:
+    if how.changed_by or (how.ds_config or {}).get("zero_optimization", {}).get("stage") != 3:
         return None
     if not torch.distributed.is_initialized():
         raise ModelLoadError("loading under ZeRO stage 3 needs strategy.setup_distributed() first")
     types = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    told = [dtype for name, dtype in types.items() if o.ds_config.get(name, {}).get("enabled")] or [torch.float32]
-    if told != [o.dtype]:
-        raise ModelLoadError(f"the model is loaded in {o.dtype}, but its ds_config says {told[0]}")
-    zero3 = _Zero3LoadConfig(config=o.ds_config)
+    told = [dtype for name, dtype in types.items() if how.ds_config.get(name, {}).get("enabled")] or [torch.float32]
+    if told != [how.dtype]:
+        raise ModelLoadError(f"the model is loaded in {how.dtype}, but its ds_config says {told[0]}")
+    zero3 = _Zero3LoadConfig(config=how.ds_config)
     hf_deepspeed.set_hf_deepspeed_config(zero3)
     return zero3
 
@@ -473,7 +473,9 @@ _HEAD_LIKE = re.compile(r"(^|[._])(v_head|value_head|score|reward_head|regressio
 def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
     """Name and module of the linear layer that makes the score."""
     children = model.named_children()
-    heads = [(name, m) for name, m in children if name != model.base_model_prefix and isinstance(m, nn.Linear)]
+    heads = [
+        (name, module) for name, module in children if name != model.base_model_prefix and isinstance(module, nn.Linear)
+    ]
     if len(heads) != 1:
         raise ModelLoadError(
             f"{type(model).__name__} has {len(heads)} linear layers beside its base model; 1 is needed"
@@ -520,12 +522,12 @@ def _head_from_checkpoint(
 ) -> Tensor | None:
     """The head's weight (1, hidden); None for a critic whose checkpoint has none."""
     files = _checkpoint_files(path)
-    found = [name for name in files if re.search(rf"(^|\.){re.escape(prefix)}\.(weight|bias)$", name)]
-    if any(name.endswith(".bias") for name in found):
+    fitting = [name for name in files if re.search(rf"(^|\.){re.escape(prefix)}\.(weight|bias)$", name)]
+    if any(name.endswith(".bias") for name in fitting):
         raise ModelLoadError(f"{flag} {path}: the head {prefix} has a bias, which value heads here do not have")
-    if len(found) > 1:
-        raise ModelLoadError(f"{flag} {path}: --value_head_prefix {prefix} fits several weights: {sorted(found)}")
-    if not found:
+    if len(fitting) > 1:
+        raise ModelLoadError(f"{flag} {path}: --value_head_prefix {prefix} fits several weights: {sorted(fitting)}")
+    if not fitting:
         others = ", ".join(sorted(name for name in files if _HEAD_LIKE.search(name))[:3])
         if others:
             hint = f"It has {others}: set --value_head_prefix, or init_value_head=True for a new head"
@@ -534,11 +536,11 @@ def _head_from_checkpoint(
             raise ModelLoadError(f"{flag} {path} has no {prefix}.weight: train it as a reward model first")
         logger.info("%s has no %s.weight; the critic's value head is new", path, prefix)
         return None
-    _, read = _tensors(cached_file(path, files[found[0]]))
-    weight = read(found[0])
+    _, read = _tensors(cached_file(path, files[fitting[0]]))
+    weight = read(fitting[0])
     if weight.dim() != 2 or weight.shape[0] != 1:
         raise ModelLoadError(
-            f"{flag} {path}: {found[0]} has shape {tuple(weight.shape)}; a {kind} needs one output, (1, hidden)"
+            f"{flag} {path}: {fitting[0]} has shape {tuple(weight.shape)}; a {kind} needs one output, (1, hidden)"
         )
     return weight
 

@@ -297,7 +297,10 @@ def _continued(
     dim: int,
 ) -> list[Tensor]:
     """Each segment after its parent. The backward pass sums the gradients that a prompt gets from its responses."""
-    return [x if p < 0 else torch.cat([segments[p], x], dim) for x, p in zip(segments, parents)]
+    return [
+        segment if parent < 0 else torch.cat([segments[parent], segment], dim)
+        for segment, parent in zip(segments, parents)
+    ]
 
 
 def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
@@ -326,7 +329,7 @@ def _by_sequence(
         groups = 1
     sdpa = partial(scaled_dot_product_attention, enable_gqa=groups > 1, **options)
     # split, not slices: a slice's backward pass writes a whole row of zeros for each sequence
-    keys, values = (_continued(x.split(plan.lengths, 2), plan.parents, 2) for x in (key, value))
+    keys, values = (_continued(tensor.split(plan.lengths, 2), plan.parents, 2) for tensor in (key, value))
     rows = zip(query.split(plan.lengths, 2), keys, values, masks)
     outputs = [sdpa(q, k, v, attn_mask=mask, is_causal=mask is None) for q, k, v, mask in rows]
     return torch.cat(outputs, 2).transpose(1, 2)
@@ -373,17 +376,17 @@ def varlen_options(
 
 def _varlen(qkv: Iterable[Tensor], plan: RowPlan, options: dict[str, Any]) -> Tensor:
     """(1, H, T, D) three times -> (1, T, H, D) on a GPU. The kernel aligns its window to the last query and key."""
-    q, k, v = (x[0].transpose(0, 1) for x in qkv)  # (T, H, D)
-    groups = q.shape[1] // k.shape[1]
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in qkv)  # (T, H, D)
+    groups = query.shape[1] // key.shape[1]
     if "enable_gqa" in VARLEN_TAKES:
         options = options | {"enable_gqa": groups > 1}
     elif groups > 1 and "window_size" not in VARLEN_TAKES:  # 2.11 takes fewer keys without being told
-        k = k.repeat_interleave(groups, 1)
-        v = v.repeat_interleave(groups, 1)
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
     if plan.keys is not None:
-        k, v = (embedding(plan.keys, x.flatten(1)).unflatten(1, x.shape[1:]) for x in (k, v))
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    return varlen_attn(q, k, v, *plan.borders, *plan.longest, **options)[None]
+        key, value = (embedding(plan.keys, tensor.flatten(1)).unflatten(1, tensor.shape[1:]) for tensor in (key, value))
+    query, key, value = (tensor.contiguous() for tensor in (query, key, value))
+    return varlen_attn(query, key, value, *plan.borders, *plan.longest, **options)[None]
 
 
 # -- the same inside a compiled layer: one operator, whatever the number of sequences ---------------------------------
@@ -392,30 +395,30 @@ _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor segments, SymInt? wind
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     segments: Tensor,
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    plan = plan_of(segments, q.device)
-    return _by_sequence(q, k, v, plan, plan.masks(window, q), scale=scale).contiguous()
+    plan = plan_of(segments, query.device)
+    return _by_sequence(query, key, value, plan, plan.masks(window, query), scale=scale).contiguous()
 
 
 def _attend_backward(
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     segments: Tensor,
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, ...]:
     """Runs the forward pass again. vjp, because operators run below autograd."""
-    plan = plan_of(segments, q.device)
-    again = partial(_by_sequence, plan=plan, masks=plan.masks(window, q), scale=scale)
-    return tuple(x.contiguous() for x in torch.func.vjp(again, q, k, v)[1](grad))
+    plan = plan_of(segments, query.device)
+    again = partial(_by_sequence, plan=plan, masks=plan.masks(window, query), scale=scale)
+    return tuple(gradient.contiguous() for gradient in torch.func.vjp(again, query, key, value)[1](grad))
 
 
 _attend_op = library.custom_op("lightppo::packed_attention", _attend, mutates_args=(), schema=f"({_INPUTS}) -> Tensor")

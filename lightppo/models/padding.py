@@ -39,10 +39,11 @@ def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | N
         if not is_models_own(error):
             raise
         return f"its code fails on a padded batch: {one_line(error)}"
-    found = [together[:1], together[1:, real]]
-    if all(alike(a, b) or not b.isfinite().all() for a, b in zip(found, alone)):  # broken weights show elsewhere
+    in_batch = [together[:1], together[1:, real]]
+    # broken weights show elsewhere
+    if all(alike(one, other) or not other.isfinite().all() for one, other in zip(in_batch, alone)):
         return None
-    return f"{distance(wrapper, found, alone)} between a padded batch and its rows alone"
+    return f"{distance(wrapper, in_batch, alone)} between a padded batch and its rows alone"
 
 
 def other_attentions(model: PreTrainedModel) -> list[str]:
@@ -87,19 +88,19 @@ def tiny_rows(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Ten
 
 def pad_id(model: PreTrainedModel) -> int:
     """The pad token if the config names one, else id 0."""
-    found = getattr(model.config.get_text_config(), "pad_token_id", None)
-    return found if isinstance(found, int) and found >= 0 else 0
+    configured = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return configured if isinstance(configured, int) and configured >= 0 else 0
 
 
 def distance(
     wrapper: PretrainedWrapper,
-    found: list[Tensor],
+    outputs: list[Tensor],
     expected: list[Tensor],
 ) -> str:
     """How far outputs are apart: a causal LM's in nats, others in parts of their size."""
-    pairs = [(a.float(), b.float()) for a, b in zip(found, expected)]
+    pairs = [(output.float(), other.float()) for output, other in zip(outputs, expected)]
     if wrapper.hf_model.can_generate():
-        nats = max((a.log_softmax(-1) - b.log_softmax(-1)).abs().max().item() for a, b in pairs)
+        nats = max((output.log_softmax(-1) - other.log_softmax(-1)).abs().max().item() for output, other in pairs)
         return f"log probs differ by up to {nats:.2g} nats"
-    share = max(((a - b).abs().mean() / b.abs().mean()).item() for a, b in pairs)
+    share = max(((output - other).abs().mean() / other.abs().mean()).item() for output, other in pairs)
     return f"hidden states differ by {100 * share:.2g}%"

@@ -31,12 +31,12 @@ def untrainable(
     """
     if not reads_more_than_text(config):
         return None
-    found = [tensor for tensor in tensors if _TENSOR.search(tensor)]
-    if not found:
+    towers = [tensor for tensor in tensors if _TENSOR.search(tensor)]
+    if not towers:
         return None
     return (
-        f"{name} has an image or audio tower ({len(found)} tensors, such as {found[0]}), which training would drop or "
-        "change: train its language model alone, saved as a folder of its own (docs/limits.md says how)"
+        f"{name} has an image or audio tower ({len(towers)} tensors, such as {towers[0]}), which training would drop "
+        "or change: train its language model alone, saved as a folder of its own (docs/limits.md says how)"
     )
 
 

@@ -346,12 +346,14 @@ def position_wise(model: PreTrainedModel) -> list[nn.Module]:
     Norms and activations are left out: they cost less than moving their rows.
     """
     layer = (decoder_layers(model) or [nn.Module()])[-1]
-    attention = next((getattr(layer, n) for n in ("self_attn", "attention", "attn") if hasattr(layer, n)), None)
+    attention = next(
+        (getattr(layer, part) for part in ("self_attn", "attention", "attn") if hasattr(layer, part)), None
+    )
     if attention is None or layer._compiled_call_impl is not None:
         return []
     inside = [child for name, child in attention.named_children() if name in _QUERY_AND_OUTPUT]
     beside = [child for child in layer.children() if child is not attention]
-    shapes = {child: [getattr(p, "ds_shape", p.shape) for p in child.parameters()] for child in beside}
+    shapes = {child: [getattr(weight, "ds_shape", weight.shape) for weight in child.parameters()] for child in beside}
     return inside + [child for child in beside if any(len(shape) > 1 for shape in shapes[child])]
 
 

@@ -124,7 +124,7 @@ class HFRolloutEngine:
         requests = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
         streams = request_streams(prompts, sampling)
         # Longest first: little padding, and a lack of memory shows at once.
-        order = sorted(range(len(requests)), key=lambda r: -len(requests[r][0].token_ids))
+        order = sorted(range(len(requests)), key=lambda number: -len(requests[number][0].token_ids))
         rollouts: list[Rollout | None] = [None] * len(requests)
         bar = tqdm(total=len(order), desc="rollout", unit="seq", leave=False, ncols=80, disable=not self.progress)
         with in_any_order(), self.gather_parameters(), generation_mode(self.model), bar, self.runner or nullcontext():
@@ -140,7 +140,7 @@ class HFRolloutEngine:
                 return torch.from_numpy(np.stack(table)).to(device)
 
             finished: list[Rollout] = []
-            for numbers, decoded in decoder.run([requests[r][0].token_ids for r in order], uniforms):
+            for numbers, decoded in decoder.run([requests[number][0].token_ids for number in order], uniforms):
                 ended = self._to_rollouts([requests[order[i]] for i in numbers], decoded, stop)
                 for i, rollout in zip(numbers, ended):
                     rollouts[order[i]] = rollout

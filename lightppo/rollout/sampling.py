@@ -263,7 +263,7 @@ class StopCriteria:
         self._offset = sampling.min_new_tokens
         self._tokenizer = tokenizer
         # A token that is not special has at least one byte of text.
-        self._tail = max((len(s.encode()) for s in self.strings), default=0) + _TAIL_MARGIN
+        self._tail = max((len(stop_string.encode()) for stop_string in self.strings), default=0) + _TAIL_MARGIN
 
     def to(self, device: torch.device) -> StopCriteria:
         self.is_stop = self.is_stop.to(device)
@@ -283,8 +283,8 @@ class StopCriteria:
         hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()  # before the minimum, or before the response
         tails = [tail[skip:] for tail, skip in zip(ids, hidden)]
         texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
-        found = [any(string in text for string in self.strings) for text in texts]
-        return ended | torch.tensor(found, device=ended.device)
+        has_string = [any(string in text for string in self.strings) for text in texts]
+        return ended | torch.tensor(has_string, device=ended.device)
 
     def trim(self, response_ids: list[int], text: str) -> str:
         """Cuts ``text`` (the decoded ids) before the first stop string."""

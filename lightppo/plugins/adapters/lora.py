@@ -87,7 +87,9 @@ def add_adapters(
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         target_modules=target_layers(hf_model, options.target_modules),
-        fan_in_fan_out=any(isinstance(m, Conv1D) for m in hf_model.modules()),  # GPT-2's layers: transposed weights
+        fan_in_fan_out=any(
+            isinstance(module, Conv1D) for module in hf_model.modules()
+        ),  # GPT-2's layers: transposed weights
         task_type="CAUSAL_LM" if hf_model.can_generate() else "SEQ_CLS",
         base_model_name_or_path=hf_model.config.name_or_path or None,
     )
@@ -185,13 +187,13 @@ class AdaptersOff:
 
 def merge(
     weight: Tensor,
-    a: Tensor,
-    b: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
     scaling: float,
     transposed: bool = False,
 ) -> Tensor:
     """W + scaling · B A, summed in float32, in W's dtype; ``transposed``: W is (in, out) (GPT-2's Conv1D)."""
-    change = scaling * (b.float() @ a.float())
+    change = scaling * (lora_b.float() @ lora_a.float())
     return (weight.float() + (change.T if transposed else change)).to(weight.dtype)
 
 
@@ -277,8 +279,8 @@ class LoraExport:
                 tensor = dense_weight(self.in_4bit[layer], tensor)
             owner, _, kind = name.rpartition(_BASE)
             if owner and kind == "weight":
-                a, b = (state_dict[f"{owner}.lora_{x}.{_NAME}.weight"] for x in "AB")
-                tensor = merge(tensor, a, b, self.scaling[owner], transposed=owner in self.transposed)
+                lora_a, lora_b = (state_dict[f"{owner}.lora_{side}.{_NAME}.weight"] for side in "AB")
+                tensor = merge(tensor, lora_a, lora_b, self.scaling[owner], transposed=owner in self.transposed)
             result[name.replace(_BASE, ".")] = tensor
         return result
 

@@ -55,7 +55,9 @@ def quantise(model: PreTrainedModel, heads: set[str]) -> None:
 
 def quantised_layers(model: nn.Module) -> dict[str, Linear4bit]:
     """A model's layers in 4 bits, by name."""
-    return {name: m for name, m in model.named_modules() if hasattr(m._parameters.get("weight"), "quant_state")}
+    return {
+        name: layer for name, layer in model.named_modules() if hasattr(layer._parameters.get("weight"), "quant_state")
+    }
 
 
 def dense_weight(layer: Linear4bit, packed: Tensor | None = None) -> Tensor:
@@ -105,10 +107,16 @@ def fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
     """Names of the layers that can be held in 4 bits; an error if they have less than half of the body's weights."""
     modules = dict(model.named_modules())
     plain = {name: module for name, module in modules.items() if is_plain_linear(module) or type(module) is Conv1D}
-    widths = {name: m.weight.shape[0] if isinstance(m, Conv1D) else m.in_features for name, m in plain.items()}
+    widths = {
+        name: layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features for name, layer in plain.items()
+    }
     fitting = [name for name in plain if name not in heads and widths[name] % BLOCK == 0]
-    outside = {f"{n}.weight" for n, m in modules.items() if n in heads or isinstance(m, nn.Embedding)}
-    body = {name: p.numel() for name, p in model.named_parameters() if name not in outside}
+    outside = {
+        f"{module_name}.weight"
+        for module_name, layer in modules.items()
+        if module_name in heads or isinstance(layer, nn.Embedding)
+    }
+    body = {name: weight.numel() for name, weight in model.named_parameters() if name not in outside}
     held = {f"{name}.weight": modules[name].weight.numel() for name in fitting}
     share = sum(held.values()) / sum(body.values())
     if share < 0.5:

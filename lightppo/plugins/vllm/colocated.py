@@ -269,10 +269,10 @@ class VLLMRolloutEngine(VLLMEngine):
 
     def _build(self) -> Any:
         config = self.config
-        e = self.config.engine
+        asked = self.config.engine
         arguments = engine_arguments(config, self.hf_model.config, self.on_gpu)
-        arguments["dtype"] = self.dtype if e.vllm_dtype == "auto" else e.vllm_dtype
-        if e.load_format == "auto" or config.model.trust_remote_code:
+        arguments["dtype"] = self.dtype if asked.vllm_dtype == "auto" else asked.vllm_dtype
+        if asked.load_format == "auto" or config.model.trust_remote_code:
             folder = stage_to_local(config.model.pretrain)  # the weights, or the Python code, are in the checkpoint
         else:  # What the actor is, which need not be what --pretrain says (--override_config, new tokens).
             folder = described_model(self.hf_model.config, self.tokenizer)
@@ -515,15 +515,15 @@ def engine_arguments(
     Raises:
         ConfigError: a size that cannot work on this kind of machine.
     """
-    e = config.engine
+    asked = config.engine
     longest = longest_sequence(config)
     same = ("tensor_parallel_size", "load_format", "gpu_memory_utilization", "max_num_seqs", "enable_prefix_caching")
     same += ("max_num_batched_tokens", "block_size", "kv_cache_memory_bytes")
-    arguments = {name: getattr(e, name) for name in same if getattr(e, name) is not None} | {
+    arguments = {name: getattr(asked, name) for name in same if getattr(asked, name) is not None} | {
         "distributed_executor_backend": "external_launcher",
         "max_model_len": longest,
-        "enforce_eager": not on_gpu if e.enforce_eager is None else e.enforce_eager,
-        "enable_sleep_mode": on_gpu and e.free_cache_engine,
+        "enforce_eager": not on_gpu if asked.enforce_eager is None else asked.enforce_eager,
+        "enable_sleep_mode": on_gpu and asked.free_cache_engine,
         "trust_remote_code": config.model.trust_remote_code,
         "seed": config.strategy.seed % 2**31,
         "disable_log_stats": True,
@@ -533,15 +533,16 @@ def engine_arguments(
         return arguments
     # vLLM takes a token back that it drew at the end of a piece of a prompt, and its seed with it; on a CPU it cannot
     # (torch's generator has no position there), and fails. So no prompt comes in pieces.
-    if e.max_num_batched_tokens is not None and e.max_num_batched_tokens < longest:
+    if asked.max_num_batched_tokens is not None and asked.max_num_batched_tokens < longest:
         raise ConfigError(
-            f"--max_num_batched_tokens {e.max_num_batched_tokens} is less than the longest sequence of {longest} "
+            f"--max_num_batched_tokens {asked.max_num_batched_tokens} is less than the longest sequence of {longest} "
             "tokens, and without a GPU vLLM cannot take prompts in pieces: raise it or leave it out"
         )
     return arguments | {
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": e.max_num_batched_tokens or max(_CPU_BATCHED_TOKENS, longest),
-        "kv_cache_memory_bytes": e.kv_cache_memory_bytes or cpu_kv_cache_bytes(model_config, e.max_num_seqs, longest),
+        "max_num_batched_tokens": asked.max_num_batched_tokens or max(_CPU_BATCHED_TOKENS, longest),
+        "kv_cache_memory_bytes": asked.kv_cache_memory_bytes
+        or cpu_kv_cache_bytes(model_config, asked.max_num_seqs, longest),
     }
 
 

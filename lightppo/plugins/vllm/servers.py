@@ -77,19 +77,19 @@ class VLLMServerRolloutEngine(VLLMEngine):
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         super().__init__(config, strategy, actor, tokenizer)
-        e = config.engine
-        key = read_token(env=e.vllm_server_api_key_env, option="--vllm_server_api_key_env")
-        options = {"timeout": e.vllm_server_timeout, "retries": e.vllm_server_retries, "key": key}
+        asked = config.engine
+        key = read_token(env=asked.vllm_server_api_key_env, option="--vllm_server_api_key_env")
+        options = {"timeout": asked.vllm_server_timeout, "retries": asked.vllm_server_retries, "key": key}
         limits = vocabulary_limits(tokenizer, actor, self.hf_model)
-        self.servers = [VLLMServer(url, limits, **options) for url in e.vllm_server_url]
+        self.servers = [VLLMServer(url, limits, **options) for url in asked.vllm_server_url]
         self.lost: dict[int, str] = {}  # server → why it is not used, the same on every rank
         self.version: str | None = None  # of the weights that were pushed last
         self._run = uuid.uuid4().hex
         self._pushes = 0
         self.sync_weights(actor)
         can_sleep = all(server.described.get("sleep_mode") for server in self.servers)  # known on rank 0
-        self.sleeps = e.free_cache_engine and self.strategy.broadcast_object(can_sleep)
-        if e.free_cache_engine and not self.sleeps:
+        self.sleeps = asked.free_cache_engine and self.strategy.broadcast_object(can_sleep)
+        if asked.free_cache_engine and not self.sleeps:
             logger.info("vLLM servers without --enable-sleep-mode stay awake while the trainer trains")
 
     @property
@@ -255,7 +255,9 @@ class VLLMServerRolloutEngine(VLLMEngine):
         longest = longest_sequence(self.config)
         shape = served["architecture"]
         wanted = architecture(self.hf_model.config)
-        if odd := [f"{k} {shape.get(k)} for {value}" for k, value in wanted.items() if shape.get(k) != value]:
+        if odd := [
+            f"{name} {shape.get(name)} for {value}" for name, value in wanted.items() if shape.get(name) != value
+        ]:
             raise RequestError(
                 f"{server.name} serves {served['model']}, which is not the model of --pretrain "
                 f"{self.config.model.pretrain}: {', '.join(odd)}; start it with that model"
@@ -296,18 +298,20 @@ class VLLMServerRolloutEngine(VLLMEngine):
     def differing_weights(self) -> tuple[list[str], list[str]]:
         """Weights of the actor that a server does not have, and those that cannot be compared. Collective."""
         expected = trainer_fingerprints(full_weights(self.actor))
-        found: list[tuple[list[str], list[str]]] = []
+        differences: list[tuple[list[str], list[str]]] = []
         problem = None
         try:
             for server in [self.servers[i] for i in self.live if self.strategy.is_rank_0()]:
                 shared = len(server.gpus) > 1  # each worker has a part of every weight
-                found.append(([], list(expected)) if shared else differing_weights(expected, *server.fingerprints()))
+                differences.append(
+                    ([], list(expected)) if shared else differing_weights(expected, *server.fingerprints())
+                )
         except RequestError as error:
             problem = f"--vllm_server_url: {error}"
-        problem, found = self.strategy.broadcast_object((problem, found))
+        problem, differences = self.strategy.broadcast_object((problem, differences))
         if problem is not None:
             raise RolloutError(problem)
-        differing, unknown = (sorted(set().union(*names)) for names in zip(*found))
+        differing, unknown = (sorted(set().union(*names)) for names in zip(*differences))
         return differing, unknown
 
     # -- sleep and end ---------------------------------------------------------------------------------------------
@@ -422,9 +426,11 @@ class VLLMServer:
 
     def fingerprints(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
         """:func:`~lightppo.plugins.vllm.worker.engine_fingerprints` of its one worker."""
-        (found,) = self._rpc("lightppo_fingerprints", [])
-        contents = {name: bytearray(base64.b64decode(text)) for name, text in found["prints"].items()}
-        return {name: torch.frombuffer(c, dtype=torch.float32) for name, c in contents.items()}, found["packed"]
+        (answer,) = self._rpc("lightppo_fingerprints", [])
+        contents = {name: bytearray(base64.b64decode(text)) for name, text in answer["prints"].items()}
+        return {name: torch.frombuffer(content, dtype=torch.float32) for name, content in contents.items()}, answer[
+            "packed"
+        ]
 
     def post(
         self,

@@ -65,7 +65,7 @@ def full_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
     # every name of a tied weight
     modules = itertools.groupby(model.state_dict(keep_vars=True).items(), key=lambda pair: layer_of(pair[0]))
     parts = [list(tensors) for _, tensors in modules]
-    for group in _together(parts, lambda part: sum(full_shape(t).numel() for _, t in part), GATHERED_NUMEL):
+    for group in _together(parts, lambda part: sum(full_shape(one).numel() for _, one in part), GATHERED_NUMEL):
         tensors = dict(itertools.chain.from_iterable(group))
         whole = _gathered_copies(tensors) if sharded else {name: tensor.detach() for name, tensor in tensors.items()}
         yield from convert(whole if adapters is None else adapters.merged(whole)).items()
@@ -100,7 +100,7 @@ def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
     import deepspeed
 
     params = [tensor for tensor in group.values() if isinstance(tensor, nn.Parameter)]
-    with deepspeed.zero.GatheredParameters(list({id(p): p for p in params}.values())):
+    with deepspeed.zero.GatheredParameters(list({id(param): param for param in params}.values())):
         copies = {id(tensor): tensor.detach().clone() for tensor in group.values()}
     return {name: copies[id(tensor)] for name, tensor in group.items()}
 
@@ -467,6 +467,6 @@ def differing_weights(
     return differing, unknown
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def _close(weight: Tensor, expected: Tensor) -> bool:
     scale = expected.square().mean().sqrt() + 1e-12
-    return bool((found - expected).abs().max() <= _TOLERANCE * scale)  # False where either is NaN
+    return bool((weight - expected).abs().max() <= _TOLERANCE * scale)  # False where either is NaN
