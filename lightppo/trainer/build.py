@@ -345,22 +345,27 @@ def model_config(config: OptionSet) -> Any:
 
 def check_text_only(config: OptionSet) -> None:
     """ModelLoadError where a model that will train has an image or audio tower; of a PPO run the critic's too."""
-    m, options = config.model, loading_options(config)
-    loading.check_text_only(stage_to_local(m.pretrain), **options)
-    if isinstance(config, PPOConfig) and needs_critic(config) and m.critic_pretrain != m.pretrain:
+    options = loading_options(config)
+    pretrain = config.model.pretrain
+    loading.check_text_only(stage_to_local(pretrain), **options)
+    if isinstance(config, PPOConfig) and needs_critic(config) and config.model.critic_pretrain != pretrain:
+        path = stage_to_local(config.model.critic_pretrain)
         options["init_from_scratch"] = False
-        loading.check_text_only(stage_to_local(m.critic_pretrain), flag="--critic_pretrain", **options)
+        loading.check_text_only(path, flag="--critic_pretrain", **options)
 
 
 def loading_options(config: OptionSet) -> dict[str, Any]:
     """How all models but reward models are loaded."""
-    m = config.model
-    return {name: getattr(m, name) for name in ("attn_implementation", "trust_remote_code", "external_lib")} | {
+    asked = config.model
+    # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
+    changes = {name: value for name, value in config.flat().items() if name in LOADING}
+    return changes | {
+        "attn_implementation": asked.attn_implementation,
+        "trust_remote_code": asked.trust_remote_code,
+        "external_lib": asked.external_lib,
         "seed": config.strategy.seed,
-        "override_config": json.loads(m.override_config) if m.override_config else None,
-        "init_from_scratch": m.init_from_scratch,
-        # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
-        **{name: value for name, value in config.flat().items() if name in LOADING},
+        "override_config": json.loads(asked.override_config) if asked.override_config else None,
+        "init_from_scratch": asked.init_from_scratch,
     }
 
 
@@ -500,9 +505,15 @@ class ModelLoader:
 
 def by_flag(config: PPOConfig, models: Models) -> dict[str, Any]:
     """The models that score or train, by what names them."""
-    named = {"--pretrain": models.actor, "--critic_pretrain": models.critic, "--ref_pretrain": models.reference}
-    named |= {f"--reward_pretrain {path}": x for path, x in zip(config.model.reward_pretrain, models.reward_models)}
-    return named | {"--teacher_pretrain": models.teacher}
+    paths = config.model.reward_pretrain
+    rewards = {f"--reward_pretrain {path}": model for path, model in zip(paths, models.reward_models)}
+    return {
+        "--pretrain": models.actor,
+        "--critic_pretrain": models.critic,
+        "--ref_pretrain": models.reference,
+        **rewards,
+        "--teacher_pretrain": models.teacher,
+    }
 
 
 def check_tokenizers(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> TeacherServers | None:
@@ -521,9 +532,13 @@ def check_tokenizers(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrat
 
 def check_vocabulary(config: OptionSet, path: str, flag: str, tokenizer: Any) -> None:
     """Log probs of this model are of the same tokens as those of the model that trains."""
-    m = config.model
-    options = {"use_fast": not m.disable_fast_tokenizer, "trust_remote_code": m.trust_remote_code}
-    theirs = loading.get_tokenizer(stage_to_local(path), None, **options, flag=flag).get_vocab()
+    tokenizer_of_path = loading.get_tokenizer(
+        stage_to_local(path),
+        use_fast=not config.model.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+        flag=flag,
+    )
+    theirs = tokenizer_of_path.get_vocab()
     other = [token for token, index in tokenizer.get_vocab().items() if theirs.get(token) != index]
     if other:
         raise ConfigError(
@@ -568,8 +583,8 @@ def settle_packing(config: OptionSet, strategy: DeepspeedStrategy, *models: Any)
     if config.training.packing_samples is not None:
         return
     packing = [getattr(model, "module", model) for model in models if model is not None]  # a critic is in its engine
-    found = next(filter(None, [model.try_packing(strategy.device) for model in packing]), None)
-    if reason := next(filter(None, strategy.all_gather_object(found)), None):
+    obstacle = next(filter(None, [model.try_packing(strategy.device) for model in packing]), None)
+    if reason := next(filter(None, strategy.all_gather_object(obstacle)), None):
         for model in packing:
             model.stop_packing()
         strategy.print(f"note: batches are padded: {reason}")
@@ -577,10 +592,15 @@ def settle_packing(config: OptionSet, strategy: DeepspeedStrategy, *models: Any)
 
 def build_tokenizer(config: OptionSet, actor: Actor | None = None) -> Any:
     """The actor's tokenizer; if the actor is there, checked against its embedding."""
-    m = config.model
-    options = {"use_fast": not m.disable_fast_tokenizer, "trust_remote_code": m.trust_remote_code}
-    path, flag = (m.pretrain, "--pretrain") if m.tokenizer_path is None else (m.tokenizer_path, "--tokenizer_path")
-    return loading.get_tokenizer(stage_to_local(path), actor, **options, flag=flag)
+    asked = config.model
+    own = asked.tokenizer_path
+    return loading.get_tokenizer(
+        stage_to_local(asked.pretrain if own is None else own),
+        actor,
+        use_fast=not asked.disable_fast_tokenizer,
+        trust_remote_code=asked.trust_remote_code,
+        flag="--pretrain" if own is None else "--tokenizer_path",
+    )
 
 
 def with_optimizer(
@@ -594,12 +614,25 @@ def with_optimizer(
     """(model, optimizer, scheduler) for ``strategy.prepare``; three times ``None`` without a model."""
     if model is None:
         return None, None, None
-    of = of_role(config, role)
-    optimizer = strategy.create_optimizer(model, lr=learning_rate, betas=of.adam_betas, weight_decay=of.l2)
-    warmup = of.lr_warmup_steps if of.lr_warmup_steps is not None else math.ceil(steps * of.lr_warmup_ratio)
-    name = "constant_with_warmup" if of.lr_scheduler == "constant" else of.lr_scheduler
-    specific = {"min_lr_rate": of.min_lr_ratio} if name == "cosine_with_min_lr" else {}
-    return model, optimizer, get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=specific)
+    asked = of_role(config, role)
+    optimizer = strategy.create_optimizer(
+        model,
+        lr=learning_rate,
+        betas=asked.adam_betas,
+        weight_decay=asked.l2,
+    )
+    warmup = asked.lr_warmup_steps
+    if warmup is None:
+        warmup = math.ceil(steps * asked.lr_warmup_ratio)
+    name = "constant_with_warmup" if asked.lr_scheduler == "constant" else asked.lr_scheduler
+    scheduler = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=steps,
+        scheduler_specific_kwargs={"min_lr_rate": asked.min_lr_ratio} if name == "cosine_with_min_lr" else {},
+    )
+    return model, optimizer, scheduler
 
 
 def into_engines(

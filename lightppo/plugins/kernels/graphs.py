@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError
 from lightppo.rollout.decode import Decoder, PromptQueue, SlotDecoder, attention_to_slots
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,12 @@ class CUDAGraphs:
         if not self._noted:
             self._noted = True
             logger.warning("--hf_cuda_graphs: decoding steps are not captured: %s", reason)
+
+
+def check_device(building: Any) -> None:
+    """``--hf_cuda_graphs`` needs a GPU."""
+    if building.config.flat().get("hf_cuda_graphs") and building.strategy.device.type != "cuda":
+        raise ConfigError("--hf_cuda_graphs: there is no CUDA device: leave it out")
 
 
 def runner(config: PPOConfig, strategy: Any) -> CUDAGraphs | None:
