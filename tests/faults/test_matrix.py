@@ -163,7 +163,7 @@ def reward_server(tmp_path: Path, inputs: dict[str, str]) -> Iterator[Surroundin
 
 @contextmanager
 def vllm_server(tmp_path: Path, inputs: dict[str, str]) -> Iterator[Surroundings]:
-    """It computes nothing, so what it says is not compared. Real servers: tests/rollout/test_vllm_server_real.py."""
+    """It computes nothing, so what it says is not compared. Real servers: plugins/vllm/test_vllm_server_real.py."""
     from transformers import AutoConfig
 
     from lightppo.plugins.vllm.weights import architecture

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.fixtures.families import COMMON
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +29,6 @@ from lightppo.algorithms import logprobs as head_module
 from lightppo.errors import ModelLoadError, PackingNotSupportedError
 from lightppo.models import actor as actor_module
 from lightppo.models.actor import Actor, is_untouched, scores_from_head, scoring_head
-from tests.models.conftest import COMMON
 
 Batch = tuple[Tensor, Tensor, int]
 MakeModel = Callable[..., PreTrainedModel]

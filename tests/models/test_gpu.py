@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.fixtures.families import COMMON, KV
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -15,7 +16,6 @@ from transformers.utils import is_flash_attn_2_available
 
 from lightppo.models import packing
 from lightppo.models.actor import Actor
-from tests.models.conftest import COMMON, KV
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

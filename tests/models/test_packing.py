@@ -15,6 +15,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.far_device import FarDevice
+from support.fixtures.families import COMMON, KV, from_config
 from torch import library, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -55,8 +57,6 @@ from lightppo.models.packing import (
 from lightppo.models.wrapper import warn_that_nothing_is_shared
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.kernels.layers import compile_layers
-from tests.models.conftest import COMMON, KV, from_config
-from tests.support.far_device import FarDevice
 
 LFM2 = Lfm2Config(**COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention"])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from support.ranks import WITH_SUPPORT
-
 
 def test_written_by_two_ranks_and_resumed_by_two_new_ones(run_checks):
     run_checks(
@@ -24,8 +22,8 @@ def test_written_by_two_ranks_and_resumed_by_two_new_ones(run_checks):
 
 def test_no_file_of_a_checkpoint_can_run_code(run_checks):
     """A program inside of each file, one after the other: at ZeRO 0, 2 and 3, bf16, LoRA, without optimizer."""
-    run_checks("hostile.py", "check_refused_on_all_ranks", env=WITH_SUPPORT)
+    run_checks("hostile.py", "check_refused_on_all_ranks")
 
 
 def test_no_reader_of_a_checkpoint_can_run_code(run_checks):
-    run_checks("hostile.py", "check_every_reader_alone", "check_reshaped", world_size=1, env=WITH_SUPPORT)
+    run_checks("hostile.py", "check_every_reader_alone", "check_reshaped", world_size=1)

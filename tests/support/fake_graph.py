@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightppo.plugins.kernels.graphs import CUDAGraphs
-from tests.support.far_device import SIZES_FROM_VALUES
+from support.far_device import SIZES_FROM_VALUES
 
 _WAITS = {*SIZES_FROM_VALUES, "_local_scalar_dense", "equal"}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import TinyActor, batch, causal_lm, make_strategy, train_step, trained_actor, whole_weights
+from support.rank_checks import TinyActor, batch, causal_lm, make_strategy, train_step, trained_actor, whole_weights
 
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 

@@ -12,7 +12,8 @@ import averages
 import pytest
 import skipping
 import torch
-from common import (
+from deepspeed.accelerator import get_accelerator
+from support.rank_checks import (
     EPS,
     LR,
     MAX_NORM,
@@ -30,7 +31,6 @@ from common import (
     trained_actor,
     whole_weights,
 )
-from deepspeed.accelerator import get_accelerator
 from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import (
+from support.rank_checks import (
     LR,
     TinyActor,
     TinyCritic,

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import adapters
 import pytest
-from common import TinyActor, causal_lm, make_strategy, run, train_step, trained_actor
+from plugins.adapters.ranks import adapters
 from support.hostile import poison
+from support.rank_checks import TinyActor, causal_lm, make_strategy, run, train_step, trained_actor
 
 from lightppo.errors import CheckpointError
 from lightppo.plugins.ops import durable

@@ -9,7 +9,17 @@ from unittest import mock
 
 import pytest
 import torch
-from common import EPS, LR, MAX_NORM, TinyActor, causal_lm, halving, make_strategy, sharded_train_config, whole_weights
+from support.rank_checks import (
+    EPS,
+    LR,
+    MAX_NORM,
+    TinyActor,
+    causal_lm,
+    halving,
+    make_strategy,
+    sharded_train_config,
+    whole_weights,
+)
 from torch import nn
 
 from lightppo.strategy.deepspeed import DeepspeedStrategy, StepOutcome

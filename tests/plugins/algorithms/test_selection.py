@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.fakes import FakeStrategy, on_ranks
 from torch import Tensor
 
 from lightppo.algorithms.losses import PolicyLoss
@@ -17,7 +18,6 @@ from lightppo.plugins.algorithms.selection import (
     select_kl_cov,
     top_share,
 )
-from tests.support.fakes import FakeStrategy, on_ranks
 
 NAN = float("nan")
 SELECTIONS = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}

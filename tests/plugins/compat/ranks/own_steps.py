@@ -10,7 +10,7 @@ from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
     from support.own_methods import KL_LOSS, OwnSteps
 
     assets, folder = json.loads(sys.argv[1]), sys.argv[2]

@@ -16,7 +16,7 @@ import pytest
 
 from lightppo.plugins.vllm.serving import KeyGate, serve, server_command, server_environment, socket_folder
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def test_two_processes_copy_once(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("whole")
     log = tmp_path / "log"
     command = [sys.executable, "-c", RANK, str(tmp_path / "x.txt"), str(log)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     assert [rank.communicate(timeout=300)[0].strip() for rank in ranks] == ["whole", "whole"]
     assert log.read_text() == "copy\n"

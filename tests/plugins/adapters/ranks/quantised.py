@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import adapters
-import common
 import torch
-from common import make_strategy, run
+from support import rank_checks
+from support.rank_checks import make_strategy, run
 from transformers import LlamaConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -27,7 +27,7 @@ def wide_config(tied: bool) -> LlamaConfig:
     return config
 
 
-narrow_config, common.llama_config = common.llama_config, wide_config
+narrow_config, rank_checks.llama_config = rank_checks.llama_config, wide_config
 adapters.LOAD, adapters.DENSE = {"load_in_4bit": True}, "_dense"
 adapters.APART_BF16 = 0.05  # the dense model is that of fp32 weights in 4 bits, rounded
 adapters.VARIANTS = {

@@ -15,7 +15,7 @@ from lightppo.errors import RewardError
 from lightppo.plugins.verifiers.math import MathReward, as_number, compare, find_answer, gold_answers
 from lightppo.rewards.source import RewardSource, score_rollouts
 
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 Make = Callable[..., Rollout]
 
 

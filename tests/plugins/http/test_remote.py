@@ -1,4 +1,4 @@
-"""Reward servers that fail and lie; what the HTTP client does about it is in tests/test_http.py."""
+"""Reward servers that fail and lie; what the HTTP client does about it is in tests/plugins/http/test_client.py."""
 
 import json
 import logging

@@ -16,7 +16,7 @@ import pytest
 from lightppo.plugins.ops import signals
 from lightppo.plugins.ops.signals import safe_points, watched
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[3]
 HEAD = """
 import os, signal, subprocess, sys, time
 from lightppo.plugins.ops import signals

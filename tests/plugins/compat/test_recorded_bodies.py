@@ -78,7 +78,7 @@ ARGS = {
 def recorded() -> str:
     """The text of the copy."""
     named = os.environ.get("LIGHTPPO_SEED_TRAINER")
-    beside = sorted((Path(__file__).parents[3] / "shared" / "seeds").glob("*.txt"))
+    beside = sorted((Path(__file__).parents[4] / "shared" / "seeds").glob("*.txt"))
     texts = [Path(path).read_text() for path in ([named] if named else beside)]
     found = [text for text in texts if "class PPOTrainer(ABC)" in text]
     if not found:

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import common
 import pytest
 import torch
-from common import EPS, LR, MAX_NORM, VOCAB, causal_lm, halving, make_strategy, run, sequence_classifier
 from peft import LoraConfig, PeftModel, get_peft_model
+from support import rank_checks
+from support.rank_checks import EPS, LR, MAX_NORM, VOCAB, causal_lm, halving, make_strategy, run, sequence_classifier
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -24,7 +24,7 @@ from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
-common.LAYERS = 1  # what is checked is per module
+rank_checks.LAYERS = 1  # what is checked is per module
 ACTIONS, KL_COEF, STEPS = 4, 0.5, 2
 OPTIONS = LoraOptions(rank=4, alpha=8.0)
 

@@ -29,9 +29,9 @@ def reward_func(queries, prompts, labels, responses):
 # Of policy losses and models that this run has not; tests/trainer/test_algorithms_act.py has them.
 OF_PPO = entries.POLICY_LOSSES["ppo"].metrics
 OF_OTHERS = {f"train/{name}" for name in {"aux_loss", "rejected_ratio", *entries.metric_names()} - OF_PPO.keys()}
-# Of training on data; tests/trainer/test_supervised.py has them.
+# Of training on data; tests/plugins/supervised/test_supervised.py has them.
 OF_OTHERS |= {f"train/{name}" for name in SUPERVISED | PAIRS} | {"eval/loss", "eval/tokens"}
-# Of a teacher; tests/trainer/test_distill.py has them.
+# Of a teacher; tests/plugins/algorithms/test_distill.py has them.
 OF_OTHERS |= {"rollout/teacher_kl", "rollout/teacher_log_prob", "train/distill_loss"}
 OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
 # Of remax and of --profile_steps; tests/experience/test_sampling.py and tests/trainer/test_metrics.py have them.

@@ -9,6 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.decoders import SIZES, build
+from support.fake_graph import FakeGraphs
+from support.far_device import FarDevice
 from torch._dynamo.exc import Unsupported
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -16,9 +19,6 @@ from lightppo.plugins.kernels.graphs import LOOK_EVERY, CUDAGraphs, rounded
 from lightppo.rollout.decode import SlotCache
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from tests.rollout.test_decode import SIZES, build
-from tests.support.fake_graph import FakeGraphs
-from tests.support.far_device import FarDevice
 
 SAMPLED = {"n": 2, "seed": 4, "top_p": 0.8, "top_k": 9, "min_p": 0.01, "temperature": 0.7}
 SAMPLINGS = {

@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import adapters
-import common
 import pytest
 import torch
-from common import TinyActor, causal_lm, make_strategy, run, train_step, trained_actor, whole_weights
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from plugins.adapters.ranks import adapters
+from support import rank_checks
+from support.rank_checks import TinyActor, causal_lm, make_strategy, run, train_step, trained_actor, whole_weights
 
 from lightppo.errors import CheckpointError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -42,10 +42,10 @@ def make(role: DeepspeedStrategy, form: str, work_dir: Path, seed: int = 0) -> t
         return adapters.lora_actor(role, adapters.saved_model(work_dir, role, tied=True))
     if kind_of(form) != "frozen":
         return trained_actor(role, seed, persist=form == "3 unsharded")
-    actor = TinyActor(causal_lm(seed), common.sharded_train_config(role))
+    actor = TinyActor(causal_lm(seed), rank_checks.sharded_train_config(role))
     actor.requires_grad_(False).model.model.layers[0].requires_grad_(True)
-    optimizer = role.create_optimizer(actor, lr=common.LR, weight_decay=0.1, eps=common.EPS)
-    return role.prepare((actor, optimizer, common.halving(optimizer)))
+    optimizer = role.create_optimizer(actor, lr=rank_checks.LR, weight_decay=0.1, eps=rank_checks.EPS)
+    return role.prepare((actor, optimizer, rank_checks.halving(optimizer)))
 
 
 def losses(role: DeepspeedStrategy, form: str, parts: tuple[Any, Any, Any], steps: tuple[int, ...]) -> list[float]:
@@ -146,8 +146,8 @@ def check_refused(_: DeepspeedStrategy, work_dir: Path) -> None:
     """What is another model stays an error, with the flag too."""
     folder = next(work_dir.glob("2@*"))
     role = make_strategy(zero_stage=3)
-    actor = TinyActor(causal_lm(tied=False), common.sharded_train_config(role))
-    optimizer = role.create_optimizer(actor, lr=common.LR)
+    actor = TinyActor(causal_lm(tied=False), rank_checks.sharded_train_config(role))
+    optimizer = role.create_optimizer(actor, lr=rank_checks.LR)
     actor, *_ = role.prepare((actor, optimizer, None))
     with pytest.raises(CheckpointError, match=r"holds other trained weights: 1 differ, first 'lm_head.weight'"):
         role.load_ckpt(actor, folder, tag="t", reshape=True)

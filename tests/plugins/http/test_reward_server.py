@@ -29,7 +29,7 @@ pytest.importorskip("fastapi", reason="lightppo[serve] is not installed")
 
 from lightppo.plugins.http.reward_server import RewardApp, serve
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 TOKEN = "s3cret-Token/+=="
 MOST_SECONDS = 90  # for a process to start or to do what it was told
 
