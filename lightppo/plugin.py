@@ -135,6 +135,10 @@ by SystemExit. It must import nothing heavy."""
 CALLBACKS: Table[CallbackEntry] = Table("callback", kind=CallbackEntry)
 """Callbacks of every run: an entry's function makes one of a trainer, or returns None where it has nothing to do."""
 
+FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:PlainFiles")})
+"""How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;
+those that were registered last are in use."""
+
 CHECKS: Table[Check] = Table("check", kind=Check)
 """What looks at a run while it is built; an error of the user's ends it before anything takes long."""
 

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "lightppo"
 
 FLOORS = {
     "errors": 0,
+    "files": 0,
     "ranks": 0,
     "option": 0,
     "plugin": 0,

@@ -1,6 +1,6 @@
 """Signals, hanging ranks, files that survive a crash, URLs of storage."""
 
-from lightppo.plugin import AROUND, CALLBACKS, CallbackEntry
+from lightppo.plugin import AROUND, CALLBACKS, FILES, CallbackEntry
 from lightppo.table import Entry
 
 
@@ -8,3 +8,4 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     CALLBACKS.register("signals", CallbackEntry("lightppo.plugins.ops.ending:StopAtSignal", after_yours=True))
     AROUND.register("guard", Entry("lightppo.plugins.ops.guard:guarded"))
+    FILES.register("kept", Entry("lightppo.plugins.ops.kept:KeptFiles"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import math
 import os
 import shutil
@@ -17,20 +16,23 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightppo.errors import ConfigError, StorageError
+from lightppo.files import (
+    MANIFEST,
+    Digest,
+    UnreadableManifestError,
+    changed_size,
+    manifest_text,
+    names_to_seal,
+    read_digests,
+)
+from lightppo.files import manifest as manifest
+from lightppo.files import seal_of as seal_of
 
-MANIFEST = "lightppo_manifest.json"
 _THREADS = min(8, os.cpu_count() or 1)
 _CHUNK = 1 << 22  # bytes read at once; and of a write from which on a thread of its own hashes
-
-
-class Digest(NamedTuple):
-    """What a file holds."""
-
-    size: int
-    sha256: str
 
 
 # -- write -----------------------------------------------------------------------------------------------------------
@@ -147,18 +149,14 @@ def seal(folder: Path, known: Mapping[str, Digest] = {}, **facts: Any) -> None:
         known: of files that this or another rank wrote with :func:`write_file`, by name below the folder.
         facts: plain values to keep, see :func:`manifest`.
     """
-    here = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
-    found = sorted(path.relative_to(folder).as_posix() for path in here)
-    if missing := sorted(known.keys() - set(found)):
-        raise StorageError(f"{folder}: {missing[0]}, which another rank wrote, is not here: all nodes must share it")
-    others = [name for name in found if name not in known]
+    names = names_to_seal(folder, known)
+    others = [name for name in names if name not in known]
     with ThreadPoolExecutor(_THREADS) as pool:
-        digests = dict(known) | dict(zip(others, pool.map(lambda name: _settle(folder / name), others)))
-    content = {"files": {name: digests[name] for name in found}, "facts": facts}
-    text = json.dumps(content | {"sha256": _sum_of(content)}, indent=1)
-    for below in {folder, *((folder / name).parent for name in found)}:
+        settled = pool.map(lambda name: _settle(folder / name), others)
+        digests = dict(known) | dict(zip(others, settled))
+    for below in {folder, *((folder / name).parent for name in names)}:
         sync_folder(below)
-    write_text(folder / MANIFEST, text)
+    write_text(folder / MANIFEST, manifest_text({name: digests[name] for name in names}, facts))
 
 
 def _settle(path: Path) -> Digest:
@@ -178,38 +176,6 @@ def digest(path: Path, first: float = math.inf) -> Digest:
     return Digest(size, found.hexdigest())
 
 
-def _sum_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    """Raises ValueError for a manifest that was altered."""
-    content = json.loads((folder / MANIFEST).read_bytes())
-    if not isinstance(content, dict) or content.pop("sha256", None) != _sum_of(content):
-        raise ValueError
-    return content
-
-
-def is_sealed(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
-
-
-def manifest(folder: Path) -> dict[str, Any]:
-    """``files`` and ``facts`` of a sealed folder; both empty where there is no whole manifest."""
-    try:
-        return _read(folder)
-    except (OSError, ValueError):
-        return {"files": {}, "facts": {}}
-
-
-def seal_of(folder: Path) -> str | None:
-    """The sum of a sealed folder's manifest, which names its files' sums and its facts; None without a whole one."""
-    try:
-        return _sum_of(_read(folder))
-    except (OSError, ValueError):
-        return None
-
-
 def check(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
     """What is damaged in a sealed folder, a text per file: nothing if it is as it was sealed.
 
@@ -217,11 +183,9 @@ def check(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
         share, shares: only this share of the files is looked at.
     """
     try:
-        files = {name: Digest(*digest) for name, digest in _read(folder)["files"].items()}
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing"]
-    except (ValueError, TypeError):
-        return [f"{MANIFEST} has other content than was written"]
+        files = read_digests(folder)
+    except UnreadableManifestError as error:
+        return [str(error)]
     mine = sorted(files, key=lambda name: (-files[name].size, name))[share::shares]
 
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -230,12 +194,10 @@ def check(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
 
 def change(folder: Path, name: str, written: Digest, grows: bool = False) -> str | None:
     """What has happened to a file since it was ``written``; None: nothing, or it ``grows`` and has more at its end."""
-    path = folder / name
+    if (text := changed_size(folder, name, written, grows)) is not None:
+        return text
     try:
-        size = path.stat().st_size
-        if size < written.size or (size > written.size and not grows):
-            return f"{name} has {size} bytes, {written.size} were written"
-        if digest(path, written.size) != written:
+        if written.sha256 is not None and digest(folder / name, written.size) != written:
             return f"{name} has other content than was written"
     except FileNotFoundError:
         return f"{name} is missing"

@@ -18,23 +18,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightppo.errors import StagingError
+from lightppo.files import CACHE_VARIABLE, cache_folder, in_cache, is_url, made_once
+from lightppo.files import join as join
 from lightppo.urls import GIVE_WHOLE, is_cut, login_of, shown_url, without_secrets
 
 logger = logging.getLogger(__name__)
 
-CACHE_VARIABLE = "LIGHTPPO_CACHE"
-
 _WAITS = (0.0, 2.0, 10.0)  # seconds before further tries
 _TIMES = ("mtime", "LastModified", "created")  # of a change, as file systems name them
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is on no file system of this machine; ``file:///folder`` is."""
-    return "://" in os.fspath(path) and not os.fspath(path).startswith(("file://", "local://"))
-
-
-def _cache() -> Path:
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "lightppo")
 
 
 # -- read ------------------------------------------------------------------------------------------------------------
@@ -93,29 +84,6 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {without_secrets(str(error))}"
 
 
-def in_cache(kind: str, key: Any, name: str, cache_dir: str | Path | None = None) -> Path:
-    """A place in this node's cache."""
-    return Path(cache_dir or _cache()) / kind / hashlib.sha256(repr(key).encode()).hexdigest()[:24] / name
-
-
-def made_once(target: Path, make: Callable[[Path], object], what: str, timeout_s: float = 3600.0) -> Path:
-    """A file or folder that the first process that comes makes, whole or not at all; others wait. It stays."""
-    from filelock import FileLock, Timeout
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        return target
-    lock = FileLock(target.parent / ".lock", timeout=timeout_s)
-    try:
-        with lock.acquire(poll_interval=0.5):
-            if not target.exists():
-                make(target)
-    except Timeout as error:
-        waited = f"another process on this node has been at it for over {timeout_s:g} s"
-        raise TimeoutError(f"{what}: {waited}; see its log (lock {lock.lock_file})") from error
-    return target
-
-
 def check_scheme(url: str, flag: str = "the URL") -> Any:
     """fsspec's class for a URL; StagingError if there is none or its package is not installed. No network."""
     from fsspec import available_protocols, get_filesystem_class
@@ -168,7 +136,7 @@ def _remove(path: Path) -> None:
 def content_folder(kind: str, fill: Callable[[Path], object]) -> Path:
     """A folder of this node's cache with what ``fill`` writes into one, named by its content: the same at every start,
     for all processes, and never of something else. Nobody may write into it."""
-    root = _cache() / kind
+    root = cache_folder() / kind
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=root) as held:
@@ -206,7 +174,7 @@ def read_apart(folder: str | os.PathLike[str]) -> None:
 
 
 def _home() -> Path:
-    return _apart or _cache()
+    return _apart or cache_folder()
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
@@ -218,11 +186,6 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
     if login := login_of(path):  # which is not shown, and tells folders apart
         rest = f"{hashlib.sha256(login.encode()).hexdigest()[:8]}@{rest.partition('@')[2]}"
     return _home() / "folders" / scheme / posixpath.normpath(f"/{rest}").lstrip("/")
-
-
-def join(folder: str | os.PathLike[str], name: str) -> str | Path:
-    """A path inside a folder; a URL stays one."""
-    return f"{os.fspath(folder).rstrip('/')}/{name}" if is_url(folder) else local_folder(folder) / name
 
 
 def upload(
