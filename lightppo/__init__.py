@@ -4,10 +4,9 @@ Public names are resolved on first use, so that ``import lightppo`` loads neithe
 """
 
 import logging
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightppo.plugin import PUBLIC, load_plugins
+from lightppo.plugin import PUBLIC, load_plugins, public
 from lightppo.version import __version__
 
 # Where bitsandbytes is installed, peft imports it, and transformers' schedules import peft: on a CPU each run would
@@ -22,9 +21,8 @@ __all__ = ["__version__", *PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in PUBLIC:
         raise AttributeError(f"module 'lightppo' has no attribute {name!r}; public names: {', '.join(sorted(PUBLIC))}")
-    value = getattr(import_module(PUBLIC[name]), name)
-    globals()[name] = value
-    return value
+    globals()[name] = public(name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

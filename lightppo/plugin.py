@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Literal
+from typing import Any, Literal
 
 from lightppo.errors import UserError
 from lightppo.meanings import METRICS as METRICS
@@ -141,6 +141,11 @@ those that were registered last are in use."""
 
 CHECKS: Table[Check] = Table("check", kind=Check)
 """What looks at a run while it is built; an error of the user's ends it before anything takes long."""
+
+
+def public(name: str) -> Any:
+    """What ``from lightppo import NAME`` gives."""
+    return getattr(importlib.import_module(PUBLIC[name]), name)
 
 
 class PluginError(UserError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightppo.config import EvaluationConfig, cli, parse_args
-from lightppo.plugin import BEFORE_IMPORTS
+from lightppo.plugin import BEFORE_IMPORTS, public
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
@@ -19,9 +19,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
             look.fn(config, prog)
 
         # After options, files and folders are checked: this import takes seconds.
-        from lightppo import PPOTrainer
-
-        PPOTrainer.from_config(config).fit()
+        public("PPOTrainer").from_config(config).fit()
 
     run(train, prog, debug=config.logging.debug)
 

@@ -61,7 +61,7 @@ from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import public_options
 from lightppo.trainer.prompts import PromptFilter, endless
 from lightppo.trainer.skipped import SkippedSteps
-from lightppo.trainer.update import Update, build_value_norm
+from lightppo.trainer.update import Update, UpdatedModels, build_value_norm
 
 T = TypeVar("T")
 
@@ -73,13 +73,16 @@ class Building:
     A check of ``folders`` may put another config in place, and say that nothing is kept of the run.
     """
 
-    asked: OptionSet  # as it was asked for, with what None means
+    given: OptionSet  # the options as they were given
+    asked: OptionSet  # with what None means
     config: OptionSet  # as it runs
     strategy: DeepspeedStrategy
     tokenizer: Any = None
     rows: dict[str, Any] = field(default_factory=dict)  # data sets by the option that names their files
     held_out: Any = None  # data to evaluate on
     reward_source: RewardSource | None = None
+    judge: RewardSource | None = None  # scores evaluations
+    teacher: Any = None  # servers
     models: dict[str, Any] = field(default_factory=dict)  # by the flag that names them
     sizes: dict[str, int] = field(default_factory=dict)  # parameters by part of a checkpoint; "export": of an export
     actor: Any = None
@@ -140,60 +143,26 @@ class PPOParts(PPOInputs):
 
 def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = ()) -> T:
     """A finished trainer of this class; whatever cannot work is an error that names its flag. Collective."""
-    given, strategy = config, build_strategy(config)
-    strategy.setup_distributed()
-    config.validate(strategy.world_size)
-    building = Building(asked=config.resolved(), config=config.resolved(), strategy=strategy)
-    building.check("options")
-    strategy.print(described(config))
-    for line in advice(building.config):
-        strategy.print(f"note: {line}")
-
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
-    check_lengths(building.config, model_config(building.config))
-    if not building.config.evaluation.val_only:
-        check_text_only(building.config)
-    tokenizer = building.tokenizer = build_tokenizer(building.config)
-    check_sampled_tokens(building.config, tokenizer)
-    servers = check_tokenizers(building.config, tokenizer, strategy)
-    building.check("folders")
-    config = building.config
-    loader, pretrain, eval_prompts = build_data(config, tokenizer, strategy, building.asked)
-    rewards = None
-    if not config.model.reward_pretrain:
-        rewards = build_rewards(config, [], tokenizer, strategy)
-        building.reward_source = rewards[0]
-    loaders = {"prompt_data": loader, "pretrain_data": pretrain}
-    building.rows = {name: one.dataset for name, one in loaders.items() if one is not None}
-    building.held_out = eval_prompts
-    if loader is not None and building.keeps:
-        check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
-    building.check("data")
-
-    into_engine, optimizers = into_engines(config, strategy, steps_per_episode(config, loader))
-    models = build_models(config, strategy, into_engine)
-    fit_vocabulary(models, tokenizer, config)
-    strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
-    actor, critic, reference = models.actor, models.critic, models.reference
-    settle_packing(config, strategy, actor, critic, reference, models.teacher)
-    saved = saved_parts(config, actor, critic, models.ema, reference)
-    building.sizes = {part: parameter_count(model, find_adapters(model) is not None) for part, model in saved.items()}
-    building.sizes["export"] = parameter_count(actor)
-    building.actor, building.models = actor, by_flag(config, models)
-    building.check("models")
-    if reference is None and needs_reference(config):
+    building = begin(config)
+    loader, pretrain = read_data(building)
+    models, optimizers = load_models(building, steps_per_episode(building.config, loader))
+    actor, reference = models.actor, models.reference
+    if reference is None and needs_reference(building.config):
         reference = actor.as_loaded
-    source, judge = rewards or build_rewards(config, models.reward_models, tokenizer, strategy)
+    strategy, tokenizer, config = building.strategy, building.tokenizer, building.config
+    if building.reward_source is None:
+        building.reward_source, building.judge = build_rewards(config, models.reward_models, tokenizer, strategy)
     engine = building.rollout_engine = build_rollout_engine(config, strategy, actor, tokenizer)
     building.check("engine")
     evaluator = None
-    if eval_prompts is not None:
-        evaluator = build_evaluator(config, engine, judge, building.held_out, strategy)
+    if building.held_out is not None:
+        evaluator = build_evaluator(config, engine, building.judge, building.held_out, strategy)
     (actor_optim, actor_scheduler), (critic_optim, critic_scheduler) = optimizers.values()
     inputs = PPOInputs(
         strategy=strategy,
         actor=actor,
-        critic=critic,
+        critic=models.critic,
         reward_model=models.reward_models,
         initial_model=reference,
         ema_model=models.ema,
@@ -203,17 +172,68 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         critic_scheduler=critic_scheduler,
         config=config,
         tokenizer=tokenizer,
-        reward_source=source,
+        reward_source=building.reward_source,
         rollout_engine=engine,
-        teacher=models.teacher or servers,
+        teacher=models.teacher or building.teacher,
         prompts_dataloader=loader,
         pretrain_dataloader=pretrain,
         evaluator=evaluator,
         content=building.content,
         keeps=building.keeps,
-        asked=given,
+        asked=building.given,
     )
     return trainer.from_inputs(inputs, callbacks)
+
+
+def begin(config: PPOConfig) -> Building:
+    """The ranks have met, options and tokenizer are right, and the run's folders are its own. Collective."""
+    strategy = build_strategy(config)
+    strategy.setup_distributed()
+    config.validate(strategy.world_size)
+    resolved = config.resolved()
+    building = Building(given=config, asked=resolved, config=resolved, strategy=strategy)
+    building.check("options")
+    strategy.print(described(config))
+    for line in advice(resolved):
+        strategy.print(f"note: {line}")
+    check_lengths(resolved, model_config(resolved))
+    if not resolved.evaluation.val_only:
+        check_text_only(resolved)
+    building.tokenizer = build_tokenizer(resolved)
+    check_sampled_tokens(resolved, building.tokenizer)
+    building.teacher = check_tokenizers(resolved, building.tokenizer, strategy)
+    building.check("folders")
+    return building
+
+
+def read_data(building: Building) -> tuple[DataLoader | None, DataLoader | None]:
+    """All rows are read, and what scores them, if it is no model: dataloaders of prompts and of pretraining text."""
+    config, strategy, tokenizer = building.config, building.strategy, building.tokenizer
+    loader, pretrain, building.held_out = build_data(config, tokenizer, strategy, building.asked)
+    if not config.model.reward_pretrain:
+        building.reward_source, building.judge = build_rewards(config, [], tokenizer, strategy)
+    loaders = {"prompt_data": loader, "pretrain_data": pretrain}
+    building.rows = {name: one.dataset for name, one in loaders.items() if one is not None}
+    if loader is not None and building.keeps:
+        check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
+    building.check("data")
+    return loader, pretrain
+
+
+def load_models(building: Building, per_episode: int) -> tuple[Models, dict[str, Any]]:
+    """All models, in their engines, and the optimizer and scheduler of each role. Collective."""
+    config, strategy = building.config, building.strategy
+    into_engine, optimizers = into_engines(config, strategy, per_episode)
+    models = build_models(config, strategy, into_engine)
+    fit_vocabulary(models, building.tokenizer, config)
+    strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
+    settle_packing(config, strategy, models.actor, models.critic, models.reference, models.teacher)
+    saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
+    building.sizes = {part: parameter_count(model, find_adapters(model) is not None) for part, model in saved.items()}
+    building.sizes["export"] = parameter_count(models.actor)
+    building.actor, building.models = models.actor, by_flag(config, models)
+    building.check("models")
+    return models, optimizers
 
 
 def assemble(inputs: PPOInputs, kind: type[Update] = Update, own_training_step: bool = False) -> PPOParts:
@@ -223,33 +243,12 @@ def assemble(inputs: PPOInputs, kind: type[Update] = Update, own_training_step: 
         kind: the class of the update.
         own_training_step: its training step is a user's, which needs old log probs in place.
     """
-    config, strategy, tokenizer = inputs.config, inputs.strategy, inputs.tokenizer
-    state, timer, training = TrainerState(), m.PhaseTimer(), config.training
-    algorithm = config.algorithm
+    config, strategy = inputs.config, inputs.strategy
+    state, timer, algorithm = TrainerState(), m.PhaseTimer(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = build_value_norm(config.loss)
-
-    def progress(items: Iterable, text: str) -> Iterable:
-        return m.progress_bar(items, text, shown=strategy.is_rank_0(), leave=False)
-
-    exact = capabilities_of(inputs.rollout_engine).exact_log_probs
-    old_log_probs = old_log_probs_from(config, exact)
-    if old_log_probs == "training" and own_training_step:
-        old_log_probs = "forward"
-    maker = ExperienceMaker(
-        inputs.actor,
-        inputs.critic,
-        inputs.initial_model,
-        strategy,
-        kl_ctl,
-        config,
-        teacher=inputs.teacher,
-        rewarded=not isinstance(inputs.reward_source, NoReward),
-        value_norm=value_norm,
-        old_log_probs=old_log_probs,
-        progress=lambda parts: progress(parts, "experience"),
-        timer=timer,
-    )
+    maker = build_maker(inputs, kl_ctl, value_norm, timer, own_training_step)
+    training, sampling = config.training, config.sampling
     buffer = ReplayBuffer(
         training.micro_train_batch_size,
         training.buffer_limit,
@@ -257,26 +256,21 @@ def assemble(inputs: PPOInputs, kind: type[Update] = Update, own_training_step: 
         device=strategy.device,
         pin_memory=config.data.dataloader_pin_memory,
     )
-
-    def write_batch(path: Path, batch: Minibatch, facts: Mapping[str, Any]) -> Counter[str]:
-        texts = [text for part in batch.micro_batches for text in part.texts(tokenizer.decode)]
-        save_batch(path, batch, texts, **facts)
-        return sum((Counter(part.non_finite()) for part in batch.micro_batches), Counter())
-
-    again = "To run the batch again: lightppo replay {folder} --step {step} --batch {batch}"
-    skipped = SkippedSteps(strategy, training.max_skipped_steps, config.checkpoint.save_path, write_batch, again)
+    skipped = build_skipped(config, strategy, inputs.tokenizer)
     update = kind(
         config,
         strategy,
-        actor=inputs.actor,
-        critic=inputs.critic,
-        reference=inputs.initial_model,
-        teacher=inputs.teacher,
-        ema_model=inputs.ema_model,
-        actor_optim=inputs.actor_optim,
-        critic_optim=inputs.critic_optim,
-        actor_scheduler=inputs.actor_scheduler,
-        critic_scheduler=inputs.critic_scheduler,
+        models=UpdatedModels(
+            actor=inputs.actor,
+            critic=inputs.critic,
+            reference=inputs.initial_model,
+            teacher=inputs.teacher,
+            ema_model=inputs.ema_model,
+            actor_optim=inputs.actor_optim,
+            critic_optim=inputs.critic_optim,
+            actor_scheduler=inputs.actor_scheduler,
+            critic_scheduler=inputs.critic_scheduler,
+        ),
         experience_maker=maker,
         replay_buffer=buffer,
         kl_ctl=kl_ctl,
@@ -284,12 +278,10 @@ def assemble(inputs: PPOInputs, kind: type[Update] = Update, own_training_step: 
         state=state,
         skipped=skipped,
         timer=timer,
-        progress=progress,
     )
     if inputs.pretrain_dataloader is not None:
         update.pretrain_batches = endless(inputs.pretrain_dataloader)
     check = RolloutCheck(inputs.actor, inputs.rollout_engine, strategy, config)
-    sampling = config.sampling
     saved = saved_parts(config, inputs.actor, inputs.critic, inputs.ema_model, inputs.initial_model)
     return PPOParts(
         **vars(inputs),
@@ -301,9 +293,46 @@ def assemble(inputs: PPOInputs, kind: type[Update] = Update, own_training_step: 
         sampler=build_sampler(config, strategy, inputs.rollout_engine, inputs.reward_source, maker, check, timer),
         update=update,
         prompt_filter=PromptFilter(sampling.dataset_filter_threshold, sampling.dataset_max_filter_percentage, strategy),
-        checkpointer=RunCheckpointer(strategy, config.checkpoint, saved, tokenizer),
+        checkpointer=RunCheckpointer(strategy, config.checkpoint, saved, inputs.tokenizer),
         skipped=skipped,
     )
+
+
+def build_maker(
+    inputs: PPOInputs, kl_ctl: Any, value_norm: Any, timer: m.PhaseTimer, own_training_step: bool
+) -> ExperienceMaker:
+    """What makes experience of rollouts; ``own_training_step`` as of :func:`assemble`."""
+    config, strategy = inputs.config, inputs.strategy
+    old_log_probs = old_log_probs_from(config, capabilities_of(inputs.rollout_engine).exact_log_probs)
+    if old_log_probs == "training" and own_training_step:
+        old_log_probs = "forward"
+    return ExperienceMaker(
+        inputs.actor,
+        inputs.critic,
+        inputs.initial_model,
+        strategy,
+        kl_ctl,
+        config,
+        teacher=inputs.teacher,
+        rewarded=not isinstance(inputs.reward_source, NoReward),
+        value_norm=value_norm,
+        old_log_probs=old_log_probs,
+        progress=lambda parts: m.progress_bar(parts, "experience", shown=strategy.is_rank_0(), leave=False),
+        timer=timer,
+    )
+
+
+def build_skipped(config: PPOConfig, strategy: DeepspeedStrategy, tokenizer: Any) -> SkippedSteps:
+    """What keeps the batch of steps whose numbers are not finite."""
+
+    def write_batch(path: Path, batch: Minibatch, facts: Mapping[str, Any]) -> Counter[str]:
+        texts = [text for part in batch.micro_batches for text in part.texts(tokenizer.decode)]
+        save_batch(path, batch, texts, **facts)
+        return sum((Counter(part.non_finite()) for part in batch.micro_batches), Counter())
+
+    again = "To run the batch again: lightppo replay {folder} --step {step} --batch {batch}"
+    limit, folder = config.training.max_skipped_steps, config.checkpoint.save_path
+    return SkippedSteps(strategy, limit, folder, write_batch, again)
 
 
 # -- models ----------------------------------------------------------------------------------------------------------

@@ -267,12 +267,12 @@ class TrainingLoop:
         """What a resumed run has to make up for; the evaluation before training. Collective."""
         step = self.state.global_step
         if self.only_evaluates:
-            self.evaluate(step)
+            self.evaluate_step(step)
         elif step > 0:
             if self.owns_parts:
                 self._catch_up(step)
         elif self.config.evaluation.val_before_train:
-            self.evaluate(step)
+            self.evaluate_step(step)
 
     def set_cadences(self) -> None:
         """Clocks begin when the run does."""
@@ -291,7 +291,7 @@ class TrainingLoop:
         if self.evaluation.step == step and self.evaluation.result and metric is not None:
             self._keep_best(step, self.evaluation.result, metric)
         elif self.evaluation_cadence.due(step, self.finished_episodes):
-            self.evaluate(step)
+            self.evaluate_step(step)
         due = c.save_hf_ckpt or self.export_cadence.due(step, self.finished_episodes)
         self.checkpointer.catch_up(self.ckpt_path, step, due and c.resume == "auto")
 
@@ -338,7 +338,7 @@ class TrainingLoop:
     def _do_what_is_due(self, step: int, votes: Mapping[str, float]) -> None:
         """Evaluate first: a checkpoint keeps that it is done."""
         if self.evaluation_cadence.due(step, self.finished_episodes) or votes["evaluate"]:
-            self.evaluate(step)
+            self.evaluate_step(step)
         if self.checkpoint_cadence.due(step, self.finished_episodes) or votes["save"]:
             self.save_checkpoint(step)
         if self.export_cadence.due(step, self.finished_episodes):
@@ -354,7 +354,7 @@ class TrainingLoop:
         step = self.state.global_step
         self.vote(step)  # before what may take long
         self.check_trained()
-        self.evaluate(step)
+        self.evaluate_step(step)
         if self.checkpoint_cadence.active or self.last_saved is not None:
             self.save_checkpoint(step)
         if self.keeps:
@@ -374,7 +374,7 @@ class TrainingLoop:
 
     # -- evaluations and checkpoints -----------------------------------------------------------------------------
 
-    def evaluate(self, step: int) -> Mapping[str, float]:
+    def evaluate_step(self, step: int) -> Mapping[str, float]:
         """Evaluate the current weights, once per step at most; empty without an evaluator. Collective."""
         if self.evaluator is None or self.evaluation.step == step:
             return {}

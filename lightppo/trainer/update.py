@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,21 @@ Metrics = dict[str, Tensor]
 Status = Mapping[str, Any]  # numbers by name, or tensors of one number that are read at the end of a step
 
 
+@dataclass
+class UpdatedModels:
+    """What an update trains, by which optimizers, and what it looks at."""
+
+    actor: Any
+    critic: Any | None
+    reference: Any | None  # these two for losses that compare with them
+    teacher: Any | None
+    ema_model: Any | None  # gets the moving average of the actor
+    actor_optim: Any
+    critic_optim: Any
+    actor_scheduler: Any
+    critic_scheduler: Any
+
+
 class Update:
     """Trains actor and critic on the replay buffer: ``max_epochs`` passes, an optimizer step per ``train_batch_size``.
 
@@ -45,10 +60,7 @@ class Update:
 
     Args:
         config: resolved.
-        reference, teacher: for losses that compare with them; ``None`` where none does.
-        ema_model: gets the moving average of the actor, or ``None``.
         state: of the run; optimizer steps are counted in it.
-        progress: (iterable, text) → iterable, with a bar on a terminal.
     """
 
     def __init__(
@@ -56,15 +68,7 @@ class Update:
         config: PPOConfig,
         strategy: DeepspeedStrategy,
         *,
-        actor: Any,
-        critic: Any | None,
-        reference: Any | None,
-        teacher: Any | None,
-        ema_model: Any | None,
-        actor_optim: Any,
-        critic_optim: Any,
-        actor_scheduler: Any,
-        critic_scheduler: Any,
+        models: UpdatedModels,
         experience_maker: ExperienceMaker,
         replay_buffer: ReplayBuffer,
         kl_ctl: Any,
@@ -72,20 +76,19 @@ class Update:
         state: TrainerState,
         skipped: SkippedSteps,
         timer: m.PhaseTimer,
-        progress: Callable[[Iterable, str], Iterable],
     ) -> None:
         self.config, self.strategy = config, strategy
-        self.actor, self.critic, self.reference = actor, critic, reference
-        self.teacher, self.ema_model = teacher, ema_model
-        self.actor_optim, self.actor_scheduler = actor_optim, actor_scheduler
-        self.critic_optim, self.critic_scheduler = critic_optim, critic_scheduler
+        self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
+        self.teacher, self.ema_model = models.teacher, models.ema_model
+        self.actor_optim, self.actor_scheduler = models.actor_optim, models.actor_scheduler
+        self.critic_optim, self.critic_scheduler = models.critic_optim, models.critic_scheduler
         self.experience_maker, self.replay_buffer = experience_maker, replay_buffer
         self.kl_ctl, self.value_norm = kl_ctl, value_norm
-        self.state, self.skipped, self.timer, self.progress = state, skipped, timer, progress
+        self.state, self.skipped, self.timer = state, skipped, timer
         algorithm, loss, training = config.algorithm, config.loss, config.training
         self.max_epochs, self.freezing_actor_steps = training.max_epochs, algorithm.freezing_actor_steps
         self.critic_max_epochs = 0
-        if critic is not None:
+        if self.critic is not None:
             self.critic_max_epochs = of_role(config, "critic").max_epochs or training.max_epochs
         self.epoch = 0  # the pass over the rollout that is under way
         self.ema_beta, self.ptx_coef = algorithm.ema_beta, algorithm.ptx_coef
@@ -121,7 +124,8 @@ class Update:
             for epoch in range(epochs):
                 self.epoch = epoch
                 plan = self.minibatches(step, epoch)
-                for minibatch in self.progress(plan, f"train, epoch {epoch + 1}/{epochs}"):
+                text = f"train, epoch {epoch + 1}/{epochs}"
+                for minibatch in m.progress_bar(plan, text, shown=self.strategy.is_rank_0(), leave=False):
                     trained.append(self.train_minibatch(minibatch, step))
         self.epoch = 0
         rollout = m.merge_summaries([rollout, self.on_policy])

@@ -303,22 +303,22 @@ def test_best_metric_keeps_the_best_evaluation_apart_from_rotation(parts, tmp_pa
     best = tmp_path / "ckpt" / "best_hf" / "best.json"
 
     loop = IdleLoop(config, checkpointer=checkpointer, evaluator=Evaluated())
-    loop.evaluate(0)
+    loop.evaluate_step(0)
     assert not best.exists()  # the start is the bar to pass
     for step, kept in ((1, 1), (2, 1), (3, 3)):
-        loop.evaluate(step)
+        loop.evaluate_step(step)
         assert json.loads(best.read_text())["step"] == kept
     assert len(exports) == 2
 
     resumed = IdleLoop(config, checkpointer=checkpointer, evaluator=Evaluated(), start_step=3)
     assert resumed.best == 0.7
-    resumed.evaluate(4)  # 0.1: the best of before stays
+    resumed.evaluate_step(4)  # 0.1: the best of before stays
     assert json.loads(best.read_text()) == {"step": 3, "metric": "eval/accuracy", "value": 0.7}
 
     wrong = config.with_options(best_metric="eval/acc")
     wrong = IdleLoop(wrong, checkpointer=checkpointer, evaluator=Evaluated())
     with pytest.raises(ConfigError, match=r"--best_metric eval/acc .*eval/accuracy"):
-        wrong.evaluate(1)
+        wrong.evaluate_step(1)
 
 
 # -- whole runs ------------------------------------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def test_what_goes_to_weights_and_biases(make_config, monkeypatch):
     ]  # fmt: skip
     assert options["config"]["gamma"] == 0.5
     assert logged[0]["global_step"] == 1
-    assert trainer.state.run_ids == {"wandb": "run-7"}
+    assert trainer.states["trackers"].state_dict() == {"wandb": "run-7"}
 
 
 # -- reward servers --------------------------------------------------------------------------------------------------

@@ -115,8 +115,8 @@ def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, caplog, zero
         assert ours[name] is not None
         assert ours[name] == theirs[name]
     assert resumed.state == straight.state
-    assert resumed.alarms.state_dict() == straight.alarms.state_dict()  # of all four steps
-    assert len(resumed.alarms.state_dict()["rollout/reward"]) == 4
+    assert resumed.states["alarms"].state_dict() == straight.states["alarms"].state_dict()  # of all four steps
+    assert len(resumed.states["alarms"].state_dict()["rollout/reward"]) == 4
     assert resumed.state.episode == 1
     # 4 steps × 2 epochs × 2 optimizer steps × 2 micro batches
     assert resumed.state.pretrain_batches == 32
@@ -227,9 +227,9 @@ def test_a_finished_run_does_nothing_and_says_so(make_config, tmp_path, capsys, 
     assert "run complete" not in out
     assert more.state.global_step == 6
     assert [row["step"] for row in trained_rows(config)] == [1, 2, 3, 4, 5, 6]
-    client, ids = mlflow.MlflowClient(str(tmp_path / "mlruns")), more.state.run_ids
+    client, ids = mlflow.MlflowClient(str(tmp_path / "mlruns")), more.states["trackers"].state_dict()
     points = client.get_metric_history(ids["mlflow"], "rollout/reward")
-    assert ids == first.state.run_ids
+    assert ids == first.states["trackers"].state_dict()
     assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
     (experiment,) = client.search_experiments(filter_string="name = 'lightppo'")
     assert len(client.search_runs([experiment.experiment_id])) == 1

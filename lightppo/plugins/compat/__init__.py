@@ -7,7 +7,7 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     PUBLIC.update(
         {
-            "PPOTrainer": "lightppo.plugins.compat.trainer",
+            "PPOTrainer": "lightppo.plugins.compat.seed_trainer",
             "Actor": "lightppo.plugins.compat.seed",
             "ActorLanguage": "lightppo.plugins.compat.seed",
             "DistributedSampler": "lightppo.plugins.compat.seed",

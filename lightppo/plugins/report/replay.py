@@ -192,7 +192,7 @@ def link_rollouts(run: Path, folder: str | None, rank: int) -> None:
 class Replayed:
     """What the trainer of a replay does beside training: it shows one step, and stops in it. It changes no number."""
 
-    asked: argparse.Namespace
+    request: argparse.Namespace
 
     def tell(self, *lines: str) -> None:
         """Print what each rank says. Collective."""
@@ -201,13 +201,13 @@ class Replayed:
 
     def stop(self, rollouts: Sequence[Any], experience: Sequence[Any]) -> None:
         """With ``--pdb`` a debugger on rank 0, while the others wait; ``q`` ends all of them. Collective."""
-        if not self.asked.pdb:
+        if not self.request.pdb:
             return
         quits, trainer = False, self
         if self.strategy.is_rank_0():
             try:
                 pdb.Pdb(nosigint=True).set_trace()
-                print(f"step {trainer.asked.step}: {len(rollouts)} samples, trained on in {len(experience)} rows")
+                print(f"step {trainer.request.step}: {len(rollouts)} samples, trained on in {len(experience)} rows")
             except BdbQuit:
                 quits = True
         if self.strategy.broadcast_object(quits):
@@ -215,7 +215,7 @@ class Replayed:
 
     def batch_file(self) -> Path:
         """Of this rank."""
-        path = self.asked.batch
+        path = self.request.batch
         if self.strategy.world_size > 1:
             path = path.with_name(f"{path.stem.rpartition('_rank')[0]}_rank{self.strategy.get_rank()}{path.suffix}")
         if not path.is_file():
@@ -231,9 +231,9 @@ class ReplayedOnData(Replayed):
 
     def training_step(self, micro_batches: Sequence[Any]) -> dict[str, float]:
         step, texts = self.state.global_step + 1, []
-        if step != self.asked.step:
+        if step != self.request.step:
             return super().training_step(micro_batches)
-        if self.asked.batch is not None:
+        if self.request.batch is not None:
             micro_batches, texts = self.kept()
         lines = [f"step {step}: {len(micro_batches)} micro batches, this rank's means without dropout:"]
         ids = [part.get("sequences", part.get("input_ids")) for part in micro_batches]
@@ -241,12 +241,12 @@ class ReplayedOnData(Replayed):
         for number, (part, found) in enumerate(zip(micro_batches, self.looked_at(micro_batches)), start=1):
             values = ", ".join(f"{name} {value:.6g}" for name, value in found.items())
             lines += [f"  micro batch {number}: {len(part['attention_mask'])} rows, {values}"]
-        lines += [f"  {text}" for text in [text for part in texts for text in part][: self.asked.samples]]
+        lines += [f"  {text}" for text in [text for part in texts for text in part][: self.request.samples]]
         self.tell("\n".join(lines))
         self.stop([text for part in texts for text in part], micro_batches)
         status = super().training_step(micro_batches)
         self.strategy.print("all together: " + ", ".join(f"{name} {value:.6g}" for name, value in status.items()))
-        if self.asked.batch is not None:
+        if self.request.batch is not None:
             raise StopReplay
         return status
 
@@ -270,14 +270,16 @@ class ReplayedOnData(Replayed):
 class ReplayedPPO(Replayed):
     """Of ``lightppo ppo``."""
 
+    optimizer_steps = 0  # of the step that is shown
+
     def make_experience(self, collected: Any, step: int) -> None:
         super().make_experience(collected, step)
-        if step == self.asked.step:
+        if step == self.request.step:
             rows = list(self.replay_buffer.items)
             first = max(0, len(collected.rollouts) + len(collected.repeated) - len(rows))  # by --buffer_limit
-            self.shown = list(zip(collected.rollouts[first:], rows))[: self.asked.samples]
+            self.shown = list(zip(collected.rollouts[first:], rows))[: self.request.samples]
             self.tell(self.described(collected.rollouts))
-            if self.asked.batch is not None:
+            if self.request.batch is not None:
                 self.train_alone(collected.rollouts)
             self.stop(collected.rollouts, rows)
 
@@ -286,13 +288,22 @@ class ReplayedPPO(Replayed):
         from lightppo.plugins.records.samples import examined
 
         scores = " ".join(f"{r.prompt.index}.{r.sample_index}:{r.reward:.4g}" for r in rollouts)
-        lines = [f"step {self.asked.step}: {len(rollouts)} samples, as prompt.sample:score {scores}"]
+        lines = [f"step {self.request.step}: {len(rollouts)} samples, as prompt.sample:score {scores}"]
         for rollout, row in self.shown:
             lines.append(f"{_name(rollout)}: {examined(rollout)}")
             tokens = [self.tokenizer.decode([i]) for i in rollout.response_ids[:SHOWN_TOKENS]]
             lines.append(f"  {len(rollout.response_ids)} tokens: {' '.join(map(repr, tokens))}")
             lines += [f"  {name} {_numbers(x[0])}" for name in SHOWN if (x := getattr(row, name)) is not None]
         return "\n".join(lines)
+
+    def train_minibatch(self, minibatch: Any, global_steps: int = 0) -> list[Mapping[str, float]]:
+        statuses = super().train_minibatch(minibatch, global_steps)
+        if global_steps == self.request.step:
+            self.optimizer_steps += 1
+            lines = [", ".join(f"{name} {value:.6g}" for name, value in status.items()) for status in statuses]
+            lines = [f"  micro batch {number}: {line}" for number, line in enumerate(lines, start=1)]
+            self.tell(f"optimizer step {self.optimizer_steps}, pass {self.epoch + 1}, the mean of:", *lines)
+        return statuses
 
     def train_alone(self, rollouts: Sequence[Any]) -> None:
         """The optimizer step of ``--batch``, then the end. Collective."""
@@ -310,12 +321,12 @@ class ReplayedPPO(Replayed):
             self.experience_maker.run_models(parts[0])
             self.tell(f"run again: not finite: {parts[0].non_finite() or 'none'}")
         else:
-            self.update.train_minibatch(batch, self.asked.step)
+            self.train_minibatch(batch, self.request.step)
         raise StopReplay
 
     def save_logs_and_checkpoints(self, args: Any, global_step: int, *rest: Any) -> None:
         super().save_logs_and_checkpoints(args, global_step, *rest)
-        if global_step == self.asked.step:
+        if global_step == self.request.step:
             self.tell(f"after step {global_step}: probability of tokens, new / old", *self.ratios())
 
     def ratios(self) -> list[str]:
@@ -337,22 +348,6 @@ class ReplayedPPO(Replayed):
         return lines
 
 
-class ReplayedUpdate:
-    """The update of the step that is shown: it tells the numbers of each optimizer step."""
-
-    asked: argparse.Namespace
-    optimizer_steps = 0  # of the step that is shown
-
-    def train_minibatch(self, minibatch: Any, step: int = 0) -> list[Mapping[str, float]]:
-        statuses = super().train_minibatch(minibatch, step)
-        if step == self.asked.step:
-            self.optimizer_steps += 1
-            lines = [", ".join(f"{name} {value:.6g}" for name, value in status.items()) for status in statuses]
-            lines = [f"  micro batch {number}: {line}" for number, line in enumerate(lines, start=1)]
-            self.trainer.tell(f"optimizer step {self.optimizer_steps}, pass {self.epoch + 1}, the mean of:", *lines)
-        return statuses
-
-
 class StopReplay(Exception):
     """The batch has been run."""
 
@@ -368,15 +363,14 @@ def _numbers(row: Any) -> str:
 def built(args: argparse.Namespace, config: OptionSet) -> Any:
     """The trainer of the replay. Collective."""
     if isinstance(config, PPOConfig):
-        from lightppo import PPOTrainer
+        from lightppo import PPOTrainer  # of whichever plugin
         from lightppo.trainer.build import build
 
-        update = type("ReplayedUpdate", (ReplayedUpdate, PPOTrainer.update_class), {"asked": args})
-        kind = type("ReplayedTrainer", (ReplayedPPO, PPOTrainer), {"asked": args, "update_class": update})
+        kind = type("ReplayedTrainer", (ReplayedPPO, PPOTrainer), {"request": args})
         return build(config, kind)
     from lightppo.plugins.supervised.trainer import SupervisedTrainer, build
 
-    return build(config, type("ReplayedTrainer", (ReplayedOnData, SupervisedTrainer), {"asked": args}))
+    return build(config, type("ReplayedTrainer", (ReplayedOnData, SupervisedTrainer), {"request": args}))
 
 
 def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> None:

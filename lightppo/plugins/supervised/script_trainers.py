@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 from lightppo.data.datasets import PairDataset, ReferencedPairs
 from lightppo.data.datasets import SFTDataset as ExampleDataset
 from lightppo.errors import ConfigError
+from lightppo.plugins.compat.seed_trainer import PPOTrainer
 from lightppo.plugins.supervised.objectives import DPO, SFT, Objective, RewardModelling
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.plugins.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.checkpointing import TrainerState
-from lightppo.trainer.ppo_trainer import PPOTrainer
 
 # Attributes of ``args`` that the loop reads; optimizer, schedule, models and data are the script's own.
 LOOP_OPTIONS = (

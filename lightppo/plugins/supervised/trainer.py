@@ -245,7 +245,7 @@ def build(config: SupervisedConfig, trainer: type[T] = SupervisedTrainer, callba
     config.validate(strategy.world_size)
     strategy.print(building.described(config))
     asked = config.resolved()
-    run = building.Building(asked=asked, config=asked, strategy=strategy)
+    run = building.Building(given=given, asked=asked, config=asked, strategy=strategy)
     run.check("options")
     building.check_text_only(asked)
     run.check("folders")

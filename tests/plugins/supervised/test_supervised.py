@@ -198,7 +198,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(fitted, dataset, tmp_path, capsy
     ours, theirs = weights(tmp_path / "resumed"), weights(tmp_path / "straight")
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert resumed.state == straight.state
-    assert resumed.alarms.state_dict() == straight.alarms.state_dict()
+    assert resumed.states["alarms"].state_dict() == straight.states["alarms"].state_dict()
 
     evaluated = logged(tmp_path / "straight", "eval/")
     assert [row["step"] for row in evaluated] == [0, 1, 2, 3, 4, 5, 6]

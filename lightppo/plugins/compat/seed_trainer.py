@@ -85,6 +85,10 @@ class SeedUpdate(Update):
     waits = True  # training_step returns numbers, not tensors on a GPU
 
     def train_minibatch(self, minibatch: Any, step: int = 0) -> list[Mapping[str, float]]:
+        return self.trainer.train_minibatch(minibatch, step)
+
+    def take_step(self, minibatch: Any, step: int) -> list[Mapping[str, float]]:
+        """The optimizer step of actor and critic."""
         # numbers are read at the end of the step, so that no micro batch waits for a GPU, unless an override reads them
         self.waits = self.trainer.overrides(*_TRAINING_METHODS)
         statuses = super().train_minibatch(minibatch, step)
@@ -351,30 +355,34 @@ class PPOTrainer(core.PPOTrainer):
         if eval_prompts is not None:
             evaluator = build_evaluator(config, engine, source, eval_prompts, strategy)
         inputs = PPOInputs(
-            strategy=strategy,
-            actor=actor,
-            critic=critic,
-            reward_model=reward_model,
-            initial_model=initial_model,
-            ema_model=ema_model,
-            actor_optim=actor_optim,
-            critic_optim=critic_optim,
-            actor_scheduler=actor_scheduler,
-            critic_scheduler=critic_scheduler,
-            config=config,
-            tokenizer=tokenizer,
-            reward_source=source,
-            rollout_engine=engine,
-            teacher=teacher,
-            prompts_dataloader=prompts_dataloader,
-            pretrain_dataloader=pretrain_dataloader,
-            evaluator=evaluator,
-            content=content or {},
-            keeps=keeps,
-            asked=asked,
+            strategy,
+            actor,
+            critic,
+            reward_model,
+            initial_model,
+            ema_model,
+            actor_optim,
+            critic_optim,
+            actor_scheduler,
+            critic_scheduler,
+            config,
+            tokenizer,
+            source,
+            engine,
+            teacher,
+            prompts_dataloader,
+            pretrain_dataloader,
+            evaluator,
+            content or {},
+            keeps,
+            asked,
         )
         own_actor_step = self.overrides("training_step", "training_step_actor")
         super().__init__(assemble(inputs, self.update_class, own_training_step=own_actor_step), callbacks)
+        self._accept_overrides(config)
+
+    def _accept_overrides(self, config: PPOConfig) -> None:
+        """Steps are the methods of this trainer; losses and models can be called in the seed's form."""
         self.update.trainer = self
         self.experience_maker.sample = self._sample_texts
         horizon = float(config.rollout.generate_max_len)
@@ -480,7 +488,7 @@ class PPOTrainer(core.PPOTrainer):
 
     def train_minibatch(self, minibatch: Any, global_steps: int = 0) -> list[Mapping[str, float]]:
         """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
-        return self.update.train_minibatch(minibatch, global_steps)
+        return self.update.take_step(minibatch, global_steps)
 
     def training_step(
         self, experience: Experience, global_steps: int, entropy_mask: Tensor | None = None
