@@ -12,6 +12,7 @@ A trainer is a :class:`TrainingLoop` whose ``fit`` trains one step after the oth
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,6 +33,8 @@ from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.evaluator import table
 from lightppo.trainer.skipped import SkippedSteps, check_trained, is_saved
 from lightppo.urls import shown_value
+
+logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
@@ -310,6 +313,7 @@ class TrainingLoop:
                 for data in self.episode_steps():
                     heartbeat.step = self.state.global_step + 1
                     yield heartbeat.step, data
+                    self.skipped.check(self.state, heartbeat.step)
                     bar.update()
                     if self.state.episode != episode or self.reached_limits():
                         break
@@ -326,7 +330,6 @@ class TrainingLoop:
         self.callbacks.on_step_end(self, step, metrics)
         votes = self.vote(step)
         self._do_what_is_due(step, votes)
-        self.skipped.check(self.state, step)
         return votes["stop"] > 0
 
     def vote(self, step: int) -> dict[str, float]:
@@ -386,7 +389,8 @@ class TrainingLoop:
             if self.only_evaluates:
                 raise
             self.evaluation.step, self.evaluation.result = step, None
-            self.strategy.print(f"warning: the evaluation after step {step} is left out: {error}")
+            if self.strategy.is_rank_0():
+                logger.warning("the evaluation after step %d is left out: %s", step, error)
             return {}
         self.evaluation.step, self.evaluation.result = step, result
         shown = [name for name in ("loss", "accuracy", "reward", "margin") if f"eval/{name}" in result]

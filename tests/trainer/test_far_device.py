@@ -31,6 +31,7 @@ from lightppo.models.packing import to_device
 from lightppo.plugins.algorithms.correction import correction_weights, rejection_mask
 from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
+from lightppo.plugins.records.samples import Samples
 from lightppo.plugins.supervised import objectives
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 from lightppo.rewards.model import RewardModelSource
@@ -134,6 +135,7 @@ STEPS = {
 @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
 def test_the_host_does_not_wait_between_micro_batches(trainer: Callable, options: dict[str, Any]) -> None:
     run = trainer(**options)
+    record = next(callback.record for callback in run.callbacks if isinstance(callback, Samples))
     for step in (1, 2):  # the first one also tries what a model can do
         run.replay_buffer.clear()
         before = run.strategy.far.waits.total()
@@ -141,9 +143,9 @@ def test_the_host_does_not_wait_between_micro_batches(trainer: Callable, options
         making = run.strategy.far.waits.total() - before
         run.replay_buffer.fill(experience)
         run.experience_maker.normalize(run.replay_buffer, run.actor_loss_fn, step)
-        run.samples.pick(step, samples(), run.replay_buffer.items)
+        record.pick(step, samples(), run.replay_buffer.items)
         status = run.ppo_train(step)
-        run.samples.write(step)
+        record.write(step)
     assert run.strategy.between[-1] == {}
     assert making <= 12  # whatever the number of micro batches
     assert all(isinstance(value, float | int) for value in status.values())

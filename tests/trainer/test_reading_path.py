@@ -45,7 +45,7 @@ def test_the_way_has_at_most_15_files_and_names_functions_of_theirs():
 @pytest.mark.usefixtures("world")
 def test_a_run_enters_them_in_this_order(make_config, monkeypatch):
     for probe in ("check_padding", "check_decoding"):  # which go the way in small before the first step
-        monkeypatch.setattr(f"lightppo.trainer.build.{probe}", lambda *args, **options: None)
+        monkeypatch.setattr(f"lightppo.plugins.checks.building.{probe}", lambda *args, **options: None)
     entered: dict[tuple[str, str], None] = {}  # in the order of the first call
 
     def note(code: CodeType) -> None:

@@ -372,7 +372,7 @@ def test_a_resumed_run_samples_with_the_resumed_weights(make_config, monkeypatch
             events.append("rollout")
             return super().generate(*args, **options)
 
-    monkeypatch.setattr("lightppo.trainer.build.HFRolloutEngine", Recording)
+    monkeypatch.setattr("lightppo.rollout.hf.HFRolloutEngine", Recording)
     trainer = build(make_config(benchmark_steps=2, save_steps=1))
     norm = sum(p.norm() for p in trainer.actor.model.parameters())
     before = len(events)  # decoding was tried at the start, with tiny rows
