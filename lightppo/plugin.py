@@ -73,6 +73,7 @@ COMMANDS: Table[Command] = Table(
 PUBLIC: dict[str, str] = {
     "PPOConfig": "lightppo.config",
     "PPOTrainer": "lightppo.trainer.ppo_trainer",
+    "Callback": "lightppo.trainer.callbacks",
     "Experience": "lightppo.experience.experience",
     "ReplayBuffer": "lightppo.experience.batching",
     "NaiveReplayBuffer": "lightppo.experience.batching",

@@ -708,6 +708,9 @@ class TrainingConfig(Section):
     dry_run: bool = safe(
         False, "Check everything and run one step on a few short samples with the real models; nothing is kept."
     )
+    callback: tuple[str, ...] = safe(
+        (), "Callbacks of your own, path.py:NAME: what happens beside training; docs/extending.md has examples."
+    )
     benchmark_steps: int | None = safe(None, "Stop after this many PPO steps without changing the schedules.", ge=1)
     train_batch_size: int | None = option(
         None, "Samples per optimizer step. None: 128, or set by --ppo_n_minibatches.", "samples over all ranks", ge=1

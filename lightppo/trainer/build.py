@@ -55,7 +55,7 @@ from lightppo.rollout.sampling import bad_word_ids
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_adapters, parameter_count
 from lightppo.trainer import metrics as m
-from lightppo.trainer.callbacks import Callback
+from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import public_options
@@ -144,6 +144,7 @@ class PPOParts(PPOInputs):
 def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = ()) -> T:
     """A finished trainer of this class; whatever cannot work is an error that names its flag. Collective."""
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
+    callbacks = [*callbacks, *load_callbacks(config.training.callback)]
     building = begin(config)
     loader, pretrain = read_data(building)
     models, optimizers = load_models(building, steps_per_episode(building.config, loader))

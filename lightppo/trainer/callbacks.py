@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightppo.errors import ConfigError
+from lightppo.user_code import load_python_object
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -67,6 +70,21 @@ class Callback:
 
     def on_end(self, run: Any, error: BaseException | None) -> None:
         """``fit`` has ended; ``error`` is why, if it is not complete. Then it must not wait for other ranks."""
+
+
+def load_callbacks(specs: Iterable[str]) -> list[Callback]:
+    """``--callback``: a class of a file, made without arguments, or an object; ConfigError says what is wrong."""
+    callbacks = []
+    for spec in specs:
+        try:
+            loaded = load_python_object(spec, "callback", option="--callback")
+            callback = loaded() if isinstance(loaded, type) else loaded
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"--callback {spec}: {error}") from error
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"--callback {spec}: {loaded!r} is no lightppo.Callback: write class NAME(Callback)")
+        callbacks.append(callback)
+    return callbacks
 
 
 class Callbacks:

@@ -106,8 +106,8 @@ class DPOModelConfig(SupervisedModelConfig):
 
 class SupervisedTrainingConfig(
     ppo.TrainingConfig,
-    only="dry_run benchmark_steps micro_train_batch_size packing_samples lr_scheduler lr_warmup_ratio lr_warmup_steps "
-    "min_lr_ratio l2 adam_betas max_norm max_skipped_steps",
+    only="dry_run callback benchmark_steps micro_train_batch_size packing_samples lr_scheduler lr_warmup_ratio "
+    "lr_warmup_steps min_lr_ratio l2 adam_betas max_norm max_skipped_steps",
     words=WORDS,
     micro_train_batch_size=8,
     lr_scheduler="cosine",

@@ -21,7 +21,7 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import build as building
 from lightppo.trainer import metrics as m
-from lightppo.trainer.callbacks import Callback
+from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.loop import TrainingLoop
 from lightppo.trainer.skipped import SkippedSteps
@@ -240,6 +240,7 @@ class SupervisedTrainer(TrainingLoop):
 
 def build(config: SupervisedConfig, trainer: type[T] = SupervisedTrainer, callbacks: Iterable[Callback] = ()) -> T:
     """Strategy → data → model → trainer; whatever cannot work is an error that names its flag. Collective."""
+    callbacks = [*callbacks, *load_callbacks(config.training.callback)]
     given, strategy = config, building.build_strategy(config)
     strategy.setup_distributed()
     config.validate(strategy.world_size)

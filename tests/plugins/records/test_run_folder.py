@@ -239,7 +239,9 @@ def test_other_content_behind_the_same_options_is_another_run(begun, tmp_path):
     )
 
     kept = (tmp_path / "run" / "metrics.jsonl").read_text()  # a refusal moves nothing
-    assert PPOTrainer.from_config(begun.with_options(resume="never")).state.global_step == 0
+    anew = PPOTrainer.from_config(begun.with_options(resume="never"))
+    assert anew.state.global_step == 0
+    anew.fit()
     assert (tmp_path / "run" / "metrics.1.jsonl").read_text() == kept
 
 
@@ -276,7 +278,7 @@ def test_the_mark_of_a_checkpoint_is_of_its_content(tmp_path):
 
 @pytest.mark.usefixtures("world")
 def test_the_kept_options_are_those_that_were_asked(make_config, tmp_path):
-    PPOTrainer.from_config(make_config(ckpt_path=None))
+    fitted(make_config(ckpt_path=None, benchmark_steps=1))
     asked, resolved = (
         yaml.safe_load((tmp_path / "run" / f"run_config{kind}.yaml").read_text()) for kind in ("", ".resolved")
     )
