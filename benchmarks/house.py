@@ -11,7 +11,7 @@
 - One PPO step: ``examples/train_ppo.py`` in one process with default options but for the sizes: a random Llama, eight
   prompts. A line counts once. "From the trainer on" leaves out what ran before the module of ``PPOTrainer`` was
   imported: the command line, and nearly all imports.
-- Prompts to advantages: what is entered from the first statement of a step of ``fit`` to the call of ``ppo_train``.
+- Prompts to advantages: what is entered from the first statement of a step of ``fit`` to the call of ``train``, or ``ppo_train``.
   Lambdas, comprehensions and generator expressions are code objects, not functions.
 """
 
@@ -222,7 +222,7 @@ class Trace:
         code = frame.f_code
         if not code.co_filename.startswith(self.prefix):
             return None
-        self.collecting &= code.co_name != "ppo_train"
+        self.collecting &= code.co_name not in ("train", "ppo_train")
         if self.collecting:
             self.entered.add(code)
         in_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
@@ -255,10 +255,11 @@ class Trace:
 
 
 def first_line_of_step(code: CodeType) -> int:
-    """Line of the first statement in the innermost loop that calls ``ppo_train``."""
+    """Line of the first statement in the innermost loop that trains; beyond all lines where there is none."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While)) and "ppo_train(" in ast.unparse(n)]
-    return code.co_firstlineno - 1 + max(loop.body[0].lineno for loop in loops)
+    loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))]
+    lines = [loop.body[0].lineno for loop in loops if re.search(r"self\.(ppo_)?train\(", ast.unparse(loop))]
+    return code.co_firstlineno - 1 + max(lines, default=sys.maxsize // 2)
 
 
 def traced_script(tree: Path, out: Path, words: list[str]) -> None:
