@@ -1,0 +1,117 @@
+"""The core without ``lightppo/plugins``: it trains, saves, is killed, goes on, and its weights are the product's."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.tiny import sums, write_jsonl
+
+ROOT = Path(__file__).parents[1]
+
+REWARD = '''
+import os, signal
+from pathlib import Path
+
+
+def reward_func(queries, prompts, labels):
+    """The more ones and twos, the better; where a file says so, the process is killed while it scores the third step."""
+    calls = Path(__file__).with_name(os.environ["CALLS"])
+    with calls.open("a") as file:
+        file.write("x")
+    if calls.stat().st_size == 3 and os.environ.get("KILLED"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(query.count("1") + query.count("2")) for query in queries]
+'''
+SMALL = {
+    "prompt_max_len": 12,
+    "generate_max_len": 5,
+    "rollout_batch_size": 4,
+    "micro_train_batch_size": 2,
+    "actor_learning_rate": 1e-2,
+    "critic_learning_rate": 1e-2,
+    "total_training_steps": 3,
+    "save_steps": 1,
+}
+RUNS = {
+    # as examples/quickstart/ppo.yaml, with two steps per rollout
+    "ppo": {"advantage_estimator": "gae", "max_epochs": 2, "train_batch_size": 2, "zero_stage": 1},
+    "grpo": {
+        "advantage_estimator": "grpo",
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 8,
+        "packing_samples": True,
+        "zero_stage": 3,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of the package that has no plugins."""
+    folder = tmp_path_factory.mktemp("core")
+    shutil.copytree(ROOT / "lightppo", folder / "lightppo", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
+    return folder
+
+
+def lightppo(package: Path, folder: Path, run: str, model: str, **environment: str) -> subprocess.CompletedProcess:
+    """``lightppo ppo`` of a package, in a process of its own."""
+    options = SMALL | RUNS[run] | {"pretrain": model, "prompt_data": "prompts.jsonl", "reward_fn": "reward.py"}
+    options |= {"save_path": f"{folder.name}/{run}", "ckpt_path": f"{folder.name}/{run}_checkpoints"}
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+    return subprocess.run(
+        [sys.executable, "-m", "lightppo", "ppo", *words],
+        cwd=folder.parent,
+        env=os.environ | {"PYTHONPATH": str(package), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def weights(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_the_core_alone_trains_is_killed_goes_on_and_has_the_products_weights(core, tiny_model, tmp_path, run):
+    (tmp_path / "reward.py").write_text(REWARD)
+    write_jsonl(tmp_path / "prompts.jsonl", sums(12))
+    alone, whole = tmp_path / "alone", tmp_path / "whole"
+    killed = lightppo(core, alone, run, tiny_model, CALLS="alone", KILLED="1")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = lightppo(core, alone, run, tiny_model, CALLS="alone")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from" in resumed.stdout
+    assert "2 steps done" in resumed.stdout
+    product = lightppo(ROOT, whole, run, tiny_model, CALLS="whole")
+    assert product.returncode == 0, product.stderr
+    assert weights(alone / run) == weights(whole / run)
+    assert not (alone / run / "metrics.jsonl").exists()  # that is a plugin's
+    assert (whole / run / "metrics.jsonl").exists()
+
+
+def test_the_core_alone_shows_its_commands_and_flags(core):
+    environment = os.environ | {"PYTHONPATH": str(core)}
+    shown = subprocess.run(
+        [sys.executable, "-m", "lightppo", "--help"], env=environment, cwd=core, capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "  ppo " in shown.stdout
+    assert "  sft " not in shown.stdout
+    flags = subprocess.run(
+        [sys.executable, "-m", "lightppo", "ppo", "--help", "all"],
+        env=environment,
+        cwd=core,
+        capture_output=True,
+        text=True,
+    )
+    assert flags.returncode == 0, flags.stderr
+    assert "--rollout_batch_size" in flags.stdout
