@@ -107,6 +107,21 @@ def files_in_use() -> Files:
     return last.fn()
 
 
+def local_folder(folder: str | os.PathLike[str]) -> Path:
+    """:meth:`Files.local` of the files in use."""
+    return files_in_use().local(folder)
+
+
+def stage_to_local(path: str) -> str:
+    """:meth:`Files.bring` of the files in use."""
+    return files_in_use().bring(path)
+
+
+def check_file_url(url: str, flag: str) -> None:
+    """:meth:`Files.check` of the files in use."""
+    files_in_use().check(url, flag)
+
+
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path is on no file system of this machine; ``file:///folder`` is."""
     text = os.fspath(path)

@@ -140,6 +140,15 @@ FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:PlainFi
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;
 those that were registered last are in use."""
 
+CHECKPOINT_CHECKS: Table = Table("check of a checkpoint")
+"""What looks at an undamaged checkpoint of a run before the run goes on from it: an entry's function
+``(root, tag, parts)`` returns None, or why these parts are no checkpoint. It is called on rank 0."""
+
+CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
+"""What loads a checkpoint of another number of ranks or another ZeRO stage, the last one: an entry's function
+``(engine, path, meta, load_lr_scheduler_states)``, called on all ranks together; ``meta`` is what the checkpoint says
+about itself, :func:`lightppo.strategy.checkpoint.read_meta`."""
+
 CHECKS: Table[Check] = Table("check", kind=Check)
 """What looks at a run while it is built; an error of the user's ends it before anything takes long."""
 

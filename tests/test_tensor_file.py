@@ -101,7 +101,7 @@ def test_a_model_in_a_pickle_does_not_run(tmp_path):
     from lightppo.errors import UserError
     from lightppo.models.critic import Critic
     from lightppo.models.loading import load_causal_lm
-    from lightppo.strategy.checkpoint import load_model
+    from lightppo.strategy.export import load_model
 
     folder, mark = Path(save_causal_lm(tmp_path / "model")), tmp_path / "ran"
     model = load_causal_lm(str(folder))

@@ -23,11 +23,11 @@ from lightppo.algorithms.entries import (
 )
 from lightppo.config.options import Options, OptionSet, all_options
 from lightppo.errors import ConfigError, StagingError
+from lightppo.files import check_file_url, is_url, join
 from lightppo.option import out_of_order
 from lightppo.plugin import TOKEN_WEIGHTS
 from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection
 from lightppo.plugins.http.client import check_url, is_loopback
-from lightppo.plugins.ops.storage import check_scheme, is_url, join
 from lightppo.suggestions import nearest
 from lightppo.urls import GIVE_WHOLE, cut_urls, shown_url
 
@@ -858,7 +858,7 @@ def files(o: SimpleNamespace) -> Iterator[str]:
     for name, url in folders.items():
         try:
             if url is not None and is_url(url):
-                check_scheme(url, f"--{name}")
+                check_file_url(url, f"--{name}")
                 if urlsplit(url).password:
                     what = "a password in a URL would be written into logs"
                     yield f"--{name}: {what}: set FSSPEC_{url.split(':')[0].upper()}_PASSWORD"

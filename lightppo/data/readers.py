@@ -22,8 +22,8 @@ import numpy as np
 
 from lightppo.data.rows import ORIGIN_COLUMN, check_choice
 from lightppo.errors import DataError, StagingError
+from lightppo.files import check_file_url, in_cache, is_url, made_once, stage_to_local
 from lightppo.hub import check_on_hub, mistyped_path
-from lightppo.plugins.ops.storage import check_scheme, in_cache, is_url, made_once, stage_to_local
 from lightppo.ranks import ranks_on_node
 from lightppo.urls import shown_url
 
@@ -256,7 +256,7 @@ def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:
 def _is_hub_name(source: str, flag: str) -> bool:
     """False for URLs, and for files and folders of this machine; DataError if it is none of these. No network."""
     if is_url(source):
-        check_scheme(source, flag)
+        check_file_url(source, flag)
         return False
     path = Path(source.split("://", 1)[-1]).expanduser()
     if path.is_file():

@@ -89,7 +89,7 @@ def reward_inputs(config: PPOConfig, tokenizer: Any) -> list[RewardInputs]:
     """What reward models read: the actor's ids, or the chat in the template and ids of their own tokenizers."""
     from transformers import AutoTokenizer
 
-    from lightppo.plugins.ops.storage import stage_to_local
+    from lightppo.files import stage_to_local
     from lightppo.rewards.model import Retemplated, SameIds, check_same_ids
 
     m = config.model

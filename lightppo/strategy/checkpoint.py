@@ -1,19 +1,18 @@
-"""Checkpoints of engines, and models in Hugging Face format: written whole or not at all.
+"""Checkpoints of engines: weights, optimizer and scheduler, written whole or not at all.
 
-``DeepspeedStrategy`` offers these functions as ``save_ckpt``, ``load_ckpt``, ``save_model`` and ``load_model``.
+``DeepspeedStrategy`` offers these functions as ``save_ckpt`` and ``load_ckpt``. How files are kept, where a URL leads,
+and what is damaged, the files in use say (:mod:`lightppo.files`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import logging
-import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,17 @@ import torch.distributed as dist
 
 from lightppo import tensor_file
 from lightppo.errors import CheckpointError, StorageError
-from lightppo.plugins.ops import durable
-from lightppo.plugins.ops.storage import download, is_url, local_folder, upload
-from lightppo.plugins.reshape.checkpoints import FROZEN, deepspeed_classes, load_frozen, load_trained, whole_weights
+from lightppo.files import Digest, files_in_use, is_sealed, is_url, local_folder
+from lightppo.plugin import CHECKPOINT_LOADERS
 from lightppo.ranks import Ranks
+from lightppo.strategy.frozen import check_frozen, frozen_left_out, frozen_sums, load_without_frozen
 from lightppo.strategy.zero3 import (
     find_adapters,
-    find_hf_model,
     forget_secondary_shard,
-    full_state_dict,
     get_engine,
     has_optimizer,
     is_sharded,
-    load_full_state_dict,
+    own_part,
     unwrap_model,
     zero_stage_of,
 )
@@ -45,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 META = "lightppo_checkpoint.json"
+FROZEN = "frozen_rank{}.pt"  # weights of a model without optimizer; under ZeRO-3 a file per rank
 _CLIENT_STATE = "client_state.pt"
 DAMAGED = ".damaged"
 INCOMPLETE = ".incomplete"
@@ -68,8 +66,7 @@ def save_checkpoint(
 ) -> str:
     """Saves weights, optimizer and scheduler to ``save_dir/tag``, marks it as the latest, returns the tag. Collective.
 
-    The directory gets its name once all ranks have written; older checkpoints are removed only then. With a URL, all is
-    written to ``storage.local_folder(save_dir)``, then sent.
+    The directory gets its name once all ranks have written; older checkpoints are removed only then.
 
     Args:
         tag: name of this checkpoint; None is ``global_step{optimizer steps}``.
@@ -77,12 +74,12 @@ def save_checkpoint(
         max_mem: GB (1e9 bytes) that all of them may take; the oldest are removed first, this one never.
         client_state: plain values and tensors to get back from ``load_ckpt``; rank 0's is saved.
         protected_tags: never removed.
-        facts: plain values that its manifest keeps, see ``durable.manifest``; rank 0's are saved.
+        facts: plain values to seal it with, see :func:`lightppo.files.facts_of`; rank 0's are saved.
     """
     engine = get_engine(model, "saving a checkpoint")
     if max_num < 1:
         raise ValueError(f"--max_ckpt_num must be at least 1, got {max_num}")
-    target, save_dir = save_dir, local_folder(save_dir)
+    files, target, save_dir = files_in_use(), save_dir, local_folder(save_dir)
     tag = tag or f"global_step{engine.global_steps}"
     staging = save_dir / f"{tag}{INCOMPLETE}"
     ranks.on_rank_0(lambda: _make_room(save_dir, staging), f"prepare {save_dir}")
@@ -90,36 +87,39 @@ def save_checkpoint(
     adapters = find_adapters(model)
     meta = {"format": _FORMAT, "sealed": True, **_shape(engine)}
     meta["adapters"] = None if adapters is None else str(adapters)
-    files = _Files(staging)
-    _write_engine(ranks, engine, files, has_adapters=adapters is not None)
-    if meta["adapters"]:
-        meta["frozen"], meta["in_4bit"] = zip(*ranks.all_gather_object(_frozen_sums(engine.module)))
-    known, needed = files.settle(ranks)
+    written = _WrittenFiles(staging)
+    _write_engine(ranks, engine, written, has_adapters=adapters is not None)
+    if adapters is not None:
+        sums = ranks.all_gather_object(frozen_sums(engine.module))
+        meta["frozen"], meta["in_4bit"] = zip(*sums)
+    known, needed = written.settle(ranks)
 
     def commit() -> None:
-        with _removed_on_failure(staging), durable.explained(save_dir, needed):
-            client = durable.write_file(staging / _CLIENT_STATE, partial(torch.save, client_state or {}))
+        with _removed_on_failure(staging), files.explained(save_dir, needed):
+            save_state = partial(torch.save, client_state or {})
+            known[_CLIENT_STATE] = files.write(staging / _CLIENT_STATE, save_state)
             (staging / META).write_text(json.dumps(meta))
-            durable.seal(staging, known | {_CLIENT_STATE: client}, **facts)
-        with durable.explained(save_dir):
+            files.seal(staging, known, **facts)
+        with files.explained(save_dir):
             _replace(save_dir, tag, staging)
-            upload(target, tag, last=META)
-            upload(target, LATEST)
+            files.publish(target, tag, last=META)
+            files.publish(target, LATEST)
             # Only now: the new checkpoint is complete before an old one is removed.
-            upload(target, *_rotate(save_dir, keep={tag, *protected_tags}, max_num=max_num, max_mem=max_mem))
+            gone = _rotate(save_dir, keep={tag, *protected_tags}, max_num=max_num, max_mem=max_mem)
+            files.publish(target, *gone)
 
     ranks.on_rank_0(commit, f"complete the checkpoint {save_dir / tag}")
     return tag
 
 
-def _write_engine(ranks: Ranks, engine: Any, files: _Files, has_adapters: bool) -> None:
+def _write_engine(ranks: Ranks, engine: Any, files: _WrittenFiles, has_adapters: bool) -> None:
     """Weights, optimizer and scheduler; under adapters without the frozen weights. Collective."""
     if not has_optimizer(engine):
         # Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything.
         if zero_stage_of(engine) == 3 or ranks.is_rank_0():
             files.write(_local_tensors(engine), files.folder / FROZEN.format(ranks.get_rank()))
         return
-    with _frozen_left_out(engine) if has_adapters else contextlib.nullcontext(), files.of(engine):
+    with frozen_left_out(engine) if has_adapters else contextlib.nullcontext(), files.of(engine):
         options = {"exclude_frozen_parameters": True} if has_adapters else {}
         engine.save_checkpoint(str(files.folder.parent), tag=files.folder.name, save_latest=False, **options)
 
@@ -136,21 +136,21 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 
 def _replace(save_dir: Path, tag: str, staging: Path) -> None:
     """Give a written checkpoint its name, in place of an older one, and mark it as the latest."""
-    replaced = save_dir / f"{tag}{_OLD}"
+    files, replaced = files_in_use(), save_dir / f"{tag}{_OLD}"
     if os.path.lexists(save_dir / tag):
-        durable.rename(save_dir / tag, replaced)
-    durable.rename(staging, save_dir / tag)
+        files.rename(save_dir / tag, replaced)
+    files.rename(staging, save_dir / tag)
     with contextlib.suppress(OSError):  # the next save tries again
-        durable.remove(replaced)
-    durable.write_text(save_dir / LATEST, tag)
+        files.remove(replaced)
+    files.write_text(save_dir / LATEST, tag)
 
 
-class _Files:
-    """What this rank writes of a checkpoint: on disk, with digests. A failure waits until all ranks can share it."""
+class _WrittenFiles:
+    """What this rank writes of a checkpoint. A failure waits until all ranks can share it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.needed = folder, 0
-        self.known: dict[str, durable.Digest] = {}
+        self.known: dict[str, Digest] = {}
         self.failure: Exception | None = None
 
     @contextlib.contextmanager
@@ -165,9 +165,12 @@ class _Files:
             del writer.save, engine._copy_recovery_script
 
     def write(self, state: Any, path: Path) -> None:
-        self.needed += _bytes_of(state)
-        name, fill = path.relative_to(self.folder).as_posix(), partial(torch.save, state)
-        self._attempt(lambda: self.known.update({name: durable.write_file(path, fill)}))
+        self.needed += bytes_of(state)
+        self._attempt(lambda: self._write(state, path))
+
+    def _write(self, state: Any, path: Path) -> None:
+        name = path.relative_to(self.folder).as_posix()
+        self.known[name] = files_in_use().write(path, partial(torch.save, state))
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         try:
@@ -176,29 +179,37 @@ class _Files:
         except Exception as error:
             self.failure = error
 
-    def settle(self, ranks: Ranks) -> tuple[dict[str, durable.Digest], int]:
+    def settle(self, ranks: Ranks) -> tuple[dict[str, Digest], int]:
         """Digests of all ranks' files, and their bytes; one error on all ranks if one rank has one. Collective."""
         gathered = ranks.all_gather_object((self.known, self.needed, self.failure is not None))
         needed = sum(size for _, size, _ in gathered)
-        if failed := [rank for rank, (*_, has_failed) in enumerate(gathered) if has_failed]:
+        failed = [rank for rank, (_, _, has_failed) in enumerate(gathered) if has_failed]
+        if failed:
             if ranks.is_rank_0():
                 shutil.rmtree(self.folder, ignore_errors=True)  # room for others, and what is free is said without it
             ranks.barrier()
-            text = None
-            if self.failure is not None:
-                found = durable.problem(self.failure, self.folder.parent, needed)
-                text = str(found or f"{self.folder}: {type(self.failure).__name__}: {self.failure}")
-            text = ranks.broadcast_object(text, src=failed[0])
+            text = ranks.broadcast_object(self._what_failed(needed), src=failed[0])
             raise StorageError(f"rank {failed[0]}: {text}") from self.failure
-        return {name: digest for known, *_ in gathered for name, digest in known.items()}, needed
+        return {name: digest for known, _, _ in gathered for name, digest in known.items()}, needed
+
+    def _what_failed(self, needed: int) -> str | None:
+        if self.failure is None:
+            return None
+        try:
+            with files_in_use().explained(self.folder.parent, needed):
+                raise self.failure
+        except StorageError as error:
+            return str(error)
+        except Exception as error:
+            return f"{self.folder}: {type(error).__name__}: {error}"
 
 
-def _bytes_of(state: Any) -> int:
+def bytes_of(state: Any) -> int:
     """Of the tensors in nested containers."""
     if isinstance(state, torch.Tensor):
         return state.untyped_storage().nbytes()
     inside = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
-    return sum(map(_bytes_of, inside))
+    return sum(map(bytes_of, inside))
 
 
 def load_checkpoint(
@@ -226,17 +237,25 @@ def load_checkpoint(
     if tag is None:
         raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
     path = load_dir / tag
-    if not checked and (path / META).is_file() and (found := damage(ranks, path)):
-        raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
+    if not checked and (path / META).is_file() and (damaged := damage(ranks, path)):
+        raise CheckpointError(f"{path} is damaged: {'; '.join(damaged)}")
     _require_plain(ranks, path)
     adapters = find_adapters(model)
-    meta = _check_fits(ranks, engine, path, load_optimizer_states, None if adapters is None else str(adapters), reshape)
-    reshaped = any(meta[key] != value for key, value in _shape(engine).items())
-    if not has_optimizer(engine):
-        load_frozen(engine, path, meta) if reshaped else _load_without_optimizer(engine, path)
-    elif reshaped:
-        load_trained(engine, path, meta, load_lr_scheduler_states)
+    meta = _check_fits(
+        ranks,
+        engine,
+        path,
+        load_optimizer_states=load_optimizer_states,
+        adapters=None if adapters is None else str(adapters),
+        reshape=reshape,
+    )
+    if any(meta[key] != value for key, value in _shape(engine).items()):
+        load_reshaped = next(reversed(CHECKPOINT_LOADERS.values())).fn
+        load_reshaped(engine, path, meta, load_lr_scheduler_states=load_lr_scheduler_states)
+    elif not has_optimizer(engine):
+        _load_without_optimizer(engine, path)
     else:
+        load_trained_only = partial(load_without_frozen, load_module_strict, str(path))
         with _read_safely(engine):
             loaded, _ = engine.load_checkpoint(
                 str(load_dir),
@@ -244,7 +263,7 @@ def load_checkpoint(
                 load_module_strict=load_module_strict,
                 load_optimizer_states=load_optimizer_states,
                 load_lr_scheduler_states=load_lr_scheduler_states,
-                custom_load_fn=None if adapters is None else partial(_load_trained, load_module_strict, str(path)),
+                custom_load_fn=None if adapters is None else load_trained_only,
             )
         if loaded is None:
             raise CheckpointError(f"{path} has no file for rank {ranks.get_rank()}")
@@ -259,15 +278,25 @@ def _require_plain(ranks: Ranks, path: Path) -> None:
 
     Each rank looks at its share of the files; tensors are not read.
     """
-    found = []
+    refused = []
     for file in sorted(path.rglob("*.pt"))[ranks.get_rank() :: ranks.world_size]:
         try:
             tensor_file.read(file, deepspeed_classes(), mapped=True)
         except CheckpointError as error:
-            found.append(str(error))
-    if told := sorted(text for texts in ranks.all_gather_object(found) for text in texts):
-        more = f" ({len(told) - 1} more files are like it)" if len(told) > 1 else ""
-        raise CheckpointError(f"{told[0]}{more}")
+            refused.append(str(error))
+    of_all_ranks = sorted(text for texts in ranks.all_gather_object(refused) for text in texts)
+    if of_all_ranks:
+        more = f" ({len(of_all_ranks) - 1} more files are like it)" if len(of_all_ranks) > 1 else ""
+        raise CheckpointError(f"{of_all_ranks[0]}{more}")
+
+
+def deepspeed_classes() -> list[type]:
+    """What files of DeepSpeed hold beside tensors and plain values."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 @contextlib.contextmanager
@@ -300,35 +329,18 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
-    """Loads the weights of a checkpoint of any ranks and ZeRO stage into a model of this process, without engine.
-
-    Its tensors are replaced by those of the files; under adapters its frozen weights stay.
-    """
-    module = unwrap_model(model)
-    if meta["adapters"]:
-        _check_frozen(path, meta, [_frozen_sums(module)], 0, changed=True)
-    weights = whole_weights(path, meta, module.state_dict(keep_vars=True))
-    module.load_state_dict(weights, strict=False, assign=True)
-    find_hf_model(module)[0].tie_weights()
-    now = module.state_dict(keep_vars=True)
-    given = {now[name] for name in weights}
-    kept = _frozen_names(module) if meta["adapters"] else set()
-    if missing := sorted(name for name, tensor in now.items() if tensor not in given and name not in kept):
-        raise CheckpointError(f"{path} holds another model: it has no {missing[0]!r} ({len(missing)} are missing)")
-
-
 def has_finite_weights(model: Any) -> bool:
     """Of this rank, by their sums: one look at each."""
-    weights = [_own_part(p) for p in unwrap_model(model).parameters() if p.is_floating_point()]
-    return bool(torch.stack([w.sum(dtype=torch.float32) for w in weights]).isfinite().all())
+    weights = [own_part(weight) for weight in unwrap_model(model).parameters() if weight.is_floating_point()]
+    return bool(torch.stack([weight.sum(dtype=torch.float32) for weight in weights]).isfinite().all())
 
 
 def bring(ranks: Ranks, source: str | os.PathLike[str], tag: str | None) -> None:
     """A checkpoint at a URL to this node. Collective."""
     if is_url(source):
         marks = (LATEST, f"{tag}/")
-        ranks.on_rank_0(lambda: download(source, lambda name: name.startswith(marks)), f"read {source}")
+        fetch = partial(files_in_use().fetch, source, lambda name: name.startswith(marks))
+        ranks.on_rank_0(fetch, f"read {source}")
 
 
 def damage(ranks: Ranks, path: Path) -> list[str]:
@@ -336,13 +348,12 @@ def damage(ranks: Ranks, path: Path) -> list[str]:
 
     Each rank reads its share of the files. One of an older lightppo, which has no manifest, is taken as it is.
     """
-    found, share = [], ranks.get_rank()
-    if not durable.is_sealed(path) and not _meant_sealed(path):
-        if ranks.is_rank_0():
-            logger.info("%s is of an older lightppo: it has no manifest to be checked against", path)
-    else:
-        found = durable.check(path, share, ranks.world_size)
-    return sorted({text for texts in ranks.all_gather_object(found) for text in texts})
+    damaged: list[str] = []
+    if is_sealed(path) or _meant_sealed(path):
+        damaged = files_in_use().damage(path, share=ranks.get_rank(), shares=ranks.world_size)
+    elif ranks.is_rank_0():
+        logger.info("%s is of an older lightppo: it has no manifest to be checked against", path)
+    return sorted({text for texts in ranks.all_gather_object(damaged) for text in texts})
 
 
 def _meant_sealed(path: Path) -> bool:
@@ -386,8 +397,8 @@ def read_mark(folder: Path) -> str | None:
 def list_tags(save_dir: str | os.PathLike[str]) -> list[str]:
     """Tags of the complete checkpoints in a directory, oldest first."""
     aside = (INCOMPLETE, DAMAGED)
-    found = [path for path in Path(save_dir).iterdir() if (path / META).is_file() and path.suffix not in aside]
-    return [path.name for path in sorted(found, key=lambda path: ((path / META).stat().st_mtime_ns, path.name))]
+    whole = [path for path in Path(save_dir).iterdir() if (path / META).is_file() and path.suffix not in aside]
+    return [path.name for path in sorted(whole, key=lambda path: ((path / META).stat().st_mtime_ns, path.name))]
 
 
 def rng_state() -> dict[str, Any]:
@@ -421,7 +432,13 @@ def _shape(engine: Any) -> dict[str, Any]:
 
 
 def _check_fits(
-    ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bool, adapters: str | None, reshape: bool
+    ranks: Ranks,
+    engine: Any,
+    path: Path,
+    *,
+    load_optimizer_states: bool,
+    adapters: str | None,
+    reshape: bool,
 ) -> dict[str, Any]:
     """What the checkpoint says about itself, if it can be loaded here."""
     meta = {"fp16": False} | read_meta(path)
@@ -439,78 +456,20 @@ def _check_fits(
             f"{', '.join(f'{key}={shape[key]}' for key in fixed)}: {also}resume with the same number of "
             "processes, --zero_stage and --bf16 or --fp16, or start from its HF export with --pretrain"
         )
+    if changed and not CHECKPOINT_LOADERS:
+        raise CheckpointError(
+            f"{path} has other ranks or another ZeRO stage: a plugin loads such checkpoints, "
+            "lightppo.plugins.reshape, which is not installed: resume with as many processes and the same --zero_stage"
+        )
     if changed and not load_optimizer_states:
         raise CheckpointError(f"{path} has other ranks or another ZeRO stage: its weights load with the optimizer only")
     if not load_optimizer_states and zero_stage_of(engine) == 3 and latest_tag(path.parent) != path.name:
         # DeepSpeed rebuilds ZeRO-3 weights from the marker's tag, whatever tag we ask for.
         raise CheckpointError(f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it")
     if adapters:
-        sums = ranks.all_gather_object(_frozen_sums(engine.module))
-        _check_frozen(path, meta, sums, shape["zero_stage"], bool(changed))
+        sums = ranks.all_gather_object(frozen_sums(engine.module))
+        check_frozen(path, meta, sums, stage=shape["zero_stage"], changed=bool(changed))
     return meta
-
-
-def _check_frozen(
-    path: Path, meta: Mapping[str, Any], sums: Sequence[tuple[float, int]], stage: int, changed: bool
-) -> None:
-    """Adapters fit the weights beside which they were trained; ``changed``: shards or ranks are not as they were."""
-    frozen, in_4bit = zip(*sums)
-    saved, now = (meta["frozen"], meta.get("in_4bit", in_4bit)), (frozen, in_4bit)
-    if changed:  # other shards: only their totals compare
-        saved, now = _totals(*saved, meta["zero_stage"]), _totals(*now, stage)
-    # Another machine's kernels may sum in another order; another model's sums are far off.
-    alike = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(saved[0], now[0], strict=True))
-    if not alike or list(saved[1]) != list(now[1]):
-        raise CheckpointError(
-            f"{path} holds LoRA adapters of other frozen weights: give the --pretrain (for a critic, the "
-            "--critic_pretrain) that they were trained on, unchanged"
-        )
-
-
-def _totals(dense: Sequence[float], in_4bit: Sequence[int], stage: int) -> tuple[list[float], list[int]]:
-    """Sums over the whole model, out of ``_frozen_sums`` of each rank."""
-    return ([sum(dense)], [sum(in_4bit)]) if stage == 3 else ([dense[0]], [in_4bit[0]])
-
-
-def _frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
-    """Two sums over this rank's frozen weights: dense ones, and 4-bit ones, whose changes would vanish in one sum."""
-    frozen = [_own_part(p) for p in module.parameters() if not p.requires_grad]
-    dense = [torch.linalg.vector_norm(p, 1, dtype=torch.float64) for p in frozen if p.is_floating_point()]
-    return sum(map(float, dense)), sum(int(p.sum(dtype=torch.int64)) for p in frozen if not p.is_floating_point())
-
-
-def _own_part(param: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's part, without the padding of the last shard, which is never written."""
-    if not is_sharded(param):
-        return param.detach()
-    size = param.ds_tensor.numel()
-    left = param.ds_numel - size * dist.get_rank(param.ds_process_group)
-    return param.ds_tensor[: max(0, min(size, left))]
-
-
-def _frozen_names(module: torch.nn.Module) -> set[str]:
-    return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
-
-
-@contextlib.contextmanager
-def _frozen_left_out(engine: Any) -> Iterator[None]:
-    """DeepSpeed's ``exclude_frozen_parameters`` alone would save a frozen embedding under its tied head's name."""
-    frozen, original = _frozen_names(engine.module), engine.module_state_dict
-    engine.module_state_dict = lambda *args, **options: {
-        name: tensor for name, tensor in original(*args, **options).items() if name not in frozen
-    }
-    try:
-        yield
-    finally:
-        del engine.module_state_dict
-
-
-def _load_trained(strict: bool, source: str, src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
-    """Loads a checkpoint that has no frozen weights."""
-    missing, unexpected = dst.load_state_dict(src, strict=False)
-    odd = sorted({*missing} - _frozen_names(dst) | {*unexpected})
-    if strict and odd:
-        raise CheckpointError(f"{source} holds other adapters: {len(odd)} weights differ, first {odd[0]!r}")
 
 
 @torch.no_grad()
@@ -528,229 +487,43 @@ def _load_without_optimizer(engine: Any, directory: Path) -> None:
 
 def _local_tensors(engine: Any) -> dict[str, torch.Tensor]:
     tensors = unwrap_model(engine).state_dict(keep_vars=True)
-    return {name: t.ds_tensor.data if is_sharded(t) else t.detach() for name, t in tensors.items()}
+    return {name: tensor.ds_tensor.data if is_sharded(tensor) else tensor.detach() for name, tensor in tensors.items()}
 
 
 def _make_room(save_dir: Path, staging: Path) -> None:
     """A folder for a new checkpoint, without what an interrupted saving left."""
-    with durable.explained(save_dir):
+    files = files_in_use()
+    with files.explained(save_dir):
         save_dir.mkdir(parents=True, exist_ok=True)
         for leftover in list(save_dir.glob(f"*{INCOMPLETE}")):
             whole = save_dir / leftover.name.removesuffix(_OLD)
             if leftover.name.endswith(_OLD) and not whole.exists():
-                durable.rename(leftover, whole)  # the one that was to take its place did not come
+                files.rename(leftover, whole)  # the one that was to take its place did not come
                 continue
             logger.warning("removing %s, a checkpoint whose saving was interrupted", leftover)
-            durable.remove(leftover)
+            files.remove(leftover)
         staging.mkdir()
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Whole or gone, whenever the process stops: the next save removes what has this name."""
+    aside = folder.with_name(f"{folder.name}{INCOMPLETE}")
+    files_in_use().rename(folder, aside)
+    files_in_use().remove(aside)
 
 
 def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> list[str]:
     """Removes checkpoints, oldest first, until the others are within the limits; returns their tags."""
-    tags, gone = list_tags(save_dir), []
-    sizes = {tag: sum(f.stat().st_size for f in (save_dir / tag).rglob("*") if f.is_file()) for tag in tags}
-    for tag in [tag for tag in tags if tag not in keep]:
+    gone = []
+    sizes = {tag: _size_of(save_dir / tag) for tag in list_tags(save_dir)}
+    for tag in [tag for tag in sizes if tag not in keep]:
         if len(sizes) <= max_num and sum(sizes.values()) <= max_mem * 1e9:
             break
-        durable.remove_folder(save_dir / tag, aside=save_dir / f"{tag}{INCOMPLETE}")
+        remove_checkpoint(save_dir / tag)
         del sizes[tag]
         gone.append(tag)
     return gone
 
 
-# -- Hugging Face folders ----------------------------------------------------------------------------------------------
-
-ADAPTER = "adapter"  # folder inside the export of a model with adapters
-SAVING, REPLACED = ".saving", ".replaced"
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
-_MODEL_CARD = """---
-library_name: transformers
-tags:
-- lightppo
----
-
-# {name}
-
-A `{architecture}` saved by lightppo.
-
-```python
-from transformers import {auto_class}
-
-model = {auto_class}.from_pretrained("{name}")
-```
-"""
-
-
-def save_model(
-    ranks: Ranks,
-    model: Any,
-    tokenizer: Any | None,
-    output_dir: str | os.PathLike[str],
-    files: Mapping[str, str] = {},
-    **facts: Any,
-) -> None:
-    """Writes all that transformers reads. A new folder appears complete; in an old one, file by file. Collective.
-
-    With a URL, it is written to ``storage.local_folder(output_dir)``, then sent, the config last.
-
-    Args:
-        files: further files, name → text.
-        facts: plain values that its manifest keeps, see ``durable.manifest``.
-    """
-    hf_model, prefix = find_hf_model(model)
-    state_dict = full_state_dict(model, ranks.is_rank_0())
-
-    def write() -> None:
-        local = local_folder(output_dir)
-        with durable.explained(local, _bytes_of(state_dict)):
-            names = _write(hf_model, prefix, state_dict, tokenizer, local, files, facts)
-        upload(output_dir, *sorted(names, key=lambda name: name == "config.json"), instead_of=_WEIGHT_FILES)
-
-    ranks.on_rank_0(write, f"save {output_dir}")
-
-
-def _write(
-    hf_model: Any,
-    prefix: str,
-    state_dict: Any,
-    tokenizer: Any | None,
-    output_dir: Path,
-    files: Mapping[str, str],
-    facts: Mapping[str, Any],
-) -> list[str]:
-    """Returns the names of what it has written."""
-    state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
-    adapters = find_adapters(hf_model)
-    whole = state_dict if adapters is None else adapters.merged(state_dict)
-    if output_dir.exists() and not output_dir.is_dir():
-        raise FileExistsError(f"{output_dir} is a file, not a directory")
-    inside = output_dir.is_dir() and any(output_dir.iterdir()) and not _is_export(output_dir)
-    # A folder with other things in it (checkpoints, say) is filled file by file; any other appears complete.
-    staging = output_dir / SAVING if inside else output_dir.with_name(f".{output_dir.name}{SAVING}")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        with _savable(hf_model):
-            hf_model.save_pretrained(str(staging), state_dict=whole)
-        if adapters is not None:
-            adapters.write(state_dict, staging / ADAPTER)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(staging))
-        auto_class = "AutoModelForCausalLM" if hf_model.can_generate() else "AutoModelForSequenceClassification"
-        names = {"name": output_dir.name, "architecture": type(hf_model).__name__, "auto_class": auto_class}
-        for name, text in {"README.md": _MODEL_CARD.format(**names), **files}.items():
-            (staging / name).write_text(text)
-        durable.seal(staging, **facts)
-        written = [path.name for path in staging.iterdir()]
-        if inside:
-            _move_files(staging, output_dir)
-        else:
-            _take_place(staging, output_dir)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return written
-
-
-def _is_export(folder: Path) -> bool:
-    """Whether all that is in a folder is one export."""
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return not folder.is_symlink() and files == {durable.MANIFEST, *durable.manifest(folder)["files"]}
-
-
-def _take_place(staging: Path, output_dir: Path) -> None:
-    replaced = output_dir.with_name(f".{output_dir.name}{REPLACED}")
-    if output_dir.is_dir() and any(output_dir.iterdir()):
-        shutil.rmtree(replaced, ignore_errors=True)
-        durable.rename(output_dir, replaced)
-    durable.rename(staging, output_dir)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def clear_exports(root: Path) -> list[str]:
-    """Remove exports below ``root`` whose saving was interrupted, and return their names; what they were to take the
-    place of is there again."""
-    if not root.is_dir():
-        return []
-    for replaced in root.glob(f".*{REPLACED}"):
-        whole = root / replaced.name.removeprefix(".").removesuffix(REPLACED)
-        if whole.exists():
-            durable.remove(replaced)
-        else:
-            durable.rename(replaced, whole)
-    names = []
-    for leftover in root.glob(f".?*{SAVING}"):
-        logger.warning("removing %s, an export that was interrupted", leftover)
-        shutil.rmtree(leftover)
-        names.append(leftover.name.removeprefix(".").removesuffix(SAVING))
-    return names
-
-
-@contextlib.contextmanager
-def _savable(hf_model: Any) -> Iterator[None]:
-    """Without the progress bar of each save; with ``do_sample`` in the generation config of a model that samples.
-
-    Some hub models have sampling settings without it, which transformers reads but refuses to write.
-    """
-    from transformers.utils import logging as hf_logging
-
-    shown, original = hf_logging.is_progress_bar_enabled(), getattr(hf_model, "generation_config", None)
-    hf_logging.disable_progress_bar()
-    try:
-        if original is not None:
-            original.validate(strict=True)
-    except ValueError as error:
-        logger.warning("saving the generation config with do_sample=True, since it has sampling settings: %s", error)
-        hf_model.generation_config = copy.deepcopy(original)
-        hf_model.generation_config.do_sample = True
-    try:
-        yield
-    finally:
-        if original is not None:
-            hf_model.generation_config = original
-        if shown:
-            hf_logging.enable_progress_bar()
-
-
-def _move_files(staging: Path, output_dir: Path) -> None:
-    """The manifest goes first and comes last: between, the folder is no whole export."""
-    new = {path.name for path in staging.iterdir()}
-    (output_dir / durable.MANIFEST).unlink(missing_ok=True)
-    durable.sync_folder(output_dir)
-    for path in sorted(staging.iterdir(), key=lambda path: path.name == durable.MANIFEST):
-        target = output_dir / path.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        if path.name == durable.MANIFEST:
-            for pattern in _WEIGHT_FILES:  # shards of an earlier, larger save would be loaded as part of this model
-                for old in output_dir.glob(pattern):
-                    if old.name not in new:
-                        old.unlink()
-            durable.sync_folder(output_dir)
-        os.replace(path, target)
-    durable.sync_folder(output_dir)
-
-
-def load_model(model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Loads a weight file or Hugging Face folder into a model and its fp32 masters. Collective if prepared."""
-    state_dict = _read_weights(Path(path))
-    if state_dict.keys().isdisjoint(unwrap_model(model).state_dict().keys()):
-        _, prefix = find_hf_model(model)
-        state_dict = {f"{prefix}{name}": tensor for name, tensor in state_dict.items()}
-    load_full_state_dict(model, state_dict, strict, str(path))
-
-
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder or a weight file, on the CPU."""
-    from safetensors.torch import load_file
-
-    if not path.exists():
-        raise FileNotFoundError(f"no model at {path}")
-    files = [path]
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
-    if not files:
-        raise FileNotFoundError(f"{path} holds no *.safetensors and no pytorch_model*.bin")
-    state_dict: dict[str, torch.Tensor] = {}
-    for file in files:
-        state_dict |= load_file(file) if file.suffix == ".safetensors" else tensor_file.read(file)
-    return state_dict
+def _size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

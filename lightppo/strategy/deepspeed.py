@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightppo.errors import LaunchError, ModelLoadError
 from lightppo.ranks import heartbeat
-from lightppo.strategy import checkpoint, zero3
+from lightppo.strategy import checkpoint, export, zero3
 from lightppo.strategy.distributed import DistributedStrategy, on_cuda
 from lightppo.strategy.zero3 import find_engine, get_engine, unwrap_model
 
@@ -487,8 +487,8 @@ class DeepspeedStrategy(DistributedStrategy):
     save_ckpt = checkpoint.save_checkpoint
     load_ckpt = checkpoint.load_checkpoint
     has_finite_weights = staticmethod(checkpoint.has_finite_weights)
-    save_model = checkpoint.save_model
-    load_model = staticmethod(checkpoint.load_model)
+    save_model = export.save_model
+    load_model = staticmethod(export.load_model)
 
 
 def get_strategy(args: Any) -> DeepspeedStrategy:

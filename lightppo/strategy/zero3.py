@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 # -- lightppo model → DeepSpeed engine → module → Hugging Face model ---------------------------------------------------
@@ -81,6 +82,15 @@ def find_hf_model(model: Any) -> tuple[nn.Module, str]:
         )
     ((name, hf_model),) = found.items()
     return hf_model, f"{name}." if name else ""
+
+
+def own_part(param: nn.Parameter) -> torch.Tensor:
+    """This rank's part, without the padding of the last shard, which is never written."""
+    if not is_sharded(param):
+        return param.detach()
+    size = param.ds_tensor.numel()
+    left = param.ds_numel - size * dist.get_rank(param.ds_process_group)
+    return param.ds_tensor[: max(0, min(size, left))]
 
 
 def find_adapters(model: Any) -> Any | None:

@@ -39,6 +39,7 @@ from lightppo.experience.batching import Minibatch, ReplayBuffer, balance_ranks,
 from lightppo.experience.checks import RolloutCheck, RolloutReplay
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
+from lightppo.files import local_folder, stage_to_local
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
@@ -46,7 +47,6 @@ from lightppo.models.folders import check_positions
 from lightppo.models.preparation import Role, prepare_model
 from lightppo.plugin import CHECKS, ENGINES, LOADING
 from lightppo.plugins.algorithms.teacher import TeacherServers
-from lightppo.plugins.ops.storage import local_folder, stage_to_local
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward, reward_inputs
 from lightppo.rewards.source import AsyncScorer, NoReward, RewardSource, check_verifier_status

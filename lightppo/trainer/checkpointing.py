@@ -6,9 +6,9 @@ ckpt_path/global_stepN_hf        the actor for transformers (--save_hf_ckpt)
 ckpt_path/best_hf                the actor of the best evaluation (--best_metric), and best.json
 ckpt_path/latest                 the last tag of which every part is whole
 
-Each part has a manifest. It also names part, step, run, and the sums of the parts that were saved before it: a part of
-another checkpoint is refused. A checkpoint with a file that is not as it was saved is renamed, all parts together, to
-``global_stepN.damaged``, and the run goes on from the one before.
+Each part is sealed with facts (:mod:`lightppo.files`): part, step, run, and the seals of the parts that were saved
+before it, by which a part of another checkpoint is told. A checkpoint with a file that is not as it was saved is
+renamed, all parts together, to ``global_stepN.damaged``, and the run goes on from the one before.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import Any, Self
 
 from lightppo.config.options import CheckpointConfig, unsafe_changes
 from lightppo.errors import CheckpointError, ConfigError, TrainingError
+from lightppo.files import facts_of, files_in_use, is_url, join, local_folder, seal_of
 from lightppo.option import Option
-from lightppo.plugins.ops import durable
-from lightppo.plugins.ops.storage import download, is_url, join, local_folder, upload
+from lightppo.plugin import CHECKPOINT_CHECKS
 from lightppo.strategy.checkpoint import (
     DAMAGED,
-    INCOMPLETE,
     LATEST,
     META,
     bring,
-    clear_exports,
     damage,
     list_tags,
     read_mark,
+    remove_checkpoint,
     restore_rng_state,
     rng_state,
 )
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.strategy.export import clear_exports
 from lightppo.urls import shown_value
 
 logger = logging.getLogger(__name__)
@@ -117,34 +117,40 @@ class RunCheckpointer:
 
         ``client_state`` comes back from :meth:`load`; the random generators of every rank are added.
         """
-        tag, c = f"global_step{step}", self.config
         self.require_finite(step)
-        if not c.disable_ds_ckpt:
-            state = {**client_state, "rng": self.strategy.gather_object(rng_state())}
-            state["run"] = self.run
-            previous: list[str] = []  # on rank 0, which removes the older ones
-
-            def prepare() -> None:
-                previous.extend(self._with_all_parts(local_folder(root))[:1])
-                _drop(root, tag)
-
-            self.strategy.on_rank_0(prepare, f"make room for {tag} in {root}")
-            # The actor last: its client state is what makes the other parts a checkpoint of the run. Until it is
-            # written, the others keep what belongs to the one before; and it knows the sums of all others.
-            sums: dict[str, str | None] = {}
-            for name in sorted(self.models, key=lambda name: name == "actor"):
-                self.strategy.save_ckpt(
-                    *(self.models[name], join(root, f"_{name}"), tag),
-                    max_num=c.max_ckpt_num,
-                    max_mem=c.max_ckpt_mem / len(self.models),
-                    client_state=state if name == "actor" else None,
-                    protected_tags=() if name == "actor" else previous,
-                    facts={"part": name, "step": step, "run": self.run, "siblings": dict(sums)},
-                )
-                sums[name] = durable.seal_of(local_folder(root) / f"_{name}" / tag)
-            self.strategy.on_rank_0(lambda: _mark(root, tag), f"mark {tag} as the latest in {root}")
-        if c.save_hf_ckpt:
+        if not self.config.disable_ds_ckpt:
+            self._save_parts(root, step, client_state)
+        if self.config.save_hf_ckpt:
             self.save_hf(root, step)
+
+    def _save_parts(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
+        tag = f"global_step{step}"
+        generators = self.strategy.gather_object(rng_state())
+        state = {**client_state, "rng": generators, "run": self.run}
+        previous: list[str] = []  # on rank 0, which removes the older ones
+
+        def prepare() -> None:
+            previous.extend(self._with_all_parts(local_folder(root))[:1])
+            _drop(root, tag)
+
+        self.strategy.on_rank_0(prepare, f"make room for {tag} in {root}")
+        # The actor last: its client state is what makes the other parts a checkpoint of the run. Until it is
+        # written, the others keep what belongs to the one before; and it knows the seals of all others.
+        seals: dict[str, str | None] = {}
+        for name in sorted(self.models, key=lambda name: name == "actor"):
+            is_actor = name == "actor"
+            self.strategy.save_ckpt(
+                self.models[name],
+                join(root, f"_{name}"),
+                tag,
+                max_num=self.config.max_ckpt_num,
+                max_mem=self.config.max_ckpt_mem / len(self.models),
+                client_state=state if is_actor else None,
+                protected_tags=() if is_actor else previous,
+                facts={"part": name, "step": step, "run": self.run, "siblings": dict(seals)},
+            )
+            seals[name] = seal_of(local_folder(root) / f"_{name}" / tag)
+        self.strategy.on_rank_0(lambda: _mark(root, tag), f"mark {tag} as the latest in {root}")
 
     def adopt(self, root: str | Path, tag: str) -> None:
         """Mark a checkpoint that others have written as the latest, if all parts have it. Collective."""
@@ -158,10 +164,12 @@ class RunCheckpointer:
     def require_finite(self, step: int) -> None:
         """Raises TrainingError where a weight is NaN or infinite, before it takes a good one's place. Collective."""
         bad = [name for name, model in self.models.items() if not self.strategy.has_finite_weights(model)]
-        if found := sorted({name for of_rank in self.strategy.all_gather_object(bad) for name in of_rank}):
+        of_all_ranks = sorted({name for of_rank in self.strategy.all_gather_object(bad) for name in of_rank})
+        if of_all_ranks:
             raise TrainingError(
-                f"after step {step} weights of the {' and '.join(found)} are not finite: nothing is saved, and the "
-                "last checkpoint stays. Lower the learning rate, or train in fp32; the same command goes on from there"
+                f"after step {step} weights of the {' and '.join(of_all_ranks)} are not finite: nothing is saved, "
+                "and the last checkpoint stays. Lower the learning rate, or train in fp32; the same command goes on "
+                "from there"
             )
 
     def save_hf(self, root: str | Path, step: int) -> None:
@@ -171,14 +179,15 @@ class RunCheckpointer:
         self.strategy.save_model(self.models["actor"], self.tokenizer, join(root, name))
 
         def rotate() -> None:
-            found = local_folder(root).glob("global_step*_hf")
-            others = [path for path in found if _HF_EXPORT.fullmatch(path.name) and path.name != name]
+            files = files_in_use()
+            exports = [path for path in local_folder(root).iterdir() if _HF_EXPORT.fullmatch(path.name)]
+            others = [path for path in exports if path.name != name]
             # By age, not by number: a run started anew in this folder counts from 1 again.
             others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
             for old in others[self.config.max_ckpt_num - 1 :]:
-                with durable.explained(old):
-                    durable.remove(old)
-                upload(root, old.name)
+                with files.explained(old):
+                    files.remove(old)
+                files.publish(root, old.name)
 
         self.strategy.on_rank_0(rotate, f"remove old exports in {root}")
 
@@ -191,14 +200,16 @@ class RunCheckpointer:
 
     def catch_up(self, root: str | Path, step: int, due: bool) -> None:
         """After a resume: exports that were interrupted go; that of this step is made if it was due. Collective."""
-        name, local, cut = f"global_step{step}_hf", local_folder(root), []
+        name, local = f"global_step{step}_hf", local_folder(root)
+        interrupted: list[str] = []
 
         def clear() -> None:
-            with durable.explained(local):
-                cut.extend(clear_exports(local))
+            with files_in_use().explained(local):
+                interrupted.extend(clear_exports(local))
 
         self.strategy.on_rank_0(clear, f"clear {root}")
-        if self.strategy.broadcast_object((due or name in cut) and not (local / name).exists()):
+        is_missing = (due or name in interrupted) and not (local / name).exists()
+        if self.strategy.broadcast_object(is_missing):
             self.strategy.print(f"{root}/{name} was not written before the run ended: it is now")
             self.save_hf(root, step)
 
@@ -246,6 +257,22 @@ class RunCheckpointer:
 
         ``before``: of those before this step, which are only read: a damaged one is passed over.
         """
+        tags = self._shared_candidates(root, before)
+        damaged: dict[str, str] = {}
+        whole = None
+        for tag in tags:
+            if texts := self._damage(root, tag):
+                damaged[tag] = "; ".join(texts)
+                continue
+            self._require_one_save(root, tag, tags)
+            whole = tag
+            break
+        if damaged:
+            self._leave_out(root, damaged, whole, keep_aside=keep_aside, are_only_read=before is not None)
+        return whole
+
+    def _shared_candidates(self, root: str | Path, before: int | None) -> list[str]:
+        """Rank 0's candidates on all ranks, or its error. Collective."""
         tags, refusal = [], None
         if self.strategy.is_rank_0():
             try:
@@ -256,44 +283,47 @@ class RunCheckpointer:
         tags, refusal = self.strategy.broadcast_object((tags, refusal))
         if refusal:
             raise CheckpointError(refusal)
-        bad: dict[str, str] = {}
-        for tag in tags:
-            if found := self._damage(root, tag):
-                bad[tag] = "; ".join(found)
-                continue
-            self._require_one_save(root, tag, tags)
-            if bad and keep_aside:
-                self.strategy.on_rank_0(lambda tag=tag: self._set_aside(root, bad, tag), f"rename {list(bad)}")
-                told = [f"{name} is damaged, kept as {name}{DAMAGED}: {text}" for name, text in bad.items()]
-                self.strategy.print(f"{root}: {'; '.join(told)}; going on from {tag}")
-                return tag
-            else:
-                break
+        return tags
+
+    def _leave_out(
+        self,
+        root: str | Path,
+        damaged: Mapping[str, str],
+        whole: str | None,
+        *,
+        keep_aside: bool,
+        are_only_read: bool,
+    ) -> None:
+        """Say that the run goes on from a whole checkpoint before damaged ones; CheckpointError where it may not."""
+        if keep_aside and whole is not None:
+            self.strategy.on_rank_0(lambda: self._set_aside(root, damaged, whole), f"rename {list(damaged)}")
+            told = "; ".join(f"{name} is damaged, kept as {name}{DAMAGED}: {text}" for name, text in damaged.items())
+            self.strategy.print(f"{root}: {told}; going on from {whole}")
+        elif are_only_read:
+            told = "; ".join(f"{name} is damaged: {text}" for name, text in damaged.items())
+            self.strategy.print(f"{root}: {told}; going on from {whole or 'the start'}")
         else:
-            tag = None
-        if not bad:
-            return tag
-        if before is not None:
-            told = "; ".join(f"{name} is damaged: {text}" for name, text in bad.items())
-            self.strategy.print(f"{root}: {told}; going on from {tag or 'the start'}")
-            return tag
-        first, text = next(iter(bad.items()))
-        left = "no whole one is left" if tag is None else f"the run that owns it would go on from {tag}"
-        raise CheckpointError(f"{root}/{first} is damaged: {text}; {left}. To start anew, set --resume never")
+            first, text = next(iter(damaged.items()))
+            left = "no whole one is left" if whole is None else f"the run that owns it would go on from {whole}"
+            raise CheckpointError(f"{root}/{first} is damaged: {text}; {left}. To start anew, set --resume never")
 
     def _damage(self, root: str | Path, tag: str) -> list[str]:
         """What is damaged in any part, a text per file. Collective."""
-        found = []
+        texts: list[str] = []
         for name in self.models:
             part = join(root, f"_{name}")
             bring(self.strategy, part, tag)
-            found += [f"_{name}: {text}" for text in damage(self.strategy, local_folder(part) / tag)]
-        return found
+            texts += [f"_{name}: {text}" for text in damage(self.strategy, local_folder(part) / tag)]
+        return texts
 
     def _require_one_save(self, root: str | Path, tag: str, tags: Sequence[str]) -> None:
         """CheckpointError on all ranks where the parts of a checkpoint were not saved together. Collective."""
-        told = mixture(local_folder(root), tag, self.models) if self.strategy.is_rank_0() else None
-        if told := self.strategy.broadcast_object(told):
+        told = None
+        if self.strategy.is_rank_0():
+            checks = (entry.fn(local_folder(root), tag, self.models) for entry in CHECKPOINT_CHECKS.values())
+            told = next(filter(None, checks), None)
+        told = self.strategy.broadcast_object(told)
+        if told is not None:
             before = tags[tags.index(tag) + 1 :]
             back = f", or remove {tag} from every part to go on from {before[0]}" if before else ""
             raise CheckpointError(
@@ -303,16 +333,17 @@ class RunCheckpointer:
 
     def _set_aside(self, root: str | Path, tags: Iterable[str], whole: str) -> None:
         """Other names for damaged checkpoints, in all parts; ``latest`` names the whole one."""
-        for part in sorted(local_folder(root).glob("_*"), key=lambda path: path.name != "_actor"):
+        files = files_in_use()
+        for part in _parts(root):
             folder = join(root, part.name)
             for tag in tags:
                 if (part / tag).is_dir():
-                    aside = [f"{tag}{DAMAGED}"] + [f"{tag}.{i}{DAMAGED}" for i in range(1, 100)]
-                    name = next(name for name in aside if not (part / name).exists())
-                    durable.rename(part / tag, part / name)
-                    upload(folder, name, tag)
-            durable.write_text(part / LATEST, whole)
-            upload(folder, LATEST)
+                    names = [f"{tag}{DAMAGED}"] + [f"{tag}.{i}{DAMAGED}" for i in range(1, 100)]
+                    name = next(name for name in names if not (part / name).exists())
+                    files.rename(part / tag, part / name)
+                    files.publish(folder, name, tag)
+            files.write_text(part / LATEST, whole)
+            files.publish(folder, LATEST)
         _mark(root, whole)
 
     def resume(
@@ -333,15 +364,16 @@ class RunCheckpointer:
                 they name.
             CheckpointError: the checkpoint does not fit this run.
         """
-        c = self.config
         if not options.get("val_only"):
             self._require_room()
-        if is_url(source := c.ckpt_path if c.resume == "auto" else c.resume):
+        is_own = self.config.resume == "auto"
+        source = self.config.ckpt_path if is_own else self.config.resume
+        if is_url(source):
             self.strategy.on_rank_0(lambda: download_marks(source), f"read {source}")
-        root = resume_root(c.resume, c.ckpt_path)
+        root = resume_root(self.config.resume, self.config.ckpt_path)
         # A folder that this run does not hold, such as another run's, is only read.
-        held = c.resume == "auto" and not options.get("val_only")
-        tag = self._undamaged(root, held, before) if root is not None else None
+        is_held = is_own and not options.get("val_only")
+        tag = self._undamaged(root, is_held, before) if root is not None else None
         if tag is None:
             return None
         saved = self.load(root, tag, checked=True)
@@ -351,12 +383,12 @@ class RunCheckpointer:
         changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
         marks = {name: shown_value(mark) for name, mark in saved.get("content", {}).items()}
         for name, mark in marks.items():
-            unread = options.get("val_only") and name != "pretrain"
-            if name in refused or unread or content.get(name, mark) == mark:
+            is_unread = options.get("val_only") and name != "pretrain"
+            if name in refused or is_unread or content.get(name, mark) == mark:
                 continue
             if name != "save_path":
                 changes.append(f"--{name} {options[name]} has other content than it had")
-            elif c.resume == "auto":  # a path asks for another run that goes on from this one
+            elif is_own:  # a path asks for another run that goes on from this one
                 changes.append(f"--save_path {as_shown[name]} → {options[name]}")
         if changes:
             raise ConfigError(
@@ -382,9 +414,15 @@ class RunCheckpointer:
         It has a ``world_size`` in place of the generators, which with another number of ranks are seeded by seed, step
         and rank. ``checked``: files were compared with their manifests already.
         """
-        states, options = {}, {"checked": checked, "reshape": self.config.reshape_ckpt}
+        states = {}
         for name, model in self.models.items():
-            _, states[name] = self.strategy.load_ckpt(model, join(root, f"_{name}"), tag, **options)
+            _, states[name] = self.strategy.load_ckpt(
+                model,
+                join(root, f"_{name}"),
+                tag,
+                checked=checked,
+                reshape=self.config.reshape_ckpt,
+            )
         state, strategy = states["actor"], self.strategy
         run = state.pop("run", self.run)
         if self.config.resume == "auto":  # from a path another run goes on
@@ -400,47 +438,6 @@ class RunCheckpointer:
         return state
 
 
-def mixture(root: Path, tag: str, names: Iterable[str]) -> str | None:
-    """Which parts of a checkpoint were not saved together with the others; ``None`` if all were.
-
-    An older lightppo wrote nothing to tell it by: such parts fit together, but not to newer ones.
-    """
-    folders = {name: root / f"_{name}" / tag for name in names}
-    facts = {name: durable.manifest(folder)["facts"] for name, folder in folders.items()}
-    if not any("run" in of_part for of_part in facts.values()):
-        return None
-    odd = _of_another_origin(facts, int(tag.removeprefix("global_step")))
-    kind = "the"
-    if not odd:
-        odd, kind = _of_another_save(folders, facts["actor"].get("siblings", {})), "of another save, the"
-    if not odd:
-        return None
-    told = [f"_{name} is {_origin(facts[name], kind)}" for name in sorted(odd)]
-    return "; ".join(told + [f"_{name} is {_origin(facts[name], 'the')}" for name in folders if name not in odd])
-
-
-def _of_another_origin(facts: Mapping[str, Mapping[str, Any]], step: int) -> set[str]:
-    """Parts of another step, or of another run than most parts are; of as many, than the actor is."""
-    origins = {name: (of_part.get("run"), of_part.get("step")) for name, of_part in facts.items()}
-    fitting = [origin for origin in origins.values() if origin[1] in (step, None)]  # None: of an older version
-    usual = max(fitting, key=fitting.count, default=None)
-    other_model = {name for name, of_part in facts.items() if of_part.get("part") not in (name, None)}
-    return other_model | {name for name, origin in origins.items() if origin != usual}
-
-
-def _of_another_save(folders: Mapping[str, Path], sums: Mapping[str, str]) -> set[str]:
-    """Parts whose sums the actor does not know; if it knows none of several, it is the actor."""
-    others = [name for name in folders if name != "actor"]
-    odd = {name for name in others if durable.seal_of(folders[name]) != sums.get(name)}
-    return {"actor"} if len(odd) == len(others) > 1 else odd
-
-
-def _origin(facts: Mapping[str, Any], kind: str) -> str:
-    if "run" not in facts:
-        return "of an older lightppo"
-    return f"{kind} {facts['part']} of step {facts['step']} of run {facts['run']}"
-
-
 def _tags(name: str, root: Path) -> list[str]:
     """Whole checkpoints of one part, oldest first."""
     part = root / f"_{name}"
@@ -450,10 +447,15 @@ def _tags(name: str, root: Path) -> list[str]:
 def _drop(root: str | Path, tag: str) -> None:
     """An older run's checkpoint of this tag goes before its parts are written one by one, the actor's first: parts of
     two runs would look like one checkpoint."""
-    for part in sorted(local_folder(root).glob("_*"), key=lambda path: path.name != "_actor"):
+    for part in _parts(root):
         if (part / tag).is_dir():
-            durable.remove_folder(part / tag, aside=part / f"{tag}{INCOMPLETE}")
-            upload(join(root, part.name), tag)
+            remove_checkpoint(part / tag)
+            files_in_use().publish(join(root, part.name), tag)
+
+
+def _parts(root: str | Path) -> list[Path]:
+    """Folders of all parts that are there, the actor's first."""
+    return sorted(local_folder(root).glob("_*"), key=lambda path: path.name != "_actor")
 
 
 def _tell_of_mark(root: Path, whole: Sequence[str]) -> None:
@@ -465,16 +467,22 @@ def _tell_of_mark(root: Path, whole: Sequence[str]) -> None:
         logger.warning(
             "%s/latest names %s, but the later %s of the same run is whole, too. Going on from %s; to go on from the "
             "other one, stop, and write its name into that file",
-            *(root, marked, later, marked),
+            root,
+            marked,
+            later,
+            marked,
         )
 
 
 def _later(root: Path, marked: str, whole: Iterable[str]) -> str | None:
     """The last checkpoint of the marked one's run that comes after it."""
-    facts = {tag: durable.manifest(root / "_actor" / tag)["facts"] for tag in whole}
+    facts = {tag: facts_of(root / "_actor" / tag) for tag in whole}
     run, step = facts[marked].get("run"), facts[marked].get("step")
-    later = [tag for tag, found in facts.items() if run and found.get("run") == run and found["step"] > step]
-    return max(later, key=lambda tag: facts[tag]["step"], default=None)
+    if not run:
+        return None
+    of_run = {tag: saved["step"] for tag, saved in facts.items() if saved.get("run") == run}
+    later = [tag for tag in of_run if of_run[tag] > step]
+    return max(later, key=of_run.__getitem__, default=None)
 
 
 def in_the_way(root: Path, names: Iterable[str]) -> str | None:
@@ -501,13 +509,14 @@ def _before(step: int, tags: Iterable[str]) -> list[str]:
 
 
 def _mark(root: str | Path, tag: str) -> None:
-    durable.write_text(local_folder(root) / LATEST, tag)
-    upload(root, LATEST)
+    files_in_use().write_text(local_folder(root) / LATEST, tag)
+    files_in_use().publish(root, LATEST)
 
 
 def download_marks(root: str) -> None:
     """Of the checkpoints and exports at a URL, the small files that say which are whole."""
-    download(root, lambda name: name.endswith((LATEST, META, f"_hf/{_BEST}", "_hf/config.json")))
+    marks = (LATEST, META, f"_hf/{_BEST}", "_hf/config.json")
+    files_in_use().fetch(root, lambda name: name.endswith(marks))
 
 
 def resume_root(resume: str, ckpt_path: str) -> str | Path | None:

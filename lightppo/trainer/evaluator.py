@@ -15,7 +15,7 @@ from typing import Any
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import NonFiniteError, NonFiniteRewardError, RewardError
-from lightppo.plugins.ops import durable
+from lightppo.files import files_in_use
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
@@ -216,8 +216,9 @@ class Evaluator:
         metrics = eval_metrics(samples, self.threshold)
         if self.folder is not None:
             lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]
-            with durable.explained(self.folder):
+            files = files_in_use()
+            with files.explained(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                durable.write_text(self.folder / f"step{step}.jsonl", "".join(lines))
-                durable.write_text(self.folder / f"step{step}.json", json.dumps(by_source(metrics), indent=1) + "\n")
+                files.write_text(self.folder / f"step{step}.jsonl", "".join(lines))
+                files.write_text(self.folder / f"step{step}.json", json.dumps(by_source(metrics), indent=1) + "\n")
         return metrics

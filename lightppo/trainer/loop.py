@@ -23,8 +23,8 @@ from typing import Any, Protocol
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import idle_flags
 from lightppo.errors import ConfigError, NonFiniteError
+from lightppo.files import local_folder
 from lightppo.plugin import CALLBACKS
-from lightppo.plugins.ops.storage import local_folder
 from lightppo.ranks import heartbeat
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m

@@ -15,7 +15,7 @@ from lightppo.errors import NonFiniteError
 from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import CollectedStep
-from lightppo.plugins.ops.storage import local_folder
+from lightppo.files import local_folder
 from lightppo.rewards.source import close_source
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m

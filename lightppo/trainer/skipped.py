@@ -16,8 +16,7 @@ from typing import Any
 
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.experience.experience import non_finite_text
-from lightppo.plugins.ops import durable
-from lightppo.plugins.ops.storage import local_folder, upload
+from lightppo.files import facts_of, files_in_use, local_folder
 from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import TrainerState
 
@@ -94,7 +93,7 @@ class SkippedSteps:
         rank = self.strategy.get_rank()
         path = local_folder(self.folder) / (name := f"nonfinite/step{step}_rank{rank}.pt")
         rows_not_finite = self.write(path, batch, {"step": step, "rank": rank, "models": models})
-        upload(self.folder, name)
+        files_in_use().publish(self.folder, name)
         of_ranks = self.strategy.all_gather_object(rows_not_finite)
         first = next((i for i, of_rank in enumerate(of_ranks) if of_rank), 0)
         why = non_finite_text(of_ranks)
@@ -113,8 +112,8 @@ def is_saved(strategy: Ranks, folders: Sequence[str], step: int) -> bool:
     whole = False
     if strategy.is_rank_0():
         local = [local_folder(folder) for folder in folders]
-        whole = all(durable.manifest(folder)["facts"].get("step") == step for folder in local)
-        whole = whole and not any(durable.check(folder) for folder in local)
+        whole = all(facts_of(folder).get("step") == step for folder in local)
+        whole = whole and not any(files_in_use().damage(folder) for folder in local)
     return strategy.broadcast_object(whole)
 
 

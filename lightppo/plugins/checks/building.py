@@ -16,11 +16,11 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import compute_dtype
 from lightppo.errors import ConfigError
+from lightppo.files import local_folder
 from lightppo.plugins.checks.preflight import NOTHING_KEPT, dry_run_config, preflight
 from lightppo.plugins.checks.probes import check_decoding, check_padding
 from lightppo.plugins.checks.rehearsal import after_step, fewer_rows, rehearse
 from lightppo.plugins.ops import durable
-from lightppo.plugins.ops.storage import local_folder
 from lightppo.ranks import ranks_on_node
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.build import Building, build_prompts

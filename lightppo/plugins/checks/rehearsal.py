@@ -25,7 +25,7 @@ from lightppo.config.options import OptionSet
 from lightppo.data.datasets import Example
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
-from lightppo.plugins.ops.storage import stage_to_local
+from lightppo.files import stage_to_local
 from lightppo.plugins.supervised.sections import SFTConfig
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import NoReward, RewardSource, in_daemon_thread, score_rollouts

@@ -1,6 +1,6 @@
 """Signals, hanging ranks, files that survive a crash, URLs of storage."""
 
-from lightppo.plugin import AROUND, CALLBACKS, FILES, CallbackEntry
+from lightppo.plugin import AROUND, CALLBACKS, CHECKPOINT_CHECKS, FILES, CallbackEntry
 from lightppo.table import Entry
 
 
@@ -9,3 +9,4 @@ def register() -> None:
     CALLBACKS.register("signals", CallbackEntry("lightppo.plugins.ops.ending:StopAtSignal", after_yours=True))
     AROUND.register("guard", Entry("lightppo.plugins.ops.guard:guarded"))
     FILES.register("kept", Entry("lightppo.plugins.ops.kept:KeptFiles"))
+    CHECKPOINT_CHECKS.register("mixture", Entry("lightppo.plugins.ops.mixtures:mixture"))

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 from lightppo.errors import StagingError
 from lightppo.files import CACHE_VARIABLE, cache_folder, in_cache, is_url, made_once
-from lightppo.files import join as join
 from lightppo.urls import GIVE_WHOLE, is_cut, login_of, shown_url, without_secrets
 
 logger = logging.getLogger(__name__)

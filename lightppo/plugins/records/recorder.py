@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config.options import LoggingConfig, OptionSet
+from lightppo.files import local_folder
 from lightppo.plugins.ops import durable
-from lightppo.plugins.ops.storage import local_folder
 from lightppo.plugins.records.metric_names import renamed
 from lightppo.plugins.records.run_folder import (
     RecordSums,

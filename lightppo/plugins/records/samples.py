@@ -20,10 +20,10 @@ from torch import Tensor
 from lightppo.algorithms.shaping import overlong_penalty
 from lightppo.data.records import Rollout, group_by_prompt
 from lightppo.experience.experience import Experience
+from lightppo.files import local_folder
 from lightppo.models.packing import on_cpu
 from lightppo.plugins.checks.places import SAMPLES
 from lightppo.plugins.ops import durable
-from lightppo.plugins.ops.storage import local_folder
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import finite
 from lightppo.terminal import plain

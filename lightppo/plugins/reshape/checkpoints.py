@@ -18,16 +18,18 @@ from torch import Tensor, nn
 
 from lightppo import tensor_file
 from lightppo.errors import CheckpointError
+from lightppo.strategy.checkpoint import FROZEN, deepspeed_classes
+from lightppo.strategy.frozen import check_frozen, frozen_names, frozen_sums
 from lightppo.strategy.zero3 import (
+    find_hf_model,
     forget_secondary_shard,
     full_shape,
+    has_optimizer,
     is_sharded,
     shard_of,
     unwrap_model,
     zero_stage_of,
 )
-
-FROZEN = "frozen_rank{}.pt"  # weights of a model without optimizer; under ZeRO-3 a file per rank
 
 # Keys of a rank's optimizer state by stage: fp32 weights, and the state_dict of torch's optimizer.
 _MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
@@ -68,15 +70,6 @@ def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, lis
                 found[name] = [Piece(r, group, lo - r * length, lo - begin, hi - lo) for r, lo, hi in spans]
                 begin += size
     return found
-
-
-def deepspeed_classes() -> list[type]:
-    """What files of DeepSpeed hold beside tensors and plain values."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -151,12 +144,19 @@ def members(param_groups: Sequence[Mapping[str, Any]], groups: Sequence[Shapes])
     }
 
 
-@torch.no_grad()
-def load_trained(engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool = True) -> None:
+def load_reshaped(engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool = True) -> None:
     """Loads a checkpoint, whose ``meta`` says ranks and stage, into an engine with any others. Collective.
 
     Each rank reads the files of all saved ranks: the folder must be shared.
     """
+    if has_optimizer(engine):
+        _load_trained(engine, path, meta, load_lr_scheduler_states)
+    else:
+        _load_frozen(engine, path, meta)
+
+
+@torch.no_grad()
+def _load_trained(engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool) -> None:
     optimizer, stage = engine.optimizer, zero_stage_of(engine)
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -232,8 +232,8 @@ def _fill(engine: Any, saved: SavedOptimizer, groups: Sequence[Shapes]) -> list[
 
 
 @torch.no_grad()
-def load_frozen(engine: Any, path: Path, meta: Mapping[str, Any]) -> None:
-    """As ``load_trained``, for a model without optimizer."""
+def _load_frozen(engine: Any, path: Path, meta: Mapping[str, Any]) -> None:
+    """As ``_load_trained``, for a model without optimizer."""
     tensors = unwrap_model(engine).state_dict(keep_vars=True)
     for name, weights in _frozen_weights(path, meta, tensors):
         _put(tensors[name], weights)
@@ -278,6 +278,24 @@ def whole_weights(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Ten
     if odd := sorted(name for name in found if not fits.get(name)):
         raise CheckpointError(f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}")
     return {name: w.reshape(-1)[: (t := tensors[name]).numel()].view(t.shape).to(t.dtype) for name, w in found.items()}
+
+
+def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
+    """Loads the weights of a checkpoint of any ranks and ZeRO stage into a model of this process, without engine.
+
+    Its tensors are replaced by those of the files; under adapters its frozen weights stay.
+    """
+    module = unwrap_model(model)
+    if meta["adapters"]:
+        check_frozen(path, meta, [frozen_sums(module)], stage=0, changed=True)
+    weights = whole_weights(path, meta, module.state_dict(keep_vars=True))
+    module.load_state_dict(weights, strict=False, assign=True)
+    find_hf_model(module)[0].tie_weights()
+    now = module.state_dict(keep_vars=True)
+    given = {now[name] for name in weights}
+    kept = frozen_names(module) if meta["adapters"] else set()
+    if missing := sorted(name for name, tensor in now.items() if tensor not in given and name not in kept):
+        raise CheckpointError(f"{path} holds another model: it has no {missing[0]!r} ({len(missing)} are missing)")
 
 
 def _put(tensor: Tensor, weights: Tensor) -> None:

@@ -9,8 +9,8 @@ from lightppo.config import options as ppo
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import files, first_of_each, relations, uses_adapters
 from lightppo.errors import ConfigError
+from lightppo.files import join
 from lightppo.option import Section, option
-from lightppo.plugins.ops.storage import join
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 
 WORDS = {

@@ -42,7 +42,7 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
             raise _no_such_run(args.checkpoint)
 
     def model_and_tokenizer() -> tuple[Any, Any]:
-        from lightppo.plugins.ops.storage import stage_to_local
+        from lightppo.files import stage_to_local
 
         folder = find_checkpoint(Path(stage_to_local(args.checkpoint)).expanduser(), args.part, args.step)
         start = args.base or checkpoint_options(folder).get("pretrain")
@@ -107,7 +107,7 @@ def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None
             raise ConfigError(f"{output} is there already: name a new folder")
 
         from lightppo.ranks import Alone
-        from lightppo.strategy.checkpoint import save_model
+        from lightppo.strategy.export import save_model
 
         save_model(Alone(), *read(), output)
         size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
@@ -160,11 +160,11 @@ def checkpoint_options(folder: Path) -> dict[str, Any]:
 
 def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
     """Model (an actor or a critic) and tokenizer of a checkpoint, whose manifest is checked before."""
+    from lightppo.files import stage_to_local
     from lightppo.models.loading import check_text_only, get_tokenizer
-    from lightppo.plugins.ops.storage import stage_to_local
-    from lightppo.plugins.reshape.checkpoints import saved_names
+    from lightppo.plugins.reshape.checkpoints import load_weights, saved_names
     from lightppo.ranks import Alone
-    from lightppo.strategy.checkpoint import damage, load_weights, read_meta
+    from lightppo.strategy.checkpoint import damage, read_meta
 
     meta = read_meta(folder)
     if found := damage(Alone(), folder):
@@ -229,9 +229,9 @@ def open_adapter(folder: Path, base: str | None, trust_remote_code: bool = False
 
 def open_model(name: str, base: str | None, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
     """Causal LM, tokenizer, and options of the run that it is of, out of whatever a run has left, or the hub has."""
+    from lightppo.files import stage_to_local
     from lightppo.models.loading import get_tokenizer, load_causal_lm
     from lightppo.plugins.adapters.lora import is_adapter
-    from lightppo.plugins.ops.storage import stage_to_local
 
     path, options = Path(name).expanduser(), {}
     if is_adapter(path):

@@ -95,9 +95,9 @@ def read(config: RowsConfig) -> tuple[Any, str]:
 def show(config: RowsConfig) -> int:
     """Print rows, lengths and problems; the number of rows with a problem."""
     from lightppo.data.rows import ORIGIN_COLUMN
+    from lightppo.files import stage_to_local
     from lightppo.models.loading import get_tokenizer
     from lightppo.plugins.checks.rehearsal import described, lengths
-    from lightppo.plugins.ops.storage import stage_to_local
 
     rows, flag = read(config)
     path = stage_to_local(config.tokenizer_path or config.pretrain)
@@ -195,7 +195,7 @@ FORMS = {  # name → conversion of a row, and the columns that tell it
 def write(config: RowsConfig) -> None:
     """Write the rows of a public data set in the form that training reads."""
     from lightppo.data.rows import ORIGIN_COLUMN, origin_of
-    from lightppo.plugins.ops import durable
+    from lightppo.files import files_in_use
 
     if Path(config.write).exists():
         raise ConfigError(f"--write {config.write}: is there already")
@@ -212,6 +212,6 @@ def write(config: RowsConfig) -> None:
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise DataError(f"{origin_of(row, number)}: no row of {form}: {type(error).__name__}: {error}") from error
     kept = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines if line is not None]
-    durable.write_text(config.write, "".join(kept))
+    files_in_use().write_text(Path(config.write), "".join(kept))
     left_out = f"; {len(lines) - len(kept)} pairs without a difference left out" * (len(kept) < len(lines))
     print(f"{config.write}: {len(kept)} rows of {form}{left_out}")

@@ -15,7 +15,7 @@ from support.loops import IdleLoop
 from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError, TrainingError
 from lightppo.plugins.ops import durable
-from lightppo.strategy.checkpoint import clear_exports
+from lightppo.strategy.export import clear_exports
 from lightppo.trainer.checkpointing import RunCheckpointer
 
 pytestmark = pytest.mark.usefixtures("world")

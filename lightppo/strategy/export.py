@@ -1,0 +1,235 @@
+"""Models in Hugging Face format: folders that transformers reads, written whole or not at all.
+
+``DeepspeedStrategy`` offers these functions as ``save_model`` and ``load_model``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightppo import tensor_file
+from lightppo.files import MANIFEST, files_in_use, local_folder, manifest
+from lightppo.ranks import Ranks
+from lightppo.strategy.checkpoint import bytes_of
+from lightppo.strategy.zero3 import (
+    find_adapters,
+    find_hf_model,
+    full_state_dict,
+    load_full_state_dict,
+    unwrap_model,
+)
+
+logger = logging.getLogger(__name__)
+
+ADAPTER = "adapter"  # folder inside the export of a model with adapters
+SAVING, REPLACED = ".saving", ".replaced"
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+_MODEL_CARD = """---
+library_name: transformers
+tags:
+- lightppo
+---
+
+# {name}
+
+A `{architecture}` saved by lightppo.
+
+```python
+from transformers import {auto_class}
+
+model = {auto_class}.from_pretrained("{name}")
+```
+"""
+
+
+def save_model(
+    ranks: Ranks,
+    model: Any,
+    tokenizer: Any | None,
+    output_dir: str | os.PathLike[str],
+    files: Mapping[str, str] = {},
+    **facts: Any,
+) -> None:
+    """Writes all that transformers reads. A new folder appears complete; in an old one, file by file. Collective.
+
+    Published, the config comes last.
+
+    Args:
+        files: further files, name → text.
+        facts: plain values that its manifest keeps, see :func:`lightppo.files.facts_of`.
+    """
+    hf_model, prefix = find_hf_model(model)
+    state_dict = full_state_dict(model, ranks.is_rank_0())
+
+    def write() -> None:
+        use, local = files_in_use(), local_folder(output_dir)
+        with use.explained(local, bytes_of(state_dict)):
+            names = _write(
+                hf_model,
+                prefix,
+                state_dict,
+                tokenizer,
+                output_dir=local,
+                files=files,
+                facts=facts,
+            )
+        names.sort(key=lambda name: name == "config.json")
+        use.publish(output_dir, *names, instead_of=_WEIGHT_FILES)
+
+    ranks.on_rank_0(write, f"save {output_dir}")
+
+
+def _write(
+    hf_model: Any,
+    prefix: str,
+    state_dict: Any,
+    tokenizer: Any | None,
+    output_dir: Path,
+    files: Mapping[str, str],
+    facts: Mapping[str, Any],
+) -> list[str]:
+    """Returns the names of what it has written."""
+    state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+    adapters = find_adapters(hf_model)
+    whole = state_dict if adapters is None else adapters.merged(state_dict)
+    if output_dir.exists() and not output_dir.is_dir():
+        raise FileExistsError(f"{output_dir} is a file, not a directory")
+    inside = output_dir.is_dir() and any(output_dir.iterdir()) and not _is_export(output_dir)
+    # A folder with other things in it (checkpoints, say) is filled file by file; any other appears complete.
+    staging = output_dir / SAVING if inside else output_dir.with_name(f".{output_dir.name}{SAVING}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        with _savable(hf_model):
+            hf_model.save_pretrained(str(staging), state_dict=whole)
+        if adapters is not None:
+            adapters.write(state_dict, staging / ADAPTER)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(staging))
+        auto_class = "AutoModelForCausalLM" if hf_model.can_generate() else "AutoModelForSequenceClassification"
+        names = {"name": output_dir.name, "architecture": type(hf_model).__name__, "auto_class": auto_class}
+        for name, text in {"README.md": _MODEL_CARD.format(**names), **files}.items():
+            (staging / name).write_text(text)
+        files_in_use().seal(staging, **facts)
+        written = [path.name for path in staging.iterdir()]
+        if inside:
+            _move_files(staging, output_dir)
+        else:
+            _take_place(staging, output_dir)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return written
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether all that is in a folder is one export."""
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return not folder.is_symlink() and files == {MANIFEST, *manifest(folder)["files"]}
+
+
+def _take_place(staging: Path, output_dir: Path) -> None:
+    replaced = output_dir.with_name(f".{output_dir.name}{REPLACED}")
+    if output_dir.is_dir() and any(output_dir.iterdir()):
+        shutil.rmtree(replaced, ignore_errors=True)
+        files_in_use().rename(output_dir, replaced)
+    files_in_use().rename(staging, output_dir)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def clear_exports(root: Path) -> list[str]:
+    """Remove exports below ``root`` whose saving was interrupted, and return their names; what they were to take the
+    place of is there again."""
+    if not root.is_dir():
+        return []
+    for replaced in root.glob(f".*{REPLACED}"):
+        whole = root / replaced.name.removeprefix(".").removesuffix(REPLACED)
+        if whole.exists():
+            files_in_use().remove(replaced)
+        else:
+            files_in_use().rename(replaced, whole)
+    names = []
+    for leftover in root.glob(f".?*{SAVING}"):
+        logger.warning("removing %s, an export that was interrupted", leftover)
+        shutil.rmtree(leftover)
+        names.append(leftover.name.removeprefix(".").removesuffix(SAVING))
+    return names
+
+
+@contextlib.contextmanager
+def _savable(hf_model: Any) -> Iterator[None]:
+    """Without the progress bar of each save; with ``do_sample`` in the generation config of a model that samples.
+
+    Some hub models have sampling settings without it, which transformers reads but refuses to write.
+    """
+    from transformers.utils import logging as hf_logging
+
+    shown, original = hf_logging.is_progress_bar_enabled(), getattr(hf_model, "generation_config", None)
+    hf_logging.disable_progress_bar()
+    try:
+        if original is not None:
+            original.validate(strict=True)
+    except ValueError as error:
+        logger.warning("saving the generation config with do_sample=True, since it has sampling settings: %s", error)
+        hf_model.generation_config = copy.deepcopy(original)
+        hf_model.generation_config.do_sample = True
+    try:
+        yield
+    finally:
+        if original is not None:
+            hf_model.generation_config = original
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def _move_files(staging: Path, output_dir: Path) -> None:
+    """The manifest goes first and comes last: between, the folder is no whole export."""
+    files = files_in_use()
+    new = sorted(staging.iterdir(), key=lambda path: path.name == MANIFEST)
+    new_names = {path.name for path in new}
+    if (output_dir / MANIFEST).exists():
+        files.remove(output_dir / MANIFEST)
+    for path in new:
+        target = output_dir / path.name
+        if target.is_dir():
+            files.remove(target)
+        if path.name == MANIFEST:
+            for pattern in _WEIGHT_FILES:  # shards of an earlier, larger save would be loaded as part of this model
+                for old in output_dir.glob(pattern):
+                    if old.name not in new_names:
+                        files.remove(old)
+        files.rename(path, target)
+
+
+def load_model(model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:
+    """Loads a weight file or Hugging Face folder into a model and its fp32 masters. Collective if prepared."""
+    state_dict = _read_weights(Path(path))
+    if state_dict.keys().isdisjoint(unwrap_model(model).state_dict().keys()):
+        _, prefix = find_hf_model(model)
+        state_dict = {f"{prefix}{name}": tensor for name, tensor in state_dict.items()}
+    load_full_state_dict(model, state_dict, strict, str(path))
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """All weights of a Hugging Face folder or a weight file, on the CPU."""
+    from safetensors.torch import load_file
+
+    if not path.exists():
+        raise FileNotFoundError(f"no model at {path}")
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    if not files:
+        raise FileNotFoundError(f"{path} holds no *.safetensors and no pytorch_model*.bin")
+    state_dict: dict[str, torch.Tensor] = {}
+    for file in files:
+        state_dict |= load_file(file) if file.suffix == ".safetensors" else tensor_file.read(file)
+    return state_dict
