@@ -1,0 +1,118 @@
+"""Plain files: what the core alone does with folders; and a plugin's files in their place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightppo.errors import StagingError, StorageError
+from lightppo.files import MANIFEST, Digest, PlainFiles, facts_of, files_in_use, is_sealed, join, local_folder, seal_of
+from lightppo.plugin import FILES
+from lightppo.plugins.ops.kept import KeptFiles
+from lightppo.table import Entry
+
+
+@pytest.fixture
+def plain(monkeypatch) -> PlainFiles:
+    """The files of a core without plugins."""
+    monkeypatch.delitem(FILES, "kept")
+    return files_in_use()
+
+
+def filled(folder: Path) -> Path:
+    (folder / "inner").mkdir(parents=True)
+    (folder / "weights").write_bytes(b"x" * 1000)
+    (folder / "inner" / "note").write_text("abc")
+    return folder
+
+
+def test_plugins_put_their_files_in_place_of_plain_ones(monkeypatch):
+    assert isinstance(files_in_use(), KeptFiles)
+
+    class Elsewhere(PlainFiles):
+        def local(self, folder):
+            return Path("/elsewhere") / Path(folder).name
+
+    monkeypatch.setitem(FILES, "elsewhere", Entry(Elsewhere))
+    assert local_folder("/runs/one") == Path("/elsewhere/one")
+
+
+def test_text_is_replaced_whole(plain, tmp_path, monkeypatch):
+    plain.write_text(tmp_path / "latest", "old")
+
+    def killed(source, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            plain.write_text(tmp_path / "latest", "new")
+    assert (tmp_path / "latest").read_text() == "old"
+    plain.write_text(tmp_path / "latest", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", "new")]
+
+
+@pytest.mark.parametrize("seals", [PlainFiles(), KeptFiles()])
+@pytest.mark.parametrize("checks", [PlainFiles(), KeptFiles()])
+def test_whoever_sealed_a_folder_others_can_check_it(tmp_path, seals, checks):
+    folder = filled(tmp_path / "folder")
+    known = {"weights": seals.write(folder / "weights", lambda file: file.write(b"y" * 1000))}
+    assert not is_sealed(folder)
+    assert seal_of(folder) is None
+    seals.seal(folder, known, step=3)
+    assert is_sealed(folder)
+    assert facts_of(folder) == {"step": 3}
+    assert checks.damage(folder) == []
+
+    before = seal_of(folder)
+    os.truncate(folder / "weights", 7)
+    (folder / "inner" / "note").unlink()
+    damage = checks.damage(folder)
+    assert sorted(damage) == ["inner/note is missing", "weights has 7 bytes, 1000 were written"]
+    assert sorted(checks.damage(folder, 0, 2) + checks.damage(folder, 1, 2)) == sorted(damage)
+    assert seal_of(folder) == before  # of what was written
+
+    (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace("1000", "7"))
+    assert checks.damage(folder) == [f"{MANIFEST} has other content than was written"]
+    assert facts_of(folder) == {}
+
+
+def test_only_sums_tell_of_other_content_of_the_same_size(tmp_path):
+    folder = filled(tmp_path / "folder")
+    KeptFiles().seal(folder)
+    (folder / "inner" / "note").write_text("xyz")
+    assert PlainFiles().damage(folder) == []
+    assert KeptFiles().damage(folder) == ["inner/note has other content than was written"]
+
+
+def test_a_file_of_another_rank_that_is_not_here_is_said(plain, tmp_path):
+    with pytest.raises(StorageError, match=r"rank1\.pt, which another rank wrote, is not here"):
+        plain.seal(filled(tmp_path / "folder"), {"rank1.pt": Digest(1, None)})
+
+
+def test_of_a_link_only_the_link_is_removed(plain, tmp_path):
+    folder = filled(tmp_path / "folder")
+    (tmp_path / "link").symlink_to(folder)
+    plain.remove(tmp_path / "link")
+    assert (folder / "weights").exists()
+    plain.remove(folder)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_url_asks_for_the_plugin(plain):
+    told = r"s3://user:…@bucket/run|s3://…@bucket/run: URLs are read and written by a plugin \(lightppo\.plugins\.ops\)"
+    for use in (plain.local, plain.bring, plain.publish, lambda url: plain.fetch(url, bool)):
+        with pytest.raises(StagingError, match=told) as refused:
+            use("s3://user:secret@bucket/run")
+        assert "secret" not in str(refused.value)
+    with pytest.raises(StagingError, match="--save_path s3://bucket: URLs"):
+        plain.check("s3://bucket", "--save_path")
+
+
+def test_names_of_local_folders(plain):
+    assert plain.local("file:///runs/one") == Path("/runs/one")
+    assert plain.bring("owner/name") == "owner/name"
+    assert join("runs/one", "eval") == Path("runs/one/eval")
+    assert join("s3://bucket/run/", "eval") == "s3://bucket/run/eval"
