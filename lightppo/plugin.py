@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
@@ -59,6 +60,22 @@ class TokenWeight(Entry):
     needs_entropy: bool = False  # before the update, of a pass over the rollout; in training it is always there
     needs_rollout_log_probs: bool = False  # experience.rollout_log_probs, which some engines do not give
     flag: str = ""  # the option that asks for it, for messages
+
+
+@dataclass(frozen=True)
+class RewardEntry(Entry):
+    """A name in ``--reward_source``: its function makes a source of a :class:`lightppo.rewards.RewardRequest`."""
+
+    flag: str = ""  # the option without which there is nothing to make it of: reward_fn
+    # A function of a Prompt, "module:name" or itself: ValueError for a row that the source cannot judge.
+    check_prompt: str | Callable | None = None
+
+
+@dataclass(frozen=True)
+class RewardManager(Entry):
+    """A name of ``--reward_manager``: its function makes a ``Runner`` of a ``RunnerRequest``, see lightppo.rewards."""
+
+    calls: Literal["sample", "batch", "either"] = "either"  # what a reward function must take
 
 
 COMMANDS: Table[Command] = Table(
@@ -135,6 +152,32 @@ by SystemExit. It must import nothing heavy."""
 
 CALLBACKS: Table[CallbackEntry] = Table("callback", kind=CallbackEntry)
 """Callbacks of every run: an entry's function makes one of a trainer, or returns None where it has nothing to do."""
+
+REWARDS: Table[RewardEntry] = Table(
+    "--reward_source",
+    {
+        "function": RewardEntry("lightppo.rewards.registry:function_reward", flag="reward_fn"),
+        "model": RewardEntry("lightppo.rewards.registry:model_reward", flag="reward_pretrain"),
+    },
+    kind=RewardEntry,
+)
+"""Sources of rewards, by the names that ``--reward_source``, ``--reward_routes`` and ``--eval_reward_source`` take."""
+
+REWARD_WRAPPERS: Table = Table("what is around a run's rewards")
+"""An entry's function gets the source of a run and its :class:`lightppo.rewards.RewardRequest`, and returns the source
+itself, or another one around it. They are called in the order of the table."""
+
+REWARD_MANAGERS: Table[RewardManager] = Table(
+    "--reward_manager",
+    {
+        "auto": RewardManager("lightppo.rewards.runners:runner_of"),
+        "naive": RewardManager("lightppo.rewards.runners:runner_of", calls="sample"),
+        "batch": RewardManager("lightppo.rewards.runners:runner_of", calls="batch"),
+        "dapo": RewardManager("lightppo.rewards.runners:runner_of"),  # auto, where --overlong_buffer_len is set
+    },
+    kind=RewardManager,
+)
+"""How a reward function is called."""
 
 FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:PlainFiles")})
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;

@@ -72,7 +72,10 @@ class Table(dict[str, E]):
         self.takes_files = files or decorator is not None
 
     def register(self, name: str, entry: E) -> None:
-        """Add an entry; ValueError where the name is taken."""
+        """Add an entry; ValueError where the name is taken, TypeError where it is no entry of this table."""
+        if not isinstance(entry, self.kind):
+            kind = self.kind.__name__
+            raise TypeError(f"{self.flag} {name}: register a {kind}, as {kind}('module:name'), not {entry!r}")
         if name in self:
             raise ValueError(f"{self.flag}: there is a {name!r} already: choose another name")
         self[name] = entry

@@ -13,7 +13,9 @@ import pytest
 from lightppo.algorithms.entries import TABLES
 from lightppo.config import PPOConfig
 from lightppo.config.options import all_options, sections
+from lightppo.plugins.http import remote
 from lightppo.plugins.supervised.sections import COMMANDS
+from lightppo.plugins.verifiers import formats, math, programs
 from lightppo.plugins.vllm.colocated import engine_arguments
 from lightppo.rewards import registry
 from lightppo.rollout.engine import SamplingParams
@@ -112,8 +114,11 @@ def live_options() -> set[tuple[str, str]]:
         if getattr(node, "name", None) in decide:
             found |= reads(node)
     # the parts of rewards are made with the options that have the names of their parameters
-    made = re.findall(r"_(?:make|options_of)\((\w+), config", inspect.getsource(registry))
-    kinds = [getattr(registry, name) for name in made if hasattr(registry, name)]
+    modules = (registry, remote, math, formats, programs)
+    made = [
+        (module, name) for module in modules for name in re.findall(r"options_of\((\w+)\)", inspect.getsource(module))
+    ]
+    kinds = [getattr(module, name) for module, name in made]
     found |= {("verifier", name) for kind in kinds for name in inspect.signature(kind).parameters}
     # what is made of all options that have the names of its fields or arguments
     found |= {("rollout", field.name) for field in fields(SamplingParams)}

@@ -53,8 +53,6 @@ STILL = {
     "config/options.py",
     "config/rules.py",
     "experience/checks.py",
-    "rewards/function.py",
-    "rewards/registry.py",
     "trainer/__init__.py",
     "trainer/build.py",
     "trainer/ppo_trainer.py",

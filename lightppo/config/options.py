@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section, option
-from lightppo.plugin import ENGINES
+from lightppo.plugin import ENGINES, REWARD_MANAGERS
 from lightppo.plugins.algorithms.tables import CORRECTIONS
 from lightppo.plugins.migration.names import hint
 from lightppo.suggestions import meant, nearest
@@ -445,11 +445,12 @@ class VerifierConfig(Section):
     reward_fn_style: Literal["auto", "queries", "verl", "verl_batch", "trl", "areal"] = option(
         "auto", "Signature of --reward_fn. auto: from its parameter names.", needs="function"
     )
-    reward_manager: Literal["auto", "naive", "batch", "prime", "dapo"] = safe(
+    reward_manager: str = safe(
         "auto",
         "How --reward_fn is called. naive: in threads; batch: one call; prime: processes killed at "
         "--reward_timeout; auto: by signature; dapo: auto, with --overlong_buffer_len.",
         needs="function",
+        names=REWARD_MANAGERS,
     )
     reward_workers: int | None = judged(None, "Threads or processes. None: 16 threads, or one process per core.", ge=1)
     reward_timeout: float | None = judged(

@@ -25,7 +25,7 @@ from lightppo.config.options import Options, OptionSet, all_options
 from lightppo.errors import ConfigError, StagingError
 from lightppo.files import check_file_url, is_url, join
 from lightppo.option import out_of_order
-from lightppo.plugin import TOKEN_WEIGHTS
+from lightppo.plugin import REWARDS, TOKEN_WEIGHTS
 from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection
 from lightppo.plugins.http.client import check_url, is_loopback
 from lightppo.suggestions import nearest
@@ -216,11 +216,19 @@ def _needs_pass(values: Mapping[str, Any]) -> list[str]:
 
 # -- reward sources --------------------------------------------------------------------------------------------------
 
-BUILT_IN = ("math", "format", "code")
-OWN = {"function": "reward_fn", "server": "remote_rm_url", "model": "reward_pretrain"}  # name → the flag it stands for
 ANY_ROUTE = "*"
 
 Plan = dict[str, dict[str, float]]  # route → source → weight
+
+
+def built_in() -> list[str]:
+    """The sources that their names alone stand for."""
+    return [name for name, entry in REWARDS.items() if not entry.flag]
+
+
+def sources_by_flag() -> dict[str, str]:
+    """The sources that another flag gives, and the flag."""
+    return {name: entry.flag for name, entry in REWARDS.items() if entry.flag}
 
 
 def reward_plan(config: Options, flag: str = "--reward_source") -> Plan | None:
@@ -251,7 +259,7 @@ def evaluation_config(config: Options) -> Options | None:
 
 
 def reward_sources(config: Options) -> set[str]:
-    """Names of all sources of a run, whichever flags they come from: ``BUILT_IN`` and the keys of ``OWN``."""
+    """Names of all sources of a run, whichever flags they come from; they are in ``REWARDS``."""
     plan, urls, models = reward_plan(config), config.reward.remote_rm_url, config.model.reward_pretrain
     if plan is not None:
         return {name for weights in plan.values() for name in weights}
@@ -280,11 +288,11 @@ def _routes(text: str) -> Plan:
 
 
 def _weights(where: str, weights: dict[str, Any]) -> dict[str, float]:
-    known = (*BUILT_IN, *OWN)
     found: dict[str, float] = {}
     for name, weight in weights.items():
-        if name not in known:
-            raise ConfigError(f"{where}: unknown source {name!r}{nearest(name, known)}; known are {', '.join(known)}")
+        if name not in REWARDS:
+            known = ", ".join((*built_in(), *sources_by_flag()))
+            raise ConfigError(f"{where}: unknown source {name!r}{nearest(name, REWARDS)}; known are {known}")
         try:
             found[name] = float(weight)
         except (TypeError, ValueError):
@@ -393,7 +401,6 @@ FACTS = {
     "one_source": "a single source of rewards",
     "function": "a reward function (--reward_fn)",
     "server": "a reward server (--remote_rm_url)",
-    **{name: f"--reward_source {name}" for name in BUILT_IN},
 }
 
 
@@ -421,7 +428,7 @@ def _judges(config: Options) -> set[str]:
 def _source_facts(plan: Plan | None, sources: set[str], judges: set[str]) -> dict[str, bool]:
     """Which of the ``FACTS`` of reward sources hold, those that judge evaluations included."""
     one_source = plan is None or len(plan) == len(sources) == 1
-    used = {name: name in sources | judges for name in (*BUILT_IN, "function", "server")}
+    used = {name: name in sources | judges for name in REWARDS}
     return used | {"one_source": one_source}
 
 
@@ -434,7 +441,8 @@ def condition_text(condition: str) -> str:
     texts = []
     for name, sign, value in map(_parts, condition.split(" or ")):
         words = {"": "", "=": f" {value.replace('|', ' or ')}", "!=": f" other than {value}", ">": f" above {value}"}
-        texts.append(FACTS.get(name, f"--{name}{words[sign]}"))
+        flag = f"--reward_source {name}" if name in built_in() else f"--{name}{words[sign]}"
+        texts.append(FACTS.get(name, flag))
     return " or ".join(texts)
 
 
@@ -797,7 +805,8 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
     if o.plan_problem:
         yield o.plan_problem
         return
-    given = [name for name, flag in OWN.items() if getattr(o, flag)]
+    own = sources_by_flag()
+    given = [name for name, flag in own.items() if getattr(o, flag)]
     models = len(o.reward_pretrain)
     if o.plan is None:
         if not given and not o.facts["trained_scores"]:
@@ -808,22 +817,22 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
             if o.eval_data and not o.judges:
                 yield "--eval_data: nothing scores the answers: set --eval_reward_source, or --eval_reward_fn path.py"
         elif not given and not o.unfed and not (o.val_only and o.judges):
-            built_in = f"a built-in --reward_source ({', '.join(BUILT_IN)})"
-            yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or {built_in}"
+            named = f"a built-in --reward_source ({', '.join(built_in())})"
+            yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or {named}"
         for other in ("model", "function"):
             if {"server", other} <= set(given):
-                yield f"--remote_rm_url and --{OWN[other]}: leave one out, or add them up by --reward_source"
+                yield f"--remote_rm_url and --{own[other]}: leave one out, or add them up by --reward_source"
     else:
         by = "--reward_source" if o.reward_routes is None else "--reward_routes"
         combines = ["function"] if models > 1 else []
-        for name, flag in OWN.items():
+        for name, flag in own.items():
             if name in o.sources and name not in given:
                 yield f"{by} names {name!r}, which is what --{flag} gives: set --{flag}"
             if name in given and name not in [*o.sources, *combines, *o.judges]:
                 yield f"--{flag} is set, but {by} does not name {name!r}: add it, or leave --{flag} out"
         if o.sources & set(combines):
             yield "--reward_fn combines the scores of several --reward_pretrain: it cannot be a source itself too"
-    flags = OWN | {"function": "eval_reward_fn"}
+    flags = own | {"function": "eval_reward_fn"}
     has = {n: getattr(o, flag) or (n == "function" and models < 2 and o.reward_fn) for n, flag in flags.items()}
     for name in o.judges & flags.keys():
         if not has[name]:

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-_PUBLIC = {
+PUBLIC = {
     "AsyncScorer": "lightppo.rewards.source",
     "CombinedReward": "lightppo.rewards.source",
     "RoutedReward": "lightppo.rewards.source",
@@ -14,18 +14,24 @@ _PUBLIC = {
     "score_rollouts": "lightppo.rewards.source",
     "FunctionReward": "lightppo.rewards.function",
     "load_python_function": "lightppo.user_code",
-    "RemoteReward": "lightppo.plugins.http.remote",
-    "read_token": "lightppo.plugins.http.client",
     "RewardModelSource": "lightppo.rewards.model",
+    "RewardRequest": "lightppo.rewards.registry",
+    "Runner": "lightppo.rewards.source",
+    "RunnerRequest": "lightppo.rewards.source",
+    "Call": "lightppo.rewards.source",
+    "Outcome": "lightppo.rewards.source",
     "build_reward_source": "lightppo.rewards.registry",
 }
-
-__all__ = list(_PUBLIC)
+"""What ``from lightppo.rewards import NAME`` imports, by name: the module. Plugins add what they bring."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in PUBLIC:
         raise AttributeError(f"module 'lightppo.rewards' has no attribute {name!r}")
-    value = getattr(import_module(_PUBLIC[name]), name)
+    value = getattr(import_module(PUBLIC[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted(PUBLIC)

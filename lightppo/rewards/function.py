@@ -9,17 +9,19 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
-from lightppo.plugins.verifiers.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
+from lightppo.plugin import REWARD_MANAGERS
 from lightppo.rewards.source import (
     NO_LABELS,
     Call,
     OnFailure,
     Outcome,
     RewardOutput,
+    Runner,
+    RunnerRequest,
     check_failure_options,
     check_output,
     describe_sample,
@@ -35,10 +37,8 @@ from lightppo.user_code import error_text
 
 RewardFunction = Callable[..., Any]
 Values = dict[str, Any]
-ManagerName = Literal["auto", "naive", "batch", "prime"]
 
 _KINDS = inspect.Parameter
-_CALLS_AT_A_TIME = 16
 
 
 class _Answer(NamedTuple):
@@ -335,10 +335,6 @@ def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
         raise ValueError(f"reward function {name}: its parameters cannot be read: {error}") from None
 
 
-def _is_coroutine_function(fn: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
-
-
 # --- the source
 
 
@@ -356,7 +352,7 @@ class FunctionReward:
     reward_fn_style: str = "auto"  # a name in STYLES; auto: told by the names of the parameters
     # naive: one call per sample, in threads or, of coroutines, in one event loop; batch: one call with all samples;
     # prime: calls in processes that are killed at their limit; auto: naive or batch, as the function takes it
-    reward_manager: ManagerName = "auto"
+    reward_manager: str = "auto"  # a name in lightppo.plugin.REWARD_MANAGERS
     reward_workers: int | None = None  # calls at a time; None: 16, or one process per core
     reward_timeout: float | None = None  # wall-clock seconds per call; past it a thread is left behind
     reward_retries: int = 0  # further tries of a failed call
@@ -365,26 +361,24 @@ class FunctionReward:
 
     def __post_init__(self) -> None:
         check_failure_options(self.on_reward_failure, self.reward_retries, self.reward_timeout)
-        manager, workers = self.reward_manager, self.reward_workers
-        if manager not in get_args(ManagerName):
-            raise ValueError(f"--reward_manager must be {' or '.join(get_args(ManagerName))}, got {manager!r}")
-        if workers is not None and workers < 1:
-            raise ValueError(f"--reward_workers must be ≥ 1, got {workers}")
+        manager = REWARD_MANAGERS.find(self.reward_manager)
+        if self.reward_workers is not None and self.reward_workers < 1:
+            raise ValueError(f"--reward_workers must be ≥ 1, got {self.reward_workers}")
         self.name = self.name or getattr(self.fn, "__name__", type(self.fn).__name__)
         self._label = f"reward function {self.name}"
         self._bound = BoundFunction(self.fn, self.name, self.reward_fn_style)
         self._style = self._bound.style
-        if manager == ("batch" if self._style.per_sample else "naive"):
+        if manager.calls == ("batch" if self._style.per_sample else "sample"):
             takes = f"{'one sample' if self._style.per_sample else 'a whole batch'} f{self._style.shape}"
-            raise ValueError(f"--reward_manager {manager}: {self._label} takes {takes}")
-        if manager == "prime":
-            if self.reward_timeout is None:
-                raise ValueError("--reward_manager prime kills a call at its limit: set --reward_timeout")
-            spec = self.spec or function_spec(self.fn, self.name)
-            self._run = KillablePool(spec, workers=workers, timeout=self.reward_timeout).run
-        else:
-            runner = LoopRunner if _is_coroutine_function(self.fn) else ThreadRunner
-            self._run = runner(self.fn, workers or _CALLS_AT_A_TIME, self.reward_timeout).run
+            raise ValueError(f"--reward_manager {self.reward_manager}: {self._label} takes {takes}")
+        request = RunnerRequest(
+            self.fn,
+            self.name,
+            spec=self.spec,
+            workers=self.reward_workers,
+            timeout=self.reward_timeout,
+        )
+        self._runner: Runner = manager.fn(request)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples; a failed call is a :class:`RewardError` with ``on_reward_failure="error"``."""
@@ -398,7 +392,7 @@ class FunctionReward:
             except Exception as error:  # code of the values themselves: __len__, tolist, items, …
                 return None, f"its answer cannot be read: {error_text(error)}"
 
-        settled = settle(self._run, self._bound.calls(rollouts), read, self.reward_retries)
+        settled = settle(self._runner.run, self._bound.calls(rollouts), read, self.reward_retries)
         failed = [i for i, state in enumerate(settled) if state.error is not None]
         if failed and self.on_reward_failure == "error":
             worst = next((i for i in failed if not isinstance(settled[i].error, _NonFinite)), failed[0])

@@ -1,31 +1,27 @@
 """The reward source of a run or a script; loads heavy packages only when needed.
 
-A new built-in source needs a file with its class, whose arguments are its options; lines in ``BUILT_IN_SOURCES`` and in
-``BUILT_IN`` of ``config.rules``; the options in ``VerifierConfig``; a test; a section in docs/rewards.md.
+The names of ``--reward_source`` are those of ``lightppo.plugin.REWARDS``; docs/extending.md shows how to add one.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightppo.config import PPOConfig, VerifierConfig
+from lightppo.config import PPOConfig
 from lightppo.config.rules import ANY_ROUTE, estimator_entry, micro_batch_spec, reward_plan, reward_sources
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
-from lightppo.plugins.http.client import read_token
-from lightppo.plugins.http.remote import RemoteReward
-from lightppo.plugins.verifiers.code import CodeReward, CodeVerifier, Comparison, SandboxVerifier, find_tests
-from lightppo.plugins.verifiers.formats import FormatReward, XmlFormatCheck
-from lightppo.plugins.verifiers.math import MathReward, gold_answers
-from lightppo.plugins.verifiers.sandbox import SandboxLimits, SandboxPool
-from lightppo.plugins.verifiers.services import FunctionCallVerifier, SandboxFusionVerifier
-from lightppo.ranks import Ranks
+from lightppo.files import files_in_use
+from lightppo.plugin import REWARD_WRAPPERS, REWARDS
+from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.function import BoundFunction, FunctionReward
-from lightppo.rewards.source import NO_LABELS, CombinedReward, NoReward, RewardSource, RoutedReward
+from lightppo.rewards.source import CombinedReward, NoReward, RewardSource, RoutedReward
+from lightppo.table import load
 from lightppo.user_code import declared_function, load_python_function, load_python_object, split_python_spec
 
 if TYPE_CHECKING:
@@ -39,109 +35,122 @@ _COMBINE_NAME = "reward_fn"
 # --- the source of a run
 
 
+@dataclass(frozen=True)
+class RewardRequest:
+    """What an entry of ``REWARDS`` makes its source of: all that a run knows of its rewards."""
+
+    config: PPOConfig  # resolved: what None means is in it
+    tokenizer: Any  # the actor's
+    ranks: Ranks = field(default_factory=Alone)
+    reward_models: Sequence[Any] = ()  # of --reward_pretrain, prepared
+    flag: str = "--reward_fn"  # what errors call the option of the reward function
+
+    def options_of(self, kind: Callable[..., Any]) -> dict[str, Any]:
+        """The run's options that ``kind`` takes as arguments, by their names; without those that are None."""
+        options = self.config.flat()
+        values = {name: options.get(name) for name in inspect.signature(kind).parameters}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def plan(self) -> dict[str, dict[str, float]]:
+        """Route → name of a source → weight."""
+        if plan := reward_plan(self.config):
+            return plan
+        only = "server" if self.config.reward.remote_rm_url else "model" if self.reward_models else "function"
+        return {ANY_ROUTE: {only: 1.0}}
+
+    @property
+    def names(self) -> list[str]:
+        """All sources of the run, in the order in which they are called."""
+        return list(dict.fromkeys(name for weights in self.plan.values() for name in weights))
+
+
 def build_reward(
     config: PPOConfig, reward_models: Sequence[Any], tokenizer: Any, ranks: Ranks, flag: str = "--reward_fn"
 ) -> RewardSource:
-    """The reward source of a run: servers, a Python file, the prepared reward models, built-in verifiers, or a sum.
+    """The reward source of a run: one of the sources in ``REWARDS``, or a sum of several.
 
-    ``flag`` is what errors call the Python file.
+    ``flag`` is what errors call the reward function.
     """
-    r, v = config.reward, config.verifier
+    request = RewardRequest(config, tokenizer, ranks=ranks, reward_models=reward_models, flag=flag)
     if estimator_entry(config).of_teacher and not reward_sources(config):
         return NoReward()
-    own = "server" if r.remote_rm_url else "model" if reward_models else "function"
-    plan = reward_plan(config) or {ANY_ROUTE: {own: 1.0}}
-    names = list(dict.fromkeys(name for weights in plan.values() for name in weights))
-
-    def server() -> RewardSource:
-        options = {"timeout": r.remote_rm_timeout, "retries": r.remote_rm_retries} | _options_of(RemoteReward, v)
-        options |= {"token": read_token(env=r.remote_rm_token_env), "ranks": ranks}
-        functions = function_options(v)  # of --remote_rm_url path.py
-        return build_reward_source(remote_rm_url=r.remote_rm_url, remote_options=options, function_options=functions)
-
-    def model() -> RewardSource:
-        options = {
-            **{"device": ranks.device, "ranks": ranks, "micro_batch_size": micro_batch_spec(config, "reward")},
-            **{"reward_max_length": r.reward_max_length, "reward_truncation": r.reward_truncation},
-            "inputs": reward_inputs(config, tokenizer),
-        }
-        combine = None if "function" in names else r.reward_fn
-        return build_reward_source(reward_models=reward_models, reward_fn=combine, model_options=options)
-
-    def function() -> RewardSource:
-        return _function_source(r.reward_fn, flag, function_options(v))
-
-    makers = {name: partial(make, v) for name, make in BUILT_IN_SOURCES.items()}
-    makers |= {"server": server, "model": model, "function": function}
     try:
-        made = {name: makers[name]() for name in names}
-        routes = {route: [(made[name], weight) for name, weight in weights.items()] for route, weights in plan.items()}
-        if list(plan) != [ANY_ROUTE]:
-            source: RewardSource = RoutedReward(routes, by=v.reward_routes_by)
-        else:
-            source = made[names[0]] if plan[ANY_ROUTE] == {names[0]: 1.0} else CombinedReward(dict(routes[ANY_ROUTE]))
-        return XmlFormatCheck(source, minimum=v.reward_minimum) if v.check_xml_format else source
+        source = _combined({name: _made(name, request) for name in request.names}, request)
+        for wrapper in REWARD_WRAPPERS.values():
+            source = wrapper.fn(source, request)
+        return source
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _made(name: str, request: RewardRequest) -> RewardSource:
+    """The source of a name."""
+    urls = request.config.reward.remote_rm_url
+    if name == "server" and _is_file(urls):
+        return _function_source(urls[0], "--remote_rm_url", request.options_of(FunctionReward))
+    source = REWARDS.find(name).fn(request)
+    if not _is_source(source):
+        raise ValueError(
+            f"--reward_source {name}: its function must return an object with name and score(rollouts), not {source!r}"
+        )
+    return source
+
+
+def _combined(made: Mapping[str, RewardSource], request: RewardRequest) -> RewardSource:
+    """One source of those that the plan names."""
+    plan = request.plan
+    if list(plan) != [ANY_ROUTE]:
+        routes = {route: [(made[name], weight) for name, weight in weights.items()] for route, weights in plan.items()}
+        return RoutedReward(routes, by=request.config.verifier.reward_routes_by)
+    weights = plan[ANY_ROUTE]
+    if list(weights.values()) == [1.0]:
+        return made[request.names[0]]
+    return CombinedReward({made[name]: weight for name, weight in weights.items()})
+
+
+def function_reward(request: RewardRequest) -> RewardSource:
+    """``--reward_fn``."""
+    return _function_source(request.config.reward.reward_fn, request.flag, request.options_of(FunctionReward))
+
+
+def model_reward(request: RewardRequest) -> RewardSource:
+    """``--reward_pretrain``."""
+    reward = request.config.reward
+    options = {
+        "device": request.ranks.device,
+        "ranks": request.ranks,
+        "micro_batch_size": micro_batch_spec(request.config, "reward"),
+        "reward_max_length": reward.reward_max_length,
+        "reward_truncation": reward.reward_truncation,
+        "inputs": reward_inputs(request.config, request.tokenizer),
+    }
+    combine = None if "function" in request.names else reward.reward_fn
+    return _model_source(request.reward_models, combine, options)
 
 
 def reward_inputs(config: PPOConfig, tokenizer: Any) -> list[RewardInputs]:
     """What reward models read: the actor's ids, or the chat in the template and ids of their own tokenizers."""
     from transformers import AutoTokenizer
 
-    from lightppo.files import stage_to_local
     from lightppo.rewards.model import Retemplated, SameIds, check_same_ids
 
-    m = config.model
-    load = partial(
-        AutoTokenizer.from_pretrained, trust_remote_code=m.trust_remote_code, use_fast=not m.disable_fast_tokenizer
+    model, files = config.model, files_in_use()
+    load_tokenizer = partial(
+        AutoTokenizer.from_pretrained,
+        trust_remote_code=model.trust_remote_code,
+        use_fast=not model.disable_fast_tokenizer,
     )
     if config.reward.reward_input_tokenizer:
-        return [Retemplated(load(stage_to_local(path))) for path in config.reward.reward_input_tokenizer]
-    for path in m.reward_pretrain:
-        folder = stage_to_local(path)
+        return [Retemplated(load_tokenizer(files.bring(path))) for path in config.reward.reward_input_tokenizer]
+    for path in model.reward_pretrain:
+        folder = files.bring(path)
         if Path(folder, "tokenizer_config.json").is_file():
-            check_same_ids(tokenizer, load(folder), path)
+            check_same_ids(tokenizer, load_tokenizer(folder), path)
     return [SameIds(tokenizer.pad_token_id, tokenizer.bos_token_id)]
 
 
-# --- built-in sources
-
-
-BUILT_IN_SOURCES: dict[str, Callable[[VerifierConfig], RewardSource]] = {
-    "math": lambda config: _make(MathReward, config),
-    "format": lambda config: _make(FormatReward, config),
-    "code": lambda config: _make(CodeReward, config, verifier=_verifier(config)),
-}
-
-
-def _verifier(config: VerifierConfig) -> CodeVerifier:
-    """Runs the programs: a service, or this machine's sandboxes."""
-    if config.function_call_url is not None:
-        return _make(FunctionCallVerifier, config)
-    comparison = _make(Comparison, config)
-    if config.sandbox_fusion_url is not None:
-        return _make(SandboxFusionVerifier, config, comparison=comparison)
-    pool = _make(SandboxPool, config, limits=_make(SandboxLimits, config))
-    return _make(SandboxVerifier, config, pool=pool, comparison=comparison)
-
-
-def function_options(config: VerifierConfig) -> dict[str, Any]:
-    """Further arguments of ``FunctionReward`` for ``--reward_fn``."""
-    return _options_of(FunctionReward, config)
-
-
-def _make(kind: Callable[..., Any], config: VerifierConfig, **given: Any) -> Any:
-    return kind(**_options_of(kind, config) | given)
-
-
-def _options_of(kind: Callable[..., Any], config: VerifierConfig) -> dict[str, Any]:
-    """The options that ``kind`` takes as arguments, matched by name; ``None`` stands for its own default."""
-    values = {name: getattr(config, name, None) for name in inspect.signature(kind).parameters}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-# --- servers, a function, or models
+# --- checks before anything loads
 
 
 def check_reward_files(config: PPOConfig, flag: str = "--reward_fn") -> tuple[BoundFunction | None, str | None]:
@@ -149,33 +158,37 @@ def check_reward_files(config: PPOConfig, flag: str = "--reward_fn") -> tuple[Bo
 
     Returns the function, if it gets all rows, and its parameter with the labels, if it reads them.
     """
-    r, sources, declared = config.reward, reward_sources(config), None
-    option, spec = (flag, r.reward_fn) if "function" in sources and r.reward_fn else ("--remote_rm_url", "")
-    if not spec and _is_file(r.remote_rm_url):
-        spec = r.remote_rm_url[0]
-    if r.reward_fn and not spec and "model" in sources:
-        declared_function(r.reward_fn, _COMBINE_NAME, option=flag)
-    if not spec or (declared := declared_function(spec, _FUNCTION_NAME, _VERL_NAME, option=option)) is None:
+    reward, sources = config.reward, reward_sources(config)
+    option, spec = flag, reward.reward_fn if "function" in sources else None
+    if not spec and _is_file(reward.remote_rm_url):
+        option, spec = "--remote_rm_url", reward.remote_rm_url[0]
+    if isinstance(reward.reward_fn, str) and not spec and "model" in sources:
+        declared_function(reward.reward_fn, _COMBINE_NAME, option=flag)
+    if not isinstance(spec, str):  # a function or source was given itself, or none
         return None, None
+    declared = declared_function(spec, _FUNCTION_NAME, _VERL_NAME, option=option)
+    if declared is None:
+        return None, None
+    name, options = Path(spec).name, RewardRequest(config, None).options_of(FunctionReward)
     try:
-        FunctionReward(declared.function, Path(spec).name, spec=spec, **function_options(config.verifier))
+        FunctionReward(declared.function, name, spec=spec, **options)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
-    bound = BoundFunction(declared.function, Path(spec).name, config.verifier.reward_fn_style)
+    bound = BoundFunction(declared.function, name, config.verifier.reward_fn_style)
     gets_all = list(reward_plan(config) or (ANY_ROUTE,)) == [ANY_ROUTE]
     return bound if gets_all else None, bound.label_parameter if bound.label_parameter in declared.names else None
 
 
 def check_label(config: PPOConfig, prompt: Prompt) -> None:
-    """Refuses a row that a built-in source of all rows cannot judge, with a ``ValueError``."""
+    """Refuses a row that a source of all rows cannot judge, with a ``ValueError``."""
     plan = reward_plan(config) or {}
-    names = plan[ANY_ROUTE] if list(plan) == [ANY_ROUTE] else {}
-    if "math" in names:
-        if prompt.label is None:
-            raise ValueError(NO_LABELS)
-        gold_answers(prompt.label)
-    if "code" in names:
-        find_tests(prompt)
+    for name in plan[ANY_ROUTE] if list(plan) == [ANY_ROUTE] else ():
+        check = REWARDS.find(name).check_prompt
+        if check is not None:
+            load(check)(prompt)
+
+
+# --- a source of a script's own
 
 
 def build_reward_source(
@@ -194,7 +207,7 @@ def build_reward_source(
         reward_fn: a function, a :class:`RewardSource` or a file with either; with reward models, the function that
             combines their tensors, in a file by default ``reward_fn``.
         remote_options, function_options, model_options: further arguments of
-            :class:`~lightppo.plugins.http.remote.RemoteReward`, :class:`~lightppo.rewards.function.FunctionReward` and
+            ``lightppo.rewards.RemoteReward``, :class:`~lightppo.rewards.function.FunctionReward` and
             :class:`~lightppo.rewards.model.RewardModelSource`.
     """
     urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
@@ -202,17 +215,14 @@ def build_reward_source(
         other = "--reward_pretrain" if reward_models else "--reward_fn"
         raise ValueError(f"--remote_rm_url and {other} are both set; rewards come from one of them")
     if reward_models:
-        from lightppo.rewards.model import RewardModelSource
-
-        if isinstance(reward_fn, str):
-            reward_fn = load_python_function(reward_fn, _COMBINE_NAME, option="--reward_fn")
-        if reward_fn is not None and not callable(reward_fn):
-            raise ValueError(f"--reward_fn must combine the scores of --reward_pretrain, got {reward_fn!r}")
-        return RewardModelSource(reward_models, reward_fn, **(model_options or {}))
+        return _model_source(reward_models, reward_fn, model_options or {})
     if _is_file(urls):
         return _function_source(urls[0], "--remote_rm_url", function_options or {})
     if urls:
-        return RemoteReward(urls, **(remote_options or {}))
+        from lightppo import rewards
+
+        REWARDS.find("server")  # or an error
+        return rewards.RemoteReward(urls, **(remote_options or {}))
     if reward_fn is None:
         raise ValueError("no rewards: set --remote_rm_url (http(s) URL or path.py), --reward_fn or --reward_pretrain")
     return _function_source(reward_fn, "--reward_fn", function_options or {})
@@ -222,6 +232,20 @@ def _is_file(urls: Sequence[str]) -> bool:
     return len(urls) == 1 and "://" not in urls[0]
 
 
+def _is_source(value: Any) -> bool:
+    return isinstance(value, RewardSource) and not isinstance(value, type)
+
+
+def _model_source(models: Sequence[Any], combine: Any, options: Mapping[str, Any]) -> RewardSource:
+    from lightppo.rewards.model import RewardModelSource
+
+    if isinstance(combine, str):
+        combine = load_python_function(combine, _COMBINE_NAME, option="--reward_fn")
+    if combine is not None and not callable(combine):
+        raise ValueError(f"--reward_fn must combine the scores of --reward_pretrain, got {combine!r}")
+    return RewardModelSource(models, combine, **options)
+
+
 def _function_source(reward_fn: Any, option: str, options: Mapping[str, Any]) -> RewardSource:
     name = spec = None
     if isinstance(reward_fn, str):
@@ -229,7 +253,7 @@ def _function_source(reward_fn: Any, option: str, options: Mapping[str, Any]) ->
         reward_fn = load_python_object(reward_fn, _FUNCTION_NAME, _VERL_NAME, option=option)
         spec = f"{path}:{getattr(reward_fn, '__name__', default)}"
         name = Path(spec).name
-    if isinstance(reward_fn, RewardSource) and not isinstance(reward_fn, type):
+    if _is_source(reward_fn):
         return reward_fn
     if isinstance(reward_fn, type) or not callable(reward_fn):
         raise ValueError(f"{option}: {reward_fn!r} is neither a function nor a source (an object with name and score)")

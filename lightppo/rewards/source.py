@@ -298,6 +298,25 @@ class Outcome:
     failures: int = 0  # tries without a full answer, time-outs included
 
 
+@dataclass(frozen=True)
+class RunnerRequest:
+    """What an entry of ``lightppo.plugin.REWARD_MANAGERS`` makes a :class:`Runner` of."""
+
+    fn: Callable[..., Any]
+    name: str  # of the function, for messages
+    spec: str | None = None  # where another process can load it from, path.py:name, where that is known
+    workers: int | None = None  # calls at a time; None: the runner's own number
+    timeout: float | None = None  # wall-clock seconds of a call
+
+
+class Runner(Protocol):
+    """Makes the calls of a reward function; may have a ``close``."""
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """One outcome per call, in their order. What a call raises is in its outcome."""
+        ...
+
+
 def check_failure_options(on_reward_failure: str, reward_retries: int = 0, reward_timeout: float | None = None) -> None:
     """Refuses values out of range, with a ``ValueError`` that names the flag."""
     if on_reward_failure not in get_args(OnFailure):

@@ -13,7 +13,6 @@ from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from lightppo.config import PPOConfig
 from lightppo.config.options import all_options
 from lightppo.config.rules import (
-    BUILT_IN,
     CALLS,
     FACTS,
     MicroBatchSpec,
@@ -30,6 +29,7 @@ from lightppo.config.rules import (
 )
 from lightppo.errors import ConfigError
 from lightppo.option import Option
+from lightppo.plugin import REWARDS
 from lightppo.plugins.algorithms.tables import CORRECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
 
@@ -412,7 +412,7 @@ def test_every_condition_is_of_options_or_facts_and_has_words():
     assert not names & FACTS.keys()
     for option in all_options():
         for condition in option.needs:
-            assert set(re.findall(r"(?:^| or )(\w+)", condition)) <= names | FACTS.keys(), option.name
+            assert set(re.findall(r"(?:^| or )(\w+)", condition)) <= names | FACTS.keys() | REWARDS.keys(), option.name
             assert condition_text(condition)
     assert condition_text("zero_stage=2|3 or lora_rank>0") == "--zero_stage 2 or 3 or --lora_rank above 0"
     assert condition_text("rollout_check!=off") == "--rollout_check other than off"
@@ -818,12 +818,6 @@ def test_reward_sources(options, plan, sources):
 def test_routes_from_a_file(tmp_path):
     (tmp_path / "routes.json").write_text(json.dumps(ROUTES))
     assert reward_sources(config(reward_routes=str(tmp_path / "routes.json"))) == {"math", "format", "function"}
-
-
-def test_built_in_sources_are_those_of_the_table():
-    from lightppo.rewards.registry import BUILT_IN_SOURCES
-
-    assert tuple(BUILT_IN_SOURCES) == BUILT_IN
 
 
 def spec(call: str, **options: object) -> MicroBatchSpec:

@@ -15,6 +15,7 @@ from support.tiny import save_reward_model
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RewardError
+from lightppo.plugins.verifiers import programs
 from lightppo.plugins.verifiers.formats import has_think
 from lightppo.ranks import Alone
 from lightppo.rewards import (
@@ -23,10 +24,9 @@ from lightppo.rewards import (
     RemoteReward,
     RewardModelSource,
     build_reward_source,
-    registry,
 )
 from lightppo.rewards.model import Retemplated, SameIds
-from lightppo.rewards.registry import build_reward, check_reward_files
+from lightppo.rewards.registry import RewardRequest, build_reward, check_reward_files
 
 URL = "http://127.0.0.1:5000/get_reward"
 
@@ -284,9 +284,11 @@ def test_options_of_formats(source):
 
 def test_options_of_functions():
     options = {"reward_fn_style": "trl", "reward_manager": "prime", "reward_workers": 2, "reward_timeout": 3.0}
-    config = PPOConfig.from_flat(**options, reward_retries=1, on_reward_failure="unscored").verifier
-    assert registry.function_options(config) == options | {"reward_retries": 1, "on_reward_failure": "unscored"}
-    assert registry.function_options(PPOConfig().verifier).keys() <= options.keys() | {"reward_retries"}
+    config = PPOConfig.from_flat(**options, reward_retries=1, on_reward_failure="unscored")
+    asked = RewardRequest(config, None).options_of(FunctionReward)
+    assert asked == options | {"reward_retries": 1, "on_reward_failure": "unscored"}
+    asked = RewardRequest(PPOConfig(), None).options_of(FunctionReward)
+    assert asked.keys() <= options.keys() | {"reward_retries"}
 
 
 @pytest.fixture
@@ -295,15 +297,15 @@ def made(monkeypatch):
     seen = {}
 
     def record(name):
-        kind = getattr(registry, name)
+        kind = getattr(programs, name)
 
         @wraps(kind)
         def make(**options):
             seen.setdefault("kinds", []).append(name)
             seen.update({key: value for key, value in options.items() if isinstance(value, (str, bool, int, float))})
-            return SimpleNamespace(size=1, concurrency=1, close=lambda: None)
+            return SimpleNamespace(size=1, concurrency=1, close=lambda: None, name="code", score=print)
 
-        monkeypatch.setattr(registry, name, make)
+        monkeypatch.setattr(programs, name, make)
 
     names = ("SandboxPool", "SandboxLimits", "SandboxVerifier", "Comparison", "CodeReward")
     for name in (*names, "SandboxFusionVerifier", "FunctionCallVerifier"):

@@ -1,6 +1,7 @@
 """Rewards over HTTP: the client, remote rewards, and a server of rewards."""
 
-from lightppo.plugin import CHECKS, COMMANDS, Check, Command
+from lightppo import rewards
+from lightppo.plugin import CHECKS, COMMANDS, REWARDS, Check, Command, RewardEntry
 
 
 def register() -> None:
@@ -9,3 +10,5 @@ def register() -> None:
         "serve-reward", Command("lightppo.plugins.http.serve_reward:main", about="serve rewards over HTTP")
     )
     CHECKS.register("tokens", Check("lightppo.plugins.http.client:check_tokens"))
+    REWARDS.register("server", RewardEntry("lightppo.plugins.http.remote:server_reward", flag="remote_rm_url"))
+    rewards.PUBLIC.update(RemoteReward="lightppo.plugins.http.remote", read_token="lightppo.plugins.http.client")

@@ -10,21 +10,39 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from itertools import count, pairwise
+from typing import TYPE_CHECKING
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
-from lightppo.plugins.http.client import HTTPClient, check_url
+from lightppo.plugins.http.client import HTTPClient, check_url, read_token
 from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.source import (
     OnFailure,
     RewardOutput,
+    RewardSource,
     check_failure_options,
     check_output,
     join_outputs,
     output_from_result,
 )
 
+if TYPE_CHECKING:
+    from lightppo.rewards.registry import RewardRequest
+
 logger = logging.getLogger(__name__)
+
+
+def server_reward(request: RewardRequest) -> RewardSource:
+    """``--remote_rm_url``."""
+    reward = request.config.reward
+    return RemoteReward(
+        reward.remote_rm_url,
+        timeout=reward.remote_rm_timeout,
+        retries=reward.remote_rm_retries,
+        token=read_token(env=reward.remote_rm_token_env),
+        ranks=request.ranks,
+        **request.options_of(RemoteReward),
+    )
 
 
 @dataclass(eq=False, repr=False)

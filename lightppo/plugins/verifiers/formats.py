@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards.source import RewardOutput, RewardSource, check_output, close_source
+
+if TYPE_CHECKING:
+    from lightppo.rewards.registry import RewardRequest
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 _THINK = ["<think>", "</think>"]
@@ -84,3 +88,14 @@ class XmlFormatCheck:
                 output.scores[i] = -0.8 if good[i] else self.minimum
         output.metrics["xml_format"] = [float(form) for form in good]
         return output
+
+
+def format_reward(request: RewardRequest) -> FormatReward:
+    """``--reward_source format``."""
+    return FormatReward(**request.options_of(FormatReward))
+
+
+def with_xml_format(source: RewardSource, request: RewardRequest) -> RewardSource:
+    """``--check_xml_format``."""
+    options = request.config.verifier
+    return XmlFormatCheck(source, minimum=options.reward_minimum) if options.check_xml_format else source

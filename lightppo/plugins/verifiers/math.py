@@ -11,11 +11,11 @@ import logging
 import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lightppo.data.records import Rollout
+from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
-from lightppo.plugins.verifiers.runners import KillablePool
+from lightppo.plugins.verifiers.processes import KillablePool
 from lightppo.rewards.source import (
     NO_LABELS,
     Call,
@@ -26,12 +26,27 @@ from lightppo.rewards.source import (
     settle,
 )
 
+if TYPE_CHECKING:
+    from lightppo.rewards.registry import RewardRequest
+
 _LIBRARY = "math_verify"
 _MEMORY_MB = 2048
 _TIMEOUT = 5.0  # seconds of processor time; comparisons that end at all take milliseconds
 _CLOCK = (
     20  # times as many seconds on the wall clock: a busy machine does not reach them, a comparison that sleeps does
 )
+
+
+def math_reward(request: RewardRequest) -> MathReward:
+    """``--reward_source math``."""
+    return MathReward(**request.options_of(MathReward))
+
+
+def check_prompt(prompt: Prompt) -> None:
+    """ValueError for a row without a label, or with one that is no answer."""
+    if prompt.label is None:
+        raise ValueError(NO_LABELS)
+    gold_answers(prompt.label)
 
 
 @dataclass(eq=False)

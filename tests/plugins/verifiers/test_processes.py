@@ -22,10 +22,11 @@ from support.fakes import FakeStrategy, on_ranks
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError, WorkerStartError
 from lightppo.experience.sampler import RolloutSampler
-from lightppo.plugins.verifiers.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
+from lightppo.plugins.verifiers.processes import KillablePool, function_spec
 from lightppo.plugins.verifiers.sandbox import default_processes
 from lightppo.ranks import Alone
 from lightppo.rewards.function import FunctionReward
+from lightppo.rewards.runners import LoopRunner, ThreadRunner
 from lightppo.rewards.source import AsyncScorer, Call, Outcome, check_verifier_status, score_rollouts, settle
 from lightppo.rollout.engine import SamplingParams
 from lightppo.user_code import load_python_function
@@ -379,7 +380,7 @@ def test_how_processes_find_a_function(scorer: str) -> None:
     [
         (slow, {"reward_manager": "batch"}),
         (lambda q, p, labels: [], {"reward_manager": "naive"}),
-        (slow, {"reward_manager": "dapo"}),
+        (slow, {"reward_manager": "primes"}),
         (slow, {"reward_manager": "prime"}),  # without a limit
         (slow, {"reward_workers": 0}),
         (slow, {"reward_timeout": -1.0}),
@@ -592,7 +593,7 @@ def test_closed_collected_and_out_of_range() -> None:
 SCRIPT = """
 import os, sys, threading, time
 import psutil
-from lightppo.plugins.verifiers.runners import KillablePool
+from lightppo.plugins.verifiers.processes import KillablePool
 from lightppo.rewards.source import Call
 
 def workers():

@@ -1,13 +1,10 @@
-"""Runs the calls of a reward function: in threads, in an event loop, or in processes that can be killed."""
+"""Runs the calls of a reward function in worker processes that can be killed: ``--reward_manager prime``."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
-import functools
 import importlib
-import inspect
 import json
 import multiprocessing
 import os
@@ -15,14 +12,12 @@ import pickle
 import signal
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from multiprocessing import spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -32,11 +27,10 @@ from pebble import ProcessExpired, ProcessPool
 
 from lightppo.errors import RewardError, WorkerStartError
 from lightppo.ranks import heartbeat
-from lightppo.rewards.source import Call, Outcome, in_daemon_thread
+from lightppo.rewards.runners import WATCHED, awaited, late
+from lightppo.rewards.source import Call, Outcome, RunnerRequest, in_daemon_thread
 from lightppo.user_code import error_text
 
-_MAX_STUCK = 64  # abandoned threads at most
-_MAX_BLOCKED = 4  # abandoned event loops at most
 _START_TRIES = 3
 _START_SECONDS = 120  # until a worker has loaded its target; imports are slow on a busy machine
 _LOOK_SECONDS = 1.0  # between checks that a pool of processes still runs
@@ -44,6 +38,14 @@ _MAX_ANSWER = 16 << 20  # characters
 _MAX_TRACE = 10_000  # characters
 _PR_SET_PDEATHSIG = 1
 _EXIT_0 = 256  # stands for exit code 0
+
+
+def runner_of(request: RunnerRequest) -> KillablePool:
+    """``--reward_manager prime``."""
+    if request.timeout is None:
+        raise ValueError("--reward_manager prime kills a call at its limit: set --reward_timeout")
+    target = request.spec or function_spec(request.fn, request.name)
+    return KillablePool(target, workers=request.workers, timeout=request.timeout)
 
 
 def function_spec(fn: Callable[..., Any], name: str) -> str:
@@ -57,179 +59,6 @@ def function_spec(fn: Callable[..., Any], name: str) -> str:
         )
     from_file = module.__name__.startswith("lightppo_file_")
     return f"{module.__file__ if from_file else module.__name__}:{path}"
-
-
-def _awaited(value: Any) -> Any:
-    """The value, awaited to its end if it is awaitable."""
-
-    async def run() -> Any:
-        return await value
-
-    return asyncio.run(run()) if inspect.isawaitable(value) else value
-
-
-def _late(timeout: float) -> Outcome:
-    return Outcome(error=f"no answer within {timeout:g} s", timeouts=1)
-
-
-def _raised(error: BaseException) -> Outcome:
-    return Outcome(error=error_text(error), cause=error)
-
-
-_timers_set: ContextVar[list[str] | None] = ContextVar("timers_set", default=None)  # by the present call
-
-
-def _watch(name: str) -> None:
-    """Has a function of ``signal`` tell that a call in a thread wanted a timer, also if the call hides the error."""
-    real = getattr(signal, name)
-
-    @functools.wraps(real)
-    def watched(first: Any, *rest: Any) -> Any:
-        timers = _timers_set.get()
-        ours = timers is not None and (name != "signal" or first == signal.SIGALRM)
-        if ours and threading.current_thread() is not threading.main_thread():
-            timers.append(name)
-            raise ValueError("signal only works in main thread of the main interpreter")
-        return real(first, *rest)
-
-    setattr(signal, name, watched)
-
-
-# Here, as a file of the user that is loaded later may have ``from signal import alarm``; off again in worker processes,
-# whose calls are in their main thread. Outside of calls in threads nothing is changed.
-_WATCHED = ("signal", "alarm", "setitimer")
-for _name in _WATCHED:
-    _watch(_name)
-
-
-@contextlib.contextmanager
-def _without_timers() -> Iterator[None]:
-    """A :class:`RewardError` if what runs here wants a timer in a thread, as its answer may be 0 for that reason."""
-    timers: list[str] = []
-    token = _timers_set.set(timers)
-    try:
-        yield
-    finally:
-        _timers_set.reset(token)
-    if timers:
-        raise RewardError(
-            "the reward function, or a library that it calls (math_verify does so), sets a time limit with "
-            f"signal.{timers[0]}, which works in the main thread only. Set --reward_manager prime and --reward_timeout,"
-            " or --reward_workers 1 without --reward_timeout and --async_rewards"
-        )
-
-
-@dataclass(eq=False)
-class ThreadRunner:
-    """Runs calls in up to ``workers`` threads; a call that takes more than ``timeout`` seconds is left behind."""
-
-    fn: Callable[..., Any]
-    workers: int
-    timeout: float | None = None
-
-    def __post_init__(self) -> None:
-        self._stuck: list[Future[Outcome]] = []
-
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """One outcome per call, in order; raises :class:`RewardError` if too many calls hang."""
-        if self.timeout is None and (len(calls) <= 1 or self.workers == 1):
-            return [self._call(call) for call in calls]
-        outcomes: dict[int, Outcome] = {}
-        waiting = deque(range(len(calls)))
-        running: dict[Future[Outcome], tuple[int, float]] = {}  # → position, start
-        while len(outcomes) < len(calls):
-            while waiting and len(running) < self.workers:
-                i = waiting.popleft()
-                running[in_daemon_thread(self._call, calls[i])] = (i, time.monotonic())
-            patience = None
-            if self.timeout is not None:
-                patience = max(next(iter(running.values()))[1] + self.timeout - time.monotonic(), 0.0)
-            wait(running, patience, FIRST_COMPLETED)
-            for future, (i, start) in list(running.items()):
-                if future.done():
-                    outcomes[i] = future.result()
-                elif self.timeout is not None and time.monotonic() >= start + self.timeout:
-                    outcomes[i] = _late(self.timeout)
-                    self._give_up(future)
-                if i in outcomes:
-                    del running[future]
-        return [outcomes[i] for i in range(len(calls))]
-
-    def _call(self, call: Call) -> Outcome:
-        with _without_timers():
-            try:
-                return Outcome(_awaited(self.fn(*call.args, **call.kwargs)))
-            except (Exception, SystemExit) as error:
-                return _raised(error)
-            finally:
-                heartbeat.beat()
-
-    def _give_up(self, future: Future[Outcome]) -> None:
-        self._stuck = [f for f in self._stuck if not f.done()] + [future]
-        if len(self._stuck) > _MAX_STUCK:
-            raise RewardError(
-                f"{len(self._stuck)} calls of the reward function hang, longer than --reward_timeout "
-                f"{self.timeout:g}; --reward_manager prime can kill them"
-            )
-
-
-@dataclass(eq=False)
-class LoopRunner:
-    """Runs coroutine functions in one event loop, which lives in its own thread as long as this object."""
-
-    fn: Callable[..., Any]
-    concurrency: int
-    timeout: float | None = None  # seconds after which a call is cancelled
-    grace: float = 10.0  # seconds after the last call should have ended; then the loop counts as blocked
-
-    def __post_init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._blocked = 0
-
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """One outcome per call, in order. If the function blocks the loop, all calls that wait for it are late."""
-        if self._blocked > _MAX_BLOCKED:
-            raise RewardError(
-                f"the reward function has blocked its event loop {self._blocked} times: it does something slow "
-                "without await; --reward_manager prime can kill it"
-            )
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            in_daemon_thread(self._loop.run_forever)
-        future = asyncio.run_coroutine_threadsafe(self._gather(calls), self._loop)
-        if self.timeout is None:
-            return future.result()
-        rounds = -(-len(calls) // self.concurrency)
-        try:
-            return future.result(rounds * self.timeout + self.grace)
-        except TimeoutError:
-            self._loop = None  # left behind with its thread
-            self._blocked += 1
-            return [_late(self.timeout) for _ in calls]
-
-    async def _gather(self, calls: Sequence[Call]) -> list[Outcome]:
-        slots = asyncio.Semaphore(self.concurrency)
-
-        async def one(call: Call) -> Outcome:
-            async with slots:
-                task = asyncio.ensure_future(self._call(call))
-                # not wait_for: that waits until a cancelled coroutine has ended, which it may refuse to
-                done, _ = await asyncio.wait({task}, timeout=self.timeout)
-                if done or self.timeout is None:
-                    return task.result()
-                task.cancel()
-                return _late(self.timeout)
-
-        return await asyncio.gather(*(one(call) for call in calls))
-
-    async def _call(self, call: Call) -> Outcome:
-        with _without_timers():
-            try:
-                return Outcome(await self.fn(*call.args, **call.kwargs))
-            except (Exception, SystemExit) as error:  # a SystemExit that leaves a task ends the loop
-                return _raised(error)
-            finally:
-                heartbeat.beat()
 
 
 @dataclass(eq=False)
@@ -350,7 +179,7 @@ class _RunningPool(SpawnContext):
             try:
                 answer = json.loads(future.result())
             except TimeoutError:
-                yield _late(timeout)
+                yield late(timeout)
             except ProcessExpired as error:
                 yield self._died(error.pid)
             else:
@@ -451,7 +280,7 @@ def _load(target: str, preload: Sequence[str], quiet: bool, cpu_seconds: float |
     """Prepares a worker process and loads its target."""
     global _loaded, _cpu_seconds
     _cpu_seconds = cpu_seconds
-    for name in _WATCHED:
+    for name in WATCHED:
         setattr(signal, name, getattr(signal, name).__wrapped__)
     os.setsid()  # a Ctrl-C is the trainer's, and a kill reaches the worker's children
     if sys.platform == "linux":  # ended by the kernel when the trainer ends, however it ends
@@ -492,7 +321,7 @@ def _answer(payload: bytes) -> str:
         signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)  # the kernel ends the process, in the midst of C code too
     try:
         args, kwargs = pickle.loads(payload)
-        answer = json.dumps({"value": _awaited(_loaded(*args, **kwargs))}, default=_plain)
+        answer = json.dumps({"value": awaited(_loaded(*args, **kwargs))}, default=_plain)
         if len(answer) > _MAX_ANSWER:
             raise ValueError(f"the answer has {len(answer)} bytes")
         return answer
