@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from lightppo.suggestions import nearest
 
@@ -126,6 +127,10 @@ class Section(types.SimpleNamespace):
 
             train_batch_size: int = option(128, "Samples per optimizer step.", "samples over all ranks", ge=1)
 
+    ``adds_to="training"`` adds the options to another section, as a plugin does. ``of`` says what reads them:
+    ``"trainer"`` (and what trains), also where a script has made models and data by hand; ``"training"``: the same, and
+    no evaluation does; ``"weights"``: they make the weights of models.
+
     ``own=TABLE`` adds the own options of all entries of a table of algorithms, also of those that are added later;
     ``resume_safe=True`` holds for all options of the section; ``shared`` are options that other sections declare. A
     section that extends another one has its options::
@@ -141,16 +146,20 @@ class Section(types.SimpleNamespace):
         shared: Iterable[Option] = (),
         only: str = "",
         words: Mapping[str, str] = {},
+        adds_to: str = "",
+        of: Literal["trainer", "training", "weights"] | None = None,
         **defaults: Any,
     ) -> None:
-        extended = getattr(cls, "_declared", {})
-        cls._own, cls._owner = own, cls._owner if extended else cls.__name__.removesuffix("Config").lower()
+        extended = cls.options() if hasattr(cls, "_declared") else {}
+        cls._own, cls._owner = own, cls._owner if extended else adds_to or cls.__name__.removesuffix("Config").lower()
+        cls._is_open = not (extended or adds_to)  # plugins may add to it
+        cls.of = of if of is not None else getattr(cls, "of", None)
         cls._declared = {name: extended[name].reworded(words) for name in only.split() or extended}
         cls._declared |= {name: replace(cls._declared[name], default=value) for name, value in defaults.items()}
         for name, kind in get_type_hints(cls).items():
-            if name not in cls.__dict__:  # of the section that is extended
+            declared = cls.__dict__.get(name)
+            if not isinstance(declared, Option):  # of the section that is extended, or no option
                 continue
-            declared: Option = cls.__dict__[name]
             safe = resume_safe if declared.resume_safe is None else declared.resume_safe
             cls._declared[name] = replace(declared, name=name, type=kind, owner=cls._owner, resume_safe=safe)
             if declared.per_role:
@@ -160,8 +169,11 @@ class Section(types.SimpleNamespace):
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """The options by name."""
-        return cls._declared | ({} if cls._own is None else cls._own.flag_options(cls._owner))
+        """The options by name, with those that plugins add."""
+        options = cls._declared | ({} if cls._own is None else cls._own.flag_options(cls._owner))
+        for addition in additions_to(cls._owner) if cls._is_open else ():
+            options |= addition.options()
+        return options
 
     def __init__(self, **values: Any) -> None:
         defaults = {name: option.default for name, option in self.options().items()}
@@ -174,10 +186,76 @@ class Section(types.SimpleNamespace):
             return options[name].default  # of an algorithm that was added since
         raise AttributeError(f"{type(self).__name__} has no option {name!r}")
 
+    # -- what a section knows of its options together; each is called for the sections of plugins, too ----------------
+
+    conditions: ClassVar[Mapping[str, str]] = {}  # names that ``needs`` may have beside options → what to set for it
+    exclusive: ClassVar[Sequence[tuple[str, str, str]]] = ()  # an option, others that exclude it, and why
+
+    @staticmethod
+    def facts(config: Any) -> Mapping[str, bool]:
+        """Which of its ``conditions`` hold."""
+        return {}
+
+    @staticmethod
+    def meant(config: Any) -> Mapping[str, Any]:
+        """What None stands for, by option."""
+        return {}
+
+    @staticmethod
+    def problems(o: Any) -> Iterable[str]:
+        """What cannot work, a line for each, which begins with the option.
+
+        Args:
+            o: every option by name, with what None stands for; and ``config``, ``ranks``, ``facts``.
+        """
+        return ()
+
+    @staticmethod
+    def passes(o: Any) -> Iterable[str]:
+        """Why log probs that were recorded while sampling would not do; ``o`` as of :meth:`problems`."""
+        return ()
+
     def missing(self) -> list[str]:
         """One message per required option without a value."""
         required = [option for option in self.options().values() if option.required]
         return [f"--{one.name} is required: {one.help}" for one in required if not getattr(self, one.name)]
+
+
+@dataclass(frozen=True)
+class SectionPlace:
+    """Where the section of a plugin is."""
+
+    where: str  # "module:Class"; imported when options are first read
+    adds_to: str = ""  # the section that it adds options to; "": it is ``config.NAME``
+    commands: tuple[str, ...] = ("ppo",)  # that have it
+
+    @property
+    def kind(self) -> type[Section]:
+        module, _, name = self.where.rpartition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+SECTIONS: dict[str, SectionPlace] = {}
+"""The sections of plugins by name, see :func:`register_section`."""
+
+
+def register_section(name: str, where: str, *, adds_to: str = "", commands: Sequence[str] = ("ppo",)) -> None:
+    """Add a plugin's options: they are on the command line, in ``--help``, YAML and docs, and are checked.
+
+    Args:
+        name: ``config.NAME`` has the values, unless they are added to another section.
+        where: ``"module:Class"`` of a :class:`Section`.
+        adds_to: name of a section, whose attributes they become.
+        commands: that have the section.
+    """
+    if name in SECTIONS:
+        raise ValueError(f"there is a section {name!r} already: choose another name")
+    SECTIONS[name] = SectionPlace(where, adds_to, tuple(commands))
+
+
+def additions_to(owner: str) -> list[type[Section]]:
+    """The sections of plugins that add to one."""
+    return [place.kind for place in SECTIONS.values() if place.adds_to == owner]
 
 
 def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from lightppo.errors import UserError
 from lightppo.meanings import METRICS as METRICS
-from lightppo.table import Entry, Table
+from lightppo.table import Entry, Table, load
 
 GROUP = "lightppo.plugins"
 
@@ -26,6 +26,7 @@ class Command(Entry):
     """A command ``lightppo NAME``; the function takes its arguments, and its name in messages."""
 
     about: str = ""  # what it does, on one line of ``lightppo --help``
+    config: str = ""  # "module:Class" of its options, an OptionSet, if it trains
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,11 @@ class RewardManager(Entry):
 COMMANDS: Table[Command] = Table(
     "command",
     {
-        "ppo": Command("lightppo.commands.ppo:main", about="train a language model with PPO or a relative"),
+        "ppo": Command(
+            "lightppo.commands.ppo:main",
+            about="train a language model with PPO or a relative",
+            config="lightppo.config.rules:PPOConfig",
+        ),
         "eval": Command("lightppo.commands.ppo:evaluate", about="score its answers to held-out prompts"),
     },
     kind=Command,
@@ -146,6 +151,10 @@ AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
 function around it, which may end the process by SystemExit."""
 
+HINTS: Table = Table("hint")
+"""What to say of a name that is no option, or of a value that an option does not take: functions of the name, or of
+name and value, that return the end of a message, or an empty text."""
+
 BEFORE_IMPORTS: Table = Table("look before the imports")
 """What a command does with its config and its name in messages before it imports torch: an entry's function may end it
 by SystemExit. It must import nothing heavy."""
@@ -194,6 +203,11 @@ about itself, :func:`lightppo.strategy.checkpoint.read_meta`."""
 
 CHECKS: Table[Check] = Table("check", kind=Check)
 """What looks at a run while it is built; an error of the user's ends it before anything takes long."""
+
+
+def trained_by() -> dict[str, Any]:
+    """The options of each command that trains: its name → a :class:`lightppo.config.options.OptionSet`."""
+    return {name: load(command.config) for name, command in COMMANDS.items() if command.config}
 
 
 def public(name: str) -> Any:

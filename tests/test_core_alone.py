@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 def reward_func(queries, prompts, labels):
-    """The more ones and twos, the better; where a file says so, the process is killed while it scores the third step."""
+    """The more ones and twos, the better; where it is asked to, it kills the process at the third step."""
     calls = Path(__file__).with_name(os.environ["CALLS"])
     with calls.open("a") as file:
         file.write("x")

@@ -7,10 +7,8 @@ Facts that follow from several options are in ``rules``. Loads neither torch nor
 # ruff: noqa: F401
 from lightppo.config.cli import parse_args
 from lightppo.config.options import (
-    AdapterConfig,
     AlgorithmConfig,
     CheckpointConfig,
-    CorrectionConfig,
     DataConfig,
     EngineConfig,
     EvaluationConfig,

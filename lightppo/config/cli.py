@@ -15,17 +15,16 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 
-from lightppo.config.options import conform, sections, told_of
-from lightppo.config.rules import FACTS, PPOConfig, condition_text, idle_flags, without_effect_on_evaluation
+from lightppo.config.options import OptionSet, conform, hint, sections, told_of
+from lightppo.config.rules import PPOConfig, condition_text, conditions, idle_flags, without_effect_on_evaluation
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
-from lightppo.plugins.migration.names import hint
-from lightppo.plugins.supervised.sections import COMMANDS, WORDS, SupervisedConfig
+from lightppo.plugin import trained_by
 from lightppo.suggestions import answer_of, nearest
 from lightppo.terminal import plain
 from lightppo.urls import without_secrets
 
-S, C = TypeVar("S", bound=Section), TypeVar("C", PPOConfig, SupervisedConfig)
+S, C = TypeVar("S", bound=Section), TypeVar("C", bound=OptionSet)
 
 _DATA = "--pretrain MODEL --dataset FILE"
 _USAGE = "--pretrain MODEL --prompt_data FILE --reward_fn FILE.py"
@@ -90,7 +89,7 @@ def parse_section(kind: type[S], check: Callable[[S, int], list[str]], argv: Seq
     with exit_on_mistakes(prog):
         flags = _read_flags(arguments, list(kind.options().values()))
         if flags.get("config") is not None:
-            of_run = _with_file(COMMANDS.get(flags.get("for"), PPOConfig)(), flags["config"]).flat()
+            of_run = _with_file(trained_by().get(flags.get("for"), PPOConfig)(), flags["config"]).flat()
             flags = {name: value for name, value in of_run.items() if name in kind.options()} | flags
         config = kind(**flags)
         if problems := config.missing() + check(config, int(os.environ.get("WORLD_SIZE", "1"))):
@@ -223,8 +222,7 @@ def _meant_by(flag: str, flags: Sequence[str]) -> str:
     """What an unknown flag may have meant: what the tables say, an option of another command, a similar one."""
     if told := told_of(flag, flags):
         return told
-    commands = {"ppo": PPOConfig, **COMMANDS}
-    of_others = [name for name, kind in commands.items() if flag in {f"--{one.name}" for one in kind.all_options()}]
+    of_others = [name for name, kind in trained_by().items() if flag in {f"--{one.name}" for one in kind.all_options()}]
     if of_others:
         return f": it is an option of lightppo {' and '.join(of_others)}, not of this command"
     return nearest(flag, flags)
@@ -423,23 +421,24 @@ You may always set an option to its default or off value (`--lora_dropout 0`), e
 
 def flags_page() -> str:
     """The page: one list per section."""
-    facts = [f"`{name}`: {text}" for name, text in FACTS.items() if not text.startswith("--")]
+    facts = [f"`{name}`: {text}" for name, text in conditions().items() if not text.startswith("--")]
     parts = [_HEAD, "; ".join(facts) + ".\n"]
     for section in sections().values():
         lines = "\n".join(map(_line, section.options().values()))
         parts.append(f"## {(section.__doc__ or '').rstrip('.')}\n\n{lines}\n")
-    return "\n".join([*parts, *map(_part_of_command, COMMANDS)])
+    return "\n".join([*parts, *(_part_of_command(name) for name in trained_by() if name != "ppo")])
 
 
 def _part_of_command(name: str) -> str:
     """The options that no command before it has so, and the names of all others."""
-    earlier = takewhile(lambda other: other != name, COMMANDS)
-    known = [one.reworded(WORDS) for one in PPOConfig.all_options()]
-    known += [one for other in earlier for one in COMMANDS[other].all_options()]
-    new = [one for one in COMMANDS[name].all_options() if one not in known]
-    same = ", ".join(f"`--{one.name}`" for one in COMMANDS[name].all_options() if one not in new)
+    kinds = {other: kind for other, kind in trained_by().items() if other != "ppo"}
+    earlier = takewhile(lambda other: other != name, kinds)
+    known = [one.reworded(kinds[name].words) for one in PPOConfig.all_options()]
+    known += [one for other in earlier for one in kinds[other].all_options()]
+    new = [one for one in kinds[name].all_options() if one not in known]
+    same = ", ".join(f"`--{one.name}`" for one in kinds[name].all_options() if one not in new)
     lines = "\n".join(map(_line, new))
-    return f"## `lightppo {name}`\n\n{COMMANDS[name].__doc__}\n\n{lines}\n\nAs above, for its own steps: {same}.\n"
+    return f"## `lightppo {name}`\n\n{kinds[name].__doc__}\n\n{lines}\n\nAs above, for its own steps: {same}.\n"
 
 
 def _line(option: Option) -> str:
@@ -452,7 +451,7 @@ def _line(option: Option) -> str:
 
 def _condition(text: str) -> str:
     """As code, where the head does not explain it as a word."""
-    flag = FACTS[text].replace(" or ", "|").replace(" ", "=") if text in FACTS else f"--{text}"
+    flag = conditions()[text].replace(" or ", "|").replace(" ", "=") if text in conditions() else f"--{text}"
     return f"`{flag}`" if flag.startswith("--") else f"`{text}`"
 
 

@@ -3,19 +3,15 @@
 The name of an option is unique over all sections: it is the flag, and the key in YAML and in ``PPOConfig.from_flat``.
 """
 
-import dataclasses
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.errors import ConfigError
-from lightppo.option import Option, Section, option
-from lightppo.plugin import ENGINES, REWARD_MANAGERS
-from lightppo.plugins.algorithms.tables import CORRECTIONS
-from lightppo.plugins.migration.names import hint
+from lightppo.option import SECTIONS, Option, Section, additions_to, option
+from lightppo.plugin import ENGINES, HINTS, REWARD_MANAGERS
 from lightppo.suggestions import meant, nearest
 
 safe = partial(option, resume_safe=True)
@@ -34,7 +30,7 @@ class FileConfig(Section, resume_safe=True):
     )
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, of="weights"):
     """Models: where they come from and how they are loaded."""
 
     pretrain: str | None = option(None, "Actor: local path, hub name or fsspec URL of a causal LM.", required=True)
@@ -87,25 +83,6 @@ class ModelConfig(Section):
     use_liger_kernel: bool = safe(False, "GPU only: use liger-kernel's norms, rotary embeddings and MLPs.")
 
 
-lora = partial(option, needs="lora_rank>0")
-
-
-class AdapterConfig(Section):
-    """LoRA: small trained matrices next to frozen weights (arXiv:2106.09685); docs/lora.md."""
-
-    lora_rank: int = option(0, "LoRA rank for actor and critic. 0: train all weights.", ge=0)
-    lora_alpha: float | None = lora(None, "Scale the adapters by this / --lora_rank. None: 16.", gt=0, off=(16,))
-    lora_dropout: float | None = lora(
-        None, "Dropout before the adapters, in training only. None: 0.", ge=0, lt=1, off=(0,)
-    )
-    load_in_4bit: bool = lora(False, "QLoRA: keep the frozen weights in 4 bits (NF4, bitsandbytes).")
-    target_modules: tuple[str, ...] = lora(
-        (),
-        "Layers with adapters, by the end of their names. None or all-linear: all linear layers but the head.",
-        off=(("all-linear",),),
-    )
-
-
 class DataConfig(Section):
     """Data: prompts, evaluation prompts and pretraining text."""
 
@@ -149,7 +126,7 @@ class DataConfig(Section):
     dataloader_pin_memory: bool = safe(True, "Pin batches in memory on a GPU machine.")
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Section, of="trainer"):
     """Rollouts: how many responses are sampled, and how."""
 
     rollout_batch_size: int = option(512, "Prompts per PPO step.", "prompts over all ranks", ge=1)
@@ -184,111 +161,20 @@ class RolloutConfig(Section):
     ignore_eos: bool = option(False, "Continue after end-of-text up to --generate_max_len.")
 
 
-vllm = partial(option, needs="rollout_engine=vllm")
-any_vllm = partial(option, needs="rollout_engine=vllm|vllm_server")
-server = partial(option, needs="rollout_engine=vllm_server")
-
-
-class EngineConfig(Section, resume_safe=True):
+class EngineConfig(Section, resume_safe=True, of="trainer"):
     """Rollout engine: what generates the responses."""
 
     rollout_engine: str = option(
         "hf",
-        "Generates responses: hf (the actor itself), vllm (in the same process), vllm_server, or one of your own.",
+        "What generates responses: hf (the actor itself), vllm (in its process), vllm_server, or yours.",
         names=ENGINES,
-    )
-    hf_cuda_graphs: bool = option(
-        False,
-        "GPU only: capture decoding steps as CUDA graphs. Needs full attention in every layer.",
-        needs="rollout_engine=hf",
-    )
-    rollout_check: Literal["error", "warn", "off"] = any_vllm(
-        "error",
-        "If the first log probs differ by more than --logp_diff_tolerance: stop and list the differing weights, "
-        "or warn.",
-    )
-    logp_diff_tolerance: float | None = any_vllm(
-        None,
-        "Largest accepted mean difference of log probs. None: by the coarser type: float32 0.001 (0.01 on GPUs, "
-        "where attention may use TF32), float16 0.02, bfloat16 0.1.",
-        "nats",
-        gt=0,
-        also="rollout_check!=off",
-    )
-    tensor_parallel_size: int = vllm(
-        1, "Ranks that share one engine and generate their samples together.", "ranks", ge=1
-    )
-    vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"] = vllm(
-        "auto", "Type of the weights. auto: the actor's."
-    )
-    load_format: Literal["dummy", "auto"] = vllm(
-        "dummy", "Weights before the first push: random (dummy), or --pretrain (auto)."
-    )
-    gpu_memory_utilization: float = vllm(0.4, "Share of a GPU's memory for weights and KV cache.", gt=0, le=1)
-    kv_cache_memory_bytes: int | None = vllm(
-        None,
-        "Size of the KV cache. None: by --gpu_memory_utilization; on a CPU for --max_num_seqs, at most 4 GiB.",
-        "bytes per rank",
-        ge=1,
-    )
-    max_num_seqs: int = vllm(256, "Maximum number of sequences decoded at once.", "sequences", ge=1)
-    max_num_batched_tokens: int | None = vllm(
-        None, "Maximum tokens per forward pass. None: vLLM's choice; CPU: 4096 or the longest sequence.", "tokens", ge=1
-    )
-    max_model_len: int | None = vllm(
-        None,
-        "Maximum length of prompt and response together. None: --prompt_max_len + --generate_max_len.",
-        "tokens",
-        ge=2,
-    )
-    block_size: int | None = vllm(None, "Tokens per block of the KV cache. None: vLLM's choice.", "tokens", ge=1)
-    enable_prefix_caching: bool = vllm(
-        True, "Share the KV cache of a prompt among its samples. Each push of weights empties it."
-    )
-    vllm_request_seeds: bool = vllm(
-        True,
-        "One seed per response, so that responses do not depend on each other. Off: one per call; faster for "
-        "small models on a GPU.",
-    )
-    enforce_eager: bool | None = vllm(None, "No compilation, no CUDA graphs. None: on for a CPU, off for a GPU.")
-    free_cache_engine: bool = any_vllm(True, "Put the engine to sleep during training, which frees GPU memory.")
-    sleep_level: Literal[1, 2] = any_vllm(
-        2, "While asleep, 1 keeps the weights in CPU memory, 2 drops them.", also="free_cache_engine"
-    )
-    vllm_server_url: tuple[str, ...] = server(
-        (), "Addresses of servers that run --pretrain with `lightppo serve-vllm`."
-    )
-    vllm_server_api_key_env: str | None = server(None, "Environment variable with the servers' API key.")
-    vllm_server_timeout: float = server(600.0, "Maximum wait for a response or a bucket of weights.", "seconds", gt=0)
-    vllm_server_retries: int = server(
-        2, "Retries per request. Then other servers take over, until the next push of weights.", "tries", ge=0
-    )
-    vllm_server_concurrency: int = server(
-        1024,
-        "Maximum requests in flight, over all ranks. Each rank may have at least one.",
-        "requests per server",
-        ge=1,
-    )
-    vllm_server_start_timeout: float = server(300.0, "Maximum wait for the servers at the start.", "seconds", ge=0)
-    vllm_server_sync: Literal["auto", "shm", "disk", "collective"] = server(
-        "auto",
-        "How weights get to the servers: shared memory (shm), disk or torch.distributed (collective: gloo, or "
-        "NCCL between GPUs). auto: shm, or disk if shm is too small.",
-    )
-    vllm_server_sync_dir: str | None = server(
-        None,
-        "Folder that trainer and servers see under the same path. None: the temporary folder.",
-        also="vllm_server_sync=disk",
-    )
-    vllm_server_sync_address: str = server(
-        "127.0.0.1", "Address of the trainer that the servers connect to.", also="vllm_server_sync=collective"
     )
 
 
 dynamic = partial(option, needs="dynamic_sampling")
 
 
-class SamplingConfig(Section):
+class SamplingConfig(Section, of="training"):
     """Selection: which sampled groups are trained on; replay and dumps of rollouts."""
 
     generation_size: int | None = option(
@@ -363,16 +249,13 @@ reward_model = partial(option, needs="reward_pretrain")
 shaping = partial(option, needs="trained_scores")
 
 
-class RewardConfig(Section):
+class RewardConfig(Section, of="trainer"):
     """Rewards: sources and the shaping of scores."""
 
     remote_rm_url: tuple[str, ...] = safe((), "Reward servers, or path.py with reward_func(queries, prompts, labels).")
     reward_fn: str | None = option(
         None, "Reward function path.py[:name]. With several --reward_pretrain: the function that combines their scores."
     )
-    remote_rm_timeout: float = safe(60.0, "Timeout of a request.", "seconds", gt=0)
-    remote_rm_retries: int = safe(3, "Retries after a failed request.", ge=0)
-    remote_rm_token_env: str | None = safe(None, "Environment variable with the servers' bearer token.", needs="server")
     reward_input_tokenizer: tuple[str, ...] = reward_model(
         (),
         "Tokenizers of the reward models, one for all or one each; they render the chat again. None: the actor's "
@@ -419,9 +302,6 @@ class RewardConfig(Section):
 
 
 judged = partial(safe, needs="function or math")
-code = partial(option, needs="code")
-fusion = partial(option, needs="sandbox_fusion_url")
-remote_code = partial(option, needs="function_call_url")
 
 
 class VerifierConfig(Section):
@@ -477,49 +357,12 @@ class VerifierConfig(Section):
         needs="check_verifier_status or check_xml_format",
     )
     async_rewards: bool = safe(False, "Score finished samples while others are still being generated.")
-    math_unmarked: bool = option(True, "If no answer is marked, take the last number or formula.", needs="math")
-    reward_format: Literal["think", "think_answer"] = option(
-        "think_answer", "Required tags in a response.", needs="format"
-    )
-    check_xml_format: bool = option(
-        False, "Wrong answers with <think> and <answer> score -0.8, others -1.", needs="reward_minimum or one_source"
-    )
-    code_score: Literal["all", "share"] = code("all", "1 if all tests pass, or the share of passed tests.")
-    code_compare: Literal["exact", "lines", "float", "set"] = code(
-        "float", "How loosely outputs are compared: exact, lines, float, set, each looser than the one before."
-    )
-    code_float_tolerance: float = code(1e-05, "Relative tolerance for numbers.", ge=0, lt=1)
-    code_max_tests: int | None = code(None, "Maximum number of tests per row; the first ones are run. None: all.", ge=1)
-    code_timeout: float = code(6.0, "Time limit per test.", "seconds", gt=0)
-    code_total_timeout: float = code(60.0, "Time limit for all tests of a program.", "seconds", gt=0)
-    code_memory_limit_mb: int = code(1024, "Memory limit of a program.", "MB", ge=1)
-    code_file_limit_mb: int = code(16, "Maximum size of a file that a program writes.", "MB", ge=1)
-    code_output_limit_mb: int = code(16, "Maximum output of a program.", "MB", ge=1)
-    code_max_processes: int = code(16, "Maximum number of processes of a program.", ge=1)
-    code_processes: int | None = code(
-        None, "Sandboxes per rank. None: one per core of the rank.", ge=1, resume_safe=True
-    )
-    allow_unsafe_code_execution: bool = code(
-        False, "Run programs even if they cannot be isolated. They can do everything that you can.", resume_safe=True
-    )
-    sandbox_fusion_url: str | None = code(None, "Run programs on this SandboxFusion server.", resume_safe=True)
-    sandbox_fusion_max_concurrent: int = fusion(64, "Concurrent requests.", "per rank", ge=1, resume_safe=True)
-    sandbox_fusion_memory_limit_mb: int = fusion(1024, "Memory limit of a program there.", "MB", ge=1)
-    sandbox_fusion_language: str = fusion("python", "Language of the programs.")
-    sandbox_fusion_retries: int = fusion(3, "Retries of a failed request.", ge=0, resume_safe=True)
-    function_call_url: str | None = code(
-        None, "Run programs on AReaL's function-call service at this URL.", resume_safe=True
-    )
-    function_call_max_concurrent: int = remote_code(64, "Concurrent requests.", "per rank", ge=1, resume_safe=True)
-    function_call_batch_size: int = remote_code(1, "Tests per request.", ge=1, resume_safe=True)
-    function_call_memory_limit_mb: int = remote_code(0, "Memory limit of a program; 0: the service's.", "MB", ge=0)
-    function_call_retries: int = remote_code(3, "Retries of a failed request.", ge=0, resume_safe=True)
 
 
 whitens_batch = partial(option, needs="whitening and adv_norm_scope=batch")
 
 
-class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS):
+class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
     """Algorithm: advantages, KL, reference."""
 
     advantage_estimator: str = option(
@@ -590,7 +433,7 @@ teacher = partial(option, needs="teacher_pretrain or teacher_url")
 own_teacher = partial(option, needs="teacher_pretrain")
 
 
-class DistillConfig(Section):
+class DistillConfig(Section, of="training"):
     """Distillation: a teacher judges each token of the student's own samples."""
 
     teacher_pretrain: str | None = option(
@@ -626,7 +469,7 @@ class DistillConfig(Section):
 clips = partial(option, needs="clipping")
 
 
-class LossConfig(Section, own=POLICY_LOSSES):
+class LossConfig(Section, own=POLICY_LOSSES, of="training"):
     """Losses: policy, entropy, value; early stop."""
 
     policy_loss: str | None = option(
@@ -641,13 +484,6 @@ class LossConfig(Section, own=POLICY_LOSSES):
     eps_clip_low: float | None = clips(None, "Lower clip range. None: --eps_clip.", gt=0, le=1)
     eps_clip_high: float | None = clips(None, "Upper clip range (clip-higher). None: --eps_clip.", gt=0)
     entropy_coef: float = option(0.0, "Weight of the entropy bonus in the actor's loss.", ge=0)
-    high_entropy_token_ratio: float | None = option(
-        None,
-        "Apply the policy loss only to this share of the tokens, those of highest entropy. None: all.",
-        gt=0,
-        le=1,
-        off=(0,),
-    )
     aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of a mixture of experts.", ge=0)
     early_stop_imp_ratio: float | None = option(
         5.0, "Skip an optimizer step of the actor if its mean probability ratio is above this. None: off.", gt=1
@@ -674,32 +510,7 @@ class LossConfig(Section, own=POLICY_LOSSES):
     value_norm_eps: float | None = option(None, "Minimum variance. None: 1e-5.", gt=0, needs="value_norm")
 
 
-corrected = partial(option, needs="rollout_correction!=none")
-
-
-class CorrectionConfig(Section):
-    """Correction: differences between rollout engine and trainer."""
-
-    rollout_correction: str = option(
-        "none", "How to weight tokens by π_old / π_rollout (trainer / engine).", names=CORRECTIONS
-    )
-    correction_low: float | None = corrected(
-        None, "Lower bound of the weight. None: the correction's default.", ge=0, below="correction_high"
-    )
-    correction_high: float | None = corrected(None, "Upper bound of the weight. None: the correction's default.", gt=0)
-    correction_veto: float | None = corrected(
-        None, "Do not train on a response with a token weight below this; 1e-4 is usual. None: off.", gt=0, lt=1
-    )
-    correction_batch_norm: bool = corrected(False, "Divide weights by their mean over the rollout batch of all ranks.")
-    rollout_rejection: tuple[str, ...] = option(
-        (),
-        "Leave tokens out of the policy loss unless all of these are within bounds, NAME=HIGH or NAME=LOW:HIGH "
-        "such as token_ratio=0.5:2 seq_mean_k3=0.01. Names: token, seq_sum, seq_mean or seq_max, with _ratio, "
-        "_k1, _k2 or _k3; opsm; m2po.",
-    )
-
-
-class TrainingConfig(Section):
+class TrainingConfig(Section, of="training"):
     """Training: batches, epochs, optimizers."""
 
     num_episodes: int = safe(1, "Passes over the prompts.", "episodes", ge=1)
@@ -884,9 +695,6 @@ class EvaluationConfig(Section, resume_safe=True):
     val_only: bool = safe(False, "Evaluate and stop; needs no prompts, critic or reference.")
 
 
-wandb = partial(option, needs="use_wandb")
-
-
 class LoggingConfig(Section, resume_safe=True):
     """Logging."""
 
@@ -899,45 +707,43 @@ class LoggingConfig(Section, resume_safe=True):
     profile_steps: tuple[int, ...] = option(
         (), "Steps to trace with torch's profiler, into SAVE_PATH/profile.", "PPO steps", ge=1
     )
-    use_tensorboard: str | None = option(None, "Folder for TensorBoard.")
-    use_wandb: bool = option(
-        False,
-        "Log to Weights & Biases; log in with `wandb login` or WANDB_API_KEY. The flag also takes a key, but "
-        "others may see it in the process list.",
-        secret=True,
-    )
-    wandb_org: str | None = wandb(None, "W&B entity.")
-    wandb_group: str | None = option(
-        None, "Group in W&B and trackio; a tag in MLflow.", needs="use_wandb or use_trackio or use_mlflow"
-    )
-    wandb_project: str = wandb("lightppo", "W&B project.")
-    wandb_run_name: str | None = option(
-        None,
-        "Run name in every tracker. None: the name of --save_path.",
-        needs="use_wandb or use_tensorboard or use_trackio or use_mlflow",
-    )
-    use_trackio: str | None = option(
-        None, "Project in trackio, which stores it in TRACKIO_DIR or as set by its other variables."
-    )
-    use_mlflow: str | None = option(
-        None, "Where MLflow logs: a folder, or a server address. Log in with MLflow's variables."
-    )
-    mlflow_experiment: str = option("lightppo", "MLflow experiment.", needs="use_mlflow")
-    metric_names: Literal["lightppo", "verl", "openrlhf"] = option(
-        "lightppo",
-        "Names of the metrics in trackers; see docs/metrics.md. metrics.jsonl always uses lightppo's.",
-        needs="use_wandb or use_tensorboard or use_trackio or use_mlflow",
-    )
 
 
-@dataclass
 class OptionSet:
-    """The options of a command by section; a dataclass whose fields are the sections."""
+    """The options of a command by section: its annotations name the sections, and plugins add theirs."""
+
+    command: ClassVar[str] = ""
+    words: ClassVar[Mapping[str, str]] = {}  # those of PPO's options → its own
+
+    def __init__(self, **sections: Section) -> None:
+        kinds = self.sections()
+        if unknown := sections.keys() - kinds.keys():
+            raise TypeError(f"{type(self).__name__} has no section {min(unknown)!r}{nearest(min(unknown), kinds)}")
+        vars(self).update({name: sections.get(name) or kind() for name, kind in kinds.items()})
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={section!r}' for name, section in vars(self).items())})"
 
     @classmethod
     def sections(cls) -> dict[str, type[Section]]:
         """The sections by their names."""
-        return {home.name: home.default_factory for home in dataclasses.fields(cls)}
+        kinds = {name: kind for name, kind in get_type_hints(cls).items() if _is_section(kind)}
+        own = {
+            name: place.kind
+            for name, place in SECTIONS.items()
+            if cls.command in place.commands and not place.adds_to and name not in kinds
+        }
+        return kinds | own
+
+    @classmethod
+    def parts(cls) -> list[type[Section]]:
+        """The sections, and what plugins add to each: who knows what of the options."""
+        return [part for name, kind in cls.sections().items() for part in (kind, *_additions(name, kind))]
 
     @classmethod
     def all_options(cls) -> Iterator[Option]:
@@ -972,7 +778,8 @@ class OptionSet:
         if problems:
             raise ConfigError("\n".join(problems))
         sections = {owner: getattr(self, owner) for owner in changed}
-        return dataclasses.replace(self, **{o: type(s)(**vars(s) | changed[o]) for o, s in sections.items()})
+        replaced = {owner: type(section)(**vars(section) | changed[owner]) for owner, section in sections.items()}
+        return type(self)(**vars(self) | replaced)
 
     def flat(self) -> dict[str, Any]:
         """All options by flag name."""
@@ -984,28 +791,35 @@ class OptionSet:
             yield from section.missing()
 
 
-@dataclass
 class Options(OptionSet):
     """The options of a PPO run by section: ``options.algorithm.gamma``; ``options.flat()["gamma"]``."""
 
-    file: FileConfig = field(default_factory=FileConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    verifier: VerifierConfig = field(default_factory=VerifierConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    command = "ppo"
+
+    file: FileConfig
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    engine: EngineConfig
+    sampling: SamplingConfig
+    reward: RewardConfig
+    verifier: VerifierConfig
+    algorithm: AlgorithmConfig
+    distill: DistillConfig
+    loss: LossConfig
+    training: TrainingConfig
+    strategy: StrategyConfig
+    checkpoint: CheckpointConfig
+    evaluation: EvaluationConfig
+    logging: LoggingConfig
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def _additions(name: str, kind: type[Section]) -> list[type[Section]]:
+    return [addition for addition in additions_to(name) if addition.options().keys() <= kind.options().keys()]
 
 
 def sections() -> dict[str, type[Section]]:
@@ -1021,6 +835,12 @@ def all_options() -> Iterator[Option]:
 def _without_dashes(text: str) -> str:
     """Quoted flags as keys of a file."""
     return text.replace("'--", "'")
+
+
+def hint(name: str, value: Any = None) -> str:
+    """What plugins say of a name that is no option, or of a value that an option does not take: ends a message."""
+    texts = (entry.fn(name) if value is None else entry.fn(name, value) for entry in HINTS.values())
+    return next(filter(None, texts), "")
 
 
 def told_of(flag: str, flags: Container[str]) -> str:
@@ -1048,10 +868,6 @@ def _option_that_takes(name: Any) -> str | None:
     return next((other.name for other, names in tables if str(name) in names and name != other.default), None)
 
 
-_OF_TRAINING = {"sampling", "algorithm", "distill", "loss", "correction", "training"}  # no evaluation reads
-_OF_WEIGHTS = {"model", "adapter"}
-
-
 def unsafe_changes(
     saved: Mapping[str, Any],
     now: Mapping[str, Any],
@@ -1068,10 +884,11 @@ def unsafe_changes(
         (refused, safe): for each option that changed, (old, new).
     """
     refused, safe, evaluates = {}, {}, now.get("val_only", False)
+    read_by = {name: kind.of for name, kind in sections().items()}
     for one in all_options() if options is None else options:
-        unread = evaluates and (one.owner in _OF_TRAINING or (one.required and now[one.name] is None))
+        unread = evaluates and (read_by.get(one.owner) == "training" or (one.required and now[one.name] is None))
         if one.name not in saved or saved[one.name] == now[one.name] or unread or one.name in idle:
             continue
-        other_part = one.owner not in _OF_WEIGHTS or one.name.startswith(("critic_", "ref_", "reward_"))
+        other_part = read_by.get(one.owner) != "weights" or one.name.startswith(("critic_", "ref_", "reward_"))
         (safe if one.resume_safe or (evaluates and other_part) else refused)[one.name] = saved[one.name], now[one.name]
     return refused, safe

@@ -26,10 +26,8 @@ from lightppo.errors import ConfigError, StagingError
 from lightppo.files import check_file_url, is_url, join
 from lightppo.option import out_of_order
 from lightppo.plugin import REWARDS, TOKEN_WEIGHTS
-from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection
-from lightppo.plugins.http.client import check_url, is_loopback
 from lightppo.suggestions import nearest
-from lightppo.urls import GIVE_WHOLE, cut_urls, shown_url
+from lightppo.urls import GIVE_WHOLE, check_url, cut_urls
 
 # -- facts -----------------------------------------------------------------------------------------------------------
 
@@ -80,21 +78,10 @@ def compute_dtype(config: OptionSet) -> Literal["float32", "bfloat16", "float16"
     return "bfloat16" if config.model.bf16 else "float16" if config.model.fp16 else "float32"
 
 
-def uses_adapters(config: OptionSet) -> bool:
-    """Whether actor and critic train adapters."""
-    return config.adapter.lora_rank > 0
-
-
 def of_role(config: OptionSet, role: Literal["actor", "critic"]) -> SimpleNamespace:
     """What the actor, or the critic, has of the options that are ``per_role``; of a resolved config."""
     flat, prefix = config.flat(), "" if role == "actor" else f"{role}_"
     return SimpleNamespace(**{one.name: flat[prefix + one.name] for one in config.all_options() if one.per_role})
-
-
-def reference_is_actor(config: Options) -> bool:
-    """Whether the reference is the actor with its adapters off, and no model of its own."""
-    m = config.model
-    return uses_adapters(config) and config.algorithm.init_kl_coef > 0 and m.ref_pretrain in (None, m.pretrain)
 
 
 def _samples(config: Options) -> int:
@@ -193,17 +180,9 @@ def _needs_pass(values: Mapping[str, Any]) -> list[str]:
     """Why recorded log probs would not do."""
     o = SimpleNamespace(**values)
     reasons = {
-        f"--rollout_correction {o.rollout_correction} compares with a pass": o.rollout_correction != "none",
-        **{
-            f"--rollout_rejection {text} compares all tokens before the update": Rejection.parse(
-                text
-            ).entry.over_rollout
-            for text in o.rollout_rejection
-        },
         f"--advantage_estimator {o.advantage_estimator} needs the distributions of a pass": (
             ADVANTAGE_ESTIMATORS.find(o.advantage_estimator).needs_score_norms
         ),
-        "--high_entropy_token_ratio needs the entropy of a pass": o.high_entropy_token_ratio is not None,
         "--kl_estimator full needs the distributions of a pass": (
             o.init_kl_coef > 0 and o.kl_estimator == "full" and o.use_kl_in_reward
         ),
@@ -211,7 +190,8 @@ def _needs_pass(values: Mapping[str, Any]) -> list[str]:
             not o.do_sample and o.temperature not in (0, 1)
         ),
     }
-    return [reason for reason, is_so in reasons.items() if is_so]
+    of_sections = [reason for part in Options.parts() for reason in part.passes(o)]
+    return of_sections + [reason for reason, is_so in reasons.items() if is_so]
 
 
 # -- reward sources --------------------------------------------------------------------------------------------------
@@ -309,7 +289,6 @@ def resolutions(config: Options) -> dict[str, Any]:
     """What every "None means …" option stands for. Options of a part that the run lacks stay None."""
     m, a, o, t, s, r = config.model, config.algorithm, config.loss, config.training, config.strategy, config.rollout
     estimator, loss = estimator_entry(config), policy_loss_entry(config)
-    correction = CORRECTIONS.find(config.correction.rollout_correction)
     frozen_stage = 3 if s.zero_stage == 3 else 0
     use_kl_loss = _or(a.use_kl_loss, estimator.kl_in_loss and a.init_kl_coef > 0 and not a.use_kl_in_reward)
 
@@ -326,8 +305,6 @@ def resolutions(config: Options) -> dict[str, Any]:
         "kl_estimator": "k2" if use_kl_loss else "k1",
         "policy_loss": estimator.policy_loss,
         "loss_agg_mode": _or(estimator.loss_agg_mode, loss.loss_agg_mode),
-        "correction_low": correction.low,
-        "correction_high": correction.high,
         "eval_temperature": 1.0 if config.evaluation.eval_n_samples > 1 else 0.0,
         **estimator.defaults,
         **loss.defaults,
@@ -347,13 +324,13 @@ def resolutions(config: Options) -> dict[str, Any]:
         meant |= {"eps_clip_low": low, "eps_clip_high": high}
     if o.value_norm is not None:
         meant |= {"value_norm_eps": 1e-5, "value_norm_beta": 0.99995 if o.value_norm == "exp" else None}
-    if uses_adapters(config):
-        meant |= {"lora_alpha": 16.0, "lora_dropout": 0.0}
     if config.sampling.fire_sampling:
         meant["fire_temperature"] = 10.0
     if config.reward.overlong_buffer_len is not None:
         meant["overlong_penalty_factor"] = 1.0
 
+    for part in config.parts():
+        meant |= part.meant(config)
     given = config.flat()
     resolved = {name: _or(given[name], value) for name, value in meant.items()}
     return resolved | {
@@ -397,17 +374,24 @@ FACTS = {
     "group_deviation": _with("divides_by_std"),
     "clipping": "a --policy_loss that clips",
     "trained_scores": "scores that are trained on (not --advantage_estimator on_policy_distill)",
-    "own_reference": "a reference model of its own (no --lora_rank, or another --ref_pretrain)",
     "one_source": "a single source of rewards",
     "function": "a reward function (--reward_fn)",
     "server": "a reward server (--remote_rm_url)",
 }
 
 
-def _facts(config: Options) -> dict[str, bool]:
+def conditions() -> dict[str, str]:
+    """``FACTS``, and the conditions of all sections."""
+    known = dict(FACTS)
+    for part in Options.parts():
+        known |= part.conditions
+    return known
+
+
+def facts_of(config: Options) -> dict[str, bool]:
     """Which of ``FACTS`` hold, except for those of reward sources."""
     estimator = estimator_entry(config)
-    return {
+    facts = {
         "sampling": config.rollout.do_sample and config.rollout.temperature > 0,
         "critic": estimator.needs_critic,
         "whitening": _or(config.algorithm.adv_norm, estimator.whiten),
@@ -415,8 +399,10 @@ def _facts(config: Options) -> dict[str, bool]:
         "group_deviation": estimator.divides_by_std,
         "clipping": policy_loss_entry(config).eps_clip is not None,
         "trained_scores": not estimator.of_teacher,
-        "own_reference": not reference_is_actor(config),
     }
+    for part in config.parts():
+        facts |= part.facts(config)
+    return facts
 
 
 def _judges(config: Options) -> set[str]:
@@ -438,11 +424,11 @@ def condition_text(condition: str) -> str:
     ``"dynamic_sampling"`` (given or true), ``"zero_stage=2|3"``, ``"rollout_check!=off"``, ``"lora_rank>0"``, one of
     ``FACTS``, or several of these with ``" or "`` between.
     """
-    texts = []
+    texts, known = [], conditions()
     for name, sign, value in map(_parts, condition.split(" or ")):
         words = {"": "", "=": f" {value.replace('|', ' or ')}", "!=": f" other than {value}", ">": f" above {value}"}
         flag = f"--reward_source {name}" if name in built_in() else f"--{name}{words[sign]}"
-        texts.append(FACTS.get(name, flag))
+        texts.append(known.get(name, flag))
     return " or ".join(texts)
 
 
@@ -469,8 +455,6 @@ def _holds(condition: str, values: Mapping[str, Any]) -> bool:
 
 # -- what cannot work ------------------------------------------------------------------------------------------------
 
-# The sections of a trainer whose models, data and reward were made by hand.
-_OF_TRAINER = {"rollout", "training", "sampling", "engine", "algorithm", "distill", "loss", "correction", "reward"}
 
 _CUT = "both say what becomes of a response cut by the limit"
 # An option, others that cannot be set beside it, and why.
@@ -484,7 +468,6 @@ _EXCLUSIVE = (
     ("resume", "no_load_checkpoint", "contradict each other"),
     ("reward_source", "reward_routes", "both name the sources"),
     ("teacher_pretrain", "teacher_url", "both name the teacher"),
-    ("sandbox_fusion_url", "function_call_url", "both run the programs"),
     ("mask_too_long", "stop_properly_penalty", _CUT),
     ("stop_properly_penalty", "mask_no_eos_with_zero", _CUT),
     (
@@ -493,8 +476,6 @@ _EXCLUSIVE = (
         "are of token scores, and of the one score of a response",
     ),
     ("lr_warmup_ratio", "lr_warmup_steps", "both say how long the warm-up is"),
-    ("lora_rank", "enable_ema", "are of adapters, and of an average of all weights"),
-    ("lora_rank", "ref_ema_eta ref_reset_steps", "cannot go together: the reference is the actor without adapters"),
     ("async_rewards", "skip_rollout", "cannot go together: replayed samples are not generated"),
     ("async_rewards", "reward_pretrain", "cannot go together: a reward model does not run beside generation"),
     ("gradient_checkpointing_use_reentrant", "aux_loss_coef torch_compile", "do not work together"),
@@ -526,9 +507,9 @@ def contradictions(config: Options, world_size: int, by_hand: bool = False, unfe
         unfed: the run is only computed: it needs neither prompts nor a reward.
     """
     o = SimpleNamespace(**config.flat() | resolutions(config))
-    o.config, o.ranks, o.samples, o.facts = config, world_size, _samples(config), _facts(config)
+    o.config, o.ranks, o.samples, o.facts = config, world_size, _samples(config), facts_of(config)
     o.unfed = unfed
-    rules = [_batches, _sampling, _engine, _algorithm]
+    rules = [_batches, _sampling, _algorithm]
     if not by_hand:
         rules = [_required, *rules, _micro_batches, _models, _rewards, files, _strategy, _warm_up]
         o.plan_problem = None
@@ -537,6 +518,10 @@ def contradictions(config: Options, world_size: int, by_hand: bool = False, unfe
             o.facts |= _source_facts(o.plan, o.sources, o.judges)
         except ConfigError as error:
             o.plan_problem = str(error)
+    sections = config.sections()
+    rules += [
+        part.problems for part in config.parts() if not by_hand or sections[part._owner].of in ("trainer", "training")
+    ]
     return first_of_each([*relations(o, by_hand), *(message for rule in rules for message in rule(o))])
 
 
@@ -572,7 +557,7 @@ def first_of_each(messages: Iterable[str]) -> list[str]:
 
 def idle_options(config: Options) -> dict[str, str]:
     """What scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
-    given, facts = config.flat(), _facts(config)
+    given, facts = config.flat(), facts_of(config)
     return {
         one.name: condition_text(condition)
         for one in all_options()
@@ -583,7 +568,8 @@ def idle_options(config: Options) -> dict[str, str]:
 
 def relations(o: SimpleNamespace, by_hand: bool = False) -> Iterator[str]:
     """Options without what they need, and options that exclude each other. ``o`` has ``config`` and ``facts`` too."""
-    options = {one.name: one for one in o.config.all_options() if not by_hand or one.owner in _OF_TRAINER}
+    of_trainer = {name for name, kind in o.config.sections().items() if kind.of in ("trainer", "training")}
+    options = {one.name: one for one in o.config.all_options() if not by_hand or one.owner in of_trainer}
     values, given = {name: getattr(o, name) for name in options} | o.facts, o.config.flat()
     if by_hand:
         values["enable_ema"] = True  # the script brings its ema_model
@@ -592,7 +578,8 @@ def relations(o: SimpleNamespace, by_hand: bool = False) -> Iterator[str]:
         for condition in option.needs:
             if not _holds(condition, values):
                 yield f"--{flag} needs {condition_text(condition)}: set that, or leave --{flag} out"
-    for flag, others, reason in _EXCLUSIVE:
+    exclusive = [*_EXCLUSIVE, *(one for part in o.config.parts() for one in part.exclusive)]
+    for flag, others, reason in exclusive:
         for other in others.split():
             if {flag, other} <= is_set.keys():
                 yield f"--{flag} and --{other} {reason}: leave one out"
@@ -648,76 +635,6 @@ def _sampling(o: SimpleNamespace) -> Iterator[str]:
     yield from (f"--{name} has an empty text: leave it out" for name, is_empty in empty.items() if is_empty)
 
 
-_COLDEST = 0.01  # vLLM raises a lower temperature to this without an error
-
-
-def _engine(o: SimpleNamespace) -> Iterator[str]:
-    """What vLLM cannot sample, and what an engine in the training processes needs."""
-    if o.rollout_engine not in ("vllm", "vllm_server"):
-        return
-    for name in ("temperature", "eval_temperature"):
-        if 0 < getattr(o, name) < _COLDEST:
-            yield f"--{name} {getattr(o, name):g}: vLLM samples at {_COLDEST} or above; set 0 (greedy) or at least that"
-    if o.rollout_engine == "vllm_server":
-        yield from _servers(o)
-        return
-    if o.ranks % o.tensor_parallel_size:
-        yield f"--tensor_parallel_size {o.tensor_parallel_size} does not divide the {o.ranks} ranks"
-    longest = o.prompt_max_len + o.generate_max_len
-    if o.max_model_len is not None and o.max_model_len < longest:
-        yield f"--max_model_len {o.max_model_len} is below --prompt_max_len + --generate_max_len: set {longest} or more"
-    is_auto = o.load_format == "auto"
-    for flag, reads_pretrain in {"--load_format auto": is_auto, "--trust_remote_code": o.trust_remote_code}.items():
-        if reads_pretrain and o.override_config is not None:
-            yield f"{flag} has --rollout_engine vllm read --pretrain without --override_config: leave one out"
-        if reads_pretrain and o.pretrain is None:
-            yield f"{flag} has --rollout_engine vllm read --pretrain, which is not set"
-    if is_auto and o.init_from_scratch:
-        yield "--load_format auto reads weights that --init_from_scratch does not have: leave it out"
-
-
-def _servers(o: SimpleNamespace) -> Iterator[str]:
-    """Addresses of vLLM servers, how weights get there, and how long they may take."""
-    if not o.vllm_server_url:
-        yield "--rollout_engine vllm_server needs --vllm_server_url: start a server by `lightppo serve-vllm`"
-    try:
-        for url in o.vllm_server_url:
-            check_url(url, "--vllm_server_url", "--vllm_server_api_key_env")
-            if "?" in url or "#" in url:
-                raise ValueError(f"--vllm_server_url {shown_url(url)}: give http://HOST:PORT without ? or #")
-    except ValueError as error:
-        yield str(error)
-        return
-    addresses = [url.rstrip("/") for url in o.vllm_server_url]
-    for url in addresses:
-        if addresses.count(url) > 1:
-            yield f"--vllm_server_url has {url} twice"
-    remote = [url for url in addresses if not is_loopback(urlsplit(url).hostname or "")]
-    by_files = o.vllm_server_sync == "disk" and o.vllm_server_sync_dir is not None
-    by_broadcast = o.vllm_server_sync == "collective" and not is_loopback(o.vllm_server_sync_address)
-    if remote and not by_files and not by_broadcast:
-        # the name of a host often leads to 127.0.1.1 on that host
-        wrong = f", and --vllm_server_sync_address {o.vllm_server_sync_address} leads here alone"
-        yield (
-            f"--vllm_server_url {remote[0]} is on another machine"
-            f"{wrong if o.vllm_server_sync == 'collective' else ''}: set --vllm_server_sync collective and "
-            "--vllm_server_sync_address to this machine's address there, or --vllm_server_sync disk and "
-            "--vllm_server_sync_dir to a folder that both see under the same path"
-        )
-    if o.vllm_server_sync_address in ("", "0.0.0.0", "::"):
-        yield f"--vllm_server_sync_address {o.vllm_server_sync_address!r}: give an address that servers can connect to"
-    waits = {
-        "vllm_server_timeout": 2 * o.vllm_server_timeout + 90,
-        "vllm_server_start_timeout": o.vllm_server_start_timeout,
-    }
-    for name, wait in waits.items():
-        if wait >= 60 * o.dist_timeout:
-            yield (
-                f"--{name} {getattr(o, name):g}: others wait up to {wait:g} s for the rank that asks servers, but only "
-                f"--dist_timeout {o.dist_timeout:g} minutes: lower it, or raise --dist_timeout"
-            )
-
-
 def _algorithm(o: SimpleNamespace) -> Iterator[str]:
     n, estimator = o.n_samples_per_prompt, estimator_entry(o.config)
     name, least = f"--advantage_estimator {o.advantage_estimator}", estimator.min_group_size
@@ -741,14 +658,11 @@ def _algorithm(o: SimpleNamespace) -> Iterator[str]:
     if o.reward_scaling == 0:
         yield "--reward_scaling 0 makes all scores the same: set another factor"
     yield from out_of_order(all_options(), vars(o))
-    try:
-        for text in o.rollout_rejection:
-            Rejection.parse(text)
-    except ConfigError as error:
-        yield str(error)
-        return
     if o.old_log_probs == "rollout":
-        yield from (f"--old_log_probs rollout: {why}; set auto or forward" for why in _needs_pass(vars(o)))
+        try:
+            yield from (f"--old_log_probs rollout: {why}; set auto or forward" for why in _needs_pass(vars(o)))
+        except ConfigError:  # of a value that its section refuses
+            return
 
 
 def _required(o: SimpleNamespace) -> Iterator[str]:
@@ -785,8 +699,6 @@ def _models(o: SimpleNamespace) -> Iterator[str]:
             yield f"--override_config must be a JSON object, not {o.override_config!r}"
         else:
             yield from _wrong_dropouts(values)
-    if reference_is_actor(o.config) and o.ref_zero_stage != (3 if o.zero_stage == 3 else 0):
-        yield f"--ref_zero_stage needs {FACTS['own_reference']}"
 
 
 def _wrong_dropouts(overrides: dict[str, Any]) -> Iterator[str]:
@@ -873,9 +785,6 @@ def files(o: SimpleNamespace) -> Iterator[str]:
                     yield f"--{name}: {what}: set FSSPEC_{url.split(':')[0].upper()}_PASSWORD"
         except StagingError as error:
             yield str(error)
-    if o.use_mlflow is not None and "@" in urlsplit(o.use_mlflow).netloc:
-        login = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        yield f"--use_mlflow: a login in an address would be written into logs: set {login}"
     if (o.save_steps > 0 or o.save_epochs or o.save_seconds) and o.disable_ds_ckpt and not o.save_hf_ckpt:
         yield "--disable_ds_ckpt without --save_hf_ckpt leaves nothing to save at --save_steps/epochs/seconds"
 
@@ -943,7 +852,7 @@ class PPOConfig(Options):
     def known(self) -> dict[str, Any]:
         """What conditions of options are about: their values, and facts."""
         facts = _source_facts(reward_plan(self), reward_sources(self), _judges(self))
-        return self.flat() | resolutions(self) | _facts(self) | facts
+        return self.flat() | resolutions(self) | facts_of(self) | facts
 
     def resolved(self) -> Self:
         """A copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""

@@ -14,22 +14,22 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import all_options
 from lightppo.config.rules import (
     CALLS,
-    FACTS,
     MicroBatchSpec,
     advice,
     condition_text,
+    conditions,
     contradictions,
     idle_flags,
     micro_batch_spec,
     old_log_probs_from,
     parse_specs,
-    reference_is_actor,
     reward_plan,
     reward_sources,
 )
 from lightppo.errors import ConfigError
 from lightppo.option import Option
 from lightppo.plugin import REWARDS
+from lightppo.plugins.adapters.sections import reference_is_actor
 from lightppo.plugins.algorithms.tables import CORRECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
 
@@ -409,10 +409,12 @@ def test_contradictions(case):
 
 def test_every_condition_is_of_options_or_facts_and_has_words():
     names = {option.name for option in all_options()}
-    assert not names & FACTS.keys()
+    assert not names & conditions().keys()
     for option in all_options():
         for condition in option.needs:
-            assert set(re.findall(r"(?:^| or )(\w+)", condition)) <= names | FACTS.keys() | REWARDS.keys(), option.name
+            assert set(re.findall(r"(?:^| or )(\w+)", condition)) <= names | conditions().keys() | REWARDS.keys(), (
+                option.name
+            )
             assert condition_text(condition)
     assert condition_text("zero_stage=2|3 or lora_rank>0") == "--zero_stage 2 or 3 or --lora_rank above 0"
     assert condition_text("rollout_check!=off") == "--rollout_check other than off"
@@ -474,7 +476,7 @@ def test_zero_out_of_range_is_off(name, value):
 
 def test_options_that_were_not_given_are_no_note():
     assert idle_flags(config(**RLOO), {"pretrain"}) == {}
-    assert idle_flags(config(**GROUP), {"pretrain", "gamma"}) == {FACTS["discounting"]: ["gamma"]}
+    assert idle_flags(config(**GROUP), {"pretrain", "gamma"}) == {conditions()["discounting"]: ["gamma"]}
     assert idle_flags(config(lora_rank=4, lora_alpha=16), {"lora_alpha"}) == {}
 
 

@@ -1,5 +1,6 @@
 """LoRA, and frozen weights in 4 bits."""
 
+from lightppo.option import register_section
 from lightppo.plugin import CHECKS, LOADING, PREPARATIONS, Check
 from lightppo.table import Entry
 
@@ -9,3 +10,4 @@ def register() -> None:
     LOADING.register("load_in_4bit", Entry("lightppo.plugins.adapters.quantised:quantise_body"))
     PREPARATIONS.register("lora", Entry("lightppo.plugins.adapters.lora:prepare"))
     CHECKS.register("adapter_packages", Check("lightppo.plugins.adapters.lora:check_packages"))
+    register_section("adapter", "lightppo.plugins.adapters.sections:AdapterConfig")

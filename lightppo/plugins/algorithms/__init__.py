@@ -1,5 +1,6 @@
 """Corrections, rejections, rarely used estimators and policy losses, and a teacher on servers."""
 
+from lightppo.option import register_section
 from lightppo.plugin import TOKEN_WEIGHTS, TokenWeight
 
 _WEIGHTS = "lightppo.plugins.algorithms.token_weights"
@@ -29,3 +30,5 @@ def register() -> None:
     TOKEN_WEIGHTS.register("rejection", rejection)
     TOKEN_WEIGHTS.register("rejection_in_training", in_training)
     TOKEN_WEIGHTS.register("high_entropy", high_entropy)
+    register_section("correction", "lightppo.plugins.algorithms.sections:CorrectionConfig")
+    register_section("high_entropy", "lightppo.plugins.algorithms.sections:HighEntropyConfig", adds_to="loss")

@@ -367,13 +367,13 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
         more |= {"eager": eager, "trust_remote_code": m.trust_remote_code}
         return Shape(found, found.to_json_string(), scores, dtype, **more)
 
-    if rules.uses_adapters(config):
+    if config.flat().get("lora_rank", 0) > 0:
         lora = LoraOptions(a.lora_rank, a.lora_alpha, a.lora_dropout, a.target_modules)
     own = {"adapters": lora, "in_4bit": a.load_in_4bit}
     roles = {"actor": shape(m.pretrain, "--pretrain", **own)}
     if rules.needs_critic(config):
         roles["critic"] = shape(m.critic_pretrain, "--critic_pretrain", True, **own)
-    if rules.needs_reference(config) and not rules.reference_is_actor(config):
+    if rules.needs_reference(config) and rules.facts_of(config).get("own_reference", True):
         dtype = torch.float32 if rules.moves_reference(config) else own_dtype
         roles["reference"] = shape(m.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=a.load_in_4bit)
     if config.algorithm.enable_ema:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from urllib.parse import quote, unquote, urlsplit
 from lightppo.errors import ConfigError, RefusedError, RequestError, SlowServerError, UnreachableError, UserError
 from lightppo.ranks import heartbeat
 from lightppo.terminal import plain
-from lightppo.urls import GIVE_WHOLE, is_cut, shown_url
+from lightppo.urls import check_url, is_loopback, shown_url
 
 if TYPE_CHECKING:
     import requests
@@ -258,22 +257,6 @@ def check_token(token: str, where: str) -> str:
     return token
 
 
-def check_url(url: str, option: str = "--remote_rm_url", token_option: str | None = "--remote_rm_token_env") -> None:
-    """Refuses what is not an http(s) address with a host, or contains a user or password, with a ``ValueError``."""
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # e.g. a port that is not a number; its text may quote a password
-        good = False
-    if "@" in url and not (good and parts.username is None and parts.password is None):
-        advice = f"use {token_option} instead" if token_option else "leave it out"
-        raise ValueError(f"{option}: a URL has a user or password in it; {advice}")
-    if not good:
-        raise ValueError(f"{option}: {shown_url(url)!r} is not an http(s) address")
-    if is_cut(url):
-        raise ValueError(f"{option} {url}: {GIVE_WHOLE}")
-
-
 def secret_texts(token: str | None, url: str = "") -> list[str]:
     """The texts that must not be shown, in every form in which an error may hold them; longest first."""
     secrets = {token, quote(token, safe=""), json.dumps(token)[1:-1]} if token else set()
@@ -305,17 +288,6 @@ def check_bind(host: str, has_token: bool, token_option: str = "--token_env", po
             listener.bind(address)
         except OSError as error:
             raise ValueError(f"--host {host} --port {port}: {error.strerror}: choose another port") from error
-
-
-def is_loopback(host: str) -> bool:
-    """Whether every address of a host name or IP address belongs to this machine alone; False for an unknown name."""
-    if not host:
-        return False  # all interfaces
-    try:
-        addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
 
 
 def check_tokens(building: Any) -> None:

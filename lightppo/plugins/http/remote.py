@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
-from lightppo.plugins.http.client import HTTPClient, check_url, read_token
+from lightppo.plugins.http.client import HTTPClient, read_token
 from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.source import (
     OnFailure,
@@ -25,6 +25,7 @@ from lightppo.rewards.source import (
     join_outputs,
     output_from_result,
 )
+from lightppo.urls import check_url
 
 if TYPE_CHECKING:
     from lightppo.rewards.registry import RewardRequest

@@ -1,5 +1,6 @@
 """Other kernels, where options ask for them: CUDA graphs of decoding steps, compiled layers, Liger's."""
 
+from lightppo.option import register_section
 from lightppo.plugin import CHECKS, DECODING_RUNNERS, PREPARATIONS, Check
 from lightppo.table import Entry
 
@@ -10,3 +11,4 @@ def register() -> None:
     DECODING_RUNNERS.register("cuda_graphs", Entry("lightppo.plugins.kernels.graphs:runner"))
     PREPARATIONS.register("liger", Entry("lightppo.plugins.kernels.layers:prepare_liger"))
     PREPARATIONS.register("compile", Entry("lightppo.plugins.kernels.layers:prepare_compiled"))
+    register_section("kernels", "lightppo.plugins.kernels.sections:KernelConfig", adds_to="engine")

@@ -1,5 +1,6 @@
 """What a run records: its folder, metrics, samples, trackers, alarms."""
 
+from lightppo.option import register_section
 from lightppo.plugin import CALLBACKS, CHECKS, METRICS, CallbackEntry, Check
 
 
@@ -15,3 +16,4 @@ def register() -> None:
         "lightppo.plugins.records.alarms:meanings",
         about="1 if the metrics show a problem, otherwise 0; the log says when it starts",
     )
+    register_section("trackers", "lightppo.plugins.records.sections:TrackerConfig", adds_to="logging")

@@ -22,6 +22,12 @@ PAIRS = {  # the same, of training on pairs
     "rejected_log_prob": "mean log prob of rejected answers; per token for `ipo`",
 }
 
+_COMMANDS = (
+    ("sft", "train it on demonstrations", "SFTConfig"),
+    ("rm", "train a reward model on pairs of answers", "RMConfig"),
+    ("dpo", "train it on pairs of answers, without a reward model", "DPOConfig"),
+)
+
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
@@ -40,14 +46,10 @@ def register() -> None:
             "tokens": "labelled tokens in --eval_dataset",
         },
     )
-    COMMANDS.register("sft", Command("lightppo.plugins.supervised.sft:main", about="train it on demonstrations"))
-    COMMANDS.register(
-        "rm", Command("lightppo.plugins.supervised.rm:main", about="train a reward model on pairs of answers")
-    )
-    COMMANDS.register(
-        "dpo",
-        Command("lightppo.plugins.supervised.dpo:main", about="train it on pairs of answers, without a reward model"),
-    )
+    for name, about, config in _COMMANDS:
+        function = f"lightppo.plugins.supervised.{name}:main"
+        options = f"lightppo.plugins.supervised.sections:{config}"
+        COMMANDS.register(name, Command(function, about=about, config=options))
     PUBLIC.update(
         {
             "SFTTrainer": "lightppo.plugins.supervised.script_trainers",

@@ -1,16 +1,15 @@
 """The options of training on data: ``lightppo sft``, ``rm``, ``dpo``. Most are those of PPO, in other words."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
 
 from lightppo.config import options as ppo
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import files, first_of_each, relations, uses_adapters
+from lightppo.config.rules import files, first_of_each, relations
 from lightppo.errors import ConfigError
 from lightppo.files import join
-from lightppo.option import Section, option
+from lightppo.option import SECTIONS, Section, option
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 
 WORDS = {
@@ -43,7 +42,7 @@ class SupervisedModelConfig(
 
 
 class SupervisedAdapterConfig(
-    ppo.AdapterConfig, only="lora_rank lora_alpha lora_dropout load_in_4bit target_modules", words=WORDS
+    SECTIONS["adapter"].kind, only="lora_rank lora_alpha lora_dropout load_in_4bit target_modules", words=WORDS
 ):
     """LoRA: small trained matrices next to frozen weights (arXiv:2106.09685); docs/lora.md."""
 
@@ -178,19 +177,20 @@ class SupervisedLoggingConfig(
     log_file: str | None = option(None, "JSONL file of the metrics. None: SAVE_PATH/metrics.jsonl.", resume_safe=True)
 
 
-@dataclass
 class SupervisedConfig(OptionSet):
     """What the commands have in common: a subclass has the data, and sections of its own."""
 
-    file: ppo.FileConfig = field(default_factory=ppo.FileConfig)
-    model: SupervisedModelConfig = field(default_factory=SupervisedModelConfig)
-    adapter: SupervisedAdapterConfig = field(default_factory=SupervisedAdapterConfig)
-    data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)
-    training: SupervisedTrainingConfig = field(default_factory=SupervisedTrainingConfig)
-    strategy: SupervisedStrategyConfig = field(default_factory=SupervisedStrategyConfig)
-    checkpoint: SupervisedCheckpointConfig = field(default_factory=SupervisedCheckpointConfig)
-    evaluation: SupervisedEvaluationConfig = field(default_factory=SupervisedEvaluationConfig)
-    logging: SupervisedLoggingConfig = field(default_factory=SupervisedLoggingConfig)
+    words = WORDS
+
+    file: ppo.FileConfig
+    model: SupervisedModelConfig
+    adapter: SupervisedAdapterConfig
+    data: SupervisedDataConfig
+    training: SupervisedTrainingConfig
+    strategy: SupervisedStrategyConfig
+    checkpoint: SupervisedCheckpointConfig
+    evaluation: SupervisedEvaluationConfig
+    logging: SupervisedLoggingConfig
 
     # What --help shows: title → names.
     screen: ClassVar[dict[str, str]] = {
@@ -213,6 +213,8 @@ class SupervisedConfig(OptionSet):
         yield from self.missing()
         yield from relations(o)
         yield from files(o)
+        for part in self.parts():
+            yield from part.problems(o)
         if o.num_epochs is not None and o.max_steps is not None:
             yield "--num_epochs and --max_steps are both given: leave one out"
         if o.train_batch_size % (o.micro_train_batch_size * ranks):
@@ -227,7 +229,8 @@ class SupervisedConfig(OptionSet):
         """Values by flag name, with what None stands for."""
         values = self.flat()
         meant = {"ckpt_path": str(join(self.checkpoint.save_path, "checkpoints"))}
-        meant |= {"lora_alpha": 16.0, "lora_dropout": 0.0} if uses_adapters(self) else {}
+        for part in self.parts():
+            meant |= part.meant(self)
         values |= {name: value for name, value in meant.items() if values[name] is None}
         attention = "flash_attention_2" if self.model.flash_attn else self.model.attn_implementation
         return values | {"attn_implementation": attention}
@@ -237,20 +240,22 @@ class SupervisedConfig(OptionSet):
         return self.with_options(**self.with_options(**self.flat()).known())
 
 
-@dataclass
 class SFTConfig(SupervisedConfig):
     """Train a causal language model on demonstrations."""
 
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    command = "sft"
+
+    data: SFTDataConfig
 
 
-@dataclass
 class RMConfig(SupervisedConfig):
     """Train a reward model on pairs of a chosen and a rejected answer."""
 
-    model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    data: RewardDataConfig = field(default_factory=RewardDataConfig)
-    checkpoint: RewardCheckpointConfig = field(default_factory=RewardCheckpointConfig)
+    command = "rm"
+
+    model: RewardModelConfig
+    data: RewardDataConfig
+    checkpoint: RewardCheckpointConfig
 
 
 class PreferenceConfig(Section, own=PREFERENCE_LOSSES):
@@ -271,15 +276,16 @@ class DPOCheckpointConfig(SupervisedCheckpointConfig, save_path="./ckpt/dpo"):
     """Checkpoints and the final model."""
 
 
-@dataclass
 class DPOConfig(SupervisedConfig):
     """Train a causal language model on pairs of answers, without a reward model: DPO, cDPO, IPO."""
 
-    model: DPOModelConfig = field(default_factory=DPOModelConfig)
-    data: PairDataConfig = field(default_factory=PairDataConfig)
-    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-    training: DPOTrainingConfig = field(default_factory=DPOTrainingConfig)
-    checkpoint: DPOCheckpointConfig = field(default_factory=DPOCheckpointConfig)
+    command = "dpo"
+
+    model: DPOModelConfig
+    data: PairDataConfig
+    preference: PreferenceConfig
+    training: DPOTrainingConfig
+    checkpoint: DPOCheckpointConfig
 
     screen: ClassVar[dict[str, str]] = SupervisedConfig.screen | {"Loss": "preference_loss beta label_smoothing"}
 

@@ -1,5 +1,6 @@
 """Rewards that check answers: mathematics, formats, programs; and worker processes for reward functions."""
 
+from lightppo.option import register_section
 from lightppo.plugin import REWARD_MANAGERS, REWARD_WRAPPERS, REWARDS, RewardEntry, RewardManager
 from lightppo.table import Entry
 
@@ -12,3 +13,4 @@ def register() -> None:
     REWARDS.register("code", RewardEntry(f"{here}.programs:code_reward", check_prompt=f"{here}.code:find_tests"))
     REWARD_WRAPPERS.register("check_xml_format", Entry(f"{here}.formats:with_xml_format"))
     REWARD_MANAGERS.register("prime", RewardManager(f"{here}.processes:runner_of"))
+    register_section("built_in", "lightppo.plugins.verifiers.sections:BuiltInConfig", adds_to="verifier")

@@ -1,5 +1,6 @@
 """Rollouts by vLLM: in the training processes, or on servers."""
 
+from lightppo.option import register_section
 from lightppo.plugin import COMMANDS, ENGINES, Command
 from lightppo.table import Entry
 
@@ -9,3 +10,4 @@ def register() -> None:
     ENGINES.register("vllm", Entry("lightppo.plugins.vllm.colocated:VLLMRolloutEngine"))
     ENGINES.register("vllm_server", Entry("lightppo.plugins.vllm.servers:VLLMServerRolloutEngine"))
     COMMANDS.register("serve-vllm", Command("lightppo.plugins.vllm.serve_vllm:main", about="serve rollouts by vLLM"))
+    register_section("vllm", "lightppo.plugins.vllm.sections:VLLMConfig", adds_to="engine")

@@ -12,7 +12,8 @@ import pytest
 from support.http_server import JsonServer, ok
 
 from lightppo.errors import RefusedError, RequestError, RewardError, SlowServerError, UnreachableError
-from lightppo.plugins.http.client import HTTPClient, check_bind, check_url, is_loopback, read_token
+from lightppo.plugins.http.client import HTTPClient, check_bind, read_token
+from lightppo.urls import check_url, is_loopback
 
 TOKEN = "s3cret-Token/+=="
 

@@ -1,0 +1,71 @@
+"""Options of corrections and rejections."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from lightppo.errors import ConfigError
+from lightppo.option import Section, option
+from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection
+
+corrected = partial(option, needs="rollout_correction!=none")
+
+
+class CorrectionConfig(Section, of="training"):
+    """Correction: differences between rollout engine and trainer."""
+
+    rollout_correction: str = option(
+        "none", "How to weight tokens by π_old / π_rollout (trainer / engine).", names=CORRECTIONS
+    )
+    correction_low: float | None = corrected(
+        None, "Lower bound of the weight. None: the correction's default.", ge=0, below="correction_high"
+    )
+    correction_high: float | None = corrected(None, "Upper bound of the weight. None: the correction's default.", gt=0)
+    correction_veto: float | None = corrected(
+        None, "Do not train on a response with a token weight below this; 1e-4 is usual. None: off.", gt=0, lt=1
+    )
+    correction_batch_norm: bool = corrected(False, "Divide weights by their mean over the rollout batch of all ranks.")
+    rollout_rejection: tuple[str, ...] = option(
+        (),
+        "Leave tokens out of the policy loss unless all of these are within bounds, NAME=HIGH or NAME=LOW:HIGH "
+        "such as token_ratio=0.5:2 seq_mean_k3=0.01. Names: token, seq_sum, seq_mean or seq_max, with _ratio, "
+        "_k1, _k2 or _k3; opsm; m2po.",
+    )
+
+    @staticmethod
+    def meant(config: Any) -> Mapping[str, Any]:
+        entry = CORRECTIONS.find(config.correction.rollout_correction)
+        return {"correction_low": entry.low, "correction_high": entry.high}
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        try:
+            for text in o.rollout_rejection:
+                Rejection.parse(text)
+        except ConfigError as error:
+            yield str(error)
+
+    @staticmethod
+    def passes(o: Any) -> Iterator[str]:
+        if o.rollout_correction != "none":
+            yield f"--rollout_correction {o.rollout_correction} compares with a pass"
+        for text in o.rollout_rejection:
+            if Rejection.parse(text).entry.over_rollout:
+                yield f"--rollout_rejection {text} compares all tokens before the update"
+
+
+class HighEntropyConfig(Section, adds_to="loss"):
+    """A policy loss on tokens of high entropy alone."""
+
+    high_entropy_token_ratio: float | None = option(
+        None,
+        "Apply the policy loss only to this share of the tokens, those of highest entropy. None: all.",
+        gt=0,
+        le=1,
+        off=(0,),
+    )
+
+    @staticmethod
+    def passes(o: Any) -> Iterator[str]:
+        if o.high_entropy_token_ratio is not None:
+            yield "--high_entropy_token_ratio needs the entropy of a pass"

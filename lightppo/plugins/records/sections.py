@@ -1,0 +1,50 @@
+"""Options of trackers beside metrics.jsonl."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from lightppo.option import Section, option
+
+wandb = partial(option, needs="use_wandb")
+
+
+class TrackerConfig(Section, adds_to="logging", resume_safe=True):
+    """TensorBoard, Weights & Biases, trackio, MLflow."""
+
+    use_tensorboard: str | None = option(None, "Folder for TensorBoard.")
+    use_wandb: bool = option(
+        False,
+        "Log to Weights & Biases; log in with `wandb login` or WANDB_API_KEY. The flag also takes a key, but "
+        "others may see it in the process list.",
+        secret=True,
+    )
+    wandb_org: str | None = wandb(None, "W&B entity.")
+    wandb_group: str | None = option(
+        None, "Group in W&B and trackio; a tag in MLflow.", needs="use_wandb or use_trackio or use_mlflow"
+    )
+    wandb_project: str = wandb("lightppo", "W&B project.")
+    wandb_run_name: str | None = option(
+        None,
+        "Run name in every tracker. None: the name of --save_path.",
+        needs="use_wandb or use_tensorboard or use_trackio or use_mlflow",
+    )
+    use_trackio: str | None = option(
+        None, "Project in trackio, which stores it in TRACKIO_DIR or as set by its other variables."
+    )
+    use_mlflow: str | None = option(
+        None, "Where MLflow logs: a folder, or a server address. Log in with MLflow's variables."
+    )
+    mlflow_experiment: str = option("lightppo", "MLflow experiment.", needs="use_mlflow")
+    metric_names: Literal["lightppo", "verl", "openrlhf"] = option(
+        "lightppo",
+        "Names of the metrics in trackers; see docs/metrics.md. metrics.jsonl always uses lightppo's.",
+        needs="use_wandb or use_tensorboard or use_trackio or use_mlflow",
+    )
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        if o.use_mlflow is not None and "@" in urlsplit(o.use_mlflow).netloc:
+            login = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+            yield f"--use_mlflow: a login in an address would be written into logs: set {login}"
