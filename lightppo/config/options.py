@@ -166,7 +166,7 @@ class EngineConfig(Section, resume_safe=True, of="trainer"):
 
     rollout_engine: str = option(
         "hf",
-        "What generates responses: hf (the actor itself), vllm (in its process), vllm_server, or yours.",
+        "What generates responses: hf is the actor itself. Others may be yours.",
         names=ENGINES,
     )
 
