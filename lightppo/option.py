@@ -215,6 +215,11 @@ class Section(types.SimpleNamespace):
         """Why log probs that were recorded while sampling would not do; ``o`` as of :meth:`problems`."""
         return ()
 
+    @staticmethod
+    def places(config: Any) -> Iterable[str]:
+        """Where a run writes to, in words, as its options ask."""
+        return ()
+
     def missing(self) -> list[str]:
         """One message per required option without a value."""
         required = [option for option in self.options().values() if option.required]

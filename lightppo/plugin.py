@@ -8,10 +8,10 @@ group ``lightppo.plugins``; they come after those in ``lightppo/plugins``, witho
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 from lightppo.errors import UserError
@@ -147,6 +147,10 @@ PREPARATIONS: Table = Table("preparation of a model")
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
 """Factors of each token's policy loss: corrections, rejections, and others."""
 
+TEACHERS: Table = Table("teacher")
+"""Teachers that are no model in these processes: functions of the config, the tokenizer and the strategy that return an
+object with ``score_actions``, as :class:`lightppo.models.actor.Actor` has it, or None."""
+
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
 function around it, which may end the process by SystemExit."""
@@ -225,7 +229,7 @@ def load_plugins() -> None:
     Raises:
         PluginError: another distribution's plugin fails; it names the distribution.
     """
-    if importlib.util.find_spec(GROUP) is not None:
+    if Path(__file__).with_name("plugins").is_dir():
         importlib.import_module(GROUP).register()
     for entry_point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
         try:

@@ -35,13 +35,18 @@ SMALL = {
     "rollout_batch_size": 4,
     "micro_train_batch_size": 2,
     "actor_learning_rate": 1e-2,
-    "critic_learning_rate": 1e-2,
     "total_training_steps": 3,
     "save_steps": 1,
 }
 RUNS = {
     # as examples/quickstart/ppo.yaml, with two steps per rollout
-    "ppo": {"advantage_estimator": "gae", "max_epochs": 2, "train_batch_size": 2, "zero_stage": 1},
+    "ppo": {
+        "advantage_estimator": "gae",
+        "max_epochs": 2,
+        "train_batch_size": 2,
+        "zero_stage": 1,
+        "critic_learning_rate": 1e-2,
+    },
     "grpo": {
         "advantage_estimator": "grpo",
         "n_samples_per_prompt": 2,

@@ -45,8 +45,7 @@ from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.folders import check_positions
 from lightppo.models.preparation import Role, prepare_model
-from lightppo.plugin import CHECKS, ENGINES, LOADING
-from lightppo.plugins.algorithms.teacher import TeacherServers
+from lightppo.plugin import CHECKS, ENGINES, LOADING, TEACHERS
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward, reward_inputs
 from lightppo.rewards.source import AsyncScorer, NoReward, RewardSource, check_verifier_status
@@ -546,7 +545,7 @@ def by_flag(config: PPOConfig, models: Models) -> dict[str, Any]:
     }
 
 
-def check_tokenizers(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> TeacherServers | None:
+def check_tokenizers(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> Any | None:
     """A teacher must have the student's vocabulary, as must reward models that read its ids; the servers of
     ``--teacher_url``. Collective."""
     d = config.distill
@@ -554,7 +553,10 @@ def check_tokenizers(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrat
         with _as_config_error():
             reward_inputs(config, tokenizer)
     if needs_teacher(config) and d.teacher_url:
-        return TeacherServers(config, tokenizer, strategy)
+        teachers = (entry.fn(config, tokenizer, strategy) for entry in TEACHERS.values())
+        if (teacher := next(filter(None, teachers), None)) is None:
+            raise ConfigError("--teacher_url: no plugin asks servers: set --teacher_pretrain")
+        return teacher
     if needs_teacher(config):
         check_vocabulary(config, d.teacher_pretrain, "--teacher_pretrain", tokenizer)
     return None
@@ -960,7 +962,7 @@ def model_sizes(models: Models) -> str:
 
 def places(config: OptionSet) -> str:
     """Where a run writes to."""
-    c, log = config.checkpoint, config.logging
+    c = config.checkpoint
     saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
     # A run that goes on from checkpoints, or was stopped, has some, and writes one at its end.
     saves = saves or (c.resume != "never" and any(local_folder(c.ckpt_path).glob("_actor/global_step*")))
@@ -968,8 +970,6 @@ def places(config: OptionSet) -> str:
         f"model and logs in {c.save_path}",
         f"checkpoints in {c.ckpt_path}" if saves else "no checkpoints (--save_steps)",
     ]
-    found += [f"TensorBoard in {log.use_tensorboard}"] if log.use_tensorboard else []
-    found += [f"MLflow in {log.use_mlflow}"] if log.use_mlflow else []
-    found += [f"trackio: trackio show --project {log.use_trackio}"] if log.use_trackio else []
-    found += [f"profiles in {c.save_path}/profile"] if log.profile_steps else []
+    found += [place for part in config.parts() for place in part.places(config)]
+    found += [f"profiles in {c.save_path}/profile"] if config.logging.profile_steps else []
     return ", ".join(found)

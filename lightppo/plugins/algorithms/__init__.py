@@ -1,7 +1,8 @@
 """Corrections, rejections, rarely used estimators and policy losses, and a teacher on servers."""
 
 from lightppo.option import register_section
-from lightppo.plugin import TOKEN_WEIGHTS, TokenWeight
+from lightppo.plugin import TEACHERS, TOKEN_WEIGHTS, TokenWeight
+from lightppo.table import Entry
 
 _WEIGHTS = "lightppo.plugins.algorithms.token_weights"
 
@@ -32,3 +33,4 @@ def register() -> None:
     TOKEN_WEIGHTS.register("high_entropy", high_entropy)
     register_section("correction", "lightppo.plugins.algorithms.sections:CorrectionConfig")
     register_section("high_entropy", "lightppo.plugins.algorithms.sections:HighEntropyConfig", adds_to="loss")
+    TEACHERS.register("servers", Entry("lightppo.plugins.algorithms.teacher:TeacherServers"))

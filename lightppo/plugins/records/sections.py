@@ -48,3 +48,13 @@ class TrackerConfig(Section, adds_to="logging", resume_safe=True):
         if o.use_mlflow is not None and "@" in urlsplit(o.use_mlflow).netloc:
             login = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
             yield f"--use_mlflow: a login in an address would be written into logs: set {login}"
+
+    @staticmethod
+    def places(config: Any) -> Iterator[str]:
+        asked = config.logging
+        if asked.use_tensorboard:
+            yield f"TensorBoard in {asked.use_tensorboard}"
+        if asked.use_mlflow:
+            yield f"MLflow in {asked.use_mlflow}"
+        if asked.use_trackio:
+            yield f"trackio: trackio show --project {asked.use_trackio}"
