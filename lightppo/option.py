@@ -39,6 +39,7 @@ class Option:
     resume_safe: bool | None = None  # a resumed run may change it, else it must stay as it was; None: as its section
     required: bool = False  # every run must set it
     per_role: bool = False  # of the actor; --critic_<name> is the critic's own, None: the same
+    takes_object: bool = False  # in Python, a function or object of the user's own stands where a path to it does
     secret: bool = False  # a wrong value may be a key: it is not shown
     owner: str = ""  # the section that it belongs to: config.<owner>.<name>
 
@@ -94,6 +95,8 @@ class Option:
         """The value in the option's type: a list as a tuple, a path as text; a ValueError names the flag."""
         from pydantic import ValidationError
 
+        if self.takes_object and is_object(value):
+            return value
         try:
             value = _adapter(self.type, **self.bounds).validate_python(value)
         except ValidationError:
@@ -102,11 +105,18 @@ class Option:
                     return self.default
             choices = [choice for choice in get_args(self.kind) if isinstance(choice, str)]
             wanted = " ".join(filter(None, (self.type_text, self.range_text)))
+            if self.takes_object:
+                wanted = f"{wanted}: path.py:name, or in Python the function or object itself"
             got = "another value" if self.secret else f"{value!r}{nearest(str(value), choices, self.name)}"
             raise ValueError(f"--{self.name} must be {wanted}, not {got}") from None
         if self.names is not None and value is not None:
             self.names.find(value)
         return value
+
+
+def is_object(value: Any) -> bool:
+    """Whether this is a function or an object of the user's own: nothing that a file of options may hold."""
+    return not isinstance(value, str | os.PathLike | int | float | list | tuple | dict | set | None)
 
 
 def option(default: Any, help: str, unit: str | None = None, *, needs: str = "", also: str = "", **more: Any) -> Any:

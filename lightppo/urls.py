@@ -80,8 +80,16 @@ def shown_value(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(map(shown_value, value))
     if not isinstance(value, str) or "://" not in value:
-        return value
+        return shown_object(value)
     return ",".join(shown_url(part) if _URL.fullmatch(part.strip()) else part for part in value.split(","))
+
+
+def shown_object(value: Any) -> Any:
+    """A function or object of the user's own as a text, the same in every run; other values as they are."""
+    if value is None or isinstance(value, str | bool | int | float | dict):
+        return value
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"<{named.__qualname__} of {named.__module__}>"
 
 
 def cut_urls(value: Any) -> list[str]:

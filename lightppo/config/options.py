@@ -254,7 +254,9 @@ class RewardConfig(Section, of="trainer"):
 
     remote_rm_url: tuple[str, ...] = safe((), "Reward servers, or path.py with reward_func(queries, prompts, labels).")
     reward_fn: str | None = option(
-        None, "Reward function path.py[:name]. With several --reward_pretrain: the function that combines their scores."
+        None,
+        "Reward function path.py[:name]. With several --reward_pretrain: the function that combines their scores.",
+        takes_object=True,
     )
     reward_input_tokenizer: tuple[str, ...] = reward_model(
         (),
@@ -687,7 +689,7 @@ class EvaluationConfig(Section, resume_safe=True):
     eval_reward_source: tuple[str, ...] = evaluated(
         (), "Scorers for evaluation, as --reward_source. None: the training scorer, or --eval_reward_fn."
     )
-    eval_reward_fn: str | None = evaluated(None, "Reward function for evaluation, path.py[:name].")
+    eval_reward_fn: str | None = evaluated(None, "Reward function for evaluation, path.py[:name].", takes_object=True)
     best_metric: str | None = evaluated(
         None, "Keep the actor with the highest value of this metric in --ckpt_path/best_hf, e.g. eval/accuracy."
     )

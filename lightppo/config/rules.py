@@ -24,7 +24,7 @@ from lightppo.algorithms.entries import (
 from lightppo.config.options import Options, OptionSet, all_options
 from lightppo.errors import ConfigError, StagingError
 from lightppo.files import check_file_url, is_url, join
-from lightppo.option import out_of_order
+from lightppo.option import is_object, out_of_order
 from lightppo.plugin import REWARDS, TOKEN_WEIGHTS
 from lightppo.suggestions import nearest
 from lightppo.urls import GIVE_WHOLE, check_url, cut_urls
@@ -381,8 +381,8 @@ FACTS = {
 
 
 def conditions() -> dict[str, str]:
-    """``FACTS``, and the conditions of all sections."""
-    known = dict(FACTS)
+    """``FACTS``, the sources of rewards, and the conditions of all sections."""
+    known = FACTS | {name: f"--reward_source {name}" for name in built_in()}
     for part in Options.parts():
         known |= part.conditions
     return known
@@ -427,8 +427,7 @@ def condition_text(condition: str) -> str:
     texts, known = [], conditions()
     for name, sign, value in map(_parts, condition.split(" or ")):
         words = {"": "", "=": f" {value.replace('|', ' or ')}", "!=": f" other than {value}", ">": f" above {value}"}
-        flag = f"--reward_source {name}" if name in built_in() else f"--{name}{words[sign]}"
-        texts.append(known.get(name, flag))
+        texts.append(known.get(name, f"--{name}{words[sign]}"))
     return " or ".join(texts)
 
 
@@ -714,6 +713,11 @@ def _wrong_dropouts(overrides: dict[str, Any]) -> Iterator[str]:
 
 def _rewards(o: SimpleNamespace) -> Iterator[str]:
     """Which sources there are, and what they need."""
+    for name in ("reward_fn", "eval_reward_fn"):
+        given = getattr(o, name)
+        usable = not isinstance(given, type) and (callable(given) or callable(getattr(given, "score", None)))
+        if is_object(given) and not usable:
+            yield f"--{name}: {given!r} scores nothing: give a function, or an object with name and score(rollouts)"
     if o.plan_problem:
         yield o.plan_problem
         return

@@ -17,6 +17,7 @@ from lightppo.config.rules import ANY_ROUTE, estimator_entry, micro_batch_spec, 
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.files import files_in_use
+from lightppo.option import is_object
 from lightppo.plugin import REWARD_WRAPPERS, REWARDS
 from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.function import BoundFunction, FunctionReward
@@ -164,18 +165,23 @@ def check_reward_files(config: PPOConfig, flag: str = "--reward_fn") -> tuple[Bo
         option, spec = "--remote_rm_url", reward.remote_rm_url[0]
     if isinstance(reward.reward_fn, str) and not spec and "model" in sources:
         declared_function(reward.reward_fn, _COMBINE_NAME, option=flag)
-    if not isinstance(spec, str):  # a function or source was given itself, or none
+    options = RewardRequest(config, None).options_of(FunctionReward)
+    gets_all = list(reward_plan(config) or (ANY_ROUTE,)) == [ANY_ROUTE]
+    if is_object(spec):
+        source = _function_source(spec, option, options)
+        is_bound = isinstance(source, FunctionReward) and gets_all
+        return BoundFunction(spec, source.name, config.verifier.reward_fn_style) if is_bound else None, None
+    if spec is None:
         return None, None
     declared = declared_function(spec, _FUNCTION_NAME, _VERL_NAME, option=option)
     if declared is None:
         return None, None
-    name, options = Path(spec).name, RewardRequest(config, None).options_of(FunctionReward)
+    name = Path(spec).name
     try:
         FunctionReward(declared.function, name, spec=spec, **options)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
     bound = BoundFunction(declared.function, name, config.verifier.reward_fn_style)
-    gets_all = list(reward_plan(config) or (ANY_ROUTE,)) == [ANY_ROUTE]
     return bound if gets_all else None, bound.label_parameter if bound.label_parameter in declared.names else None
 
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from lightppo.config.options import OptionSet
 from lightppo.errors import ConfigError, StagingError
+from lightppo.option import is_object
 from lightppo.plugins.ops.storage import check_scheme, is_url, local_folder
 from lightppo.urls import shown_url
 
@@ -148,6 +149,8 @@ def _named(values: Mapping[str, Any], flags: Iterable[str]) -> Iterator[tuple[st
     """Flag and path of each file and folder that the options name."""
     for flag in flags:
         given = values.get(flag)
+        if is_object(given):
+            continue  # a function, say
         texts = [] if given is None else [given] if isinstance(given, str) else list(given)
         if flag in ROWS:
             texts = [part.strip() for text in texts for part in text.split(",")]

@@ -24,6 +24,7 @@ from lightppo.config.options import LoggingConfig, OptionSet
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
 from lightppo.models.loading import checkpoint_mark
+from lightppo.option import is_object
 from lightppo.plugins.checks.places import METADATA, RECORDS, SAMPLES, check_places
 from lightppo.plugins.ops import durable
 from lightppo.plugins.ops.storage import (
@@ -42,7 +43,7 @@ from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import download_marks
 from lightppo.trainer.loop import public_options
 from lightppo.urls import shown_url
-from lightppo.user_code import split_python_spec
+from lightppo.user_code import source_of, split_python_spec
 from lightppo.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -304,7 +305,11 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
         urls = flat.get("remote_rm_url", ())
         files = {"reward_fn": flat.get("reward_fn"), "remote_rm_url": urls[0] if len(urls) == 1 else None}
         for name, spec in files.items():
-            if spec is not None and "://" not in spec:
+            if is_object(spec):
+                source = source_of(spec)
+                if source is not None:
+                    marks[name] = _digest(source.encode())
+            elif spec is not None and "://" not in spec:
                 marks[name] = _digest(split_python_spec(spec, name)[0].read_bytes())
         if (routes := flat.get("reward_routes")) and not routes.lstrip().startswith("{"):
             marks["reward_routes"] = _digest(Path(routes).expanduser().read_bytes())
