@@ -37,7 +37,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["lightppo", "lightppo.*"]),
-    package_data={"lightppo": ["py.typed", "plugins/report/page.html"]},
+    package_data={"lightppo": ["py.typed", "plugins/migration/names.txt", "plugins/report/page.html"]},
     entry_points={"console_scripts": ["lightppo = lightppo.__main__:main"]},
     python_requires=">=3.11",
     install_requires=[
