@@ -131,6 +131,13 @@ class Heartbeat:
 
 heartbeat = Heartbeat()  # of this process
 
+stop_signs: list[Callable[[], object]] = []  # each says whether this process is asked to stop
+
+
+def asked_to_stop() -> bool:
+    """Whether something, such as a signal, asks this process to stop."""
+    return any(sign() for sign in stop_signs)
+
 
 def level(parts: Sequence[T], ranks: Ranks, filler: Callable[[], T]) -> list[T]:
     """Fillers, then this rank's parts: equally many on every rank, so that collectives match. Collective."""

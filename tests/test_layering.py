@@ -88,7 +88,6 @@ BELOW = {
     "tools→supervised",
     "tools→verifiers",
     "verifiers→http",
-    "verifiers→ops",
     "vllm→http",
     "vllm→ops",
 }

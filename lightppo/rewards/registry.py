@@ -91,11 +91,7 @@ def _made(name: str, request: RewardRequest) -> RewardSource:
     if name == "server" and _is_file(urls):
         return _function_source(urls[0], "--remote_rm_url", request.options_of(FunctionReward))
     source = REWARDS.find(name).fn(request)
-    if not _is_source(source):
-        raise ValueError(
-            f"--reward_source {name}: its function must return an object with name and score(rollouts), not {source!r}"
-        )
-    return source
+    return check_source(source, f"--reward_source {name}: its function")
 
 
 def _combined(made: Mapping[str, RewardSource], request: RewardRequest) -> RewardSource:
@@ -197,6 +193,11 @@ def check_label(config: PPOConfig, prompt: Prompt) -> None:
 # --- a source of a script's own
 
 
+def reward_of(value: str | Callable[..., Any] | RewardSource, option: str = "--reward_fn") -> RewardSource:
+    """The source of a function, of a file with one, or of a source itself; errors name the option."""
+    return _function_source(value, option, {})
+
+
 def build_reward_source(
     *,
     remote_rm_url: Sequence[str] | str | None = None,
@@ -240,6 +241,13 @@ def _is_file(urls: Sequence[str]) -> bool:
 
 def _is_source(value: Any) -> bool:
     return isinstance(value, RewardSource) and not isinstance(value, type)
+
+
+def check_source(value: Any, origin: str) -> RewardSource:
+    """The value; ``ValueError`` with what it came from where it is no source."""
+    if not _is_source(value):
+        raise ValueError(f"{origin} gives {value!r}, and not an object with name and score(rollouts)")
+    return value
 
 
 def _model_source(models: Sequence[Any], combine: Any, options: Mapping[str, Any]) -> RewardSource:

@@ -299,6 +299,8 @@ def construct(tokenizer: Any, *, critic: Any = None, reward_model: Any = None, *
         ({"reward_func": len}, "'reward_func'.*'reward_fn'"),
         ({"reward_source": None, "reward_model": [len, len]}, "--reward_fn"),
         ({"reward_source": None}, "--remote_rm_url"),
+        ({"reward_source": object()}, r"reward_source gives <object.*name and score\(rollouts\)"),
+        ({"eval_prompts": [], "eval_reward_fn": object()}, "--eval_reward_fn: <object.* is neither a function nor"),
         ({"config": PPOConfig(), "eps_clip": 0.1}, "eps_clip.*config"),
         ({"max_norm": 7.0}, "max_norm 7"),
     ],
@@ -308,6 +310,15 @@ def test_the_constructor_refuses(tiny_tokenizer, options, named):
     given = {"critic": SimpleNamespace(), "reward_source": FakeReward({}), "tokenizer": tiny_tokenizer} | options
     with pytest.raises(ValueError, match=named):
         construct(**given)
+
+
+def test_another_function_scores_evaluations(tiny_tokenizer):
+    source = FakeReward({})
+    given = {"critic": SimpleNamespace(), "reward_source": source, "eval_prompts": []}
+    assert construct(tiny_tokenizer, **given).evaluator.reward_source is source
+    judged = construct(tiny_tokenizer, **given, eval_reward_fn=lambda queries, prompts, labels: [])
+    assert judged.evaluator.reward_source.name == "<lambda>"
+    assert judged.reward_source is source
 
 
 def test_fit_needs_prompts(tiny_tokenizer):

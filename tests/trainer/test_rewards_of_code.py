@@ -113,7 +113,7 @@ def test_its_own_look_at_rows(own_source):
 
 def test_a_maker_must_make_a_source(monkeypatch):
     monkeypatch.setitem(REWARDS, "nothing", RewardEntry(lambda request: 3))
-    with pytest.raises(ConfigError, match="--reward_source nothing: its function must return an object with name and"):
+    with pytest.raises(ConfigError, match="--reward_source nothing: its function gives 3, and not an object with"):
         built(reward_source=["nothing"])
     with pytest.raises(TypeError, match=r"--reward_source mine: register a RewardEntry, as RewardEntry"):
         REWARDS.register("mine", Five)

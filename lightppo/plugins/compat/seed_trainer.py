@@ -53,7 +53,7 @@ from lightppo.plugins.compat.seed import (
     value_loss_of,
     with_generation,
 )
-from lightppo.rewards.registry import build_reward_source
+from lightppo.rewards.registry import build_reward_source, check_source, reward_of
 from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.checkpoint import rng_state
@@ -292,7 +292,8 @@ class PPOTrainer(core.PPOTrainer):
         ema_model: gets the moving average of the actor; or ``None``.
         reward_fn: combines the scores of several reward models, or is the reward function itself.
         remote_rm_url: reward servers or a Python file.
-        reward_source: instead of the three above.
+        reward_source: instead of the three above: an object with ``name`` and ``score(rollouts)``.
+        eval_reward_fn: scores the answers to ``eval_prompts``: a function or such an object.
         rollout_engine: ``None``: the engine that ``--rollout_engine`` names.
         prompts_dataloader, pretrain_dataloader: as for :meth:`fit`, which may bring others.
         evaluator: in place of one made from ``eval_prompts``, the held-out prompts.
@@ -332,6 +333,7 @@ class PPOTrainer(core.PPOTrainer):
         reward_fn=None,
         remote_rm_url: str | Sequence[str] | None = None,
         reward_source=None,
+        eval_reward_fn=None,
         rollout_engine: RolloutEngine | None = None,
         prompts_dataloader: Iterable | None = None,
         pretrain_dataloader: Iterable | None = None,
@@ -351,9 +353,13 @@ class PPOTrainer(core.PPOTrainer):
         self.args, self.generate_kwargs = script_args(strategy, config), generation_options(options)
         self.reward_fn, self.remote_rm_url = reward_fn, remote_rm_url
         engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
-        source = reward_source or self._reward_source_of(config, strategy, tokenizer, reward_model)
+        source = reward_source
+        if source is None:
+            source = self._reward_source_of(config, strategy, tokenizer, reward_model)
+        check_source(source, "reward_source")
         if eval_prompts is not None:
-            evaluator = build_evaluator(config, engine, source, eval_prompts, strategy)
+            judge = source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")
+            evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
         inputs = PPOInputs(
             strategy,
             actor,

@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightppo.ranks import stop_signs
+
 logger = logging.getLogger(__name__)
 
 GRACE = 25.0  # seconds; torchrun, DeepSpeed's launch.py, Slurm and Kubernetes kill 30 s after SIGTERM
@@ -197,6 +199,9 @@ def safe_points(grace: float = GRACE) -> Iterator[None]:
 def asked() -> int:
     """Number of the signal that asks this process to stop; 0: none."""
     return 0 if _watch is None else _watch.number
+
+
+stop_signs.append(asked)
 
 
 def request(number: int) -> None:

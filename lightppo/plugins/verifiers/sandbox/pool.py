@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.errors import SandboxError, SandboxRefusedError
-from lightppo.plugins.ops import signals
-from lightppo.ranks import ranks_on_node
+from lightppo.ranks import asked_to_stop, ranks_on_node
 
 logger = logging.getLogger(__name__)
 
@@ -386,7 +385,7 @@ class SandboxPool(contextlib.AbstractContextManager):
             sandbox = self._idle.get()
             try:
                 run = sandbox.run(code, **options)
-                if run.code != -signal.SIGTERM or not signals.asked() or attempt == 1:
+                if run.code != -signal.SIGTERM or not asked_to_stop() or attempt == 1:
                     return run
             except SandboxError as error:
                 failure = error
