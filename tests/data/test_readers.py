@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset, DatasetDict
+from support.fakes import FakeStrategy
 
 from lightppo.data.datasets import PromptDataset
 from lightppo.data.readers import (
@@ -237,7 +238,7 @@ def test_first_exhausted_says_what_is_not_used(write_jsonl, caplog: pytest.LogCa
 
 def test_only_rank_0_logs(write_jsonl, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightppo.data.readers"):
-        blending_datasets(numbered(write_jsonl, "a", 3), None, SimpleNamespace(is_rank_0=lambda: False))
+        blending_datasets(numbered(write_jsonl, "a", 3), None, FakeStrategy(rank=1, world_size=2))
     assert not caplog.records
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.fixtures.small_runs import world
+
+__all__ = ["quickstart", "rlhf", "world"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -7,10 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
+from support.tiny import read_jsonl
 
 
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_jsonl(path)
 
 
 class TestTask:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from support.ranks import REPO
 from support.tiny import save_causal_lm, save_reward_model, write_jsonl
-from support.world import one_rank
 
 from lightppo.config import PPOConfig, parse_args
 from lightppo.config.rules import advice
@@ -77,12 +75,6 @@ ROWS = {
     "code": {"prompt": "print 2", "input_output": json.dumps({"inputs": [""], "outputs": ["2"]})},
     "long_answers": {"prompt": "1 + 1", "label": "2"},
 }
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    with one_rank():
-        yield
 
 
 @pytest.fixture(scope="module")

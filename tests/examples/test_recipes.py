@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from support.ranks import REPO
-from support.tiny import sums, write_jsonl
-from support.world import one_rank
+from support.tiny import read_jsonl, sums, write_jsonl
 
 from lightppo.config import PPOConfig, parse_args
 from lightppo.config.options import all_options
@@ -120,12 +117,6 @@ def test_the_command_of_the_page(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    with one_rank():
-        yield
-
-
-@pytest.fixture(scope="module")
 def inputs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("recipes")
     (root / "reward.py").write_text(REWARD)
@@ -158,7 +149,7 @@ def test_two_steps(recipe, world, inputs, tmp_path):
     changed = sum((now != old).sum().item() for now, old in zip(trainer.actor.parameters(), before))
     assert changed > 0.2 * sum(p.numel() for p in before)
 
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     undefined = {name for row in rows for name, value in row.items() if value is None or not math.isfinite(value)}
     assert undefined == set()

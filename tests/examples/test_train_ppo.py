@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.ranks import REPO, RanksResult, run_ranks
 from support.runs import forget_checkpoints
-from support.tiny import save_reward_model, sums, write_jsonl
+from support.tiny import read_jsonl, save_reward_model, sums, write_jsonl
 
 SCRIPT = REPO / "examples" / "train_ppo.py"
 
@@ -58,7 +57,7 @@ def flags(out: Path, **options: object) -> list[str]:
 
 def steps(out: Path) -> dict[int, dict[str, float]]:
     """Metrics of each training step, without what depends on the clock."""
-    rows = [json.loads(line) for line in (out / "model" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(out / "model" / "metrics.jsonl")
     return {
         row["step"]: {k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"}
         for row in rows

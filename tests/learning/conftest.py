@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from support.addition import warm_start
-from support.world import one_rank
+from support.fixtures.small_runs import world
 
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    with one_rank():
-        yield
+__all__ = ["better", "warm", "world"]
 
 
 @pytest.fixture(scope="session")

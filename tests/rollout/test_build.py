@@ -1,10 +1,9 @@
 """``--rollout_engine``: the table of engines."""
 
 import importlib.util
-from types import SimpleNamespace
 
 import pytest
-import torch
+from support.fakes import FakeStrategy
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import EngineConfig
@@ -20,7 +19,7 @@ def test_engines_beside_the_core_are_names_of_the_option():
 
 
 def test_hf(llama, tokenizer, actor_of):
-    strategy = SimpleNamespace(is_rank_0=lambda: False, device=torch.device("cpu"))
+    strategy = FakeStrategy(rank=1, world_size=2)
     engine = build_rollout_engine(PPOConfig(), strategy, actor_of(llama), tokenizer)
     assert isinstance(engine, HFRolloutEngine)
 

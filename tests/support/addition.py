@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import random
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from lightppo.plugins.tools.tiny_model import character_tokenizer, small_llama
 from support.ranks import REPO
-from support.tiny import write_jsonl
+from support.tiny import read_jsonl, write_jsonl
 
 QUICKSTART = REPO / "examples" / "quickstart"
 PROMPT_TOKENS = 7  # <s>07+35=
@@ -134,7 +133,7 @@ def train(
 
 def steps_of(run: Path) -> list[dict[str, float]]:
     """Metrics of each step of a run."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(run / "metrics.jsonl")
 
 
 def rise(rows: list[dict[str, float]]) -> float:

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from support.tiny import read_jsonl
 
-def fitted(config: Any) -> Any:
-    """The trainer of a config, after ``fit``."""
+NUMBERS = ("train/", "rollout/")  # namespaces without what a clock measured
+
+
+def fitted(config: Any, kind: type | None = None) -> Any:
+    """The trainer of a config, after ``fit``; ``kind``: its class, if it is not ``PPOTrainer``."""
     from lightppo import PPOTrainer
 
-    trainer = PPOTrainer.from_config(config)
+    trainer = (kind or PPOTrainer).from_config(config)
     trainer.fit()
     return trainer
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def run_folder(run: Any) -> Path:
+    """The folder of a run: of its config, or the path itself."""
+    return Path(run) if isinstance(run, str | Path) else Path(run.checkpoint.save_path)
+
+
+def logged(run: Any) -> list[dict[str, Any]]:
+    """Every row of a run's metrics; ``run``: its config, or its folder."""
+    return read_jsonl(run_folder(run) / "metrics.jsonl")
+
+
+def numbers(run: Any, namespaces: tuple[str, ...] = NUMBERS) -> list[dict[str, Any]]:
+    """All logged rows, without what a clock measured."""
+    return [{k: v for k, v in row.items() if k == "step" or k.startswith(namespaces)} for row in logged(run)]
+
+
+def trained_rows(run: Any, namespaces: tuple[str, ...] = NUMBERS) -> list[dict[str, Any]]:
     """Metrics of the training steps, without what a clock measured."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in row.items() if k == "step" or k.startswith(("train/", "rollout/"))}
-        for row in found
-        if "rollout/reward" in row
-    ]
+    return [row for row in numbers(run, namespaces) if "rollout/reward" in row or "train/policy_loss" in row]
 
 
 def forget_checkpoints(folder: Path, after: int) -> None:
@@ -35,7 +48,7 @@ def forget_checkpoints(folder: Path, after: int) -> None:
         shutil.rmtree(path)
 
 
-def whole_weights(trainer: Any, name: str) -> dict[str, Any]:
-    """Copies of all parameters of the trainer's ``actor`` or ``critic``, gathered. Collective."""
+def whole_weights(trainer: Any, name: str = "actor") -> dict[str, Any]:
+    """Copies of all parameters of the trainer's model of this name, gathered. Collective."""
     with trainer.strategy.gathered_parameters(getattr(trainer, name)) as module:
         return {key: p.detach().clone() for key, p in module.named_parameters()}

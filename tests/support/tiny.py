@@ -7,6 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+REWARD = '''
+def reward_func(queries, prompts, labels):
+    """The more ones and twos, the better."""
+    return [float(query.count("1") + query.count("2")) for query in queries]
+'''
+
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
 
 
@@ -77,6 +83,11 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     """Rows as JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
+    """Rows of a file of JSON lines."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def sums(count: int) -> list[dict[str, str]]:

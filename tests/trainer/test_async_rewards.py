@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from pathlib import Path
 
 import pytest
 from support.fakes import FakeEngine
+from support.runs import numbers
 
 from lightppo import PPOTrainer
 from lightppo.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("world")
-
-
-def rows(config) -> list[dict]:
-    lines = Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
-    logged = [json.loads(line) for line in lines]
-    return [{k: v for k, v in row.items() if k.startswith(("rollout/", "train/", "reward/"))} for row in logged]
 
 
 def test_the_run_is_the_same(make_config, tmp_path):
@@ -44,7 +37,8 @@ def test_the_run_is_the_same(make_config, tmp_path):
     beside.rollout_engine.generate = slow_generate
     for trainer in (after, beside):
         trainer.fit()
-    assert rows(beside.config) == rows(after.config)
+    kinds = ("rollout/", "train/", "reward/")
+    assert numbers(beside.config, kinds) == numbers(after.config, kinds)
     assert len(parts) >= 8
 
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from support.fakes import FakeEngine, FakeReward, FakeStrategy, make_rollout, on_ranks
+from support.tiny import read_jsonl
 
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
@@ -196,7 +197,7 @@ def test_more_ranks_than_prompts():
 
 def test_all_samples_are_kept_in_the_order_of_prompts(tmp_path):
     evaluator(FakeStrategy(), tmp_path).evaluate(7)
-    rows = [json.loads(line) for line in (tmp_path / "step7.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "step7.jsonl")
     assert [(row["index"], row["score"]) for row in rows] == [(i, (i + j) / 5) for i in range(5) for j in range(2)]
     metrics = json.loads((tmp_path / "step7.json").read_text())
     assert metrics["all"]["samples"] == 10

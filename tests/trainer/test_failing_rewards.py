@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.http_server import JsonServer, ok
-from support.tiny import write_jsonl
+from support.tiny import read_jsonl, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.errors import ConfigError, RewardError
@@ -43,7 +43,7 @@ def failing(tmp_path) -> dict:
 def test_the_run_finishes_and_failures_are_counted(make_config, failing, manager):
     config = make_config(**failing, reward_manager=manager, on_reward_failure="unscored", reward_workers=4)
     PPOTrainer.from_config(config).fit()
-    metrics = [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+    metrics = read_jsonl(Path(config.checkpoint.save_path, "metrics.jsonl"))
     rows = [row for row in metrics if "rollout/reward" in row]
     assert len(rows) == 3
     for row in rows:

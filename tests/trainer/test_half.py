@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.ranks import run_ranks
-from support.tiny import save_causal_lm, save_reward_model, sums, write_jsonl
+from support.tiny import read_jsonl, save_causal_lm, save_reward_model, sums, write_jsonl
 
 SCRIPT = Path(__file__).parent / "ranks" / "half.py"
 LORA = {"lora_rank": 4, "lora_alpha": 32.0}
@@ -70,7 +70,7 @@ def run_all(runs: dict[str, tuple[str, dict[str, Any]]], assets: dict[str, str],
 
 def check(name: str, folder: Path) -> None:
     """Two steps whose numbers are finite, and whose loss scale halves with each overflow."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(folder / "metrics.jsonl")
     losses = {"actor_": "policy_loss", "critic_": "critic_loss"} if name.startswith("ppo") else {"": "loss"}
     for role, loss in losses.items():
         steps, scale = [row for row in rows if f"train/{role}loss_scale" in row], 2.0**12

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.fakes import FakeEngine
-from support.runs import rows
+from support.runs import trained_rows
 from support.sampled import PROMPTS, sample
 
 from lightppo import PPOTrainer
@@ -64,7 +64,7 @@ def test_fit_runs_every_override_for_every_micro_batch(made):
     step = ["ppo_train", *["training_step of 2", "actor", "critic"] * 2, "save_logs"]
     assert calls == [*step, *step, "global_step2"]
     assert trainer.actor_scheduler.last_epoch == schedule + 2  # one optimizer step per 4 samples
-    logged = rows(_folder(trainer))
+    logged = trained_rows(_folder(trainer))
     assert [row["train/my_metric"] for row in logged] == [(4 + 7) / 2, (12 + 15) / 2]  # after each micro batch
     assert trainer.args.save_steps == 2
     assert trainer.args.eval_steps == 1  # once per episode
@@ -91,7 +91,7 @@ def test_a_training_step_of_the_users_own_entirely(made):
     trainer.fit(trainer.args, [PROMPTS])
     assert trainer.actor_scheduler.last_epoch == schedule + 2
     assert not all(torch.equal(a, b) for a, b in zip(before, _weights(trainer)))
-    assert all("train/policy_loss" in row and "train/entropy" not in row for row in rows(_folder(trainer)))
+    assert all("train/policy_loss" in row and "train/entropy" not in row for row in trained_rows(_folder(trainer)))
 
 
 def _weights(trainer: PPOTrainer) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -11,18 +10,15 @@ from typing import Any
 import pytest
 from support.fakes import FakeStrategy, on_ranks
 from support.loops import idle_loop
+from support.runs import logged
 
 from lightppo.trainer.callbacks import Callback
-
-
-def rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_logs_have_namespaces_and_come_every_n_steps(tmp_path):
     mine = idle_loop(tmp_path, evaluates=False, logging_steps=2)
     mine.run(5)
-    assert [(row["step"], row["rollout/reward"], row["perf/time_step"]) for row in rows(tmp_path)] == [
+    assert [(row["step"], row["rollout/reward"], row["perf/time_step"]) for row in logged(tmp_path)] == [
         (2, 2.0, 0.5),
         (4, 4.0, 0.5),
     ]
@@ -36,23 +32,23 @@ def test_a_line_for_each_logged_step_and_alarms_when_they_begin(tmp_path):
     lines = [line.rpartition(" · ETA")[0] or line.partition(":")[0] for line in mine.strategy.printed]
     told = [f"step {step}/6 · reward 0.5 · 0.5 s" for step in (2, 4, 6)]
     assert lines == [told[0], "[step 3] ALARM kl_explosion", *told[1:]]
-    assert [row["alarm/kl_explosion"] for row in rows(tmp_path)] == [0.0, 0.0, 0.0]
+    assert [row["alarm/kl_explosion"] for row in logged(tmp_path)] == [0.0, 0.0, 0.0]
 
 
 def test_what_saving_took_is_logged_with_the_next_step_and_an_evaluation_with_its_time(tmp_path):
     mine = idle_loop(tmp_path, save_steps=2, hf_save_steps=3, eval_steps=4)
     mine.run(4)
     timed = [
-        (row["step"], name) for row in rows(tmp_path) for name in row if name in ("perf/time_eval", "perf/time_save")
+        (row["step"], name) for row in logged(tmp_path) for name in row if name in ("perf/time_eval", "perf/time_save")
     ]
     assert timed == [(3, "perf/time_save"), (4, "perf/time_save"), (4, "perf/time_eval")]
-    assert len(rows(tmp_path)) == 5  # no row that a kill after a save could take
+    assert len(logged(tmp_path)) == 5  # no row that a kill after a save could take
 
 
 def test_evaluation_is_logged_and_told(tmp_path):
     mine = idle_loop(tmp_path)
     assert mine.evaluate_step(4) == {"eval/accuracy": 0.4, "eval/reward": 1.0}
-    (row,) = rows(tmp_path)
+    (row,) = logged(tmp_path)
     assert (row["step"], row["eval/accuracy"]) == (4, 0.4)
     assert mine.strategy.printed == ["[step 4] evaluation: accuracy 0.400, reward 1.000"]
 
@@ -160,7 +156,7 @@ def test_callbacks_vote_and_add_numbers(tmp_path):
     mine = idle_loop(tmp_path, callbacks=[Mine()], eval_steps=0)
     assert [mine.step() for _ in range(4)] == [False, False, False, True]
     assert (mine.saved_steps, mine.evaluator.steps) == ([2], [3])
-    assert [row["mine/twice"] for row in rows(tmp_path) if "mine/twice" in row] == [2.0, 4.0, 6.0, 8.0]
+    assert [row["mine/twice"] for row in logged(tmp_path) if "mine/twice" in row] == [2.0, 4.0, 6.0, 8.0]
 
 
 def test_a_vote_of_any_rank_counts(tmp_path):
@@ -219,7 +215,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
     first.run(4)
     second = idle_loop(tmp_path, evaluates=False, start_step=2)
     second.run(3)
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert [row["step"] for row in logged(tmp_path)] == [1, 2, 3]
 
 
 def test_secrets_of_urls_do_not_reach_the_sinks(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.ranks import run_ranks
-from support.tiny import sums, write_jsonl
+from support.tiny import read_jsonl, sums, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.data.records import Rollout
@@ -55,7 +55,7 @@ def test_a_step_with_a_loss_that_is_not_finite_is_skipped(make_config, tmp_path,
     assert [same(a[other], b[other]) for a, b in pairwise(before)] == [False, False, False]
     assert all(torch.isfinite(weight).all() for weight in before[-1][hit])
 
-    rows = [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(Path(config.checkpoint.save_path, "metrics.jsonl"))
     rows = [row for row in rows if f"train/{hit}_skipped" in row]  # not the row with what saving took
     assert [row[f"train/{hit}_skipped"] for row in rows] == [0, 1, 0]
     assert [row[f"train/{other}_skipped"] for row in rows] == [0, 0, 0]
@@ -91,7 +91,7 @@ def test_fp16_counts_an_overflow_apart_and_goes_on(make_config, monkeypatch, tmp
     trainer.fit()
     assert [same(a, b) for a, b in pairwise([*before, snapshot(trainer, "actor")])] == [False, True]
     PPOTrainer.from_config(config.with_options(benchmark_steps=4)).fit()  # goes on with half of the scale
-    rows = [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(Path(config.checkpoint.save_path, "metrics.jsonl"))
     rows = [row for row in rows if "train/actor_overflow" in row]
     assert [row["train/actor_overflow"] for row in rows] == [0, 1, 0, 0]
     assert [row["train/actor_loss_scale"] for row in rows] == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
@@ -201,7 +201,7 @@ def test_a_run_whose_scores_are_not_finite_from_the_first_step_on(make_config, t
     assert "nan.py:reward_func" in str(caught.value)
     assert "step 1 is left out: rank 0: reward function nan.py:reward_func: the score of sample 0" in caplog.text
     assert "the evaluation after step 1 is left out: reward function nan.py:reward_func" in caplog.text
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [(row["step"], row["train/actor_skipped"]) for row in rows if "train/actor_skipped" in row] == [
         (1, 1), (2, 1), (3, 1)
     ]  # fmt: skip

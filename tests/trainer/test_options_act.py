@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.fakes import FakeEngine, FakeStrategy
 from support.loops import IdleLoop
+from support.runs import fitted, logged
 from support.sampled import PROMPTS, collected, sample
 from support.tiny import sums, write_jsonl
 
@@ -324,16 +325,6 @@ def test_best_metric_keeps_the_best_evaluation_apart_from_rotation(parts, tmp_pa
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def fitted(config: PPOConfig) -> PPOTrainer:
-    trainer = PPOTrainer.from_config(config)
-    trainer.fit()
-    return trainer
-
-
-def rows(config: PPOConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
-
-
 def test_dropout_of_override_config_acts_in_training_alone(make_config, tmp_path):
     """The first rollout is the same and the gradient another one; a second run has the same masks."""
 
@@ -342,7 +333,7 @@ def test_dropout_of_override_config_acts_in_training_alone(make_config, tmp_path
         override = json.dumps({"attention_dropout": rate})
         config = make_config(override_config=override, save_path=folder, benchmark_steps=1, init_kl_coef=0.1)
         fitted(config)
-        return next(row for row in rows(config) if "train/actor_grad_norm" in row)
+        return next(row for row in logged(config) if "train/actor_grad_norm" in row)
 
     plain, dropping, again = first_step("plain", 0.0), first_step("dropping", 0.3), first_step("again", 0.3)
     for of_rollout in ("rollout/reward", "rollout/response_length"):
@@ -356,7 +347,7 @@ def test_runs_end_early_and_the_schedule_knows_or_does_not(make_config, tmp_path
         folder = str(tmp_path / str(options))
         config = make_config(**options, save_path=folder, lr_scheduler="linear", lr_warmup_steps=0)
         fitted(config)
-        return [row["train/actor_lr"] for row in rows(config)]
+        return [row["train/actor_lr"] for row in logged(config)]
 
     # 12 prompts in rollouts of 4, one optimizer step each, rate 0.01 falling to 0
     assert rates() == pytest.approx([0.01, 0.02 / 3, 0.01 / 3])
@@ -416,9 +407,9 @@ def test_an_evaluation_may_have_a_reward_of_its_own(make_config, eval_data, tmp_
     config = make_config(eval_data=eval_data, eval_reward_fn=f"{tmp_path / 'judge.py'}:score", eval_n_samples=2)
     trainer = fitted(config)
     assert trainer.evaluator.reward_source is not trainer.reward_source
-    trained = [row["rollout/reward"] for row in rows(config) if "rollout/reward" in row]
+    trained = [row["rollout/reward"] for row in logged(config) if "rollout/reward" in row]
     assert min(trained) >= 0  # what training scores by
-    evaluated = [row for row in rows(config) if "eval/reward" in row]
+    evaluated = [row for row in logged(config) if "eval/reward" in row]
     assert [row["eval/reward"] for row in evaluated] == [-1.0, -1.0]
     assert all(row["eval/accuracy"] > 0.9 and "eval/maj@2" in row for row in evaluated)
     line = (Path(config.checkpoint.save_path) / "eval" / "step3.jsonl").read_text().splitlines()[0]
@@ -431,7 +422,7 @@ def test_evaluation_before_during_and_after(make_config, eval_data, tmp_path):
     def steps(**options: Any) -> list[int]:
         config = make_config(eval_data=eval_data, save_path=str(tmp_path / str(options)), **options)
         fitted(config)
-        return [row["step"] for row in rows(config) if "eval/accuracy" in row]
+        return [row["step"] for row in logged(config) if "eval/accuracy" in row]
 
     assert steps() == [0, 3]
     assert steps(eval_steps=2) == [0, 2, 3]
@@ -444,7 +435,7 @@ def test_evaluation_only(make_config, eval_data):
     trainer = fitted(config)
     assert trainer.state.global_step == 0
     assert (trainer.critic, trainer.initial_model) == (None, None)
-    (row,) = rows(config)
+    (row,) = logged(config)
     assert row["step"] == 0
     assert "eval/accuracy" in row
     assert not list(Path(config.checkpoint.save_path).glob("*.safetensors"))

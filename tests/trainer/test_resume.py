@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.runs import fitted, logged, trained_rows, whole_weights
 from support.tiny import write_jsonl
 
 from lightppo import PPOTrainer
@@ -26,19 +26,6 @@ from lightppo.rollout.hf import HFRolloutEngine
 pytestmark = pytest.mark.usefixtures("world")
 
 
-def logged(config: PPOConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
-
-
-def trained_rows(config: PPOConfig) -> list[dict[str, Any]]:
-    """Logged rows of the training steps, without what a clock measured."""
-    return [
-        {name: value for name, value in row.items() if name == "step" or name.startswith(("train/", "rollout/"))}
-        for row in logged(config)
-        if "rollout/reward" in row
-    ]
-
-
 def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
     models = {"actor": trainer.actor, "critic": trainer.critic, "ema": trainer.ema_model}
     models |= {"reference": trainer.initial_model}
@@ -47,16 +34,6 @@ def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
         for name, model in models.items()
         for key, tensor in trainer.strategy.unwrap_model(model).state_dict().items()
     }
-
-
-def weights_of_actor(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
-    return {key: tensor.clone() for key, tensor in trainer.strategy.unwrap_model(trainer.actor).state_dict().items()}
-
-
-def fitted(config: PPOConfig) -> PPOTrainer:
-    trainer = PPOTrainer.from_config(config)
-    trainer.fit()
-    return trainer
 
 
 @pytest.fixture
@@ -207,7 +184,7 @@ def test_a_finished_run_does_nothing_and_says_so(make_config, tmp_path, capsys, 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     config = make_config(save_steps=2, use_mlflow=str(tmp_path / "mlruns"))
     first = fitted(config)
-    before, rows = weights_of_actor(first), trained_rows(config)
+    before, rows = whole_weights(first), trained_rows(config)
     assert len(rows) == 3
     capsys.readouterr()
 
@@ -217,7 +194,7 @@ def test_a_finished_run_does_nothing_and_says_so(make_config, tmp_path, capsys, 
     assert "run complete: 3 steps; raise --num_episodes 1 to go on" in out
     assert again.state.global_step == 3
     assert trained_rows(config) == rows
-    after = weights_of_actor(again)
+    after = whole_weights(again)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
     capsys.readouterr()
@@ -288,7 +265,7 @@ def test_one_altered_byte_sends_the_run_back_by_one_checkpoint(make_config, tmp_
     assert f"{tmp_path}/ckpt: global_step2 is damaged, kept as global_step2.damaged: {text}\n" in out
     assert f"resumed from {tmp_path}/ckpt/global_step1" in out
     assert trained_rows(config) == trained_rows(straight.config)
-    ours, theirs = weights_of_actor(resumed), weights_of_actor(straight)
+    ours, theirs = whole_weights(resumed), whole_weights(straight)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -351,7 +328,7 @@ def test_resume_from_a_named_folder_into_another(make_config, tmp_path):
                                  save_path=str(tmp_path / "branch_run"))  # fmt: skip
     trainer = PPOTrainer.from_config(branch)
     assert trainer.state.global_step == 1
-    ours, theirs = weights_of_actor(trainer), weights_of_actor(first)
+    ours, theirs = whole_weights(trainer), whole_weights(first)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     never = PPOTrainer.from_config(config.with_options(load_checkpoint=False))
     assert never.state.global_step == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from support.ranks import REPO, run_ranks
 from support.runs import forget_checkpoints
-from support.tiny import sums, write_jsonl
+from support.tiny import read_jsonl, sums, write_jsonl
 
 # On the rank in BAD_RANK all samples of a group have one score; on the other they differ.
 REWARD = """
@@ -44,7 +43,7 @@ def run(tiny_model, tmp_path):
             check=check,
         )
         file = path / "run" / "metrics.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        rows = read_jsonl(file) if file.exists() else []
         kept = [{n: v for n, v in row.items() if n.startswith(("train/", "rollout/", "step"))} for row in rows]
         return [row for row in kept if len(row) > 1], result.output  # the step alone: what saving took
 
@@ -52,7 +51,7 @@ def run(tiny_model, tmp_path):
 
 
 def samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    return {path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.iterdir()}
+    return {path.name: read_jsonl(path) for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])

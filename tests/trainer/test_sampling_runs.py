@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.runs import fitted, numbers, whole_weights
 from support.sampled import sample
-from support.tiny import sums, write_jsonl
+from support.tiny import read_jsonl, sums, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
@@ -59,25 +60,10 @@ def config_of(make_config, tmp_path):
     return make
 
 
-def fitted(config: PPOConfig) -> PPOTrainer:
-    trainer = PPOTrainer.from_config(config)
-    trainer.fit()
-    return trainer
-
-
-def rows_of(config: PPOConfig) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
-    return [{n: v for n, v in row.items() if n == "step" or n.startswith(("train/", "rollout/"))} for row in rows]
-
-
 def samples_of(config: PPOConfig) -> list[list[dict[str, Any]]]:
     """The samples of each step."""
     files = sorted(Path(config.sampling.rollout_data_dir).iterdir(), key=lambda path: int(path.stem[4:]))
-    return [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
-
-
-def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
-    return {k: v.clone() for k, v in trainer.strategy.unwrap_model(trainer.actor).state_dict().items()}
+    return [read_jsonl(path) for path in files]
 
 
 SELECTION = {"dynamic_sampling": True, "filter_metric": "acc", "gen_batch_size": 5, "max_num_gen_batches": 0}
@@ -111,10 +97,10 @@ def test_a_resumed_run_is_the_uninterrupted_run(config_of, options):
         assert resumed.state.global_step == stop
         waited.append(len(resumed.sampler.surplus))
     assert max(waited) > 0  # some stops have a surplus
-    assert str(rows_of(resumed.config)) == str(rows_of(straight.config))  # as text: NaN is NaN
+    assert str(numbers(resumed.config)) == str(numbers(straight.config))  # as text: NaN is NaN
     assert samples_of(resumed.config) == samples_of(straight.config)
     assert resumed.state == straight.state
-    ours, theirs = weights(resumed), weights(straight)
+    ours, theirs = whole_weights(resumed), whole_weights(straight)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert ("dataset_filter_threshold" in options) == bool(straight.state.left_out_prompts)
 
@@ -123,7 +109,7 @@ def test_each_accepted_prompt_is_trained_on_once_per_episode(config_of):
     config = config_of(**SELECTION, num_episodes=2)
     trainer = fitted(config)
     assert trainer.state.episode == 2
-    rows, steps = rows_of(config), samples_of(config)
+    rows, steps = numbers(config), samples_of(config)
     for row, samples in zip(rows, steps, strict=True):
         groups = {s["index"]: [t["score"] for t in samples if t["index"] == s["index"]] for s in samples}
         assert all(len(scores) == 3 and len(set(scores)) == 2 for scores in groups.values())
@@ -143,8 +129,8 @@ def test_each_accepted_prompt_is_trained_on_once_per_episode(config_of):
 
 def test_what_is_logged_is_documented_and_only_of_selection_where_there_is_any(config_of):
     everything = SELECTION | {"generation_size": 4, "dataset_filter_threshold": 0.99, "total_training_steps": 1}
-    with_selection = set(rows_of(fitted(config_of("with", **everything)).config)[0])
-    without = set(rows_of(fitted(config_of("without", total_training_steps=1)).config)[0])
+    with_selection = set(numbers(fitted(config_of("with", **everything)).config)[0])
+    without = set(numbers(fitted(config_of("without", total_training_steps=1)).config)[0])
     assert with_selection - without == OF_SELECTION
     assert without <= {*METRICS, "step"}
 
@@ -153,15 +139,15 @@ def test_steps_without_a_group_train_nothing_and_the_run_goes_on_to_its_error(co
     (tmp_path / "same.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n")
     config = config_of(dynamic_sampling=True, max_num_gen_batches=2, reward_fn=str(tmp_path / "same.py"))
     trainer = PPOTrainer.from_config(config)
-    before = weights(trainer)
+    before = whole_weights(trainer)
     with pytest.raises(TrainingError, match=r"no optimizer step was taken in 3 steps.*--filter_range"):
         trainer.fit()
-    rows = rows_of(config)
+    rows = numbers(config)
     assert [row["step"] for row in rows] == [1, 2, 3]  # two batches of two prompts each
     assert {(row["rollout/samples"], row["train/optimizer_steps"], row["rollout/kept_share"]) for row in rows} == {
         (0, 0, 0)
     }
-    after = weights(trainer)
+    after = whole_weights(trainer)
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(RewardError, match=r"0 of 2 groups.*--on_exhausted"):
         fitted(config.with_options(on_exhausted="raise", ckpt_path=str(tmp_path / "other")))
@@ -201,7 +187,7 @@ def test_best_of_n_trains_on_the_best(config_of):
     options = {"generation_size": 6, "n_samples_per_prompt": 2, "train_batch_size": 4, "total_training_steps": 1}
     config = config_of(best_of_n_tie="longer", stop_token_ids=tuple(range(10, 25)), **options)
     trainer = fitted(config)
-    (row,), (samples,) = rows_of(config), samples_of(config)
+    (row,), (samples,) = numbers(config), samples_of(config)
     assert (row["rollout/generated_samples"], row["rollout/not_best"], row["rollout/samples"]) == (12, 8, 4)
     assert sampling_params(trainer.config).n == 6
     assert eval_sampling_params(trainer.config).n == 1
@@ -220,8 +206,8 @@ def test_a_replayed_run_is_the_run(config_of, tmp_path, monkeypatch):
     first = fitted(config_of("first", **options))
     monkeypatch.setattr("lightppo.rollout.hf.HFRolloutEngine.generate", None)  # nothing is sampled now
     again = fitted(config_of("again", **options))
-    assert str(rows_of(again.config)) == str(rows_of(first.config))
-    ours, theirs = weights(again), weights(first)
+    assert str(numbers(again.config)) == str(numbers(first.config))
+    ours, theirs = whole_weights(again), whole_weights(first)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with pytest.raises(ConfigError, match="--skip_rollout"):
         fitted(config_of("other", seed=7, **options))
@@ -244,7 +230,7 @@ def test_the_first_token_is_hot_and_its_log_prob_is_the_policys(config_of):
     assert sampling_params(PPOTrainer.from_config(plain).config).first_token_temperature is None
     assert eval_sampling_params(trainer.config).first_token_temperature is None
     trainer.fit()
-    row = rows_of(hot)[0]
+    row = numbers(hot)[0]
     # what the engine records is what the trainer computes at --temperature, for the first token as for the others
     assert row["rollout/logp_diff_max"] < 1e-4
 
@@ -257,7 +243,7 @@ def test_an_engine_that_cannot_heat_the_first_token_is_refused(trainer_with):
 def test_easy_prompts_leave_the_further_episodes(config_of, tmp_path):
     config = config_of(dataset_filter_threshold=0.99, dataset_max_filter_percentage=0.4, num_episodes=2)
     trainer = fitted(config)
-    rows, steps = rows_of(config), samples_of(config)
+    rows, steps = numbers(config), samples_of(config)
     assert [row["rollout/left_out_prompts"] for row in rows] == [0] * 5 + [4] * 4 + [4 + 3]  # 40% of 12, of 8
     seen = {s["index"]: s for samples in steps[6:] for s in samples}
     first = trainer.state.left_out_prompts[:4]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from support.ranks import REPO, run_ranks
-from support.runs import fitted, forget_checkpoints, rows, whole_weights
+from support.runs import fitted, forget_checkpoints, trained_rows, whole_weights
 from support.tiny import save_causal_lm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -52,7 +52,7 @@ def test_the_reference_gives_the_numbers_of_a_separate_one(make_config, tmp_path
     copy = shutil.copytree(tiny_model, tmp_path / "copy")
     separate = fitted(make_config(save_path=str(tmp_path / "separate"), ref_pretrain=str(copy), **options))
     assert is_engine(separate.initial_model.model)
-    ours, theirs = rows(tmp_path / "shared"), rows(tmp_path / "separate")
+    ours, theirs = trained_rows(tmp_path / "shared"), trained_rows(tmp_path / "separate")
     assert ours == theirs
     if not options.get("use_kl_loss"):  # there the old log probs come after the first step, with the KL
         assert ours[0]["rollout/kl"] == 0.0
@@ -89,7 +89,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(make_config, tmp_path, zero_stag
     whole = run("whole", 3)
     run("halves", 1)
     resumed = run("halves", 3)
-    assert rows(tmp_path / "halves" / "run") == rows(tmp_path / "whole" / "run")
+    assert trained_rows(tmp_path / "halves" / "run") == trained_rows(tmp_path / "whole" / "run")
     for name in ("actor", "critic"):
         expected, got = whole_weights(whole, name), whole_weights(resumed, name)
         assert all(torch.equal(got[key], expected[key]) for key in expected), name
@@ -164,7 +164,7 @@ def test_two_ranks_at_zero3(assets, tmp_path):
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()]
         run_ranks(REPO / "examples" / "train_ppo.py", *words, "--gradient_checkpointing", timeout=300)
-        return rows(tmp_path / "model")
+        return trained_rows(tmp_path / "model")
 
     whole = launch()
     forget_checkpoints(tmp_path / "ckpt", after=1)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import REPO, run_ranks
-from support.runs import fitted, forget_checkpoints, rows, whole_weights
+from support.runs import fitted, forget_checkpoints, trained_rows, whole_weights
 from support.tiny import save_causal_lm, tiny_config, write_jsonl
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -84,7 +84,7 @@ def test_the_reference_gives_the_numbers_of_a_separate_one_in_4_bits(config_of, 
     options["ref_offload"] = zero_stage == 3  # of what is not in 4 bits
     separate = fitted(config_of(save_path=str(tmp_path / "separate"), ref_pretrain=str(copy), **options))
     assert len(quantised_layers(separate.strategy.unwrap_model(separate.initial_model))) == 14
-    ours, theirs = rows(tmp_path / "shared"), rows(tmp_path / "separate")
+    ours, theirs = trained_rows(tmp_path / "shared"), trained_rows(tmp_path / "separate")
     assert ours == theirs
     if case == "in the reward":
         assert ours[0]["rollout/kl"] == 0.0 != ours[2]["rollout/kl"]
@@ -100,7 +100,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(config_of, tmp_path, zero_stage)
     whole = run("whole", 3)
     run("halves", 1)
     resumed = run("halves", 3)
-    assert rows(tmp_path / "halves" / "run") == rows(tmp_path / "whole" / "run")
+    assert trained_rows(tmp_path / "halves" / "run") == trained_rows(tmp_path / "whole" / "run")
     for name in ("actor", "critic"):
         expected, got = whole_weights(whole, name), whole_weights(resumed, name)
         assert any("lora_B" in key for key in expected)
@@ -182,7 +182,7 @@ def test_two_ranks_at_zero3(assets, wide_model, tmp_path):
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()]
         run_ranks(REPO / "examples" / "train_ppo.py", *words, "--load_in_4bit", "--packing_samples", timeout=300)
-        return rows(tmp_path / "model")
+        return trained_rows(tmp_path / "model")
 
     whole = launch()
     forget_checkpoints(tmp_path / "ckpt", after=1)

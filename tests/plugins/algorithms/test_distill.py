@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import REPO, run_ranks
+from support.runs import NUMBERS, fitted, trained_rows
 from support.tiny import save_causal_lm, sums, write_jsonl
 
 from lightppo import PPOTrainer
@@ -17,8 +18,6 @@ from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("world")
-
-NUMBERS = ("rollout/", "train/")
 
 
 @pytest.fixture(scope="session")
@@ -46,17 +45,14 @@ def taught(make_config, teacher, tmp_path) -> Callable[..., PPOConfig]:
     return make
 
 
-def rows_of(folder: str | Path) -> list[dict[str, float]]:
-    """The training steps, without what a clock measured."""
-    rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "train/policy_loss" in row]
-    return [{n: x for n, x in row.items() if n.startswith(("step", "alarm/", *NUMBERS))} for row in rows]
+def rows_of(run: Any) -> list[dict[str, float]]:
+    """The training steps of a config, or of a folder, without what a clock measured."""
+    return trained_rows(run, ("alarm/", *NUMBERS))
 
 
-def fitted(config: PPOConfig) -> list[dict[str, float]]:
-    trainer = PPOTrainer.from_config(config)
-    trainer.fit()
-    return rows_of(config.checkpoint.save_path)
+def rows_after(config: PPOConfig) -> list[dict[str, float]]:
+    """Its training steps, after the run."""
+    return rows_of(fitted(config).config)
 
 
 def assert_close(one: dict[str, float], other: dict[str, float], **tolerance: float) -> None:
@@ -65,7 +61,7 @@ def assert_close(one: dict[str, float], other: dict[str, float], **tolerance: fl
 
 
 def test_alone_it_needs_neither_reward_nor_reference_nor_critic(taught):
-    rows = fitted(taught())
+    rows = rows_after(taught())
     for row in rows:
         assert row["rollout/advantage_mean"] == pytest.approx(-row["rollout/teacher_kl"], abs=1e-6)
         assert row["rollout/samples"] == 4
@@ -79,12 +75,12 @@ def test_alone_it_brings_the_student_near_the_teacher(taught, tmp_path):
     prompts = write_jsonl(tmp_path / "prompts.jsonl", sums(64))
     sizes = {"rollout_batch_size": 32, "train_batch_size": 32, "micro_train_batch_size": 16, "num_episodes": 10}
     options = {"actor_learning_rate": 1e-2, "lr_warmup_ratio": 0.0, "total_training_steps": 20, "prompt_data": prompts}
-    found = [row["rollout/teacher_kl"] for row in fitted(taught(**options, **sizes))]
+    found = [row["rollout/teacher_kl"] for row in rows_after(taught(**options, **sizes))]
     assert sum(found[-5:]) / 5 < 0.6 * found[0]
 
 
 def test_a_loss_learns_from_all_tokens(taught):
-    advantage, loss = fitted(taught("advantage")), fitted(taught("loss", distill_by="loss"))
+    advantage, loss = rows_after(taught("advantage")), rows_after(taught("loss", distill_by="loss"))
     assert loss[0]["rollout/teacher_kl"] == pytest.approx(advantage[0]["rollout/teacher_kl"], abs=1e-5)
     assert loss[0]["train/policy_loss"] == loss[0]["rollout/advantage_max"] == 0
     assert loss[0]["train/actor_grad_norm"] > 0
@@ -95,7 +91,7 @@ def test_a_loss_learns_from_all_tokens(taught):
 
 def test_a_student_that_is_its_teacher_has_no_gradient(taught, assets):
     options = {"teacher_pretrain": assets["pretrain"], "distill_beta": 0.5, "benchmark_steps": 1}
-    (row,) = fitted(taught(distill_by="loss", **options))
+    (row,) = rows_after(taught(distill_by="loss", **options))
     assert row["train/distill_loss"] == pytest.approx(0, abs=1e-6)
     assert row["train/actor_grad_norm"] == pytest.approx(0, abs=1e-5)
 
@@ -103,16 +99,16 @@ def test_a_student_that_is_its_teacher_has_no_gradient(taught, assets):
 def test_beside_a_reward_the_term_is_weighed(taught, assets):
     options = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2, "train_batch_size": 8, "benchmark_steps": 1}
     options |= {"reward_fn": assets["reward_fn"], "temperature": 0.8}
-    (without,) = fitted(taught("without", teacher_pretrain=None, **options))
-    (row,) = fitted(taught("with", distill_coef=0.25, **options))
+    (without,) = rows_after(taught("without", teacher_pretrain=None, **options))
+    (row,) = rows_after(taught("with", distill_coef=0.25, **options))
     gained = row["rollout/advantage_mean"] - without["rollout/advantage_mean"]
     assert gained == pytest.approx(-0.25 * row["rollout/teacher_kl"], abs=1e-5)
     assert row["rollout/reward"] == without["rollout/reward"]
 
 
 def test_scores_beside_a_teacher_alone_are_recorded_and_change_nothing(taught, assets):
-    (watched,) = fitted(taught("watched", reward_fn=assets["reward_fn"], benchmark_steps=1))
-    (alone,) = fitted(taught("alone", benchmark_steps=1))
+    (watched,) = rows_after(taught("watched", reward_fn=assets["reward_fn"], benchmark_steps=1))
+    (alone,) = rows_after(taught("alone", benchmark_steps=1))
     assert "rollout/reward" in watched
     names = [name for name in alone if name.startswith("train/")]
     assert [watched[name] for name in names] == [alone[name] for name in names]
@@ -121,8 +117,8 @@ def test_scores_beside_a_teacher_alone_are_recorded_and_change_nothing(taught, a
 @pytest.mark.parametrize("by", ["advantage", "loss"])
 def test_padding_packing_and_micro_batches_change_nothing(taught, by):
     common = {"distill_by": by, "benchmark_steps": 1, "n_samples_per_prompt": 2, "train_batch_size": 4}
-    (whole,) = fitted(taught("whole", packing_samples=False, micro_train_batch_size=4, **common))
-    (cut,) = fitted(taught("cut", micro_train_batch_size=1, micro_rollout_batch_size=3, **common))
+    (whole,) = rows_after(taught("whole", packing_samples=False, micro_train_batch_size=4, **common))
+    (cut,) = rows_after(taught("cut", micro_train_batch_size=1, micro_rollout_batch_size=3, **common))
     assert_close(whole, cut, abs=1e-5, rel=1e-4)
 
 
@@ -131,9 +127,9 @@ ADAPTERS = {"distill_by": "loss", "distill_beta": 0.5, "lora_rank": 2}
 
 @pytest.mark.parametrize("options", [{}, pytest.param(ADAPTERS, marks=pytest.mark.long)], ids=["plain", "adapters"])
 def test_a_resumed_run_is_the_uninterrupted_one(taught, teacher, options):
-    whole = fitted(taught("whole", **options))
-    fitted(taught("cut", save_steps=1, benchmark_steps=1, **options))
-    assert fitted(taught("cut", save_steps=1, **options)) == whole
+    whole = rows_after(taught("whole", **options))
+    rows_after(taught("cut", save_steps=1, benchmark_steps=1, **options))
+    assert rows_after(taught("cut", save_steps=1, **options)) == whole
     with pytest.raises(ConfigError, match="--distill_coef"):
         PPOTrainer.from_config(taught("cut", distill_coef=3.0, num_episodes=2, **options))
 
@@ -172,6 +168,6 @@ def test_two_ranks_at_zero3(assets, teacher, taught, tmp_path):
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items()]
     run_ranks(REPO / "examples" / "train_ppo.py", *words, "--teacher_offload", timeout=300)
-    alone = fitted(taught("one", lora_rank=4, benchmark_steps=2))
+    alone = rows_after(taught("one", lora_rank=4, benchmark_steps=2))
     for one, other in zip(alone, rows_of(tmp_path / "two"), strict=True):
         assert_close(one, other, abs=2e-4, rel=2e-3)

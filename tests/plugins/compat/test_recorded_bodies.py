@@ -8,7 +8,6 @@ each line of the code had, and how far it was indented.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support.sampled import PROMPTS
+from support.tiny import read_jsonl
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -138,7 +138,7 @@ def written(folder: Path) -> dict[str, list[float]]:
 
 
 def logged(tmp_path: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     return [row for row in rows if "train/policy_loss" in row]
 
 

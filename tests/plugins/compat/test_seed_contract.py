@@ -288,7 +288,9 @@ def run_script(assets: dict[str, str], out: Path, *flags: str, **options):
 
 def logged(out: Path) -> list[dict]:
     """Rows of the training steps."""
-    rows = [json.loads(line) for line in (out / "model" / "metrics.jsonl").read_text().splitlines()]
+    from support.tiny import read_jsonl
+
+    rows = read_jsonl(out / "model" / "metrics.jsonl")
     return [row for row in rows if "rollout/reward" in row]
 
 

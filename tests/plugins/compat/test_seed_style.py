@@ -12,7 +12,7 @@ import torch
 from support.fakes import FakeEngine
 from support.own_methods import KL_LOSS, OwnCheckpoints, OwnFit, OwnSteps, OwnTraining
 from support.ranks import run_ranks
-from support.runs import rows
+from support.runs import trained_rows
 from support.sampled import PROMPTS, sample
 from support.tiny import save_tokenizer, sums, write_jsonl
 
@@ -83,7 +83,7 @@ def test_one_half_in_the_seeds_form_beside_one_of_the_trainer(made, parts, tmp_p
 
     trainer = made(OwnActor, args=SEED_ARGS | KL_LOSS)
     trainer.fit(trainer.args, [PROMPTS])
-    assert all({"train/actor_norm", "train/critic_grad_norm"} <= row.keys() for row in rows(tmp_path / "run"))
+    assert all({"train/actor_norm", "train/critic_grad_norm"} <= row.keys() for row in trained_rows(tmp_path / "run"))
 
 
 @pytest.mark.long
@@ -141,7 +141,7 @@ def test_a_status_is_averaged_over_all_its_names(made, parts, monkeypatch):
     monkeypatch.setattr(parts["strategy"], "micro_train_batch_size", 2)
     trainer = made(OwnTraining, kl_target=0.5, kl_horizon=100)
     trainer.fit(trainer.args, [PROMPTS])
-    logged = rows(Path(trainer.config.checkpoint.save_path))
+    logged = trained_rows(Path(trainer.config.checkpoint.save_path))
     assert len(logged) == 2
     for row in logged:
         assert {"train/policy_loss", "train/actor_lr", "train/critic_loss", "train/values", "rollout/kl"} <= row.keys()
@@ -170,7 +170,7 @@ def test_a_fit_of_ones_own_gets_texts_and_labels(made, parts):
     assert [sorted(indices) for indices, _ in calls] == [[0, 1], [0, 1]]
     assert calls[0][1].seed != calls[1][1].seed
     assert isinstance(trainer.rollout_engine, FakeEngine)
-    logged = rows(Path(trainer.config.checkpoint.save_path))
+    logged = trained_rows(Path(trainer.config.checkpoint.save_path))
     assert [row["step"] for row in logged] == [1, 2]
     assert trainer.prompts_dataloader.dataset is PROMPTS
     (texts, labels), *_ = list(trainer.prompts_dataloader)
@@ -194,7 +194,7 @@ def test_a_fit_of_ones_own_in_a_run_from_a_config(make_config, tmp_path):
     resumed = Run.from_config(make_config(save_steps=1, num_episodes=2))
     resumed.fit()
     assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in trained_rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     assert resumed.prompts.batch_sampler.epoch == 1  # its own order in each episode
 
 
@@ -208,7 +208,7 @@ def test_checkpoints_of_ones_own_at_the_end_of_a_run(make_config, tmp_path):
     resumed = OwnCheckpoints.from_config(make_config(total_training_steps=4, **options))
     assert resumed.state.global_step == 3
     resumed.fit()
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+    assert [row["step"] for row in trained_rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def test_a_checkpoint_of_ones_own_when_a_signal_stops_the_run(made, tmp_path, capsys):
@@ -333,7 +333,7 @@ def test_a_controller_with_value_and_update_only(made, tmp_path):
     assert trainer.kl_ctl.value == 1.25
     assert trainer.kl_ctl.seen[1] == 4
     assert trainer.experience_maker.kl_ctl is trainer.kl_ctl
-    assert [row["train/kl_coef"] for row in rows(tmp_path / "run")] == [0.25, 0.75]
+    assert [row["train/kl_coef"] for row in trained_rows(tmp_path / "run")] == [0.25, 0.75]
     state = trainer.client_state()["kl_ctl"]
     other = made(PPOTrainer)
     with pytest.raises(ValueError, match="KL is Controller"):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from support.http_server import JsonServer, ok
 from support.loops import IdleLoop
+from support.tiny import read_jsonl
 
 from lightppo.config import LoggingConfig, PPOConfig
 from lightppo.errors import ConfigError
@@ -21,7 +22,7 @@ from lightppo.plugins.records.trackers import WandbSink, check_trackers, open_tr
 
 
 def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_jsonl(path)
 
 
 def write(path: Path, steps: range | list[int], start_step: int = 0, tag: float = 0.0) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 from support.ranks import REPO, run_ranks
-from support.tiny import sums, write_jsonl
+from support.tiny import read_jsonl, sums, write_jsonl
 
 from lightppo.algorithms import entries
 from lightppo.plugins.records import metric_names
@@ -204,7 +203,7 @@ def test_a_run_logs_what_is_documented_and_nothing_else(tiny_model, tmp_path):
         *("--dual_clip=3", "--high_entropy_token_ratio=0.5", "--old_log_probs=forward", "--save_steps=1"),
         world_size=1,
     )
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     logged = {name for row in rows for name in row} - {"step", "time"}
     assert {name for name in logged if known_as(name) is None} == set()
     assert {known_as(name) for name in logged} == set(metrics.METRICS) - OF_OTHERS - OF_SELECTION

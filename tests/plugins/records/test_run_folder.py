@@ -16,7 +16,8 @@ import pytest
 import torch
 import yaml
 from support.fakes import FakeStrategy
-from support.tiny import save_causal_lm, sums, write_jsonl
+from support.runs import fitted, whole_weights
+from support.tiny import read_jsonl, save_causal_lm, sums, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig, parse_args
@@ -27,16 +28,6 @@ from lightppo.plugins.records.run_folder import claim, release, set_aside
 from lightppo.trainer import build
 
 GROUPS = {"advantage_estimator": "grpo", "init_kl_coef": 0.0, "n_samples_per_prompt": 2}
-
-
-def fitted(config: PPOConfig) -> PPOTrainer:
-    trainer = PPOTrainer.from_config(config)
-    trainer.fit()
-    return trainer
-
-
-def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
-    return {key: tensor.clone() for key, tensor in trainer.strategy.unwrap_model(trainer.actor).state_dict().items()}
 
 
 # -- one process -----------------------------------------------------------------------------------------------------
@@ -184,7 +175,7 @@ def test_all_samples_may_be_in_the_folder_of_some(make_config, tmp_path):
         fitted(make_config(record_samples=3, rollout_data_dir=str(run / "rollouts"), benchmark_steps=1, **options))
     for folder in (run / "rollouts", run / "rollouts.1"):
         assert sorted(path.name for path in folder.iterdir()) == ["step1.jsonl", "step1.jsonl.gz"]
-        every = [json.loads(line) for line in (folder / "step1.jsonl").read_text().splitlines()]
+        every = read_jsonl(folder / "step1.jsonl")
         with gzip.open(folder / "step1.jsonl.gz", "rt") as file:
             some = [json.loads(line) for line in file]
         assert (len(every), len(some)) == (4, 3)
@@ -369,7 +360,7 @@ def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path
     monkeypatch.setenv("LIGHTPPO_CACHE", str(tmp_path / "node2"))
     assert not local_folder(config.checkpoint.save_path).exists()
     resumed = fitted(config)
-    ours, theirs = weights(resumed), weights(straight)
+    ours, theirs = whole_weights(resumed), whole_weights(straight)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     rows = [json.loads(line) for line in memory.cat("/bucket/run/metrics.jsonl").splitlines()]
     assert [row["step"] for row in rows if "rollout/reward" in row] == [1, 2, 3]
@@ -392,7 +383,9 @@ def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path
     assert not (tmp_path / "node2" / "unsent").exists()  # all was sent
     again = make_config(pretrain="memory://bucket/run", save_path=str(tmp_path / "next"), ckpt_path=None)
     from_export = PPOTrainer.from_config(again)
-    assert all(torch.equal(tensor, weights(straight)[name]) for name, tensor in weights(from_export).items())
+    assert all(
+        torch.equal(tensor, whole_weights(straight)[name]) for name, tensor in whole_weights(from_export).items()
+    )
 
 
 def test_a_run_in_the_memory_of_its_process_is_warned_about_and_its_files_are_kept(memory, tmp_path, caplog):

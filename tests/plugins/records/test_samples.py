@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
+from support.tiny import read_jsonl
 
 from lightppo.experience.experience import Experience
 from lightppo.plugins.records.samples import SampleRecord, TokenPieces, examined, with_overlong, write_step
@@ -24,7 +25,7 @@ def test_one_line_per_sample_of_all_ranks_in_order(tmp_path):
 
     on_ranks(2, run)
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["step4.jsonl"]
-    rows = [json.loads(line) for line in (tmp_path / "data" / "step4.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "data" / "step4.jsonl")
     assert [(row["index"], row["sample_index"], row["score"]) for row in rows] == [
         (2, 0, 2.0), (2, 1, 2.5), (5, 0, 5.0), (5, 1, 5.5)
     ]  # fmt: skip
@@ -43,7 +44,7 @@ def test_a_dump_has_the_overlong_penalty(tmp_path):
     rollouts[0].extras = {"acc": 1.0}
     dumped = with_overlong([*rollouts, unscored], max_len=10, buffer_len=4, penalty_factor=2.0)
     write_step(tmp_path, 1, dumped, FakeStrategy())
-    rows = [json.loads(line) for line in (tmp_path / "step1.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "step1.jsonl")
     assert [row["score"] for row in rows] == [2.0, 3.0, 1.0, None]
     assert rows[0]["extras"] == {"acc": 1.0, "overlong": 1.0, "overlong_reward": -1.0}
     assert rows[1]["extras"] == {"overlong": 0.0, "overlong_reward": 0.0}

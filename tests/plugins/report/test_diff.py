@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.tiny import write_jsonl
+from support.tiny import read_jsonl, write_jsonl
 
 from lightppo.__main__ import main
 from lightppo.plugins.report.diff import differences
@@ -127,7 +127,7 @@ def test_no_run(diff, recorded, tmp_path):
 def test_rollout_files_of_a_moved_run_are_found(diff, recorded, copied):
     run = copied("one")
     path = run / "rollouts" / "step3.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_jsonl(path)
     rows[1]["score"] = -1.0
     write_jsonl(path, rows)
     code, out = diff(recorded / "one", run)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiny import read_jsonl
 
 from lightppo.__main__ import main
 from lightppo.plugins.report.watch import Watched
@@ -115,7 +116,7 @@ def test_a_file_that_a_resume_has_cut(run, kept, more):
     watched.look()
     write(run, [row(step) for step in range(1, kept + 1)] + [row(kept + 1 + n, again=1.0) for n in range(more)])
     watched.look()
-    assert watched.rows == [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert watched.rows == read_jsonl(run / "metrics.jsonl")
 
 
 def test_a_file_that_is_gone_and_comes_back(run):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.ranks import REPO, run_ranks
-from support.runs import forget_checkpoints, rows
+from support.runs import forget_checkpoints, trained_rows
 from support.tiny import sums, write_jsonl
 
 from lightppo.experience.sampler import dealt_out
@@ -45,7 +45,7 @@ def run(tiny_model, tmp_path):
             *("--max_ckpt_num=9", f"--zero_stage={stage}", *flags),
             world_size=ranks,
         )
-        return rows(folder / "run"), result.output
+        return trained_rows(folder / "run"), result.output
 
     return start
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import REPO, run_ranks
-from support.tiny import save_causal_lm, write_jsonl
+from support.runs import fitted
+from support.tiny import read_jsonl, save_causal_lm, write_jsonl
 
 from lightppo.config.cli import parse_args
 from lightppo.plugins.supervised.preferences import dpo_loss, ipo_loss
@@ -95,7 +95,7 @@ def values(model: str, dataset: str, folder: Path, micro: int = 2) -> dict[str, 
 
 
 def logged(folder: Path, prefix: str = "train/") -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(folder / "metrics.jsonl")
     rows = [{n: x for n, x in row.items() if n == "step" or n.startswith(prefix)} for row in rows]
     return [row for row in rows if len(row) > 1]
 
@@ -110,15 +110,13 @@ def check_steps(found: list[dict[str, float]], expected: list[dict[str, float]])
 
 
 @pytest.fixture
-def fitted(world, tiny_model, dataset, tmp_path):
-    """``fitted(folder, **options)``: a finished run in this process; its trainer."""
+def train(world, tiny_model, dataset, tmp_path):
+    """``train(folder, **options)``: a finished run in this process; its trainer."""
     from lightppo.plugins.supervised.trainer import SupervisedTrainer
 
     def fit(folder: str, **more: Any):
         small = values(tiny_model, dataset, tmp_path / folder) | {"zero_stage": 0}
-        trainer = SupervisedTrainer.from_config(DPOConfig.from_flat(small | more))
-        trainer.fit()
-        return trainer
+        return fitted(DPOConfig.from_flat(small | more), SupervisedTrainer)
 
     return fit
 
@@ -140,29 +138,29 @@ def test_steps_are_those_of_plain_torch(
     check_steps(logged(tmp_path), plain(rows, tiny_model, loss))
 
 
-def test_a_packed_run_is_a_padded_one_but_for_rounding(fitted, rows, tiny_model, tmp_path):
-    packed = fitted("packed", label_smoothing=0.1)
-    padded = fitted("padded", label_smoothing=0.1, packing_samples=False)
+def test_a_packed_run_is_a_padded_one_but_for_rounding(train, rows, tiny_model, tmp_path):
+    packed = train("packed", label_smoothing=0.1)
+    padded = train("padded", label_smoothing=0.1, packing_samples=False)
     assert (packed.model.packing_samples, padded.model.packing_samples) == (True, False)
     expected = plain(rows, tiny_model, "dpo")
     for run in ("packed", "padded"):
         check_steps(logged(tmp_path / run), expected)
 
 
-def test_log_probs_of_answers_may_be_means_over_their_tokens(fitted, rows, tiny_model, tmp_path):
-    fitted(".", average_log_probs=True)
+def test_log_probs_of_answers_may_be_means_over_their_tokens(train, rows, tiny_model, tmp_path):
+    train(".", average_log_probs=True)
     check_steps(logged(tmp_path), plain(rows, tiny_model, "dpo_of_means"))
 
 
-def test_a_resumed_run_with_adapters_is_the_uninterrupted_run(fitted, dataset, tiny_model, tmp_path):
+def test_a_resumed_run_with_adapters_is_the_uninterrupted_run(train, dataset, tiny_model, tmp_path):
     """It compares with the start, not with what the checkpoint holds; before the first step nothing has changed."""
     from transformers import AutoModelForCausalLM
 
     more = {"lora_rank": 4, "lora_dropout": 0.1, "eval_dataset": dataset, "eval_split": "train", "eval_steps": 1}
-    fitted("straight", **more, save_steps=1)
+    train("straight", **more, save_steps=1)
     for stop in (2, None):
         torch.rand(7)  # whatever the process did in between
-        fitted("resumed", **more, save_steps=1, benchmark_steps=stop)
+        train("resumed", **more, save_steps=1, benchmark_steps=stop)
     for kind in ("train/", "eval/"):
         assert logged(tmp_path / "resumed", kind) == logged(tmp_path / "straight", kind)
     start, *_, end = logged(tmp_path / "straight", "eval/")
@@ -175,17 +173,17 @@ def test_a_resumed_run_with_adapters_is_the_uninterrupted_run(fitted, dataset, t
     assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight)
 
 
-def test_a_reference_of_its_own(fitted, rows, tmp_path, capsys):
+def test_a_reference_of_its_own(train, rows, tmp_path, capsys):
     """Against torch alone, by one forward pass and by two runs; it is let go before the first step."""
     other = save_causal_lm(tmp_path / "other", seed=3)
     more = {"ref_pretrain": other, "label_smoothing": 0.1}
-    trainer = fitted("own", **more)
+    trainer = train("own", **more)
     check_steps(logged(tmp_path / "own"), plain(rows, trainer.config.model.pretrain, "dpo", other))
     assert trainer.objective.reference is None
-    fitted("dry", **more, dry_run=True)
+    train("dry", **more, dry_run=True)
     assert f"longest rows, loss {math.log(2):.4f}" not in capsys.readouterr().out
-    fitted("resumed", **more, save_steps=1, benchmark_steps=2)
-    fitted("resumed", **more, save_steps=1)
+    train("resumed", **more, save_steps=1, benchmark_steps=2)
+    train("resumed", **more, save_steps=1)
     assert logged(tmp_path / "resumed") == logged(tmp_path / "own")
 
 
@@ -197,16 +195,16 @@ def test_a_reference_of_its_own_in_shards(rows, tiny_model, dataset, tmp_path):
     check_steps(logged(tmp_path), plain(rows, tiny_model, "dpo", other))
 
 
-def test_columns_of_other_names(fitted, rows, tmp_path):
+def test_columns_of_other_names(train, rows, tmp_path):
     renamed = [{"input": r["input"], "better": r["chosen"], "pair": {"worse": r["rejected"]}} for r in rows]
     dataset = write_jsonl(tmp_path / "renamed.jsonl", renamed)
-    fitted("renamed", dataset=dataset, chosen_key="better", rejected_key="pair.worse")
-    fitted("named")
+    train("renamed", dataset=dataset, chosen_key="better", rejected_key="pair.worse")
+    train("named")
     assert logged(tmp_path / "renamed") == logged(tmp_path / "named")
 
 
-def test_a_dry_run_needs_no_reference(fitted, tmp_path, capsys):
-    fitted(".", dry_run=True)
+def test_a_dry_run_needs_no_reference(train, tmp_path, capsys):
+    train(".", dry_run=True)
     assert f"dry run: one step of the 2 longest rows, loss {math.log(2):.4f}" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 

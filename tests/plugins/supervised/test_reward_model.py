@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import REPO, run_ranks
-from support.tiny import write_jsonl
+from support.tiny import read_jsonl, write_jsonl
 
 from lightppo.config import PPOConfig
 from lightppo.plugins.supervised.sections import RMConfig
@@ -71,7 +71,7 @@ def logged(trainer: Any, prefix: str = "train/") -> list[dict[str, float]]:
 
 
 def rows_of(folder: Path, prefix: str = "train/") -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(folder / "metrics.jsonl")
     rows = [{n: x for n, x in row.items() if n == "step" or n.startswith(prefix)} for row in rows]
     return [row for row in rows if len(row) > 1]
 

@@ -182,7 +182,9 @@ def arguments(data, tiny_model, tmp_path):
 
 
 def logged(args: argparse.Namespace, prefix: str = "train/") -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in Path(args.save_path, "metrics.jsonl").read_text().splitlines()]
+    from support.tiny import read_jsonl
+
+    rows = read_jsonl(Path(args.save_path, "metrics.jsonl"))
     rows = [{name: x for name, x in row.items() if name == "step" or name.startswith(prefix)} for row in rows]
     return [row for row in rows if len(row) > 1]
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from support.ranks import REPO, run_ranks
-from support.tiny import write_jsonl
+from support.runs import fitted
+from support.tiny import read_jsonl, write_jsonl
 
 from lightppo.config.cli import parse_args
 from lightppo.errors import ConfigError, TrainingError
@@ -84,7 +85,7 @@ def options(model: str, dataset: str, folder: Path, micro: int, *more: str) -> l
 
 def logged(folder: Path, prefix: str = "train/") -> list[dict[str, float]]:
     """Rows with these metrics, and their steps."""
-    rows = [json.loads(line) for line in (folder / "sft.jsonl").read_text().splitlines()]
+    rows = read_jsonl(folder / "sft.jsonl")
     rows = [{n: x for n, x in row.items() if n == "step" or n.startswith(prefix)} for row in rows]
     return [row for row in rows if len(row) > 1]
 
@@ -96,15 +97,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def fitted(world, tiny_model, dataset, tmp_path):
-    """``fitted(folder, **options)``: a finished run in this process; its trainer."""
+def train(world, tiny_model, dataset, tmp_path):
+    """``train(folder, **options)``: a finished run in this process; its trainer."""
     from lightppo import SFTTrainer
 
     def fit(folder: str, **more: Any):
         small = values(tiny_model, dataset, tmp_path / folder, 2) | {"zero_stage": 0}
-        trainer = SFTTrainer.from_config(SFTConfig.from_flat(small | more))
-        trainer.fit()
-        return trainer
+        return fitted(SFTConfig.from_flat(small | more), SFTTrainer)
 
     return fit
 
@@ -149,8 +148,8 @@ def test_steps_are_those_of_plain_torch(
     assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<eos>"
 
 
-def test_max_steps_goes_on_into_further_epochs_and_the_rate_falls(fitted, tmp_path):
-    fitted(".", num_epochs=None, max_steps=5, lr_scheduler="linear", micro_train_batch_size=4)
+def test_max_steps_goes_on_into_further_epochs_and_the_rate_falls(train, tmp_path):
+    train(".", num_epochs=None, max_steps=5, lr_scheduler="linear", micro_train_batch_size=4)
     found = logged(tmp_path)
     assert [row["train/epoch"] for row in found] == [0, 0, 0, 1, 1]
     # linear to 0 over 5 steps: 5/5, 4/5, … of the peak
@@ -158,20 +157,20 @@ def test_max_steps_goes_on_into_further_epochs_and_the_rate_falls(fitted, tmp_pa
     assert found[-1]["train/loss"] < found[0]["train/loss"]
 
 
-def test_the_last_step_is_logged_whatever_its_number(fitted, tmp_path):
-    fitted(".", logging_steps=4)
+def test_the_last_step_is_logged_whatever_its_number(train, tmp_path):
+    train(".", logging_steps=4)
     assert [row["step"] for row in logged(tmp_path)] == [4, 6]
 
 
-def test_a_packed_run_is_a_padded_one_but_for_rounding(fitted, tmp_path):
-    packed, padded = fitted("packed", max_norm=0), fitted("padded", max_norm=0, packing_samples=False)
+def test_a_packed_run_is_a_padded_one_but_for_rounding(train, tmp_path):
+    packed, padded = train("packed", max_norm=0), train("padded", max_norm=0, packing_samples=False)
     assert (packed.model.packing_samples, padded.model.packing_samples) == (True, False)
     for ours, theirs in zip(logged(tmp_path / "packed"), logged(tmp_path / "padded")):
         assert ours == pytest.approx(theirs, rel=1e-5 if ours["step"] == 1 else 2e-3)
 
 
-def test_a_dry_run_takes_one_step_and_keeps_nothing(fitted, tmp_path, capsys):
-    fitted(".", dry_run=True)
+def test_a_dry_run_takes_one_step_and_keeps_nothing(train, tmp_path, capsys):
+    train(".", dry_run=True)
     assert "dry run: one step of the 2 longest rows, loss " in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -179,7 +178,7 @@ def test_a_dry_run_takes_one_step_and_keeps_nothing(fitted, tmp_path, capsys):
 # -- stopped, and gone on with ---------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_is_the_uninterrupted_run(fitted, dataset, tmp_path, capsys):
+def test_a_resumed_run_is_the_uninterrupted_run(train, dataset, tmp_path, capsys):
     """Stops inside an epoch, at its end, in the next one; with evaluations, and the best model kept."""
     more = {
         "eval_dataset": dataset,
@@ -188,10 +187,10 @@ def test_a_resumed_run_is_the_uninterrupted_run(fitted, dataset, tmp_path, capsy
         "best_metric": "eval/loss",
         "save_steps": 1,
     }
-    straight = fitted("straight", **more)
+    straight = train("straight", **more)
     for stop in (2, 3, None):
         torch.rand(7)  # whatever the process did in between
-        resumed = fitted("resumed", **more, benchmark_steps=stop)
+        resumed = train("resumed", **more, benchmark_steps=stop)
     assert "resumed from" in capsys.readouterr().out
     for kind in ("train/", "eval/", "alarm/"):
         assert logged(tmp_path / "resumed", kind) == logged(tmp_path / "straight", kind)
@@ -212,17 +211,17 @@ def test_a_resumed_run_is_the_uninterrupted_run(fitted, dataset, tmp_path, capsy
         return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
 
     before = look()
-    fitted("resumed", **more)  # once more
+    train("resumed", **more)  # once more
     assert "run complete: 6 steps; raise --num_epochs 2 to go on" in capsys.readouterr().out
     assert look() == before
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(fitted, tmp_path, capsys):
-    fitted("straight", save_steps=1)
-    fitted("damaged", save_steps=1, benchmark_steps=4)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(train, tmp_path, capsys):
+    train("straight", save_steps=1)
+    train("damaged", save_steps=1, benchmark_steps=4)
     shard = next((tmp_path / "damaged/model/checkpoints/_actor/global_step4").rglob("*model_states.pt"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    fitted("damaged", save_steps=1)
+    train("damaged", save_steps=1)
     assert "going on from global_step3" in capsys.readouterr().out
     assert logged(tmp_path / "damaged") == logged(tmp_path / "straight")
 
@@ -235,13 +234,13 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(fitted, tmp_path, caps
         ({}, r"--dataset .* has other content than it had"),
     ],
 )
-def test_another_run_is_refused(fitted, rows, tmp_path, change, message):
+def test_another_run_is_refused(train, rows, tmp_path, change, message):
     data = Path(write_jsonl(tmp_path / "rows.jsonl", rows))
-    fitted("run", dataset=str(data), save_steps=2, benchmark_steps=2)
+    train("run", dataset=str(data), save_steps=2, benchmark_steps=2)
     if not change:
         data.write_text(data.read_text().replace("abc", "cba"))
     with pytest.raises(ConfigError, match=f"cannot resume .*: {message}"):
-        fitted("run", dataset=str(data), save_steps=2, **change)
+        train("run", dataset=str(data), save_steps=2, **change)
 
 
 def test_a_signal_saves_and_the_same_command_goes_on_as_if_nothing_had_happened(tiny_model, dataset, tmp_path):
@@ -273,7 +272,7 @@ main(sys.argv[1:], "train_sft.py")
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_steps_without_a_finite_gradient_end_the_run_and_the_batch_is_kept(fitted, tiny_model, tmp_path):
+def test_steps_without_a_finite_gradient_end_the_run_and_the_batch_is_kept(train, tiny_model, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -284,7 +283,7 @@ def test_steps_without_a_finite_gradient_end_the_run_and_the_batch_is_kept(fitte
         r"step 2: no finite gradient .* in 2 steps in a row \(--max_skipped_steps\).*lightppo replay \S+/model --batch"
     )
     with pytest.raises(TrainingError, match=message):
-        fitted(".", pretrain=str(tmp_path / "nan"), max_skipped_steps=2)
+        train(".", pretrain=str(tmp_path / "nan"), max_skipped_steps=2)
     kept = torch.load(tmp_path / "model/nonfinite/step2_rank0.pt", weights_only=True)
     assert [len(part["labels"]) for part in kept["micro_batches"]] == [2, 2]
     assert "+" in kept["texts"][0][0]
@@ -313,7 +312,7 @@ def test_adapters(tiny_model, dataset, tmp_path):
     torch.testing.assert_close(adapted(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-5, rtol=0)
 
 
-def test_rows_template_betas_and_warm_up_reach_the_run(fitted, rows, tmp_path):
+def test_rows_template_betas_and_warm_up_reach_the_run(train, rows, tmp_path):
     """The first four rows with a template are a file of four rows with it; the rate rises over half of four steps."""
     templated = [{**row, "input": f"Q{row['input']}A"} for row in rows[:4]]
     file = write_jsonl(tmp_path / "templated.jsonl", templated)
@@ -324,7 +323,7 @@ def test_rows_template_betas_and_warm_up_reach_the_run(fitted, rows, tmp_path):
         "betas": {"dataset": file, "adam_betas": (0.1, 0.2)},
     }
     for name, more in runs.items():
-        fitted(name, **warm_up, **more)
+        train(name, **warm_up, **more)
     of = lambda name, metric: [row[f"train/{metric}"] for row in logged(tmp_path / name)]  # noqa: E731
     assert of("chosen", "loss") == of("written", "loss")
     assert of("betas", "loss")[:2] == of("written", "loss")[:2]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
-from support.tiny import write_jsonl
+from support.tiny import read_jsonl, write_jsonl
 
 from lightppo.__main__ import main
 
@@ -136,7 +135,7 @@ def test_public_data_sets(name, look, tmp_path):
     form = name.removesuffix("_binarized")
     left_out = f"; {len(given) - 1} pairs without a difference left out" * (len(given) > 1)
     assert (code, told) == (0, f"{out}: 1 rows of {form}{left_out}\n")
-    assert [json.loads(line) for line in out.read_text().splitlines()] == expected
+    assert read_jsonl(out) == expected
     assert look(f"--prompt_data={source}", f"--write={out}") == (
         2,
         f"lightppo data: error: --write {out}: is there already\n",

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from support.ranks import READ_BY_VLLM, REPO, run_ranks
 from support.runs import forget_checkpoints
-from support.tiny import save_causal_lm, sums, write_jsonl
+from support.tiny import read_jsonl, save_causal_lm, sums, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -72,7 +72,7 @@ def flags(tmp_path_factory):
 
 def steps(out: Path) -> dict[int, dict[str, float]]:
     """Metrics of each training step, without what depends on the clock."""
-    rows = [json.loads(line) for line in (out / "model" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(out / "model" / "metrics.jsonl")
     return {
         row["step"]: {k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"}
         for row in rows

@@ -36,25 +36,9 @@ PUSH = ["/pause?mode=abort", *STEPS[:3], "lightppo_problem", STEPS[3], "lightppo
 PUSH += ["/update_weight_version", "/resume"]
 
 
-class OneRank:
-    """What the engine asks of a strategy; ``others`` are what further ranks bring to an ``all_gather_object``."""
-
-    world_size = 1
-
-    def __init__(self, others=()):
-        self.others = others
-
-    def get_rank(self):
-        return 0
-
-    def is_rank_0(self):
-        return True
-
-    def broadcast_object(self, obj):
-        return obj
-
-    def all_gather_object(self, obj):
-        return [obj, *self.others]
+def beside(other):
+    """A strategy of rank 0; ``other`` is what a second rank brings to a collective."""
+    return FakeStrategy(exchange=lambda rank, value: [value, other])
 
 
 @pytest.fixture
@@ -84,7 +68,7 @@ def build(fakes, llama, tokenizer, tmp_path):
             generate_max_len=10,
             **options,
         )
-        return VLLMServerRolloutEngine(config.resolved(), strategy or OneRank(), actor, tokenizer)
+        return VLLMServerRolloutEngine(config.resolved(), strategy or FakeStrategy(), actor, tokenizer)
 
     return make
 
@@ -285,7 +269,7 @@ class TestLostServers:
             engine.generate(prompts, GREEDY)
 
     def test_every_rank_expects_the_version_that_rank_0_pushed(self, build, fakes, prompts):
-        strategy = OneRank()
+        strategy = FakeStrategy()
         told = [(None, {}, "of rank 0"), False]
         strategy.is_rank_0, strategy.broadcast_object = lambda: False, lambda obj: told.pop(0)
         engine = build(strategy)
@@ -296,10 +280,10 @@ class TestLostServers:
 
     def test_what_another_rank_met_ends_the_call_here_too(self, build, fakes, prompts):
         with pytest.raises(RolloutError, match="rank 1: ValueError: prompt 3 has no tokens"):
-            build(OneRank([("ValueError: prompt 3 has no tokens", {})])).generate(prompts, GREEDY)
+            build(beside(("ValueError: prompt 3 has no tokens", {}))).generate(prompts, GREEDY)
 
     def test_a_server_that_another_rank_lost_is_lost_here_too(self, build, fakes, prompts):
-        engine = build(OneRank([(None, {1: "vLLM server x: gone"})]))
+        engine = build(beside((None, {1: "vLLM server x: gone"})))
         engine.generate(prompts, GREEDY)
         assert engine.lost == {1: "vLLM server x: gone"}
 
@@ -644,7 +628,7 @@ class TestSharingOut:
 
     @pytest.mark.parametrize(("of_all", "ranks"), [(2, 1), (7, 3), (3, 4)], ids=["alone", "a share", "one at least"])
     def test_no_more_requests_in_flight_than_allowed(self, build, fakes, prompts, of_all, ranks):
-        strategy, expected = OneRank(), {1: 2, 3: 2, 4: 1}[ranks]  # of 7 rank 1 has 2, of 3 rank 3 has none
+        strategy, expected = FakeStrategy(), {1: 2, 3: 2, 4: 1}[ranks]  # of 7 rank 1 has 2, of 3 rank 3 has none
         strategy.world_size, strategy.get_rank = ranks, lambda: ranks - 1
         lock, now, most = threading.Lock(), [0], [0]
         both = threading.Barrier(expected)  # as many at a time are reached: all must be inside to get on
@@ -680,7 +664,7 @@ class TestSharingOut:
         assert most == [1]
 
     def test_ranks_prefer_different_servers(self, build, fakes, prompts):
-        strategy = OneRank()
+        strategy = FakeStrategy()
         engine = build(strategy)
         for rank in (0, 1):
             strategy.get_rank = lambda rank=rank: rank

@@ -19,7 +19,7 @@ import pytest
 import requests
 from support.once import once
 from support.ranks import ENVIRONMENT, REPO, free_port, run_ranks
-from support.tiny import save_causal_lm, sums, write_jsonl
+from support.tiny import read_jsonl, save_causal_lm, sums, write_jsonl
 from support.vllm_servers import KEY, KEY_VARIABLE, SERVE, SHARED_MEMORY, Servers, wait_until_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -101,7 +101,7 @@ def whole_run(root: Path, url: str, environment: dict[str, str]) -> dict:
     }
     words = [f"--{name}={value}" for name, value in options.items()]
     result = run_ranks(REPO / "examples" / "train_ppo.py", *words, vllm=True, world_size=1, env=environment)
-    rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(root / "run" / "metrics.jsonl")
     return {"output": result.output, "steps": [row for row in rows if "rollout/reward" in row]}
 
 
