@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.runs import rows
+from support.runs import trained_rows
 
 from lightppo import Callback, PPOTrainer
 from lightppo.errors import ConfigError
@@ -76,7 +76,7 @@ def test_the_times_of_a_run(make_config, tmp_path, assets, monkeypatch):
         "save 2",
         "end None",
     ]
-    trained = [row for row in rows(tmp_path / "run") if "rollout/reward" in row]
+    trained = [row for row in trained_rows(tmp_path / "run") if "rollout/reward" in row]
     assert [row["train/of_reward"] for row in trained] == [2 * row["rollout/reward"] for row in trained]
     assert len(trained) == 2  # it voted to stop
     assert (tmp_path / "run" / "config.json").is_file()  # and the model is saved all the same
