@@ -163,6 +163,11 @@ BEFORE_IMPORTS: Table = Table("look before the imports")
 """What a command does with its config and its name in messages before it imports torch: an entry's function may end it
 by SystemExit. It must import nothing heavy."""
 
+SAMPLING: Table = Table("step around sampling")
+"""What stands around the sampling of training rollouts, each entry around those before it. Its function takes
+``config``, ``strategy``, ``actor`` and ``engine`` by name; it returns None, or a function
+``(prompts, step, batch, sample)`` that gives the rollouts of a generation batch, those of ``sample()`` for example."""
+
 CALLBACKS: Table[CallbackEntry] = Table("callback", kind=CallbackEntry)
 """Callbacks of every run: an entry's function makes one of a trainer, or returns None where it has nothing to do."""
 

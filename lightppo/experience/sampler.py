@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, seed_of_step, to_plain
 from lightppo.errors import NonFiniteRewardError, RewardError
-from lightppo.experience.checks import RolloutReplay
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import AsyncScorer, RewardSource, describe_sample, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
@@ -101,7 +100,6 @@ class RolloutSampler:
     tie: Literal["shorter", "longer"] = "shorter"  # see best_of_n
     # scores finished samples while the engine, which must take on_finished, generates the rest (--async_rewards)
     scorer: AsyncScorer | None = None
-    inspect: Callable[[Sequence[Rollout]], None] = lambda rollouts: None  # sees each batch before it is scored
     check: Callable[[Sequence[Rollout]], None] = lambda rollouts: None  # sees each scored batch, may raise
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()  # times "greedy"
 
@@ -115,7 +113,6 @@ class RolloutSampler:
         sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
         early = {} if self.scorer is None else {"on_finished": self.scorer.submit}
         rollouts = self.engine.generate(list(prompts), sampling, **early)
-        self.inspect(rollouts)
         if self.greedy_baseline:
             with self.timer("greedy"):
                 greedy = self.engine.generate(list(prompts), replace(sampling, n=1, temperature=0.0), **early)
@@ -173,6 +170,14 @@ class RolloutSampler:
             raise RewardError(f"--use_dense_reward: {name} gave no 'token_scores' for {sample}")
 
 
+class AroundSampling(Protocol):
+    """Gives the rollouts of a generation batch of training, those of ``sample()`` for example. Collective."""
+
+    def __call__(
+        self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
+    ) -> list[Rollout]: ...
+
+
 class PromptSource(Protocol):
     """Generation batches of one episode on this rank."""
 
@@ -225,7 +230,7 @@ class GroupCollector:
     max_batches: int = 1  # most generation batches per step; 0: no limit
     # if these give too few groups: train on those there are, stop, or train on some of them twice
     on_exhausted: Literal["train_short", "raise", "reuse"] = "train_short"
-    replay: RolloutReplay | None = None
+    around: Sequence[AroundSampling] = ()  # of lightppo.plugin.SAMPLING, each around those before it
     balance: Callable[[list[Rollout]], list[Rollout]] | None = None  # swaps rollouts between ranks
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()  # times "rollout" and "reward"
     # (step that sampled it, samples of one prompt): accepted groups of this rank that wait for training
@@ -282,8 +287,10 @@ class GroupCollector:
         """One generation batch: samples, scores, accepts or rejects."""
         prompts = source.take()
         sample = partial(self.sampler.generate, prompts, step)
+        for stand_around in self.around:
+            sample = partial(stand_around, prompts, step, tally.batches, sample)
         with self.timer("rollout"):
-            rollouts = sample() if self.replay is None else self.replay.rollouts(prompts, step, tally.batches, sample)
+            rollouts = sample()
         with self.timer("reward"):
             batch = self.sampler.score(rollouts)
             if batch.not_finite is not None:

@@ -36,7 +36,6 @@ from lightppo.data.readers import blending_datasets, with_metadata
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, balance_ranks, save_batch
-from lightppo.experience.checks import RolloutCheck, RolloutReplay
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
 from lightppo.files import local_folder, stage_to_local
@@ -45,7 +44,7 @@ from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.folders import check_positions
 from lightppo.models.preparation import Role, prepare_model
-from lightppo.plugin import CHECKS, ENGINES, LOADING, TEACHERS
+from lightppo.plugin import CHECKS, ENGINES, LOADING, SAMPLING, TEACHERS
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward, reward_inputs
 from lightppo.rewards.source import AsyncScorer, NoReward, RewardSource, check_verifier_status
@@ -281,7 +280,6 @@ def assemble(inputs: PPOInputs, kind: type[Update] = Update, own_training_step: 
     )
     if inputs.pretrain_dataloader is not None:
         update.pretrain_batches = endless(inputs.pretrain_dataloader)
-    check = RolloutCheck(inputs.actor, inputs.rollout_engine, strategy, config)
     saved = saved_parts(config, inputs.actor, inputs.critic, inputs.ema_model, inputs.initial_model)
     return PPOParts(
         **vars(inputs),
@@ -290,7 +288,7 @@ def assemble(inputs: PPOInputs, kind: type[Update] = Update, own_training_step: 
         kl_ctl=kl_ctl,
         experience_maker=maker,
         replay_buffer=buffer,
-        sampler=build_sampler(config, strategy, inputs.rollout_engine, inputs.reward_source, maker, check, timer),
+        sampler=build_sampler(config, strategy, inputs.rollout_engine, inputs.reward_source, maker, timer),
         update=update,
         prompt_filter=PromptFilter(sampling.dataset_filter_threshold, sampling.dataset_max_filter_percentage, strategy),
         checkpointer=RunCheckpointer(strategy, config.checkpoint, saved, inputs.tokenizer),
@@ -813,7 +811,6 @@ def build_sampler(
     engine: RolloutEngine,
     source: RewardSource,
     maker: ExperienceMaker,
-    check: RolloutCheck,
     timer: Callable[[str], Any],
 ) -> GroupCollector:
     """Prompts → the scored groups that a step trains on. ConfigError: engine or source cannot do what options ask."""
@@ -829,10 +826,12 @@ def build_sampler(
         tie=s.best_of_n_tie,
         scorer=_scorer(config, engine, source) if v.async_rewards else None,
         check=_verifier_check(config, strategy, source) if v.check_verifier_status else lambda _: None,
-        inspect=check.first,
         timer=timer,
     )
     prompt_once = maker.batching.packed and t.share_prompts and t.shuffle == "groups"
+    around = [
+        entry.fn(config=config, strategy=strategy, actor=maker.actor, engine=engine) for entry in SAMPLING.values()
+    ]
     group_filter = GroupFilter(s.filter_metric, s.filter_range, maker.shaper.final_scores)
     return GroupCollector(
         *(sampler, strategy),
@@ -840,7 +839,7 @@ def build_sampler(
         group_filter=group_filter if s.dynamic_sampling else None,
         max_batches=s.max_num_gen_batches if s.dynamic_sampling else 1,
         on_exhausted=s.on_exhausted,
-        replay=None if s.skip_rollout is None else RolloutReplay(s.skip_rollout, strategy, s.skip_rollout_reuse),
+        around=[stand_around for stand_around in around if stand_around is not None],
         balance=partial(balance_ranks, strategy=strategy, prompt_once=prompt_once) if t.balance_ranks else None,
         timer=timer,
     )

@@ -141,14 +141,13 @@ def test_samples_without_a_scored_baseline_are_left_out():
     assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (1, 1)
 
 
-def test_every_batch_is_seen_before_it_is_scored_and_checked_after():
+def test_every_batch_is_checked_after_it_is_scored():
     seen = []
     source = RolloutSampler(
         FakeEngine(),
         FakeReward(everything(1)),
         SamplingParams(n=1),
-        inspect=lambda rollouts: seen.append(("inspect", [r.reward for r in rollouts])),
         check=lambda rollouts: seen.append(("check", [r.reward for r in rollouts])),
     )
     source.score(source.generate(PROMPTS, 1))
-    assert seen == [("inspect", [None] * 3), ("check", [0, 10, 20])]
+    assert seen == [("check", [0, 10, 20])]

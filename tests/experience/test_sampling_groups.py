@@ -77,6 +77,23 @@ def test_without_selection_a_step_trains_on_its_batch():
     assert own.strategy.collectives == 1
 
 
+def test_functions_stand_around_sampling_each_around_those_before_it():
+    calls = []
+
+    def inner(prompts, step, batch, sample):
+        calls.append(("inner", [prompt.index for prompt in prompts], step, batch))
+        return sample()
+
+    def outer(prompts, step, batch, sample):
+        calls.append("outer")
+        return sample()[:2]  # of the first prompt
+
+    own = collector([MIXED, MIXED], groups=None, keep=False, max_batches=1, around=[inner, outer])
+    step = own.collect(Episode(2, 2), 7)
+    assert trained(step) == [0]
+    assert calls == ["outer", ("inner", [0, 1], 7, 0)]
+
+
 def test_rejected_groups_are_replaced_and_the_surplus_waits():
     kinds = [HARD, EASY, MIXED, HARD, MIXED, MIXED, MIXED, EASY]
     own, episode = collector(kinds), Episode(8, 2)

@@ -1,7 +1,8 @@
 """What a run records: its folder, metrics, samples, trackers, alarms."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, CHECKS, METRICS, CallbackEntry, Check
+from lightppo.plugin import CALLBACKS, CHECKS, METRICS, SAMPLING, CallbackEntry, Check
+from lightppo.table import Entry
 
 
 def register() -> None:
@@ -17,3 +18,4 @@ def register() -> None:
         about="1 if the metrics show a problem, otherwise 0; the log says when it starts",
     )
     register_section("trackers", "lightppo.plugins.records.sections:TrackerConfig", adds_to="logging")
+    SAMPLING.register("replay", Entry("lightppo.plugins.records.rollout_files:replay"))

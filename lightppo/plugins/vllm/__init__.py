@@ -1,7 +1,7 @@
 """Rollouts by vLLM: in the training processes, or on servers."""
 
 from lightppo.option import register_section
-from lightppo.plugin import COMMANDS, ENGINES, Command
+from lightppo.plugin import CALLBACKS, COMMANDS, ENGINES, SAMPLING, CallbackEntry, Command
 from lightppo.table import Entry
 
 
@@ -11,3 +11,5 @@ def register() -> None:
     ENGINES.register("vllm_server", Entry("lightppo.plugins.vllm.servers:VLLMServerRolloutEngine"))
     COMMANDS.register("serve-vllm", Command("lightppo.plugins.vllm.serve_vllm:main", about="serve rollouts by vLLM"))
     register_section("vllm", "lightppo.plugins.vllm.sections:VLLMConfig", adds_to="engine")
+    SAMPLING.register("rollout_check", Entry("lightppo.plugins.vllm.rollout_check:check_first"))
+    CALLBACKS.register("rollout_check", CallbackEntry("lightppo.plugins.vllm.rollout_check:watch"))

@@ -19,10 +19,10 @@ from support.ranks import free_port
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import RefusedError, RequestError, RolloutError, RolloutMismatchError, UnreachableError
-from lightppo.experience.checks import RolloutCheck
 from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.vllm import servers as vllm_server
+from lightppo.plugins.vllm.rollout_check import RolloutCheck
 from lightppo.plugins.vllm.servers import VLLMServer, VLLMServerRolloutEngine
 from lightppo.plugins.vllm.weights import architecture, full_weights, trainer_fingerprints
 from lightppo.rollout.engine import RolloutEngine, SamplingParams

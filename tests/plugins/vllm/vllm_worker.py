@@ -13,11 +13,11 @@ from transformers import AutoTokenizer
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import RolloutMismatchError
-from lightppo.experience.checks import RolloutCheck
 from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.adapters.quantised import quantised_layers
 from lightppo.plugins.vllm import colocated as vllm_engine
+from lightppo.plugins.vllm.rollout_check import RolloutCheck
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy

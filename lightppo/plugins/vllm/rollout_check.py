@@ -1,62 +1,24 @@
-"""Checks on rollouts: save and replay, and the engine's log probs against the trainer's."""
+"""The engine's log probs against the trainer's, at the first rollouts and after every step."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightppo.config import PPOConfig
 from lightppo.config.rules import compute_dtype, rollout_rows
-from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, to_plain
-from lightppo.errors import ConfigError, RolloutMismatchError
+from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import RolloutMismatchError
 from lightppo.experience.experience import Experience
-from lightppo.plugins.records.samples import write_whole
+from lightppo.experience.sampler import AroundSampling
 from lightppo.ranks import Ranks
 from lightppo.rollout.engine import RolloutEngine, capabilities_of
+from lightppo.trainer.callbacks import Callback
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class RolloutReplay:
-    """Saves what the engine samples, and returns it in a later run instead of sampling; for debugging.
-
-    A file holds a generation batch of one rank, without rewards. If any rank lacks its file, all ranks sample and save.
-    """
-
-    folder: str | Path
-    strategy: Ranks
-    reuse: bool = False  # every step gets the first saved batch, whatever its prompts are
-
-    def rollouts(
-        self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
-    ) -> list[Rollout]:
-        """The saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
-        key = "first" if self.reuse else f"step{step}_batch{batch}"
-        path = Path(self.folder) / f"{key}_rank{self.strategy.get_rank()}of{self.strategy.world_size}.json"
-        if self.strategy.all_reduce(int(path.is_file()), "min"):
-            groups = [from_plain(values) for values in json.loads(path.read_text())]
-            if not self.reuse and [g[0].prompt.token_ids for g in groups] != [p.token_ids for p in prompts]:
-                raise ConfigError(
-                    f"--skip_rollout {self.folder}: {path.name} holds other prompts than step {step} has; run with the "
-                    "data, --seed and batch sizes it was saved with, name another folder, or set --skip_rollout_reuse"
-                )
-            return [rollout for group in groups for rollout in group]
-        rollouts = sample()
-        try:
-            text = json.dumps([to_plain(group) for group in group_by_prompt(rollouts)])
-        except TypeError as error:
-            message = f"--skip_rollout {self.folder}: the prompts of step {step} cannot be written as JSON: {error}"
-            raise ConfigError(message) from error
-        write_whole(path, text)
-        return rollouts
-
 
 CHECKED_ROWS = 8
 NAMED_WEIGHTS = 5
@@ -68,21 +30,35 @@ numbers have float16's 10 bits, and the rest in float32; bfloat16's have 7.
 """
 
 
-class RolloutCheck:
-    """Compares log probs at the first rollouts, and then watches ``rollout/logp_diff_mean``.
+def tolerance_of(config: PPOConfig, strategy: Ranks) -> float:
+    """The largest mean difference that is no mistake."""
+    types = {compute_dtype(config), config.engine.vllm_dtype} - {"auto"}
+    rounding = [ROUNDING[name].get(strategy.device.type, ROUNDING[name]["cuda"]) for name in types]
+    return config.engine.logp_diff_tolerance or max(rounding)
 
-    An engine that samples with the actor itself is only watched; an engine with a copy says ``keeps_weights``.
-    """
+
+def check_first(config: PPOConfig, strategy: Ranks, actor: Any, engine: RolloutEngine) -> AroundSampling:
+    """For ``lightppo.plugin.SAMPLING``."""
+    check = RolloutCheck(actor, engine, strategy, config)
+
+    def checked(prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]) -> list[Rollout]:
+        rollouts = sample()
+        check.first(rollouts)
+        return rollouts
+
+    return checked
+
+
+class RolloutCheck:
+    """Compares log probs at the first rollouts of an engine with weights of its own, which says ``keeps_weights``."""
 
     def __init__(self, actor: Any, engine: RolloutEngine, strategy: Ranks, config: PPOConfig) -> None:
-        self.actor, self.engine, self.strategy, self.mode = actor, engine, strategy, config.engine.rollout_check
-        types = {compute_dtype(config), config.engine.vllm_dtype} - {"auto"}
-        rounding = max(ROUNDING[t].get(strategy.device.type, ROUNDING[t]["cuda"]) for t in types)
-        self.tolerance = config.engine.logp_diff_tolerance or rounding
+        self.actor, self.engine, self.strategy = actor, engine, strategy
+        self.mode = config.engine.rollout_check
+        self.tolerance = tolerance_of(config, strategy)
         self.rows = min(CHECKED_ROWS, rollout_rows(config))  # one forward pass that fits
         self.greedy = config.rollout.temperature == 0 or not config.rollout.do_sample
         self.pending = self.mode != "off" and capabilities_of(engine).keeps_weights
-        self._warned_at = self.tolerance
 
     @torch.no_grad()
     def first(self, rollouts: Sequence[Rollout]) -> None:
@@ -123,23 +99,6 @@ class RolloutCheck:
         largest = self.strategy.all_reduce(diff.max().item() if rollouts else 0.0, "max")
         return (sums["total"] / sums["count"] if sums["count"] else 0.0), largest
 
-    def watch(self, status: Mapping[str, float], step: int) -> None:
-        """Warns if a step's ``logp_diff_mean`` exceeds the tolerance, and again when it has doubled.
-
-        Samples of an older policy do not count: training has moved the actor away from them.
-        """
-        name = "logp_diff_on_policy" if "logp_diff_on_policy" in status else "logp_diff_mean"
-        mean = status.get(name, 0.0)
-        if self.mode == "off" or not mean > self._warned_at:
-            return
-        self._warned_at = 2 * mean
-        if self.strategy.is_rank_0():
-            logger.warning(
-                "step %d: the rollout engine's log probs drift from the trainer's: rollout/%s is %.3g, "
-                "--logp_diff_tolerance %g; see docs/rollouts.md",
-                *(step, name, mean, self.tolerance),
-            )
-
     def _suspects(self) -> str:
         """Says which weights differ. Collective."""
         if not capabilities_of(self.engine).compares_weights:
@@ -154,3 +113,38 @@ class RolloutCheck:
             "All weights are the same, so the two compute differently: check the types (--vllm_dtype, --bf16, --fp16), "
             "and whether vLLM and transformers agree on this model"
         )
+
+
+def watch(run: Any) -> DriftWatch | None:
+    """For ``lightppo.plugin.CALLBACKS``: of every engine, those that sample with the actor itself included."""
+    if not isinstance(run.config, PPOConfig) or run.config.engine.rollout_check == "off":
+        return None
+    return DriftWatch(tolerance_of(run.config, run.strategy))
+
+
+class DriftWatch(Callback):
+    """Warns if a step's ``rollout/logp_diff_mean`` exceeds the tolerance, and again when it has doubled.
+
+    Samples of an older policy do not count: training has moved the actor away from them.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = self._warned_at = tolerance
+
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
+        name = "rollout/logp_diff_on_policy"
+        if name not in metrics:
+            name = "rollout/logp_diff_mean"
+        mean = metrics.get(name, 0.0)
+        if not mean > self._warned_at:  # NaN is not
+            return
+        self._warned_at = 2 * mean
+        if run.strategy.is_rank_0():
+            logger.warning(
+                "step %d: the rollout engine's log probs drift from the trainer's: %s is %.3g, "
+                "--logp_diff_tolerance %g; see docs/rollouts.md",
+                step,
+                name,
+                mean,
+                self.tolerance,
+            )

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from transformers import LlamaForCausalLM
 
 from lightppo.config import PPOConfig
 from lightppo.errors import RolloutMismatchError
-from lightppo.experience.checks import RolloutCheck
 from lightppo.models.actor import Actor
+from lightppo.plugins.vllm.rollout_check import DriftWatch, RolloutCheck, check_first, watch
 
 
 @pytest.fixture(scope="module")
@@ -154,21 +155,39 @@ def test_engines_that_sample_with_the_actor_are_not_compared(actor):
     assert strategy.collectives == 0
 
 
-def test_drift_is_warned_of_and_again_when_it_has_doubled(actor, caplog):
-    check = RolloutCheck(actor, Copy(), FakeStrategy(), config())
+def test_drift_is_warned_of_and_again_when_it_has_doubled(caplog):
+    drift, run = DriftWatch(0.001), SimpleNamespace(strategy=FakeStrategy())
     warned = []
     with caplog.at_level(logging.WARNING):
         for step, mean in enumerate([0.0005, math.nan, 0.002, 0.003, 0.005]):
             caplog.clear()
-            check.watch({"logp_diff_mean": mean}, step)
+            drift.on_step_end(run, step, {"rollout/logp_diff_mean": mean})
             warned += [step] * ("drift" in caplog.text)
-        check.watch({}, 9)
+        drift.on_step_end(run, 9, {})
         caplog.clear()
-        check.watch({"logp_diff_mean": 0.5, "logp_diff_on_policy": 0.001}, 10)  # the rest is of an older policy
+        of_older_policy = {"rollout/logp_diff_mean": 0.5}
+        drift.on_step_end(run, 10, of_older_policy | {"rollout/logp_diff_on_policy": 0.001})
         assert caplog.text == ""
-        check.watch({"logp_diff_mean": 0.5, "logp_diff_on_policy": 0.1}, 11)
+        drift.on_step_end(run, 11, of_older_policy | {"rollout/logp_diff_on_policy": 0.1})
         assert "rollout/logp_diff_on_policy is 0.1" in caplog.text
     assert warned == [2, 4]
+
+
+@pytest.mark.parametrize(("options", "watched"), [({}, True), ({"rollout_check": "off"}, False)])
+def test_every_engine_is_watched_unless_it_is_off(options, watched):
+    for engine in ("hf", "vllm"):
+        run = SimpleNamespace(config=PPOConfig.from_flat(rollout_engine=engine, **options), strategy=FakeStrategy())
+        assert (watch(run) is not None) == watched
+
+
+def test_the_first_batch_is_compared_before_it_is_scored(actor):
+    """In the sampler, by the table SAMPLING."""
+    stand_around = check_first(config=config(), strategy=FakeStrategy(), actor=actor, engine=Copy())
+    right = sampled(actor)
+    assert stand_around([], 1, 0, lambda: right) is right
+    stand_around = check_first(config=config(), strategy=FakeStrategy(), actor=actor, engine=Copy())
+    with pytest.raises(RolloutMismatchError):
+        stand_around([], 1, 0, lambda: sampled(actor, shift=0.5))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from support.fakes import FakeEngine, FakeStrategy, on_ranks
 
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
-from lightppo.experience.checks import RolloutReplay
+from lightppo.plugins.records.rollout_files import RolloutReplay
 from lightppo.rollout.engine import SamplingParams
 
 PROMPTS = [Prompt("a", [1], label={"answer": 3}, index=0, extra={"level": 2}), Prompt("b", [2, 3], index=1)]
