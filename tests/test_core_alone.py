@@ -22,7 +22,7 @@ from pathlib import Path
 
 def reward_func(queries, prompts, labels):
     """The more ones and twos, the better; where it is asked to, it kills the process at the third step."""
-    calls = Path(__file__).with_name(os.environ["CALLS"])
+    calls = Path(__file__).with_name(os.environ["CALLS"] + ".calls")
     with calls.open("a") as file:
         file.write("x")
     if calls.stat().st_size == 3 and os.environ.get("KILLED"):
