@@ -75,7 +75,7 @@ BELOW = {
     "tools→reshape",
     "tools→supervised",
     "tools→verifiers",
-    "verifiers→http",
+    "verifiers→http",  # programs run on servers: the client of reward servers, with its retries and refusals
     "vllm→http",
     "vllm→ops",
 }

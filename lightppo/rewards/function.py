@@ -132,10 +132,15 @@ class Style:
 def _ours(rollout: Rollout) -> Values:
     prompt = rollout.prompt
     return {
-        **{"queries": prompt.text + rollout.response_text, "prompts": prompt.text, "labels": prompt.label},
-        **{"responses": rollout.response_text, "finish_reasons": rollout.finish_reason},
-        **{"prompt_ids": prompt.token_ids, "response_ids": rollout.response_ids},
-        **{"data_sources": prompt.data_source, "extras": prompt.extra},
+        "queries": prompt.text + rollout.response_text,
+        "prompts": prompt.text,
+        "labels": prompt.label,
+        "responses": rollout.response_text,
+        "finish_reasons": rollout.finish_reason,
+        "prompt_ids": prompt.token_ids,
+        "response_ids": rollout.response_ids,
+        "data_sources": prompt.data_source,
+        "extras": prompt.extra,
     }
 
 
@@ -307,9 +312,8 @@ class BoundFunction:
         return next((name for name in ("ground_truth", "ground_truths") if name in self.style.needs), None)
 
     def _call(self, values: Values) -> Call:
-        values = (
-            self.style.always | values | {own: values[name] for own, name in self._own_names.items() if name in values}
-        )
+        renamed = {own: values[name] for own, name in self._own_names.items() if name in values}
+        values = self.style.always | values | renamed
         args = tuple(values.pop(name) for name in self.style.positional)
         accepted = (values.keys() if self._open_ended else self._named) - self._taken
         kwargs = {name: value for name, value in values.items() if name in accepted}

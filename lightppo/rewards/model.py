@@ -213,7 +213,8 @@ class RewardModelSource:
         rows = [torch.tensor(row) for row in batch]
         sequences = pad_sequence(rows, batch_first=True, padding_value=self.inputs[model_index].pad_token_id)  # (B, S)
         attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)  # (B, S)
-        scores = self.models[model_index](*(to_device(x, self.device) for x in (sequences, attention_mask)))
+        model = self.models[model_index]
+        scores = model(to_device(sequences, self.device), to_device(attention_mask, self.device))
         return _checked(scores, len(batch), f"{self.name}: model {model_index}").float().cpu()
 
 

@@ -228,7 +228,7 @@ def build_reward_source(
     if urls:
         from lightppo import rewards
 
-        REWARDS.find("server")  # or an error
+        REWARDS.find("server")  # an error where no plugin brings it
         return rewards.RemoteReward(urls, **(remote_options or {}))
     if reward_fn is None:
         raise ValueError("no rewards: set --remote_rm_url (http(s) URL or path.py), --reward_fn or --reward_pretrain")

@@ -363,16 +363,16 @@ def check_verifier_status(rollouts: Sequence[Rollout], *, minimum: float, source
     total = ranks.all_reduce({name: float(count) for name, count in counts.items()}, "sum")
     if total["samples"] == 0 or total["above"] > 0:
         return
-    found = f"every one of the {total['scored']:g} scores is at the minimum of {minimum:g}"
+    problem = f"every one of the {total['scored']:g} scores is at the minimum of {minimum:g}"
     if total["scored"] == 0:
-        found = f"none of the {total['samples']:g} samples has a score"
+        problem = f"none of the {total['samples']:g} samples has a score"
     example = "this rank has no sample to show"
     if rollouts:
         i = next((i for i, rollout in enumerate(rollouts) if rollout.reward is not None), 0)
         label, response = shown(rollouts[i].prompt.label), rollouts[i].response_text[-300:]
         example = f"{describe_sample(rollouts, i)}: label {label!r}, score {rollouts[i].reward}, end {response!r}"
     raise RewardError(
-        f"--check_verifier_status: {found} ({source_name}). Does the prompt ask for the form that it looks for, and "
+        f"--check_verifier_status: {problem} ({source_name}). Does the prompt ask for the form that it looks for, and "
         f"--label_key name the right column? For example: {example}"
     )
 
