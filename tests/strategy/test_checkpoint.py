@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 
 def test_written_by_two_ranks_and_resumed_by_two_new_ones(run_checks):
     run_checks(
@@ -25,5 +27,6 @@ def test_no_file_of_a_checkpoint_can_run_code(run_checks):
     run_checks("hostile.py", "check_refused_on_all_ranks")
 
 
+@pytest.mark.long
 def test_no_reader_of_a_checkpoint_can_run_code(run_checks):
     run_checks("hostile.py", "check_every_reader_alone", "check_reshaped", world_size=1)
