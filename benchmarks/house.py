@@ -1,6 +1,6 @@
 """The size of the house: files, lines, imports, and how much of it one PPO step runs through.
 
-    python benchmarks/house.py [--tree DIR] [--json FILE] [--before FILE.json] [--no_run]
+    python benchmarks/house.py [--tree DIR] [--json FILE] [--before FILE.json] [--no_run] [--store]
 
 - Lines of code: without blank lines, comments and docstrings.
 - Tokens of code: as Python's tokenizer counts them, without comments, line ends, indents and texts in triple quotes.
@@ -8,17 +8,17 @@
 - Argument tuples: calls with ``*(a, b, c)``, whose parameters one has to count.
 - The core is everything but ``lightppo/plugins``; each folder there is a plugin.
 - Importers of a file: at any depth, for type checkers too, or by a name that ``lightppo/__init__.py`` resolves.
-- One PPO step: ``examples/train_ppo.py`` in one process with default options but for the sizes: a random Llama, eight
-  prompts. A line counts once. "From the trainer on" leaves out what ran before the module of ``PPOTrainer`` was
-  imported: the command line, and nearly all imports.
-- Prompts to advantages: what is entered from the first statement of a step of ``fit`` to the call of ``train``.
-  Lambdas, comprehensions and generator expressions are code objects, not functions.
+- One GRPO step: ``examples/train_ppo.py`` in one process with ``--advantage_estimator grpo`` and default options but for the
+  sizes: a random Llama, eight prompts. Counted are the functions that are entered in the body of ``fit``'s loop. Building
+  the run: the same from the call of ``PPOTrainer.from_config`` to its return. A function's lines are those from ``def`` to
+  its end; lambdas and comprehensions are no functions.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import json
 import os
@@ -36,12 +36,14 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+STORED = Path(__file__).parents[1] / "docs" / "data" / "house.json"
 MODULE, FUNCTION, TYPES = range(3)  # how deep an import is: at module level, in a function, for type checkers only
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SCALE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64, "prompt_tokens": (4, 8)}
 _REWARD = "def reward_func(queries, prompts, labels):\n    return [len(set(query)) / len(query) for query in queries]\n"
 _SIZES = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 4, "micro_rollout_batch_size": 4,
-          "prompt_max_len": 16, "generate_max_len": 8, "num_episodes": 1}  # fmt: skip
+          "prompt_max_len": 16, "generate_max_len": 8, "num_episodes": 1,
+          "advantage_estimator": "grpo", "n_samples_per_prompt": 4}  # fmt: skip
 
 
 def code_lines(source: str) -> int:
@@ -189,7 +191,7 @@ def count_files(tree: Path) -> dict[str, Any]:
     functions = [(node.end_lineno - node.lineno + 1, f"{path} {node.name}") for path in texts
                  for node in ast.walk(ast.parse(texts[path])) if isinstance(node, _FUNCTIONS)]  # fmt: skip
     folders = defaultdict(list)
-    for path in (Path(p) for p in texts if Path(p).name not in ("__init__.py", "sections.py")):  # of each plugin
+    for path in (Path(p) for p in texts if "__init__" not in p):
         folders[path.name].append(path.parent.as_posix())
     words = [set(re.findall(r"\w+", text)) for text in texts.values()]
     return {
@@ -210,61 +212,74 @@ def count_files(tree: Path) -> dict[str, Any]:
 
 
 class Trace:
-    """Follows the code of a package: which lines run, and what is entered from the prompts to the advantages."""
+    """The functions of a package that are entered while the run is built, and in a step."""
 
     def __init__(self, package: Path) -> None:
         self.prefix = f"{package}{os.sep}"
-        self.lines: set[tuple[str, int, bool, bool]] = set()  # file, line, trainer is loaded, inside a function
-        self.entered: set[CodeType] = set()
-        self.loaded = self.collecting = False
+        self.phase: str | None = None
+        self.entered: dict[str, set[CodeType]] = {"building the run": set(), "one GRPO step": set()}
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
         if not code.co_filename.startswith(self.prefix):
             return None
-        self.collecting &= code.co_name not in ("train", "ppo_train")
-        if self.collecting:
-            self.entered.add(code)
-        in_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
-        step_at = first_line_of_step(code) if code.co_qualname == "PPOTrainer.fit" else sys.maxsize
+        if self.phase is not None and is_function(code):
+            self.entered[self.phase].add(code)
+        if code.co_qualname == "PPOTrainer.from_config" and self.phase is None:
+            self.phase = "building the run"
+            return self._until_return
+        if code.co_qualname == "PPOTrainer.fit" and (lines := lines_of_step(code)):
+            return functools.partial(self._in_lines, lines)
+        return None
 
-        def local(frame: Any, event: str, _: Any) -> Any:
-            if event == "line":
-                self.lines.add((code.co_filename, frame.f_lineno, self.loaded, in_function))
-                self.collecting |= frame.f_lineno == step_at
-            elif event == "return" and code.co_name == "<module>":
-                defined_in = getattr(frame.f_globals.get("PPOTrainer"), "__module__", None)
-                self.loaded |= defined_in == frame.f_globals["__name__"]
-            return local
+    def _until_return(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "return":
+            self.phase = None
+        return self._until_return
 
-        return local
+    def _in_lines(self, lines: range, frame: Any, event: str, _: Any) -> Any:
+        self.phase = "one GRPO step" if event == "line" and frame.f_lineno in lines else None
+        return functools.partial(self._in_lines, lines)
 
     def numbers(self) -> dict[str, int]:
-        seen, rows = set(self.lines), {}  # a copy: other threads go on
-        later = {line for line in seen if line[2]}
-        inside = {line for line in later if line[3]}
-        parts = {"": seen, " from the trainer on": later, " from the trainer on, inside functions": inside}
-        for part, lines in parts.items():
-            rows[f"one PPO step: lines executed{part}"] = len({line[:2] for line in lines})
-            rows[f"one PPO step: files{part}"] = len({line[0] for line in lines})
-        return rows | {
-            "prompts to advantages: files": len({code.co_filename for code in self.entered}),
-            "prompts to advantages: functions": sum(not code.co_name.startswith("<") for code in self.entered),
-            "prompts to advantages: code objects": len(self.entered),
-        }
+        rows = {}
+        for phase, entered in self.entered.items():
+            core = {code for code in entered if not code.co_filename.startswith(f"{self.prefix}plugins{os.sep}")}
+            for codes, part in ((entered, ""), (core, " of the core")):
+                lines = {(code.co_filename, line) for code in codes for line in lines_of(code)}
+                rows[f"{phase}: files{part}"] = len({code.co_filename for code in codes})
+                rows[f"{phase}: functions{part}"] = len(codes)
+                rows[f"{phase}: lines of functions{part}"] = len(lines)
+        return rows
 
 
-def first_line_of_step(code: CodeType) -> int:
-    """Line of the first statement in the innermost loop that trains; beyond all lines where there is none."""
+def is_function(code: CodeType) -> bool:
+    """Whether it is neither a module, nor a class, nor a lambda or comprehension."""
+    return bool(code.co_flags & inspect.CO_OPTIMIZED) and not code.co_name.startswith("<")
+
+
+def lines_of(code: CodeType) -> range:
+    """From ``def``, or its first decorator, to the end of a function."""
+    inner = [lines_of(const).stop - 1 for const in code.co_consts if isinstance(const, CodeType)]
+    own = [line for *_, line in code.co_lines() if line is not None]
+    return range(code.co_firstlineno, max([*own, *inner]) + 1)
+
+
+def lines_of_step(code: CodeType) -> range | None:
+    """The body of the loop that syncs weights; None in a ``fit`` that has none."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))]
-    lines = [loop.body[0].lineno for loop in loops if re.search(r"self\.(ppo_)?train\(", ast.unparse(loop))]
-    return code.co_firstlineno - 1 + max(lines, default=sys.maxsize // 2)
+    loops = [node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While))]
+    loops = [loop for loop in loops if "sync_weights(" in ast.unparse(loop)]
+    if not loops:
+        return None
+    above = code.co_firstlineno - 1
+    return range(above + loops[-1].body[0].lineno, above + loops[-1].end_lineno + 1)
 
 
 def traced_script(tree: Path, out: Path, words: list[str]) -> None:
     """Run the tree's ``examples/train_ppo.py`` in this process and write the numbers."""
-    trace, script = Trace(tree / "lightppo"), str(tree / "examples" / "train_ppo.py")
+    trace = Trace(tree / "lightppo")
+    script = str(tree / "examples" / "train_ppo.py")
     sys.argv = [script, *words]
     threading.settrace(trace)
     sys.settrace(trace)
@@ -274,7 +289,7 @@ def traced_script(tree: Path, out: Path, words: list[str]) -> None:
 
 
 def count_one_step(tree: Path) -> dict[str, int]:
-    """What one PPO step of a tiny Llama runs through, in a process of its own."""
+    """What one GRPO step of a tiny Llama runs through, in a process of its own."""
     environment = os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -312,6 +327,13 @@ def parts_table(parts: dict[str, dict[str, float]]) -> str:
     return "\n".join(["", f"| part | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|", *rows])
 
 
+def store(parts: dict[str, dict[str, float]], run: dict[str, int]) -> None:
+    """Keep the numbers of this tree beside those of before; without a run, the last one's stay."""
+    stored = json.loads(STORED.read_text())
+    stored["now"] = {"parts": parts, "run": run or stored["now"]["run"]}
+    STORED.write_text(json.dumps(stored, indent=1) + "\n")
+
+
 def main() -> None:
     if sys.argv[1:2] == ["traced"]:
         return traced_script(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
@@ -322,9 +344,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
     parser.add_argument("--before", type=Path, help="such a file: its numbers beside those of now")
     parser.add_argument("--no_run", action="store_true", help="only what can be read: a few seconds")
+    parser.add_argument("--store", action="store_true", help="keep the numbers for the page docs/design.md (make docs)")
     options = parser.parse_args()
     tree = options.tree.resolve()
-    numbers = count_files(tree) | ({} if options.no_run else count_one_step(tree))
+    run = {} if options.no_run else count_one_step(tree)
+    if options.store:
+        store(parts_of(tree), run)
+        return
+    numbers = count_files(tree) | run
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=1, ensure_ascii=False) + "\n")
     print(markdown(numbers, json.loads(options.before.read_text()) if options.before else None))

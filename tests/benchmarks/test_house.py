@@ -25,15 +25,20 @@ FILES = {
 
 LOOP = """
 class PPOTrainer:
+    @classmethod
+    def from_config(cls):
+        before()
+        return cls()
+
     def fit(self):
         before()
         for step in range(2):
             with open("/dev/null"):
                 prompts()
-            self.ppo_train(step)
-            after()
+            self.sync_weights(step)
+        after()
 
-    def ppo_train(self, step):
+    def sync_weights(self, step):
         after()
 
 
@@ -134,20 +139,18 @@ def test_what_runs(house, tmp_path, monkeypatch):
     trace, before = house.Trace(package), sys.gettrace()
     sys.settrace(trace)
     try:
-        importlib.import_module("followed.loop").PPOTrainer().fit()
+        importlib.import_module("followed.loop").PPOTrainer.from_config().fit()
         importlib.import_module("followed.late")
     finally:
         sys.settrace(before)
         for name in ("followed", "followed.loop", "followed.late"):
             sys.modules.pop(name, None)
     numbers = trace.numbers()
-    assert numbers["prompts to advantages: functions"] == 1
-    assert numbers["prompts to advantages: code objects"] == 1 + (sys.version_info < (3, 12))  # the comprehension
-    assert numbers["one PPO step: files"] == 3
-    assert numbers["one PPO step: files from the trainer on, inside functions"] == 1
-    # before, two lines of prompts, after; fit's before, for, with, prompts, ppo_train, after; ppo_train's after
-    assert numbers["one PPO step: lines executed from the trainer on, inside functions"] == 11
-    assert numbers["one PPO step: lines executed from the trainer on"] == 11 + 2
+    assert numbers["building the run: functions"] == 1
+    assert numbers["building the run: lines of functions"] == 2
+    assert numbers["one GRPO step: files"] == 1
+    assert numbers["one GRPO step: functions"] == 3  # prompts, sync_weights, after
+    assert numbers["one GRPO step: lines of functions of the core"] == 3 + 2 + 2
 
 
 def test_table(house):
