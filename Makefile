@@ -98,6 +98,8 @@ docs: $(INSTALLED)
 	$(BIN)/python -c "from lightppo.plugins.migration import names; names.write_page()"
 	$(BIN)/python -m lightppo.plugins.records.metric_names > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python tests/faults/table.py
+	$(BIN)/python benchmarks/house.py --store --no_run
+	$(BIN)/python benchmarks/house_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "the site: runs/site/index.html"
 
@@ -122,7 +124,7 @@ gpu-check: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_check.py --write $(if $(PARTS),--parts $(PARTS)) $(if $(DEVICE),--device $(DEVICE)) $(BENCH_ARGS)
 
 house: $(INSTALLED)
-	$(BIN)/python benchmarks/house.py $(if $(TREE),--tree $(TREE)) $(HOUSE_ARGS)
+	$(BIN)/python benchmarks/house.py $(if $(TREE),--tree $(TREE),--store) $(HOUSE_ARGS)
 
 # RUNS="quick zero3" runs some of them only: names and areas as `reference_runs.py list` shows them.
 reference-runs: $(INSTALLED)

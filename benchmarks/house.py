@@ -8,10 +8,10 @@
 - Argument tuples: calls with ``*(a, b, c)``, whose parameters one has to count.
 - The core is everything but ``lightppo/plugins``; each folder there is a plugin.
 - Importers of a file: at any depth, for type checkers too, or by a name that ``lightppo/__init__.py`` resolves.
-- One GRPO step: ``examples/train_ppo.py`` in one process with ``--advantage_estimator grpo`` and default options but for the
-  sizes: a random Llama, eight prompts. Counted are the functions that are entered in the body of ``fit``'s loop. Building
-  the run: the same from the call of ``PPOTrainer.from_config`` to its return. A function's lines are those from ``def`` to
-  its end; lambdas and comprehensions are no functions.
+- One GRPO step: ``examples/train_ppo.py`` in one process with ``--advantage_estimator grpo`` and default options but
+  for the sizes: a random Llama, eight prompts. Counted are the functions that are entered in the body of ``fit``'s loop.
+  Building the run: the same from the call of ``PPOTrainer.from_config`` to its return. A function's lines are those
+  from ``def`` to its end; lambdas and comprehensions are no functions.
 """
 
 from __future__ import annotations
@@ -348,14 +348,14 @@ def main() -> None:
     options = parser.parse_args()
     tree = options.tree.resolve()
     run = {} if options.no_run else count_one_step(tree)
+    parts = parts_of(tree)
     if options.store:
-        store(parts_of(tree), run)
-        return
+        store(parts, run)
     numbers = count_files(tree) | run
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=1, ensure_ascii=False) + "\n")
     print(markdown(numbers, json.loads(options.before.read_text()) if options.before else None))
-    print(parts_table(parts_of(tree)))
+    print(parts_table(parts))
 
 
 if __name__ == "__main__":

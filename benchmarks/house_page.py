@@ -1,4 +1,4 @@
-"""The numbers in docs/design.md and README.md. ``make docs`` runs it; ``python benchmarks/house_page.py`` does the same.
+"""The numbers in docs/design.md and README.md: ``python benchmarks/house_page.py`` writes them, as ``make docs`` does.
 
 What is read from the code is counted anew; what a traced run says is kept in docs/data/house.json by ``make house``.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "ops": ("signals, the watchdog, files that survive a crash, URLs", "faults.md"),
     "records": ("the run folder, metrics, trackers, alarms, recorded samples", "metrics.md"),
     "report": ("the report page, `watch`, `diff`, `replay`", "report.md"),
-    "reshape": ("checkpoints for another number of ranks or ZeRO stage", "checkpoints.md#other-ranks-other-zero-stages"),
+    "reshape": (
+        "checkpoints for other ranks or ZeRO stages",
+        "checkpoints.md#other-ranks-other-zero-stages",
+    ),
     "supervised": ("SFT, reward models, DPO", "supervised.md"),
     "tools": ("`lightppo data`, `chat`, `convert`, `merge`, `tiny-model`", "commands.md"),
     "verifiers": ("mathematics, formats, code, the sandbox", "rewards.md"),
@@ -82,7 +86,7 @@ def counts() -> str:
     return (
         f"{different(ADVANTAGE_ESTIMATORS)} advantage estimators, {len(POLICY_LOSSES)} policy losses, "
         f"{len(KL_ESTIMATORS)} KL estimators, {len(list(all_options()))} options of `lightppo ppo`, "
-        f"{len(COMMANDS)} commands, more than {tests // 100 * 100:,} test functions"
+        f"{len(COMMANDS)} commands, and more than {tests // 100 * 100:,} test functions"
     )
 
 
@@ -113,7 +117,7 @@ def pages(stored: Mapping[str, Any]) -> dict[Path, str]:
     design = written(design, "house", comparison(stored))
     design = written(design, "plugins", plugin_table(stored))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    readme = written(readme, "counts", f"{counts()[0].upper()}{counts()[1:]}. {size(stored)}")
+    readme = written(readme, "counts", textwrap.fill(f"It has {counts()}. {size(stored)}", 132))
     return {ROOT / "docs" / "design.md": design, ROOT / "README.md": readme}
 
 
