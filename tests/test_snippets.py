@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from functools import cache
@@ -137,7 +138,7 @@ def reward_func(queries, prompts, labels, **extra):
 
 
 def test_there_are_examples():
-    assert sorted(EXAMPLES) == ["README-0", "README-1", "extending-0", "extending-6", "rewards-2"]
+    assert sorted(EXAMPLES) == ["README-0", "README-1", "extending-12", "extending-18", "rewards-2"]
 
 
 @pytest.mark.slow
@@ -150,7 +151,7 @@ def test_example_runs(name, tmp_path):
     (tmp_path / "example.py").write_text("import os\nos.chdir(os.path.dirname(__file__))\n" + EXAMPLES[name])
     run_ranks(tmp_path / "example.py", world_size=1)
     made = {"README-0": "ckpt/model.safetensors", "README-1": "trained/model.safetensors"}
-    made["extending-6"] = "trained/model.safetensors"
+    made["extending-18"] = "trained/model.safetensors"
     if name in made:
         assert (tmp_path / made[name]).is_file()
 
@@ -204,6 +205,105 @@ def test_fragments_run(tmp_path):
     (tmp_path / "run_fragments.py").write_text(RUN_FRAGMENTS)
     done = run_ranks(tmp_path / "run_fragments.py", world_size=1)
     assert done.output.count("fragment ") == len(FRAGMENTS) > 10
+
+
+# -- what docs/extending.md attaches to runs ---------------------------------------------------------------------------
+
+
+RUN_CALLBACKS = """
+import json, os, sys
+import huggingface_hub
+os.chdir(os.path.dirname(__file__))
+from lightppo import PPOConfig, PPOTrainer
+
+uploads = []
+huggingface_hub.HfApi.upload_folder = lambda self, **options: uploads.append(options)
+answers = []  # (temperature, prompts) of each step
+
+
+class Spy(__import__("lightppo").Callback):
+    def on_rollouts(self, run, step, collected):
+        lengths = [len(rollout.prompt.token_ids) for rollout in collected.rollouts]
+        temperature = run.sampler.sampler.sampling.temperature
+        answers.append((temperature, run.actor.temperature, run.initial_model.temperature, lengths))
+
+
+options = dict(pretrain="model", prompt_data="prompts.jsonl", reward_fn="reward.py", rollout_batch_size=4)
+options |= dict(train_batch_size=4, prompt_max_len=16, generate_max_len=8, save_path="trained", save_steps=1, init_kl_coef=0.01)
+callbacks = ["stop_at.py:StopAt", "log_spread.py:LogSpread", "push.py:Push", "cool.py:Cool"]
+callbacks += ["short_first.py:ShortFirst", "best_reward.py:BestReward"]
+config = PPOConfig.from_flat(**options, callback=callbacks)
+for limit in (1, 2):
+    PPOTrainer.from_config(config.with_options(benchmark_steps=limit), callbacks=[Spy()]).fit()
+json.dump({"uploads": uploads, "answers": answers}, open("seen.json", "w"))
+"""
+
+
+def write_named_blocks(folder: Path) -> None:
+    """The Python files of docs/extending.md that say their name; ``continued`` is added to the file."""
+    for _, block in fenced((REPO / "docs" / "extending.md").read_text(encoding="utf-8"), "python"):
+        if name := re.match(r"# (\w+[.]py)(, continued)?\n", block):
+            with (folder / name[1]).open("a" if name[2] else "w") as file:
+                file.write(f"{block}\n\n")
+
+
+@pytest.mark.slow
+def test_the_callbacks_of_the_page(tmp_path):
+    """Two runs of a step each; the second one goes on from the first."""
+    save_causal_lm(tmp_path / "model")
+    write_jsonl(
+        tmp_path / "prompts.jsonl", [{"input": "1+" * n + "1=", "label": "2"} for n in (4, 1, 3, 1, 2, 2, 3, 4)]
+    )
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [0.95 + len(p) / 1e3 for p in prompts]\n"
+    )
+    write_named_blocks(tmp_path)
+    (tmp_path / "run.py").write_text(RUN_CALLBACKS)
+    run_ranks(tmp_path / "run.py", world_size=1)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert [uploaded["repo_id"] for uploaded in seen["uploads"]] == ["me/my-model"] * 2
+    assert [sampled for *sampled, _ in seen["answers"]] == [[1.2] * 3, [pytest.approx(1.1)] * 3]
+    (*_, first), (*_, second) = seen["answers"]
+    assert max(first) <= min(second)
+    logged = [json.loads(line) for line in (tmp_path / "trained" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in logged if "rollout/reward" in row]
+    assert all(row["rollout/reward_spread"] == row["rollout/reward_max"] - row["rollout/reward_min"] for row in steps)
+    assert [row["rollout/best_reward"] for row in steps] == [
+        max(row["rollout/reward"] for row in steps[: i + 1]) for i in range(len(steps))
+    ]
+
+
+@pytest.mark.slow
+def test_the_plugin_of_the_page(tmp_path):
+    """Installed as pip would install it: its modules, and its entry point."""
+    save_causal_lm(tmp_path / "model")
+    write_jsonl(tmp_path / "prompts.jsonl", sums(8))
+    write_named_blocks(tmp_path)
+    ((_, project),) = fenced((REPO / "docs" / "extending.md").read_text(encoding="utf-8"), "toml")
+    declared = tomllib.loads(project)["project"]
+    info = tmp_path / "my_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n")
+    ((group, points),) = declared["entry-points"].items()
+    (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()))
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}", "OMP_NUM_THREADS": "1"}
+
+    def told(*words: str, code: int = 0) -> str:
+        command = [sys.executable, "-m", "lightppo", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout + done.stderr
+
+    assert "lightppo hello greets you" in told("hello", "you")
+    run = "--pretrain model --prompt_data prompts.jsonl --reward_source shortness --save_path out "
+    run += "--advantage_estimator signed --policy_loss plain --rollout_engine told --rollout_batch_size 8 --train_batch_size 16 "
+    run += "--prompt_max_len 16 --generate_max_len 8 --n_samples_per_prompt"
+    assert "my estimator compares samples" in told("ppo", *run.split(), "2", code=2)
+    said = told("ppo", *run.split(), "4")
+    assert "4 samples per prompt" in said
+    assert "the engine is made" in said
+    (row,) = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert row["rollout/words"] > 0
 
 
 # -- the tutorial ------------------------------------------------------------------------------------------------------

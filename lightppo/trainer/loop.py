@@ -132,6 +132,7 @@ class TrainingLoop:
         self.last_saved: int | None = None
         self.states: dict[str, Stateful] = {}
         self.states_of_ranks: dict[str, Stateful] = {}
+        self.unclaimed: dict[str, Any] = {}  # states of the checkpoint that no part has asked for yet
         self.register_state("evaluation", self.evaluation)
         first = [entry.fn(self) for entry in CALLBACKS.values() if not entry.after_yours]
         last = [entry.fn(self) for entry in CALLBACKS.values() if entry.after_yours]
@@ -158,7 +159,7 @@ class TrainingLoop:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def register_state(self, name: str, part: Stateful, per_rank: bool = False) -> None:
-        """Checkpoints keep the state of a part from now on, under a name of its own.
+        """Checkpoints keep the state of a part from now on, under a name of its own; a resumed run loads it at once.
 
         Args:
             per_rank: each rank has a state of its own. Such a part has ``share_out(states, world_size)``, which makes
@@ -167,6 +168,8 @@ class TrainingLoop:
         if name in self.states or name in self.states_of_ranks or name in _OWN_STATE:
             raise ValueError(f"register_state: there is a state {name!r} already: choose another name")
         (self.states_of_ranks if per_rank else self.states)[name] = part
+        if name in self.unclaimed:
+            self._load_part(name, part, self.unclaimed.pop(name))
 
     def client_state(self) -> dict[str, Any]:
         """All that a checkpoint holds beside models, optimizers and what is of each rank. Collective."""
@@ -201,16 +204,20 @@ class TrainingLoop:
         saved = _with_present_names(saved)
         self.state.become(TrainerState.from_saved(saved["trainer"]))
         self.last_saved = self.state.global_step or None
-        rank, ranks = self.strategy.get_rank(), self.strategy.world_size
-        for name, part in self.states.items():
+        self.unclaimed = dict(saved)
+        for name, part in (self.states | self.states_of_ranks).items():
             if name in saved:
-                part.load_state_dict(saved[name])
-            elif name not in _SINCE:
+                self._load_part(name, part, self.unclaimed.pop(name))
+            elif name in self.states and name not in _SINCE:
                 self.strategy.print(f"resume: the checkpoint has no state {name!r}: it begins anew")
-        for name, part in self.states_of_ranks.items():
-            if name in saved:
-                states = saved[name] if len(saved[name]) == ranks else part.share_out(saved[name], ranks)
-                part.load_state_dict(states[rank])
+
+    def _load_part(self, name: str, part: Stateful, saved: Any) -> None:
+        """Give a part its state of a checkpoint, or this rank's share of the states of all ranks."""
+        if name in self.states_of_ranks:
+            ranks = self.strategy.world_size
+            states = saved if len(saved) == ranks else part.share_out(saved, ranks)
+            saved = states[self.strategy.get_rank()]
+        part.load_state_dict(saved)
 
     @property
     def owns_parts(self) -> bool:
