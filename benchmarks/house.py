@@ -9,7 +9,7 @@
 - The core is everything but ``lightppo/plugins``; each folder there is a plugin.
 - Importers of a file: at any depth, for type checkers too, or by a name that ``lightppo/__init__.py`` resolves.
 - One GRPO step: ``examples/train_ppo.py`` in one process with ``--advantage_estimator grpo`` and default options but
-  for the sizes: a random Llama, eight prompts. Counted are the functions that are entered in the body of ``fit``'s loop.
+  for the sizes: a random Llama, eight prompts. Counted are the functions entered in the body of ``fit``'s loop.
   Building the run: the same from the call of ``PPOTrainer.from_config`` to its return. A function's lines are those
   from ``def`` to its end; lambdas and comprehensions are no functions.
 """

@@ -229,7 +229,8 @@ class Spy(__import__("lightppo").Callback):
 
 
 options = dict(pretrain="model", prompt_data="prompts.jsonl", reward_fn="reward.py", rollout_batch_size=4)
-options |= dict(train_batch_size=4, prompt_max_len=16, generate_max_len=8, save_path="trained", save_steps=1, init_kl_coef=0.01)
+options |= dict(train_batch_size=4, prompt_max_len=16, generate_max_len=8, init_kl_coef=0.01)
+options |= dict(save_path="trained", save_steps=1)
 callbacks = ["stop_at.py:StopAt", "log_spread.py:LogSpread", "push.py:Push", "cool.py:Cool"]
 callbacks += ["short_first.py:ShortFirst", "best_reward.py:BestReward"]
 config = PPOConfig.from_flat(**options, callback=callbacks)
@@ -296,8 +297,10 @@ def test_the_plugin_of_the_page(tmp_path):
 
     assert "lightppo hello greets you" in told("hello", "you")
     run = "--pretrain model --prompt_data prompts.jsonl --reward_source shortness --save_path out "
-    run += "--advantage_estimator signed --policy_loss plain --rollout_engine told --rollout_batch_size 8 --train_batch_size 16 "
-    run += "--prompt_max_len 16 --generate_max_len 8 --n_samples_per_prompt"
+    run += "--advantage_estimator signed --policy_loss plain --rollout_engine told "
+    run += (
+        "--rollout_batch_size 8 --train_batch_size 16 --prompt_max_len 16 --generate_max_len 8 --n_samples_per_prompt"
+    )
     assert "my estimator compares samples" in told("ppo", *run.split(), "2", code=2)
     said = told("ppo", *run.split(), "4")
     assert "4 samples per prompt" in said
