@@ -140,7 +140,7 @@ def test_two_steps(recipe, world, inputs, tmp_path):
     small = scaled_down(recipe)
     run = {"save_path": tmp_path / "run", "ckpt_path": tmp_path / "ckpt", "benchmark_steps": 2, "num_examine": 0}
     trainer = PPOTrainer.from_config(parsed(recipe, inputs | small | run))
-    trainer.owns_parts = False
+    trainer.keeps = False
     flat = trainer.config.flat()
     assert {name: flat[name] for name in said(recipe).keys() - small.keys()}.items() <= said(recipe).items()
 

@@ -124,7 +124,7 @@ def train(
     from lightppo import PPOConfig, PPOTrainer
 
     trainer = PPOTrainer.from_config(PPOConfig.from_flat(short_run(assets, run) | options))
-    trainer.owns_parts = False
+    trainer.keeps = False
     if engine is not None:
         trainer.sampler.sampler.engine = engine(trainer.rollout_engine)
     trainer.fit()

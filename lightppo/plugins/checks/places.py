@@ -26,7 +26,7 @@ RECORDS += ("run_config.yaml", "run_config.resolved.yaml", METADATA)
 MODELS = ("pretrain", "ref_pretrain", "reward_pretrain", "critic_pretrain", "teacher_pretrain")
 TOKENIZERS = ("tokenizer_path", "reward_input_tokenizer")
 ROWS = ("prompt_data", "eval_data", "pretrain_data", "prompt_metadata", "dataset", "eval_dataset")
-CODE = ("reward_fn", "eval_reward_fn", "remote_rm_url", "reward_routes")
+CODE = ("reward_fn", "eval_reward_fn", "remote_rm_url", "reward_routes", "callback")
 READ = (*MODELS, *TOKENIZERS, *ROWS, *CODE, "resume")
 
 # Options that name a place that a run writes to → what of it the run replaces or removes. Other names in it stay.

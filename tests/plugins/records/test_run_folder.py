@@ -377,6 +377,7 @@ def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path
 
     anew = PPOTrainer.from_config(config.with_options(resume="never"))
     assert anew.state.global_step == 0
+    anew.start_records()
     kept = names(memory, "/bucket/run")
     assert {"metrics.1.jsonl", "eval.1/step1.jsonl", "rollouts.1/step3.jsonl.gz", "run_config.1.yaml"} < kept
     assert not any(name.startswith(("eval/", "rollouts/", "metrics.jsonl")) for name in kept)
