@@ -97,6 +97,15 @@ class Building:
 
 
 @dataclass
+class Origin:
+    """What a run knows of its beginning; the default is that of one whose parts a script has made."""
+
+    asked: PPOConfig | None = None  # the options as they were given
+    content: Mapping[str, str] = field(default_factory=dict)  # marks of what options name
+    keeps: bool = True  # anything of it at its end
+
+
+@dataclass
 class PPOInputs:
     """What ``build`` makes, or a script: models with their optimizers, data, rewards, engine."""
 
@@ -118,9 +127,7 @@ class PPOInputs:
     prompts_dataloader: Iterable | None = None
     pretrain_dataloader: Iterable | None = None
     evaluator: Evaluator | None = None
-    content: Mapping[str, str] = field(default_factory=dict)
-    keeps: bool = True
-    asked: PPOConfig | None = None  # the options as they were given; None: a script made the parts
+    origin: Origin = field(default_factory=Origin)
 
 
 @dataclass
@@ -177,9 +184,7 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         prompts_dataloader=loader,
         pretrain_dataloader=pretrain,
         evaluator=evaluator,
-        content=building.content,
-        keeps=building.keeps,
-        asked=building.given,
+        origin=Origin(building.given, building.content, building.keeps),
     )
     return trainer.from_inputs(inputs, callbacks)
 

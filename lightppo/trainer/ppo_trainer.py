@@ -53,9 +53,9 @@ class PPOTrainer(TrainingLoop):
             timer=parts.timer,
             callbacks=callbacks,
             evaluator=parts.evaluator,
-            content=parts.content,
-            keeps=parts.keeps,
-            asked=parts.asked,
+            content=parts.origin.content,
+            keeps=parts.origin.keeps,
+            asked=parts.origin.asked,
         )
         self.register_state("surplus", self.sampler, per_rank=True)
         states = {

@@ -61,6 +61,7 @@ from lightppo.strategy.zero3 import find_engine
 from lightppo.trainer import metrics as m
 from lightppo.trainer import ppo_trainer as core
 from lightppo.trainer.build import (
+    Origin,
     PPOInputs,
     assemble,
     build_evaluator,
@@ -298,7 +299,7 @@ class PPOTrainer(core.PPOTrainer):
         prompts_dataloader, pretrain_dataloader: as for :meth:`fit`, which may bring others.
         evaluator: in place of one made from ``eval_prompts``, the held-out prompts.
         callbacks: what happens beside training, see :class:`lightppo.trainer.callbacks.Callback`.
-        content, keeps, asked: of a run that was built, see :class:`lightppo.trainer.loop.TrainingLoop`.
+        origin: of a run that was built.
         **options: the seed's options (``eps_clip``, ``ptx_coef``, …) and generation options (``max_new_tokens``, …).
     """
 
@@ -340,25 +341,21 @@ class PPOTrainer(core.PPOTrainer):
         eval_prompts=None,
         evaluator: Evaluator | None = None,
         callbacks: Iterable[Callback] = (),
-        content: Mapping[str, str] | None = None,
-        keeps: bool = True,
-        asked: PPOConfig | None = None,
+        origin: Origin | None = None,
         **options: Any,
     ) -> None:
         config = constructor_config(config, strategy, options, tokenizer)
         _check_models(config, actor, critic, initial_model, tokenizer, teacher)
-        for model in (actor, critic) if options.get("gradient_checkpointing") else ():
-            if model is not None:
-                model.gradient_checkpointing_enable()
+        if options.get("gradient_checkpointing"):
+            _checkpoint_gradients(actor, critic)
         self.args, self.generate_kwargs = script_args(strategy, config), generation_options(options)
         self.reward_fn, self.remote_rm_url = reward_fn, remote_rm_url
         engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
-        source = reward_source
-        if source is None:
-            source = self._reward_source_of(config, strategy, tokenizer, reward_model)
-        check_source(source, "reward_source")
+        if reward_source is None:
+            reward_source = self._reward_source_of(config, strategy, tokenizer, reward_model)
+        check_source(reward_source, "reward_source")
         if eval_prompts is not None:
-            judge = source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")
+            judge = reward_source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")
             evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
         inputs = PPOInputs(
             strategy,
@@ -373,15 +370,13 @@ class PPOTrainer(core.PPOTrainer):
             critic_scheduler,
             config,
             tokenizer,
-            source,
+            reward_source,
             engine,
             teacher,
             prompts_dataloader,
             pretrain_dataloader,
             evaluator,
-            content or {},
-            keeps,
-            asked,
+            origin or Origin(),
         )
         own_actor_step = self.overrides("training_step", "training_step_actor")
         super().__init__(assemble(inputs, self.update_class, own_training_step=own_actor_step), callbacks)
@@ -851,6 +846,12 @@ class PPOTrainer(core.PPOTrainer):
         if sampled.not_finite is not None:
             raise RewardError(sampled.not_finite)
         return sampled.rollouts
+
+
+def _checkpoint_gradients(*models: Any) -> None:
+    for model in models:
+        if model is not None:
+            model.gradient_checkpointing_enable()
 
 
 def _check_models(config: PPOConfig, actor: Any, critic: Any, initial_model: Any, tokenizer: Any, teacher: Any) -> None:

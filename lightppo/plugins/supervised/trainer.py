@@ -18,7 +18,7 @@ from lightppo.models.preparation import prepare_model
 from lightppo.plugins.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.zero3 import parameter_count
+from lightppo.strategy.zero3 import find_adapters, parameter_count
 from lightppo.trainer import build as building
 from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, load_callbacks
@@ -241,49 +241,17 @@ class SupervisedTrainer(TrainingLoop):
 def build(config: SupervisedConfig, trainer: type[T] = SupervisedTrainer, callbacks: Iterable[Callback] = ()) -> T:
     """Strategy → data → model → trainer; whatever cannot work is an error that names its flag. Collective."""
     callbacks = [*callbacks, *load_callbacks(config.training.callback)]
-    given, strategy = config, building.build_strategy(config)
-    strategy.setup_distributed()
-    config.validate(strategy.world_size)
-    strategy.print(building.described(config))
-    asked = config.resolved()
-    run = building.Building(given=given, asked=asked, config=asked, strategy=strategy)
-    run.check("options")
-    building.check_text_only(asked)
-    run.check("folders")
-    config = run.config
-    data, training = config.data, config.training
+    run = begin(config)
+    config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
     objective = next(kind for kind in OBJECTIVES if kind.config_class is type(config))(config, strategy)
-    tokenizer = run.tokenizer = building.build_tokenizer(config)
-    if (reference := config.flat().get("ref_pretrain")) is not None:
-        building.check_vocabulary(config, reference, "--ref_pretrain", tokenizer)
-
-    def dataset(paths: str, split: str, limit: int, flag: str) -> Any:
-        rows = blending_datasets(paths, None, strategy, config.strategy.seed, train_split=split, flag=flag)
-        read = objective.build_dataset(rows.select(range(min(len(rows), limit))), tokenizer)
-        strategy.print(f"{flag} {paths}: {read.report}")
-        return read
-
-    def part_of(whole: Any, positions: Iterable[int]) -> Any:
-        return objective.build_dataset(whole.dataset.select(whole.numbers(positions)), tokenizer)
-
-    rows = dataset(data.dataset, data.dataset_split, data.max_samples, "--dataset")
-    held_out = None
-    if data.eval_dataset:
-        held_out = dataset(data.eval_dataset, data.eval_split, data.eval_max_samples, "--eval_dataset")
-    run.rows, run.held_out = {"dataset": rows}, held_out
-    building.check_lengths(config, building.model_config(config), int(rows.lengths.max()))
-    run.check("data")
-    size = training.micro_train_batch_size
-    if not run.keeps:  # of a full micro batch of the longest rows, which take the most memory
-        few = size * strategy.world_size
-        rows = part_of(rows, rows.lengths.argsort(kind="stable")[::-1][:few])
-        held_out = held_out and part_of(held_out, range(min(few, len(held_out))))
+    rows, held_out = read_data(run, objective)
+    training, size = config.training, config.training.micro_train_batch_size
     loader = strategy.setup_dataloader(rows, size, pin_memory=True, collate_fn=rows.collate_fn)
 
     model = objective.build_model()
     loading.fit_to_model(tokenizer, model, config.model.pretrain, "--pretrain")
     prepare_model(model, "actor", config, strategy.device)
-    counted = parameter_count(model, trained_only=config.adapter.lora_rank > 0)
+    counted = parameter_count(model, trained_only=find_adapters(model) is not None)
     run.sizes = {"actor": counted, "export": parameter_count(model)}
     strategy.print(f"model: {parameter_count(model):,} parameters, {counted:,} train\nfiles: {building.places(config)}")
     steps = schedule_steps(config, loader, strategy)
@@ -296,19 +264,62 @@ def build(config: SupervisedConfig, trainer: type[T] = SupervisedTrainer, callba
     run.models = dict(zip(("--pretrain", "--ref_pretrain"), models))
     run.check("models")
     objective.begin(prepared[0], filter(None, (rows, held_out)))
-    evaluator = held_out and HeldOut(objective, prepared[0], held_out, size)
     return trainer.of_parts(
         objective,
         *prepared,
         loader,
         config=config,
         tokenizer=tokenizer,
-        evaluator=evaluator,
+        evaluator=held_out and HeldOut(objective, prepared[0], held_out, size),
         callbacks=callbacks,
         content=run.content,
         keeps=run.keeps,
-        asked=given,
+        asked=run.given,
     )
+
+
+def begin(config: SupervisedConfig) -> building.Building:
+    """The ranks have met, options and tokenizer are right, and the run's folders are its own. Collective."""
+    strategy = building.build_strategy(config)
+    strategy.setup_distributed()
+    config.validate(strategy.world_size)
+    strategy.print(building.described(config))
+    asked = config.resolved()
+    run = building.Building(given=config, asked=asked, config=asked, strategy=strategy)
+    run.check("options")
+    building.check_text_only(asked)
+    run.check("folders")
+    run.tokenizer = building.build_tokenizer(run.config)
+    if (reference := run.config.flat().get("ref_pretrain")) is not None:
+        building.check_vocabulary(run.config, reference, "--ref_pretrain", run.tokenizer)
+    return run
+
+
+def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | None]:
+    """Rows to learn from, and held-out ones if there are any; of a trial the longest ones. Collective."""
+    config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
+
+    def dataset(paths: str, split: str, limit: int, flag: str) -> Any:
+        rows = blending_datasets(paths, None, strategy, config.strategy.seed, train_split=split, flag=flag)
+        read = objective.build_dataset(rows.select(range(min(len(rows), limit))), tokenizer)
+        strategy.print(f"{flag} {paths}: {read.report}")
+        return read
+
+    def part_of(whole: Any, positions: Iterable[int]) -> Any:
+        return objective.build_dataset(whole.dataset.select(whole.numbers(positions)), tokenizer)
+
+    data, held_out = config.data, None
+    rows = dataset(data.dataset, data.dataset_split, data.max_samples, "--dataset")
+    if data.eval_dataset:
+        held_out = dataset(data.eval_dataset, data.eval_split, data.eval_max_samples, "--eval_dataset")
+    run.rows, run.held_out = {"dataset": rows}, held_out
+    building.check_lengths(config, building.model_config(config), int(rows.lengths.max()))
+    run.check("data")
+    if not run.keeps:  # a full micro batch of the longest rows, which take the most memory
+        few = config.training.micro_train_batch_size * strategy.world_size
+        rows = part_of(rows, rows.lengths.argsort(kind="stable")[::-1][:few])
+        held_out = held_out and part_of(held_out, range(min(few, len(held_out))))
+    return rows, held_out
 
 
 def schedule_steps(config: SupervisedConfig, train_dataloader: DataLoader, strategy: DeepspeedStrategy) -> int:
