@@ -510,7 +510,7 @@ def contradictions(config: Options, world_size: int, by_hand: bool = False, unfe
     o.unfed = unfed
     rules = [_batches, _sampling, _algorithm]
     if not by_hand:
-        rules = [_required, *rules, _micro_batches, _models, _rewards, files, _strategy, _warm_up]
+        rules = [_required, *rules, _micro_batches, _models, _rewards, _urls, files, _strategy, _warm_up]
         o.plan_problem = None
         try:
             o.plan, o.sources, o.judges = reward_plan(config), reward_sources(config), _judges(config)
@@ -763,6 +763,10 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
         yield "--reward_manager prime kills a call at its limit: set --reward_timeout"
     if models and (tokenizers := len(o.reward_input_tokenizer)) not in (0, 1, models):
         yield f"--reward_input_tokenizer has {tokenizers} for {models} --reward_pretrain: give one for all, or one each"
+
+
+def _urls(o: SimpleNamespace) -> Iterator[str]:
+    """Addresses of services that nobody can be reached at."""
     urls = [(url, "--teacher_url", "--teacher_api_key_env") for url in o.teacher_url]
     for url in o.remote_rm_url:
         if len(o.remote_rm_url) > 1 or "://" in url or not url.split(":")[0].endswith(".py"):

@@ -108,6 +108,13 @@ class RolloutSampler:
         """Whether fewer samples are kept than sampled."""
         return self.group_size is not None and self.group_size < self.sampling.n
 
+    def score_by(self, source: RewardSource) -> None:
+        """Have the next samples scored by another source."""
+        if self.scorer is not None:
+            before, self.scorer = self.scorer, replace(self.scorer, source=source)
+            before.close()
+        self.reward_source = source
+
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """n responses to each prompt; the same seed and step give the same responses."""
         sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))

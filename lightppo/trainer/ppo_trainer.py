@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +16,8 @@ from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import CollectedStep
 from lightppo.files import local_folder
-from lightppo.rewards.source import close_source
+from lightppo.rewards.registry import reward_of
+from lightppo.rewards.source import NoReward, RewardSource, close_source
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build, places, steps_per_episode
@@ -39,7 +40,7 @@ class PPOTrainer(TrainingLoop):
     def __init__(self, parts: PPOParts, callbacks: Iterable[Callback] = ()) -> None:
         self.actor, self.critic, self.initial_model = parts.actor, parts.critic, parts.initial_model
         self.ema_model, self.teacher, self.reward_model = parts.ema_model, parts.teacher, parts.reward_model
-        self.rollout_engine, self.reward_source = parts.rollout_engine, parts.reward_source
+        self.rollout_engine = parts.rollout_engine
         self.sampler, self.experience_maker = parts.sampler, parts.experience_maker
         self.replay_buffer, self.update, self.kl_ctl = parts.replay_buffer, parts.update, parts.kl_ctl
         self.prompt_filter, self.prompts = parts.prompt_filter, parts.prompts_dataloader
@@ -79,6 +80,22 @@ class PPOTrainer(TrainingLoop):
         trainer = build(config, cls, callbacks)
         trainer.resume()
         return trainer
+
+    @property
+    def reward_source(self) -> RewardSource:
+        """What scores the samples: set a function, or another source, and it scores those that follow.
+
+        It scores evaluations too, where they have no source of their own. The source that was there is left open.
+        """
+        return self.sampler.sampler.reward_source
+
+    @reward_source.setter
+    def reward_source(self, given: RewardSource | Callable[..., Any]) -> None:
+        before, source = self.reward_source, reward_of(given, "reward_source")
+        self.sampler.sampler.score_by(source)
+        self.experience_maker.rewarded = not isinstance(source, NoReward)
+        if getattr(self.evaluator, "reward_source", None) is before:
+            self.evaluator.reward_source = source
 
     # -- the loop ------------------------------------------------------------------------------------------------
 

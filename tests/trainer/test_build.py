@@ -629,7 +629,7 @@ def test_hf_cuda_graphs_reach_the_engine_and_are_refused_without_a_gpu(make_conf
 
     config, strategy = make_config(hf_cuda_graphs=True), FakeStrategy()
     with pytest.raises(ConfigError, match="--hf_cuda_graphs: there is no CUDA device"):
-        build.Building(asked=config, config=config.resolved(), strategy=strategy).check("options")
+        build.Building(given=config, asked=config, config=config.resolved(), strategy=strategy).check("options")
     for asked, runner in ((config, CUDAGraphs), (make_config(), type(None))):
         assert isinstance(build.build_rollout_engine(asked.resolved(), strategy, nn.Linear(1, 1), None).runner, runner)
 

@@ -211,9 +211,16 @@ def test_actor_waits_for_the_critic(trainer_with):
     assert ["policy_loss" in trainer.ppo_train(step) for step in (1, 2, 3)] == [False, False, True]
 
 
+def show(trainer: PPOTrainer, prompts: Any = None, step: int = 1) -> None:
+    """Sample, and tell the callbacks as ``fit`` does."""
+    collected = sample(trainer, prompts, step)
+    trainer.callbacks.on_rollouts(trainer, step, collected)
+    trainer.callbacks.on_experience(trainer, step, trainer.replay_buffer.items)
+
+
 def test_samples_are_shown(trainer_with, capsys):
     for shown in (0, 1, 3):
-        sample(trainer_with(num_examine=shown), step=7)
+        show(trainer_with(num_examine=shown), step=7)
         expected = [("a", "0.0", 0), ("a", "0.1", 1), ("b", "1.0", 3)][:shown]
         samples = [f"[step 7] prompt: {p}\n  answer: answer {a}\n  score {score}\n" for p, a, score in expected]
         assert capsys.readouterr().out == "".join(samples)
@@ -221,7 +228,7 @@ def test_samples_are_shown(trainer_with, capsys):
 
 def test_samples_of_each_data_source_are_shown(trainer_with, capsys):
     prompts = [Prompt("a", [5], index=0, data_source="x"), Prompt("b", [7], index=1, data_source="y")]
-    sample(trainer_with(num_examine=1), prompts)
+    show(trainer_with(num_examine=1), prompts)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "prompt" in line] == ["[step 1] prompt: a", "[step 1] prompt: b"]
 

@@ -53,7 +53,7 @@ from lightppo.plugins.compat.seed import (
     value_loss_of,
     with_generation,
 )
-from lightppo.rewards.registry import build_reward_source, check_source, reward_of
+from lightppo.rewards.registry import build_reward_source, reward_of
 from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.checkpoint import rng_state
@@ -293,7 +293,7 @@ class PPOTrainer(core.PPOTrainer):
         ema_model: gets the moving average of the actor; or ``None``.
         reward_fn: combines the scores of several reward models, or is the reward function itself.
         remote_rm_url: reward servers or a Python file.
-        reward_source: instead of the three above: an object with ``name`` and ``score(rollouts)``.
+        reward_source: instead of the three above: a function, or an object with ``name`` and ``score(rollouts)``.
         eval_reward_fn: scores the answers to ``eval_prompts``: a function or such an object.
         rollout_engine: ``None``: the engine that ``--rollout_engine`` names.
         prompts_dataloader, pretrain_dataloader: as for :meth:`fit`, which may bring others.
@@ -351,33 +351,17 @@ class PPOTrainer(core.PPOTrainer):
         self.args, self.generate_kwargs = script_args(strategy, config), generation_options(options)
         self.reward_fn, self.remote_rm_url = reward_fn, remote_rm_url
         engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
-        if reward_source is None:
-            reward_source = self._reward_source_of(config, strategy, tokenizer, reward_model)
-        check_source(reward_source, "reward_source")
+        source = self._reward_source_of(config, strategy, tokenizer, reward_model, reward_source)
         if eval_prompts is not None:
-            judge = reward_source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")
+            judge = source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")
             evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
         inputs = PPOInputs(
-            strategy,
-            actor,
-            critic,
-            reward_model,
-            initial_model,
-            ema_model,
-            actor_optim,
-            critic_optim,
-            actor_scheduler,
-            critic_scheduler,
-            config,
-            tokenizer,
-            reward_source,
-            engine,
-            teacher,
-            prompts_dataloader,
-            pretrain_dataloader,
-            evaluator,
-            origin or Origin(),
-        )
+            strategy, actor, critic, reward_model, initial_model, ema_model,
+            actor_optim, critic_optim, actor_scheduler, critic_scheduler,
+            config=config, tokenizer=tokenizer, reward_source=source, rollout_engine=engine, teacher=teacher,
+            prompts_dataloader=prompts_dataloader, pretrain_dataloader=pretrain_dataloader,
+            evaluator=evaluator, origin=origin or Origin(),
+        )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
         super().__init__(assemble(inputs, self.update_class, own_training_step=own_actor_step), callbacks)
         self._accept_overrides(config)
@@ -408,8 +392,12 @@ class PPOTrainer(core.PPOTrainer):
         """Whether a subclass has one of these methods of its own."""
         return any(getattr(cls, name) is not getattr(PPOTrainer, name) for name in methods)
 
-    def _reward_source_of(self, config: PPOConfig, strategy: Any, tokenizer: Any, reward_model: Any) -> RewardSource:
-        """Of the constructor's reward models, function or servers."""
+    def _reward_source_of(
+        self, config: PPOConfig, strategy: Any, tokenizer: Any, reward_model: Any, given: Any
+    ) -> RewardSource:
+        """The source that was given, or one of the constructor's reward models, function or servers."""
+        if given is not None:
+            return reward_of(given, "reward_source")
         is_given = reward_model or self.reward_fn or self.remote_rm_url
         if estimator_entry(config).of_teacher and not is_given:
             return NoReward()
@@ -849,6 +837,7 @@ class PPOTrainer(core.PPOTrainer):
 
 
 def _checkpoint_gradients(*models: Any) -> None:
+    """The seed's constructor asks for it, as an option."""
     for model in models:
         if model is not None:
             model.gradient_checkpointing_enable()
