@@ -44,6 +44,7 @@ class PPOTrainer(TrainingLoop):
         self.sampler, self.experience_maker = parts.sampler, parts.experience_maker
         self.replay_buffer, self.update, self.kl_ctl = parts.replay_buffer, parts.update, parts.kl_ctl
         self.prompt_filter, self.prompts = parts.prompt_filter, parts.prompts_dataloader
+        self._replaced_sources: list[RewardSource] = []
         super().__init__(
             parts.config,
             parts.strategy,
@@ -85,13 +86,15 @@ class PPOTrainer(TrainingLoop):
     def reward_source(self) -> RewardSource:
         """What scores the samples: set a function, or another source, and it scores those that follow.
 
-        It scores evaluations too, where they have no source of their own. The source that was there is left open.
+        It scores evaluations too, where they have no source of their own. The source that was there is closed with the
+        trainer, if a run was built: the new one may call it.
         """
         return self.sampler.sampler.reward_source
 
     @reward_source.setter
     def reward_source(self, given: RewardSource | Callable[..., Any]) -> None:
         before, source = self.reward_source, reward_of(given, "reward_source")
+        self._replaced_sources.append(before)
         self.sampler.sampler.score_by(source)
         self.experience_maker.rewarded = not isinstance(source, NoReward)
         if getattr(self.evaluator, "reward_source", None) is before:
@@ -289,5 +292,6 @@ class PPOTrainer(TrainingLoop):
         if not self.owns_parts:
             return
         judge = getattr(self.evaluator, "reward_source", self.reward_source)
-        for source in {id(source): source for source in (self.reward_source, judge)}.values():
+        sources = [*self._replaced_sources, self.reward_source, judge]
+        for source in {id(source): source for source in sources}.values():
             close_source(source)
