@@ -104,7 +104,7 @@ def build_trainer(strategy, actor_parts: tuple, critic_parts: tuple, reference: 
     critic, critic_optim = critic_parts[:2] if trains_critic else (None, None)
     config = PPOConfig.from_flat(advantage_estimator="gae" if trains_critic else "reinforce", **options)
     models, trained = (actor, critic, None, reference, None), (actor_optim, critic_optim, None, None)
-    parts = {"rollout_engine": SimpleNamespace(), "reward_source": SimpleNamespace(name="none")}
+    parts = {"rollout_engine": SimpleNamespace(), "reward_source": SimpleNamespace(name="none", score=len)}
     return PPOTrainer(strategy, *models, *trained, config=config, tokenizer=Tokenizer(), **parts)
 
 
