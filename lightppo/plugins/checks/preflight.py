@@ -35,8 +35,8 @@ from lightppo.data.rows import (
 )
 from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
 from lightppo.models.folders import check_model, check_positions, check_tokenizer
-from lightppo.plugins.checks.places import check_places
 from lightppo.plugins.ops.durable import check_writable
+from lightppo.plugins.records.places import check_places
 from lightppo.plugins.records.trackers import check_trackers
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.rewards.registry import check_label, check_reward_files

@@ -25,7 +25,6 @@ from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
 from lightppo.models.loading import checkpoint_mark
 from lightppo.option import is_object
-from lightppo.plugins.checks.places import METADATA, RECORDS, SAMPLES, check_places
 from lightppo.plugins.ops import durable
 from lightppo.plugins.ops.storage import (
     download,
@@ -39,6 +38,7 @@ from lightppo.plugins.ops.storage import (
     unsent,
     upload,
 )
+from lightppo.plugins.records.places import METADATA, RECORDS, SAMPLES, check_places
 from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import download_marks
 from lightppo.trainer.loop import public_options

@@ -22,8 +22,8 @@ from lightppo.data.records import Rollout, group_by_prompt
 from lightppo.experience.experience import Experience
 from lightppo.files import local_folder
 from lightppo.models.packing import on_cpu
-from lightppo.plugins.checks.places import SAMPLES
 from lightppo.plugins.ops import durable
+from lightppo.plugins.records.places import SAMPLES
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import finite
 from lightppo.terminal import plain

@@ -434,7 +434,7 @@ def _block(name: str, content: bytes) -> str:
 def brought(run: str) -> Path:
     """The folder of a run; of a URL its records, brought to a folder that goes at the end."""
     if is_url(run):
-        from lightppo.plugins.checks.places import RECORDS
+        from lightppo.plugins.records.places import RECORDS
 
         kinds, folder = {name.partition(".")[0] for name in RECORDS} - {"profile"}, tempfile.mkdtemp(prefix="lightppo-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

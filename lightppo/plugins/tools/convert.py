@@ -15,8 +15,8 @@ from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import CheckpointError, ConfigError, ModelLoadError, UserError
 from lightppo.hub import mistyped_path
 from lightppo.models.folders import check_model
-from lightppo.plugins.checks.places import check_output
 from lightppo.plugins.ops.durable import check_writable
+from lightppo.plugins.records.places import check_output
 from lightppo.plugins.report.page import options_of, recorded_path
 
 _BASE_KEY = "base_model_name_or_path"  # of an adapter's config

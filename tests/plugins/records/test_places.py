@@ -11,8 +11,8 @@ import pytest
 from lightppo.__main__ import main
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.plugins.checks.places import READ, WRITTEN, check_places
 from lightppo.plugins.ops.storage import local_folder
+from lightppo.plugins.records.places import READ, WRITTEN, check_places
 from lightppo.plugins.supervised.sections import COMMANDS, DPOConfig, SFTConfig
 
 # Their help speaks of files, but they name none that a run replaces. Files in --vllm_server_sync_dir have new names.
