@@ -60,10 +60,10 @@ PLUGIN_FLOORS = {
     "reshape": 1,
     "verifiers": 1,
     "vllm": 1,
-    "supervised": 2,
-    "checks": 3,
-    "report": 4,
-    "tools": 5,
+    "supervised": 1,
+    "checks": 2,
+    "report": 3,
+    "tools": 4,
 }
 
 

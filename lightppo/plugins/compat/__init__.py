@@ -8,6 +8,7 @@ def register() -> None:
     PUBLIC.update(
         {
             "PPOTrainer": "lightppo.plugins.compat.seed_trainer",
+            "NaiveExperienceMaker": "lightppo.plugins.compat.experience_maker",
             "Actor": "lightppo.plugins.compat.seed",
             "ActorLanguage": "lightppo.plugins.compat.seed",
             "DistributedSampler": "lightppo.plugins.compat.seed",

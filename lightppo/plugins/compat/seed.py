@@ -56,12 +56,26 @@ CONSTRUCTOR_DEFAULTS: dict[str, Any] = {
 # Generation options, some by the name that Hugging Face's generate gives them.
 _RENAMED = {"max_new_tokens": "generate_max_len"}
 _SPECIAL = ("max_length", "eos_token_id", "pad_token_id")
-_GENERATION = (
-    *("max_new_tokens", "generate_max_len", "min_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "stop_token_ids", "bad_words", "ignore_eos", "gamma", "lambd"),
-    *_SPECIAL,
-)
+_GENERATION = [
+    "max_new_tokens",
+    "generate_max_len",
+    "min_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "ignore_eos",
+    "gamma",
+    "lambd",
+]
+_GENERATION += _SPECIAL
 # What else the constructor takes by name: for the hint at a misspelt one.
 _PARAMETERS = ("config", "tokenizer", "reward_fn", "remote_rm_url", "reward_source", "rollout_engine", "evaluator")
 

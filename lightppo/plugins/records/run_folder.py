@@ -118,7 +118,9 @@ def _warn_of_memory(folders: Mapping[str, str]) -> None:
             logger.warning(
                 "%s %s: memory:// is the memory of this process and ends with it: the next start cannot go on from it, "
                 "and begins anew. Copies of what is written are in %s; choose a folder, or a URL of a server",
-                *(flag, folder, local_folder(folder)),
+                flag,
+                folder,
+                local_folder(folder),
             )
 
 

@@ -55,7 +55,6 @@ def register() -> None:
             "SFTTrainer": "lightppo.plugins.supervised.script_trainers",
             "RewardModelTrainer": "lightppo.plugins.supervised.script_trainers",
             "DPOTrainer": "lightppo.plugins.supervised.script_trainers",
-            "NaiveExperienceMaker": "lightppo.plugins.supervised.script_trainers",
             "SFTDataset": "lightppo.plugins.supervised.script_datasets",
             "RewardDataset": "lightppo.plugins.supervised.script_datasets",
         }

@@ -92,7 +92,9 @@ class SFTDataset(_ScriptRows, datasets.SFTDataset):
         chat = setting(strategy, "apply_chat_template", options.get("apply_chat_template"), default=False)
         template = None if pretrain_mode or chat else input_template
         super().__init__(
-            *(dataset, tokenizer, _required_length(max_length, max_len)),
+            dataset,
+            tokenizer,
+            _required_length(max_length, max_len),
             _changed(args, input_template=template),
             pretrain_mode,
             input_template=template,
@@ -171,7 +173,10 @@ class RewardDataset(_ScriptRows, datasets.ReferencedPairs):
         chat = setting(strategy, "apply_chat_template", options.get("apply_chat_template"), default=False)
         template = None if chat or not prompt_key else input_template
         super().__init__(
-            *(dataset, tokenizer, max_length, _margin_key(args, dataset, is_dpo)),
+            dataset,
+            tokenizer,
+            max_length,
+            _margin_key(args, dataset, is_dpo),
             strategy=_changed(args, input_template=template, input_key=prompt_key),
             input_template=template,
             num_workers=options.pop("num_workers", num_processors),

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from lightppo.data.datasets import PairDataset, ReferencedPairs
 from lightppo.data.datasets import SFTDataset as ExampleDataset
 from lightppo.errors import ConfigError
-from lightppo.plugins.compat.seed_trainer import PPOTrainer
 from lightppo.plugins.supervised.objectives import DPO, SFT, Objective, RewardModelling
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.plugins.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
@@ -25,13 +24,43 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.checkpointing import TrainerState
 
 # Attributes of ``args`` that the loop reads; optimizer, schedule, models and data are the script's own.
-LOOP_OPTIONS = (
-    *("pretrain", "ref_pretrain", "bf16", "fp16", "dataset", "max_len", "packing_samples", "seed", "zero_stage"),
-    *("train_batch_size", "micro_train_batch_size", "learning_rate", "l2", "max_norm", "max_skipped_steps"),
-    *("save_path", "ckpt_path", "save_steps", "max_ckpt_num", "max_ckpt_mem", "eval_steps", "logging_steps"),
-    *("use_wandb", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name", "use_tensorboard", "log_file"),
-    *("use_trackio", "use_mlflow", "mlflow_experiment", "peak_tflops", "metric_names", "preference_loss"),
-)
+LOOP_OPTIONS = [
+    "pretrain",
+    "ref_pretrain",
+    "bf16",
+    "fp16",
+    "dataset",
+    "max_len",
+    "packing_samples",
+    "seed",
+    "zero_stage",
+    "train_batch_size",
+    "micro_train_batch_size",
+    "learning_rate",
+    "l2",
+    "max_norm",
+    "max_skipped_steps",
+    "save_path",
+    "ckpt_path",
+    "save_steps",
+    "max_ckpt_num",
+    "max_ckpt_mem",
+    "eval_steps",
+    "logging_steps",
+    "use_wandb",
+    "wandb_org",
+    "wandb_group",
+    "wandb_project",
+    "wandb_run_name",
+    "use_tensorboard",
+    "log_file",
+    "use_trackio",
+    "use_mlflow",
+    "mlflow_experiment",
+    "peak_tflops",
+    "metric_names",
+    "preference_loss",
+]
 # What OpenRLHF's logs call a metric, beside its own name here.
 SCRIPT_NAMES = {
     "sft": {"loss": ("gpt_loss", "loss_mean")},
@@ -232,7 +261,13 @@ class SFTTrainer(ScriptTrainer):
     ) -> None:
         self.pretrain_mode, self.batch_size = pretrain_mode, batch_size
         self._take_parts(
-            *(model, strategy, optim, train_dataloader, eval_dataloader, scheduler, tokenizer),
+            model,
+            strategy,
+            optim,
+            train_dataloader,
+            eval_dataloader,
+            scheduler,
+            tokenizer,
             max_norm=max_norm,
             num_epochs=max_epochs,
             save_hf_ckpt=save_hf_ckpt,
@@ -266,7 +301,13 @@ class RewardModelTrainer(ScriptTrainer):
     ) -> None:
         self.margin_loss = bool(getattr(strategy.args, "margin_loss", False))
         self._take_parts(
-            *(model, strategy, optim, train_dataloader, eval_dataloader, scheduler, tokenizer),
+            model,
+            strategy,
+            optim,
+            train_dataloader,
+            eval_dataloader,
+            scheduler,
+            tokenizer,
             max_norm=max_norm,
             num_epochs=max_epochs,
             save_hf_ckpt=save_hf_ckpt,
@@ -306,7 +347,13 @@ class DPOTrainer(ScriptTrainer):
             raise ConfigError("DPOTrainer needs ref_model, a frozen copy of the model at its start")
         self.ref_model, self.beta = ref_model, beta
         self._take_parts(
-            *(model, strategy, optim, train_dataloader, eval_dataloader, scheduler, tokenizer),
+            model,
+            strategy,
+            optim,
+            train_dataloader,
+            eval_dataloader,
+            scheduler,
+            tokenizer,
             max_norm=max_norm,
             beta=beta,
             num_epochs=max_epochs,
@@ -319,48 +366,6 @@ class DPOTrainer(ScriptTrainer):
         self.objective.reference = self.ref_model
         loaders = (self.train_dataloader, self.eval_dataloader)
         self.objective.begin(self.model, [loader.dataset for loader in loaders if _rows_of(loader)])
-
-
-class NaiveExperienceMaker:
-    """The seed's maker of experience, with its arguments: samples prompts, scores and prepares them for training.
-
-    Options of sampling and of the algorithm come from ``strategy.args``. It may take the place of
-    ``trainer.experience_maker``; an override of ``make_experience_list`` acts in ``fit``, which hands it rollouts.
-    """
-
-    def __init__(
-        self,
-        actor: Any,
-        critic: Any,
-        reward_model: Any,
-        initial_model: Any,
-        tokenizer: Any,
-        prompt_max_len: int,
-        kl_controller: Any,
-        strategy: DeepspeedStrategy,
-        remote_rm_url: str | Sequence[str] | None = None,
-        reward_fn: Any = None,
-    ) -> None:
-        parts = PPOTrainer(
-            *(strategy, actor, critic, reward_model, initial_model, None, None, None, None, None),
-            tokenizer=tokenizer,
-            prompt_max_len=prompt_max_len,
-            remote_rm_url=remote_rm_url,
-            reward_fn=reward_fn,
-            init_kl_coef=kl_controller.value,
-        )
-        self.maker = parts.experience_maker
-        self.maker.kl_ctl = kl_controller
-        self.perf_stats: dict[str, float] | None = None
-
-    def make_experience_list(self, all_prompts: Any, *labels: Any, **options: Any) -> list[Any]:
-        """Experiences of prompts as texts, with their labels and generation options; or of rollouts. Collective."""
-        return self.maker.make_experience_list(all_prompts, *labels, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "maker":
-            raise AttributeError(name)  # before the constructor has set it
-        return getattr(self.maker, name)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
