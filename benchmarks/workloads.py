@@ -92,10 +92,9 @@ WORKLOADS = {
 }
 
 # What makes lightppo fast and does not change what it computes; drawing by groups changes which samples share a step.
-_SHARED = ["--packing_samples", "--zero_stage", "0"]
 SPEED_FLAGS: dict[str, list[str]] = {
-    "W1": ["--micro_rollout_batch_size", "64", *_SHARED],
-    "W2": ["--micro_rollout_batch_size", "128", "--shuffle", "groups", *_SHARED],
+    "W1": ["--packing_samples", "--micro_rollout_batch_size", "64"],
+    "W2": ["--packing_samples", "--micro_rollout_batch_size", "128", "--shuffle", "groups"],
 }
 _ALGORITHM_FLAGS = {
     "W1": ["--advantage_estimator", "gae", "--critic_learning_rate", str(LEARNING_RATE)],
@@ -137,7 +136,8 @@ def lightppo_flags(workload: Workload, scale: Scale, assets: Path, output: Path,
         "ckpt_path": output / "checkpoints",
     }
     flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    precision = ["--bf16"] if scale.bf16 else []
+    # bf16 needs master weights, which ZeRO 0 does not have
+    precision = ["--bf16", "--zero_stage", "1"] if scale.bf16 else ["--zero_stage", "0"]
     return [*flags, *_ALGORITHM_FLAGS[workload.name], *SPEED_FLAGS[workload.name], *precision]
 
 

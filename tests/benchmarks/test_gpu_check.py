@@ -77,6 +77,32 @@ def test_an_error_of_the_gpu_itself_ends_the_process_for_a_new_one(rows_of):
     assert "illegal" in rows_of()("sticky", pytest.fail)["error"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_run_has_a_command_line_that_is_accepted(gpu_check, monkeypatch, tmp_path, device):
+    from lightppo.config import parse_args
+
+    commands = []
+
+    def note(words: list[object], **_: Any) -> None:
+        commands.append([str(word) for word in words])
+        raise SystemExit("not run")
+
+    assets = tmp_path / "assets"
+    (assets / "reward").mkdir(parents=True)
+    monkeypatch.setattr(gpu_check, "run", note)
+    monkeypatch.setattr(gpu_check, "lacks", lambda *_: "")
+    monkeypatch.setattr(gpu_check.Rows, "assets", lambda *_: assets)
+    options = argparse.Namespace(device=device, run_dir=tmp_path, trl=None, trl_of_ppo=None)
+    for part in ("zero", "adapters", "vllm"):
+        rows = gpu_check.Rows(tmp_path / f"{part}.json", options)
+        rows.data["rows"]["CPU"] = {"by_step": []}
+        gpu_check.PARTS[part][1](rows)
+    runs = [words[2:] for words in commands if "examples/train_ppo.py" in words]
+    assert len(runs) == 8 + 4 + 1
+    for words in runs:
+        parse_args(words)
+
+
 def test_all_parts_take_forty_minutes_at_most(gpu_check):
     assert sum(minutes for minutes, _ in gpu_check.PARTS.values()) <= 40
 

@@ -117,6 +117,16 @@ def test_rewards_count_words(benchmark_script):
     assert even_words.reward_func(["w5 w6", "w5 w6 w7", ""], ["w5", "w5", ""], ["", "", ""]) == [1.0, 0.0, 1.0]
 
 
+@BOTH
+@pytest.mark.parametrize("scale", ["cpu", "gpu", "1.5B", "tiny"])
+def test_the_command_line_is_accepted_at_every_scale(workloads, name, scale):
+    flags = workloads.lightppo_flags(
+        workloads.WORKLOADS[name], workloads.SCALES[scale], Path("assets"), Path("run"), iterations=1
+    )
+    config = parse_args(flags)
+    assert config.model.bf16 == workloads.SCALES[scale].bf16
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
