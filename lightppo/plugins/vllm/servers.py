@@ -424,13 +424,12 @@ class VLLMServer:
         self.post("/resume", timeout=_QUICK_SECONDS)
         self.is_paused = False
 
-    def fingerprints(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    def fingerprints(self) -> tuple[dict[str, Tensor], dict[str, list[str]], str]:
         """:func:`~lightppo.plugins.vllm.worker.engine_fingerprints` of its one worker."""
         (answer,) = self._rpc("lightppo_fingerprints", [])
         contents = {name: bytearray(base64.b64decode(text)) for name, text in answer["prints"].items()}
-        return {name: torch.frombuffer(content, dtype=torch.float32) for name, content in contents.items()}, answer[
-            "packed"
-        ]
+        prints = {name: torch.frombuffer(content, dtype=torch.float32) for name, content in contents.items()}
+        return prints, answer["packed"], answer["dtype"]
 
     def post(
         self,

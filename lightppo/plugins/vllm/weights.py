@@ -37,7 +37,7 @@ GATHERED_NUMEL = 1 << 26
 BUCKET_BYTES = 256 << 20
 """Weights that travel together, one tensor at least. Two buckets are held at a time."""
 SHARED_MEMORY = Path("/dev/shm")
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised whenever trainer and servers have to be of the same version of lightppo."""
 
 Bucket = list[tuple[str, Tensor]]
@@ -46,7 +46,9 @@ T = TypeVar("T")
 _FOLDER = "lightppo-weights-"
 _STALE_SECONDS = 3600.0  # longer than any push; a process that we cannot see may be at it
 _CONNECT_SECONDS = 30.0
-_TOLERANCE = 1e-2  # of compared weights, relative to their size
+# Of compared weights, relative to their size: an engine in bf16 rounds each of its outputs by up to 2⁻⁹ of it, and an
+# output may be 5 times as large as most; products are summed in another order, too.
+_TOLERANCES = {"float32": 1e-2, "float16": 1e-2, "bfloat16": 4e-2}
 
 
 @torch.no_grad()
@@ -418,8 +420,9 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def probe_vector(width: int, device: torch.device | str = "cpu") -> Tensor:
-    """A fixed vector (width,) with entries in [-1, 1], the same everywhere."""
-    return torch.sin(torch.arange(1, width + 1, dtype=torch.float64) * 12.9898).float().to(device)
+    """A fixed vector (width,) with entries in [-1, 1], which no type of weights rounds: the same everywhere."""
+    values = torch.sin(torch.arange(1, width + 1, dtype=torch.float64) * 12.9898)
+    return values.to(torch.bfloat16).float().to(device)
 
 
 def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, ...]]:
@@ -439,12 +442,14 @@ def differing_weights(
     trainer: dict[str, tuple[Tensor, ...]],
     engine: dict[str, Tensor],
     packed: dict[str, list[str]],
+    dtype: str = "float32",
 ) -> tuple[list[str], list[str]]:
     """Names of the trainer's weights that the engine does not have, and of those without a counterpart of their shape.
 
     ``trainer`` is of :func:`trainer_fingerprints`, ``engine`` the same by the engine's names; ``packed``: fused layer →
-    the layers it is made of, in their order.
+    the layers it is made of, in their order; ``dtype``: the type that the engine computes in.
     """
+    tolerance = _TOLERANCES[dtype]
     parts: dict[str, Tensor] = dict(engine)
     for name, value in engine.items():
         module, _, kind = name.rpartition(".")
@@ -462,11 +467,11 @@ def differing_weights(
         ]
         if not comparable:
             unknown.append(name)
-        elif not any(_close(parts[name][: len(e)], e) for e in comparable):
+        elif not any(_close(parts[name][: len(e)], e, tolerance) for e in comparable):
             differing.append(name)
     return differing, unknown
 
 
-def _close(weight: Tensor, expected: Tensor) -> bool:
+def _close(weight: Tensor, expected: Tensor, tolerance: float) -> bool:
     scale = expected.square().mean().sqrt() + 1e-12
-    return bool((weight - expected).abs().max() <= _TOLERANCE * scale)  # False where either is NaN
+    return bool((weight - expected).abs().max() <= tolerance * scale)  # False where either is NaN

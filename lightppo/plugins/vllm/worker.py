@@ -284,14 +284,14 @@ class WorkerExtension:
 
     def lightppo_fingerprints(self) -> dict[str, Any]:
         """:func:`engine_fingerprints`, the numbers as base64 of float32."""
-        prints, packed = engine_fingerprints(self)
+        prints, packed, dtype = engine_fingerprints(self)
         coded = {name: base64.b64encode(value.numpy().tobytes()).decode() for name, value in prints.items()}
-        return {"prints": coded, "packed": packed}
+        return {"prints": coded, "packed": packed, "dtype": dtype}
 
 
 @torch.no_grad()
-def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """What the trainer's fingerprints are compared with, by the engine's names, and which layers are fused of which.
+def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[str]], str]:
+    """What the trainer's fingerprints are compared with, by the engine's names; which layers are fused of which; type.
 
     Linear layers are asked for their output: on a CPU their packed weights cannot be read.
     """
@@ -312,4 +312,5 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
                 matrix = weight.dim() == 2
                 prints[f"{name}.{key}"] = weight @ probe_vector(weight.shape[-1], device) if matrix else weight
     packed = dict(getattr(model, "packed_modules_mapping", None) or {})
-    return {name: value.float().cpu() for name, value in prints.items()}, packed
+    prints = {name: value.float().cpu() for name, value in prints.items()}
+    return prints, packed, str(dtype).removeprefix("torch.")

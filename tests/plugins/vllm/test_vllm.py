@@ -67,13 +67,14 @@ def save_family(folder, name):
 
 @pytest.fixture(scope="module")
 def one_rank(folder, tmp_path_factory):
-    """[untied, tied, and one of each family]."""
+    """[untied, tied, one of each family, and one in bf16]."""
     return once(tmp_path_factory, "vllm_one_rank", lambda: see_one_rank(folder))
 
 
 def see_one_rank(folder: Path) -> list[dict]:
     cases = [{"model": "untied", "zero_stage": 0, "extras": True}, {"model": "tied", "zero_stage": 0}]
     cases += [{"model": name, "zero_stage": 0, "brief": True} for name in FAMILIES]
+    cases += [{"model": "untied", "zero_stage": 1, "bf16": True, "brief": True}]
     run_ranks(WORKER, folder, *map(json.dumps, cases), vllm=True, world_size=1, timeout=500)
     return json.loads((folder / "rank0of1.json").read_text())
 
@@ -130,6 +131,13 @@ def test_other_families(one_rank, family):
     differing, unknown = seen["weights"]
     assert differing == []
     assert all("experts" in name or name == "lm_head.weight" for name in unknown)
+
+
+def test_weights_in_bf16_that_have_arrived_do_not_differ(one_rank):
+    seen = one_rank[2 + len(FAMILIES)]
+    assert seen["weights"] == [[], []]
+    assert seen["pushes"][0]["vllm"] != seen["pushes"][2]["vllm"]
+    assert seen["difference"] < 0.1
 
 
 @pytest.mark.parametrize(("case", "in_4bit"), enumerate((0, 14)), ids=["dense", "4 bits"])

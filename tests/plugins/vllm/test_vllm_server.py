@@ -87,7 +87,7 @@ def admit_failing(server):
 
 def test_log_probs_of_servers_are_compared_with_the_trainers(build, fakes, prompts, llama):
     for fake in fakes:
-        fake.replies["lightppo_fingerprints"] = answers({"results": [{"prints": {}, "packed": {}}]})
+        fake.replies["lightppo_fingerprints"] = answers({"results": [{"prints": {}, "packed": {}, "dtype": "float32"}]})
     engine, actor = build(), Actor(llama)
     check = RolloutCheck(actor, engine, FakeStrategy(), engine.config)
     with pytest.raises(RolloutMismatchError, match=r"not the trainer's.*--logp_diff_tolerance is 0\.001"):
@@ -415,7 +415,8 @@ class TestWeights:
             theirs = prints | {odd: prints[odd] + 1}
             theirs.pop("model.embed_tokens.weight")
             coded = {n: base64.b64encode(value.detach().numpy().tobytes()).decode() for n, value in theirs.items()}
-            server.replies["lightppo_fingerprints"] = answers({"results": [{"prints": coded, "packed": {}}]})
+            answer = {"prints": coded, "packed": {}, "dtype": "float32"}
+            server.replies["lightppo_fingerprints"] = answers({"results": [answer]})
         assert engine.differing_weights() == (["lm_head.weight", "model.norm.weight"], ["model.embed_tokens.weight"])
         fakes[1].replies["lightppo_fingerprints"] = failing()
         with pytest.raises(RolloutError, match="engine is dead"):

@@ -94,6 +94,20 @@ def test_differing_weights_are_named(make_llama):
     assert unknown == ["model.layers.1.mlp.up_proj.weight"]
 
 
+def test_rounding_in_bf16_is_no_difference():
+    """A head of a usual size, whose outputs the engine rounds; one row that is another one is still found."""
+    head = torch.randn(32_000, 896, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    trainer = trainer_fingerprints([("lm_head.weight", head), ("other.weight", head)])
+    wrong = head.clone()
+    wrong[7] = head[8]
+
+    def engine_print(weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(weights.probe_vector(896).bfloat16()[None], weight)[0].float()
+
+    engine = {"lm_head.weight": engine_print(head), "other.weight": engine_print(wrong)}
+    assert differing_weights(trainer, engine, {}, "bfloat16") == (["other.weight"], [])
+
+
 def test_an_actor_is_looked_into(make_llama):
     model = make_llama()
     assert [n for n, _ in full_weights(Wrapped(model))] == [n for n, _ in full_weights(model)]

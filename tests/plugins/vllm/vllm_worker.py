@@ -64,14 +64,15 @@ def adapt(actor):
 class Trained:
     """One actor under one strategy, and rollouts by transformers."""
 
-    def __init__(self, folder, zero_stage, lr, adapters=False, load_in_4bit=False):
-        self.strategy = DeepspeedStrategy(zero_stage=zero_stage, micro_train_batch_size=1, train_batch_size=2)
+    def __init__(self, folder, zero_stage, lr, adapters=False, load_in_4bit=False, bf16=False):
+        batch = {"micro_train_batch_size": 1, "train_batch_size": 2}
+        self.strategy = DeepspeedStrategy(zero_stage=zero_stage, bf16=bf16, **batch)
         self.strategy.setup_distributed()
         self.rank, self.world = self.strategy.get_rank(), self.strategy.world_size
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.prompts = make_prompts(self.tokenizer)
         how = {"temperature": 0.7, "ds_config": self.strategy.get_ds_train_config(is_actor=True)}
-        actor = Actor(folder, **how, load_in_4bit=load_in_4bit)
+        actor = Actor(folder, **how, load_in_4bit=load_in_4bit, bf16=bf16)
         if adapters:
             adapt(actor)
         optimizer = self.strategy.create_optimizer(actor, lr=lr)
@@ -104,12 +105,19 @@ class Case(Trained):
     """With an engine in this process."""
 
     def __init__(self, folder, zero_stage, adapters=False, load_in_4bit=False, **options):
-        super().__init__(folder, zero_stage, 0.02, adapters, load_in_4bit)
+        bf16 = options.get("bf16", False)
+        super().__init__(folder, zero_stage, 0.02, adapters, load_in_4bit, bf16)
         batch = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_rollout_batch_size": 4}
         lengths = {"prompt_max_len": 100, "generate_max_len": 24, "block_size": 32, "max_num_seqs": 16}
         lengths["max_num_batched_tokens"] = 128
         self.config = PPOConfig.from_flat(
-            pretrain=folder, rollout_engine="vllm", temperature=0.7, **batch, **lengths, **options
+            pretrain=folder,
+            rollout_engine="vllm",
+            zero_stage=zero_stage,
+            temperature=0.7,
+            **batch,
+            **lengths,
+            **options,
         ).resolved()
         before = self.process_state()
         self.engine = build_rollout_engine(self.config, self.strategy, self.actor, self.tokenizer)
