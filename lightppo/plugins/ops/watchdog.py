@@ -113,7 +113,8 @@ class Watchdog:
         """Rank 0 tells for all; this process ends."""
         main = _stacks()[threading.main_thread().ident]
         waits = any("torch/distributed" in f.filename or "/deepspeed/" in f.filename for f in main[-8:])
-        own = {"phases": heartbeat.phases, "waits": waits, "phase": heartbeat.phase, "text": self._report(idle)}
+        own = {"phases": heartbeat.phases, "phase": heartbeat.phase, "waits": waits, "collectives": _collectives()}
+        own["text"] = self._report(idle)
         try:
             told = self._tell(own)
         except RuntimeError:  # no store any more
@@ -149,7 +150,8 @@ class Watchdog:
     def _verdict(self, reports: dict[int, dict[str, Any]]) -> str:
         silent = [rank for rank in range(self._world) if rank not in reports]
         fewest = min(report["phases"] for report in reports.values())
-        late = [rank for rank, report in reports.items() if not report["waits"]]
+        late = _behind({rank: report["collectives"] for rank, report in reports.items()})
+        late = late or [rank for rank, report in reports.items() if not report["waits"]]
         late = late or [rank for rank, report in reports.items() if report["phases"] == fewest]
         if silent:
             ranks = ", ".join(map(str, silent))
@@ -197,6 +199,32 @@ class Watchdog:
         if ended:
             return "another rank ended, see its error"
         return f"the connection to another rank is lost, see its error: {str(error).partition(chr(10))[0]}"
+
+
+def _collectives() -> dict[str, int]:
+    """Process group → how many collectives this rank has issued in it.
+
+    With NCCL a rank waits wherever it reads a number from the GPU, so that its stack does not tell.
+    """
+    import torch.distributed as dist
+
+    issued = {}
+    if dist.is_initialized():
+        world = dist.distributed_c10d._world
+        for group in world.pg_map:
+            with suppress(RuntimeError):  # a backend that does not count
+                issued[world.pg_names[group]] = group._get_sequence_number_for_group()
+    return issued
+
+
+def _behind(issued: dict[int, dict[str, int]]) -> list[int]:
+    """Ranks that others wait for and that wait for nobody; ``issued``: of each rank, see :func:`_collectives`."""
+    awaited, waiting = set(), set()
+    for group in set().union(*issued.values()):
+        counts = {rank: of_rank[group] for rank, of_rank in issued.items() if group in of_rank}
+        awaited |= {rank for rank, count in counts.items() if count < max(counts.values())}
+        waiting |= {rank for rank, count in counts.items() if count > min(counts.values())}
+    return sorted(awaited - waiting)
 
 
 def _second_connection(store: Any) -> Any:

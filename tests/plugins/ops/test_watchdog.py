@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support.ranks import ENVIRONMENT, free_port, run_ranks
 
+from lightppo.plugins.ops import watchdog
+
 SCRIPT = Path(__file__).parent / "ranks" / "hanging.py"
 REWARD = """
 import asyncio
@@ -58,6 +60,28 @@ def test_a_hang_names_rank_phase_and_the_line_of_the_user_and_ends_the_run(start
         assert "step 4, phase train" in said
         assert "in all_reduce" in said  # the stack of the rank that waits
         assert "rank 1 (phase reward) lags behind: the others wait for it" in said
+
+
+def test_a_rank_that_lags_is_named_where_no_stack_tells_who_waits(start):
+    """With NCCL ranks wait in code of ours, for a number from the GPU."""
+    said = start("hang_as_nccl").output
+    assert said.count("in wait_outside_torch") >= 2
+    assert "rank 1 (phase train) lags behind: the others wait for it" in said
+
+
+@pytest.mark.parametrize(
+    ("issued", "late"),
+    [
+        ({0: {"world": 5}, 1: {"world": 4}}, [1]),
+        ({0: {"world": 5}, 1: {"world": 5}}, []),
+        ({0: {}, 1: {}}, []),
+        # ranks 0 and 1 wait for 2 and 3 in the world; 2 waits for 3 in their pair
+        ({0: {"all": 9, "a": 2}, 1: {"all": 9, "a": 2}, 2: {"all": 8, "b": 3}, 3: {"all": 8, "b": 2}}, [3]),
+        ({0: {"all": 9}, 1: {"all": 7}, 2: {"all": 8}}, [1]),
+    ],
+)
+def test_who_is_behind(issued, late):
+    assert watchdog._behind(issued) == late
 
 
 def test_the_cause_is_the_last_error_and_the_other_rank_is_quiet(start):

@@ -8,6 +8,8 @@ import sys
 import time
 from datetime import timedelta
 
+import torch
+from torch import distributed
 from torch.distributed import Store
 
 from lightppo.data.records import Prompt, Rollout
@@ -32,6 +34,9 @@ def main(case: str, reward: str, seconds: float) -> None:
                 time.sleep(seconds / 10)
                 heartbeat.beat()
         print("the rollout is done", flush=True)
+        if case == "hang_as_nccl":
+            with timer("train"):
+                wait_outside_torch(last)
         if last:
             with timer("reward"):
                 samples = [Rollout(Prompt("1+1=", [5]), i, [6], "2", "stop") for i in (0, 1)]
@@ -45,6 +50,13 @@ def main(case: str, reward: str, seconds: float) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
     with timer("train"):
         strategy.all_reduce(1)
+
+
+def wait_outside_torch(last: bool) -> None:
+    """As with NCCL: a collective returns at once, and a rank waits where it reads its result."""
+    work = None if last else distributed.all_reduce(torch.ones(1), async_op=True)
+    while work is None or not work.is_completed():
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":
