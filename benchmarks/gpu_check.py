@@ -1,12 +1,13 @@
 """What only a GPU can show, part by part, into docs/performance.md: ``make gpu-check``.
 
-    python benchmarks/gpu_check.py [--parts head train] [--minutes 9] [--write]
+    python benchmarks/gpu_check.py [--parts head,train] [--minutes 8] [--out DIR] [--write]
     PYTHONPATH=.:SITE python3 benchmarks/gpu_check.py          # without make: SITE has what torch's Python lacks
     python benchmarks/gpu_check.py --device cpu                # tiny sizes: does the command itself work?
 
-A part is a process with a time limit, and all of them take 40 minutes. Each row is written as soon as it is measured,
-``gpu_check/PART.json`` below the run's folder; a second call goes on behind the last row. What fails is a row, too.
-Models have random weights; nothing is downloaded but TRL, where ``--trl`` does not name it.
+A part is a process that has some minutes; then it is the next one's turn. Without vLLM all of them take 30 minutes at
+most. Each row is written as soon as it is measured, into ``gpu_check/PART.json`` below the run's folder, and with
+``--out`` there, too; a further call goes on behind the last row. What fails is a row, too. Models have random weights;
+nothing is downloaded but TRL, where ``--trl`` does not name it.
 """
 
 from __future__ import annotations
@@ -48,8 +49,25 @@ GOALS = {  # said -> (part, rows that begin so, field, at least or at most)
 }
 
 
+BEGAN = time.monotonic()  # before torch is imported, which takes seconds
+GRACE = 8.0  # seconds in which a part can stop by itself before it is killed
+PATIENCE = 3  # so often a row may have a whole turn and not end
+
+
 class Stopped(BaseException):
-    """The driver's time is over: the row that runs is measured again by the next call."""
+    """The part's time is over: the row that runs is measured again in the next turn."""
+
+
+def keep(file: Path, text: str, options: argparse.Namespace) -> None:
+    """Write a result at once, so that a killed process leaves the one before; with ``--out`` there, too."""
+    places = [file]
+    if options.out is not None:
+        places.append(options.out.resolve() / file.relative_to(options.run_dir.resolve()))
+    for place in places:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_suffix(".new")
+        part.write_text(text)
+        os.replace(part, place)
 
 
 class Rows:
@@ -57,7 +75,8 @@ class Rows:
 
     def __init__(self, file: Path, options: argparse.Namespace) -> None:
         self.file, self.options, self.device = file, options, options.device
-        self.data = json.loads(file.read_text()) if file.is_file() else {"rows": {}, "tries": {}}
+        self.data = read(file)
+        self.measured = 0  # rows in this process
 
     def __call__(self, name: str, action: Callable[[], dict[str, Any]], lacks: str = "") -> dict[str, Any]:
         rows, tries = self.data["rows"], self.data["tries"]
@@ -65,12 +84,14 @@ class Rows:
             return rows[name]
         start, tries[name] = time.monotonic(), tries.get(name, 0) + 1
         self.save()
+        self.measured += 1
         try:
             if tries[name] > 2:
                 raise RuntimeError("it has ended the process twice")
             rows[name] = {"skipped": lacks} if lacks else action()
         except Stopped:
             tries[name] -= 1
+            self.count_stop(name, time.monotonic() - start)
             self.save()
             raise
         except (Exception, SystemExit) as error:  # a part goes on behind what fails
@@ -88,11 +109,15 @@ class Rows:
             torch.cuda.empty_cache()
         return rows[name]
 
+    def count_stop(self, name: str, seconds: float) -> None:
+        """A row that had whole turns, and did not end in any, must not keep those behind it waiting for ever."""
+        if self.measured == 1:
+            stops = self.data["stops"][name] = self.data["stops"].get(name, 0) + 1
+            if stops == PATIENCE:
+                self.data["rows"][name] = {"error": f"did not end in {PATIENCE} turns, the last of {seconds:.0f} s"}
+
     def save(self) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        part = self.file.with_suffix(".new")
-        part.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(part, self.file)
+        keep(self.file, json.dumps(self.data, indent=1) + "\n", self.options)
 
     @property
     def small(self) -> bool:
@@ -341,51 +366,54 @@ def precision(rows: Rows) -> None:
 
 # -- the driver --------------------------------------------------------------------------------------------------------
 
-PARTS: dict[str, tuple[float, Callable[[Rows], None]]] = {  # minutes, measurement: 40 minutes in all
+PARTS: dict[str, tuple[float, Callable[[Rows], None]]] = {  # minutes of a turn, measurement: first what matters most
     "kernels": (2, kernels),
-    "tests": (3, tests),
     "head": (2, head),
-    "train": (7, train),
-    "zero": (6, zero),
-    "adapters": (5, adapters),
-    "decode": (3, decode),
+    "train": (5, train),
     "bench": (6, bench),
-    "vllm": (4, vllm),
+    "zero": (5, zero),
+    "decode": (2, decode),
+    "adapters": (3, adapters),
     "precision": (2, precision),
+    "tests": (3, tests),
+    "vllm": (4, vllm),
 }
 
 
-def measure_part(name: str, folder: Path, options: argparse.Namespace, end: float) -> dict[str, Any]:
-    """A part in processes of its own, until all rows are there, its minutes are over, or ``end``."""
-    file, limit = folder / f"{name}.json", 60 * PARTS[name][0] * (5 if options.device == "cpu" else 1)
+def has_more(data: dict[str, Any]) -> bool:
+    """Whether rows of a part are left."""
+    return data.get("state", "begun") == "begun"
+
+
+def measure_part(name: str, folder: Path, options: argparse.Namespace, end: float) -> None:
+    """A turn of a part, in processes of its own: until all rows are there, its minutes are over, or ``end``."""
+    file, log = folder / f"{name}.json", folder / "logs" / f"{name}.log"
+    end = min(end, time.monotonic() + 60 * PARTS[name][0] * (5 if options.device == "cpu" else 1))
     words = [sys.executable, __file__, "--part", name, "--run_dir", options.run_dir, "--device", options.device]
-    words += [word for key in ("trl", "trl_of_ppo") if (value := getattr(options, key)) for word in (f"--{key}", value)]
-    while (data := read(file)).get("state", "begun") == "begun" and end - time.monotonic() > 5:
-        start, left = time.monotonic(), limit - data.get("used", 0)
+    given = {key: getattr(options, key) for key in ("trl", "trl_of_ppo", "out")}
+    words += [word for key, value in given.items() if value for word in (f"--{key}", value)]
+    while has_more(before := read(file)) and (left := end - time.monotonic()) > 2 * GRACE:
         try:
-            run([*words, "--minutes", min(left, end - start) / 60], log=folder / "logs" / f"{name}.log",
-                timeout=min(left, end - start) + 30, **on(options.device))  # fmt: skip
+            run([*words, "--minutes", (left - GRACE) / 60], log=log, timeout=left, **on(options.device))
         except SystemExit as error:
             print(f"{name}: {error}", flush=True)
         after = read(file)
-        after["used"] = data.get("used", 0) + time.monotonic() - start
-        if after.get("state", "begun") == "begun" and after["used"] >= limit - 5:
-            after["state"] = f"its {limit / 60:.0f} minutes were over"
-        stuck = after["tries"] == data["tries"] and after["rows"] == data["rows"]
-        if after.get("state", "begun") == "begun" and stuck:
-            after["state"] = "failed: " + tail(folder / "logs" / f"{name}.log", 2)
-        file.write_text(json.dumps(after, indent=1) + "\n")
-    return data
+        if has_more(after) and after == before and end - time.monotonic() > GRACE:
+            after["state"] = "failed: " + tail(log, 2)
+            keep(file, json.dumps(after, indent=1) + "\n", options)
+    if options.out is not None and (folder / "logs").is_dir():
+        shutil.copytree(folder / "logs", options.out / folder.name / "logs", dirs_exist_ok=True)
 
 
-def forget_failures(file: Path) -> None:
-    """Rows that failed or were skipped are measured by the next call, with the part's whole time."""
+def forget_failures(file: Path, options: argparse.Namespace) -> None:
+    """Rows that failed or were skipped are measured by the next call."""
     rows = {name: row for name, row in read(file)["rows"].items() if not row.keys() & {"error", "skipped"}}
-    file.write_text(json.dumps({"rows": rows, "tries": {}}) + "\n")
+    keep(file, json.dumps({"rows": rows, "tries": {}, "stops": {}}) + "\n", options)
 
 
 def read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {"rows": {}, "tries": {}}
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    return {"rows": {}, "tries": {}, "stops": {}} | found
 
 
 def child(options: argparse.Namespace) -> None:
@@ -426,6 +454,7 @@ def main() -> None:
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="some of them: a,b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--run_dir", type=Path, help="default: runs/bench, with --device cpu runs/gpu-check-cpu")
+    parser.add_argument("--out", type=Path, help="a folder that gets the results, too, as they come")
     parser.add_argument("--minutes", type=float, default=60, help="of this call; the next one goes on")
     parser.add_argument("--again", action="store_true", help="measure the parts anew")
     parser.add_argument("--failed", action="store_true", help="measure anew what failed or could not be measured")
@@ -448,46 +477,64 @@ def main() -> None:
 
 
 def drive(options: argparse.Namespace) -> None:
-    """All parts asked for, and the table of all that are there."""
+    """All parts asked for, in turns, and the table of all that are there."""
     import report
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"gpu-check needs {NEEDS}: no GPU is visible here. DEVICE=cpu tries the command itself")
-    folder, end = options.run_dir.resolve() / "gpu_check", time.monotonic() + 60 * options.minutes
-    if not (folder / "machine.json").is_file():
-        log = folder / "logs" / "machine.log"
-        run([sys.executable, "benchmarks/machine.py"], log=log, timeout=120, **on(options.device))
-        (folder / "machine.json").write_text(tail(log, 1))
-    parts, whole = {}, options.run_dir / "gpu_check.json"
-    for name, found in read(whole).get("parts", {}).items():  # of a machine that is gone
-        if not (folder / f"{name}.json").is_file():
-            (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    for name in options.parts:
-        if options.again:
-            (folder / f"{name}.json").unlink(missing_ok=True)
-        elif options.failed:
-            forget_failures(folder / f"{name}.json")
-        measure_part(name, folder, options, end)
-        parts = {name: read(folder / f"{name}.json") for name in PARTS if (folder / f"{name}.json").is_file()}
-        data = {"machine": json.loads((folder / "machine.json").read_text()), "device": options.device}
-        data |= {"date": datetime.date.today().isoformat(), "parts": parts, "goals": list(goals(parts))}
-        whole.write_text(json.dumps(data, indent=1) + "\n")
+    folder, end = options.run_dir.resolve() / "gpu_check", BEGAN + 60 * options.minutes
+    begin(folder, options)
+    data = whole(folder, options)
+    while begun := [name for name in options.parts if has_more(read(folder / f"{name}.json"))]:
+        if end - time.monotonic() < 3 * GRACE:
+            break
+        for name in begun:
+            measure_part(name, folder, options, end)
+            data = whole(folder, options)
     print("\n" + report.gpu_check_block(data))
-    begun = [name for name in options.parts if parts.get(name, {}).get("state", "begun") == "begun"]
     if begun:
         print(f"\nthe time of this call is over; the same command goes on with {', '.join(begun)}")
     elif options.write and options.device == "cuda":
         report.write({"gpu_check": data})
-    bad = [f"{part}: {name}" for part, found in parts.items() for name, row in found["rows"].items() if "error" in row]
-    bad += [
-        f"{part}: {found['state']}"
-        for part, found in parts.items()
-        if found.get("state", "done") not in ("done", "begun")
-    ]
+    bad = list(failures(data["parts"]))
     if bad:
         print("\nfailed:\n" + "\n".join(bad))
     sys.exit(3 if begun else 1 if bad else 0)
+
+
+def begin(folder: Path, options: argparse.Namespace) -> None:
+    """The machine, and what an earlier call has measured, on this machine or another."""
+    if not (folder / "machine.json").is_file():
+        log = folder / "logs" / "machine.log"
+        run([sys.executable, "benchmarks/machine.py"], log=log, timeout=120, **on(options.device))
+        keep(folder / "machine.json", tail(log, 1), options)
+    before = folder.with_suffix(".json")
+    for name, found in json.loads(before.read_text())["parts"].items() if before.is_file() else ():
+        if not (folder / f"{name}.json").is_file():
+            keep(folder / f"{name}.json", json.dumps(found, indent=1) + "\n", options)
+    for name in options.parts:
+        if options.again:
+            (folder / f"{name}.json").unlink(missing_ok=True)
+        elif options.failed:
+            forget_failures(folder / f"{name}.json", options)
+
+
+def whole(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All parts, written as one file, too, from which a call on another machine goes on."""
+    parts = {name: read(folder / f"{name}.json") for name in PARTS if (folder / f"{name}.json").is_file()}
+    data = {"machine": json.loads((folder / "machine.json").read_text()), "device": options.device}
+    data |= {"date": datetime.date.today().isoformat(), "parts": parts, "goals": list(goals(parts))}
+    keep(folder.with_suffix(".json"), json.dumps(data, indent=1) + "\n", options)
+    return data
+
+
+def failures(parts: dict[str, Any]) -> Iterator[str]:
+    """A line for each row that failed, and each part."""
+    for part, found in parts.items():
+        yield from (f"{part}: {name}" for name, row in found["rows"].items() if "error" in row)
+        if found.get("state", "done") not in ("done", "begun"):
+            yield f"{part}: {found['state']}"
 
 
 if __name__ == "__main__":
