@@ -31,8 +31,9 @@ OTHER_FLAGS = {
     "nodes", "ntasks", "gres",  # sbatch
     "signal",  # Slurm
 }  # fmt: skip
-OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "module", "once"}  # of commands, an example, deepspeed
-PIP_FLAGS = {"no", "only", "platform", "python", "target"}  # as far as a hyphen
+# of commands, examples, deepspeed
+OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "word_limit", "module", "once"}
+PIP_FLAGS = {"no", "only", "platform", "python", "target", "upgrade"}  # as far as a hyphen
 NO_NEWS = {"NO_MKDOCS_2_WARNING": "1"}
 VLLM_FLAGS = {"dtype", "enable_sleep_mode", "ssl_keyfile", "ssl_certfile"}  # of lightppo serve-vllm, handed on
 

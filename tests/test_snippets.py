@@ -138,7 +138,7 @@ def reward_func(queries, prompts, labels, **extra):
 
 
 def test_there_are_examples():
-    assert sorted(EXAMPLES) == ["README-0", "README-1", "extending-12", "extending-18", "rewards-2"]
+    assert sorted(EXAMPLES) == ["README-0", "README-1", "extending-13", "extending-19", "rewards-2"]
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_example_runs(name, tmp_path):
     (tmp_path / "example.py").write_text("import os\nos.chdir(os.path.dirname(__file__))\n" + EXAMPLES[name])
     run_ranks(tmp_path / "example.py", world_size=1)
     made = {"README-0": "ckpt/model.safetensors", "README-1": "trained/model.safetensors"}
-    made["extending-18"] = "trained/model.safetensors"
+    made["extending-19"] = "trained/model.safetensors"
     if name in made:
         assert (tmp_path / made[name]).is_file()
 
@@ -301,6 +301,9 @@ def test_the_plugin_of_the_page(tmp_path):
     run += (
         "--rollout_batch_size 8 --train_batch_size 16 --prompt_max_len 16 --generate_max_len 8 --n_samples_per_prompt"
     )
+    assert "--word_limit 50 is never reached" in told("ppo", *run.split(), "4", code=2)
+    assert "Most words of a response" in told("ppo", "--help", "all")
+    run = f"--word_limit 2 {run}"
     assert "my estimator compares samples" in told("ppo", *run.split(), "2", code=2)
     said = told("ppo", *run.split(), "4")
     assert "4 samples per prompt" in said

@@ -165,8 +165,9 @@ def check_reward_files(config: PPOConfig, flag: str = "--reward_fn") -> tuple[Bo
     gets_all = list(reward_plan(config) or (ANY_ROUTE,)) == [ANY_ROUTE]
     if is_object(spec):
         source = _function_source(spec, option, options)
-        is_bound = isinstance(source, FunctionReward) and gets_all
-        return BoundFunction(spec, source.name, config.verifier.reward_fn_style) if is_bound else None, None
+        if source is spec or not gets_all:
+            return None, None
+        return BoundFunction(spec, source.name, config.verifier.reward_fn_style), None
     if spec is None:
         return None, None
     declared = declared_function(spec, _FUNCTION_NAME, _VERL_NAME, option=option)
