@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config import PPOConfig
+from lightppo.plugins.ops.ending import StopAtSignal
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.checkpointing import TrainerState
 from lightppo.trainer.loop import TrainingLoop
@@ -81,7 +82,8 @@ class IdleLoop(TrainingLoop):
             self.last_saved = start_step
         self.set_cadences()
         for callback in self.callbacks:
-            callback.on_start(self)
+            if not isinstance(callback, StopAtSignal):  # a loop that its test does not end would keep the signals
+                callback.on_start(self)
 
     @property
     def only_evaluates(self) -> bool:
