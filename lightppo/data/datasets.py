@@ -201,7 +201,9 @@ class PromptDataset(_PreparedDataset):
             self.truncation = "drop"
         template = {"apply_chat_template": apply_chat_template, "input_template": input_template}
         super().__init__(
-            *(dataset, tokenizer, strategy),
+            dataset,
+            tokenizer,
+            strategy,
             template=template | {"system_prompt": system_prompt},
             fields={"input_key": input_key, "label_key": label_key},
             on_bad_row=on_bad_row,
@@ -322,7 +324,9 @@ class SFTDataset(_PreparedDataset):
         if not pretrain_mode or system_prompt is not None:  # the run's own is for its prompts; documents ask nothing
             template["system_prompt"] = system_prompt
         super().__init__(
-            *(dataset, tokenizer, strategy),
+            dataset,
+            tokenizer,
+            strategy,
             template=template,
             fields={"input_key": input_key, "output_key": output_key, "documents": pretrain_mode, **fields},
             on_bad_row=on_bad_row,

@@ -824,7 +824,10 @@ def build_sampler(
         raise ConfigError(f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out")
     entry = ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
     sampler = RolloutSampler(
-        *(engine, source, sampling_params(config), entry.min_group_size),
+        engine,
+        source,
+        sampling=sampling_params(config),
+        min_group_size=entry.min_group_size,
         greedy_baseline=entry.needs_greedy_baseline,
         dense=config.reward.use_dense_reward,
         group_size=config.rollout.n_samples_per_prompt,
@@ -839,7 +842,8 @@ def build_sampler(
     ]
     group_filter = GroupFilter(s.filter_metric, s.filter_range, maker.shaper.final_scores)
     return GroupCollector(
-        *(sampler, strategy),
+        sampler,
+        strategy,
         groups_per_step=per_step if s.dynamic_sampling or s.gen_batch_size > per_step else None,
         group_filter=group_filter if s.dynamic_sampling else None,
         max_batches=s.max_num_gen_batches if s.dynamic_sampling else 1,
