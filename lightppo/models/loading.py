@@ -378,11 +378,16 @@ def resolve_attn_implementation(
     if name not in ("auto", "flash_attention_2") or (name == "auto" and torch_has_flash(model_class, config)):
         return None if name == "auto" else name
     supported = getattr(model_class, "_supports_flash_attn", name == "flash_attention_2")  # code of its own: try
+    # gpt-oss, Granite with sinks, MiMo: for another kernel transformers would go to the hub
+    own_kernels = getattr(model_class, "_compatible_flash_implementations", None) or ["flash_attention_2"]
     obstacles = {
         "there is no CUDA device": not torch.cuda.is_available(),
         "the flash-attn package (2.3.3 or newer) is not installed": not is_flash_attn_2_available(),
         "it needs --bf16 or --fp16": dtype not in (torch.bfloat16, torch.float16),
         f"{getattr(model_class, '__name__', None)} does not support it": not supported,
+        f"{getattr(model_class, '__name__', None)} takes {', '.join(own_kernels)} only": (
+            "flash_attention_2" not in own_kernels
+        ),
     }
     reasons = [reason for reason, holds in obstacles.items() if holds]
     if reasons and name == "flash_attention_2":

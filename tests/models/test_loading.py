@@ -20,6 +20,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -195,6 +197,10 @@ def test_attention_choice_with_flash_attention(monkeypatch: pytest.MonkeyPatch) 
     assert resolve_attn_implementation("auto", torch.float32, LlamaForCausalLM) is None
     assert resolve_attn_implementation("auto", torch.bfloat16, Unable) is None
     assert resolve_attn_implementation("auto", torch.bfloat16, None) is None
+    # transformers would look for its kernels on the hub
+    assert resolve_attn_implementation("auto", torch.bfloat16, GptOssForCausalLM, GptOssConfig()) is None
+    with pytest.raises(ModelLoadError, match=r"GptOssForCausalLM takes kernels-community/.* only"):
+        resolve_attn_implementation("flash_attention_2", torch.bfloat16, GptOssForCausalLM, GptOssConfig())
     with pytest.raises(ModelLoadError, match=r"--attn_implementation .*Unable"):
         resolve_attn_implementation("flash_attention_2", torch.bfloat16, Unable)
     monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: False)
