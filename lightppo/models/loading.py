@@ -378,7 +378,7 @@ def resolve_attn_implementation(
     if name not in ("auto", "flash_attention_2") or (name == "auto" and torch_has_flash(model_class, config)):
         return None if name == "auto" else name
     supported = getattr(model_class, "_supports_flash_attn", name == "flash_attention_2")  # code of its own: try
-    # gpt-oss, Granite with sinks, MiMo: for another kernel transformers would go to the hub
+    # gpt-oss, Granite with sinks, MiMo: transformers would fetch one of these kernels from the hub instead
     own_kernels = getattr(model_class, "_compatible_flash_implementations", None) or ["flash_attention_2"]
     obstacles = {
         "there is no CUDA device": not torch.cuda.is_available(),

@@ -6,7 +6,7 @@ import socket
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from support.http_server import JsonServer, ok
@@ -184,6 +184,20 @@ def test_closing_ends_the_waits(server):
 
 
 # --- no answer in time
+
+
+def test_a_server_that_takes_no_connection_is_left_at_the_limit_for_connecting():
+    with socket.socket() as full, ExitStack() as others:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(3):  # from then on Linux answers no further one
+            other = others.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(full.getsockname())
+        error = failing(client(f"http://127.0.0.1:{full.getsockname()[1]}", timeout=60.0, connect_timeout=0.2))
+    assert isinstance(error, UnreachableError)
+    assert error.timed_out
+    assert "connect timeout=0.2" in str(error)
 
 
 def test_a_closed_port_is_unreachable(closed_url):
