@@ -1,0 +1,331 @@
+"""Every option is set to another value, and something that a user could see must differ.
+
+Looked at is one of three: the trainer that is built (`BUILT`), what a run writes and prints (`RAN`), and what one step
+makes of tables (`STEP`). None of them contains the options themselves. Where this machine lacks what an option is for,
+the run is refused, and the difference is why.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fakes import FakeEngine
+from support.fixtures.option_files import named, option_files
+from support.looks import look
+from support.option_changes import (
+    BUILT,
+    ELSEWHERE,
+    GAE,
+    RAN,
+    REFUSED_HERE,
+    REWARDED,
+    STEP,
+    SUPERVISED,
+    VLLM,
+    Changes,
+)
+from support.runs import fitted, logged
+from support.sampled import sample
+
+from lightppo import PPOTrainer
+from lightppo.config import PPOConfig
+from lightppo.config.options import TrainingConfig
+from lightppo.errors import UserError
+from lightppo.option import Option
+from lightppo.plugins.supervised.sections import COMMANDS
+from lightppo.plugins.supervised.trainer import SupervisedTrainer
+from lightppo.plugins.vllm.colocated import engine_arguments
+from lightppo.ranks import Alone
+from lightppo.rewards.registry import build_reward
+from lightppo.rewards.source import close_source
+
+pytestmark = pytest.mark.usefixtures("world")
+
+__all__ = ["option_files"]
+
+KINDS = {"ppo": PPOConfig, **COMMANDS}
+ROOT = Path(__file__).parents[1]
+
+Look = Callable[..., Any]  # of options: what is seen of a run with them, or the text of why there is none
+
+
+def cases(changes: Changes) -> list[Any]:
+    """One for each option of a table."""
+    return [pytest.param(base, name, value, id=name) for base, more in changes for name, value in more.items()]
+
+
+def check_differs(seen: Look, base: dict[str, Any], name: str, value: Any) -> None:
+    before, after = seen(**base), seen(**base | {name: value})
+    refused = isinstance(after, str)
+    assert refused == (name in REFUSED_HERE), after if refused else f"--{name} works here"
+    differs = after != before  # pytest would take minutes to write down where
+    assert differs, f"--{name} {value} changes nothing"
+
+
+# -- the trainer that is built ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def config_of(option_files, tmp_path_factory) -> Callable[..., Any]:
+    """``config_of(**options)``: a small run in a folder that is new each time; ``@root`` is beside it and stays."""
+    root = tmp_path_factory.mktemp("runs")
+    files = option_files | {"root": str(root)}
+    of_all = {
+        "pretrain": "@model",
+        "micro_train_batch_size": 2,
+        "zero_stage": 0,
+        "save_path": "@root/run",
+        "ckpt_path": "@root/ckpt",
+    }
+    of_ppo = {
+        "prompt_data": "@prompts",
+        "reward_fn": "@reward",
+        "prompt_max_len": 12,
+        "generate_max_len": 5,
+        "rollout_batch_size": 4,
+        "actor_learning_rate": 1e-2,
+        "num_examine": 0,
+    }
+    of_data = {"train_batch_size": 4, "learning_rate": 1e-2, "max_len": 20}
+
+    def make(command: str = "ppo", **options: Any) -> Any:
+        for folder in ("run", "ckpt"):
+            shutil.rmtree(root / folder, ignore_errors=True)
+        small = of_all | of_data
+        if command == "ppo":
+            small = of_all | of_ppo | {"train_batch_size": 4 * options.get("n_samples_per_prompt", 1)}
+        values = {name: named(value, files) for name, value in (small | options).items()}
+        return KINDS[command].from_flat(values)
+
+    return make
+
+
+def once(seen: Look) -> Look:
+    """The same, but what was seen once is kept: many options are compared with the same run."""
+    kept: dict[str, Any] = {}
+
+    def look_once(**options: Any) -> Any:
+        key = repr(sorted(options.items()))
+        if key not in kept:
+            kept[key] = seen(**options)
+        return kept[key]
+
+    return look_once
+
+
+@pytest.fixture(scope="module")
+def built(world, config_of) -> Look:
+    """What the trainer of these options holds before its first step."""
+
+    def build(**options: Any) -> Any:
+        config = config_of(**options)
+        try:
+            trainer = PPOTrainer.from_config(config)
+        except (UserError, ValueError) as error:
+            return str(error)
+        try:
+            return look(trainer)
+        finally:
+            trainer.close()
+
+    return once(build)
+
+
+@pytest.mark.parametrize(("base", "name", "value"), cases(BUILT))
+def test_the_run_that_is_built_is_another(built, base, name, value):
+    check_differs(built, base, name, value)
+
+
+def test_the_same_options_build_the_same(config_of):
+    looks = []
+    for _ in range(2):
+        trainer = PPOTrainer.from_config(config_of(eval_data="@prompts"))
+        looks.append(look(trainer))
+        trainer.close()
+    same = looks[0] == looks[1]
+    assert same
+
+
+# -- what a run writes and prints ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(config_of, capsys) -> Look:
+    """The files of a run, its numbers and what it prints."""
+
+    def run(**options: Any) -> Any:
+        return left_by(config_of(**options), PPOTrainer, capsys)
+
+    return run
+
+
+def left_by(config: Any, kind: type, capsys: pytest.CaptureFixture[str]) -> Any:
+    """What a run prints, logs and writes."""
+    capsys.readouterr()
+    fitted(config, kind)
+    root = Path(config.checkpoint.save_path).parent
+    text = "\n".join(line for line in capsys.readouterr().out.splitlines() if not _is_of_options(line))
+    rows = logged(config) if (root / "run" / "metrics.jsonl").exists() else []
+    kept = [{n: v for n, v in row.items() if n != "time" and not n.startswith("perf/")} for row in rows]
+    return _without_times(text), sorted({name for row in rows for name in row}), repr(kept), dict(_files(root))
+
+
+def _is_of_options(line: str) -> bool:
+    return line.startswith(("options that differ", "  ", "files: "))
+
+
+def _without_times(text: str) -> str:
+    return re.sub(r"[\d.]+ (s|ms|MB|GB)\b|ETA \S+|\d+%", "", text)
+
+
+def _files(root: Path) -> Iterator[tuple[str, str]]:
+    """Every file of a run, and of weights a hash of them; what a name has of the moment is left out."""
+    for path in sorted(root.rglob("*")):
+        name = re.sub(r"\d{6,}.*", "", str(path.relative_to(root)))
+        weights = path.suffix == ".safetensors"
+        yield name, hashlib.sha256(path.read_bytes()).hexdigest() if weights else ""
+
+
+@pytest.mark.parametrize(("base", "name", "value"), cases(RAN))
+def test_the_run_does_something_else(ran, base, name, value):
+    check_differs(ran, base, name, value)
+
+
+def test_the_same_options_run_the_same(ran):
+    assert ran(max_samples=8) == ran(max_samples=8)
+
+
+# -- what is made of options alone -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("base", "name", "value"), cases(REWARDED))
+def test_the_reward_source_is_another(config_of, parts, base, name, value):
+    def made(**options: Any) -> Any:
+        source = build_reward(config_of(**options).resolved(), [], parts["tokenizer"], Alone())
+        try:
+            return look(source)
+        finally:
+            close_source(source)
+
+    check_differs(made, base, name, value)
+
+
+@pytest.mark.parametrize(("base", "name", "value"), cases(VLLM))
+def test_the_arguments_of_vllm_are_others(config_of, base, name, value):
+    check_differs(lambda **options: engine_arguments(config_of(**options).resolved(), None, True), base, name, value)
+
+
+# -- training on data ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "base", "name", "value"),
+    [
+        pytest.param(command, *case.values, id=case.id)
+        for command, changes in SUPERVISED.items()
+        for case in cases(changes)
+    ],
+)
+def test_training_on_data_is_another(config_of, capsys, command, base, name, value):
+    def run(**options: Any) -> Any:
+        return left_by(config_of(command, **options), SupervisedTrainer, capsys)
+
+    check_differs(run, base, name, value)
+
+
+# -- one step of tables ----------------------------------------------------------------------------------------------
+
+
+class Engine(FakeEngine):
+    """Every second answer is truncated; log probs of its own."""
+
+    def generate(self, prompts, sampling):
+        return [
+            dataclasses.replace(
+                rollout, log_probs=[-1.0, -1.5], finish_reason="length" if rollout.sample_index else "stop"
+            )
+            for rollout in super().generate(prompts, sampling)
+        ]
+
+
+def plain(value: Any) -> Any:
+    """Nested plain values, to be compared; what a clock measured is left out."""
+    if torch.is_tensor(value):
+        return value.detach().double().flatten().tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(entry) for key, entry in value.items() if "time" not in str(key)}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return str(value)
+
+
+@pytest.fixture
+def outcome(trainer_with, parts) -> Callable[..., Any]:
+    """``outcome(**options)``: all that a step shows; each time from the same weights and optimizer states."""
+    models = [parts["actor"], parts["critic"]]
+    weights = [copy.deepcopy(model.state_dict()) for model, _, _ in models]
+    states = [copy.deepcopy(part.state_dict()) for _, *rest in models for part in rest]
+
+    def restore() -> None:
+        for (model, *_), kept in zip(models, weights):
+            model.load_state_dict(kept)
+        for part, kept in zip([part for _, *rest in models for part in rest], states):
+            part.load_state_dict(copy.deepcopy(kept))
+
+    def run(**options: Any) -> Any:
+        restore()
+        torch.manual_seed(0)
+        trainer = trainer_with(rollout_engine=(engine := Engine()), **options)
+        sample(trainer)
+        items = [plain(vars(item)) for item in trainer.replay_buffer.items]
+        status = trainer.train(1)
+        trainer.control_kl(status)
+        after = [plain(dict(model.named_parameters())) for model, *_ in models]
+        return plain(engine.calls), items, plain(status), trainer.kl_ctl.value, after
+
+    yield run
+    restore()
+
+
+def test_the_same_options_make_the_same(outcome):
+    """Else every difference below would say nothing."""
+    for base, _ in STEP:
+        assert outcome(**base) == outcome(**base)
+
+
+@pytest.mark.parametrize(("base", "name", "value"), cases(STEP))
+def test_a_step_makes_something_else(outcome, base, name, value):
+    check_differs(outcome, base, name, value)
+
+
+def test_an_option_that_nothing_reads_would_be_noticed(outcome, monkeypatch):
+    """The comparison above fails for it."""
+    dead = Option("dead", int, 3, "Nothing.", owner="training")
+    monkeypatch.setitem(TrainingConfig._declared, "dead", dead)
+    assert outcome(**GAE) == outcome(**GAE | {"dead": 4})
+
+
+# -- all options -----------------------------------------------------------------------------------------------------
+
+
+def test_no_option_is_left_out():
+    tables = [BUILT, RAN, REWARDED, STEP, VLLM, *SUPERVISED.values()]
+    changed = {name for table in tables for _, changes in table for name in changes}
+    options = {one.name for kind in KINDS.values() for one in kind.all_options()}
+    assert changed | ELSEWHERE.keys() == options
+    assert not changed & ELSEWHERE.keys()
+    assert changed >= REFUSED_HERE
+
+
+@pytest.mark.parametrize(("name", "file"), ELSEWHERE.items())
+def test_another_test_sets_it(name, file):
+    assert re.search(rf"\b{name}\b", (ROOT / file).read_text())
