@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,45 @@ def test_the_state_is_only_taken_when_a_checkpoint_is_due(tmp_path):
     assert [state["counted"] for _, _, state in mine.checkpointer.saved] == [1, 2]
     with pytest.raises(ValueError, match="'counted'"):
         mine.register_state("counted", counted)
+
+
+class Numbers:
+    """Numbers of one rank, which other ranks can take over."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = list(numbers)
+
+    def state_dict(self) -> list[int]:
+        return self.numbers
+
+    def load_state_dict(self, state: list[int]) -> None:
+        self.numbers = list(state)
+
+    def share_out(self, states: list[list[int]], world_size: int) -> list[list[int]]:
+        everything = [number for numbers in states for number in numbers]
+        return [everything[rank::world_size] for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["registered before the resume", "and after it"])
+def test_a_state_of_each_rank_comes_back_to_it(tmp_path, early):
+    def saved(strategy: FakeStrategy) -> dict[str, Any]:
+        mine = idle_loop(tmp_path / f"rank{strategy.rank}", strategy)
+        mine.register_state("numbers", Numbers(strategy.rank, strategy.rank + 10), per_rank=True)
+        return mine.whole_state()
+
+    def resumed(state: dict[str, Any], strategy: FakeStrategy) -> list[int]:
+        mine, part = idle_loop(tmp_path / f"rank{strategy.rank}", strategy), Numbers()
+        if early:
+            mine.register_state("numbers", part, per_rank=True)
+        mine.load_state(state)
+        if not early:
+            mine.register_state("numbers", part, per_rank=True)
+        return part.numbers
+
+    state = on_ranks(2, saved)[0]  # rank 0 writes it
+    assert state["numbers"] == [[0, 10], [1, 11]]
+    assert on_ranks(2, partial(resumed, state)) == [[0, 10], [1, 11]]
+    assert on_ranks(1, partial(resumed, state)) == [[0, 10, 1, 11]]
 
 
 def test_callbacks_vote_and_add_numbers(tmp_path):
