@@ -6,7 +6,6 @@ Every row is checked and tokenised once, before training.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -140,7 +139,7 @@ def lookup(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _first_value(row: Mapping[str, Any], keys: Iterable[str]) -> tuple[str | None, Any]:
+def first_value(row: Mapping[str, Any], keys: Iterable[str]) -> tuple[str | None, Any]:
     return next(((key, value) for key in keys if (value := lookup(row, key)) is not None), (None, None))
 
 
@@ -168,7 +167,7 @@ def other_columns(row: Mapping[str, Any], key: str | None) -> dict[str, Any]:
 
 def read_label(row: Mapping[str, Any], fields: RowFields) -> Any:
     """The ground truth of a row, any JSON value or None."""
-    key, value = _first_value(row, fields.label)
+    key, value = first_value(row, fields.label)
     if key is None and fields.label_required:
         raise BadRowError("missing", f"no label: {fields.label[0]!r} missing or null")
     return value
@@ -179,7 +178,7 @@ def read_example(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat,
     prompt, key, chosen = _prompt_and_chosen(row, fields)
     if key is None:
         return prompt, chosen
-    output, answer = _first_value(row, fields.completion)
+    output, answer = first_value(row, fields.completion)
     if output is None and fields.completion_required:
         raise BadRowError("missing", f"no completion: {fields.completion[0]!r} missing or null")
     if output is None and fields.preference and row.get("chosen") is not None:
@@ -190,48 +189,16 @@ def read_example(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat,
         return prompt[:-1], prompt[-1:]
     if output is None or (key in TEXT_KEYS and fields.documents and not fields.completion_required):
         return prompt, None
-    return _after(prompt, _text_or_chat(answer, repr(output)))
+    return after_prompt(prompt, text_or_chat(answer, repr(output)))
 
 
-def _after(prompt: str | Chat, answer: str | Chat) -> tuple[str | Chat, str | Chat]:
+def after_prompt(prompt: str | Chat, answer: str | Chat) -> tuple[str | Chat, str | Chat]:
     """Prompt and answer as two texts or two chats; TRL: a chat may repeat the prompt."""
     if isinstance(prompt, str) and isinstance(answer, str):
         return prompt, answer
     chat, answer = as_chat(prompt, "user"), as_chat(answer, "assistant")
     repeated = len(answer) > len(chat) and answer[: len(chat)] == chat
     return chat, answer[len(chat) :] if repeated else answer
-
-
-def read_pair(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | Chat, str | Chat]:
-    """Prompt, chosen and rejected answer of a row. Of two answers that are whole chats the prompt is the beginning."""
-    given = {key: lookup(row, key) for key in fields.pair}
-    if missing := [key for key, value in given.items() if value is None]:
-        raise BadRowError("missing", f"{missing[0]!r} is missing or null")
-    chosen, rejected = (_text_or_chat(lookup(row, key), repr(key)) for key in fields.pair)
-    if chosen == rejected:
-        raise BadRowError("equal", f"{' and '.join(map(repr, fields.pair))} are the same: there is nothing to prefer")
-    key, value = _first_value(row, fields.prompt)
-    whole = all(isinstance(answer, list) and answer[0]["role"] != "assistant" for answer in (chosen, rejected))
-    if key is None or whole:
-        return _split_pair(chosen, rejected)
-    prompt = _text_or_chat(value, repr(key))
-    if isinstance(prompt, str) and all(isinstance(x, str) and x.startswith(prompt) for x in (chosen, rejected)):
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    _, chosen = _after(prompt, chosen)
-    prompt, rejected = _after(prompt, rejected)
-    if type(chosen) is not type(rejected):
-        raise BadRowError("wrong_type", "one of 'chosen' and 'rejected' is text, the other a chat")
-    return prompt, chosen, rejected
-
-
-def read_margin(row: Mapping[str, Any], fields: RowFields) -> float | None:
-    """The margin of a pair, a number at least 0; ``None`` where no --margin_key is given."""
-    if not fields.label_required:
-        return None
-    value = read_label(row, fields)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise BadRowError("margin", f"--margin_key {fields.label[0]!r} is {_shown(value)}; a number ≥ 0 is needed")
-    return float(value)
 
 
 def as_chat(prompt: str | Chat, role: str) -> Chat:
@@ -241,19 +208,19 @@ def as_chat(prompt: str | Chat, role: str) -> Chat:
 
 def _prompt_and_chosen(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None, str | Chat | None]:
     """(prompt, its key, None), or from a preference pair (common beginning, None, rest of the chosen answer)."""
-    key, value = _first_value(row, fields.prompt)
+    key, value = first_value(row, fields.prompt)
     if key is not None:
-        return _text_or_chat(value, repr(key)), key, None
+        return text_or_chat(value, repr(key)), key, None
     if not fields.preference or any(row.get(k) is None for k in PREFERENCE_KEYS):
         raise BadRowError("missing", f"no prompt: {' and '.join(map(repr, fields.prompt))} missing or null")
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list):
         chosen, rejected = _chat(chosen, "'chosen'"), _chat(rejected, "'rejected'")
-    prompt, chosen, _ = _split_pair(chosen, rejected)
+    prompt, chosen, _ = split_pair(chosen, rejected)
     return prompt, None, chosen
 
 
-def _split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str | Chat]:
+def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str | Chat]:
     """Common beginning, and the rest of both: messages, or texts in the form of hh-rlhf."""
     if isinstance(chosen, list) and isinstance(rejected, list):
         cut = _shared(chosen, rejected)
@@ -276,14 +243,14 @@ def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _text_or_chat(value: Any, where: str) -> str | Chat:
+def text_or_chat(value: Any, where: str) -> str | Chat:
     if isinstance(value, str):
         if not value.strip():
             raise BadRowError("empty", f"{where} is empty")
         return value
     if isinstance(value, list | tuple):
         return _chat(value, where)
-    raise BadRowError("wrong_type", f"{where} is {_shown(value)}; text or a list of chat messages is needed")
+    raise BadRowError("wrong_type", f"{where} is {shown_value(value)}; text or a list of chat messages is needed")
 
 
 def _chat(value: Sequence[Any], where: str) -> Chat:
@@ -294,10 +261,10 @@ def _chat(value: Sequence[Any], where: str) -> Chat:
     for i, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             needed = "a message has a role (text) and a content"
-            raise BadRowError("wrong_type", f"{where}[{i}] is {_shown(message)}; {needed}")
+            raise BadRowError("wrong_type", f"{where}[{i}] is {shown_value(message)}; {needed}")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise BadRowError("wrong_type", f"{where}[{i}].content is {_shown(content)}; only text is read")
+            raise BadRowError("wrong_type", f"{where}[{i}].content is {shown_value(content)}; only text is read")
         chat.append({k: v for k, v in message.items() if v is not None or k == "content"})
     last = chat[-1].get("content")
     if last is not None and not last.strip():
@@ -305,7 +272,7 @@ def _chat(value: Sequence[Any], where: str) -> Chat:
     return chat
 
 
-def _shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 

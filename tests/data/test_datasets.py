@@ -6,13 +6,11 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from lightppo.data.datasets import (
     IGNORE_INDEX,
-    PairDataset,
     PromptDataset,
     RolloutBatchSampler,
     SFTDataset,
@@ -340,45 +338,3 @@ def test_the_seeds_style(tokenizer) -> None:
     rows = Dataset.from_list([{"text": "abc"}])
     dataset = SFTDataset(rows, tokenizer, 20, SimpleNamespace(args=args), pretrain_mode=True)
     assert shown(tokenizer, dataset[0])[0] == "abc~"  # the prompts' key and template are not for documents
-
-
-# -- pairs -----------------------------------------------------------------------------------------------------------
-
-
-def test_pairs_are_chosen_rows_then_rejected_ones_between_paddings(tokenizer) -> None:
-    rows = [{"prompt": "1+", "chosen": "23", "rejected": "4"}, {"prompt": "5", "chosen": "6", "rejected": "789"}]
-    dataset = PairDataset(Dataset.from_list(rows), tokenizer, 8)
-    batch = dataset.collate_fn([dataset[0], dataset[1]])
-    eos, pad = tokenizer.eos_token, tokenizer.pad_token
-    shown = [tokenizer.convert_ids_to_tokens(ids) for ids in batch["sequences"]]
-    prompts = [["1", "+"], [pad, "5"]]
-    answers = [["2", "3", eos, pad], ["6", eos, pad, pad], ["4", eos, pad, pad], ["7", "8", "9", eos]]
-    assert shown == [prompt + answer for prompt, answer in zip(prompts * 2, answers)]
-    real = torch.tensor([[token != pad for token in row] for row in shown])
-    assert torch.equal(batch["attention_mask"].bool(), real)
-    assert torch.equal(batch["action_mask"], real[:, 2:])
-    assert "margin" not in batch
-
-
-def test_pairs_have_margins_and_limits(tokenizer) -> None:
-    rows = [
-        {"prompt": "1+", "chosen": "234", "rejected": "5", "lead": 0.5},
-        {"prompt": "1", "chosen": "2", "rejected": "3", "lead": 2},
-    ]
-    data = Dataset.from_list([{**row, "lead": float(row["lead"])} for row in rows])
-    dataset = PairDataset(data, tokenizer, 6, "lead")
-    assert dataset.collate_fn([dataset[1], dataset[0]])["margin"].tolist() == [2.0, 0.5]
-    with pytest.raises(DataError, match=r"row 1: 6 tokens .2 of the prompt., the limit is 5"):
-        PairDataset(data, tokenizer, 5)
-    assert [len(PairDataset(data, tokenizer, 5, truncation=kind)) for kind in ("right", "drop")] == [2, 1]
-    cut = PairDataset(data, tokenizer, 5, truncation="right")
-    assert (tokenizer.decode(cut[0]["chosen"]), cut.report.truncated) == ("234", 1)
-
-
-def test_pairs_that_a_cut_makes_equal_are_bad_rows(tokenizer) -> None:
-    rows = Dataset.from_list(
-        [{"prompt": "1", "chosen": "234", "rejected": "235"}, {"prompt": "1", "chosen": "2", "rejected": "3"}]
-    )
-    with pytest.raises(DataError, match="row 1: both answers have the same tokens"):
-        PairDataset(rows, tokenizer, 3, truncation="right")
-    assert PairDataset(rows, tokenizer, 3, truncation="right", on_bad_row="skip").report.dropped == {"equal": 1}

@@ -11,8 +11,6 @@ from lightppo.data.rows import (
     lookup,
     read_example,
     read_label,
-    read_margin,
-    read_pair,
     read_prompt,
     resolve_fields,
 )
@@ -217,63 +215,3 @@ def test_begin_of_text_once_and_no_end_of_text(make_tokenizer) -> None:
     # plain text gets one; a chat only what its template writes; a text that has one gets no second
     assert [text(ids) for ids in template.encode_rendered(rendered)] == ["^ab", "<u>hi~\n<a>", "^ab"]
     assert text(template.encode(["ab~"], special_tokens=True)[0]) == "^ab~"  # the text's own end stays
-
-
-# -- pairs -----------------------------------------------------------------------------------------------------------
-
-WRONG = {**ANSWER, "content": "5"}
-SYSTEM = {"role": "system", "content": "count"}
-HH = "\n\nHuman: 2+2?\n\nAssistant:"
-PAIRS = [
-    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "q", "a", "b"),
-    ({"question": "q", "chosen": "a", "rejected": "b"}, "q", "a", "b"),
-    ({"prompt": [USER], "chosen": "4", "rejected": "5"}, [USER], [ANSWER], [WRONG]),
-    ({"prompt": "2+2?", "chosen": [ANSWER], "rejected": [WRONG]}, [USER], [ANSWER], [WRONG]),
-    # UltraFeedback repeats the prompt, and may put a system message before it
-    ({"prompt": "2+2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]}, [USER], [ANSWER], [WRONG]),
-    ({"prompt": "2+2?", "chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]},
-     [SYSTEM, USER], [ANSWER], [WRONG]),
-    ({"chosen": [USER, ANSWER], "rejected": [USER, WRONG]}, [USER], [ANSWER], [WRONG]),
-    ({"chosen": f"{HH} It is 4", "rejected": f"{HH} It is 5"}, HH, " It is 4", " It is 5"),
-    ({"prompt": HH, "chosen": f"{HH} 4", "rejected": f"{HH} 5"}, HH, " 4", " 5"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("row", "prompt", "chosen", "rejected"), PAIRS)
-def test_pairs(row, prompt, chosen, rejected):
-    assert read_pair(row, resolve_fields(list(row), pairs=True)) == (prompt, chosen, rejected)
-
-
-@pytest.mark.parametrize(
-    ("row", "reason", "message"),
-    [
-        ({"prompt": "q", "chosen": "a", "rejected": None}, "missing", "'rejected' is missing or null"),
-        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "equal", "'chosen' and 'rejected' are the same"),
-        ({"prompt": "q", "chosen": "a", "rejected": " "}, "empty", "'rejected' is empty"),
-        ({"prompt": "q", "chosen": "a", "rejected": [ANSWER]}, "wrong_type", "one of 'chosen' and 'rejected' is text"),
-        ({"chosen": "a", "rejected": "b"}, "missing", "share no prompt"),
-    ],
-)
-def test_bad_pairs(row, reason, message):
-    with pytest.raises(BadRowError, match=message) as caught:
-        read_pair(row, resolve_fields(list(row), pairs=True))
-    assert caught.value.reason == reason
-
-
-def test_pairs_need_their_columns():
-    with pytest.raises(
-        DataError, match=r"--chosen_key 'chosen' is not a column of the data; its columns: prompt, answer"
-    ):
-        resolve_fields(["prompt", "answer"], pairs=True)
-    with pytest.raises(DataError, match="--margin_key 'lead' is not a column"):
-        resolve_fields(["prompt", "chosen", "rejected"], pairs=True, label_key="lead")
-
-
-def test_margins():
-    row = {"prompt": "q", "chosen": "a", "rejected": "b", "answer": "c", "lead": 2}
-    assert read_margin(row, resolve_fields(list(row), pairs=True)) is None
-    fields = resolve_fields(list(row), pairs=True, label_key="lead")
-    assert read_margin(row, fields) == 2.0
-    for bad in (-1, "2", True, float("nan")):
-        with pytest.raises(BadRowError, match=r"--margin_key .lead. is .*; a number ≥ 0 is needed"):
-            read_margin(row | {"lead": bad}, fields)

@@ -28,8 +28,6 @@ from lightppo.data.rows import (
     prepare_rows,
     read_example,
     read_label,
-    read_margin,
-    read_pair,
     read_prompt,
     resolve_fields,
 )
@@ -38,6 +36,7 @@ from lightppo.models.folders import check_model, check_positions, check_tokenize
 from lightppo.plugins.ops.durable import check_writable
 from lightppo.plugins.records.places import check_places
 from lightppo.plugins.records.trackers import check_trackers
+from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.rewards.registry import check_label, check_reward_files
 from lightppo.rewards.source import NO_LABELS

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lightppo.algorithms.losses import IGNORE_INDEX, GPTLMLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
-from lightppo.data.datasets import PairDataset, ReferencedPairs, SFTDataset
+from lightppo.data.datasets import SFTDataset
 from lightppo.files import stage_to_local
 from lightppo.models.actor import Actor
 from lightppo.models.critic import NewRewardModel
 from lightppo.models.loading import value_head
 from lightppo.models.packing import on_cpu, to_device
+from lightppo.plugins.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 from lightppo.plugins.supervised.preferences import answer_log_probs, bradley_terry_loss, pair_mean
 from lightppo.plugins.supervised.sections import DPOConfig, RMConfig, SFTConfig, SupervisedConfig

@@ -13,6 +13,7 @@ from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data import datasets
 from lightppo.data.rows import Chat, Encoded, Outcome, Rendered, lookup, setting
 from lightppo.errors import BadRowError, DataError
+from lightppo.plugins.supervised.pairs import ReferencedPairs
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -144,7 +145,7 @@ class SFTDataset(_ScriptRows, datasets.SFTDataset):
         return ids + [self.tokenizer.eos_token_id] * ends, learnt + [True] * ends
 
 
-class RewardDataset(_ScriptRows, datasets.ReferencedPairs):
+class RewardDataset(_ScriptRows, ReferencedPairs):
     """Pairs of a chosen and a rejected answer, with OpenRLHF's arguments: for reward models, and for DPO.
 
     Of a script's ``args`` count ``prompt_key``, ``chosen_key``, ``rejected_key``, ``apply_chat_template``,

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import DataLoader
 
-from lightppo.data.datasets import PairDataset, ReferencedPairs
 from lightppo.data.datasets import SFTDataset as ExampleDataset
 from lightppo.errors import ConfigError
 from lightppo.plugins.supervised.objectives import DPO, SFT, Objective, RewardModelling
+from lightppo.plugins.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.plugins.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
 from lightppo.strategy.deepspeed import DeepspeedStrategy

@@ -88,8 +88,8 @@ def test_colours_in_a_terminal(look, tmp_path, monkeypatch):
 def test_both_sides_of_a_pair(tiny_tokenizer):
     from datasets import Dataset
 
-    from lightppo.data.datasets import PairDataset
     from lightppo.plugins.checks.rehearsal import described
+    from lightppo.plugins.supervised.pairs import PairDataset
 
     rows = Dataset.from_list([{"input": "1+1=", "chosen": "2", "rejected": "33", "margin": 1.5}])
     pairs = PairDataset(rows, tiny_tokenizer, 16, margin_key="margin")

@@ -1,0 +1,115 @@
+"""Pairs of a chosen and a rejected answer: how rows say them, and the batches of their ids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+
+from lightppo.data.rows import resolve_fields
+from lightppo.errors import BadRowError, DataError
+from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
+from lightppo.plugins.supervised.pairs import PairDataset
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+USER = {"role": "user", "content": "2+2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+WRONG = {**ANSWER, "content": "5"}
+SYSTEM = {"role": "system", "content": "count"}
+HH = "\n\nHuman: 2+2?\n\nAssistant:"
+PAIRS = [
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "q", "a", "b"),
+    ({"question": "q", "chosen": "a", "rejected": "b"}, "q", "a", "b"),
+    ({"prompt": [USER], "chosen": "4", "rejected": "5"}, [USER], [ANSWER], [WRONG]),
+    ({"prompt": "2+2?", "chosen": [ANSWER], "rejected": [WRONG]}, [USER], [ANSWER], [WRONG]),
+    # UltraFeedback repeats the prompt, and may put a system message before it
+    ({"prompt": "2+2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]}, [USER], [ANSWER], [WRONG]),
+    ({"prompt": "2+2?", "chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]},
+     [SYSTEM, USER], [ANSWER], [WRONG]),
+    ({"chosen": [USER, ANSWER], "rejected": [USER, WRONG]}, [USER], [ANSWER], [WRONG]),
+    ({"chosen": f"{HH} It is 4", "rejected": f"{HH} It is 5"}, HH, " It is 4", " It is 5"),
+    ({"prompt": HH, "chosen": f"{HH} 4", "rejected": f"{HH} 5"}, HH, " 4", " 5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "prompt", "chosen", "rejected"), PAIRS)
+def test_pairs(row, prompt, chosen, rejected):
+    assert read_pair(row, resolve_fields(list(row), pairs=True)) == (prompt, chosen, rejected)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "message"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": None}, "missing", "'rejected' is missing or null"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "equal", "'chosen' and 'rejected' are the same"),
+        ({"prompt": "q", "chosen": "a", "rejected": " "}, "empty", "'rejected' is empty"),
+        ({"prompt": "q", "chosen": "a", "rejected": [ANSWER]}, "wrong_type", "one of 'chosen' and 'rejected' is text"),
+        ({"chosen": "a", "rejected": "b"}, "missing", "share no prompt"),
+    ],
+)
+def test_bad_pairs(row, reason, message):
+    with pytest.raises(BadRowError, match=message) as caught:
+        read_pair(row, resolve_fields(list(row), pairs=True))
+    assert caught.value.reason == reason
+
+
+def test_pairs_need_their_columns():
+    with pytest.raises(
+        DataError, match=r"--chosen_key 'chosen' is not a column of the data; its columns: prompt, answer"
+    ):
+        resolve_fields(["prompt", "answer"], pairs=True)
+    with pytest.raises(DataError, match="--margin_key 'lead' is not a column"):
+        resolve_fields(["prompt", "chosen", "rejected"], pairs=True, label_key="lead")
+
+
+def test_margins():
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "answer": "c", "lead": 2}
+    assert read_margin(row, resolve_fields(list(row), pairs=True)) is None
+    fields = resolve_fields(list(row), pairs=True, label_key="lead")
+    assert read_margin(row, fields) == 2.0
+    for bad in (-1, "2", True, float("nan")):
+        with pytest.raises(BadRowError, match=r"--margin_key .lead. is .*; a number ≥ 0 is needed"):
+            read_margin(row | {"lead": bad}, fields)
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_are_chosen_rows_then_rejected_ones_between_paddings(tiny_tokenizer) -> None:
+    rows = [{"prompt": "1+", "chosen": "23", "rejected": "4"}, {"prompt": "5", "chosen": "6", "rejected": "789"}]
+    dataset = PairDataset(Dataset.from_list(rows), tiny_tokenizer, 8)
+    batch = dataset.collate_fn([dataset[0], dataset[1]])
+    eos, pad = tiny_tokenizer.eos_token, tiny_tokenizer.pad_token
+    shown = [tiny_tokenizer.convert_ids_to_tokens(ids) for ids in batch["sequences"]]
+    prompts = [["1", "+"], [pad, "5"]]
+    answers = [["2", "3", eos, pad], ["6", eos, pad, pad], ["4", eos, pad, pad], ["7", "8", "9", eos]]
+    assert shown == [prompt + answer for prompt, answer in zip(prompts * 2, answers)]
+    real = torch.tensor([[token != pad for token in row] for row in shown])
+    assert torch.equal(batch["attention_mask"].bool(), real)
+    assert torch.equal(batch["action_mask"], real[:, 2:])
+    assert "margin" not in batch
+
+
+def test_pairs_have_margins_and_limits(tiny_tokenizer) -> None:
+    rows = [
+        {"prompt": "1+", "chosen": "234", "rejected": "5", "lead": 0.5},
+        {"prompt": "1", "chosen": "2", "rejected": "3", "lead": 2},
+    ]
+    data = Dataset.from_list([{**row, "lead": float(row["lead"])} for row in rows])
+    dataset = PairDataset(data, tiny_tokenizer, 6, "lead")
+    assert dataset.collate_fn([dataset[1], dataset[0]])["margin"].tolist() == [2.0, 0.5]
+    with pytest.raises(DataError, match=r"row 1: 6 tokens .2 of the prompt., the limit is 5"):
+        PairDataset(data, tiny_tokenizer, 5)
+    assert [len(PairDataset(data, tiny_tokenizer, 5, truncation=kind)) for kind in ("right", "drop")] == [2, 1]
+    cut = PairDataset(data, tiny_tokenizer, 5, truncation="right")
+    assert (tiny_tokenizer.decode(cut[0]["chosen"]), cut.report.truncated) == ("234", 1)
+
+
+def test_pairs_that_a_cut_makes_equal_are_bad_rows(tiny_tokenizer) -> None:
+    rows = Dataset.from_list(
+        [{"prompt": "1", "chosen": "234", "rejected": "235"}, {"prompt": "1", "chosen": "2", "rejected": "3"}]
+    )
+    with pytest.raises(DataError, match="row 1: both answers have the same tokens"):
+        PairDataset(rows, tiny_tokenizer, 3, truncation="right")
+    assert PairDataset(rows, tiny_tokenizer, 3, truncation="right", on_bad_row="skip").report.dropped == {"equal": 1}
