@@ -160,3 +160,15 @@ def test_the_site_builds_and_every_link_in_it_leads_somewhere(tmp_path):
     assert pages == {path.stem for path in (REPO / "docs").glob("*.md")}
     loaded = {m for path in tmp_path.glob("*.html") for m in re.findall(r'src="(https?:[^"]+)"', path.read_text())}
     assert not loaded  # nothing from elsewhere
+
+
+_GENERATED = re.compile(r"<!-- [^>]*? -->.*?<!-- end[^>]*-->", re.DOTALL)
+_CODE = re.compile(r"```.*?```", re.DOTALL)
+
+
+def test_the_docs_stay_short():
+    """Short docs are read. Prose and tables count, not code and what scripts write."""
+    pages = [page for page in DOCS.glob("*.md") if not page.read_text().split("\n")[2].startswith("<!-- Generated")]
+    words = {page.name: len(_CODE.sub("", _GENERATED.sub("", page.read_text())).split()) for page in pages}
+    assert {"flags.md", "metrics.md"}.isdisjoint(words)
+    assert sum(words.values()) <= 30_000, sorted(words.items(), key=lambda item: -item[1])[:5]
