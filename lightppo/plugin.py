@@ -186,16 +186,21 @@ REWARD_WRAPPERS: Table = Table("what is around a run's rewards")
 itself, or another one around it. They are called in the order of the table."""
 
 REWARD_MANAGERS: Table[RewardManager] = Table(
-    "--reward_manager",
-    {
-        "auto": RewardManager("lightppo.rewards.runners:runner_of"),
-        "naive": RewardManager("lightppo.rewards.runners:runner_of", calls="sample"),
-        "batch": RewardManager("lightppo.rewards.runners:runner_of", calls="batch"),
-        "dapo": RewardManager("lightppo.rewards.runners:runner_of"),  # auto, where --overlong_buffer_len is set
-    },
-    kind=RewardManager,
+    "--reward_manager", {"auto": RewardManager("lightppo.rewards.calls:one_by_one")}, kind=RewardManager
 )
-"""How a reward function is called."""
+"""How a reward function is called. A plugin may put another entry in the place of ``auto``."""
+
+REWARD_SUMS: Table = Table("sum of rewards")
+"""What makes one source of several, the first one: an entry's function gets ``routes``, a dict of route → pairs of
+source and weight, where ``"*"`` is the route of all other samples, and ``by``, the column that tells the route."""
+
+SCORERS: Table = Table("scorer")
+"""What scores samples while others are generated: an entry's function gets the config, the engine and the source, and
+returns a :class:`lightppo.rewards.source.Scorer`, or None; the first one scores."""
+
+SCORED: Table = Table("look at scored rollouts")
+"""What looks at each scored batch of training before samples are selected: an entry's function gets the config, the
+strategy and the source, and returns a function of this rank's rollouts, called on all ranks together, or None."""
 
 FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:PlainFiles")})
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;

@@ -334,13 +334,6 @@ class VerifierConfig(Section):
         needs="function",
         names=REWARD_MANAGERS,
     )
-    reward_workers: int | None = judged(None, "Threads or processes. None: 16 threads, or one process per core.", ge=1)
-    reward_timeout: float | None = judged(
-        None,
-        "Limit of a call, or of a comparison's CPU time. None: 5 for comparisons, no limit for calls.",
-        "seconds",
-        gt=0,
-    )
     reward_retries: int = judged(0, "Retries of a failed call.", ge=0)
     on_reward_failure: Literal["error", "unscored"] | None = safe(
         None,
@@ -348,17 +341,6 @@ class VerifierConfig(Section):
         "verifiers.",
         needs="function or server or math or code",
     )
-    check_verifier_status: bool = safe(
-        False,
-        "Stop if all scores of a rollout are minimal: the verifier may be broken.",
-        needs="reward_minimum or one_source",
-    )
-    reward_minimum: float | None = option(
-        None,
-        "Lowest score of the source. None: declared by the source.",
-        needs="check_verifier_status or check_xml_format",
-    )
-    async_rewards: bool = safe(False, "Score finished samples while others are still being generated.")
 
 
 whitens_batch = partial(option, needs="whitening and adv_norm_scope=batch")

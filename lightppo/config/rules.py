@@ -233,9 +233,9 @@ def evaluation_config(config: Options) -> Options | None:
     if not e.eval_reward_source and e.eval_reward_fn is None:
         return None
     sources, function = e.eval_reward_source or ("function",), _or(e.eval_reward_fn, config.reward.reward_fn)
-    return config.with_options(
-        reward_source=sources, reward_fn=function, reward_routes=None, check_xml_format=False, reward_minimum=None
-    )
+    of_training = {"reward_routes": None, "check_xml_format": False, "reward_minimum": None}
+    there = {name: value for name, value in of_training.items() if name in config.flat()}
+    return config.with_options(reward_source=sources, reward_fn=function, **there)
 
 
 def reward_sources(config: Options) -> set[str]:
@@ -475,8 +475,6 @@ _EXCLUSIVE = (
         "are of token scores, and of the one score of a response",
     ),
     ("lr_warmup_ratio", "lr_warmup_steps", "both say how long the warm-up is"),
-    ("async_rewards", "skip_rollout", "cannot go together: replayed samples are not generated"),
-    ("async_rewards", "reward_pretrain", "cannot go together: a reward model does not run beside generation"),
     ("gradient_checkpointing_use_reentrant", "aux_loss_coef torch_compile", "do not work together"),
 )
 
@@ -757,10 +755,6 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
         yield "--eval_reward_fn is set, but --eval_reward_source does not name 'function': add it, or leave one out"
     if models > 1 and not o.reward_fn:
         yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
-    if o.config.verifier.reward_manager == "dapo" and o.overlong_buffer_len is None:
-        yield "--reward_manager dapo punishes long responses: set --overlong_buffer_len"
-    if o.reward_manager == "prime" and o.reward_timeout is None:
-        yield "--reward_manager prime kills a call at its limit: set --reward_timeout"
     if models and (tokenizers := len(o.reward_input_tokenizer)) not in (0, 1, models):
         yield f"--reward_input_tokenizer has {tokenizers} for {models} --reward_pretrain: give one for all, or one each"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, seed_of_step, to_plain
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
-from lightppo.rewards.source import AsyncScorer, RewardSource, describe_sample, score_rollouts
+from lightppo.rewards.source import RewardSource, Scorer, describe_sample, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,9 @@ class RolloutSampler:
     dense: bool = False  # the source must give token scores; without it, it must not
     group_size: int | None = None  # best of n: keep so many of the n samples of a prompt; None: all
     tie: Literal["shorter", "longer"] = "shorter"  # see best_of_n
-    # scores finished samples while the engine, which must take on_finished, generates the rest (--async_rewards)
-    scorer: AsyncScorer | None = None
-    check: Callable[[Sequence[Rollout]], None] = lambda rollouts: None  # sees each scored batch, may raise
+    # scores finished samples while the engine, which must take on_finished, generates the rest
+    scorer: Scorer | None = None
+    checks: Sequence[Callable[[Sequence[Rollout]], None]] = ()  # each sees every scored batch, and may raise
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()  # times "greedy"
 
     @property
@@ -111,8 +111,7 @@ class RolloutSampler:
     def score_by(self, source: RewardSource) -> None:
         """Have the next samples scored by another source."""
         if self.scorer is not None:
-            before, self.scorer = self.scorer, replace(self.scorer, source=source)
-            before.close()
+            self.scorer = self.scorer.with_source(source)
         self.reward_source = source
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
@@ -143,7 +142,8 @@ class RolloutSampler:
             not_finite = str(error)
             for rollout in everything:
                 rollout.reward = math.nan
-        self.check(rollouts)
+        for check in self.checks:
+            check(rollouts)
         if not_finite is not None:
             return SampledBatch(rollouts, {}, {}, not_finite)
         # Totals, not means over the samples that stay, which lack the samples that failed for good.

@@ -4,9 +4,6 @@ from importlib import import_module
 from typing import Any
 
 PUBLIC = {
-    "AsyncScorer": "lightppo.rewards.source",
-    "CombinedReward": "lightppo.rewards.source",
-    "RoutedReward": "lightppo.rewards.source",
     "RewardError": "lightppo.errors",
     "RewardOutput": "lightppo.rewards.source",
     "RewardSource": "lightppo.rewards.source",

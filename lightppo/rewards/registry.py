@@ -18,10 +18,10 @@ from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.files import files_in_use
 from lightppo.option import is_object
-from lightppo.plugin import REWARD_WRAPPERS, REWARDS
+from lightppo.plugin import REWARD_SUMS, REWARD_WRAPPERS, REWARDS
 from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.function import BoundFunction, FunctionReward
-from lightppo.rewards.source import CombinedReward, NoReward, RewardSource, RoutedReward
+from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.table import load
 from lightppo.user_code import declared_function, load_python_function, load_python_object, split_python_spec
 
@@ -97,13 +97,12 @@ def _made(name: str, request: RewardRequest) -> RewardSource:
 def _combined(made: Mapping[str, RewardSource], request: RewardRequest) -> RewardSource:
     """One source of those that the plan names."""
     plan = request.plan
-    if list(plan) != [ANY_ROUTE]:
-        routes = {route: [(made[name], weight) for name, weight in weights.items()] for route, weights in plan.items()}
-        return RoutedReward(routes, by=request.config.verifier.reward_routes_by)
-    weights = plan[ANY_ROUTE]
-    if list(weights.values()) == [1.0]:
+    if list(plan) == [ANY_ROUTE] and list(plan[ANY_ROUTE].values()) == [1.0]:
         return made[request.names[0]]
-    return CombinedReward({made[name]: weight for name, weight in weights.items()})
+    routes = {route: [(made[name], weight) for name, weight in weights.items()] for route, weights in plan.items()}
+    if (adds_up := next(iter(REWARD_SUMS.values()), None)) is None:
+        raise ValueError("--reward_source: no plugin adds several sources up: name one, without a weight")
+    return adds_up.fn(routes, by=request.config.verifier.reward_routes_by)
 
 
 def function_reward(request: RewardRequest) -> RewardSource:

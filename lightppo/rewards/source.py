@@ -6,24 +6,20 @@ Strings and lists only, no tensors. A source is any object with ``name`` and ``s
 from __future__ import annotations
 
 import math
-import queue
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import KW_ONLY, dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
-from lightppo.ranks import Ranks
 from lightppo.terminal import plain
 from lightppo.user_code import error_text
 
 OnFailure = Literal["error", "unscored"]
 T = TypeVar("T")
 
-DEFAULT_ROUTE = "*"
 NO_LABELS = "rows have no label: set --label_key"
 
 
@@ -58,7 +54,20 @@ class NoReward:
         return RewardOutput([0.0] * len(rollouts))
 
 
-Routes = Mapping[str, Sequence[tuple[RewardSource, float]]]  # route → sources and their weights
+class Scorer(Protocol):
+    """Scores finished samples while the engine still generates others; see ``lightppo.plugin.SCORERS``."""
+
+    def submit(self, rollouts: list[Rollout]) -> None:
+        """Has samples scored and returns at once."""
+
+    def collect(self) -> RewardOutput:
+        """Waits for all samples submitted since the last call, and writes their scores into them."""
+
+    def with_source(self, source: RewardSource) -> Scorer:
+        """Another one of the same kind, for another source."""
+
+    def close(self) -> None:
+        """Nothing more is submitted."""
 
 
 def close_source(source: RewardSource) -> None:
@@ -350,212 +359,3 @@ def settle(
             state.timeouts += outcome.timeouts
         pending = [i for i in pending if settled[i].error is not None]
     return settled
-
-
-def check_verifier_status(rollouts: Sequence[Rollout], *, minimum: float, source_name: str, ranks: Ranks) -> None:
-    """Raises if all scores of a batch, before shaping, are missing or at the source's minimum. Collective.
-
-    The verifier is then more likely broken than the model. Source: AReaL, ``check_verifier_status`` (of the mean).
-    """
-    scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    above = sum(not score <= minimum for score in scores)  # NaN says nothing of a minimum
-    counts = {"samples": len(rollouts), "scored": len(scores), "above": above}
-    total = ranks.all_reduce({name: float(count) for name, count in counts.items()}, "sum")
-    if total["samples"] == 0 or total["above"] > 0:
-        return
-    problem = f"every one of the {total['scored']:g} scores is at the minimum of {minimum:g}"
-    if total["scored"] == 0:
-        problem = f"none of the {total['samples']:g} samples has a score"
-    example = "this rank has no sample to show"
-    if rollouts:
-        i = next((i for i, rollout in enumerate(rollouts) if rollout.reward is not None), 0)
-        label, response = shown(rollouts[i].prompt.label), rollouts[i].response_text[-300:]
-        example = f"{describe_sample(rollouts, i)}: label {label!r}, score {rollouts[i].reward}, end {response!r}"
-    raise RewardError(
-        f"--check_verifier_status: {problem} ({source_name}). Does the prompt ask for the form that it looks for, and "
-        f"--label_key name the right column? For example: {example}"
-    )
-
-
-# --- several sources
-
-
-class RoutedReward:
-    """Weighted sums of sources, by a column of the data: Σ weight · score over the sources of the sample's route.
-
-    If one source of its route leaves a sample unscored, the sample is unscored. Token scores are added with the same
-    weights. Each source's own score is metric ``<name>`` and its metrics are ``<name>/<metric>``, ``None`` for samples
-    of other routes; ``failures`` and ``timeouts`` are also added up. Every ``score`` calls each source once, also
-    without samples, in the order of the routes: a reward model under ZeRO-3 acts on all ranks together.
-
-    Args:
-        routes: value of the column → (source, weight) pairs; ``"*"`` takes the samples without a route of their own.
-        by: ``"data_source"``, ``"label"`` or a column of the data: a string, or a number as Python writes it.
-    """
-
-    def __init__(self, routes: Routes, *, by: str = "data_source", name: str = "routed") -> None:
-        if not routes or not all(routes.values()):
-            raise ValueError(f"{name}: every route needs at least one source")
-        plan: dict[int, tuple[RewardSource, dict[str, float]]] = {}  # by identity: a source need not be hashable
-        for route, pairs in routes.items():
-            for source, weight in pairs:
-                weights = plan.setdefault(id(source), (source, {}))[1]
-                if finite(weight) is None:
-                    raise ValueError(f"{name}: the weight of {source.name} must be a finite number, got {weight!r}")
-                if route in weights:
-                    raise ValueError(f"{name}: {source.name} is twice on the route {route!r}")
-                weights[route] = float(weight)
-        self._plan = list(plan.values())
-        twice = [n for n, count in Counter(source.name for source, _ in self._plan).items() if count > 1]
-        if twice:
-            raise ValueError(f"{name}: several sources are named {', '.join(sorted(twice))}; give each its own name")
-        self.name = name
-        self.by = by
-        self._routes = list(routes)
-
-    @property
-    def needs_all_ranks(self) -> bool:
-        """Whether one of the sources acts on all ranks together."""
-        return any(getattr(source, "needs_all_ranks", False) for source, _ in self._plan)
-
-    def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores with every source, even if an earlier source left a sample unscored."""
-        n = len(rollouts)
-        routes = [self._route(rollouts, i) for i in range(n)]
-        totals: list[float | None] = [0.0] * n
-        token_totals: list[list[float] | None] = [None] * n
-        metrics: dict[str, list[float | None]] = {}
-        texts: dict[str, list[str | None]] = {}
-        non_finite: NonFiniteRewardError | None = None  # raised at the end: other ranks may wait in the next source
-        for source, weights in self._plan:
-            places = [i for i, route in enumerate(routes) if route in weights]
-            share = [rollouts[i] for i in places]
-            try:
-                output = check_output(source.score(share), share, source.name)
-            except NonFiniteRewardError as error:
-                non_finite = error
-                continue
-            own = {source.name: output.scores} | {f"{source.name}/{m}": v for m, v in output.metrics.items()}
-            for kept, columns in ((metrics, own), (texts, {f"{source.name}/{t}": v for t, v in output.texts.items()})):
-                for key, values in columns.items():
-                    of_place = dict(zip(places, values))
-                    kept[key] = [of_place.get(i) for i in range(n)]
-            for i, score, row in zip(places, output.scores, output.token_scores or [None] * len(places)):
-                weight, total = weights[routes[i]], totals[i]
-                totals[i] = None if total is None or score is None else total + weight * score
-                if row is not None:
-                    before = token_totals[i] or [0.0] * len(row)
-                    token_totals[i] = [a + weight * b for a, b in zip(before, row)]
-        if non_finite is not None:
-            raise non_finite
-        for count in ("failures", "timeouts"):
-            parts = [metrics[key] for source, _ in self._plan if (key := f"{source.name}/{count}") in metrics]
-            if parts:
-                metrics[count] = [sum(value for value in row if value is not None) for row in zip(*parts)]
-        dense = any(row is not None for row in token_totals)
-        return RewardOutput(totals, metrics, token_totals if dense else None, texts)
-
-    def close(self) -> None:
-        """Ends what the sources have started."""
-        for source, _ in self._plan:
-            close_source(source)
-
-    def _route(self, rollouts: Sequence[Rollout], i: int) -> str:
-        prompt = rollouts[i].prompt
-        value = getattr(prompt, self.by) if self.by in ("data_source", "label") else prompt.extra.get(self.by)
-        key = value if isinstance(value, str) else repr(value)
-        if key in self._routes:
-            return key
-        if DEFAULT_ROUTE in self._routes:
-            return DEFAULT_ROUTE
-        raise RewardError(
-            f"{self.name}: no reward source for the {self.by.replace('_', ' ')} {shown(key)!r} of "
-            f"{describe_sample(rollouts, i)}; there are {', '.join(map(repr, self._routes))}. Add it, or "
-            f"{DEFAULT_ROUTE!r} for all others"
-        )
-
-
-class CombinedReward(RoutedReward):
-    """Weighted sum of sources (source → weight), the same for all samples; see :class:`RoutedReward`."""
-
-    def __init__(self, sources: Mapping[RewardSource, float], name: str = "combined") -> None:
-        super().__init__({DEFAULT_ROUTE: list(sources.items())}, name=name)
-        self.sources = dict(sources)
-
-
-# --- in the background
-
-
-@dataclass(eq=False)
-class AsyncScorer:
-    """Scores finished samples in threads, part by part, while the engine still generates the others.
-
-    The source is called once per part, so it must judge each sample by itself, and with more than one worker it must be
-    thread-safe. It must not act on all ranks together, as reward models do: the ranks' threads would meet in any order,
-    and would mix with the collectives of generation.
-    """
-
-    source: RewardSource
-    max_workers: int = 1
-    _: KW_ONLY
-    timeout: float | None = None  # seconds that collect waits
-
-    def __post_init__(self) -> None:
-        if getattr(self.source, "needs_all_ranks", False):
-            raise ValueError(
-                f"--async_rewards: {self.source.name} is or has a reward model, which all ranks must call together: "
-                "leave --async_rewards out"
-            )
-        if self.max_workers < 1 or (self.timeout is not None and not self.timeout > 0):
-            raise ValueError(f"max_workers must be ≥ 1 and timeout > 0, got {self.max_workers} and {self.timeout}")
-        self._parts: list[tuple[list[Rollout], Future[RewardOutput]]] = []
-        self._waiting: queue.SimpleQueue[tuple[list[Rollout], Future[RewardOutput]] | None] = queue.SimpleQueue()
-        self._threads: list[Future[None]] = []
-        self._ended = False
-
-    def submit(self, rollouts: list[Rollout]) -> None:
-        """Has samples scored and returns at once; :meth:`collect` raises their errors."""
-        if self._ended:
-            raise RuntimeError("this AsyncScorer has ended")
-        self._parts.append((list(rollouts), Future()))
-        self._waiting.put(self._parts[-1])
-        if len(self._threads) < self.max_workers:
-            self._threads.append(in_daemon_thread(self._work))
-
-    def collect(self) -> RewardOutput:
-        """Waits for all samples submitted since the last call; writes their scores into them and returns them in order.
-
-        If the source fails on a part, or the time limit has passed, it raises and no sample changes.
-        """
-        parts, self._parts = self._parts, []
-        late = wait([future for _, future in parts], self.timeout).not_done
-        everything = [rollout for rollouts, _ in parts for rollout in rollouts]
-        if late:
-            self.close()
-            left = sum(len(rollouts) for rollouts, future in parts if future in late)
-            raise RewardError(
-                f"{self.source.name}: {left} of {len(everything)} samples were not scored {self.timeout:g} s after the "
-                "end of generation"
-            )
-        errors = [error for _, future in parts if (error := future.exception()) is not None]
-        if errors:
-            raise min(errors, key=lambda error: isinstance(error, NonFiniteRewardError))  # what is worse comes first
-        output = join_outputs([future.result() for _, future in parts])
-        write_output(output, everything)
-        return output
-
-    def close(self) -> None:
-        """Ends the threads once they have scored their present part; nothing more can be submitted."""
-        self._ended = True
-        for _ in self._threads:
-            self._waiting.put(None)
-
-    def _work(self) -> None:
-        while (part := self._waiting.get()) is not None:
-            rollouts, future = part
-            try:
-                if self._ended:
-                    raise RewardError(f"{self.source.name}: scoring was ended before these samples")
-                future.set_result(check_output(self.source.score(rollouts), rollouts, self.source.name))
-            except BaseException as error:  # SystemExit too: later parts are still to be scored
-                future.set_exception(error)

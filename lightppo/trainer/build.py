@@ -44,10 +44,10 @@ from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.folders import check_positions
 from lightppo.models.preparation import Role, prepare_model
-from lightppo.plugin import CHECKS, ENGINES, LOADING, SAMPLING, TEACHERS
+from lightppo.plugin import CHECKS, ENGINES, LOADING, SAMPLING, SCORED, SCORERS, TEACHERS
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward, reward_inputs
-from lightppo.rewards.source import AsyncScorer, NoReward, RewardSource, check_verifier_status
+from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampling import bad_word_ids
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -819,10 +819,11 @@ def build_sampler(
     timer: Callable[[str], Any],
 ) -> GroupCollector:
     """Prompts → the scored groups that a step trains on. ConfigError: engine or source cannot do what options ask."""
-    s, t, v, per_step = config.sampling, config.training, config.verifier, config.rollout.rollout_batch_size
+    s, t, per_step = config.sampling, config.training, config.rollout.rollout_batch_size
     if s.fire_sampling and not capabilities_of(engine).heats_first_token:
         raise ConfigError(f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out")
     entry = ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
+    checks = [scored.fn(config, strategy, source) for scored in SCORED.values()]
     sampler = RolloutSampler(
         engine,
         source,
@@ -832,8 +833,8 @@ def build_sampler(
         dense=config.reward.use_dense_reward,
         group_size=config.rollout.n_samples_per_prompt,
         tie=s.best_of_n_tie,
-        scorer=_scorer(config, engine, source) if v.async_rewards else None,
-        check=_verifier_check(config, strategy, source) if v.check_verifier_status else lambda _: None,
+        scorer=next(filter(None, (entry.fn(config, engine, source) for entry in SCORERS.values())), None),
+        checks=[check for check in checks if check is not None],
         timer=timer,
     )
     prompt_once = maker.batching.packed and t.share_prompts and t.shuffle == "groups"
@@ -876,23 +877,6 @@ def build_evaluator(
     sampling, folder = eval_sampling_params(config), local_folder(config.checkpoint.save_path) / "eval"
     threshold = config.evaluation.eval_correct_threshold
     return Evaluator(engine, source, prompts, sampling, strategy, threshold=threshold, folder=folder)
-
-
-def _verifier_check(config: PPOConfig, strategy: Ranks, source: RewardSource) -> Callable[[Any], None]:
-    """``--check_verifier_status``."""
-    minimum = config.verifier.reward_minimum
-    minimum = getattr(source, "minimum", None) if minimum is None else minimum
-    if minimum is None:
-        raise ConfigError(f"--check_verifier_status: {source.name} does not say its lowest score; set --reward_minimum")
-    return partial(check_verifier_status, minimum=minimum, source_name=source.name, ranks=strategy)
-
-
-def _scorer(config: PPOConfig, engine: RolloutEngine, source: RewardSource) -> AsyncScorer:
-    """``--async_rewards``."""
-    if not capabilities_of(engine).reports_finished:
-        raise ConfigError("--async_rewards: this rollout engine gives its samples all at once; leave it out")
-    with _as_config_error():
-        return AsyncScorer(source, timeout=60 * config.strategy.dist_timeout)
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:

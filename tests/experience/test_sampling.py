@@ -147,7 +147,7 @@ def test_every_batch_is_checked_after_it_is_scored():
         FakeEngine(),
         FakeReward(everything(1)),
         SamplingParams(n=1),
-        check=lambda rollouts: seen.append(("check", [r.reward for r in rollouts])),
+        checks=[lambda rollouts: seen.append(("check", [r.reward for r in rollouts]))],
     )
     source.score(source.generate(PROMPTS, 1))
     assert seen == [("check", [0, 10, 20])]

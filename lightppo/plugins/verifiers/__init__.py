@@ -1,7 +1,17 @@
-"""Rewards that check answers: mathematics, formats, programs; and worker processes for reward functions."""
+"""Rewards that check answers, sums of rewards, and who calls reward functions: threads, event loops, processes."""
 
+from lightppo import rewards
 from lightppo.option import register_section
-from lightppo.plugin import REWARD_MANAGERS, REWARD_WRAPPERS, REWARDS, RewardEntry, RewardManager
+from lightppo.plugin import (
+    REWARD_MANAGERS,
+    REWARD_SUMS,
+    REWARD_WRAPPERS,
+    REWARDS,
+    SCORED,
+    SCORERS,
+    RewardEntry,
+    RewardManager,
+)
 from lightppo.table import Entry
 
 
@@ -12,5 +22,12 @@ def register() -> None:
     REWARDS.register("format", RewardEntry(f"{here}.formats:format_reward"))
     REWARDS.register("code", RewardEntry(f"{here}.programs:code_reward", check_prompt=f"{here}.code:find_tests"))
     REWARD_WRAPPERS.register("check_xml_format", Entry(f"{here}.formats:with_xml_format"))
+    for name, calls in {"naive": "sample", "batch": "batch", "dapo": "either"}.items():
+        REWARD_MANAGERS.register(name, RewardManager(f"{here}.runners:runner_of", calls=calls))
+    REWARD_MANAGERS["auto"] = RewardManager(f"{here}.runners:runner_of")
+    REWARD_SUMS.register("weighted", Entry(f"{here}.sums:sum_of"))
+    SCORERS.register("async_rewards", Entry(f"{here}.background:scorer_of"))
+    SCORED.register("check_verifier_status", Entry(f"{here}.status:status_check"))
+    rewards.PUBLIC.update(AsyncScorer=f"{here}.background", CombinedReward=f"{here}.sums", RoutedReward=f"{here}.sums")
     REWARD_MANAGERS.register("prime", RewardManager(f"{here}.processes:runner_of"))
     register_section("built_in", "lightppo.plugins.verifiers.sections:BuiltInConfig", adds_to="verifier")

@@ -1,10 +1,12 @@
 """Options of the built-in verifiers: mathematics, formats, programs; docs/rewards.md."""
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from lightppo.option import Section, option
 
+judged = partial(option, resume_safe=True, needs="function or math")
 code = partial(option, needs="code")
 fusion = partial(option, needs="sandbox_fusion_url")
 remote_code = partial(option, needs="function_call_url")
@@ -13,6 +15,27 @@ remote_code = partial(option, needs="function_call_url")
 class BuiltInConfig(Section, adds_to="verifier"):
     """Verifiers that come with lightppo."""
 
+    reward_workers: int | None = judged(None, "Threads or processes. None: 16 threads, or one process per core.", ge=1)
+    reward_timeout: float | None = judged(
+        None,
+        "Limit of a call, or of a comparison's CPU time. None: 5 for comparisons, no limit for calls.",
+        "seconds",
+        gt=0,
+    )
+    check_verifier_status: bool = option(
+        False,
+        "Stop if all scores of a rollout are minimal: the verifier may be broken.",
+        needs="reward_minimum or one_source",
+        resume_safe=True,
+    )
+    reward_minimum: float | None = option(
+        None,
+        "Lowest score of the source. None: declared by the source.",
+        needs="check_verifier_status or check_xml_format",
+    )
+    async_rewards: bool = option(
+        False, "Score finished samples while others are still being generated.", resume_safe=True
+    )
     math_unmarked: bool = option(True, "If no answer is marked, take the last number or formula.", needs="math")
     reward_format: Literal["think", "think_answer"] = option(
         "think_answer", "Required tags in a response.", needs="format"
@@ -51,4 +74,15 @@ class BuiltInConfig(Section, adds_to="verifier"):
     function_call_memory_limit_mb: int = remote_code(0, "Memory limit of a program; 0: the service's.", "MB", ge=0)
     function_call_retries: int = remote_code(3, "Retries of a failed request.", ge=0, resume_safe=True)
 
-    exclusive = (("sandbox_fusion_url", "function_call_url", "both run the programs"),)
+    exclusive = (
+        ("sandbox_fusion_url", "function_call_url", "both run the programs"),
+        ("async_rewards", "skip_rollout", "cannot go together: replayed samples are not generated"),
+        ("async_rewards", "reward_pretrain", "cannot go together: a reward model does not run beside generation"),
+    )
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        if o.config.verifier.reward_manager == "dapo" and o.overlong_buffer_len is None:
+            yield "--reward_manager dapo punishes long responses: set --overlong_buffer_len"
+        if o.reward_manager == "prime" and o.reward_timeout is None:
+            yield "--reward_manager prime kills a call at its limit: set --reward_timeout"

@@ -6,7 +6,8 @@ import pytest
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.plugins.verifiers.formats import FORMATS, FormatReward, XmlFormatCheck
-from lightppo.rewards.source import CombinedReward, RewardOutput, RewardSource, score_rollouts
+from lightppo.plugins.verifiers.sums import CombinedReward
+from lightppo.rewards.source import RewardOutput, RewardSource, score_rollouts
 
 Make = Callable[..., Rollout]
 

@@ -22,12 +22,14 @@ from support.fakes import FakeStrategy, on_ranks
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError, WorkerStartError
 from lightppo.experience.sampler import RolloutSampler
+from lightppo.plugins.verifiers.background import AsyncScorer
 from lightppo.plugins.verifiers.processes import KillablePool, function_spec
+from lightppo.plugins.verifiers.runners import LoopRunner, ThreadRunner
 from lightppo.plugins.verifiers.sandbox import default_processes
+from lightppo.plugins.verifiers.status import check_verifier_status
 from lightppo.ranks import Alone
 from lightppo.rewards.function import FunctionReward
-from lightppo.rewards.runners import LoopRunner, ThreadRunner
-from lightppo.rewards.source import AsyncScorer, Call, Outcome, check_verifier_status, score_rollouts, settle
+from lightppo.rewards.source import Call, Outcome, score_rollouts, settle
 from lightppo.rollout.engine import SamplingParams
 from lightppo.user_code import load_python_function
 

@@ -1,11 +1,10 @@
-"""Runs the calls of a reward function: in threads, or in an event loop. ``--reward_manager prime`` is a plugin's."""
+"""Runs the calls of a reward function: in threads, or in an event loop. ``--reward_manager prime``: processes.py."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
-import inspect
 import signal
 import threading
 import time
@@ -18,8 +17,8 @@ from typing import Any
 
 from lightppo.errors import RewardError
 from lightppo.ranks import heartbeat
+from lightppo.rewards.calls import awaited, is_coroutine_function, raised
 from lightppo.rewards.source import Call, Outcome, RunnerRequest, in_daemon_thread
-from lightppo.user_code import error_text
 
 _CALLS_AT_A_TIME = 16
 _MAX_STUCK = 64  # abandoned threads at most
@@ -32,26 +31,8 @@ def runner_of(request: RunnerRequest) -> ThreadRunner | LoopRunner:
     return kind(request.fn, request.workers or _CALLS_AT_A_TIME, request.timeout)
 
 
-def is_coroutine_function(fn: Callable[..., Any]) -> bool:
-    """Whether a call gives what must be awaited, be it a function or an object with ``__call__``."""
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
-
-
-def awaited(value: Any) -> Any:
-    """The value, awaited to its end if it is awaitable."""
-
-    async def run() -> Any:
-        return await value
-
-    return asyncio.run(run()) if inspect.isawaitable(value) else value
-
-
 def late(timeout: float) -> Outcome:
     return Outcome(error=f"no answer within {timeout:g} s", timeouts=1)
-
-
-def _raised(error: BaseException) -> Outcome:
-    return Outcome(error=error_text(error), cause=error)
 
 
 _timers_set: ContextVar[list[str] | None] = ContextVar("timers_set", default=None)  # by the present call
@@ -138,7 +119,7 @@ class ThreadRunner:
             try:
                 return Outcome(awaited(self.fn(*call.args, **call.kwargs)))
             except (Exception, SystemExit) as error:
-                return _raised(error)
+                return raised(error)
             finally:
                 heartbeat.beat()
 
@@ -205,6 +186,6 @@ class LoopRunner:
             try:
                 return Outcome(await self.fn(*call.args, **call.kwargs))
             except (Exception, SystemExit) as error:  # a SystemExit that leaves a task ends the loop
-                return _raised(error)
+                return raised(error)
             finally:
                 heartbeat.beat()
