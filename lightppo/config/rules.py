@@ -552,17 +552,6 @@ def first_of_each(messages: Iterable[str]) -> list[str]:
     return list(found.values())
 
 
-def idle_options(config: Options) -> dict[str, str]:
-    """What scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
-    given, facts = config.flat(), facts_of(config)
-    return {
-        one.name: condition_text(condition)
-        for one in all_options()
-        for condition in one.needs
-        if condition in ("critic", "discounting", "clipping") and one.is_set(given[one.name]) and not facts[condition]
-    }
-
-
 def relations(o: SimpleNamespace, by_hand: bool = False) -> Iterator[str]:
     """Options without what they need, and options that exclude each other. ``o`` has ``config`` and ``facts`` too."""
     of_trainer = {name for name, kind in o.config.sections().items() if kind.of in ("trainer", "training")}

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightppo.config import PPOConfig
 from lightppo.config.rules import ANY_ROUTE, estimator_entry, micro_batch_spec, reward_plan, reward_sources
-from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.files import files_in_use
 from lightppo.option import is_object
@@ -22,7 +21,6 @@ from lightppo.plugin import REWARD_SUMS, REWARD_WRAPPERS, REWARDS
 from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.function import BoundFunction, FunctionReward
 from lightppo.rewards.source import NoReward, RewardSource
-from lightppo.table import load
 from lightppo.user_code import declared_function, load_python_function, load_python_object, split_python_spec
 
 if TYPE_CHECKING:
@@ -179,15 +177,6 @@ def check_reward_files(config: PPOConfig, flag: str = "--reward_fn") -> tuple[Bo
         raise ValueError(f"{option}: {error}") from None
     bound = BoundFunction(declared.function, name, config.verifier.reward_fn_style)
     return bound if gets_all else None, bound.label_parameter if bound.label_parameter in declared.names else None
-
-
-def check_label(config: PPOConfig, prompt: Prompt) -> None:
-    """Refuses a row that a source of all rows cannot judge, with a ``ValueError``."""
-    plan = reward_plan(config) or {}
-    for name in plan[ANY_ROUTE] if list(plan) == [ANY_ROUTE] else ():
-        check = REWARDS.find(name).check_prompt
-        if check is not None:
-            load(check)(prompt)
 
 
 # --- a source of a script's own

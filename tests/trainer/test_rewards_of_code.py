@@ -103,7 +103,7 @@ def test_a_source_of_a_plugin_has_a_name(own_source):
 
 
 def test_its_own_look_at_rows(own_source):
-    from lightppo.rewards.registry import check_label
+    from lightppo.plugins.checks.preflight import check_label
 
     config = PPOConfig.from_flat(reward_source=["five"])
     check_label(config, fakes.make_rollout(label="4").prompt)

@@ -15,7 +15,15 @@ from typing import Any
 from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import estimator_entry, evaluation_config, needs_critic, needs_reference, needs_teacher
+from lightppo.config.rules import (
+    ANY_ROUTE,
+    estimator_entry,
+    evaluation_config,
+    needs_critic,
+    needs_reference,
+    needs_teacher,
+    reward_plan,
+)
 from lightppo.data.readers import SPLIT_WORDS, check_data_paths, first_rows, with_metadata
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import (
@@ -33,13 +41,15 @@ from lightppo.data.rows import (
 )
 from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
 from lightppo.models.folders import check_model, check_positions, check_tokenizer
+from lightppo.plugin import REWARDS
 from lightppo.plugins.ops.durable import check_writable
 from lightppo.plugins.records.places import check_places
 from lightppo.plugins.records.trackers import check_trackers
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 from lightppo.plugins.supervised.sections import SupervisedConfig
-from lightppo.rewards.registry import check_label, check_reward_files
+from lightppo.rewards.registry import check_reward_files
 from lightppo.rewards.source import NO_LABELS
+from lightppo.table import load
 
 logger = logging.getLogger(__name__)
 
@@ -305,6 +315,15 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
         function.calls([Rollout(prompt, 0, [], "", "stop") for prompt in prompts])
     if reads_labels and prompts and all(prompt.label is None for prompt in prompts):
         logger.warning("%s %s: %s; the reward function reads %s", flag, paths, NO_LABELS, reads_labels)
+
+
+def check_label(config: PPOConfig, prompt: Prompt) -> None:
+    """Refuses a row that a source of all rows cannot judge, with a ``ValueError``."""
+    plan = reward_plan(config) or {}
+    for name in plan[ANY_ROUTE] if list(plan) == [ANY_ROUTE] else ():
+        check = REWARDS.find(name).check_prompt
+        if check is not None:
+            load(check)(prompt)
 
 
 def _check_pretraining(config: PPOConfig) -> None:

@@ -18,8 +18,8 @@ from lightppo.algorithms import losses
 from lightppo.algorithms.kl import approx_kl
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, zero_where_masked
 from lightppo.config import PPOConfig
-from lightppo.config.options import all_options
-from lightppo.config.rules import idle_options
+from lightppo.config.options import Options, all_options
+from lightppo.config.rules import condition_text, facts_of
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.models import actor as actors
@@ -132,6 +132,17 @@ def config_from_options(
         config = config.with_options(**{name: defaults[name] for name in idle})
     config.validate(world_size, by_hand=True)
     return config.resolved()
+
+
+def idle_options(config: Options) -> dict[str, str]:
+    """What scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
+    given, facts = config.flat(), facts_of(config)
+    return {
+        one.name: condition_text(condition)
+        for one in all_options()
+        for condition in one.needs
+        if condition in ("critic", "discounting", "clipping") and one.is_set(given[one.name]) and not facts[condition]
+    }
 
 
 def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:

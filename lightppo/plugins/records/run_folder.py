@@ -23,7 +23,6 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import LoggingConfig, OptionSet
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
-from lightppo.models.loading import checkpoint_mark
 from lightppo.option import is_object
 from lightppo.plugins.ops import durable
 from lightppo.plugins.ops.storage import (
@@ -38,6 +37,7 @@ from lightppo.plugins.ops.storage import (
     unsent,
     upload,
 )
+from lightppo.plugins.records.marks import checkpoint_mark
 from lightppo.plugins.records.places import METADATA, RECORDS, SAMPLES, check_places
 from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import download_marks

@@ -22,8 +22,8 @@ from support.tiny import read_jsonl, save_causal_lm, sums, write_jsonl
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig, parse_args
 from lightppo.errors import ConfigError, StagingError, TrainingError
-from lightppo.models.loading import checkpoint_mark
 from lightppo.plugins.ops.storage import local_folder, upload
+from lightppo.plugins.records.marks import checkpoint_mark
 from lightppo.plugins.records.run_folder import claim, release, set_aside
 from lightppo.trainer import build
 

@@ -22,7 +22,7 @@ from lightppo.errors import ModelLoadError, PackingNotSupportedError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.loading import load_causal_lm
-from lightppo.models.padding import attending, other_attentions, padding_problem
+from lightppo.plugins.checks.padding import attending, other_attentions, padding_problem
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
