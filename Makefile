@@ -94,7 +94,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 docs: $(INSTALLED)
-	$(BIN)/python -c "from lightppo.config import cli; cli.write_flags_page()"
+	$(BIN)/python -m lightppo.plugins.tools.flags_page
 	$(BIN)/python -c "from lightppo.plugins.migration import names; names.write_page()"
 	$(BIN)/python -m lightppo.plugins.records.metric_names > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python tests/faults/table.py
