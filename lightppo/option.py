@@ -39,7 +39,8 @@ class Option:
     resume_safe: bool | None = None  # a resumed run may change it, else it must stay as it was; None: as its section
     required: bool = False  # every run must set it
     per_role: bool = False  # of the actor; --critic_<name> is the critic's own, None: the same
-    takes_object: bool = False  # in Python, a function or object of the user's own stands where a path to it does
+    takes_object: bool = False  # in Python, a function or object of the user's own stands where a path to it does; so
+    # it does where the table of ``names`` takes files
     secret: bool = False  # a wrong value may be a key: it is not shown
     owner: str = ""  # the section that it belongs to: config.<owner>.<name>
 
@@ -61,6 +62,11 @@ class Option:
     @property
     def may_be_none(self) -> bool:
         return type(None) in _alternatives(self.type)
+
+    @property
+    def may_be_object(self) -> bool:
+        """Whether a function or an object may stand in place of its path."""
+        return self.takes_object or (self.names is not None and self.names.takes_files)
 
     @property
     def type_text(self) -> str:
@@ -95,7 +101,9 @@ class Option:
         """The value in the option's type: a list as a tuple, a path as text; a ValueError names the flag."""
         from pydantic import ValidationError
 
-        if self.takes_object and is_object(value):
+        if self.may_be_object and is_object(value):
+            if self.names is not None:
+                self.names.find(value)
             return value
         try:
             value = _adapter(self.type, **self.bounds).validate_python(value)
@@ -105,8 +113,10 @@ class Option:
                     return self.default
             choices = [choice for choice in get_args(self.kind) if isinstance(choice, str)]
             wanted = " ".join(filter(None, (self.type_text, self.range_text)))
-            if self.takes_object:
-                wanted = f"{wanted}: path.py:name, or in Python the function or object itself"
+            if self.may_be_object:
+                wanted += (
+                    f"{': path.py:name' if self.names is None else ''}, or in Python the function or object itself"
+                )
             got = "another value" if self.secret else f"{value!r}{nearest(str(value), choices, self.name)}"
             raise ValueError(f"--{self.name} must be {wanted}, not {got}") from None
         if self.names is not None and value is not None:
@@ -117,6 +127,14 @@ class Option:
 def is_object(value: Any) -> bool:
     """Whether this is a function or an object of the user's own: nothing that a file of options may hold."""
     return not isinstance(value, str | os.PathLike | int | float | list | tuple | dict | set | None)
+
+
+def shown_object(value: Any) -> Any:
+    """A function or object of the user's own as a text, the same in every run; other values as they are."""
+    if value is None or isinstance(value, str | bool | int | float | dict):
+        return value
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"<{named.__qualname__} of {named.__module__}>"
 
 
 def option(default: Any, help: str, unit: str | None = None, *, needs: str = "", also: str = "", **more: Any) -> Any:

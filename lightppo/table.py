@@ -80,14 +80,23 @@ class Table(dict[str, E]):
             raise ValueError(f"{self.flag}: there is a {name!r} already: choose another name")
         self[name] = entry
 
-    def find(self, name: str) -> E:
-        """The entry of a name, or of ``path.py:name``; ConfigError for an unknown one."""
+    def find(self, name: str | Callable) -> E:
+        """The entry of a name, of ``path.py:name`` or of a function itself; ConfigError for what is none of these."""
+        if not isinstance(name, str):
+            return self._entry_of_function(name)
         if name not in self and self.takes_files and ".py" in name:
             return _entry_of_file(name, self.flag, self.decorator, self.kind)
         if name in self:
             return self[name]
         meant = nearest(str(name), self, self.flag.lstrip("-"))
         raise ConfigError(f"{self.flag}: unknown name {name!r}{meant}; known: {', '.join(self)}")
+
+    def _entry_of_function(self, function: Any) -> E:
+        """The entry of a function or class that stands in place of a path, with what its decorator says."""
+        if not callable(function) or not self.takes_files:
+            also = ", path.py:name, or a function" if self.takes_files else ""
+            raise ConfigError(f"{self.flag}: {function!r} is no name; known: {', '.join(self)}{also}")
+        return self.kind(function, **getattr(function, "traits", {}))
 
     def flag_options(self, owner: str = "") -> dict[str, Option]:
         """The own options of all entries as flags of a section: None means what the entry says."""

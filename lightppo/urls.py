@@ -11,6 +11,8 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+from lightppo.option import shown_object
+
 # Before the @ of these stands the name of a container or repository, and no login.
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
 _REPOSITORIES = ("github",)
@@ -82,14 +84,6 @@ def shown_value(value: Any) -> Any:
     if not isinstance(value, str) or "://" not in value:
         return shown_object(value)
     return ",".join(shown_url(part) if _URL.fullmatch(part.strip()) else part for part in value.split(","))
-
-
-def shown_object(value: Any) -> Any:
-    """A function or object of the user's own as a text, the same in every run; other values as they are."""
-    if value is None or isinstance(value, str | bool | int | float | dict):
-        return value
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"<{named.__qualname__} of {named.__module__}>"
 
 
 def cut_urls(value: Any) -> list[str]:

@@ -7,7 +7,7 @@ docs/flags.md, docs/metrics.md and the tests over whole tables follow from an en
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -74,15 +74,21 @@ def metric_names() -> dict[str, str]:
 
 
 def estimator(**traits: Any) -> Callable[[F], F]:
-    """What an estimator in a file of your own asks of a run: attributes of :class:`EstimatorEntry`, as literals."""
+    """What an estimator of your own asks of a run: attributes of :class:`EstimatorEntry`; in a file, as literals."""
     EstimatorEntry("", **traits)  # a misspelt one is an error here
-    return lambda fn: fn
+    return partial(_with_traits, traits)
 
 
 def policy_loss(**traits: Any) -> Callable[[F], F]:
-    """The same for ``--policy_loss path.py:name`` and :class:`PolicyLossEntry`."""
+    """The same for ``--policy_loss`` and :class:`PolicyLossEntry`."""
     PolicyLossEntry("", **traits)
-    return lambda fn: fn
+    return partial(_with_traits, traits)
+
+
+def _with_traits(traits: Mapping[str, Any], function: F) -> F:
+    """The function itself, which now says what it needs: see :meth:`lightppo.table.Table.find`."""
+    vars(function)["traits"] = traits
+    return function
 
 
 # -- the tables ------------------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
+from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, PolicyLossEntry
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
 from lightppo.algorithms.logprobs import token_log_probs
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, require_same_shape, zero_where_masked
+from lightppo.option import shown_object
 
 Metrics = dict[str, Tensor]
 TokenLoss = tuple[Tensor, Metrics]
@@ -124,16 +125,16 @@ class PolicyLoss:
 
     clip_eps_low: float | None = None  # above 0, at most 1 (no lower bound); None: the loss's default, 0.2 for ppo
     clip_eps_high: float | None = None  # above 0; None: the loss's default
-    policy_loss: str = "ppo"  # one of entries.POLICY_LOSSES, or path.py:name
+    policy_loss: str | Callable = "ppo"  # one of entries.POLICY_LOSSES, path.py:name, or a function
     loss_agg_mode: str = "token-mean"  # one of entries.LOSS_AGG_MODES, whatever the loss's paper uses
     options: Mapping[str, float | None] = field(default_factory=dict)  # by flag name; missing or None: the default
 
     def __post_init__(self) -> None:
-        entry = POLICY_LOSSES.find(self.policy_loss)
+        entry, name = self.entry, shown_object(self.policy_loss)
         LOSS_AGG_MODES.find(self.loss_agg_mode)
         given = (self.clip_eps_low, self.clip_eps_high)
         if entry.eps_clip is None and given != (None, None):
-            raise ValueError(f"--eps_clip: policy_loss {self.policy_loss!r} clips nothing; leave the epsilons out")
+            raise ValueError(f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out")
         low, high = (own if x is None else x for x, own in zip(given, entry.eps_clip or given))
         if low is not None and not (0 < low <= 1 and high > 0):
             raise ValueError(
@@ -141,7 +142,12 @@ class PolicyLoss:
             )
         object.__setattr__(self, "clip_eps_low", low)
         object.__setattr__(self, "clip_eps_high", high)
-        object.__setattr__(self, "options", entry.completed(self.options, f"--policy_loss {self.policy_loss}"))
+        object.__setattr__(self, "options", entry.completed(self.options, f"--policy_loss {name}"))
+
+    @cached_property
+    def entry(self) -> PolicyLossEntry:
+        """What the tables know of it."""
+        return POLICY_LOSSES.find(self.policy_loss)
 
     def __call__(
         self,
@@ -166,9 +172,10 @@ class PolicyLoss:
         """
         require_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
         require_same_shape(log_probs=log_probs, action_mask=action_mask, weights=weights, selected=selected)
-        entry = POLICY_LOSSES.find(self.policy_loss)
-        if (selected is None) != (entry.selection is None):
-            raise ValueError(f"policy_loss {self.policy_loss!r}: give selected if, and only if, it selects tokens")
+        if (selected is None) != (self.entry.selection is None):
+            raise ValueError(
+                f"policy_loss {shown_object(self.policy_loss)!r}: give selected if, and only if, it selects tokens"
+            )
         mask = action_mask.bool()
         normalizer = normalizer or LossNormalizer.from_masks([mask])
         inputs = LossInputs(
@@ -180,7 +187,7 @@ class PolicyLoss:
             eps_high=self.clip_eps_high,
             selected=None if selected is None else selected.bool() & mask,
         )
-        token_loss, token_metrics = entry.fn(inputs, **self.options)
+        token_loss, token_metrics = self.entry.fn(inputs, **self.options)
         if weights is not None:
             weights = zero_where_masked(weights.detach(), mask)
             token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)  # even if the loss is not finite

@@ -27,7 +27,7 @@ from lightppo.files import check_file_url, is_url, join
 from lightppo.option import is_object, out_of_order
 from lightppo.plugin import REWARDS, TOKEN_WEIGHTS
 from lightppo.suggestions import nearest
-from lightppo.urls import GIVE_WHOLE, check_url, cut_urls
+from lightppo.urls import GIVE_WHOLE, check_url, cut_urls, shown_value
 
 # -- facts -----------------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ def _needs_pass(values: Mapping[str, Any]) -> list[str]:
     """Why recorded log probs would not do."""
     o = SimpleNamespace(**values)
     reasons = {
-        f"--advantage_estimator {o.advantage_estimator} needs the distributions of a pass": (
+        f"--advantage_estimator {shown_value(o.advantage_estimator)} needs the distributions of a pass": (
             ADVANTAGE_ESTIMATORS.find(o.advantage_estimator).needs_score_norms
         ),
         "--kl_estimator full needs the distributions of a pass": (
@@ -623,7 +623,7 @@ def _sampling(o: SimpleNamespace) -> Iterator[str]:
 
 def _algorithm(o: SimpleNamespace) -> Iterator[str]:
     n, estimator = o.n_samples_per_prompt, estimator_entry(o.config)
-    name, least = f"--advantage_estimator {o.advantage_estimator}", estimator.min_group_size
+    name, least = f"--advantage_estimator {shown_value(o.advantage_estimator)}", estimator.min_group_size
     if n < least:
         yield f"{name} compares samples of one prompt: set --n_samples_per_prompt to at least {least}"
     if estimator.needs_greedy_baseline and not o.facts["sampling"]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightppo import tensor_file
-from lightppo.algorithms.entries import POLICY_LOSSES, load
+from lightppo.algorithms.entries import load
 from lightppo.algorithms.losses import PolicyLoss, SelectionFn
 from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config.rules import MicroBatchSpec
@@ -109,8 +109,7 @@ def _best_swap(heavy: list[Group], light: list[Group], gap: int, shared: set[int
 
 def selection_of(loss: Any) -> SelectionFn | None:
     """The function that selects tokens for this policy loss; ``None`` if the loss treats all tokens alike."""
-    name = getattr(loss, "policy_loss", None)
-    entry = None if name is None else POLICY_LOSSES.find(name)
+    entry = getattr(loss, "entry", None)  # a loss of a script has none
     return None if entry is None or entry.selection is None else load(entry.selection)
 
 

@@ -44,6 +44,7 @@ from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.models.packing import all_pack, all_share_prompts, on_cpu, to_device
+from lightppo.option import shown_object
 from lightppo.plugin import TOKEN_WEIGHTS
 from lightppo.ranks import Ranks, heartbeat, level
 
@@ -266,9 +267,10 @@ class ExperienceMaker:
             if rollout.reward is None:
                 raise ValueError(f"prompt {index}, sample {rollout.sample_index} has no reward: score it first")
             if sizes[index] < needed:
+                name = shown_object(self.algorithm.advantage_estimator)
                 raise ValueError(
-                    f"prompt {index} has {sizes[index]} sample, but --advantage_estimator "
-                    f"{self.algorithm.advantage_estimator} needs at least {needed}: raise --n_samples_per_prompt"
+                    f"prompt {index} has {sizes[index]} sample, but --advantage_estimator {name} "
+                    f"needs at least {needed}: raise --n_samples_per_prompt"
                 )
         if self.compared_with_engine and any(rollout.log_probs is None for rollout in rollouts):
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightppo.algorithms import entries
@@ -126,6 +128,36 @@ def test_functions_of_files_run(own):
     loss.backward()
     assert torch.equal(log_probs.grad, -advantages / 8)  # token-mean over 8 tokens
     assert metrics["clip_ratio"] == 0
+
+
+def test_functions_stand_where_their_path_may(own):
+    from lightppo.algorithms.losses import PolicyLoss
+    from lightppo.user_code import load_python_function
+
+    spread, linear = (load_python_function(own(name), name) for name in ("spread", "linear"))
+    found = ADVANTAGE_ESTIMATORS.find(spread)
+    assert replace(found, function="") == replace(ADVANTAGE_ESTIMATORS.find(own("spread")), function="")
+    assert found.min_group_size == 2
+    assert found.function is spread
+    assert PolicyLoss(policy_loss=linear).entry.loss_agg_mode == "seq-mean-token-sum"
+    with pytest.raises(ValueError, match=r"policy_loss '<linear of lightppo_file_own_.*>' clips nothing"):
+        PolicyLoss(policy_loss=linear, clip_eps_low=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"advantage_estimator": 3}, "--advantage_estimator must be one of gae.*, or in Python the function or object"),
+        ({"policy_loss": object()}, "--policy_loss: <object.*> is no name; known: ppo.*path.py:name, or a function"),
+        ({"kl_estimator": print}, "--kl_estimator must be one of k1.*, not <built-in"),
+        ({"rollout_engine": object()}, "--rollout_engine: <object.*> is no name; known: hf"),
+    ],
+)
+def test_what_is_no_function_is_refused(options, said):
+    from lightppo.config import PPOConfig
+
+    with pytest.raises(ConfigError, match=said):
+        PPOConfig.from_flat(pretrain="m", prompt_data="d", reward_fn="r.py", **options)
 
 
 @pytest.fixture

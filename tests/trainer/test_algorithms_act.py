@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from lightppo.experience.sampler import RolloutSampler
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.metrics import METRICS, with_namespace
+from lightppo.user_code import load_python_function
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -334,6 +337,26 @@ def test_an_estimator_and_a_loss_of_a_file_train(trainer_with, tmp_path):
     status = trainer.ppo_train(1)
     assert status["actor_grad_norm"] > 0
     assert with_namespace(status)["train/mine"] == pytest.approx(3.0, abs=0.1)
+
+
+@pytest.mark.usefixtures("kept")
+def test_functions_train_as_the_file_with_them_does(trainer_with, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN.replace("{here}", str(path)))
+    results, weights = [], None
+    for algorithm in ((f"{path}:centred", f"{path}:linear"), of_file(path, "centred", "linear")):
+        trainer = trainer_with(advantage_estimator=algorithm[0], policy_loss=algorithm[1])
+        weights = weights or weights_of(trainer.actor)
+        put_back(trainer.actor, weights)
+        sample(trainer)
+        status = trainer.ppo_train(1)
+        results.append({name: status[name] for name in ("policy_loss", "actor_grad_norm", "mine")})
+    assert results[0] == results[1]
+    assert results[0]["actor_grad_norm"] > 0
+
+
+def of_file(path: Path, *names: str) -> list[Callable]:
+    return [load_python_function(f"{path}:{name}", name) for name in names]
 
 
 def one_row(ids: list[int], seed: int) -> Experience:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -311,7 +312,7 @@ class ValueLoss(losses.ValueLoss):
 def of_whole_step(loss: losses.PolicyLoss | losses.ValueLoss, horizon: float) -> PolicyLoss | ValueLoss:
     """The same loss, which can also be called in the seed's form."""
     kind = PolicyLoss if isinstance(loss, losses.PolicyLoss) else ValueLoss
-    return kind(**vars(loss), horizon=horizon)
+    return kind(**{field.name: getattr(loss, field.name) for field in fields(loss)}, horizon=horizon)
 
 
 def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -304,15 +304,11 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
     """
     flat, marks = config.flat(), {}
     if ranks.is_rank_0():
-        urls = flat.get("remote_rm_url", ())
-        files = {"reward_fn": flat.get("reward_fn"), "remote_rm_url": urls[0] if len(urls) == 1 else None}
-        for name, spec in files.items():
-            if is_object(spec):
-                source = source_of(spec)
-                if source is not None:
-                    marks[name] = _digest(source.encode())
-            elif spec is not None and "://" not in spec:
+        for name, spec in _code_of(config).items():
+            if not is_object(spec):
                 marks[name] = _digest(split_python_spec(spec, name)[0].read_bytes())
+            elif (source := source_of(spec)) is not None:
+                marks[name] = _digest(source.encode())
         if (routes := flat.get("reward_routes")) and not routes.lstrip().startswith("{"):
             marks["reward_routes"] = _digest(Path(routes).expanduser().read_bytes())
         own = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_pretrain")
@@ -334,6 +330,15 @@ def _rows_mark(rows: Any, batch: int = 1000) -> str:
         columns = {name: column for name, column in rows[start : start + batch].items() if name != ORIGIN_COLUMN}
         digest.update(json.dumps(columns, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
+
+
+def _code_of(config: OptionSet) -> dict[str, Any]:
+    """The functions, objects and files with them that a resumed run must find unchanged, by option."""
+    flat = config.flat()
+    given = {one.name: flat[one.name] for one in config.all_options() if one.may_be_object and not one.resume_safe}
+    urls = flat.get("remote_rm_url", ())
+    given |= {"remote_rm_url": urls[0] if len(urls) == 1 and "://" not in urls[0] else None}
+    return {name: spec for name, spec in given.items() if is_object(spec) or (isinstance(spec, str) and ".py" in spec)}
 
 
 def _digest(content: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import linecache
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ from lightppo.plugins.ops.storage import local_folder, upload
 from lightppo.plugins.records.marks import checkpoint_mark
 from lightppo.plugins.records.run_folder import claim, release, set_aside
 from lightppo.trainer import build
+from lightppo.user_code import load_python_function
 
 GROUPS = {"advantage_estimator": "grpo", "init_kl_coef": 0.0, "n_samples_per_prompt": 2}
 
@@ -234,6 +236,34 @@ def test_other_content_behind_the_same_options_is_another_run(begun, tmp_path):
     assert anew.state.global_step == 0
     anew.fit()
     assert (tmp_path / "run" / "metrics.1.jsonl").read_text() == kept
+
+
+ESTIMATOR = """
+from lightppo import estimator
+
+
+@estimator(per_sample=True)
+def own(groups, **_):
+    return groups.scores
+"""
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("as_function", [False, True])
+def test_another_estimator_of_the_same_name_is_another_run(make_config, tmp_path, as_function):
+    (path := tmp_path / "own.py").write_text(ESTIMATOR)
+
+    def config() -> PPOConfig:
+        given = load_python_function(str(path), "own") if as_function else f"{path}:own"
+        own = GROUPS | {"advantage_estimator": given}
+        return make_config(**own, critic_pretrain=None, save_steps=1, benchmark_steps=1)
+
+    fitted(config())
+    PPOTrainer.from_config(config())
+    path.write_text(ESTIMATOR.replace("groups.scores", "-groups.scores"))
+    linecache.checkcache()
+    with pytest.raises(ConfigError, match=r"--advantage_estimator .*own.* has other content than it had"):
+        PPOTrainer.from_config(config())
 
 
 @pytest.mark.usefixtures("world")
