@@ -233,7 +233,10 @@ def flash_attn(device: str) -> dict[str, Any]:
 
 
 def head(rows: Rows) -> None:
-    """Log probs of 8k tokens, forward and backward, by rows of the head; and its bare matrix products."""
+    """Log probs of 8k tokens, forward and backward, by rows of the head; and its bare matrix products.
+
+    With the entropy of one of eight tokens, as a training step has it; ``all_entropy_ms``: a forward with that of all.
+    """
     tokens, tail_rows = (64, 128) if rows.small else (8192, 151_936)
     odd = tail_rows - (151_936 - 151_665) if not rows.small else 101
     for hidden in (64,) if rows.small else (896, 1536, 3584):
@@ -247,14 +250,17 @@ def head(rows: Rows) -> None:
 def head_once(tokens: int, hidden: int, count: int, valid: int | None, device: str) -> dict[str, Any]:
     import torch
 
-    from lightppo.algorithms.logprobs import linear_log_probs
+    from lightppo.algorithms.logprobs import TokenPlaces, linear_log_probs
 
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = (0.02 * torch.randn(count, hidden, device=device)).bfloat16().requires_grad_()
     labels = torch.randint(valid or count, (tokens,), device=device)
 
-    def forward() -> Any:
-        return linear_log_probs(x, weight, labels, valid_vocab_size=valid)[0]
+    index = torch.arange(0, tokens, 8)
+    places = TokenPlaces(index.to(device), index)
+
+    def forward(entropy: Any = places) -> Any:
+        return linear_log_probs(x, weight, labels, valid_vocab_size=valid, entropy=entropy)[0]
 
     def both() -> None:
         torch.autograd.grad(forward().sum(), (x, weight))
@@ -265,6 +271,7 @@ def head_once(tokens: int, hidden: int, count: int, valid: int | None, device: s
         both()
     with torch.no_grad():
         found["forward_ms"] = 1e3 * seconds_of(forward, device)
+        found["all_entropy_ms"] = 1e3 * seconds_of(partial(forward, entropy=True), device)
     found["both_ms"] = 1e3 * seconds_of(both, device)
     return found | {"useful_tflops": 6e-9 * tokens * hidden * (valid or count) / found["both_ms"]}
 
@@ -318,6 +325,8 @@ def batches_of(scale: Scale, device: str, count: int = 3) -> list[tuple[Any, Any
     """Micro batches filled up to ``micro_batch_tokens``: sequences, mask, tokens of prompts and of responses."""
     import torch
 
+    from lightppo.models.packing import to_device
+
     draw, found = random.Random(0), []
     for _ in range(count):
         pairs: list[tuple[int, int]] = []
@@ -327,7 +336,8 @@ def batches_of(scale: Scale, device: str, count: int = 3) -> list[tuple[Any, Any
         for row, (prompt, response) in zip(mask, pairs):
             row[scale.prompt_tokens[1] - prompt : scale.prompt_tokens[1] + response] = 1
         ids = torch.randint(3, scale.vocabulary, mask.shape)
-        found.append((ids.to(device), mask.to(device), sum(p for p, _ in pairs), sum(r for _, r in pairs)))
+        prompt_tokens, response_tokens = map(sum, zip(*pairs))
+        found.append((to_device(ids, device), to_device(mask, device), prompt_tokens, response_tokens))
     return found
 
 
@@ -348,7 +358,9 @@ def train_once(
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
+    from lightppo.algorithms.masking import systematic_sample
     from lightppo.models.actor import Actor
+    from lightppo.models.packing import on_cpu
     from lightppo.plugins.kernels import layers
 
     counters.clear()
@@ -368,7 +380,8 @@ def train_once(
 
     def step() -> None:
         ids, mask, *_ = given[next(turn) % len(given)]
-        log_probs = actor(ids, scale.new_tokens, mask)
+        sample = systematic_sample(on_cpu(mask)[:, -scale.new_tokens :], torch.zeros(len(mask), dtype=torch.long), 8)
+        log_probs = actor.score_actions(ids, scale.new_tokens, mask, entropy=sample).log_probs
         (-(log_probs * mask[:, -scale.new_tokens :]).sum() / mask.sum()).backward()
         actor.zero_grad(set_to_none=True)
 

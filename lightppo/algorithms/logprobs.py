@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise, repeat
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ def linear_log_probs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     chunk_size: int | None = None,
-    entropy: bool = False,
+    entropy: bool | TokenPlaces = False,
     entropy_grad: bool = False,
     valid_vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -146,16 +147,32 @@ def linear_log_probs(
     Args:
         hidden: (T, H), the input of the head; ``weight`` is (V, H), ``bias`` (V,), ``labels`` (T,).
         chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it changes only the rounding.
+        entropy: of all tokens, or of these, and then 0 elsewhere; it takes as long as half of the log softmax.
         valid_vocab_size: the distribution covers ids below this; the weight's other rows get gradient 0.
     """
     _check_labels(hidden, labels)
     valid = min(valid_vocab_size or len(weight), len(weight))
     columns = min(-(-valid // EVEN) * EVEN, len(weight))
     chunk_size = rows_per_chunk(columns, chunk_size, temperature)
-    plan = _Plan(temperature, chunk_size, valid, columns, entropy, entropy and entropy_grad)
+    if entropy_grad and isinstance(entropy, TokenPlaces):
+        raise ValueError("entropy_grad needs the entropy of all tokens")
+    plan = _Plan(temperature, chunk_size, valid, columns, entropy, bool(entropy) and entropy_grad)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
         return _LinearLogProbs.apply(hidden, weight, bias, labels, plan)
     return _score(hidden, weight, bias, labels, plan, for_backward=False)[:2]
+
+
+@dataclass(frozen=True)
+class TokenPlaces:
+    """Some of T tokens, by their places (E,) in order."""
+
+    index: Tensor  # on the device of the tokens
+    on_cpu: Tensor  # the same, so that nobody waits for a GPU to know them
+
+    def split(self, size: int, count: int) -> list[Tensor]:
+        """The places within each part of ``size`` of ``count`` tokens."""
+        bounds = torch.searchsorted(self.on_cpu, torch.arange(0, max(count, 1) + size, size)).tolist()
+        return [self.index[a:b] - n * size for n, (a, b) in enumerate(pairwise(bounds))]
 
 
 @dataclass(frozen=True)
@@ -166,7 +183,7 @@ class _Plan:
     chunk_size: int
     valid: int
     columns: int
-    entropy: bool
+    entropy: bool | TokenPlaces
     entropy_grad: bool
 
 
@@ -180,10 +197,12 @@ def _score(
 ) -> Scores:
     """Chunk by chunk over the tokens, without a graph."""
     single = len(hidden) <= plan.chunk_size
-    parts = []
-    for h, ids in zip(hidden.split(plan.chunk_size), labels.split(plan.chunk_size)):
+    parts, places = [], repeat(plan.entropy)
+    if isinstance(plan.entropy, TokenPlaces):
+        places = plan.entropy.split(plan.chunk_size, len(hidden))
+    for h, ids, entropy in zip(hidden.split(plan.chunk_size), labels.split(plan.chunk_size), places):
         logits = _logits(h, weight, bias, slice(0, plan.columns), plan)
-        parts.append(_score_chunk(logits, ids, plan.entropy, keep=for_backward and single, sum_up=for_backward))
+        parts.append(_score_chunk(logits, ids, entropy, keep=for_backward and single, sum_up=for_backward))
     return parts[0] if single else tuple(None if part[0] is None else torch.cat(part) for part in zip(*parts))
 
 
@@ -194,18 +213,25 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, p
     return logits if plan.temperature == 1.0 else logits.div_(plan.temperature)
 
 
-def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool, keep: bool, sum_up: bool) -> Scores:
-    """Scores of (C, V) logits, which are overwritten."""
+def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool | Tensor, keep: bool, sum_up: bool) -> Scores:
+    """Scores of (C, V) logits, which are overwritten; the entropy of all rows, or of some by their numbers."""
     log_softmax = torch.log_softmax(logits, dim=-1)
     log_probs = _gather(log_softmax, labels)
     log_sum = entropies = None
     if sum_up and not keep:
         top, where = logits.max(dim=-1)  # x - log p is the same at every v, and most exact where x is largest
         log_sum = top - _gather(log_softmax, where)
-    if entropy:
-        probabilities = torch.exp(log_softmax, out=logits)
-        entropies = -probabilities.mul_(log_softmax.clamp_(min=_lowest(log_softmax))).sum(-1)
+    if isinstance(entropy, Tensor):
+        some = log_softmax.index_select(0, entropy)
+        entropies = torch.zeros_like(log_probs).index_copy_(0, entropy, _entropies(some, torch.exp(some)))
+    elif entropy:
+        entropies = _entropies(log_softmax, torch.exp(log_softmax, out=logits))
     return log_probs, entropies, log_sum, log_softmax if keep else None
+
+
+def _entropies(log_softmax: Tensor, probabilities: Tensor) -> Tensor:
+    """-Σ p·log p of rows; both are overwritten, the first by its values with a floor."""
+    return -probabilities.mul_(log_softmax.clamp_(min=_lowest(log_softmax))).sum(-1)
 
 
 class _LinearLogProbs(torch.autograd.Function):

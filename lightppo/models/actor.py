@@ -12,7 +12,7 @@ from torch import Tensor, nn, stack
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from lightppo.algorithms.logprobs import linear_log_probs, log_probs_and_entropy, token_log_probs
+from lightppo.algorithms.logprobs import TokenPlaces, linear_log_probs, log_probs_and_entropy, token_log_probs
 from lightppo.models.cpu import is_plain_linear
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import check_num_actions, on_cpu, real_actions
@@ -112,13 +112,14 @@ class Actor(PretrainedWrapper):
         num_actions: int,
         attention_mask: Tensor | None = None,
         *,
-        entropy: bool = False,
+        entropy: bool | Tensor = False,
         entropy_grad: bool = False,
         logits: bool = False,
         router_loss: bool = False,
     ) -> ActionScores:
         """Log probs of the last actions, and more on request, from one forward; the same for packed and padded batches.
 
+        ``entropy``: of all actions, or of those that a mask (B, A) on the CPU names; what others get says nothing.
         ``entropy_grad``: the entropy has a gradient (an entropy bonus). ``logits``: of the real actions (exact KL).
         ``router_loss``: the load-balancing loss of a mixture of experts (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6).
         """
@@ -126,18 +127,19 @@ class Actor(PretrainedWrapper):
             self.check_router()
         # the load-balancing loss counts every token of every sample
         batch, actions = self._of_actions(sequences, num_actions, attention_mask, share=not router_loss)
+        asked: bool | TokenPlaces = entropy if isinstance(entropy, bool) else batch.places_among_real(entropy)
         output, log_probs, entropies, all_logits = self._predict(
             batch,
             actions,
             logits=logits,
-            entropy=entropy,
+            entropy=asked,
             entropy_grad=entropy_grad,
             router_logits=router_loss,
         )
         return ActionScores(
             log_probs=batch.scatter(log_probs),  # (B, A)
             real=batch.real,
-            entropy=batch.scatter(entropies) if entropy else None,  # (B, A)
+            entropy=None if entropies is None else batch.scatter(entropies),  # (B, A)
             logits=all_logits,
             router_loss=self._router_loss(output) if router_loss else None,
         )
@@ -180,7 +182,7 @@ class Actor(PretrainedWrapper):
         batch: Batch,
         actions: Tensor,
         logits: bool = False,
-        entropy: bool = False,
+        entropy: bool | TokenPlaces = False,
         entropy_grad: bool = False,
         router_logits: bool = False,
     ) -> _Predicted:
@@ -200,7 +202,7 @@ class Actor(PretrainedWrapper):
         self,
         batch: Batch,
         actions: Tensor,
-        entropy: bool,
+        entropy: bool | TokenPlaces,
         entropy_grad: bool,
         router_logits: bool,
     ) -> _Predicted | None:

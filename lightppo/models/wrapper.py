@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from lightppo.algorithms.logprobs import TokenPlaces
 from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
 from lightppo.models.cpu import accelerate_on_cpu
 from lightppo.models.fused import fuse
@@ -27,6 +28,7 @@ from lightppo.models.packing import (
     alike,
     check_packing_layers,
     distinct_places,
+    on_cpu,
     pack,
     pack_shared,
     packing_error,
@@ -64,6 +66,11 @@ class Batch:
     def of_real(self, at_places: Tensor) -> Tensor:
         """(B, A, ·), or packed (1, U, ·), -> (K, ·)."""
         return read(at_places[0], self.reads) if self.packed else at_places.flatten(0, 1).index_select(0, self.kept)
+
+    def places_among_real(self, chosen: Tensor) -> TokenPlaces:
+        """Of a mask (B, A) on the CPU, the numbers of its real places among all that are real."""
+        index = chosen[on_cpu(self.real)].nonzero().squeeze(1)
+        return TokenPlaces(to_device(index, self.kept.device), on_cpu=index)
 
     def scatter(self, values: Tensor) -> Tensor:
         """(K,) -> (B, A), 0 elsewhere."""

@@ -43,7 +43,14 @@ class Callback:
         """The replay buffer of this rank is filled, with advantages; it is empty if the step is left out. PPO only."""
 
     def on_micro_batch(self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
-        """The actor's pass over a micro batch, before its optimizer step: (B, A) each, without gradient. PPO only."""
+        """The actor's pass over a micro batch, before its optimizer step: (B, A) each, without gradient. PPO only.
+
+        The entropy of most tokens is NaN in a large step that does not train on it; see :meth:`entropy_rows`.
+        """
+
+    def entropy_rows(self, run: Any, experience: Experience) -> Iterable[int]:
+        """Rows of a micro batch for which ``on_micro_batch`` needs the entropy of every token. PPO only."""
+        return ()
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> Mapping[str, float] | None:
         """The step is trained; ``metrics`` by their names in docs/metrics.md, the same on every rank.
@@ -128,6 +135,10 @@ class Callbacks:
     def on_micro_batch(self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
         for callback in self.all:
             callback.on_micro_batch(run, experience, log_probs, entropy)
+
+    def entropy_rows(self, run: Any, experience: Experience) -> set[int]:
+        """The rows that any callback needs."""
+        return {row for callback in self.all for row in callback.entropy_rows(run, experience)}
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The metrics with what the callbacks add; each gets those of the ones before it."""

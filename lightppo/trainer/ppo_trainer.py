@@ -69,6 +69,7 @@ class PPOTrainer(TrainingLoop):
             if part is not None:
                 self.register_state(name, part)
         self.update.observe = partial(self.callbacks.on_micro_batch, self)
+        self.update.entropy_rows = partial(self.callbacks.entropy_rows, self)
 
     @classmethod
     def from_inputs(cls, inputs: PPOInputs, callbacks: Iterable[Callback] = ()) -> Self:

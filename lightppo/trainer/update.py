@@ -17,7 +17,7 @@ from torch import Tensor
 from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.kl import approx_kl, full_kl
 from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
-from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
+from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, systematic_sample
 from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import LossConfig, PPOConfig
 from lightppo.config.rules import micro_batch_spec, of_role, token_weights
@@ -26,13 +26,18 @@ from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, mini
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
-from lightppo.models.packing import all_share_prompts, on_cpu
+from lightppo.models.packing import all_share_prompts, on_cpu, to_device
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 from lightppo.trainer.checkpointing import TrainerState
 from lightppo.trainer.prompts import as_lm_batch
 from lightppo.trainer.skipped import SkippedSteps
+
+_ENTROPY_SAMPLE, _LARGEST_STRIDE = (
+    2048,
+    8,
+)  # of a larger step one of up to 8 tokens is in the sample, and at least 2,048
 
 Metrics = dict[str, Tensor]
 Status = Mapping[str, Any]  # numbers by name, or tensors of one number that are read at the end of a step
@@ -101,6 +106,7 @@ class Update:
         self.pretrain_batches: Iterator | None = None  # endless
         self.early_stop = EarlyStop(loss, strategy)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
+        self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
         self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
         self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
 
@@ -192,6 +198,7 @@ class Update:
             reference=self.reference,
             teacher=self.teacher,
             token_weights=self.token_weights,
+            entropy_rows=self.entropy_rows(experience),
         )
         self.backward(loss * part.loss_scale, self.actor, self.actor_optim)
         self.early_stop.add(metrics)
@@ -333,36 +340,39 @@ def actor_loss(
     reference: Any | None,
     teacher: Any | None = None,
     token_weights: Sequence[Callable[..., Tensor]] = (),
+    entropy_rows: Iterable[int] = (),
 ) -> tuple[Tensor, Metrics, Tensor, Tensor]:
     """Policy loss, entropy bonus, KL loss, the divergence from a teacher and load-balancing loss.
 
     Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
-    ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training.
+    ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training; ``entropy_rows`` need the entropy
+    of every token, even if it is only logged.
 
     Returns:
-        the loss (scalar), metrics, and without gradient the policy's log probs and its entropy, (B, A) each.
+        the loss (scalar), metrics, and without gradient the policy's log probs and its entropy or NaN, (B, A) each.
     """
     options, mask = config.loss, experience.action_mask
     imitates = teacher is not None and config.distill.distill_by == "loss"
+    needs_all = options.entropy_coef > 0 or bool(token_weights)
+    sample = None if needs_all else entropy_sample(experience, normalizer.tokens, entropy_rows)
     scores = actor.score_actions(
         experience.sequences,
         experience.num_actions,
         experience.attention_mask,
-        entropy=True,
+        entropy=True if sample is None else sample.computed,
         entropy_grad=options.entropy_coef > 0,
         logits=imitates or (config.algorithm.use_kl_loss and config.algorithm.kl_estimator == "full"),
         router_loss=options.aux_loss_coef > 0,
     )
-    log_probs, per_token = scores.log_probs.detach(), scores.entropy.detach()
     loss, metrics = weighted_policy_loss(
         loss_fn,
         experience,
         normalizer,
         log_probs=scores.log_probs,
-        entropy=per_token,
+        entropy=scores.entropy.detach(),
         token_weights=token_weights,
     )
-    metrics["entropy"] = aggregate_loss(per_token, mask, "token-mean", normalizer)
+    metrics["entropy"], per_token = _mean_entropy(scores.entropy.detach(), sample, mask, normalizer)
     if options.entropy_coef > 0:
         entropy = aggregate_loss(scores.entropy, mask, options.loss_agg_mode, normalizer)
         loss = loss - options.entropy_coef * entropy
@@ -376,10 +386,45 @@ def actor_loss(
         loss = loss + config.distill.distill_coef * distill_loss
         metrics |= of_teacher
     if options.aux_loss_coef > 0:
-        aux_loss = _token_share(mask, normalizer) * scores.router_loss
+        metrics["aux_loss"] = (aux_loss := _token_share(mask, normalizer) * scores.router_loss).detach()
         loss = loss + options.aux_loss_coef * aux_loss
-        metrics["aux_loss"] = aux_loss.detach()
-    return loss, metrics, log_probs, per_token
+    return loss, metrics, scores.log_probs.detach(), per_token
+
+
+@dataclass(frozen=True)
+class EntropySample:
+    """The tokens whose entropy is computed where it is only logged; masks (B, A) on the CPU."""
+
+    stride: int  # each token of the sample stands for so many
+    counted: Tensor  # the sample
+    computed: Tensor  # the sample, and the rows that somebody reads
+
+
+def entropy_sample(experience: Experience, tokens: float, rows: Iterable[int] = ()) -> EntropySample | None:
+    """Which tokens of a micro batch are in the sample of an optimizer step of ``tokens``; ``None``: all are.
+
+    The choice depends on the ids of a row alone, so the logged mean depends neither on micro batches nor on ranks.
+    """
+    stride = min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE)
+    if stride < 2:
+        return None
+    ids, real, mask = map(on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask))
+    counted = systematic_sample(mask, start=(ids * real).sum(1), stride=stride)
+    computed = counted.clone()
+    computed[list(rows)] = True
+    return EntropySample(stride, counted, computed)
+
+
+def _mean_entropy(
+    per_token: Tensor, sample: EntropySample | None, mask: Tensor, normalizer: LossNormalizer
+) -> tuple[Tensor, Tensor]:
+    """This micro batch's share of the mean, and the entropy per token (B, A), NaN where it was not computed."""
+    if sample is None:
+        return aggregate_loss(per_token, mask, "token-mean", normalizer), per_token
+    counted, computed = (to_device(places, mask.device) for places in (sample.counted, sample.computed))
+    of_sample = per_token.masked_fill(~counted, 0.0)
+    mean = sample.stride * aggregate_loss(of_sample, mask, "token-mean", normalizer)
+    return mean, per_token.masked_fill(~computed, torch.nan)
 
 
 def _token_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:

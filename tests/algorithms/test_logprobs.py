@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightppo.algorithms import logprobs as head_module
-from lightppo.algorithms.logprobs import linear_log_probs, log_probs_and_entropy, token_log_probs
+from lightppo.algorithms.logprobs import TokenPlaces, linear_log_probs, log_probs_and_entropy, token_log_probs
 
 
 def entropy_of(logits, temperature=1.0, chunk_size=None):
@@ -334,6 +334,30 @@ def test_without_gradients_nothing_is_kept():
     assert not out[1].requires_grad
     for a, b in zip(out, linear_log_probs(hidden, weight, labels, bias, entropy=True), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2, 3])
+@pytest.mark.parametrize("places", [[], [0], [1, 2, 6], list(range(7))])
+def test_the_entropy_of_some_tokens(chunk_size, places):
+    hidden, weight, bias, labels, weights = inputs()
+    index = torch.tensor(places, dtype=torch.long)
+    options = (labels, bias, 0.7, chunk_size)
+    log_probs, every = linear_log_probs(hidden, weight, *options, entropy=True)
+    some = linear_log_probs(hidden, weight, *options, entropy=TokenPlaces(index, index))
+    assert torch.equal(some[0], log_probs)
+    assert torch.equal(some[1], torch.zeros_like(every).index_copy(0, index, every[index]))
+    assert not some[1].requires_grad
+    expected = gradients(linear_log_probs(hidden, weight, *options)[:1], weights, [hidden, weight, bias])
+    for a, b in zip(gradients(some[:1], weights, [hidden, weight, bias]), expected, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="entropy_grad needs the entropy of all tokens"):
+        linear_log_probs(hidden, weight, *options, entropy=TokenPlaces(index, index), entropy_grad=True)
+
+
+def test_the_entropy_of_no_tokens():
+    none = torch.empty(0, dtype=torch.long)
+    log_probs, entropy = linear_log_probs(torch.ones(0, 5), torch.ones(11, 5), none, entropy=TokenPlaces(none, none))
+    assert (log_probs.shape, entropy.shape) == ((0,), (0,))
 
 
 def test_a_gradient_may_be_taken_twice():

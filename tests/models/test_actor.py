@@ -252,6 +252,10 @@ def test_scores_have_gradients_where_asked(packing_samples: bool, causal_lm: Mak
     assert logged.log_probs.requires_grad
     assert not logged.entropy.requires_grad
     assert torch.equal(logged.log_probs, plain.log_probs)
+    some = torch.arange(mask.shape[0] * num_actions).view(-1, num_actions) % 3 == 0
+    sampled = actor.score_actions(sequences, num_actions, mask, entropy=some)
+    assert torch.equal(sampled.entropy, logged.entropy.masked_fill(~some, 0.0))
+    assert torch.equal(sampled.log_probs, plain.log_probs)
     bonus = actor.score_actions(sequences, num_actions, mask, entropy=True, entropy_grad=True)
     assert torch.equal(bonus.entropy, logged.entropy)
     bonus.entropy.sum().backward()

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
@@ -138,6 +138,9 @@ class Samples(Callback):
     def on_micro_batch(self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
         self.record.observe(experience, log_probs, entropy)
 
+    def entropy_rows(self, run: Any, experience: Experience) -> list[int]:
+        return [row for row, _ in self.record.rows_of(experience)]
+
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
         self.record.write(step)
         self.collected = None
@@ -204,13 +207,18 @@ class SampleRecord:
 
     def observe(self, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
         """A training pass has made these, each (B, A), of the current policy."""
+        for i, passes in self.rows_of(experience):
+            passes[1:] = [_Pass(log_probs[i].detach().clone(), entropy[i].detach().clone())]
+            passes[:1] = passes[:1] or passes[1:]
+
+    def rows_of(self, experience: Experience) -> Iterator[tuple[int, list[_Pass]]]:
+        """The rows of a micro batch that are picked, each with its passes."""
         if not self.passes:
             return
         rows = zip(on_cpu(experience.sequences).numpy(), on_cpu(experience.attention_mask).bool().numpy())
         for i, (ids, real) in enumerate(rows):
             if (passes := self.passes.get(ids[real].tobytes())) is not None:
-                passes[1:] = [_Pass(log_probs[i].detach().clone(), entropy[i].detach().clone())]
-                passes[:1] = passes[:1] or passes[1:]
+                yield i, passes
 
     def write(self, step: int) -> None:
         """Writes the step. Collective, as :meth:`pick` is not."""
