@@ -5,13 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightppo.algorithms.advantages import OnEveryToken, group_normalize, reward_to_go, teacher_advantages
+from lightppo.algorithms.advantages import OnEveryToken, gae, group_normalize, reward_to_go, teacher_advantages
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.masking import identity, whiten
 
 NAN = float("nan")
 CRITIC_FREE = [name for name, traits in ADVANTAGE_ESTIMATORS.items() if not traits.needs_critic]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def estimate(
@@ -290,6 +301,19 @@ class TestReinforce:
         # A3 = 2, A2 = 0 + 0.5·2 = 1, hole, A0 = -0.5 + 0.5·1 = 0; the answer of one token: 1
         assert advantages.tolist() == [[0.0, 0.0, 1.0, 2.0], [1.0, 0.0, 0.0, 0.0]]
         assert torch.equal(returns, advantages)
+
+    def test_without_discount_there_is_no_step_per_token(self):
+        generator = torch.Generator().manual_seed(0)
+        rewards, mask = torch.randn(5, 300, generator=generator), torch.rand(5, 300, generator=generator) < 0.8
+        rewards = torch.where(mask, rewards, NAN)
+        zeros = torch.zeros_like(rewards)
+        with Operations() as at_once:
+            found = reward_to_go(rewards, mask)
+        with Operations() as one_by_one:
+            expected, _ = gae(token_rewards=rewards, action_mask=mask, values=zeros, lambd=1.0)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert at_once.count < 20
+        assert one_by_one.count > 300
 
     def test_a_penalty_counts_for_the_tokens_before_it_only(self):
         # -β·KL of 0.25 on the middle token: (1 - 0.25, 1 - 0.25, 1)
