@@ -138,8 +138,7 @@ _TRAIN = {
     "clip_ratio": "share of trained tokens without gradient because of clipping",
     "ratio": "mean probability ratio of new to old policy",
     "approx_kl": "mean KL estimate of old to new policy per trained token, nats",
-    "entropy": "mean policy entropy per trained token (nats); estimated from one of up to 8 tokens in a large step that "
-    "does not train on it",
+    "entropy": "mean policy entropy per trained token (nats), of one of up to 8 tokens where a large step only logs it",
     "rejected_ratio": "share of trained tokens that --rollout_rejection leaves out during training",
     "aux_loss": "load-balancing loss of a mixture of experts (--aux_loss_coef)",
     "actor_stopped": "share of the actor's optimizer steps skipped by --early_stop_imp_ratio or --early_stop_kl",

@@ -74,8 +74,8 @@ def reward_to_go(token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0)
     if gamma == 1.0:  # no step for each token
         require_same_shape(token_rewards=token_rewards, action_mask=action_mask)
         rewards = zero_where_masked(token_rewards, action_mask)
-        sums = rewards.double().flip(1).cumsum(1).flip(1)
-        return sums.to(rewards.dtype).masked_fill(~action_mask.bool(), 0.0)
+        sums = rewards.double().cpu().flip(1).cumsum(1).flip(1)  # a GPU has no deterministic one
+        return sums.to(rewards).masked_fill(~action_mask.bool(), 0.0)
     zeros = torch.zeros_like(token_rewards)
     return gae(token_rewards=token_rewards, action_mask=action_mask, values=zeros, gamma=gamma, lambd=1.0)[0]
 

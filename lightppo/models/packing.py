@@ -31,6 +31,8 @@ PACKED_SDPA = "packed_sdpa"  # the name of packed_attention in transformers
 # sequence borders; chunked attention cuts at multiples of the row index, not of the position.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
+_KEPT_ASIDE = 1 << 16  # bytes: the driver of a GPU puts so many aside before it copies, and need not wait
+
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -80,10 +82,16 @@ def _row(
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Copy from the CPU without waiting for what the GPU is doing; :func:`on_cpu` gives ``x`` again."""
-    moved = x.to(device, non_blocking=True)
+    moved = _pinned(x, device).to(device, non_blocking=True)
     if moved is not x:
         moved.source = x, x._version + moved._version
     return moved
+
+
+def _pinned(x: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor from which the driver can copy to the device at its leisure; small ones it keeps aside by itself."""
+    travels = x.device.type == "cpu" and torch.device(device).type not in ("cpu", "meta")
+    return x.pin_memory() if travels and x.nbytes > _KEPT_ASIDE and not x.is_pinned() else x
 
 
 def on_cpu(x: Tensor) -> Tensor:

@@ -37,11 +37,23 @@ class FarTensor(Tensor):
 
 
 class _Tensors(TorchFunctionMode):
-    """torch.tensor copies to its device below all dispatch modes; a subclass has no tolist."""
+    """torch.tensor copies to its device below all dispatch modes; a subclass has no tolist; pinning asks for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[Tensor] = []
+
+    def has_pinned(self, x: Tensor) -> bool:
+        return not isinstance(x, FarTensor) and _place(x) in map(_place, self.pinned)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is Tensor.tolist and isinstance(args[0], FarTensor):
             return args[0].to("cpu").tolist()
+        if func is Tensor.pin_memory:
+            self.pinned.append(args[0].clone())
+            return self.pinned[-1]
+        if func is Tensor.is_pinned:
+            return self.has_pinned(args[0])
         if func is Tensor.new_tensor and isinstance(args[0], FarTensor):
             return torch.tensor(args[1], **{"dtype": args[0].dtype, **(kwargs or {})}).to(FAR)
         if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[0], FarTensor):
@@ -60,6 +72,7 @@ class FarDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
+        self.kept_aside = 1 << 16  # bytes that a driver copies aside
         self.tensors = _Tensors()
 
     def __enter__(self) -> FarDevice:
@@ -93,8 +106,12 @@ class FarDevice(TorchDispatchMode):
             was_far, is_far = isinstance(args[name == "copy_"], FarTensor), stays
             if name == "copy_":
                 is_far = isinstance(args[0], FarTensor)
-            if was_far != is_far and (was_far or near) and not (kwargs.get("non_blocking") or args[-1] is True):
+            source = args[name == "copy_"]
+            crosses = was_far != is_far and (was_far or near)
+            if crosses and not (kwargs.get("non_blocking") or args[-1] is True):
                 self.waits[name] += 1
+            elif crosses and not was_far and source.nbytes > self.kept_aside and not self.tensors.has_pinned(source):
+                self.waits["copy from memory that is not pinned"] += 1
         elif far and near and name in _INDEXING and isinstance(args[0], FarTensor):
             self.waits[name] += 1  # places on the CPU are copied
         elif far and near:
@@ -109,6 +126,10 @@ class FarDevice(TorchDispatchMode):
         if func._schema.is_mutable and not name.startswith("_"):
             return args[0]
         return tree_map(lambda x: FarTensor(x) if isinstance(x, Tensor) else x, out) if stays else out
+
+
+def _place(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _near(x: Any) -> Any:
