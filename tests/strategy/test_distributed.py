@@ -186,9 +186,12 @@ def test_ranks_share_the_cores_of_their_host_and_gloo_takes_one_for_each_thread(
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(distributed.dist, "all_gather", gather)
-    share_cores()
+    share_cores(collectives_on_cpu=True)
     assert set(while_gathering) == {(1, int(of_node or 1), True, True)}
     assert set_to == [1, own]
+    while_gathering.clear()
+    share_cores(collectives_on_cpu=False)
+    assert (while_gathering, set_to[2:]) == ([], [own])
 
 
 FREED = """

@@ -298,13 +298,19 @@ class VLLMRolloutEngine(VLLMEngine):
         before, everything = self._of_group(own)
         rollouts: list[Rollout | None] = [None] * len(own)
         with in_any_order(), ExitStack() as stack:
-            if not self.config.engine.vllm_request_seeds:
+            if not self._seeds_each_response:
                 stack.enter_context(self._one_seed(everything))
             for r, output in self._answers(everything):
                 if 0 <= (i := r - before) < len(own):
                     rollouts[i] = requests.rollout(i, output.token_ids, output.logprobs.logprobs, output.finish_reason)
                     on_finished([rollouts[i]])
         return rollouts
+
+    @property
+    def _seeds_each_response(self) -> bool:
+        """On a GPU each seed costs vLLM kernels of their own per row and token."""
+        asked = self.config.engine.vllm_request_seeds
+        return not self.on_gpu if asked is None else asked
 
     @contextmanager
     def _one_seed(self, requests: list[tuple[list[int], dict[str, Any]]]) -> Iterator[None]:

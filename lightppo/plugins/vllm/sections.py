@@ -62,10 +62,10 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
     enable_prefix_caching: bool = vllm(
         True, "Share the KV cache of a prompt among its samples. Each push of weights empties it."
     )
-    vllm_request_seeds: bool = vllm(
-        True,
-        "One seed per response, so that responses do not depend on each other. Off: one per call; faster for "
-        "small models on a GPU.",
+    vllm_request_seeds: bool | None = vllm(
+        None,
+        "One seed per response, so that responses do not depend on each other. Off: one per call, which is faster on a "
+        "GPU. None: on for a CPU, off for a GPU.",
     )
     enforce_eager: bool | None = vllm(None, "No compilation, no CUDA graphs. None: on for a CPU, off for a GPU.")
     free_cache_engine: bool = any_vllm(True, "Put the engine to sleep during training, which frees GPU memory.")

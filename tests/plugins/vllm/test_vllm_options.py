@@ -15,6 +15,7 @@ from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.plugins.vllm.colocated import (
     Requests,
+    VLLMRolloutEngine,
     check_installed,
     cpu_kv_cache_bytes,
     engine_arguments,
@@ -199,3 +200,13 @@ def test_groups_are_made_while_the_default_one_is_bound_to_no_gpu(monkeypatch):
     with undisturbed_process():  # vLLM makes its own
         assert default.bound_device_id is None
     assert default.bound_device_id == "cuda:2"
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_gpu", "expected"),
+    [(None, True, False), (None, False, True), (True, True, True), (False, False, False)],
+)
+def test_each_response_has_a_seed_of_its_own_by_default_on_a_cpu(asked, on_gpu, expected):
+    config = PPOConfig.from_flat(vllm_request_seeds=asked)
+    engine = SimpleNamespace(config=config, on_gpu=on_gpu)
+    assert VLLMRolloutEngine._seeds_each_response.fget(engine) is expected
