@@ -93,15 +93,18 @@ def choose_gloo_interface() -> None:
 def share_cores(collectives_on_cpu: bool) -> None:
     """A rank's operators take its share of the host's cores, unless OMP_NUM_THREADS says how many. Collective.
 
-    On a GPU machine these are the optimizer steps of ``--adam_offload``. With ``collectives_on_cpu`` each of gloo's two threads takes one: the copies of its gathers would begin an OpenMP team beside the rank's own,
-    and where a process has more of OpenMP's threads than cores, they sleep at the end of each operator instead of
-    waiting for microseconds. A step takes 1.6 times as long then (docs/performance.md).
+    On a GPU machine these are the optimizer steps of ``--adam_offload``.
+
+    With ``collectives_on_cpu`` each of gloo's two threads takes one: the copies of its gathers would begin an OpenMP
+    team beside the rank's own, and where a process has more of OpenMP's threads than cores, they sleep at the end of
+    each operator instead of waiting for microseconds. A step takes 1.6 times as long then (docs/performance.md).
     """
-    threads, ranks = torch.get_num_threads(), dist.get_world_size()
+    threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, min(threads, len(os.sched_getaffinity(0)) // ranks_on_node(1)))
     if collectives_on_cpu:
         torch.set_num_threads(1)  # a thread keeps what it finds at its first large copy
+        ranks = dist.get_world_size()
         own = torch.zeros(max(1 << 16, (1 << 20) // ranks))  # four gathers that last long enough to keep both busy
         copies = [list(own.new_empty(ranks, len(own))) for _ in range(4)]
         for work in [dist.all_gather(of_ranks, own, async_op=True) for of_ranks in copies]:
