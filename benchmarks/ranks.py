@@ -44,7 +44,6 @@ from lightppo.strategy.distributed import DistributedStrategy
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.metrics import merge_summaries, optimizer_status, rollout_summaries
-from lightppo.trainer.ppo_trainer import PPOTrainer
 
 PROMPTS, SAMPLES, RECORDED = 2, 8, 16  # of a rank; of a prompt; of all
 STEPS, NAMES, ROWS = 16, 20, 4096
@@ -126,11 +125,9 @@ class Step:
     def checkpoint(self) -> None:
         """What a checkpoint holds of each rank: random generators, and the groups that wait."""
         config = PPOConfig.from_flat(pretrain="m", prompt_data="p", save_path=str(self.folder)).resolved().checkpoint
-        checkpointer = RunCheckpointer(self.strategy, config, {"actor": None}, None)
-        alarms = SimpleNamespace(state_dict=dict)
-        parts = {"strategy": self.strategy, "sampler": self.collector, "alarms": alarms, "checkpointer": checkpointer}
-        trainer = SimpleNamespace(_ckpt_path=lambda args: str(self.folder), **parts)
-        PPOTrainer._save_checkpoint(trainer, None, "global_step1", {"trainer": {}})
+        checkpointer = RunCheckpointer(self.strategy, config, {}, None)
+        waiting = self.strategy.gather_object(self.collector.state_dict())
+        checkpointer.save(str(self.folder), 1, {"trainer": {}, "surplus": waiting})
 
     def rows(self) -> None:
         """Prompts are tokenised, here by a stand-in that takes 0.2 ms for each."""
