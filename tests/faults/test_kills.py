@@ -67,12 +67,14 @@ def test_random_kills_change_nothing(run, start, tmp_path, capsys):
     of_step = (times[-1] - times[0]) / (STEPS - 1)
     while kills < -(-KILLS // len(RUNS)):
         folder, runs = tmp_path / f"run{runs}", runs + 1
-        mark, done = folder / "ckpt" / "latest", False
+        mark, done, steps_before, stalled = folder / "ckpt" / "latest", False, 0, 0
         while not done:
             for file in pids.iterdir():
                 file.unlink()
             steps_done = int(mark.read_text().removeprefix("global_step")) if mark.exists() else 0
-            killer = Killer(pids, dice.choice([[0], [1], [0, 1]]), dice.uniform(0, whole - of_step * steps_done))
+            stalled, steps_before = (stalled + 1 if steps_done == steps_before else 0), steps_done
+            left = (whole - of_step * steps_done) * 1.1**stalled  # a machine that is busy now gets there, too
+            killer = Killer(pids, dice.choice([[0], [1], [0, 1]]), dice.uniform(0, left))
             killer.start()
             result = start(folder, {"pids": str(pids)}, check=False, **options)
             killer.over.set()
