@@ -82,7 +82,8 @@ class Update:
         skipped: SkippedSteps,
         timer: m.PhaseTimer,
     ) -> None:
-        self.config, self.strategy = config, strategy
+        self.strategy = strategy
+        self.use(config)
         self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
         self.teacher, self.ema_model = models.teacher, models.ema_model
         self.actor_optim, self.actor_scheduler = models.actor_optim, models.actor_scheduler
@@ -109,6 +110,11 @@ class Update:
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
         self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
         self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
+
+    def use(self, config: PPOConfig) -> None:
+        """Work with these options from now on."""
+        self.config = config
+        self.specs = {call: micro_batch_spec(config, call) for call in ("actor_train", "critic_train")}
 
     def train(self, step: int) -> dict[str, float]:
         """Train on the replay buffer. Collective.
@@ -265,7 +271,7 @@ class Update:
             self.replay_buffer.items,
             self.strategy,
             train_batch_size=training.train_batch_size,
-            actor=micro_batch_spec(config, "actor_train"),
+            actor=self.specs["actor_train"],
             critic=self.critic_spec(),
             packed=self.experience_maker.batching.packed,
             share_prompts=shares,
@@ -277,8 +283,8 @@ class Update:
 
     def critic_spec(self) -> Any | None:
         """Micro batches of the critic's own; ``None``: it trains on the actor's."""
-        of_actor, of_critic = (micro_batch_spec(self.config, call) for call in ("actor_train", "critic_train"))
-        return None if self.critic is None or of_critic == of_actor else of_critic
+        of_critic = self.specs["critic_train"]
+        return None if self.critic is None or of_critic == self.specs["actor_train"] else of_critic
 
     def with_pretrain(self, micro_batches: list[Experience]) -> list[Experience]:
         """The micro batches of a step, each with a batch for the PTX loss where there is one. Collective then."""

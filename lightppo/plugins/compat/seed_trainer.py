@@ -527,7 +527,8 @@ class PPOTrainer(core.PPOTrainer):
 
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
         self._wants_stop = False
-        self.save_logs_and_checkpoints(self._args_of_fit, step, self.bar, dict(status), self.client_state())
+        state = self.client_state() if self.overrides("save_logs_and_checkpoints") else None
+        self.save_logs_and_checkpoints(self._args_of_fit, step, self.bar, dict(status), state)
         return self._wants_stop
 
     def save_logs_and_checkpoints(
@@ -739,7 +740,8 @@ class PPOTrainer(core.PPOTrainer):
         self._use_config(config)
 
     def _use_config(self, config: PPOConfig) -> None:
-        self.config = self.update.config = config
+        self.config = config
+        self.update.use(config)
         self.checkpointer.config = config.checkpoint
 
     def _resize_training(self) -> None:
