@@ -40,8 +40,8 @@ NEEDS = (
     "pebble, tyro, peft"
 )
 GOALS = {  # said -> (part, rows that begin so, field, at least or at most)
-    "training MFU, 0.6B, bf16, packed": ("train", "0.6B", "mfu", 0.45),
     "training MFU, 1.5B, bf16, packed": ("train", "1.5B", "mfu", 0.45),
+    "training MFU, 7B, bf16, packed, checkpointing": ("train", "7B", "mfu", 0.4),  # 0.51 by counting is the most
     "W1, TRL's time / lightppo's": ("bench", "W1 lightppo", "ratio", 3.0),
     "W2, TRL's time / lightppo's": ("bench", "W2 lightppo", "ratio", 3.0),
     "rollouts / vLLM alone, tokens per second": ("vllm", "lightppo", "of_vllm_alone", 0.9),

@@ -301,13 +301,16 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of training; "varlen" is what runs un
 
 def train(rows: Rows) -> None:
     """The actor's pass over a packed row of 16k tokens, forward and backward, in bf16."""
-    sizes = {"tiny": SCALES["tiny"]} if rows.small else {"0.6B": SCALES["gpu"], "1.5B": SCALES["1.5B"]}
+    sizes = {"0.6B": SCALES["gpu"], "1.5B": SCALES["1.5B"], "7B": SCALES["7B"]}
+    sizes = {"tiny": SCALES["tiny"]} if rows.small else sizes
     for name, how in VARIANTS.items():
         missing = {"flash_attention_2": "flash_attn", "Liger": "liger_kernel"}.get(name)
         reason = lacks(missing) if missing else ""
         if rows.small and name in ("Liger", "checkpointing, activations offloaded"):
             reason = reason or "for a GPU"
         for size, scale in sizes.items():
+            if size == "7B" and "checkpoints" not in how:
+                continue
             rows(f"{size} {name}", partial(train_if_it_fits, scale, rows.peak, rows.device, **how), reason)
 
 

@@ -57,8 +57,9 @@ class Scale:
 SCALES = {
     "cpu": Scale(256, 6, 4, 4, 688, 1024, (8, 64), 128, 1 / 46),
     "gpu": Scale(896, 24, 14, 2, 4864, 151_936, (64, 512), 512, 1 / 184, bf16=True, micro_batch_tokens=16_384),
-    # of gpu_check.py: a larger model for its passes, and what tries it on a CPU
+    # of gpu_check.py: larger models for its passes, and what tries it on a CPU
     "1.5B": Scale(1536, 28, 12, 2, 8960, 151_936, (64, 512), 512, 1 / 184, bf16=True, micro_batch_tokens=16_384),
+    "7B": Scale(3584, 28, 28, 4, 18_944, 152_064, (64, 512), 512, 1 / 184, bf16=True, micro_batch_tokens=16_384),
     "tiny": Scale(64, 2, 2, 1, 128, 640, (4, 16), 16, 1 / 8, micro_batch_tokens=256),
 }
 

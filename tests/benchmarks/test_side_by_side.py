@@ -118,7 +118,7 @@ def test_rewards_count_words(benchmark_script):
 
 
 @BOTH
-@pytest.mark.parametrize("scale", ["cpu", "gpu", "1.5B", "tiny"])
+@pytest.mark.parametrize("scale", ["cpu", "gpu", "1.5B", "7B", "tiny"])
 def test_the_command_line_is_accepted_at_every_scale(workloads, name, scale):
     flags = workloads.lightppo_flags(
         workloads.WORKLOADS[name], workloads.SCALES[scale], Path("assets"), Path("run"), iterations=1
