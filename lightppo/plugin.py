@@ -98,13 +98,11 @@ PUBLIC: dict[str, str] = {
     "Callback": "lightppo.trainer.callbacks",
     "Experience": "lightppo.experience.experience",
     "ReplayBuffer": "lightppo.experience.batching",
-    "NaiveReplayBuffer": "lightppo.experience.batching",
     "ExperienceMaker": "lightppo.experience.maker",
     "Actor": "lightppo.models.actor",
     "Critic": "lightppo.models.critic",
     "RewardModel": "lightppo.models.critic",
     "DeepspeedStrategy": "lightppo.strategy.deepspeed",
-    "get_strategy": "lightppo.strategy.deepspeed",
     "Prompt": "lightppo.data.records",
     "Rollout": "lightppo.data.records",
     "PromptDataset": "lightppo.data.datasets",
@@ -154,6 +152,10 @@ object with ``score_actions``, as :class:`lightppo.models.actor.Actor` has it, o
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
 function around it, which may end the process by SystemExit."""
+
+ARGUMENTS: Table = Table("look at arguments")
+"""What looks at the words of a command line before they are read: an entry's function gets them and returns those that
+are left. It must import nothing heavy."""
 
 HINTS: Table = Table("hint")
 """What to say of a name that is no option, or of a value that an option does not take: functions of the name, or of

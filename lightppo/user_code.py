@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import importlib.machinery
 import importlib.util
-import inspect
 import re
 import symtable
 import sys
@@ -116,17 +114,6 @@ def error_text(error: BaseException) -> str:
     except Exception as another:
         text = f" (and {type(another).__name__} while its text was made)"
     return plain(f"{type(error).__name__}{text[:2000]}{error_place(error)}")
-
-
-def source_of(value: Any) -> str | None:
-    """The source of a function, or of the class of an object; None where Python does not have it."""
-    while isinstance(value, functools.partial):
-        value = value.func
-    definition = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
-    try:
-        return inspect.getsource(definition)
-    except (OSError, TypeError):  # typed at a prompt, or built in
-        return None
 
 
 def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:

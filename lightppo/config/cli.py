@@ -19,7 +19,7 @@ from lightppo.config.options import OptionSet, conform, hint, told_of
 from lightppo.config.rules import PPOConfig, condition_text, idle_flags, without_effect_on_evaluation
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
-from lightppo.plugin import trained_by
+from lightppo.plugin import ARGUMENTS, trained_by
 from lightppo.suggestions import answer_of, nearest
 from lightppo.terminal import plain
 from lightppo.urls import without_secrets
@@ -153,8 +153,8 @@ def _read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str
     """The options that are given, in their types; a ConfigError has one line for each mistake."""
     # --train-batch-size is --train_batch_size
     spelled = [re.sub(r"^--[A-Za-z][\w-]*", lambda m: "--" + m[0][2:].replace("-", "_"), text) for text in arguments]
-    if any(option.name == "use_wandb" for option in options):
-        spelled = _take_wandb_key(spelled)
+    for look in ARGUMENTS.values():
+        spelled = look.fn(spelled)
     spelled, problems = _without_values_of_switches(spelled, options)
     given, unknown = _parser(options).parse_known_args(spelled)
     problems += _unknown_arguments(unknown, options)
@@ -226,39 +226,6 @@ def _meant_by(flag: str, flags: Sequence[str]) -> str:
     if of_others:
         return f": it is an option of lightppo {' and '.join(of_others)}, not of this command"
     return nearest(flag, flags)
-
-
-_KEY = "WANDB_API_KEY"
-
-
-def _take_wandb_key(arguments: Sequence[str]) -> list[str]:
-    """The arguments without the key of ``--use_wandb KEY``: it goes where wandb looks, and out of the process list."""
-    kept: list[str] = []
-    for before, text in zip(["", *arguments], arguments):
-        with_key = text.startswith("--use_wandb=")
-        key = text.partition("=")[2] if with_key else text if before == "--use_wandb" else ""
-        if not key or key.startswith("-") or key in ("True", "False", "None"):
-            kept.append(text)
-            continue
-        kept += ["--use_wandb"] * with_key
-        os.environ[_KEY] = key
-        sys.argv = [word.replace(key, "…") for word in sys.argv]  # wandb records them
-        _hide_argument(key)
-    return kept
-
-
-def _hide_argument(secret: str) -> None:
-    """Overwrite an argument of this process where Linux shows it (/proc/PID/cmdline, ps)."""
-    try:
-        start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-        with open("/proc/self/mem", "r+b") as memory:
-            memory.seek(start)
-            at = memory.read(end - start).find(secret.encode())
-            if at >= 0:
-                memory.seek(start + at)
-                memory.write(b"*" * len(secret.encode()))
-    except OSError as error:
-        _print(f"note: --use_wandb KEY stays visible in the process list ({error}); set {_KEY} instead\n", sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):

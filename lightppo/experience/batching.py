@@ -216,20 +216,6 @@ class ReplayBuffer:
             item.advantages = row
 
 
-class NaiveReplayBuffer(ReplayBuffer):
-    """The seed's name and arguments; batches go to this process's device.
-
-    ``packing_samples`` changes nothing here: rows are kept without padding and packed where a model runs.
-    """
-
-    def __init__(
-        self, sample_batch_size: int, limit: int = 0, cpu_offload: bool = True, packing_samples: bool = False
-    ) -> None:
-        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-        super().__init__(sample_batch_size, limit, cpu_offload, device)
-        self.packing_samples, self.target_device = packing_samples, self.device
-
-
 @dataclass(frozen=True)
 class StepPart:
     """What a micro batch must know about its optimizer step."""
@@ -252,7 +238,7 @@ class Minibatch:
     critic_micro_batches: list[Experience] | None = None  # the same samples; None: in the actor's micro batches
 
 
-def _normalizer(micro_batches: Sequence[Experience], ranks: Ranks, scale: float) -> LossNormalizer:
+def normalizer_of(micro_batches: Sequence[Experience], ranks: Ranks, scale: float) -> LossNormalizer:
     masks, total = [m.action_mask for m in micro_batches], partial(ranks.all_reduce, op="sum")
     return LossNormalizer.from_masks(masks, all_reduce_sum=total, dp_size=ranks.world_size, scale=scale)
 
@@ -260,15 +246,10 @@ def _normalizer(micro_batches: Sequence[Experience], ranks: Ranks, scale: float)
 def plan_step(micro_batches: Sequence[Experience], ranks: Ranks, *, scale: float = 1.0) -> list[Experience]:
     """Gives this rank's micro batches the step's totals, and adds placeholders up to the common count. Collective."""
     placeholder = Experience.placeholder(ranks.device)
-    normalizer = _normalizer(micro_batches or [placeholder], ranks, scale)
+    normalizer = normalizer_of(micro_batches or [placeholder], ranks, scale)
     part = StepPart(normalizer, ranks.all_reduce(len(micro_batches), "sum") / ranks.world_size)
     placeholder.part = replace(part, has_samples=False)
     return level([replace(m, part=part) for m in micro_batches], ranks, lambda: placeholder)
-
-
-def lone_part(experience: Experience, ranks: Ranks, *, scale: float = 1.0, accumulation: int = 1) -> StepPart:
-    """The part of a micro batch outside a planned step, one of ``accumulation`` that weigh the same. Collective."""
-    return StepPart(_normalizer([experience], ranks, scale), loss_scale=1 / accumulation)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import logging
 import math
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -489,12 +489,3 @@ class DeepspeedStrategy(DistributedStrategy):
     has_finite_weights = staticmethod(checkpoint.has_finite_weights)
     save_model = export.save_model
     load_model = staticmethod(export.load_model)
-
-
-def get_strategy(args: Any) -> DeepspeedStrategy:
-    """A strategy from any object with attributes named like its arguments; ``dist_timeout`` is ``timeout_minutes``."""
-    names = {f.name for f in fields(DeepspeedStrategy) if f.init} - {"args"}
-    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    if hasattr(args, "dist_timeout"):
-        options["timeout_minutes"] = args.dist_timeout
-    return DeepspeedStrategy(args=args, **options)

@@ -19,8 +19,9 @@ import torch
 from support.ranks import run_ranks
 
 from lightppo.errors import LaunchError
+from lightppo.plugins.compat.seed import get_strategy
 from lightppo.strategy import distributed
-from lightppo.strategy.deepspeed import DeepspeedStrategy, get_strategy
+from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.distributed import (
     RankSampler,
     choose_gloo_interface,

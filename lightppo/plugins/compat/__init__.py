@@ -16,6 +16,8 @@ def register() -> None:
             "unpacking_samples": "lightppo.plugins.compat.seed",
             "compute_approx_kl": "lightppo.plugins.compat.seed",
             "get_llm_for_sequence_regression": "lightppo.plugins.compat.seed",
+            "get_strategy": "lightppo.plugins.compat.seed",
+            "NaiveReplayBuffer": "lightppo.plugins.compat.seed",
             "get_tokenizer": "lightppo.plugins.compat.seed",
             "PolicyLoss": "lightppo.plugins.compat.seed",
             "ValueLoss": "lightppo.plugins.compat.seed",

@@ -23,10 +23,14 @@ from lightppo.config.options import Options, all_options
 from lightppo.config.rules import condition_text, facts_of
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
+from lightppo.experience.batching import ReplayBuffer, StepPart, normalizer_of
+from lightppo.experience.experience import Experience
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
 from lightppo.models import loading
 from lightppo.models.preparation import Role, prepare_model
+from lightppo.ranks import Ranks
+from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.distributed import RankSampler as DistributedSampler
 from lightppo.strategy.zero3 import is_engine
 from lightppo.suggestions import nearest
@@ -663,3 +667,34 @@ def compute_approx_kl(
     if isinstance(kl_estimator, bool):
         kl_estimator, use_kl_estimator_k3 = "k1", kl_estimator
     return approx_kl(log_probs, log_probs_base, "k3" if use_kl_estimator_k3 else kl_estimator, action_mask=action_mask)
+
+
+# -- parts by the seed's names ---------------------------------------------------------------------------------------
+
+
+def get_strategy(args: Any) -> DeepspeedStrategy:
+    """A strategy from any object with attributes named like its arguments; ``dist_timeout`` is ``timeout_minutes``."""
+    names = {f.name for f in fields(DeepspeedStrategy) if f.init} - {"args"}
+    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if hasattr(args, "dist_timeout"):
+        options["timeout_minutes"] = args.dist_timeout
+    return DeepspeedStrategy(args=args, **options)
+
+
+class NaiveReplayBuffer(ReplayBuffer):
+    """The seed's name and arguments; batches go to this process's device.
+
+    ``packing_samples`` changes nothing here: rows are kept without padding and packed where a model runs.
+    """
+
+    def __init__(
+        self, sample_batch_size: int, limit: int = 0, cpu_offload: bool = True, packing_samples: bool = False
+    ) -> None:
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        super().__init__(sample_batch_size, limit, cpu_offload, device)
+        self.packing_samples, self.target_device = packing_samples, self.device
+
+
+def lone_part(experience: Experience, ranks: Ranks, *, scale: float = 1.0, accumulation: int = 1) -> StepPart:
+    """The part of a micro batch outside a planned step, one of ``accumulation`` that weigh the same. Collective."""
+    return StepPart(normalizer_of([experience], ranks, scale), loss_scale=1 / accumulation)

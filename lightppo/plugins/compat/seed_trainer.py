@@ -31,7 +31,7 @@ from lightppo.config.rules import (
 )
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, RewardError
-from lightppo.experience.batching import StepPart, lone_part
+from lightppo.experience.batching import StepPart
 from lightppo.experience.experience import Experience
 from lightppo.plugins.compat.seed import (
     OUTCOMES,
@@ -43,6 +43,7 @@ from lightppo.plugins.compat.seed import (
     fill_schedule,
     generation_options,
     give_router_loss,
+    lone_part,
     of_whole_step,
     policy_loss_of,
     pretrain_batches_of,

@@ -1,12 +1,13 @@
 """What a run records: its folder, metrics, samples, trackers, alarms."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, CHECKS, METRICS, SAMPLING, CallbackEntry, Check
+from lightppo.plugin import ARGUMENTS, CALLBACKS, CHECKS, METRICS, SAMPLING, CallbackEntry, Check
 from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    ARGUMENTS.register("wandb_key", Entry("lightppo.plugins.records.wandb_key:take_wandb_key"))
     CHECKS.register("own_folders", Check("lightppo.plugins.records.run_folder:claim_folders", when="folders"))
     CHECKS.register("content", Check("lightppo.plugins.records.run_folder:mark_content", when="data"))
     CALLBACKS.register("alarms", CallbackEntry("lightppo.plugins.records.alarms:AlarmBell"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import itertools
 import json
 import logging
@@ -43,7 +45,7 @@ from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import download_marks
 from lightppo.trainer.loop import public_options
 from lightppo.urls import shown_url
-from lightppo.user_code import source_of, split_python_spec
+from lightppo.user_code import split_python_spec
 from lightppo.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -339,6 +341,17 @@ def _code_of(config: OptionSet) -> dict[str, Any]:
     urls = flat.get("remote_rm_url", ())
     given |= {"remote_rm_url": urls[0] if len(urls) == 1 and "://" not in urls[0] else None}
     return {name: spec for name, spec in given.items() if is_object(spec) or (isinstance(spec, str) and ".py" in spec)}
+
+
+def source_of(value: Any) -> str | None:
+    """The source of a function, or of the class of an object; None where Python does not have it."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    definition = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
+    try:
+        return inspect.getsource(definition)
+    except (OSError, TypeError):  # typed at a prompt, or built in
+        return None
 
 
 def _digest(content: bytes) -> str:
