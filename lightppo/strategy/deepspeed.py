@@ -12,7 +12,7 @@ import math
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -152,6 +152,7 @@ class DeepspeedStrategy(DistributedStrategy):
     _accumulation: WeakKeyDictionary[Any, list[int]] = field(default_factory=WeakKeyDictionary, init=False)
     # engine → factor on the losses that ``backward`` gets; none: they are taken as they are
     loss_weights: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False)
+    trained_engines: WeakSet[Any] = field(default_factory=WeakSet, init=False)
     # engine at stage 0 → what clips its gradient
     _clips: WeakKeyDictionary[Any, _ClipAndCheck] = field(default_factory=WeakKeyDictionary, init=False)
     # engine → sum of the losses since the last step
@@ -302,6 +303,8 @@ class DeepspeedStrategy(DistributedStrategy):
                 config=config,
                 dist_init_required=False,
             )
+        if optimizer is not None:
+            self.trained_engines.add(engine)
         if optimizer is None:
             engine.eval()
         elif engine.fp16_enabled():  # at the lowest scale an overflow is a broken step, which optimizer_step tells

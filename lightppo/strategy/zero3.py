@@ -6,9 +6,10 @@ other module sits inside its engine. Uses private parts of DeepSpeed 0.19 (``ds_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,11 +39,17 @@ def find_engine(model: Any) -> Any | None:
     return inner if is_engine(inner) else None
 
 
+AWAY: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+"""Engines whose optimizer states somebody has put elsewhere for a time → what brings them back."""
+
+
 def get_engine(model: Any, what_for: str) -> Any:
-    """The engine of a prepared model; for a plain one, the error says what needed it."""
+    """The engine of a prepared model, with its optimizer states; for a plain one, the error says what needed it."""
     engine = find_engine(model)
     if engine is None:
         raise ValueError(f"{what_for} needs a model that went through strategy.prepare(), got {type(model).__name__}")
+    if engine in AWAY:
+        AWAY[engine]()
     return engine
 
 

@@ -455,13 +455,18 @@ def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Ma
             return (made > 0) * bucket + made * (1 + 2 * apart) + (made == total) * again
         return 0 if stage == 3 else (made > 0) * bucket + (made >= min(bucket, total)) * again
 
+    leaves = machine.gpus > 0 and not offload and config.engine.offload_during_rollout
+    there = always - ({ROLLOUT} if leaves else set())
+    if leaves:
+        of_number = 8 + 4 * (stage > 0) + accumulated * (stage == 3)
+        yield part("put aside while vLLM samples", always, of_number * shard, host=True)
     if stage > 0:
-        yield part("fp32 masters", always, 4 * shard, offload)
-    yield part("Adam", always - {LOADING}, 8 * shard, offload)
+        yield part("fp32 masters", there, 4 * shard, offload)
+    yield part("Adam", there - {LOADING}, 8 * shard, offload)
     if offload:
         yield part("gradients and copies of shards", always, (4 + n.width) * shard, host=True)
     if stage == 3:
-        yield part("gradients of the shard", always, accumulated * shard, offload)
+        yield part("gradients of the shard", there, accumulated * shard, offload)
         yield part("reduction", always, bucket)
         yield part("gathered weights", [train], min(n.total, LIVE_ELEMENTS) * n.width, sure=False)
     elif whole:

@@ -12,4 +12,5 @@ def register() -> None:
     COMMANDS.register("serve-vllm", Command("lightppo.plugins.vllm.serve_vllm:main", about="serve rollouts by vLLM"))
     register_section("vllm", "lightppo.plugins.vllm.sections:VLLMConfig", adds_to="engine")
     SAMPLING.register("rollout_check", Entry("lightppo.plugins.vllm.rollout_check:check_first"))
+    CALLBACKS.register("room", CallbackEntry("lightppo.plugins.vllm.room:sleep_after_evaluation"))
     CALLBACKS.register("rollout_check", CallbackEntry("lightppo.plugins.vllm.rollout_check:watch"))

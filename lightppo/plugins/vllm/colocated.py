@@ -27,6 +27,7 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.plugins.ops.storage import content_folder, stage_to_local
+from lightppo.plugins.vllm.room import Room
 from lightppo.plugins.vllm.weights import SHARED_MEMORY, differing_weights, full_weights, trainer_fingerprints
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import Capabilities, SamplingParams
@@ -257,6 +258,9 @@ class VLLMRolloutEngine(VLLMEngine):
         self.sleeps = self.on_gpu and config.engine.free_cache_engine
         if config.engine.free_cache_engine and not self.on_gpu:
             logger.info("no GPU: the rollout engine stays awake while the trainer trains")
+        self.room = Room(strategy) if config.engine.offload_during_rollout else None
+        if self.room is not None:
+            self.room.leave()  # vLLM takes what is free now
         self.llm: Any = self._build()
         from lightppo.plugins.vllm.worker import install_sampler
 
@@ -266,6 +270,25 @@ class VLLMRolloutEngine(VLLMEngine):
             self.generate([Prompt("", [tokenizer.eos_token_id or 0])], SamplingParams(max_new_tokens=1, temperature=0))
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise ConfigError(f"--rollout_engine vllm: vLLM cannot run this model here: {error}") from error
+        if self.room is not None:
+            self.sleep()
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: OnFinished = lambda rollouts: None,
+    ) -> list[Rollout]:
+        """As :meth:`VLLMEngine.generate`; with ``--offload_during_rollout`` the optimizer states leave before."""
+        if self.room is not None:
+            self.room.leave()
+        return super().generate(prompts, sampling, on_finished)
+
+    def sleep(self) -> None:
+        """As :meth:`VLLMEngine.sleep`; what has left the GPU comes back. Collective."""
+        super().sleep()
+        if self.room is not None:
+            self.room.come_back()
 
     def _build(self) -> Any:
         config = self.config

@@ -72,6 +72,11 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
     sleep_level: Literal[1, 2] = any_vllm(
         2, "While asleep, 1 keeps the weights in CPU memory, 2 drops them.", also="free_cache_engine"
     )
+    offload_during_rollout: bool = vllm(
+        False,
+        "Optimizer states and fp32 masters are in CPU memory while vLLM samples, which gives it their GPU memory.",
+        also="free_cache_engine",
+    )
     vllm_server_url: tuple[str, ...] = server(
         (), "Addresses of servers that run --pretrain with `lightppo serve-vllm`."
     )

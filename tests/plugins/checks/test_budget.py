@@ -130,6 +130,21 @@ def test_options_save_where_they_should(options: dict[str, Any], less: str) -> N
     assert sizes[0] < sizes[1]
 
 
+def test_what_leaves_the_gpu_while_vllm_samples() -> None:
+    model, machine, vllm = (
+        {"model": tiny_config(hidden_size=512)},
+        Machine(2, device_bytes=80 * 10**9),
+        {"rollout_engine": "vllm"},
+    )
+    there, gone = (estimate(config(**vllm, **more), machine, model) for more in ({}, {"offload_during_rollout": True}))
+    owners = ("actor", "critic")
+    held = {p.what: p.gpu for p in there.parts if p.owner == "actor"}
+    moved = sum(p.gpu for p in there.parts if p.owner in owners and p.what in ("fp32 masters", "Adam"))
+    assert held["Adam"] == 2 * held["fp32 masters"] > 0
+    assert there.of_phase(ROLLOUT)[0] - gone.of_phase(ROLLOUT)[0] == moved
+    assert there.of_phase(ACTOR) == (gone.of_phase(ACTOR)[0], gone.of_phase(ACTOR)[1] - 2 * moved)  # of two ranks
+
+
 def test_a_checkpoint_of_the_same_type_is_in_a_hosts_memory_once() -> None:
     """transformers maps safetensors: seen as 11 MB of the file and 1 MB of its own, for 272 MB of bf16 weights."""
     size = parts(tiny_config(), 4)["actor", "weights"].gpu
