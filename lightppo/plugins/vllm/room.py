@@ -100,4 +100,5 @@ class SleepAfterEvaluation(Callback):
 
 def sleep_after_evaluation(run: Any) -> SleepAfterEvaluation | None:
     """The callback of a run with ``--offload_during_rollout``."""
-    return SleepAfterEvaluation() if getattr(run.rollout_engine, "room", None) is not None else None
+    engine = getattr(run, "rollout_engine", None)  # training on data has none
+    return None if getattr(engine, "room", None) is None else SleepAfterEvaluation()
