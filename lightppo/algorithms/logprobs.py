@@ -222,7 +222,7 @@ def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool | Tensor, keep: b
         top, where = logits.max(dim=-1)  # x - log p is the same at every v, and most exact where x is largest
         log_sum = top - _gather(log_softmax, where)
     if isinstance(entropy, Tensor):
-        some = log_softmax.index_select(0, entropy)
+        some = torch.index_select(log_softmax, 0, entropy, out=logits[: len(entropy)])
         entropies = torch.zeros_like(log_probs).index_copy_(0, entropy, _entropies(some, torch.exp(some)))
     elif entropy:
         entropies = _entropies(log_softmax, torch.exp(log_softmax, out=logits))
