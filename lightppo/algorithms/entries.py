@@ -87,7 +87,7 @@ def policy_loss(**traits: Any) -> Callable[[F], F]:
 
 def _with_traits(traits: Mapping[str, Any], function: F) -> F:
     """The function itself, which now says what it needs: see :meth:`lightppo.table.Table.find`."""
-    vars(function)["traits"] = traits
+    function.traits = traits
     return function
 
 

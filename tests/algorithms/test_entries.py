@@ -130,6 +130,16 @@ def test_functions_of_files_run(own):
     assert metrics["clip_ratio"] == 0
 
 
+def test_a_decorated_class_is_an_entry_too():
+    from lightppo import estimator
+
+    @estimator(min_group_size=3)
+    class Own:
+        def __init__(self, **_): ...
+
+    assert ADVANTAGE_ESTIMATORS.find(Own).min_group_size == 3
+
+
 def test_functions_stand_where_their_path_may(own):
     from lightppo.algorithms.losses import PolicyLoss
     from lightppo.user_code import load_python_function

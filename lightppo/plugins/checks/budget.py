@@ -455,7 +455,8 @@ def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Ma
             return (made > 0) * bucket + made * (1 + 2 * apart) + (made == total) * again
         return 0 if stage == 3 else (made > 0) * bucket + (made >= min(bucket, total)) * again
 
-    leaves = machine.gpus > 0 and not offload and config.engine.offload_during_rollout
+    e = config.engine
+    leaves = machine.gpus > 0 and not offload and e.rollout_engine == "vllm" and e.offload_during_rollout
     there = always - ({ROLLOUT} if leaves else set())
     if leaves:
         of_number = 8 + 4 * (stage > 0) + accumulated * (stage == 3)
