@@ -34,10 +34,8 @@ from lightppo.trainer.checkpointing import TrainerState
 from lightppo.trainer.prompts import as_lm_batch
 from lightppo.trainer.skipped import SkippedSteps
 
-_ENTROPY_SAMPLE, _LARGEST_STRIDE = (
-    2048,
-    8,
-)  # of a larger step one of up to 8 tokens is in the sample, and at least 2,048
+_ENTROPY_SAMPLE = 2048  # least number of tokens, over all ranks, of which the logged entropy of a step is the mean
+_LARGEST_STRIDE = 8  # one of so many tokens is in the sample of a large step
 
 Metrics = dict[str, Tensor]
 Status = Mapping[str, Any]  # numbers by name, or tensors of one number that are read at the end of a step

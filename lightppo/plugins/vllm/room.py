@@ -37,11 +37,12 @@ class Room:
         """Free the memory; returns how many bytes. Those that are away already stay there."""
         if self._away:
             return 0
+        before, self._memory = self._memory, {}
         for key, storage in self.storages().items():
-            memory = self._memory.get(key)
+            memory = before.get(key)
             if memory is None or memory.numel() != storage.nbytes():
                 memory = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_cuda())
-                self._memory[key] = memory
+            self._memory[key] = memory
             self._away.append((storage, memory.copy_(_bytes_of(storage), non_blocking=True)))
         if on_cuda():
             torch.cuda.synchronize()
