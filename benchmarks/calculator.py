@@ -105,7 +105,7 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
     from lightppo.strategy import deepspeed, distributed
 
     live, peaks, now = LiveBytes("cpu"), {}, [LOADING]
-    distributed.share_cores = lambda: None  # its 20 MB are gone before a model loads
+    distributed.share_cores = lambda collectives_on_cpu: None  # its 20 MB are gone before a model loads
     if options.get("fp16"):  # torch computes in it on every CPU; DeepSpeed trains in it only where it is fast
         type(get_accelerator()).is_fp16_supported = lambda _: True
         deepspeed.LOSS_SCALE_POWER = 4  # a step that overflows makes no states of Adam

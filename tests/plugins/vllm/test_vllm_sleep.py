@@ -61,7 +61,8 @@ def engine(monkeypatch, llama, tokenizer):
 
     def build(**options):
         lengths = {"prompt_max_len": 20, "generate_max_len": 10}
-        config = PPOConfig.from_flat(rollout_engine="vllm", **lengths, **options).resolved()
+        seeds = {"vllm_request_seeds": True}  # without them torch's generator of the GPU is asked
+        config = PPOConfig.from_flat(rollout_engine="vllm", **lengths, **seeds, **options).resolved()
         made = VLLMRolloutEngine(config, None, llama, tokenizer)
         made.llm.calls.clear()
         return made
@@ -83,6 +84,18 @@ def test_a_step_sleeps_once_and_wakes_in_parts(engine, llama, prompts):
     rollouts.generate(prompts[:2], SamplingParams(max_new_tokens=1))
     rollouts.wake()
     assert calls == ["sleep 2", "wake weights", *PUSH, "wake kv_cache"]
+
+
+def test_the_trainers_states_leave_before_vllm_wakes_and_come_back_once_it_sleeps(engine, monkeypatch, llama, prompts):
+    calls = []
+    room = SimpleNamespace(leave=lambda: calls.append("leave"), come_back=lambda: calls.append("come back"))
+    monkeypatch.setattr("lightppo.plugins.vllm.colocated.Room", lambda strategy: room)
+    monkeypatch.setattr(NotingLLM, "calls", property(lambda self: calls, lambda self, none: None), raising=False)
+    rollouts = engine(offload_during_rollout=True)
+    rollouts.sync_weights(llama)
+    rollouts.generate(prompts[:2], SamplingParams(max_new_tokens=1))
+    rollouts.sleep()
+    assert calls == ["wake weights", *PUSH, "leave", "wake kv_cache", "sleep 2", "come back"]
 
 
 @pytest.mark.parametrize(("level", "push"), [(2, PUSH), (1, [])])
