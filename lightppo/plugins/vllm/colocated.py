@@ -273,16 +273,11 @@ class VLLMRolloutEngine(VLLMEngine):
         if self.room is not None:
             self.sleep()
 
-    def generate(
-        self,
-        prompts: list[Prompt],
-        sampling: SamplingParams,
-        on_finished: OnFinished = lambda rollouts: None,
-    ) -> list[Rollout]:
-        """As :meth:`VLLMEngine.generate`; with ``--offload_during_rollout`` the optimizer states leave before."""
+    def wake(self) -> None:
+        """As :meth:`VLLMEngine.wake`; with ``--offload_during_rollout`` optimizer states leave before. Collective."""
         if self.room is not None:
             self.room.leave()
-        return super().generate(prompts, sampling, on_finished)
+        super().wake()
 
     def sleep(self) -> None:
         """As :meth:`VLLMEngine.sleep`; what has left the GPU comes back. Collective."""
