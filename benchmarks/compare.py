@@ -35,9 +35,18 @@ def install_trl(folder: Path, logs: Path, timeout: float) -> None:
     if done.is_file() and done.read_text() == wanted:
         return
     pins = dict(
-        line.split("==") for line in (REPO / "requirements.txt").read_text().splitlines() if "==" in line
+        line.split("==")
+        for line in (REPO / "requirements.txt").read_text().splitlines()
+        if "==" in line
     )  # of this environment, so that both sides have the same torch and transformers
-    pip = [folder / "trl" / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [
+        folder / "trl" / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     steps = [
         [sys.executable, "-m", "venv", "--clear", folder / "trl"],
         [*pip, f"torch=={pins['torch']}"],
@@ -58,7 +67,9 @@ class Run:
     version: str
 
 
-def run_trl(workload: Workload, scale: str, folder: Path, options: argparse.Namespace, assets: Path) -> Run:
+def run_trl(
+    workload: Workload, scale: str, folder: Path, options: argparse.Namespace, assets: Path
+) -> Run:
     """One run of TRL, in its own environment or in this one with an unpacked TRL before all else."""
     output = folder / f"{workload.name}-trl.json"
     python = sys.executable if options.trl else folder / "trl" / "bin" / "python"
@@ -69,12 +80,19 @@ def run_trl(workload: Workload, scale: str, folder: Path, options: argparse.Name
         first = options.trl_of_ppo if options.trl else folder / "trl_ppo"
     path = [first, os.environ.get("PYTHONPATH") if options.trl else None]
     variables = {"PYTHONPATH": os.pathsep.join(map(str, filter(None, path)))} | environment(options)
-    done = run(command, log=folder / "logs" / f"{workload.name}-trl.log", timeout=options.timeout, **variables)
+    done = run(
+        command,
+        log=folder / "logs" / f"{workload.name}-trl.log",
+        timeout=options.timeout,
+        **variables,
+    )
     said = json.loads(output.read_text())
     return Run(said["iterations"][1:], done, said["version"])
 
 
-def run_lightppo(workload: Workload, scale: str, folder: Path, options: argparse.Namespace, assets: Path) -> Run:
+def run_lightppo(
+    workload: Workload, scale: str, folder: Path, options: argparse.Namespace, assets: Path
+) -> Run:
     """One run of ``examples/train_ppo.py``, in this environment."""
     output = folder / f"{workload.name}-lightppo"
     shutil.rmtree(output, ignore_errors=True)
@@ -87,7 +105,9 @@ def run_lightppo(workload: Workload, scale: str, folder: Path, options: argparse
 SIDES = {"trl": run_trl, "lightppo": run_lightppo}
 
 
-def together(runs: list[Run], workload: Workload, scale: str, peak: float, **about: Any) -> dict[str, Any]:
+def together(
+    runs: list[Run], workload: Workload, scale: str, peak: float, **about: Any
+) -> dict[str, Any]:
     """One side's entry, from all its runs."""
     loads = [run.done.load for run in runs]
     return side_result(
@@ -128,18 +148,30 @@ def machine(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--sides", nargs="+", choices=("trl", "lightppo"), default=["trl", "lightppo"],
                         help="take the other side's numbers from the compare.json that is there")  # fmt: skip
-    parser.add_argument("--iterations", type=int, default=3, help="measured ones, after one to warm up")
+    parser.add_argument(
+        "--iterations", type=int, default=3, help="measured ones, after one to warm up"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side, in turn")
-    parser.add_argument("--quick", action="store_true", help="one measured iteration: does it work?")
-    parser.add_argument("--scale", choices=SCALES, help="default: gpu where torch sees one, else cpu")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS")
+    parser.add_argument(
+        "--quick", action="store_true", help="one measured iteration: does it work?"
+    )
+    parser.add_argument(
+        "--scale", choices=SCALES, help="default: gpu where torch sees one, else cpu"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS"
+    )
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of one run")
-    parser.add_argument("--trl", type=Path, help="folder with an unpacked TRL, instead of an environment of its own")
+    parser.add_argument(
+        "--trl", type=Path, help="folder with an unpacked TRL, instead of an environment of its own"
+    )
     parser.add_argument("--trl_of_ppo", type=Path, help="the same of the TRL that has PPO")
     options = parser.parse_args()
     if options.quick:
@@ -155,7 +187,12 @@ def main() -> None:
     run([sys.executable, "benchmarks/make_assets.py", "--output_dir", folder / "assets", "--scale", scale],
         log=folder / "logs" / "assets.log", timeout=600)  # fmt: skip
     kept = older["workloads"] if older.get("scale") == scale else {}  # those that are not run now
-    result = {"workloads": dict(kept), "machine": about, "scale": scale, "date": datetime.date.today().isoformat()}
+    result = {
+        "workloads": dict(kept),
+        "machine": about,
+        "scale": scale,
+        "date": datetime.date.today().isoformat(),
+    }
     for name in options.workloads:
         sides = {side: kept.get(name, {}).get(side) for side in ("trl", "lightppo")}
         if lacking := [side for side in SIDES if side not in options.sides and sides[side] is None]:
@@ -163,10 +200,14 @@ def main() -> None:
         runs: dict[str, list[Run]] = {side: [] for side in SIDES if side in options.sides}
         for _ in range(options.rounds):
             for side, of_side in runs.items():
-                of_side.append(SIDES[side](WORKLOADS[name], scale, folder, options, folder / "assets"))
+                of_side.append(
+                    SIDES[side](WORKLOADS[name], scale, folder, options, folder / "assets")
+                )
         for side, of_side in runs.items():
             shares = side == "lightppo"  # a prompt goes through its models once for all samples
-            sides[side] = together(of_side, WORKLOADS[name], scale, about["peak_flops"], shares_prompts=shares)
+            sides[side] = together(
+                of_side, WORKLOADS[name], scale, about["peak_flops"], shares_prompts=shares
+            )
         result["workloads"][name] = compared(sides)
         write(result_file, result)
     for name, entry in result["workloads"].items():

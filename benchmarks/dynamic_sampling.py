@@ -19,7 +19,10 @@ from pathlib import Path
 import tyro
 
 REPO = Path(__file__).parents[1]
-KINDS = {"none": [], "dynamic": ["--dynamic_sampling", "--max_num_gen_batches", "0", "--gen_batch_size", "32"]}
+KINDS = {
+    "none": [],
+    "dynamic": ["--dynamic_sampling", "--max_num_gen_batches", "0", "--gen_batch_size", "32"],
+}
 TARGETS = (0.7, 0.8, 0.9, 0.95)
 
 
@@ -55,10 +58,14 @@ def train(kind: str, seed: int, steps: int, quickstart: Path, folder: Path) -> l
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, str(REPO / "examples" / "train_ppo.py"), *words, *KINDS[kind]]
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if done.returncode:
         raise SystemExit(done.stdout[-3000:])
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def until(rows: Sequence[dict], target: float) -> tuple[int, int, int] | None:
@@ -73,7 +80,9 @@ def until(rows: Sequence[dict], target: float) -> tuple[int, int, int] | None:
     return None
 
 
-def main(quickstart: Path = Path("runs/quickstart"), seeds: tuple[int, ...] = (1, 2), steps: int = 120) -> None:
+def main(
+    quickstart: Path = Path("runs/quickstart"), seeds: tuple[int, ...] = (1, 2), steps: int = 120
+) -> None:
     """Run and compare.
 
     Args:
@@ -87,12 +96,20 @@ def main(quickstart: Path = Path("runs/quickstart"), seeds: tuple[int, ...] = (1
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
-            runs = {kind: train(kind, seed, steps, quickstart.resolve(), Path(folder, kind)) for kind in KINDS}
+            runs = {
+                kind: train(kind, seed, steps, quickstart.resolve(), Path(folder, kind))
+                for kind in KINDS
+            }
         for target in TARGETS:
             for kind, rows in runs.items():
                 cells = until(rows, target) or ("not reached", "", "")
-                numbers = " | ".join(f"{cell:,}" if isinstance(cell, int) else cell for cell in cells)
-                print(f"| {seed} | {target:g} | {'yes' if kind == 'dynamic' else 'no'} | {numbers} |", flush=True)
+                numbers = " | ".join(
+                    f"{cell:,}" if isinstance(cell, int) else cell for cell in cells
+                )
+                print(
+                    f"| {seed} | {target:g} | {'yes' if kind == 'dynamic' else 'no'} | {numbers} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ NEEDS = (
 )
 GOALS = {  # said -> (part, rows that begin so, field, at least or at most)
     "training MFU, 1.5B, bf16, packed": ("train", "1.5B", "mfu", 0.45),
-    "training MFU, 7B, bf16, packed, checkpointing": ("train", "7B", "mfu", 0.4),  # 0.51 by counting is the most
+    # 0.51 by counting is the most
+    "training MFU, 7B, bf16, packed, checkpointing": ("train", "7B", "mfu", 0.4),
     "W1, TRL's time / lightppo's": ("bench", "W1 lightppo", "ratio", 3.0),
     "W2, TRL's time / lightppo's": ("bench", "W2 lightppo", "ratio", 3.0),
     "rollouts / vLLM alone, tokens per second": ("vllm", "lightppo", "of_vllm_alone", 0.9),
@@ -78,7 +79,9 @@ class Rows:
         self.data = read(file)
         self.measured = 0  # rows in this process
 
-    def __call__(self, name: str, action: Callable[[], dict[str, Any]], lacks: str = "") -> dict[str, Any]:
+    def __call__(
+        self, name: str, action: Callable[[], dict[str, Any]], lacks: str = ""
+    ) -> dict[str, Any]:
         rows, tries = self.data["rows"], self.data["tries"]
         if name in rows:
             return rows[name]
@@ -100,7 +103,8 @@ class Rows:
         rows[name]["seconds"] = round(time.monotonic() - start, 1)
         print(f"{name}: {rows[name]}", flush=True)
         self.save()
-        if "CUDA error" in rows[name].get("error", ""):  # of no further use: the driver starts another process
+        # of no further use: the driver starts another process
+        if "CUDA error" in rows[name].get("error", ""):
             sys.exit(1)
         gc.collect()
         if self.device == "cuda":
@@ -114,7 +118,9 @@ class Rows:
         if self.measured == 1:
             stops = self.data["stops"][name] = self.data["stops"].get(name, 0) + 1
             if stops == PATIENCE:
-                self.data["rows"][name] = {"error": f"did not end in {PATIENCE} turns, the last of {seconds:.0f} s"}
+                self.data["rows"][name] = {
+                    "error": f"did not end in {PATIENCE} turns, the last of {seconds:.0f} s"
+                }
 
     def save(self) -> None:
         keep(self.file, json.dumps(self.data, indent=1) + "\n", self.options)
@@ -142,7 +148,14 @@ class Rows:
         scale = scale or self.scale
         folder = self.file.parent / f"assets-{scale}"
         if not (folder / "made").is_file():
-            words = [sys.executable, "benchmarks/make_assets.py", "--output_dir", folder, "--scale", scale]
+            words = [
+                sys.executable,
+                "benchmarks/make_assets.py",
+                "--output_dir",
+                folder,
+                "--scale",
+                scale,
+            ]
             run(words, log=self.logs / "assets.log", timeout=600)
             (folder / "made").touch()
         return folder
@@ -153,10 +166,16 @@ class Rows:
 
 def on(device: str) -> dict[str, str]:
     """The environment of a process there."""
-    return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"DS_ACCELERATOR": "cuda"}
+    return (
+        {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        if device == "cpu"
+        else {"DS_ACCELERATOR": "cuda"}
+    )
 
 
-def ppo(rows: Rows, name: str, scale: str, flags: list[str], steps: tuple[int, ...], device: str = "") -> list[dict]:
+def ppo(
+    rows: Rows, name: str, scale: str, flags: list[str], steps: tuple[int, ...], device: str = ""
+) -> list[dict]:
     """The metrics of a run, ``steps`` after each other: the second and further ones resume from a checkpoint."""
     folder = rows.file.parent / "runs" / name.replace(" ", "-").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
@@ -164,10 +183,21 @@ def ppo(rows: Rows, name: str, scale: str, flags: list[str], steps: tuple[int, .
     for last in steps:
         words = lightppo_flags(work, SCALES[scale], rows.assets(scale), folder, last)
         # left to the run: rows by the GPU's memory, and which of both scores
-        for left in ("--micro_rollout_batch_size", *(["--reward_fn"] if "--reward_pretrain" in flags else [])):
+        for left in (
+            "--micro_rollout_batch_size",
+            *(["--reward_fn"] if "--reward_pretrain" in flags else []),
+        ):
             at = words.index(left)
             del words[at : at + 2]
-        words += ["--max_samples", str(work.prompts), "--resume", "auto", "--save_steps", str(steps[0]), *flags]
+        words += [
+            "--max_samples",
+            str(work.prompts),
+            "--resume",
+            "auto",
+            "--save_steps",
+            str(steps[0]),
+            *flags,
+        ]
         run([sys.executable, "examples/train_ppo.py", *words], log=rows.logs / f"ppo-{folder.name}.log",
             timeout=600, TOKENIZERS_PARALLELISM="false", **on(device or rows.device))  # fmt: skip
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -181,7 +211,13 @@ ZERO: dict[str, list[str]] = {
     "ZeRO 2": ["--zero_stage", "2"],
     "ZeRO 3": ["--zero_stage", "3"],
     "ZeRO 2, Adam offloaded": ["--zero_stage", "2", "--adam_offload"],
-    "ZeRO 3, all offloaded": ["--zero_stage", "3", "--adam_offload", "--param_offload", "--ref_offload"],
+    "ZeRO 3, all offloaded": [
+        "--zero_stage",
+        "3",
+        "--adam_offload",
+        "--param_offload",
+        "--ref_offload",
+    ],
     "ZeRO 2, bf16": ["--zero_stage", "2", "--bf16"],
     "ZeRO 3, bf16": ["--zero_stage", "3", "--bf16"],
 }
@@ -200,15 +236,28 @@ def zero(rows: Rows) -> None:
     def measure(name: str, flags: list[str]) -> dict[str, Any]:
         found, by_cpu = ppo(rows, name, "tiny", flags, (2, 4)), rows("CPU", reference)["by_step"]
         keys = [key for key in COMPARED if key in by_cpu[0]]
-        if len(found) != 4 or not all(math.isfinite(row.get(key, math.nan)) for row in found for key in keys):
-            raise ValueError(f"{len(found)} steps: {[{key: row.get(key) for key in keys} for row in found]}")
-        if "--bf16" in flags:  # rounding draws other tokens: these runs are only as long, and finite
+        if len(found) != 4 or not all(
+            math.isfinite(row.get(key, math.nan)) for row in found for key in keys
+        ):
+            raise ValueError(
+                f"{len(found)} steps: {[{key: row.get(key) for key in keys} for row in found]}"
+            )
+        # rounding draws other tokens: these runs are only as long, and finite
+        if "--bf16" in flags:
             return {"steps": len(found)}
-        off = {key: max(abs(a[key] - b[key]) / max(abs(b[key]), 1e-2) for a, b in zip(found, by_cpu)) for key in keys}
+        off = {
+            key: max(abs(a[key] - b[key]) / max(abs(b[key]), 1e-2) for a, b in zip(found, by_cpu))
+            for key in keys
+        }
         worst = max(off, key=off.get)
         if off[worst] >= 0.02:
             raise ValueError(f"off by {off[worst]:.3g} of the CPU's {worst}")
-        return {"steps": len(found), "compared": len(keys), "largest_difference": off[worst], "of": worst}
+        return {
+            "steps": len(found),
+            "compared": len(keys),
+            "largest_difference": off[worst],
+            "of": worst,
+        }
 
     rows("CPU", reference, reason)
     for name, flags in ZERO.items():
@@ -240,13 +289,28 @@ def adapters(rows: Rows) -> None:
         numbers = {key: found[-1][key] for key in COMPARED[:4] if key in found[-1]}
         if not all(abs(value) < 1e6 for value in numbers.values()):
             raise ValueError(f"not finite: {numbers}")
-        return {"steps": len(found), "step_s": statistics.median(row["perf/time_step"] for row in found)} | numbers
+        return {
+            "steps": len(found),
+            "step_s": statistics.median(row["perf/time_step"] for row in found),
+        } | numbers
 
     lora, qlora = ["--lora_rank", "8"], ["--lora_rank", "8", "--load_in_4bit"]
     rows("LoRA", lambda: measure("LoRA", *lora, "--zero_stage", "2"), reason or lacks("peft"))
-    rows("LoRA, ZeRO 3", lambda: measure("LoRA 3", *lora, "--zero_stage", "3"), reason or lacks("peft"))
-    rows("QLoRA", lambda: measure("QLoRA", *qlora, "--zero_stage", "2"), reason or lacks("peft", "bitsandbytes"))
-    rows("reward model and critic, ZeRO 3", lambda: measure("scored", "--zero_stage", "3", scored=True), reason)
+    rows(
+        "LoRA, ZeRO 3",
+        lambda: measure("LoRA 3", *lora, "--zero_stage", "3"),
+        reason or lacks("peft"),
+    )
+    rows(
+        "QLoRA",
+        lambda: measure("QLoRA", *qlora, "--zero_stage", "2"),
+        reason or lacks("peft", "bitsandbytes"),
+    )
+    rows(
+        "reward model and critic, ZeRO 3",
+        lambda: measure("scored", "--zero_stage", "3", scored=True),
+        reason,
+    )
 
 
 def bench(rows: Rows) -> None:
@@ -260,17 +324,30 @@ def bench(rows: Rows) -> None:
     folder, logs = rows.options.run_dir.resolve(), rows.logs
     at_hand = rows.options.trl or (folder / "trl" / ".installed").is_file() or not rows.small
     if at_hand and not rows.options.trl and lacks("deepspeed") == "":
-        rows("TRL's environment", lambda: compare.install_trl(folder, logs, 600) or {"installed": True})
+        rows(
+            "TRL's environment",
+            lambda: compare.install_trl(folder, logs, 600) or {"installed": True},
+        )
 
     def side(name: str, which: str) -> dict[str, Any]:
         work, made = WORKLOADS[name], rows.assets()
         ran = compare.SIDES[which](work, rows.scale, folder, options, made)
-        found = compare.together([ran], work, rows.scale, rows.peak, shares_prompts=which == "lightppo")
-        kept = ("seconds", "mfu", "mfu_training", "generated_tokens_per_second", "trained_tokens_per_second")
+        found = compare.together(
+            [ran], work, rows.scale, rows.peak, shares_prompts=which == "lightppo"
+        )
+        kept = (
+            "seconds",
+            "mfu",
+            "mfu_training",
+            "generated_tokens_per_second",
+            "trained_tokens_per_second",
+        )
         row = {"iteration_s" if key == "seconds" else key: found[key] for key in kept}
         row |= {f"{phase}_s": value for phase, value in found["phases"].items()}
         theirs = rows.data["rows"].get(f"{name} TRL", {}).get("iteration_s")
-        return row | ({"ratio": theirs / row["iteration_s"]} if which == "lightppo" and theirs else {})
+        return row | (
+            {"ratio": theirs / row["iteration_s"]} if which == "lightppo" and theirs else {}
+        )
 
     for name in WORKLOADS:
         rows(f"{name} TRL", partial(side, name, "trl"), "" if at_hand else "TRL not there")
@@ -288,13 +365,32 @@ def vllm(rows: Rows) -> None:
         return json.loads(tail(log, 1))
 
     def ours() -> dict[str, Any]:
-        flags = ["--rollout_engine", "vllm", "--n_samples_per_prompt", "8", "--train_batch_size", "64"]
+        flags = [
+            "--rollout_engine",
+            "vllm",
+            "--n_samples_per_prompt",
+            "8",
+            "--train_batch_size",
+            "64",
+        ]
         flags += ["--shuffle", "groups", *([] if rows.small else ["--bf16", "--zero_stage", "2"])]
         found = ppo(rows, "vllm", rows.scale, [*flags, "--max_num_seqs", "64"], (4,))[1:]
-        median = {key: statistics.median(row[key] for row in found) for key in found[0] if key.startswith("perf/time")}
-        tokens = statistics.median(r["rollout/response_length"] * r["rollout/samples"] for r in found)
-        row = {"tokens_per_second": tokens / median["perf/time_rollout"], "step_s": median["perf/time_step"]}
-        row |= {"push_s": median["perf/time_sync"], "push_share": median["perf/time_sync"] / median["perf/time_step"]}
+        median = {
+            key: statistics.median(row[key] for row in found)
+            for key in found[0]
+            if key.startswith("perf/time")
+        }
+        tokens = statistics.median(
+            r["rollout/response_length"] * r["rollout/samples"] for r in found
+        )
+        row = {
+            "tokens_per_second": tokens / median["perf/time_rollout"],
+            "step_s": median["perf/time_step"],
+        }
+        row |= {
+            "push_s": median["perf/time_sync"],
+            "push_share": median["perf/time_sync"] / median["perf/time_step"],
+        }
         theirs = rows.data["rows"].get("vLLM alone", {}).get("tokens_per_second")
         return row | ({"of_vllm_alone": row["tokens_per_second"] / theirs} if theirs else {})
 
@@ -309,13 +405,19 @@ def vllm_alone(folder: Path, device: str) -> None:
     scale = SCALES["tiny" if device == "cpu" else "gpu"]
     lines = (folder / "W1.jsonl").read_text().splitlines()[:8]
     texts = [json.loads(line)["input"] for line in lines]
-    options = {"max_num_seqs": 64, "max_model_len": scale.prompt_tokens[1] + scale.new_tokens, "seed": 0}
+    options = {
+        "max_num_seqs": 64,
+        "max_model_len": scale.prompt_tokens[1] + scale.new_tokens,
+        "seed": 0,
+    }
     options |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20} if device == "cpu" else {
         "dtype": "bfloat16", "gpu_memory_utilization": 0.3}  # fmt: skip
     engine, taken = LLM(model=str(folder / "model"), **options), []
     for seed in range(4):
         start = time.perf_counter()
-        sampling = SamplingParams(n=8, max_tokens=scale.new_tokens, temperature=1.0, logprobs=0, seed=seed)
+        sampling = SamplingParams(
+            n=8, max_tokens=scale.new_tokens, temperature=1.0, logprobs=0, seed=seed
+        )
         done = engine.generate(texts, sampling, use_tqdm=False)
         tokens = sum(len(one.token_ids) for request in done for one in request.outputs)
         taken.append(tokens / (time.perf_counter() - start))
@@ -324,13 +426,30 @@ def vllm_alone(folder: Path, device: str) -> None:
 
 def tests(rows: Rows) -> None:
     """All tests with the marker ``gpu``, file by file."""
-    for file in sorted(path for path in (REPO / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()):
-        rows(str(file.relative_to(REPO / "tests")), partial(tests_of, rows, file), lacks("pytest", "pytest_timeout"))
+    for file in sorted(
+        path for path in (REPO / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()
+    ):
+        rows(
+            str(file.relative_to(REPO / "tests")),
+            partial(tests_of, rows, file),
+            lacks("pytest", "pytest_timeout"),
+        )
 
 
 def tests_of(rows: Rows, file: Path) -> dict[str, Any]:
     report, log = rows.logs / f"{file.stem}.xml", rows.logs / f"{file.stem}.log"
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}", file]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        file,
+    ]
     report.unlink(missing_ok=True)
     try:
         run(words, log=log, timeout=400, **on(rows.device))
@@ -338,10 +457,16 @@ def tests_of(rows: Rows, file: Path) -> dict[str, Any]:
         if not report.is_file():
             raise
     cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
-    bad = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    bad = [
+        case.get("name")
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
     skipped = sum(case.find("skipped") is not None for case in cases)
     if bad:
-        raise AssertionError(f"{len(bad)} of {len(cases)} fail: {', '.join(map(str, bad))}\n{tail(log, 12)}")
+        raise AssertionError(
+            f"{len(bad)} of {len(cases)} fail: {', '.join(map(str, bad))}\n{tail(log, 12)}"
+        )
     return {"passed": len(cases) - skipped, "not_run": skipped}
 
 
@@ -351,9 +476,25 @@ def precision(rows: Rows) -> None:
 
     def measure(engine: str, dtype: str) -> dict[str, Any]:
         model = rows.assets("cpu" if rows.small else "gpu") / "model"
-        words = [sys.executable, script, "--one", model, engine, dtype, "--responses", 16, "--logit_std", 3]
+        words = [
+            sys.executable,
+            script,
+            "--one",
+            model,
+            engine,
+            dtype,
+            "--responses",
+            16,
+            "--logit_std",
+            3,
+        ]
         log = rows.logs / f"precision-{engine}-{dtype}.log"
-        run([*words, "--new_tokens", 16 if rows.small else 128], log=log, timeout=300, **on(rows.device))
+        run(
+            [*words, "--new_tokens", 16 if rows.small else 128],
+            log=log,
+            timeout=300,
+            **on(rows.device),
+        )
         found = json.loads(tail(log, 1))
         return {key: found[key] for key in ("tokens", "logp_diff_mean", "logp_diff_max", "k3_kl")}
 
@@ -366,7 +507,8 @@ def precision(rows: Rows) -> None:
 
 # -- the driver --------------------------------------------------------------------------------------------------------
 
-PARTS: dict[str, tuple[float, Callable[[Rows], None]]] = {  # minutes of a turn, measurement: first what matters most
+# minutes of a turn, measurement: first what matters most
+PARTS: dict[str, tuple[float, Callable[[Rows], None]]] = {
     "kernels": (2, kernels),
     "head": (2, head),
     "train": (5, train),
@@ -389,12 +531,26 @@ def measure_part(name: str, folder: Path, options: argparse.Namespace, end: floa
     """A turn of a part, in processes of its own: until all rows are there, its minutes are over, or ``end``."""
     file, log = folder / f"{name}.json", folder / "logs" / f"{name}.log"
     end = min(end, time.monotonic() + 60 * PARTS[name][0] * (5 if options.device == "cpu" else 1))
-    words = [sys.executable, __file__, "--part", name, "--run_dir", options.run_dir, "--device", options.device]
+    words = [
+        sys.executable,
+        __file__,
+        "--part",
+        name,
+        "--run_dir",
+        options.run_dir,
+        "--device",
+        options.device,
+    ]
     given = {key: getattr(options, key) for key in ("trl", "trl_of_ppo", "out")}
     words += [word for key, value in given.items() if value for word in (f"--{key}", value)]
     while has_more(before := read(file)) and (left := end - time.monotonic()) > 2 * GRACE:
         try:
-            run([*words, "--minutes", (left - GRACE) / 60], log=log, timeout=left, **on(options.device))
+            run(
+                [*words, "--minutes", (left - GRACE) / 60],
+                log=log,
+                timeout=left,
+                **on(options.device),
+            )
         except SystemExit as error:
             print(f"{name}: {error}", flush=True)
         after = read(file)
@@ -407,7 +563,11 @@ def measure_part(name: str, folder: Path, options: argparse.Namespace, end: floa
 
 def forget_failures(file: Path, options: argparse.Namespace) -> None:
     """Rows that failed or were skipped are measured by the next call."""
-    rows = {name: row for name, row in read(file)["rows"].items() if not row.keys() & {"error", "skipped"}}
+    rows = {
+        name: row
+        for name, row in read(file)["rows"].items()
+        if not row.keys() & {"error", "skipped"}
+    }
     keep(file, json.dumps({"rows": rows, "tries": {}, "stops": {}}) + "\n", options)
 
 
@@ -438,10 +598,16 @@ def child(options: argparse.Namespace) -> None:
 def goals(parts: dict[str, Any]) -> Iterator[list[str]]:
     """What was aimed at, what was measured, and where."""
     for said, (part, begins, field, bound) in GOALS.items():
-        rows = {name: row for name, row in parts.get(part, {}).get("rows", {}).items() if field in row}
+        rows = {
+            name: row for name, row in parts.get(part, {}).get("rows", {}).items() if field in row
+        }
         found = {name: row[field] for name, row in rows.items() if name.startswith(begins)}
         aim = f"≥ {bound:g}" if bound > 0 else f"≤ {-bound:g}"
-        best = max(found, key=found.get, default=None) if bound > 0 else min(found, key=found.get, default=None)
+        best = (
+            max(found, key=found.get, default=None)
+            if bound > 0
+            else min(found, key=found.get, default=None)
+        )
         if best is None:
             yield [said, aim, "not measured", ""]
         else:
@@ -450,22 +616,42 @@ def goals(parts: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="some of them: a,b")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", type=lambda text: text.split(","), default=list(PARTS), help="some of them: a,b"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--run_dir", type=Path, help="default: runs/bench, with --device cpu runs/gpu-check-cpu")
-    parser.add_argument("--out", type=Path, help="a folder that gets the results, too, as they come")
-    parser.add_argument("--minutes", type=float, default=60, help="of this call; the next one goes on")
+    parser.add_argument(
+        "--run_dir", type=Path, help="default: runs/bench, with --device cpu runs/gpu-check-cpu"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="a folder that gets the results, too, as they come"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="of this call; the next one goes on"
+    )
     parser.add_argument("--again", action="store_true", help="measure the parts anew")
-    parser.add_argument("--failed", action="store_true", help="measure anew what failed or could not be measured")
-    parser.add_argument("--write", action="store_true", help="a GPU's table into docs/performance.md")
-    parser.add_argument("--trl", type=Path, help="folder with an unpacked TRL, instead of installing it")
+    parser.add_argument(
+        "--failed", action="store_true", help="measure anew what failed or could not be measured"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="a GPU's table into docs/performance.md"
+    )
+    parser.add_argument(
+        "--trl", type=Path, help="folder with an unpacked TRL, instead of installing it"
+    )
     parser.add_argument("--trl_of_ppo", type=Path, help="the same of the TRL that has PPO")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--vllm_alone", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.run_dir = options.run_dir or Path("runs/bench" if options.device == "cuda" else "runs/gpu-check-cpu")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    options.run_dir = options.run_dir or Path(
+        "runs/bench" if options.device == "cuda" else "runs/gpu-check-cpu"
+    )
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(REPO), os.environ.get("PYTHONPATH")])
+    )
     sys.path.insert(0, str(REPO))
     if options.vllm_alone:
         return vllm_alone(options.vllm_alone, options.device)
@@ -482,7 +668,9 @@ def drive(options: argparse.Namespace) -> None:
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(f"gpu-check needs {NEEDS}: no GPU is visible here. DEVICE=cpu tries the command itself")
+        raise SystemExit(
+            f"gpu-check needs {NEEDS}: no GPU is visible here. DEVICE=cpu tries the command itself"
+        )
     folder, end = options.run_dir.resolve() / "gpu_check", BEGAN + 60 * options.minutes
     begin(folder, options)
     data = whole(folder, options)
@@ -522,7 +710,9 @@ def begin(folder: Path, options: argparse.Namespace) -> None:
 
 def whole(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All parts, written as one file, too, from which a call on another machine goes on."""
-    parts = {name: read(folder / f"{name}.json") for name in PARTS if (folder / f"{name}.json").is_file()}
+    parts = {
+        name: read(folder / f"{name}.json") for name in PARTS if (folder / f"{name}.json").is_file()
+    }
     data = {"machine": json.loads((folder / "machine.json").read_text()), "device": options.device}
     data |= {"date": datetime.date.today().isoformat(), "parts": parts, "goals": list(goals(parts))}
     keep(folder.with_suffix(".json"), json.dumps(data, indent=1) + "\n", options)

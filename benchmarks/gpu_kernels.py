@@ -20,7 +20,19 @@ if TYPE_CHECKING:
     from gpu_check import Rows
 
 
-RUN = ("deepspeed", "datasets", "dill", "hjson", "msgpack", "pebble", "psutil", "pydantic", "tyro", "yaml")  # a PPO run
+# a PPO run
+RUN = (
+    "deepspeed",
+    "datasets",
+    "dill",
+    "hjson",
+    "msgpack",
+    "pebble",
+    "psutil",
+    "pydantic",
+    "tyro",
+    "yaml",
+)
 
 
 def lacks(*packages: str) -> str:
@@ -83,11 +95,16 @@ def kernels(rows: Rows) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for mask in ("causal", "masked"):
             for gqa in ("enable_gqa", "expanded"):
-                rows(f"sdpa {str(dtype)[6:]} {mask} {gqa}", partial(sdpa_backends, dtype, mask, gqa, rows.device))
+                rows(
+                    f"sdpa {str(dtype)[6:]} {mask} {gqa}",
+                    partial(sdpa_backends, dtype, mask, gqa, rows.device),
+                )
     torch.backends.cuda.enable_cudnn_sdp(False)  # as every model of lightppo does
     for dtype in (torch.bfloat16, torch.float32):
         for how in ("as chosen", "by sequence", "shared prompts"):
-            rows(f"packed {str(dtype)[6:]} {how}", partial(packed_attention, dtype, how, rows.device))
+            rows(
+                f"packed {str(dtype)[6:]} {how}", partial(packed_attention, dtype, how, rows.device)
+            )
     rows("packed bfloat16 flash-attn", partial(flash_attn, rows.device), lacks("flash_attn"))
 
 
@@ -110,7 +127,10 @@ def qkv(dtype: Any, device: str, tokens: int, keys: int = 2) -> list[Any]:
     """Queries of 14 heads, keys and values: (1, H, T, 64) each, as of a model of 0.5B."""
     import torch
 
-    return [torch.randn(1, h, tokens, 64, dtype=dtype, device=device, requires_grad=True) for h in (14, keys, keys)]
+    return [
+        torch.randn(1, h, tokens, 64, dtype=dtype, device=device, requires_grad=True)
+        for h in (14, keys, keys)
+    ]
 
 
 def sdpa_backends(dtype: Any, mask: str, gqa: str, device: str) -> dict[str, Any]:
@@ -142,7 +162,10 @@ def by_backend(measure: Callable[[], float]) -> dict[str, Any]:
                     SDPBackend.MATH):  # fmt: skip
         name = "chosen" if backend is None else backend.name.removesuffix("_ATTENTION").lower()
         try:
-            with warnings.catch_warnings(), sdpa_kernel(backend) if backend else warnings.catch_warnings():
+            with (
+                warnings.catch_warnings(),
+                sdpa_kernel(backend) if backend else warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")
                 found[f"{name}_ms"] = measure()
         except RuntimeError as error:
@@ -244,10 +267,15 @@ def head(rows: Rows) -> None:
             name = f"{hidden} wide, {count:,} rows" + (f", {valid:,} valid" if valid else "")
             rows(name, partial(head_once, tokens, hidden, count, valid, rows.device))
         for count in (odd, -(-odd // 128) * 128, tail_rows):
-            rows(f"{hidden} wide, {count:,} rows, products", partial(products, tokens, hidden, count, rows.device))
+            rows(
+                f"{hidden} wide, {count:,} rows, products",
+                partial(products, tokens, hidden, count, rows.device),
+            )
 
 
-def head_once(tokens: int, hidden: int, count: int, valid: int | None, device: str) -> dict[str, Any]:
+def head_once(
+    tokens: int, hidden: int, count: int, valid: int | None, device: str
+) -> dict[str, Any]:
     import torch
 
     from lightppo.algorithms.logprobs import TokenPlaces, linear_log_probs
@@ -282,11 +310,16 @@ def products(tokens: int, hidden: int, count: int, device: str) -> dict[str, Any
 
     make = partial(torch.randn, dtype=torch.bfloat16, device=device)
     x, weight, grad = make(tokens, hidden), make(count, hidden), make(tokens, count)
-    each = {"logits": lambda: x @ weight.t(), "to_hidden": lambda: grad @ weight, "to_weight": lambda: grad.t() @ x}
+    each = {
+        "logits": lambda: x @ weight.t(),
+        "to_hidden": lambda: grad @ weight,
+        "to_weight": lambda: grad.t() @ x,
+    }
     return {f"{name}_ms": 1e3 * seconds_of(action, device) for name, action in each.items()}
 
 
-VARIANTS: dict[str, dict[str, Any]] = {  # of training; "varlen" is what runs unasked where there is no flash-attn
+# of training; "varlen" is what runs unasked where there is no flash-attn
+VARIANTS: dict[str, dict[str, Any]] = {
     "varlen": {},
     "by sequence": {"apart": True},
     "padded": {"packed": False},
@@ -311,7 +344,11 @@ def train(rows: Rows) -> None:
         for size, scale in sizes.items():
             if size == "7B" and "checkpoints" not in how:
                 continue
-            rows(f"{size} {name}", partial(train_if_it_fits, scale, rows.peak, rows.device, **how), reason)
+            rows(
+                f"{size} {name}",
+                partial(train_if_it_fits, scale, rows.peak, rows.device, **how),
+                reason,
+            )
 
 
 def train_if_it_fits(*how: Any, **more: Any) -> dict[str, Any]:
@@ -340,7 +377,9 @@ def batches_of(scale: Scale, device: str, count: int = 3) -> list[tuple[Any, Any
             row[scale.prompt_tokens[1] - prompt : scale.prompt_tokens[1] + response] = 1
         ids = torch.randint(3, scale.vocabulary, mask.shape)
         prompt_tokens, response_tokens = map(sum, zip(*pairs))
-        found.append((to_device(ids, device), to_device(mask, device), prompt_tokens, response_tokens))
+        found.append(
+            (to_device(ids, device), to_device(mask, device), prompt_tokens, response_tokens)
+        )
     return found
 
 
@@ -370,7 +409,9 @@ def train_once(
     config = llama_config(scale)
     config.max_position_embeddings = 2 * config.max_position_embeddings
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        )
     actor = Actor(model, packing_samples=packed).train()
     if checkpoints:
         actor.gradient_checkpointing_enable()
@@ -383,7 +424,9 @@ def train_once(
 
     def step() -> None:
         ids, mask, *_ = given[next(turn) % len(given)]
-        sample = systematic_sample(on_cpu(mask)[:, -scale.new_tokens :], torch.zeros(len(mask), dtype=torch.long), 8)
+        sample = systematic_sample(
+            on_cpu(mask)[:, -scale.new_tokens :], torch.zeros(len(mask), dtype=torch.long), 8
+        )
         log_probs = actor.score_actions(ids, scale.new_tokens, mask, entropy=sample).log_probs
         (-(log_probs * mask[:, -scale.new_tokens :]).sum() / mask.sum()).backward()
         actor.zero_grad(set_to_none=True)
@@ -420,8 +463,14 @@ def decode(rows: Rows) -> None:
         rows(f"{count} rows, CUDA graphs", partial(decode_once, rows, count, "graphs"))
     # compiled for one width of the cache, which takes a minute, beside graphs of the same width
     if not rows.small:
-        rows("64 rows, CUDA graphs, one width", partial(decode_once, rows, 64, "graphs", one_width=True))
-        rows("64 rows, compiled, one width", partial(decode_once, rows, 64, "compiled", one_width=True))
+        rows(
+            "64 rows, CUDA graphs, one width",
+            partial(decode_once, rows, 64, "graphs", one_width=True),
+        )
+        rows(
+            "64 rows, compiled, one width",
+            partial(decode_once, rows, 64, "compiled", one_width=True),
+        )
 
 
 @cache
@@ -457,7 +506,11 @@ def step_runner(way: str, device: str) -> Any:
             with torch.compiler.set_stance("default"):
                 return super().capture(self.step)
 
-    ways = {"graphs": AsTheyAre if device == "cpu" else CUDAGraphs, "as they are": AsTheyAre, "compiled": Compiled}
+    ways = {
+        "graphs": AsTheyAre if device == "cpu" else CUDAGraphs,
+        "as they are": AsTheyAre,
+        "compiled": Compiled,
+    }
     return ways[way]() if way in ways else None
 
 
@@ -482,13 +535,27 @@ def decode_once(rows: Rows, count: int, way: str = "", one_width: bool = False) 
 
     least, graphs.LEAST_WIDTH = graphs.LEAST_WIDTH, 1 << 20 if one_width else graphs.LEAST_WIDTH
     try:
-        greedy = {kind: responses(kind, max_new_tokens=16, temperature=0.0)[0] for kind in {way, "as they are", ""}}
+        greedy = {
+            kind: responses(kind, max_new_tokens=16, temperature=0.0)[0]
+            for kind in {way, "as they are", ""}
+        }
         _, stats = responses(way, max_new_tokens=scale.new_tokens // (2 if one_width else 1))
     finally:
         graphs.LEAST_WIDTH = least
-    if way == "graphs" and [r.log_probs for r in greedy[way]] != [r.log_probs for r in greedy["as they are"]]:
+    if way == "graphs" and [r.log_probs for r in greedy[way]] != [
+        r.log_probs for r in greedy["as they are"]
+    ]:
         raise ValueError("replayed steps give other log probs than the same steps as they are")
-    pairs = [(a, b) for r, e in zip(greedy[way], greedy[""]) for a, b in zip(r.response_ids, e.response_ids)]
+    pairs = [
+        (a, b)
+        for r, e in zip(greedy[way], greedy[""])
+        for a, b in zip(r.response_ids, e.response_ids)
+    ]
     found = {"tokens_per_second": stats["generated_tokens"] / stats["seconds"]}
-    found |= {"ms_per_step": 1e3 * stats["seconds"] / stats["decode_steps"], "steps": stats["decode_steps"]}
-    return found | ({"greedy_as_without": sum(a == b for a, b in pairs) / len(pairs)} if way else {})
+    found |= {
+        "ms_per_step": 1e3 * stats["seconds"] / stats["decode_steps"],
+        "steps": stats["decode_steps"],
+    }
+    return found | (
+        {"greedy_as_without": sum(a == b for a, b in pairs) / len(pairs)} if way else {}
+    )

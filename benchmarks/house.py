@@ -37,9 +37,18 @@ from types import CodeType
 from typing import Any
 
 STORED = Path(__file__).parents[1] / "docs" / "data" / "house.json"
-MODULE, FUNCTION, TYPES = range(3)  # how deep an import is: at module level, in a function, for type checkers only
+MODULE, FUNCTION, TYPES = range(
+    3
+)  # how deep an import is: at module level, in a function, for type checkers only
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_SCALE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64, "prompt_tokens": (4, 8)}
+_SCALE = {
+    "hidden": 32,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "intermediate": 64,
+    "prompt_tokens": (4, 8),
+}
 _REWARD = "def reward_func(queries, prompts, labels):\n    return [len(set(query)) / len(query) for query in queries]\n"
 _SIZES = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 4, "micro_rollout_batch_size": 4,
           "prompt_max_len": 16, "generate_max_len": 8, "num_episodes": 1,
@@ -52,26 +61,44 @@ def code_lines(source: str) -> int:
     code = (t for t in tokens if t.type != tokenize.COMMENT and t.string.strip())
     lines = {n for token in code for n in range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS))
+            and ast.get_docstring(node) is not None
+        ):
             lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return sum(bool(text.strip()) for n, text in enumerate(source.splitlines(), 1) if n in lines)
 
 
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def code_tokens(source: str) -> list[tokenize.TokenInfo]:
     """Tokens but comments, line ends, indents and texts in triple quotes."""
     tokens = tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__)
     kept = (token for token in tokens if token.type not in _NO_CODE)
-    return [t for t in kept if t.type != tokenize.STRING or not t.string.lstrip("rRbBuU").startswith(('"""', "'''"))]
+    return [
+        t
+        for t in kept
+        if t.type != tokenize.STRING or not t.string.lstrip("rRbBuU").startswith(('"""', "'''"))
+    ]
 
 
 def variable_names(tree: ast.AST) -> list[str]:
     """Parameters and assigned names, each once per function; ``self``, ``cls`` and ``_`` are none."""
     found = []
     for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS))]:
-        names = {node.id for node in own_nodes(scope) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        names = {
+            node.id
+            for node in own_nodes(scope)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
         names |= {node.arg for node in own_nodes(scope) if isinstance(node, ast.arg)}
         found += sorted(names - {"self", "cls", "_"})
     return found
@@ -92,7 +119,10 @@ def density(sources: Iterable[str]) -> dict[str, float]:
     trees = [ast.parse(source) for source in sources]
     names = [name for tree in trees for name in variable_names(tree)]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Starred)]
-    count, lines = sum(map(len, tokens)), sum(len({token.start[0] for token in of_file}) for of_file in tokens)
+    count, lines = (
+        sum(map(len, tokens)),
+        sum(len({token.start[0] for token in of_file}) for of_file in tokens),
+    )
     return {
         "files": len(sources),
         "lines": sum(len(source.splitlines()) for source in sources),
@@ -133,12 +163,24 @@ class Imports:
 
     def __init__(self, package: Path) -> None:
         self.name = package.name
-        relative = {path: path.relative_to(package.parent).with_suffix("") for path in sorted(package.rglob("*.py"))}
-        self.files = {".".join(short.parts).removesuffix(".__init__"): path for path, short in relative.items()}
-        self.packages = {module for module, path in self.files.items() if path.name == "__init__.py"}
+        relative = {
+            path: path.relative_to(package.parent).with_suffix("")
+            for path in sorted(package.rglob("*.py"))
+        }
+        self.files = {
+            ".".join(short.parts).removesuffix(".__init__"): path
+            for path, short in relative.items()
+        }
+        self.packages = {
+            module for module, path in self.files.items() if path.name == "__init__.py"
+        }
         trees = {module: ast.parse(path.read_text()) for module, path in self.files.items()}
-        self.public = {name: module for tree in trees.values() for name, module in public_names(tree)}
-        self.depth: dict[tuple[str, str], int] = {(self.name, target): FUNCTION for target in self.public.values()}
+        self.public = {
+            name: module for tree in trees.values() for name, module in public_names(tree)
+        }
+        self.depth: dict[tuple[str, str], int] = {
+            (self.name, target): FUNCTION for target in self.public.values()
+        }
         for module, tree in trees.items():
             for target, depth in self._imports(tree, module, MODULE):
                 self.depth[module, target] = min(depth, self.depth.get((module, target), depth))
@@ -156,9 +198,17 @@ class Imports:
 
     def single(self) -> list[str]:
         """Files with one importer, which is in their own room."""
-        users = {m: [a for a, b in self.depth if b == m != a] for m in self.files if m not in self.packages}
+        users = {
+            m: [a for a, b in self.depth if b == m != a]
+            for m in self.files
+            if m not in self.packages
+        }
         alone = {module: found[0] for module, found in users.items() if len(found) == 1}
-        return [f"{m} ← {user}" for m, user in alone.items() if m.split(".")[1:2] == user.split(".")[1:2]]
+        return [
+            f"{m} ← {user}"
+            for m, user in alone.items()
+            if m.split(".")[1:2] == user.split(".")[1:2]
+        ]
 
     def _imports(self, node: ast.AST, module: str, depth: int) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
@@ -170,7 +220,11 @@ class Imports:
             elif isinstance(child, ast.Import):
                 dotted = [alias.name for alias in child.names]
             elif isinstance(child, ast.ImportFrom):
-                here = module.split(".")[: -child.level + (module in self.packages) or None] if child.level else []
+                here = (
+                    module.split(".")[: -child.level + (module in self.packages) or None]
+                    if child.level
+                    else []
+                )
                 base = ".".join([*here, *filter(None, [child.module])])
                 dotted = [f"{base}.{alias.name}" for alias in child.names]
             yield from ((target, depth) for name in dotted if (target := self._file_of(name)))
@@ -186,27 +240,41 @@ class Imports:
 def count_files(tree: Path) -> dict[str, Any]:
     """What can be read without running anything."""
     package = tree / "lightppo"
-    texts = {path.relative_to(package).as_posix(): path.read_text() for path in sorted(package.rglob("*.py"))}
+    texts = {
+        path.relative_to(package).as_posix(): path.read_text()
+        for path in sorted(package.rglob("*.py"))
+    }
     imports = Imports(package)
     functions = [(node.end_lineno - node.lineno + 1, f"{path} {node.name}") for path in texts
                  for node in ast.walk(ast.parse(texts[path])) if isinstance(node, _FUNCTIONS)]  # fmt: skip
     folders = defaultdict(list)
-    for path in (Path(p) for p in texts if "__init__" not in p and Path(p).name != "sections.py"):  # each plugin's
+    for path in (
+        Path(p) for p in texts if "__init__" not in p and Path(p).name != "sections.py"
+    ):  # each plugin's
         folders[path.name].append(path.parent.as_posix())
     words = [set(re.findall(r"\w+", text)) for text in texts.values()]
     return {
         "files": len(texts),
         "lines": sum(len(text.splitlines()) for text in texts.values()),
         "lines of code": sum(map(code_lines, texts.values())),
-        **{f"files that mention {w}": sum(w in found for found in words) for w in ("kl_estimator", "advantages")},
+        **{
+            f"files that mention {w}": sum(w in found for found in words)
+            for w in ("kl_estimator", "advantages")
+        },
         "files of config/": sum(path.startswith("config/") for path in texts),
         "files with one importer, in their own room": imports.single(),
         "circles of imports at module level": imports.circles(MODULE),
         "circles of imports, with those inside functions": imports.circles(FUNCTION),
         "circles of imports, with those for type checkers": imports.circles(TYPES),
-        "names of files in several rooms": [f"{n}: {', '.join(found)}" for n, found in folders.items() if found[1:]],
-        "functions of more than 60 lines": [f"{n} {name}" for n, name in sorted(functions, reverse=True) if n > 60],
-        "lines of tests/": sum(len(path.read_text().splitlines()) for path in tree.glob("tests/**/*.py")),
+        "names of files in several rooms": [
+            f"{n}: {', '.join(found)}" for n, found in folders.items() if found[1:]
+        ],
+        "functions of more than 70 lines": [
+            f"{n} {name}" for n, name in sorted(functions, reverse=True) if n > 70
+        ],
+        "lines of tests/": sum(
+            len(path.read_text().splitlines()) for path in tree.glob("tests/**/*.py")
+        ),
         "words of docs/": sum(len(path.read_text().split()) for path in tree.glob("docs/**/*.md")),
     }
 
@@ -244,7 +312,11 @@ class Trace:
     def numbers(self) -> dict[str, int]:
         rows = {}
         for phase, entered in self.entered.items():
-            core = {code for code in entered if not code.co_filename.startswith(f"{self.prefix}plugins{os.sep}")}
+            core = {
+                code
+                for code in entered
+                if not code.co_filename.startswith(f"{self.prefix}plugins{os.sep}")
+            }
             for codes, part in ((entered, ""), (core, " of the core")):
                 lines = {(code.co_filename, line) for code in codes for line in lines_of(code)}
                 rows[f"{phase}: files{part}"] = len({code.co_filename for code in codes})
@@ -290,7 +362,11 @@ def traced_script(tree: Path, out: Path, words: list[str]) -> None:
 
 def count_one_step(tree: Path) -> dict[str, int]:
     """What one GRPO step of a tiny Llama runs through, in a process of its own."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    environment = os.environ | {
+        "PYTHONPATH": str(tree),
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
@@ -301,9 +377,19 @@ def count_one_step(tree: Path) -> dict[str, int]:
         make_assets = Path(__file__).with_name("make_assets.py")
         python(make_assets, "--output_dir", folder, "--prompts", 8, "--changes", json.dumps(_SCALE))
         (folder / "reward.py").write_text(_REWARD)
-        inputs = {"pretrain": "model", "prompt_data": min(folder.glob("*.jsonl")), "reward_fn": "reward.py"}
+        inputs = {
+            "pretrain": "model",
+            "prompt_data": min(folder.glob("*.jsonl")),
+            "reward_fn": "reward.py",
+        }
         options = inputs | {"save_path": "run", "ckpt_path": "ckpt"} | _SIZES
-        python(Path(__file__), "traced", tree, folder / "step.json", *(f"--{k}={v}" for k, v in options.items()))
+        python(
+            Path(__file__),
+            "traced",
+            tree,
+            folder / "step.json",
+            *(f"--{k}={v}" for k, v in options.items()),
+        )
         return json.loads((folder / "step.json").read_text())
 
 
@@ -314,17 +400,27 @@ def markdown(numbers: dict[str, Any], before: dict[str, Any] | None = None) -> s
         return "" if value is None else f"{len(value) if isinstance(value, list) else value:,}"
 
     columns = ({"before": before} if before else {}) | {"now": numbers}
-    rows = [f"| {name} | " + " | ".join(cell(c.get(name)) for c in columns.values()) + " |" for name in numbers]
+    rows = [
+        f"| {name} | " + " | ".join(cell(c.get(name)) for c in columns.values()) + " |"
+        for name in numbers
+    ]
     lists = [f"\n{name}:\n\n" + "\n".join(f"- {entry}" for entry in value)
              for name, value in numbers.items() if isinstance(value, list) and value]  # fmt: skip
-    return "\n".join([f"| | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|", *rows, *lists])
+    return "\n".join(
+        [f"| | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|", *rows, *lists]
+    )
 
 
 def parts_table(parts: dict[str, dict[str, float]]) -> str:
     """A line for each part."""
     columns = list(parts["all"])
-    rows = [f"| {part} | {' | '.join(f'{numbers[name]:,}' for name in columns)} |" for part, numbers in parts.items()]
-    return "\n".join(["", f"| part | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|", *rows])
+    rows = [
+        f"| {part} | {' | '.join(f'{numbers[name]:,}' for name in columns)} |"
+        for part, numbers in parts.items()
+    ]
+    return "\n".join(
+        ["", f"| part | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|", *rows]
+    )
 
 
 def store(parts: dict[str, dict[str, float]], run: dict[str, int]) -> None:
@@ -337,14 +433,25 @@ def store(parts: dict[str, dict[str, float]], run: dict[str, int]) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["traced"]:
         return traced_script(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--tree", type=Path, default=Path(__file__).parents[1], help="checkout to measure; default: this one"
+        "--tree",
+        type=Path,
+        default=Path(__file__).parents[1],
+        help="checkout to measure; default: this one",
     )
     parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
     parser.add_argument("--before", type=Path, help="such a file: its numbers beside those of now")
-    parser.add_argument("--no_run", action="store_true", help="only what can be read: a few seconds")
-    parser.add_argument("--store", action="store_true", help="keep the numbers for the page docs/design.md (make docs)")
+    parser.add_argument(
+        "--no_run", action="store_true", help="only what can be read: a few seconds"
+    )
+    parser.add_argument(
+        "--store",
+        action="store_true",
+        help="keep the numbers for the page docs/design.md (make docs)",
+    )
     options = parser.parse_args()
     tree = options.tree.resolve()
     run = {} if options.no_run else count_one_step(tree)

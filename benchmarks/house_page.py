@@ -18,7 +18,10 @@ _STEP = "one GRPO step"
 
 PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "adapters": ("LoRA and frozen 4-bit weights", "lora.md"),
-    "algorithms": ("rarely used estimators and losses, off-policy corrections, distillation", "algorithms.md"),
+    "algorithms": (
+        "rarely used estimators and losses, off-policy corrections, distillation",
+        "algorithms.md",
+    ),
     "checks": ("checks before a run starts, dry runs, the memory budget", "memory.md"),
     "compat": ("constructors and call forms of OpenRLHF and LightRFT scripts", "migrating.md"),
     "http": ("rewards over HTTP, the reward server", "rewards.md#http-servers"),
@@ -48,20 +51,34 @@ def comparison(stored: Mapping[str, Any]) -> str:
     before, now = stored["before"], stored["now"]
     parts = now["parts"]
     plugins = len(parts) - 3  # without core, all and plugins/__init__.py
-    lines = [f"measure | before (`{before['commit']}`) | now: core | now: core and plugins", "---|---:|---:|---:"]
+    lines = [
+        f"measure | before (`{before['commit']}`) | now: core | now: core and plugins",
+        "---|---:|---:|---:",
+    ]
     for measure in parts["all"]:
-        lines.append(row(measure, before["parts"]["all"][measure], parts["core"][measure], parts["all"][measure]))
+        lines.append(
+            row(
+                measure,
+                before["parts"]["all"][measure],
+                parts["core"][measure],
+                parts["all"][measure],
+            )
+        )
     lines.append(row("plugins", 0, "", plugins))
     for measure, count in before["run"].items():
         if not measure.endswith("of the core"):
             run = now["run"]
-            lines.append(row(measure, count, run.get(f"{measure} of the core", ""), run.get(measure, "")))
+            lines.append(
+                row(measure, count, run.get(f"{measure} of the core", ""), run.get(measure, ""))
+            )
     return "\n".join(lines)
 
 
 def plugin_table(stored: Mapping[str, Any]) -> str:
     """A line for each plugin."""
-    lines = ["plugin | what it does | files | tokens | tokens per line | letters per name | argument tuples"]
+    lines = [
+        "plugin | what it does | files | tokens | tokens per line | letters per name | argument tuples"
+    ]
     lines.append("---|---|---:|---:|---:|---:|---:")
     for part, numbers in stored["now"]["parts"].items():
         name = part.removeprefix("plugins/")
@@ -82,7 +99,10 @@ def counts() -> str:
         """Without second names of an entry."""
         return len({str(entry.function) for entry in table.values()})
 
-    tests = sum(len(re.findall(r"(?m)^ *def test_", path.read_text())) for path in (ROOT / "tests").rglob("*.py"))
+    tests = sum(
+        len(re.findall(r"(?m)^ *def test_", path.read_text()))
+        for path in (ROOT / "tests").rglob("*.py")
+    )
     return (
         f"{different(ADVANTAGE_ESTIMATORS)} advantage estimators, {len(POLICY_LOSSES)} policy losses, "
         f"{len(KL_ESTIMATORS)} KL estimators, {len(list(all_options()))} options of `lightppo ppo`, "

@@ -32,7 +32,9 @@ def build_tokenizer(scale: Scale) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     words = [*SPECIAL_TOKENS, *(f"w{i}" for i in range(len(SPECIAL_TOKENS), scale.vocabulary))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=PAD))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=PAD)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, padding_side="left"
@@ -83,11 +85,17 @@ def build_model(scale: Scale, seed: int = SEED) -> LlamaForCausalLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/bench/assets"))
     parser.add_argument("--scale", choices=SCALES, default="cpu")
-    parser.add_argument("--changes", type=json.loads, default={}, help="of the scale: '{\"vocabulary\": 8192}'")
-    parser.add_argument("--prompts", type=int, help="prompts of each workload; default: as many as it has")
+    parser.add_argument(
+        "--changes", type=json.loads, default={}, help="of the scale: '{\"vocabulary\": 8192}'"
+    )
+    parser.add_argument(
+        "--prompts", type=int, help="prompts of each workload; default: as many as it has"
+    )
     options = parser.parse_args()
     scale = replace(SCALES[options.scale], **options.changes)
     folder = options.output_dir
@@ -95,13 +103,17 @@ def main() -> None:
     for workload in WORKLOADS.values():
         workload = replace(workload, prompts=options.prompts or workload.prompts)
         rows = [{"input": text, "label": ""} for text in prompt_texts(workload, scale)]
-        (folder / f"{workload.name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{workload.name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     model = build_model(scale)
     if scale.bf16:
         model = model.bfloat16()
     build_tokenizer(scale).save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
-    print(f"{folder}: a Llama of {model.num_parameters():,} parameters, prompts of {', '.join(WORKLOADS)}")
+    print(
+        f"{folder}: a Llama of {model.num_parameters():,} parameters, prompts of {', '.join(WORKLOADS)}"
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,10 @@ from workloads import SCALES
 
 ENGINES, DTYPES = ("hf", "vllm"), ("float32", "float16", "bfloat16")
 # Changes of the scale "cpu", which is the model of W1.
-MODELS = {"tiny": {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 96}, "5M": {}}
+MODELS = {
+    "tiny": {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 96},
+    "5M": {},
+}
 
 
 def as_if_trained(model: Any, logit_std: float) -> None:
@@ -33,12 +36,16 @@ def as_if_trained(model: Any, logit_std: float) -> None:
     logits of this standard deviation."""
     import torch
 
-    ids = torch.randint(model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if ".layers." in name and weight.dim() == 2:
                 weight /= weight.std() * weight.shape[1] ** 0.5
-        model.get_output_embeddings().weight *= logit_std / model(ids.to(model.device)).logits.std(dim=-1).mean()
+        model.get_output_embeddings().weight *= (
+            logit_std / model(ids.to(model.device)).logits.std(dim=-1).mean()
+        )
 
 
 def measure(
@@ -84,9 +91,14 @@ def measure(
     sampler = build_rollout_engine(config, strategy, actor, tokenizer)
     draw = random.Random(0).randrange
     ids = range(max(tokenizer.all_special_ids, default=0) + 1, len(tokenizer))
-    prompts = [Prompt("", [ids[draw(len(ids))] for _ in range(prompt_tokens)], index=i) for i in range(responses)]
+    prompts = [
+        Prompt("", [ids[draw(len(ids))] for _ in range(prompt_tokens)], index=i)
+        for i in range(responses)
+    ]
     try:
-        rollouts = sampler.generate(prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
+        rollouts = sampler.generate(
+            prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+        )
     finally:
         sampler.close()
     found: dict[str, list[Any]] = {}
@@ -117,7 +129,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         numbers = (row["logp_diff_mean"], row["logp_diff_max"], row["k3_kl"])
         name = f"{row['parameters'] / 1e6:.1f}M"
-        lines.append(f"{name} | `{row['engine']}` | {row['dtype']} | " + " | ".join(f"{n:.1e}" for n in numbers))
+        lines.append(
+            f"{name} | `{row['engine']}` | {row['dtype']} | "
+            + " | ".join(f"{n:.1e}" for n in numbers)
+        )
     return "\n".join(lines)
 
 
@@ -133,7 +148,9 @@ def parent(options: argparse.Namespace) -> None:
         log = folder / "logs" / f"precision-assets-{name}.log"
         run([*words, "--changes", json.dumps(changes)], log=log, timeout=600)
     for model in models:
-        for engine in (e for e in options.engines if e == "hf" or importlib.util.find_spec("vllm") is not None):
+        for engine in (
+            e for e in options.engines if e == "hf" or importlib.util.find_spec("vllm") is not None
+        ):
             for dtype in options.dtypes:
                 log = folder / "logs" / f"precision-{model.parent.name}-{engine}-{dtype}.log"
                 words = [sys.executable, Path(__file__), "--one", model, engine, dtype]
@@ -147,17 +164,32 @@ def parent(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--model", nargs="+", default=[], help="folders of checkpoints, with tokenizers")
+    parser.add_argument(
+        "--model", nargs="+", default=[], help="folders of checkpoints, with tokenizers"
+    )
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--logit_std", type=float, help="scale random weights; default: 3 without --model")
+    parser.add_argument(
+        "--logit_std", type=float, help="scale random weights; default: 3 without --model"
+    )
     parser.add_argument("--responses", type=int, default=32)
-    parser.add_argument("--new_tokens", type=int, default=SCALES["cpu"].new_tokens, help="longest response")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS")
+    parser.add_argument(
+        "--new_tokens", type=int, default=SCALES["cpu"].new_tokens, help="longest response"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS"
+    )
     parser.add_argument("--timeout", type=float, default=900, help="seconds of one engine")
-    parser.add_argument("--one", nargs=3, metavar=("MODEL", "ENGINE", "DTYPE"), help="this one alone, in this process")
+    parser.add_argument(
+        "--one",
+        nargs=3,
+        metavar=("MODEL", "ENGINE", "DTYPE"),
+        help="this one alone, in this process",
+    )
     options = parser.parse_args()
     sizes = {name: getattr(options, name) for name in ("responses", "new_tokens", "logit_std")}
     if options.one:

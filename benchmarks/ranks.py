@@ -65,12 +65,23 @@ class Step:
     """One step of one rank; each public method is a part that is measured."""
 
     def __init__(self, strategy: Strategy, tokens: int, folder: Path) -> None:
-        self.strategy, self.tokens, self.folder, self.rank = strategy, tokens, folder, strategy.get_rank()
+        self.strategy, self.tokens, self.folder, self.rank = (
+            strategy,
+            tokens,
+            folder,
+            strategy.get_rank(),
+        )
         draw = random.Random(self.rank)
-        self.rollouts = [r for i in range(PROMPTS) for r in self._group(PROMPTS * self.rank + i, draw)]
+        self.rollouts = [
+            r for i in range(PROMPTS) for r in self._group(PROMPTS * self.rank + i, draw)
+        ]
 
     def _group(self, index: int, draw: random.Random) -> list[Rollout]:
-        prompt = Prompt("p" * self.tokens, [draw.randrange(150_000) for _ in range(self.tokens // 10)], index=index)
+        prompt = Prompt(
+            "p" * self.tokens,
+            [draw.randrange(150_000) for _ in range(self.tokens // 10)],
+            index=index,
+        )
         sizes = [draw.randrange(self.tokens // 10, 2 * self.tokens) for _ in range(SAMPLES)]
         ids = [[draw.randrange(150_000) for _ in range(size)] for size in sizes]
         scores = [float(j % 2) for j in range(SAMPLES)]
@@ -105,26 +116,45 @@ class Step:
 
     def evaluation(self) -> None:
         """As many prompts and samples as in training."""
-        of_prompt = {r.prompt.index: [q for q in self.rollouts if q.prompt is r.prompt] for r in self.rollouts}
+        of_prompt = {
+            r.prompt.index: [q for q in self.rollouts if q.prompt is r.prompt]
+            for r in self.rollouts
+        }
         prompts = [Prompt("", [], index=i) for i in range(PROMPTS * self.strategy.world_size)]
-        engine = SimpleNamespace(generate=lambda mine, _: [r for group in of_prompt.values() for r in group])
-        source = SimpleNamespace(name="made up", score=lambda rollouts: RewardOutput([r.reward for r in rollouts]))
-        Evaluator(engine, source, prompts, SamplingParams(), self.strategy, folder=self.folder / "eval").evaluate(1)
+        engine = SimpleNamespace(
+            generate=lambda mine, _: [r for group in of_prompt.values() for r in group]
+        )
+        source = SimpleNamespace(
+            name="made up", score=lambda rollouts: RewardOutput([r.reward for r in rollouts])
+        )
+        Evaluator(
+            engine, source, prompts, SamplingParams(), self.strategy, folder=self.folder / "eval"
+        ).evaluate(1)
 
     def metrics(self) -> None:
         """Numbers of optimizer steps, and of samples."""
         draw = random.Random(self.rank)
         names = [f"number_{i}" for i in range(NAMES)]
-        optimizer_status([[{name: draw.random() for name in names}] for _ in range(STEPS)], self.strategy)
+        optimizer_status(
+            [[{name: draw.random() for name in names}] for _ in range(STEPS)], self.strategy
+        )
         merge_summaries(self.strategy.all_gather_object(rollout_summaries([])))
 
     def tokens_of_all(self) -> None:
         """``--high_entropy_token_ratio`` and the like: the threshold over the tokens of all ranks."""
-        top_share(torch.rand(PROMPTS * SAMPLES * self.tokens), 0.2, partial(self.strategy.all_reduce, op="sum"))
+        top_share(
+            torch.rand(PROMPTS * SAMPLES * self.tokens),
+            0.2,
+            partial(self.strategy.all_reduce, op="sum"),
+        )
 
     def checkpoint(self) -> None:
         """What a checkpoint holds of each rank: random generators, and the groups that wait."""
-        config = PPOConfig.from_flat(pretrain="m", prompt_data="p", save_path=str(self.folder)).resolved().checkpoint
+        config = (
+            PPOConfig.from_flat(pretrain="m", prompt_data="p", save_path=str(self.folder))
+            .resolved()
+            .checkpoint
+        )
         checkpointer = RunCheckpointer(self.strategy, config, {}, None)
         waiting = self.strategy.gather_object(self.collector.state_dict())
         checkpointer.save(str(self.folder), 1, {"trainer": {}, "surplus": waiting})
@@ -186,7 +216,11 @@ def run_rank(rank: int, world: int, tokens: int, folder: Path) -> None:
     """All parts, one after the other; rank 0 writes what they cost each rank."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    place = {"store": dist.FileStore(str(folder / "store"), world), "rank": rank, "world_size": world}
+    place = {
+        "store": dist.FileStore(str(folder / "store"), world),
+        "rank": rank,
+        "world_size": world,
+    }
     dist.init_process_group("gloo", timeout=WAIT, **place)
     strategy, costs = Strategy(), {}
     step = Step(strategy, tokens, folder)
@@ -207,13 +241,18 @@ def measure(world: int, tokens: int) -> dict[str, dict[str, float]]:
     """Bytes and CPU seconds of rank 0, and the mean of the others, by part."""
     with tempfile.TemporaryDirectory(prefix="lightppo-ranks-") as folder:
         start = multiprocessing.get_context("fork").Process
-        ranks = [start(target=run_rank, args=(rank, world, tokens, Path(folder))) for rank in range(world)]
+        ranks = [
+            start(target=run_rank, args=(rank, world, tokens, Path(folder)))
+            for rank in range(world)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join()
         if any(process.exitcode for process in ranks):
-            raise SystemExit(f"of {world} ranks some failed: {[process.exitcode for process in ranks]}")
+            raise SystemExit(
+                f"of {world} ranks some failed: {[process.exitcode for process in ranks]}"
+            )
         first, *others = json.loads((Path(folder) / "costs.json").read_text())
     means = lambda part, what: statistics.fmean(of[part][what] for of in others)  # noqa: E731
     return {part: {f"{what}_0": first[part][what] for what in first[part]}
@@ -237,7 +276,9 @@ def table(found: dict[int, dict[str, dict[str, float]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--tokens", type=int, default=2000, help="mean length of a response")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/bench"))

@@ -53,12 +53,27 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "ARROW_DEFAULT_MEMORY_POOL": "system",  # Arrow's own has a thread, which would not outlive a fork
+    # Arrow's own has a thread, which would not outlive a fork
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 HEAVY = (
-    *("torch", "transformers", "deepspeed", "datasets", "peft", "bitsandbytes", "tyro", "pydantic", "yaml"),
-    *("transformers.models.llama.modeling_llama", "transformers.integrations.deepspeed", "transformers.optimization"),
+    *(
+        "torch",
+        "transformers",
+        "deepspeed",
+        "datasets",
+        "peft",
+        "bitsandbytes",
+        "tyro",
+        "pydantic",
+        "yaml",
+    ),
+    *(
+        "transformers.models.llama.modeling_llama",
+        "transformers.integrations.deepspeed",
+        "transformers.optimization",
+    ),
     *("deepspeed.module_inject", "setuptools", "pebble"),
 )
 # Before a run's own flags: it pads, in whatever version of the code, unless it says --packing_samples.
@@ -76,7 +91,9 @@ class RunFailed(Exception):
 class Forked:
     """A script in a process forked from this one, as far as possible as in one of its own."""
 
-    def __init__(self, script: Path, words: list[str], folder: Path, environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, script: Path, words: list[str], folder: Path, environment: dict[str, str], log: Path
+    ) -> None:
         target = (script, words, folder, environment, log, os.getpid())
         self.process = multiprocessing.get_context("fork").Process(target=_run_script, args=target)
         self.process.start()
@@ -86,17 +103,27 @@ class Forked:
         return self.process.exitcode
 
 
-def _run_script(script: Path, words: list[str], folder: Path, environment: dict[str, str], log: Path, parent: int):
+def _run_script(
+    script: Path,
+    words: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    log: Path,
+    parent: int,
+):
     _leave(parent)
     with log.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+    )
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = [str(script), *words]
-    sys.path[:1] = [str(script.parent), environment["PYTHONPATH"]]  # the first was this script's folder
+    # the first was this script's folder
+    sys.path[:1] = [str(script.parent), environment["PYTHONPATH"]]
     runpy.run_path(str(script), run_name="__main__")
 
 
@@ -110,7 +137,9 @@ def _leave(parent: int) -> None:
         os._exit(1)
 
 
-def spawned(command: list[str], folder: Path, environment: dict[str, str], log: Path) -> subprocess.Popen:
+def spawned(
+    command: list[str], folder: Path, environment: dict[str, str], log: Path
+) -> subprocess.Popen:
     with log.open("a") as file:
         return subprocess.Popen(
             command,
@@ -162,7 +191,10 @@ class Runner:
 
     def __init__(self, tree: Path, work: Path, options: argparse.Namespace) -> None:
         self.tree, self.work, self.options = tree, work, options
-        self.environment = ENVIRONMENT | {"PYTHONPATH": str(tree), "HF_DATASETS_CACHE": str(work / "cache")}
+        self.environment = ENVIRONMENT | {
+            "PYTHONPATH": str(tree),
+            "HF_DATASETS_CACHE": str(work / "cache"),
+        }
         self.environment["VLLM_RPC_BASE_PATH"] = str(work / "sockets")
 
     def start(self, run: Run, words: list[str], log: Path) -> list[Any]:
@@ -174,12 +206,21 @@ class Runner:
             return [spawned(command, self.work, self.environment, log)]
         processes = []
         for rank in range(run.ranks):
-            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks, "MASTER_ADDR": "127.0.0.1"}
-            environment = self.environment | {k: str(v) for k, v in (own | {"MASTER_PORT": port}).items()}
+            own = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": run.ranks,
+                "MASTER_ADDR": "127.0.0.1",
+            }
+            environment = self.environment | {
+                k: str(v) for k, v in (own | {"MASTER_PORT": port}).items()
+            }
             if run.forked and self.options.launcher == "fork":
                 processes.append(Forked(script, words, self.work, environment, log))
             else:
-                processes.append(spawned([sys.executable, str(script), *words], self.work, environment, log))
+                processes.append(
+                    spawned([sys.executable, str(script), *words], self.work, environment, log)
+                )
         return processes
 
     def steps(self, name: str, run: Run) -> Generator[None, None, Result]:
@@ -191,8 +232,15 @@ class Runner:
         try:
             if run.server:
                 script, *words = shlex.split(run.server)
-                command = [sys.executable, str(self.tree / "examples" / script), *words, f"--port={port}"]
-                servers.append(spawned(command, self.work, self.environment, self.work / f"{name}.server.log"))
+                command = [
+                    sys.executable,
+                    str(self.tree / "examples" / script),
+                    *words,
+                    f"--port={port}",
+                ]
+                servers.append(
+                    spawned(command, self.work, self.environment, self.work / f"{name}.server.log")
+                )
                 while not answers(f"{values['url']}/health"):
                     self.check(servers, deadline, self.work / f"{name}.server.log")
                     yield
@@ -211,7 +259,11 @@ class Runner:
     def check(self, processes: list[Any], deadline: float, log: Path) -> None:
         codes = [code for code in (process.poll() for process in processes) if code]
         if codes or time.monotonic() > deadline:
-            reason = f"exit code {codes[0]}" if codes else f"no end after {self.options.timeout:g} s (--timeout)"
+            reason = (
+                f"exit code {codes[0]}"
+                if codes
+                else f"no end after {self.options.timeout:g} s (--timeout)"
+            )
             raise RunFailed(f"{reason}\n{log.read_text()[-3000:]}")
 
 
@@ -237,12 +289,20 @@ def result_of(run: Run, folder: Path) -> Result:
     """Metrics, without what a clock measured and alarms, and the hashes of all weights that the run saved."""
     log = folder / "model" / "metrics.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    rows = [{k: v for k, v in row.items() if k != "time" and not k.startswith(("perf/", "alarm/"))} for row in rows]
+    rows = [
+        {k: v for k, v in row.items() if k != "time" and not k.startswith(("perf/", "alarm/"))}
+        for row in rows
+    ]
     rows = [row for row in rows if row.keys() != {"step"}]  # of saving a clock's numbers only
     files = sorted(folder.rglob("*.safetensors"))
     if not rows or not files:
-        raise RunFailed(f"it ended well with {len(rows)} rows of metrics and {len(files)} files of weights")
-    weights = {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        raise RunFailed(
+            f"it ended well with {len(rows)} rows of metrics and {len(files)} files of weights"
+        )
+    weights = {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
     return {"flags": recorded_flags(run), "rows": rows, "weights": weights}
 
 
@@ -254,14 +314,20 @@ def chosen(names: list[str]) -> dict[str, Run]:
     areas = {area for run in RUNS.values() for area in run.areas.split()}
     if unknown := set(names) - RUNS.keys() - areas:
         sys.exit(f"no run and no area: {', '.join(sorted(unknown))}; `list` shows them")
-    runs = {name: run for name, run in RUNS.items() if not names or {name, *run.areas.split()} & set(names)}
+    runs = {
+        name: run
+        for name, run in RUNS.items()
+        if not names or {name, *run.areas.split()} & set(names)
+    }
     without_vllm = importlib.util.find_spec("vllm") is None
     if skipped := [name for name, run in runs.items() if without_vllm and "vllm" in run.areas]:
         print(f"vLLM is not installed, so these are left out: {', '.join(skipped)}")
     return {name: run for name, run in runs.items() if name not in skipped}
 
 
-def run_all(options: argparse.Namespace, runs: dict[str, Run]) -> Iterator[tuple[str, Result | RunFailed]]:
+def run_all(
+    options: argparse.Namespace, runs: dict[str, Run]
+) -> Iterator[tuple[str, Result | RunFailed]]:
     """Runs several side by side; yields each result as it comes."""
     from tqdm import tqdm
 
@@ -270,8 +336,11 @@ def run_all(options: argparse.Namespace, runs: dict[str, Run]) -> Iterator[tuple
     (work / "sockets").mkdir()
     runner = Runner(options.tree.resolve(), work, options)
     os.environ.update(runner.environment)
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # of a package that nothing here uses
-    for name in HEAVY if options.launcher == "fork" and any(run.forked for run in runs.values()) else ():
+    # of a package that nothing here uses
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    for name in (
+        HEAVY if options.launcher == "fork" and any(run.forked for run in runs.values()) else ()
+    ):
         with suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()  # no child copies what it never touches
@@ -304,7 +373,9 @@ def run_all(options: argparse.Namespace, runs: dict[str, Run]) -> Iterator[tuple
             steps.close()
         gc.unfreeze()
         if options.work:
-            shutil.copytree(work, options.work, dirs_exist_ok=True, ignore=shutil.ignore_patterns("sockets"))
+            shutil.copytree(
+                work, options.work, dirs_exist_ok=True, ignore=shutil.ignore_patterns("sockets")
+            )
         shutil.rmtree(work, ignore_errors=True)
 
 
@@ -360,7 +431,9 @@ def record(options: argparse.Namespace, path: Path, names: list[str]) -> int:
             failed.append(name)
             print(f"{name}: failed: {result}")
             continue
-        content = read(path) | {"commit": git(options.tree, "describe", "--always", "--dirty", "--abbrev=40")}
+        content = read(path) | {
+            "commit": git(options.tree, "describe", "--always", "--dirty", "--abbrev=40")
+        }
         content["runs"][name] = result
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
@@ -368,10 +441,14 @@ def record(options: argparse.Namespace, path: Path, names: list[str]) -> int:
         temporary.replace(path)
     recorded = read(path)["runs"]
     for name, run in runs.items():
-        if {name, run.same_as} <= recorded.keys() and (found := difference(recorded[run.same_as], recorded[name])):
+        if {name, run.same_as} <= recorded.keys() and (
+            found := difference(recorded[run.same_as], recorded[name])
+        ):
             failed.append(name)
             print(f"{name} must equal {run.same_as}: {found}")
-    print(f"{len(runs) - len(failed)} of {len(runs)} runs recorded in {path}, {time.monotonic() - start:.0f} s")
+    print(
+        f"{len(runs) - len(failed)} of {len(runs)} runs recorded in {path}, {time.monotonic() - start:.0f} s"
+    )
     return int(bool(failed))
 
 
@@ -379,7 +456,9 @@ def compare(options: argparse.Namespace, path: Path, names: list[str]) -> int:
     """Runs again and says what differs from the record."""
     content = json.loads(path.read_text())
     if content["fingerprint"] != fingerprint():
-        print(f"{path} is of {content['fingerprint']}, this is {fingerprint()}: --base makes a record here")
+        print(
+            f"{path} is of {content['fingerprint']}, this is {fingerprint()}: --base makes a record here"
+        )
     runs, start = chosen(names), time.monotonic()
     if missing := [name for name in runs if not is_recorded(content, name)]:
         print(f"{path} lacks these, or has them with other flags: {', '.join(missing)}")
@@ -407,27 +486,53 @@ def recorded_base(options: argparse.Namespace) -> Path:
         print(f"recording {len(missing)} runs at {commit[:9]}", flush=True)
         git(REPO, "worktree", "add", "--detach", str(tree), commit)
         try:
-            more = ["--tree", str(tree), "--jobs", str(options.jobs), "--timeout", str(options.timeout)]
-            subprocess.run([sys.executable, __file__, "record", str(path), *missing, *more], check=True)
+            more = [
+                "--tree",
+                str(tree),
+                "--jobs",
+                str(options.jobs),
+                "--timeout",
+                str(options.timeout),
+            ]
+            subprocess.run(
+                [sys.executable, __file__, "record", str(path), *missing, *more], check=True
+            )
         finally:
             git(REPO, "worktree", "remove", "--force", str(tree))
     return path
 
 
 def git(tree: Path, *words: str) -> str:
-    return subprocess.run(["git", "-C", str(tree), *words], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(tree), *words], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=["record", "compare", "list"])
-    parser.add_argument("words", nargs="*", metavar="OUT.json, NAME", help="the file, but with --base; then names")
-    parser.add_argument("--base", metavar="REVISION", help="compare with this revision, recorded on this machine")
-    parser.add_argument("--tree", type=Path, default=REPO, help="checkout whose code runs; default: this one")
+    parser.add_argument(
+        "words", nargs="*", metavar="OUT.json, NAME", help="the file, but with --base; then names"
+    )
+    parser.add_argument(
+        "--base", metavar="REVISION", help="compare with this revision, recorded on this machine"
+    )
+    parser.add_argument(
+        "--tree", type=Path, default=REPO, help="checkout whose code runs; default: this one"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="ranks at a time")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of one run")
-    parser.add_argument("--launcher", choices=["fork", "python", "deepspeed"], default="fork", help="how ranks start")
-    parser.add_argument("--flags", default="", help="further flags of every run, to see what they change")
+    parser.add_argument(
+        "--launcher",
+        choices=["fork", "python", "deepspeed"],
+        default="fork",
+        help="how ranks start",
+    )
+    parser.add_argument(
+        "--flags", default="", help="further flags of every run, to see what they change"
+    )
     parser.add_argument("--work", type=Path, help="keep what the runs wrote in this folder")
     parser.add_argument("-k", "--keep_going", action="store_true", help="also after a difference")
     options = parser.parse_intermixed_args(argv)
@@ -439,7 +544,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "compare" and options.base:
         return compare(options, recorded_base(options), options.words)
     if not options.words or not options.words[0].endswith(".json"):
-        parser.error(f"{options.command} needs a file OUT.json" + ", or --base" * (options.command == "compare"))
+        parser.error(
+            f"{options.command} needs a file OUT.json"
+            + ", or --base" * (options.command == "compare")
+        )
     path, *names = options.words
     return (record if options.command == "record" else compare)(options, Path(path), names)
 

@@ -58,17 +58,27 @@ VLLM_SERVER = """serve_vllm.py --model wide --dtype float32 --kv-cache-memory-by
 
 RUNS = {
     # every recipe
-    "recipe-cispo": Run(RECIPE + f"cispo.yaml {GROUP_RECIPE} --ppo_n_minibatches 4 --train_batch_size 4", "recipes"),
+    "recipe-cispo": Run(
+        RECIPE + f"cispo.yaml {GROUP_RECIPE} --ppo_n_minibatches 4 --train_batch_size 4", "recipes"
+    ),
     "recipe-dapo": Run(
-        RECIPE + f"dapo.yaml {GROUP_RECIPE} --train_batch_size 4 --overlong_buffer_len 4 --lr_warmup_steps 2", "recipes"
+        RECIPE
+        + f"dapo.yaml {GROUP_RECIPE} --train_batch_size 4 --overlong_buffer_len 4 --lr_warmup_steps 2",
+        "recipes",
     ),
     "recipe-dr_grpo": Run(RECIPE + f"dr_grpo.yaml {GROUP_RECIPE}", "recipes"),
-    "recipe-grpo": Run(RECIPE + f"grpo.yaml {GROUP_RECIPE} --train_batch_size 16 --benchmark_steps 3", "recipes"),
-    "recipe-gspo": Run(RECIPE + f"gspo.yaml {GROUP_RECIPE} --ppo_n_minibatches 4 --train_batch_size 4", "recipes"),
+    "recipe-grpo": Run(
+        RECIPE + f"grpo.yaml {GROUP_RECIPE} --train_batch_size 16 --benchmark_steps 3", "recipes"
+    ),
+    "recipe-gspo": Run(
+        RECIPE + f"gspo.yaml {GROUP_RECIPE} --ppo_n_minibatches 4 --train_batch_size 4", "recipes"
+    ),
     "recipe-ppo": Run(RECIPE + "ppo.yaml --save_value_network --lr_warmup_steps 2", "recipes"),
     "recipe-reinforce_pp": Run(RECIPE + "reinforce_pp.yaml", "recipes"),
     "recipe-reinforce_pp_baseline": Run(
-        RECIPE + f"reinforce_pp_baseline.yaml {GROUP_RECIPE} --train_batch_size 16 --benchmark_steps 3", "recipes"
+        RECIPE
+        + f"reinforce_pp_baseline.yaml {GROUP_RECIPE} --train_batch_size 16 --benchmark_steps 3",
+        "recipes",
     ),
     "recipe-remax": Run(RECIPE + "remax.yaml --train_batch_size 16", "recipes"),
     "recipe-rloo": Run(RECIPE + f"rloo.yaml {GROUP_RECIPE}", "recipes"),
@@ -76,16 +86,21 @@ RUNS = {
     "gae-zero0": Run(GAE + "--zero_stage 0", "trainer quick"),
     "gae-zero1-2ranks": Run(GAE + "--zero_stage 1 --gradient_checkpointing", "trainer", ranks=2),
     "gae-packed-2ranks": Run(
-        GAE + "--packing_samples --value_norm ma --value_norm_beta None --value_huber_delta 0.5", "trainer", ranks=2
+        GAE + "--packing_samples --value_norm ma --value_norm_beta None --value_huber_delta 0.5",
+        "trainer",
+        ranks=2,
     ),
     "gae-zero3": Run(GAE + "--zero_stage 3 --bootstrap_truncated --gamma 0.9", "zero3"),
     "gae-zero3-2ranks": Run(GAE + "--zero_stage 3 --packing_samples", "zero3 quick", ranks=2),
     "gae-bf16": Run(GAE + "--bf16", "trainer models"),
     "freezing": Run(
-        PPO + "--freezing_actor_steps 1 --critic_zero_stage 0 --critic_pretrain reward --value_clip None",
+        PPO
+        + "--freezing_actor_steps 1 --critic_zero_stage 0 --critic_pretrain reward --value_clip None",
         "trainer models",
     ),
-    "resume-whole": Run(GAE + "--rollout_batch_size 8 --save_steps 2 --benchmark_steps 4", "trainer resuming"),
+    "resume-whole": Run(
+        GAE + "--rollout_batch_size 8 --save_steps 2 --benchmark_steps 4", "trainer resuming"
+    ),
     "resume": Run(
         GAE + "--rollout_batch_size 8 --save_steps 2 --benchmark_steps 4",
         "trainer resuming",
@@ -93,7 +108,8 @@ RUNS = {
         same_as="resume-whole",
     ),
     "resume-zero3-2ranks": Run(
-        MANY + "--zero_stage 3 --save_steps 1 --benchmark_steps 3 --reward_running_norm --ref_ema_eta 0.3",
+        MANY
+        + "--zero_stage 3 --save_steps 1 --benchmark_steps 3 --reward_running_norm --ref_ema_eta 0.3",
         "zero3 resuming",
         ranks=2,
         first="--benchmark_steps 1",
@@ -103,93 +119,133 @@ RUNS = {
     "packed-groups-2ranks": Run(
         MANY + "--packing_samples --shuffle groups --max_epochs 2", "models trainer quick", ranks=2
     ),
-    "packed-not-shared": Run(MANY + "--packing_samples --no_share_prompts --shuffle groups", "models"),
+    "packed-not-shared": Run(
+        MANY + "--packing_samples --no_share_prompts --shuffle groups", "models"
+    ),
     "token-budget": Run(
-        MANY + "--max_tokens_per_micro_batch 40 --micro_batch_specs reference=64t actor_train=32t", "models trainer"
+        MANY + "--max_tokens_per_micro_batch 40 --micro_batch_specs reference=64t actor_train=32t",
+        "models trainer",
     ),
     "token-budget-packed-2ranks": Run(
-        MANY + "--packing_samples --max_tokens_per_micro_batch 60 --balance_ranks", "models trainer", ranks=2
+        MANY + "--packing_samples --max_tokens_per_micro_batch 60 --balance_ranks",
+        "models trainer",
+        ranks=2,
     ),
     "eager-attention": Run(MANY + "--attn_implementation eager --entropy_coef 0.01", "models"),
-    "lora": Run(GROUPS + "--lora_rank 4 --lora_alpha 8 --lora_dropout 0.1 --pretrain wide", "models"),
-    "lora-zero3-2ranks": Run(PPO + "--lora_rank 4 --zero_stage 3 --target_modules q_proj v_proj", "zero3", ranks=2),
-    "lora-4bit": Run(GROUPS + "--lora_rank 4 --load_in_4bit --pretrain wide --packing_samples", "models"),
+    "lora": Run(
+        GROUPS + "--lora_rank 4 --lora_alpha 8 --lora_dropout 0.1 --pretrain wide", "models"
+    ),
+    "lora-zero3-2ranks": Run(
+        PPO + "--lora_rank 4 --zero_stage 3 --target_modules q_proj v_proj", "zero3", ranks=2
+    ),
+    "lora-4bit": Run(
+        GROUPS + "--lora_rank 4 --load_in_4bit --pretrain wide --packing_samples", "models"
+    ),
     # KL: where it counts, its estimators, a reference that moves
-    "kl-k1-abs": Run(GROUPS + "--use_kl_in_reward --kl_estimator abs --kl_clip 0.1 --init_kl_coef 0.1", "trainer"),
+    "kl-k1-abs": Run(
+        GROUPS + "--use_kl_in_reward --kl_estimator abs --kl_clip 0.1 --init_kl_coef 0.1", "trainer"
+    ),
     "kl-loss-k3": Run(GROUPS + "--use_kl_loss --kl_estimator k3+ --init_kl_coef 0.1", "trainer"),
     "kl-loss-full-packed": Run(
         GROUPS + "--use_kl_loss --kl_estimator full --init_kl_coef 0.1 --packing_samples",
         "trainer models",
     ),
     "kl-loss-full-zero3-2ranks": Run(
-        GROUPS + "--use_kl_loss --kl_estimator full --init_kl_coef 0.1 --zero_stage 3", "zero3", ranks=2
+        GROUPS + "--use_kl_loss --kl_estimator full --init_kl_coef 0.1 --zero_stage 3",
+        "zero3",
+        ranks=2,
     ),
     "ref-ema": Run(GROUPS + "--ref_ema_eta 0.5 --init_kl_coef 0.1 --benchmark_steps 3", "trainer"),
-    "ref-reset": Run(GROUPS + "--ref_reset_steps 1 --init_kl_coef 0.1 --ref_pretrain other", "trainer"),
+    "ref-reset": Run(
+        GROUPS + "--ref_reset_steps 1 --init_kl_coef 0.1 --ref_pretrain other", "trainer"
+    ),
     # estimators that no recipe has
-    "reinforce": Run(SCORED + "--advantage_estimator reinforce --gamma 0.9 --advantage_clip 1.5", "trainer"),
+    "reinforce": Run(
+        SCORED + "--advantage_estimator reinforce --gamma 0.9 --advantage_clip 1.5", "trainer"
+    ),
     "opo": Run(GROUPS + "--advantage_estimator opo --adv_norm --adv_std_unbiased", "trainer"),
-    "grpo_passk": Run(GROUPS + "--advantage_estimator grpo_passk --reward_fn reward.py:binary", "trainer"),
+    "grpo_passk": Run(
+        GROUPS + "--advantage_estimator grpo_passk --reward_fn reward.py:binary", "trainer"
+    ),
     "group_adv_norm": Run(GROUPS + "--advantage_estimator group_adv_norm", "trainer"),
     "group_norm": Run(GROUPS + "--advantage_estimator group_norm", "trainer"),
     "gpg": Run(GROUPS + "--advantage_estimator gpg", "trainer"),
     # losses that no recipe has, and what goes with all
-    "dual-clip": Run(PPO + "--dual_clip 1.5 --eps_clip_low 0.01 --eps_clip_high 0.02 --max_epochs 2", "trainer"),
+    "dual-clip": Run(
+        PPO + "--dual_clip 1.5 --eps_clip_low 0.01 --eps_clip_high 0.02 --max_epochs 2", "trainer"
+    ),
     "gmpo": Run(GROUPS + "--policy_loss gmpo", "trainer"),
     "sapo": Run(GROUPS + "--policy_loss sapo --loss_agg_mode seq-mean-token-mean", "trainer"),
-    "clip_cov": Run(GROUPS + "--policy_loss clip_cov --clip_cov_ratio 0.2 --clip_cov_low 0.1", "trainer"),
+    "clip_cov": Run(
+        GROUPS + "--policy_loss clip_cov --clip_cov_ratio 0.2 --clip_cov_low 0.1", "trainer"
+    ),
     "kl_cov-2ranks": Run(GROUPS + "--policy_loss kl_cov --kl_cov_ratio 0.2", "trainer", ranks=2),
     "cpgd": Run(GROUPS + "--advantage_estimator cpgd --cpgd_drift_coef 0.1", "trainer"),
     "high-entropy": Run(GROUPS + "--high_entropy_token_ratio 0.3 --entropy_coef 0.01", "trainer"),
     "early-stop-2ranks": Run(
-        GROUPS + "--early_stop_kl 1e-3 --early_stop_imp_ratio 1.05 --actor_learning_rate 2e-2", "trainer", ranks=2
+        GROUPS + "--early_stop_kl 1e-3 --early_stop_imp_ratio 1.05 --actor_learning_rate 2e-2",
+        "trainer",
+        ranks=2,
     ),
     "correction-tis": Run(
-        GROUPS + "--rollout_correction tis --old_log_probs forward --bf16 --correction_high 1.001", "trainer"
+        GROUPS + "--rollout_correction tis --old_log_probs forward --bf16 --correction_high 1.001",
+        "trainer",
     ),
     "correction-icepop": Run(
-        GROUPS + "--rollout_correction icepop --old_log_probs forward --bf16 --correction_low 0.999 "
+        GROUPS
+        + "--rollout_correction icepop --old_log_probs forward --bf16 --correction_low 0.999 "
         "--correction_high 1.001 --correction_veto 0.9 --correction_batch_norm",
         "trainer",
     ),
-    "correction-decoupled": Run(GROUPS + "--rollout_correction decoupled --bf16 --zero_stage 1", "trainer"),
+    "correction-decoupled": Run(
+        GROUPS + "--rollout_correction decoupled --bf16 --zero_stage 1", "trainer"
+    ),
     # sampling and which groups are trained on
     "dynamic-surplus": Run(FILTERED + "--benchmark_steps 3", "sampling quick"),
     "dynamic-range-2ranks": Run(
-        FILTERED + "--filter_metric acc --filter_range 0.1 0.9 --max_num_gen_batches 2 --on_exhausted reuse",
+        FILTERED
+        + "--filter_metric acc --filter_range 0.1 0.9 --max_num_gen_batches 2 --on_exhausted reuse",
         "sampling",
         ranks=2,
     ),
     "best-of-n": Run(GROUPS + "--generation_size 6 --best_of_n_tie longer", "sampling"),
     "sampler-flags": Run(
-        GROUPS + "--temperature 0.7 --top_p 0.9 --top_k 20 --repetition_penalty 1.2 --min_new_tokens 2 --stop 1 7+ "
+        GROUPS
+        + "--temperature 0.7 --top_p 0.9 --top_k 20 --repetition_penalty 1.2 --min_new_tokens 2 --stop 1 7+ "
         "--stop_token_ids 9 --bad_words 5 --fire_sampling",
         "sampling",
     ),
     "overlong": Run(
-        GROUPS + "--mask_too_long --overlong_buffer_len 3 --reward_scaling 2 --reward_bias 0.1 --max_reward_clip 1",
+        GROUPS
+        + "--mask_too_long --overlong_buffer_len 3 --reward_scaling 2 --reward_bias 0.1 --max_reward_clip 1",
         "sampling rewards",
     ),
     "evaluation": Run(
-        GROUPS + "--eval_data held_out.jsonl --eval_steps 1 --eval_n_samples 3 --eval_temperature 0.8 "
+        GROUPS
+        + "--eval_data held_out.jsonl --eval_steps 1 --eval_n_samples 3 --eval_temperature 0.8 "
         "--best_metric eval/reward",
         "sampling trainer",
     ),
     "prompt-filter": Run(
-        GROUPS + "--max_samples 8 --num_episodes 3 --dataset_filter_threshold 0.1 --dataset_max_filter_percentage 0.3 "
+        GROUPS
+        + "--max_samples 8 --num_episodes 3 --dataset_filter_threshold 0.1 --dataset_max_filter_percentage 0.3 "
         "--benchmark_steps 4",
         "sampling",
     ),
     # rewards
-    "reward-model": Run(PPO + "--reward_fn None --reward_pretrain reward --normalize_reward", "rewards models quick"),
+    "reward-model": Run(
+        PPO + "--reward_fn None --reward_pretrain reward --normalize_reward", "rewards models quick"
+    ),
     "reward-models-zero3-2ranks": Run(
-        GROUPS + "--reward_pretrain reward reward2 --reward_fn reward.py:combine --zero_stage 3 --packing_samples",
+        GROUPS
+        + "--reward_pretrain reward reward2 --reward_fn reward.py:combine --zero_stage 3 --packing_samples",
         "rewards zero3",
         ranks=2,
     ),
     "reward-dense": Run(PPO + "--reward_fn reward.py:dense --use_dense_reward", "rewards"),
     "reward-prime": Run(
-        GROUPS + "--reward_fn reward.py:compute_score --reward_manager prime --reward_timeout 60 --reward_workers 2",
+        GROUPS
+        + "--reward_fn reward.py:compute_score --reward_manager prime --reward_timeout 60 --reward_workers 2",
         "rewards",
         forked=False,  # its pool of processes hangs in one
     ),
@@ -214,13 +270,21 @@ RUNS = {
     ),
     # supervised
     "sft": Run(SFT, "sft models quick", script="train_sft.py"),
-    "sft-lora-zero3-2ranks": Run(SFT + "--lora_rank 4 --zero_stage 3", "sft zero3", ranks=2, script="train_sft.py"),
+    "sft-lora-zero3-2ranks": Run(
+        SFT + "--lora_rank 4 --zero_stage 3", "sft zero3", ranks=2, script="train_sft.py"
+    ),
     # vLLM
     "vllm": Run(VLLM, "vllm", forked=False),
-    "vllm-zero3-2ranks": Run(VLLM + "--zero_stage 3 --rollout_correction tis", "vllm", ranks=2, forked=False),
+    "vllm-zero3-2ranks": Run(
+        VLLM + "--zero_stage 3 --rollout_correction tis", "vllm", ranks=2, forked=False
+    ),
     "vllm-server": Run(SERVED, "vllm", server=VLLM_SERVER, forked=False),
     "vllm-server-collective-2ranks": Run(
-        SERVED + "--zero_stage 3 --vllm_server_sync collective", "vllm", ranks=2, server=VLLM_SERVER, forked=False
+        SERVED + "--zero_stage 3 --vllm_server_sync collective",
+        "vllm",
+        ranks=2,
+        server=VLLM_SERVER,
+        forked=False,
     ),
 }
 
@@ -264,21 +328,45 @@ def make_assets(folder: Path) -> None:
     """Tiny random models with a tokenizer of one token per character, prompts, texts and reward functions."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        PreTrainedTokenizerFast,
+    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
-    def save(name: str, model_type: Any, seed: int, words: tuple[str, ...] = (), **changes: Any) -> None:
-        vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS, *words])}
+    def save(
+        name: str, model_type: Any, seed: int, words: tuple[str, ...] = (), **changes: Any
+    ) -> None:
+        vocabulary = {
+            token: i
+            for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS, *words])
+        }
         backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
         backend.decoder = decoders.Fuse()
-        special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+        special = {
+            "pad_token": "<pad>",
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "unk_token": "<unk>",
+        }
         PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder / name)
 
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-        sizes |= {"vocab_size": len(vocabulary), "num_hidden_layers": 2, "max_position_embeddings": 64}
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+        sizes |= {
+            "vocab_size": len(vocabulary),
+            "num_hidden_layers": 2,
+            "max_position_embeddings": 64,
+        }
         ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         config = LlamaConfig(**{**sizes, **ids, "initializer_range": 0.2, **changes})
         config.mean, config.std = 0.5, 2.0  # of a reward model's scores, for --normalize_reward
@@ -286,7 +374,9 @@ def make_assets(folder: Path) -> None:
         model = model_type(config)
         if model_type is LlamaForCausalLM:  # some contexts end a response, and ask for a word
             with torch.no_grad():
-                model.lm_head.weight[[2, *range(len(vocabulary) - len(words), len(vocabulary))]] *= 3
+                model.lm_head.weight[
+                    [2, *range(len(vocabulary) - len(words), len(vocabulary))]
+                ] *= 3
         model.save_pretrained(folder / name)
 
     save("model", LlamaForCausalLM, 0)

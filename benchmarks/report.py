@@ -55,7 +55,16 @@ def ratio_per_token(entry: dict[str, Any]) -> float:
 
 def compare_block(data: dict[str, Any]) -> str:
     """Both sides of each workload."""
-    head = ["side", "iteration", *PHASES, "generated/s", "trained/s", "peak memory", "MFU", "MFU training"]
+    head = [
+        "side",
+        "iteration",
+        *PHASES,
+        "generated/s",
+        "trained/s",
+        "peak memory",
+        "MFU",
+        "MFU training",
+    ]
     head += ["ratio", "per token"]
     rows, loads = [], []
     for name, entry in data["workloads"].items():
@@ -64,21 +73,32 @@ def compare_block(data: dict[str, Any]) -> str:
             loads += numbers["load"]
             cells = [f"{name} {title}", f"{numbers['seconds']:.1f} s"]
             cells += [f"{numbers['phases'][phase]:.1f} s" for phase in PHASES]
-            cells += [f"{numbers['generated_tokens_per_second']:,.0f}", f"{numbers['trained_tokens_per_second']:,.0f}"]
+            cells += [
+                f"{numbers['generated_tokens_per_second']:,.0f}",
+                f"{numbers['trained_tokens_per_second']:,.0f}",
+            ]
             cells += [f"{numbers['peak_memory_bytes'] / 2**30:.2f} GiB"]
             cells += [f"{numbers['mfu']:.1%}", f"{numbers['mfu_training']:.1%}"]
-            ratios = [f"{entry['ratio']:.2f}", f"{ratio_per_token(entry):.2f}"] if side == "lightppo" else ["", ""]
+            ratios = (
+                [f"{entry['ratio']:.2f}", f"{ratio_per_token(entry):.2f}"]
+                if side == "lightppo"
+                else ["", ""]
+            )
             rows.append([*cells, *ratios])
     iterations = [len(entry["trl"]["iterations"]) for entry in data["workloads"].values()]
     count = f" Median of {min(iterations)} iterations after a warm-up." if min(iterations) > 1 else (
         " One iteration after a warm-up: this shows that the benchmark works, no more."
     )  # fmt: skip
     versions = "; ".join(
-        dict.fromkeys(f"{name} with {entry['trl']['version']}" for name, entry in data["workloads"].items())
+        dict.fromkeys(
+            f"{name} with {entry['trl']['version']}" for name, entry in data["workloads"].items()
+        )
     )
     return "\n\n".join(
         [
-            machine_line(data["machine"], data["date"]) + _load_line(loads, data["machine"]["cores"]) + count,
+            machine_line(data["machine"], data["date"])
+            + _load_line(loads, data["machine"]["cores"])
+            + count,
             table(head, rows),
             versions + ".",
         ]
@@ -107,21 +127,31 @@ def memory_block(data: dict[str, Any]) -> str:
     sizes = data["sizes"]
     stages = list(sizes[0]["peak_bytes"])
     rows = [
-        [f"{row['parameters'] / 1e6:.1f}M", *(f"{row['peak_bytes'][stage] / 2**30:.2f} GiB" for stage in stages)]
+        [
+            f"{row['parameters'] / 1e6:.1f}M",
+            *(f"{row['peak_bytes'][stage] / 2**30:.2f} GiB" for stage in stages),
+        ]
         for row in sizes
     ]
     first, last = sizes[0], sizes[-1]
     if last["parameters"] > first["parameters"]:
         more = last["parameters"] - first["parameters"]
-        slopes = [f"{(last['peak_bytes'][s] - first['peak_bytes'][s]) / more:.0f} bytes" for s in stages]
+        slopes = [
+            f"{(last['peak_bytes'][s] - first['peak_bytes'][s]) / more:.0f} bytes" for s in stages
+        ]
         rows.append(["per further parameter", *slopes])
-    return f"{data['date']}.\n\n" + table(["parameters of a model", *(f"ZeRO {stage}" for stage in stages)], rows)
+    return f"{data['date']}.\n\n" + table(
+        ["parameters of a model", *(f"ZeRO {stage}" for stage in stages)], rows
+    )
 
 
 def rollout_engines_block(data: dict[str, Any]) -> str:
     """Tokens per second of each engine, seconds of a push, and its share of a step."""
     batches = [key for key in next(iter(data["engines"].values())) if key.isdigit()]
-    speed = [[engine, *(f"{row[batch]:,.0f}" for batch in batches)] for engine, row in data["engines"].items()]
+    speed = [
+        [engine, *(f"{row[batch]:,.0f}" for batch in batches)]
+        for engine, row in data["engines"].items()
+    ]
     push = [
         [engine, *(f"{models[name]['push_seconds']:.3f} s" for name in models)]
         for engine, models in data["push"].items()
@@ -129,7 +159,9 @@ def rollout_engines_block(data: dict[str, Any]) -> str:
     step = []
     for engine, row in data["step"].items():
         seconds = [row[f"{part}_seconds"] for part in ("step", "rollout", "push")]
-        step.append([engine, *(f"{value:.2f} s" for value in seconds), f"{seconds[2] / seconds[0]:.1%}"])
+        step.append(
+            [engine, *(f"{value:.2f} s" for value in seconds), f"{seconds[2] / seconds[0]:.1%}"]
+        )
     models = next(iter(data["push"].values()), {})
     sizes = [f"{row['parameters'] / 1e6:.1f}M parameters" for row in models.values()]
     blocks = [
@@ -150,17 +182,32 @@ def rollout_engines_block(data: dict[str, Any]) -> str:
 def gpu_check_block(data: dict[str, Any]) -> str:
     """Goals, and of each part what was measured, in the rows' own names."""
     about = data["machine"] | {"gpu": data["machine"]["gpu"] if data["device"] == "cuda" else None}
-    blocks = [machine_line(about, data["date"]), table(["goal", "aim", "measured", ""], data["goals"])]
+    blocks = [
+        machine_line(about, data["date"]),
+        table(["goal", "aim", "measured", ""], data["goals"]),
+    ]
     for part, found in data["parts"].items():
         told = {"skipped": "not measured", "error": "failed"}
         good = {name: row for name, row in found["rows"].items() if not row.keys() & told.keys()}
-        names = dict.fromkeys(key for row in good.values() for key in row if not isinstance(row[key], list))
+        names = dict.fromkeys(
+            key for row in good.values() for key in row if not isinstance(row[key], list)
+        )
         rows = [[name, *(_cell(row.get(key, "")) for key in names)] for name, row in good.items()]
-        title = f"**{part}**" if found.get("state") == "done" else f"**{part}** ({found.get('state', 'not finished')})"
-        blocks += [title, table(["", *(key.replace("_", " ") for key in names)], rows)] if good else [title]
+        title = (
+            f"**{part}**"
+            if found.get("state") == "done"
+            else f"**{part}** ({found.get('state', 'not finished')})"
+        )
+        blocks += (
+            [title, table(["", *(key.replace("_", " ") for key in names)], rows)]
+            if good
+            else [title]
+        )
         for key, said in told.items():
             other = [
-                f"{name} ({' '.join(row[key].split())[-160:]})" for name, row in found["rows"].items() if key in row
+                f"{name} ({' '.join(row[key].split())[-160:]})"
+                for name, row in found["rows"].items()
+                if key in row
             ]
             blocks += [f"{said}: {'; '.join(other)}."] if other else []
     return "\n\n".join(blocks)
@@ -199,7 +246,9 @@ def replace_block(page: str, name: str, text: str) -> str:
     """
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
     if not pattern.search(page):
-        raise ValueError(f"the page has no place for {name}: put <!-- {name} --> and <!-- end of {name} --> into it")
+        raise ValueError(
+            f"the page has no place for {name}: put <!-- {name} --> and <!-- end of {name} --> into it"
+        )
     return pattern.sub(lambda match: f"{match[1]}{text}\n{match[2]}", page)
 
 
@@ -210,7 +259,9 @@ def plot(data: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 0.7 + 0.7 * 2 * len(data["workloads"])), layout="constrained")
+    figure, axes = pyplot.subplots(
+        figsize=(7, 0.7 + 0.7 * 2 * len(data["workloads"])), layout="constrained"
+    )
     bars = [(f"{name} {title}", entry[side]) for name, entry in data["workloads"].items()
             for side, title in NAMES.items()]  # fmt: skip
     left = [0.0] * len(bars)
@@ -225,9 +276,13 @@ def plot(data: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--write", action="store_true", help="into docs/performance.md and docs/performance.png")
+    parser.add_argument(
+        "--write", action="store_true", help="into docs/performance.md and docs/performance.png"
+    )
     options = parser.parse_args()
     page = PAGE.read_text(encoding="utf-8")
     for name, block in BLOCKS.items():

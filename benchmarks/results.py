@@ -58,12 +58,17 @@ def side_result(
         raise ValueError(f"{workload.name}: no iteration was measured after the warm-up")
     steps = {int(row["optimizer_steps"]) for row in iterations}
     if steps != {workload.optimizer_steps}:
-        raise ValueError(f"{workload.name}: {steps} optimizer steps per iteration, not {workload.optimizer_steps}")
+        raise ValueError(
+            f"{workload.name}: {steps} optimizer steps per iteration, not {workload.optimizer_steps}"
+        )
 
     def total(name: str) -> float:
         return sum(row[name] for row in iterations)
 
-    prompt, generated = total("prompt_tokens") / len(iterations), total("generated_tokens") / len(iterations)
+    prompt, generated = (
+        total("prompt_tokens") / len(iterations),
+        total("generated_tokens") / len(iterations),
+    )
     tokens = [(row["prompt_tokens"], row["generated_tokens"]) for row in iterations]
     rate = sum(iteration_flops(workload, scale, *pair, shared=shares_prompts) for pair in tokens)
     training = sum(training_flops(workload, scale, *pair, shared=shares_prompts) for pair in tokens)
@@ -73,7 +78,9 @@ def side_result(
         "phases": {phase: median(row[phase] for row in iterations) for phase in PHASES},
         "generated_tokens_per_second": total("generated_tokens") / total("generation"),
         "trained_tokens_per_second": (
-            workload.epochs * (total("prompt_tokens") + total("generated_tokens")) / total("training")
+            workload.epochs
+            * (total("prompt_tokens") + total("generated_tokens"))
+            / total("training")
         ),
         "mfu": rate / total("seconds") / peak_flops,
         "mfu_training": training / total("training") / peak_flops,
@@ -88,7 +95,9 @@ def lightppo_iterations(metrics: Path) -> list[dict[str, float]]:
     """All iterations of a ``metrics.jsonl`` but the first: from one row's time to the next one's."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows = [row for row in rows if "perf/time_step" in row]
-    return [_iteration(row, row["time"] - before["time"]) for before, row in itertools.pairwise(rows)]
+    return [
+        _iteration(row, row["time"] - before["time"]) for before, row in itertools.pairwise(rows)
+    ]
 
 
 def _iteration(row: dict[str, float], seconds: float) -> dict[str, float]:
@@ -99,7 +108,9 @@ def _iteration(row: dict[str, float], seconds: float) -> dict[str, float]:
         "experience": row["perf/time_reward"] + row["perf/time_experience"],
         "training": row["perf/time_train"],
         "optimizer_steps": row["train/optimizer_steps"],
-        "prompt_tokens": round(samples * (row["rollout/total_length"] - row["rollout/response_length"])),
+        "prompt_tokens": round(
+            samples * (row["rollout/total_length"] - row["rollout/response_length"])
+        ),
         "generated_tokens": round(samples * row["rollout/response_length"]),
     }
 
@@ -118,14 +129,25 @@ def compared(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def check_compare(data: dict[str, Any]) -> list[str]:
     """What is wrong with the form of a compare.json, one line each; empty: nothing."""
-    problems = [f"{name} is missing" for name in ("workloads", "machine", "date") if name not in data]
+    problems = [
+        f"{name} is missing" for name in ("workloads", "machine", "date") if name not in data
+    ]
     for name, entry in data.get("workloads", {}).items():
         if set(entry) != {"trl", "lightppo", "ratio"}:
             problems.append(f"{name} has {sorted(entry)}, not lightppo, ratio, trl")
             continue
         for side in ("trl", "lightppo"):
-            problems += [f"{name}.{side}.{key} is missing" for key in _SIDE if key not in entry[side]]
-            problems += [f"{name}.{side}.phases.{p} is missing" for p in PHASES if p not in entry[side]["phases"]]
-        if not problems and entry["ratio"] != entry["trl"]["seconds"] / entry["lightppo"]["seconds"]:
+            problems += [
+                f"{name}.{side}.{key} is missing" for key in _SIDE if key not in entry[side]
+            ]
+            problems += [
+                f"{name}.{side}.phases.{p} is missing"
+                for p in PHASES
+                if p not in entry[side]["phases"]
+            ]
+        if (
+            not problems
+            and entry["ratio"] != entry["trl"]["seconds"] / entry["lightppo"]["seconds"]
+        ):
             problems.append(f"{name}.ratio is not TRL's seconds / lightppo's seconds")
     return problems

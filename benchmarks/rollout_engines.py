@@ -34,7 +34,14 @@ BATCHES = (32, 64, 128)
 # Changes of the scale "cpu", which has 5 million parameters.
 MODELS = {
     "5M": {},
-    "100M": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "intermediate": 2048, "vocabulary": 8192},
+    "100M": {
+        "hidden": 768,
+        "layers": 12,
+        "heads": 12,
+        "kv_heads": 12,
+        "intermediate": 2048,
+        "vocabulary": 8192,
+    },
 }
 # Each way of pushing weights: engine and --vllm_server_sync.
 PUSHES = {
@@ -122,11 +129,24 @@ def server(model: Path, folder: Path, threads: int) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     longest = SCALES["cpu"].prompt_tokens[1] + SCALES["cpu"].new_tokens
-    words = [sys.executable, "examples/serve_vllm.py", "--model", model, "--port", port, "--dtype", "float32"]
+    words = [
+        sys.executable,
+        "examples/serve_vllm.py",
+        "--model",
+        model,
+        "--port",
+        port,
+        "--dtype",
+        "float32",
+    ]
     words += ["--max-num-seqs", max(BATCHES), "--max-model-len", longest]
     with (folder / "logs" / "rollout-server.log").open("wb") as log:
         process = subprocess.Popen(
-            list(map(str, words)), cwd=REPO, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": str(threads)}
+            list(map(str, words)),
+            cwd=REPO,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
         try:
             yield f"http://127.0.0.1:{port}"
@@ -138,10 +158,21 @@ def server(model: Path, folder: Path, threads: int) -> Iterator[str]:
                 process.kill()
 
 
-def measure(engine: str, model: str, folder: Path, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+def measure(
+    engine: str, model: str, folder: Path, options: argparse.Namespace, **more: Any
+) -> dict[str, Any]:
     """One child, with a server beside it where the engine needs one."""
     name = f"rollout-{engine}-{model}" + (f"-push-{more['sync']}" if more.get("pushes") else "")
-    words = [sys.executable, Path(__file__), "--engine", engine, "--model", model, "--rounds", options.rounds]
+    words = [
+        sys.executable,
+        Path(__file__),
+        "--engine",
+        engine,
+        "--model",
+        model,
+        "--rounds",
+        options.rounds,
+    ]
     words += ["--assets", folder / "rollout-assets", "--batches", *options.batches]
     words += [word for key, value in more.items() for word in (f"--{key}", value)]
     log = folder / "logs" / f"{name}.log"
@@ -179,20 +210,47 @@ def step_share(engine: str, folder: Path, options: argparse.Namespace) -> dict[s
 def parent(options: argparse.Namespace) -> None:
     folder = options.run_dir.resolve()
     log = folder / "logs" / "machine.log"
-    run([sys.executable, "benchmarks/machine.py"], log=log, timeout=300, OMP_NUM_THREADS=str(options.threads))
-    result: dict[str, Any] = {"machine": json.loads(tail(log, 1)), "date": datetime.date.today().isoformat()}
-    result |= {"load": os.getloadavg()[0], "rounds": options.rounds, "engines": {}, "push": {}, "step": {}}
-    engines = [e for e in options.engines if e == "hf" or importlib.util.find_spec("vllm") is not None]
+    run(
+        [sys.executable, "benchmarks/machine.py"],
+        log=log,
+        timeout=300,
+        OMP_NUM_THREADS=str(options.threads),
+    )
+    result: dict[str, Any] = {
+        "machine": json.loads(tail(log, 1)),
+        "date": datetime.date.today().isoformat(),
+    }
+    result |= {
+        "load": os.getloadavg()[0],
+        "rounds": options.rounds,
+        "engines": {},
+        "push": {},
+        "step": {},
+    }
+    engines = [
+        e for e in options.engines if e == "hf" or importlib.util.find_spec("vllm") is not None
+    ]
     for model, changes in MODELS.items():
-        words = [sys.executable, "benchmarks/make_assets.py", "--output_dir", folder / "rollout-assets" / model]
+        words = [
+            sys.executable,
+            "benchmarks/make_assets.py",
+            "--output_dir",
+            folder / "rollout-assets" / model,
+        ]
         log = folder / "logs" / f"rollout-assets-{model}.log"
         run([*words, "--changes", json.dumps(changes)], log=log, timeout=600)
     for engine in engines:
         result["engines"][engine] = measure(engine, "5M", folder, options)
-        print(f"{engine}: " + ", ".join(f"{b}: {result['engines'][engine][str(b)]:,.0f}/s" for b in options.batches))
+        print(
+            f"{engine}: "
+            + ", ".join(f"{b}: {result['engines'][engine][str(b)]:,.0f}/s" for b in options.batches)
+        )
     for way, (engine, sync) in PUSHES.items():
         if engine in engines:
-            row = {m: measure(engine, m, folder, options, pushes=options.rounds, sync=sync) for m in MODELS}
+            row = {
+                m: measure(engine, m, folder, options, pushes=options.rounds, sync=sync)
+                for m in MODELS
+            }
             result["push"][way] = row
     for engine in (e for e in engines if e != "vllm_server"):
         result["step"][engine] = step_share(engine, folder, options)
@@ -201,20 +259,32 @@ def parent(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), help="responses sampled together")
-    parser.add_argument("--rounds", type=int, default=3, help="of each measurement; the median counts")
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=list(BATCHES), help="responses sampled together"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of each measurement; the median counts"
+    )
     parser.add_argument("--quick", action="store_true", help="one round, one batch")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS")
+    parser.add_argument(
+        "--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS"
+    )
     parser.add_argument("--timeout", type=float, default=900, help="seconds of one run")
     own = parser.add_argument_group("one engine, as the benchmark starts it")
     own.add_argument("--engine", choices=ENGINES)
     own.add_argument("--model", choices=MODELS, default="5M")
     own.add_argument("--assets", type=Path)
-    own.add_argument("--pushes", type=int, default=0, help="push weights so often instead of sampling")
-    own.add_argument("--sync", choices=("auto", "collective"), default="auto", help="how servers get weights")
+    own.add_argument(
+        "--pushes", type=int, default=0, help="push weights so often instead of sampling"
+    )
+    own.add_argument(
+        "--sync", choices=("auto", "collective"), default="auto", help="how servers get weights"
+    )
     own.add_argument("--url", nargs="+", default=[])
     options = parser.parse_args()
     if options.quick:

@@ -34,8 +34,14 @@ def rows(inputs: list[str], outputs: list[str], function: str | None = None) -> 
 PROGRAMS = {
     "one stdin test": (ADD, rows(["1 2\n"], ["3\n"])),
     "one stdin test, primes to 2000": (PRIMES, rows(["2000\n"], ["1999\n"])),
-    "ten stdin tests": (ADD, rows([f"{i} 2\n" for i in range(10)], [f"{i + 2}\n" for i in range(10)])),
-    "ten calls": (CALLS, rows([f"{i}\n2" for i in range(10)], [f"{i + 2}" for i in range(10)], "add")),
+    "ten stdin tests": (
+        ADD,
+        rows([f"{i} 2\n" for i in range(10)], [f"{i + 2}\n" for i in range(10)]),
+    ),
+    "ten calls": (
+        CALLS,
+        rows([f"{i}\n2" for i in range(10)], [f"{i + 2}" for i in range(10)], "add"),
+    ),
 }
 
 
@@ -57,17 +63,23 @@ def measure(pool: SandboxPool, code: str, tests: CodeTests, seconds: float) -> f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--code_processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each kind of program")
-    parser.add_argument("--isolation", nargs="*", default=ISOLATIONS, help="default: all that can be had")
+    parser.add_argument(
+        "--isolation", nargs="*", default=ISOLATIONS, help="default: all that can be had"
+    )
     options = parser.parse_args()
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, "
           f"Python {platform.python_version()}, {options.code_processes} processes")  # fmt: skip
     for isolation in options.isolation:
         started = time.monotonic()
         try:
-            pool = SandboxPool(SandboxLimits(), code_processes=options.code_processes, isolations=[isolation])
+            pool = SandboxPool(
+                SandboxLimits(), code_processes=options.code_processes, isolations=[isolation]
+            )
         except SandboxRefusedError as error:
             print(f"{isolation}: {error}")
             continue

@@ -43,12 +43,18 @@ def measure(axis: str, value: int, folder: Path, options: argparse.Namespace) ->
     """One point."""
     prompts, changes = settings(axis, value)
     name = f"scaling-{axis}-{value}"
-    assets, output, log = folder / name / "assets", folder / name / "run", folder / "logs" / f"{name}.log"
+    assets, output, log = (
+        folder / name / "assets",
+        folder / name / "run",
+        folder / "logs" / f"{name}.log",
+    )
     shutil.rmtree(folder / name, ignore_errors=True)
     run([sys.executable, "benchmarks/make_assets.py", "--output_dir", assets, "--prompts", prompts,
          "--changes", json.dumps(changes)], log=log, timeout=600)  # fmt: skip
     workload = replace(WORKLOADS["W1"], prompts=prompts)
-    flags = lightppo_flags(workload, replace(SCALES["cpu"], **changes), assets, output, options.iterations + 1)
+    flags = lightppo_flags(
+        workload, replace(SCALES["cpu"], **changes), assets, output, options.iterations + 1
+    )
     run([sys.executable, "examples/train_ppo.py", *flags], log=log, timeout=options.timeout,
         OMP_NUM_THREADS=str(options.threads), DS_ACCELERATOR="cpu")  # fmt: skip
     rows = lightppo_iterations(output / "metrics.jsonl")
@@ -68,25 +74,43 @@ def measure(axis: str, value: int, folder: Path, options: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
-    parser.add_argument("--iterations", type=int, default=2, help="measured ones, after one to warm up")
-    parser.add_argument("--quick", action="store_true", help="two values of each axis, one measured iteration")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS")
+    parser.add_argument(
+        "--iterations", type=int, default=2, help="measured ones, after one to warm up"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two values of each axis, one measured iteration"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS"
+    )
     parser.add_argument("--timeout", type=float, default=1800, help="seconds of one run")
     options = parser.parse_args()
     options.iterations = 1 if options.quick else options.iterations
     folder = options.run_dir.resolve()
     log = folder / "logs" / "machine.log"
-    run([sys.executable, "benchmarks/machine.py"], log=log, timeout=300, OMP_NUM_THREADS=str(options.threads))
-    result: dict[str, Any] = {"machine": json.loads(tail(log, 1)), "date": datetime.date.today().isoformat()}
+    run(
+        [sys.executable, "benchmarks/machine.py"],
+        log=log,
+        timeout=300,
+        OMP_NUM_THREADS=str(options.threads),
+    )
+    result: dict[str, Any] = {
+        "machine": json.loads(tail(log, 1)),
+        "date": datetime.date.today().isoformat(),
+    }
     result |= {"load": os.getloadavg()[0], "axes": {}}
     for axis in options.axes:
         values = (QUICK_AXES if options.quick else AXES)[axis]
         result["axes"][axis] = [measure(axis, value, folder, options) for value in values]
         for point in result["axes"][axis]:
-            print(f"{axis} {point['value']}: training {point['training_us_per_token']:.0f} µs per real token")
+            print(
+                f"{axis} {point['value']}: training {point['training_us_per_token']:.0f} µs per real token"
+            )
         (folder / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -26,7 +26,12 @@ import transformers
 from datasets import Dataset
 from even_words import reward_of
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from workloads import SCALES, WORKLOADS, Workload, trl_settings
 
 
@@ -100,7 +105,9 @@ class EvenWords(torch.nn.Module):
         self.eos, self.pad = eos, pad
         self.model = self.words
 
-    def words(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> SimpleNamespace:
+    def words(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any
+    ) -> SimpleNamespace:
         real = attention_mask.bool() & (input_ids != self.eos)
         return SimpleNamespace(hidden_states=[real.cumsum(dim=1)])
 
@@ -134,7 +141,9 @@ def ppo_trainer(workload: Workload, options: argparse.Namespace, watch: Watch):
         watch.now["experience"] = time.perf_counter() - watch.start - watch.now["generation"]
         return result
 
-    def counted_batch_generation(model: Any, queries: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted_batch_generation(
+        model: Any, queries: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         watch.add(prompt_tokens=int((queries != pad).sum()))
         return generation(model, queries, *args, **kwargs)
 
@@ -173,7 +182,10 @@ def grpo_trainer(workload: Workload, options: argparse.Namespace, watch: Watch):
         def _generate_and_score_completions(self, inputs):
             start, before = time.perf_counter(), watch.now["generation"]
             output = super()._generate_and_score_completions(inputs)
-            generated, prompts = int(output["completion_mask"].sum()), int(output["prompt_mask"].sum())
+            generated, prompts = (
+                int(output["completion_mask"].sum()),
+                int(output["prompt_mask"].sum()),
+            )
             both = time.perf_counter() - start
             watch.add(generated_tokens=generated, prompt_tokens=prompts)
             watch.add(experience=both - (watch.now["generation"] - before))
@@ -190,7 +202,9 @@ def grpo_trainer(workload: Workload, options: argparse.Namespace, watch: Watch):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
     parser.add_argument("--scale", choices=SCALES, default="cpu")
     parser.add_argument("--assets", type=Path, required=True)
@@ -200,7 +214,9 @@ def main() -> None:
     workload, scale = WORKLOADS[options.workload], SCALES[options.scale]
     with open(options.assets / f"{workload.name}.jsonl") as file:
         options.prompts = [json.loads(line)["input"] for line in file]
-    options.settings = trl_settings(workload, scale, options.iterations, cpu=not torch.cuda.is_available())
+    options.settings = trl_settings(
+        workload, scale, options.iterations, cpu=not torch.cuda.is_available()
+    )
     watch = Watch()
     with tempfile.TemporaryDirectory() as scratch:
         options.scratch = scratch

@@ -56,10 +56,36 @@ class Scale:
 
 SCALES = {
     "cpu": Scale(256, 6, 4, 4, 688, 1024, (8, 64), 128, 1 / 46),
-    "gpu": Scale(896, 24, 14, 2, 4864, 151_936, (64, 512), 512, 1 / 184, bf16=True, micro_batch_tokens=16_384),
+    "gpu": Scale(
+        896, 24, 14, 2, 4864, 151_936, (64, 512), 512, 1 / 184, bf16=True, micro_batch_tokens=16_384
+    ),
     # of gpu_check.py: larger models for its passes, and what tries it on a CPU
-    "1.5B": Scale(1536, 28, 12, 2, 8960, 151_936, (64, 512), 512, 1 / 184, bf16=True, micro_batch_tokens=16_384),
-    "7B": Scale(3584, 28, 28, 4, 18_944, 152_064, (64, 512), 512, 1 / 184, bf16=True, micro_batch_tokens=16_384),
+    "1.5B": Scale(
+        1536,
+        28,
+        12,
+        2,
+        8960,
+        151_936,
+        (64, 512),
+        512,
+        1 / 184,
+        bf16=True,
+        micro_batch_tokens=16_384,
+    ),
+    "7B": Scale(
+        3584,
+        28,
+        28,
+        4,
+        18_944,
+        152_064,
+        (64, 512),
+        512,
+        1 / 184,
+        bf16=True,
+        micro_batch_tokens=16_384,
+    ),
     "tiny": Scale(64, 2, 2, 1, 128, 640, (4, 16), 16, 1 / 8, micro_batch_tokens=256),
 }
 
@@ -113,7 +139,9 @@ def prompt_texts(workload: Workload, scale: Scale, seed: int = SEED) -> list[str
     ]
 
 
-def lightppo_flags(workload: Workload, scale: Scale, assets: Path, output: Path, iterations: int) -> list[str]:
+def lightppo_flags(
+    workload: Workload, scale: Scale, assets: Path, output: Path, iterations: int
+) -> list[str]:
     """The command line of ``examples/train_ppo.py``."""
     values: dict[str, Any] = {
         "pretrain": assets / "model",
@@ -188,11 +216,20 @@ def trl_optimizer_steps(settings: dict[str, Any]) -> int:
     """Optimizer steps per iteration that such settings come to."""
     if "num_mini_batches" in settings:
         return settings["num_mini_batches"] * settings["num_ppo_epochs"]
-    return settings["steps_per_generation"] * settings["num_iterations"] // settings["gradient_accumulation_steps"]
+    return (
+        settings["steps_per_generation"]
+        * settings["num_iterations"]
+        // settings["gradient_accumulation_steps"]
+    )
 
 
 def training_flops(
-    workload: Workload, scale: Scale, prompt_tokens: float, generated_tokens: float, *, shared: bool = False
+    workload: Workload,
+    scale: Scale,
+    prompt_tokens: float,
+    generated_tokens: float,
+    *,
+    shared: bool = False,
 ) -> float:
     """Floating-point operations that the training of one iteration needs on real tokens.
 
@@ -208,16 +245,29 @@ def training_flops(
         shared: a prompt goes through the models once for all its samples: its tokens count once.
     """
     models = 2 if workload.critic else 1
-    return 3 * workload.epochs * _forward_flops(workload, scale, prompt_tokens, generated_tokens, models, 1, shared)
+    return (
+        3
+        * workload.epochs
+        * _forward_flops(workload, scale, prompt_tokens, generated_tokens, models, 1, shared)
+    )
 
 
 def iteration_flops(
-    workload: Workload, scale: Scale, prompt_tokens: float, generated_tokens: float, *, shared: bool = False
+    workload: Workload,
+    scale: Scale,
+    prompt_tokens: float,
+    generated_tokens: float,
+    *,
+    shared: bool = False,
 ) -> float:
     """The same of a whole iteration: generation, the log probs of actor and reference, values, training."""
     bodies, heads = (4, 3) if workload.critic else (3, 3)
-    forwards = _forward_flops(workload, scale, prompt_tokens, generated_tokens, bodies, heads, shared)
-    return forwards + training_flops(workload, scale, prompt_tokens, generated_tokens, shared=shared)
+    forwards = _forward_flops(
+        workload, scale, prompt_tokens, generated_tokens, bodies, heads, shared
+    )
+    return forwards + training_flops(
+        workload, scale, prompt_tokens, generated_tokens, shared=shared
+    )
 
 
 def _forward_flops(

@@ -23,13 +23,18 @@ _FENCED = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 def on_files(files: Files, config: Any) -> Files:
     """The pages that lie beside docs/ in the repository."""
     for name, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8"))
+        )
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Links as this site has them."""
-    source = next((name for name, path in PAGES.items() if path == page.file.src_uri), f"docs/{page.file.src_uri}")
+    source = next(
+        (name for name, path in PAGES.items() if path == page.file.src_uri),
+        f"docs/{page.file.src_uri}",
+    )
 
     def rewrite(match: re.Match[str]) -> str:
         image, label, target = match.groups()
@@ -42,7 +47,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return f"{image}[{label}]({place}{'#' if anchor else ''}{anchor})"
         if not (ROOT / place).exists():
             return match[0]  # the link check tells it
-        return f"[{label}]({config['repo_url'].rstrip('/')}/tree/main/{place})" if config["repo_url"] else label
+        return (
+            f"[{label}]({config['repo_url'].rstrip('/')}/tree/main/{place})"
+            if config["repo_url"]
+            else label
+        )
 
     blocks = _FENCED.split(markdown)  # every second one is code
     return "".join(block if i % 2 else _LINK.sub(rewrite, block) for i, block in enumerate(blocks))

@@ -20,7 +20,9 @@ __all__ = ["__version__", *PUBLIC]
 
 def __getattr__(name: str) -> Any:
     if name not in PUBLIC:
-        raise AttributeError(f"module 'lightppo' has no attribute {name!r}; public names: {', '.join(sorted(PUBLIC))}")
+        raise AttributeError(
+            f"module 'lightppo' has no attribute {name!r}; public names: {', '.join(sorted(PUBLIC))}"
+        )
     globals()[name] = public(name)
     return globals()[name]
 

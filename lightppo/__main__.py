@@ -21,8 +21,13 @@ def help_text() -> str:
         "",
         *(f"  {name:<14}{command.about}" for name, command in COMMANDS.items()),
     ]
-    lines += ["", "lightppo COMMAND --help shows its flags, lightppo --version the version. On several ranks:"]
-    lines += ["deepspeed --num_gpus 2 --module lightppo ppo …, torchrun --nproc_per_node 2 -m lightppo ppo …"]
+    lines += [
+        "",
+        "lightppo COMMAND --help shows its flags, lightppo --version the version. On several ranks:",
+    ]
+    lines += [
+        "deepspeed --num_gpus 2 --module lightppo ppo …, torchrun --nproc_per_node 2 -m lightppo ppo …"
+    ]
     return "\n".join(lines)
 
 
@@ -36,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: code 2 without a command, or with an unknown one; otherwise as the command.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    rank = list(takewhile(lambda word: word.startswith("--local_rank="), words))  # deepspeed puts it first
+    # deepspeed puts it first
+    rank = list(takewhile(lambda word: word.startswith("--local_rank="), words))
     name, *arguments = words[len(rank) :] or [""]
     if name in COMMANDS:
         COMMANDS[name].fn([*rank, *arguments], f"lightppo {name}")
@@ -44,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"lightppo {__version__}" if name == "--version" else help_text())
     else:
         if os.environ.get("RANK", "0") == "0":
-            problem = f"unknown command {name!r}{_meant_by(name)}" if name else "a command is missing"
+            problem = (
+                f"unknown command {name!r}{_meant_by(name)}" if name else "a command is missing"
+            )
             print(f"{help_text()}\nlightppo: error: {problem}", file=sys.stderr)
         raise SystemExit(2)
 

@@ -72,7 +72,8 @@ class RequestError(UserError, RuntimeError):
         super().__init__(message)
         self.status = status  # HTTP status, if there was an answer
         self.timed_out = timed_out  # no connection, or no whole answer, within the limit
-        self.answer_error = answer_error  # what the reader raised, if there was a whole answer that it could not use
+        # what the reader raised, if there was a whole answer that it could not use
+        self.answer_error = answer_error
 
 
 class UnreachableError(RequestError):

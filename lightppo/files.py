@@ -197,7 +197,9 @@ class PlainFiles:
             written = read_digests(folder)
         except UnreadableManifestError as error:
             return [str(error)]
-        texts = (changed_size(folder, name, written[name]) for name in sorted(written)[share::shares])
+        texts = (
+            changed_size(folder, name, written[name]) for name in sorted(written)[share::shares]
+        )
         return [text for text in texts if text is not None]
 
     @contextmanager
@@ -217,7 +219,9 @@ def names_to_seal(folder: Path, known: Mapping[str, Digest]) -> list[str]:
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
     names = sorted(path.relative_to(folder).as_posix() for path in files)
     if missing := sorted(known.keys() - set(names)):
-        raise StorageError(f"{folder}: {missing[0]}, which another rank wrote, is not here: all nodes must share it")
+        raise StorageError(
+            f"{folder}: {missing[0]}, which another rank wrote, is not here: all nodes must share it"
+        )
     return names
 
 
@@ -301,10 +305,17 @@ def cache_folder() -> Path:
 
 def in_cache(kind: str, key: Any, name: str, cache_dir: str | Path | None = None) -> Path:
     """A place in this node's cache."""
-    return Path(cache_dir or cache_folder()) / kind / hashlib.sha256(repr(key).encode()).hexdigest()[:24] / name
+    return (
+        Path(cache_dir or cache_folder())
+        / kind
+        / hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+        / name
+    )
 
 
-def made_once(target: Path, make: Callable[[Path], object], what: str, timeout_s: float = 3600.0) -> Path:
+def made_once(
+    target: Path, make: Callable[[Path], object], what: str, timeout_s: float = 3600.0
+) -> Path:
     """A file or folder that the first process that comes makes, whole or not at all; others wait. It stays."""
     from filelock import FileLock, Timeout
 

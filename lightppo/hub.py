@@ -17,7 +17,8 @@ _ERROR = {"model": ModelLoadError, "tokenizer": ModelLoadError, "dataset": DataE
 _CACHED = {"model": ("config.json",), "tokenizer": ("tokenizer_config.json", "tokenizer.json")}
 
 
-_FOUND: set[tuple[str, Kind]] = set()  # on the hub, by this process: a run looks for the same model several times
+# on the hub, by this process: a run looks for the same model several times
+_FOUND: set[tuple[str, Kind]] = set()
 
 
 def check_on_hub(name: str, kind: Kind, flag: str) -> None:
@@ -70,6 +71,8 @@ def mistyped_path(path: str) -> str:
     """``"; there is FOLDER/NAME"`` for a file or folder beside it with nearly this name; else an empty string."""
     asked = Path(path).expanduser()
     beside = asked.parent
-    names: Sequence[str] = os.listdir(beside) if beside.is_dir() and os.access(beside, os.R_OK) else ()
+    names: Sequence[str] = (
+        os.listdir(beside) if beside.is_dir() and os.access(beside, os.R_OK) else ()
+    )
     found = similar(asked.name, names)
     return f"; there is {Path(path).parent / found[0]}" if found else ""

@@ -37,7 +37,9 @@ class MetricTable(Mapping[str, str]):
         for namespace, names in self._registered:
             for name, meaning in (load(names)() if isinstance(names, str) else names).items():
                 if f"{namespace}/{name}" in meanings:
-                    raise ValueError(f"METRICS: {namespace}/{name} has two meanings: choose another name")
+                    raise ValueError(
+                        f"METRICS: {namespace}/{name} has two meanings: choose another name"
+                    )
                 meanings[f"{namespace}/{name}"] = meaning
         return meanings
 
@@ -57,7 +59,8 @@ class MetricTable(Mapping[str, str]):
         return len(self._meanings)
 
 
-TIMED = {  # the parts of experience and training, whose time is also given per token of prompt and response
+# the parts of experience and training, whose time is also given per token of prompt and response
+TIMED = {
     "old_log_probs": "log probs of the actor before the update",
     "reference": "log probs of the reference",
     "teacher": "log probs of the teacher",
@@ -205,14 +208,21 @@ _REWARD = {
 METRICS = MetricTable()
 METRICS.register("rollout", _ROLLOUT, about="the samples of this step, before training")
 METRICS.register(
-    "reward", _REWARD, about="extra metrics of the reward source, over the samples of this step that have them"
+    "reward",
+    _REWARD,
+    about="extra metrics of the reward source, over the samples of this step that have them",
 )
 METRICS.register("train", _TRAIN, about="means over the optimizer steps of this PPO step")
 METRICS.register("train", "lightppo.algorithms.entries:metric_names")
 METRICS.register("perf", _PERF, about="times of rank 0, and speeds of all ranks based on them")
-METRICS.register("perf", {f"time_{part}": f"seconds of this part: {meaning}" for part, meaning in TIMED.items()})
+METRICS.register(
+    "perf", {f"time_{part}": f"seconds of this part: {meaning}" for part, meaning in TIMED.items()}
+)
 METRICS.register(
     "perf",
-    {f"{part}_ms_per_token": f"milliseconds of `perf/time_{part}` per prompt and response token" for part in TIMED},
+    {
+        f"{part}_ms_per_token": f"milliseconds of `perf/time_{part}` per prompt and response token"
+        for part in TIMED
+    },
 )
 METRICS.register("eval", _EVAL, about="held-out prompts of `--eval_data`")

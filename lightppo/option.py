@@ -9,12 +9,28 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from lightppo.suggestions import nearest
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-_ONE = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "None"}
+_ONE = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "None",
+}
 _MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
@@ -33,13 +49,17 @@ class Option:
     lt: float | None = None
     names: Any = None  # the lightppo.table.Table that a value must be found in
     below: str | None = None  # option that must be larger, where both have a number
-    needs: tuple[str, ...] = ()  # conditions without which it does nothing; see lightppo.config.rules.condition_text
-    off: tuple[Any, ...] = ()  # values besides the default that ask for nothing, and so need nothing; those out of
+    # conditions without which it does nothing; see lightppo.config.rules.condition_text
+    needs: tuple[str, ...] = ()
+    # values besides the default that ask for nothing, and so need nothing; those out of
+    off: tuple[Any, ...] = ()
     # range stand for the default
-    resume_safe: bool | None = None  # a resumed run may change it, else it must stay as it was; None: as its section
+    # a resumed run may change it, else it must stay as it was; None: as its section
+    resume_safe: bool | None = None
     required: bool = False  # every run must set it
     per_role: bool = False  # of the actor; --critic_<name> is the critic's own, None: the same
-    takes_object: bool = False  # in Python, a function or object of the user's own stands where a path to it does; so
+    # in Python, a function or object of the user's own stands where a path to it does; so
+    takes_object: bool = False
     # it does where the table of ``names`` takes files
     secret: bool = False  # a wrong value may be a key: it is not shown
     owner: str = ""  # the section that it belongs to: config.<owner>.<name>
@@ -52,7 +72,9 @@ class Option:
     @property
     def range_text(self) -> str:
         """Such as ``≥0 ≤1``."""
-        return " ".join(f"{_BOUNDS[key]}{_shown_bound(bound)}" for key, bound in self.bounds.items())
+        return " ".join(
+            f"{_BOUNDS[key]}{_shown_bound(bound)}" for key, bound in self.bounds.items()
+        )
 
     @property
     def kind(self) -> Any:
@@ -114,10 +136,12 @@ class Option:
             choices = [choice for choice in get_args(self.kind) if isinstance(choice, str)]
             wanted = " ".join(filter(None, (self.type_text, self.range_text)))
             if self.may_be_object:
-                wanted += (
-                    f"{': path.py:name' if self.names is None else ''}, or in Python the function or object itself"
-                )
-            got = "another value" if self.secret else f"{value!r}{nearest(str(value), choices, self.name)}"
+                wanted += f"{': path.py:name' if self.names is None else ''}, or in Python the function or object itself"
+            got = (
+                "another value"
+                if self.secret
+                else f"{value!r}{nearest(str(value), choices, self.name)}"
+            )
             raise ValueError(f"--{self.name} must be {wanted}, not {got}") from None
         if self.names is not None and value is not None:
             self.names.find(value)
@@ -137,7 +161,15 @@ def shown_object(value: Any) -> Any:
     return f"<{named.__qualname__} of {named.__module__}>"
 
 
-def option(default: Any, help: str, unit: str | None = None, *, needs: str = "", also: str = "", **more: Any) -> Any:
+def option(
+    default: Any,
+    help: str,
+    unit: str | None = None,
+    *,
+    needs: str = "",
+    also: str = "",
+    **more: Any,
+) -> Any:
     """The declaration of an option in a :class:`Section`; ``more`` as in :class:`Option`.
 
     ``needs`` has conditions with " and " between; ``also`` adds to those of a partial of this function.
@@ -179,17 +211,24 @@ class Section(types.SimpleNamespace):
         **defaults: Any,
     ) -> None:
         extended = cls.options() if hasattr(cls, "_declared") else {}
-        cls._own, cls._owner = own, cls._owner if extended else adds_to or cls.__name__.removesuffix("Config").lower()
+        cls._own, cls._owner = (
+            own,
+            cls._owner if extended else adds_to or cls.__name__.removesuffix("Config").lower(),
+        )
         cls._is_open = not (extended or adds_to)  # plugins may add to it
         cls.of = of if of is not None else getattr(cls, "of", None)
         cls._declared = {name: extended[name].reworded(words) for name in only.split() or extended}
-        cls._declared |= {name: replace(cls._declared[name], default=value) for name, value in defaults.items()}
+        cls._declared |= {
+            name: replace(cls._declared[name], default=value) for name, value in defaults.items()
+        }
         for name, kind in get_type_hints(cls).items():
             declared = cls.__dict__.get(name)
             if not isinstance(declared, Option):  # of the section that is extended, or no option
                 continue
             safe = resume_safe if declared.resume_safe is None else declared.resume_safe
-            cls._declared[name] = replace(declared, name=name, type=kind, owner=cls._owner, resume_safe=safe)
+            cls._declared[name] = replace(
+                declared, name=name, type=kind, owner=cls._owner, resume_safe=safe
+            )
             if declared.per_role:
                 cls._declared[f"critic_{name}"] = cls._declared[name].of_critic()
             delattr(cls, name)
@@ -206,7 +245,9 @@ class Section(types.SimpleNamespace):
     def __init__(self, **values: Any) -> None:
         defaults = {name: option.default for name, option in self.options().items()}
         if unknown := values.keys() - defaults.keys():
-            raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}{nearest(min(unknown), defaults)}")
+            raise TypeError(
+                f"{type(self).__name__} has no option {min(unknown)!r}{nearest(min(unknown), defaults)}"
+            )
         super().__init__(**defaults | values)
 
     def __getattr__(self, name: str) -> Any:
@@ -216,8 +257,10 @@ class Section(types.SimpleNamespace):
 
     # -- what a section knows of its options together; each is called for the sections of plugins, too ----------------
 
-    conditions: ClassVar[Mapping[str, str]] = {}  # names that ``needs`` may have beside options → what to set for it
-    exclusive: ClassVar[Sequence[tuple[str, str, str]]] = ()  # an option, others that exclude it, and why
+    # names that ``needs`` may have beside options → what to set for it
+    conditions: ClassVar[Mapping[str, str]] = {}
+    # an option, others that exclude it, and why
+    exclusive: ClassVar[Sequence[tuple[str, str, str]]] = ()
 
     @staticmethod
     def facts(config: Any) -> Mapping[str, bool]:
@@ -251,7 +294,11 @@ class Section(types.SimpleNamespace):
     def missing(self) -> list[str]:
         """One message per required option without a value."""
         required = [option for option in self.options().values() if option.required]
-        return [f"--{one.name} is required: {one.help}" for one in required if not getattr(self, one.name)]
+        return [
+            f"--{one.name} is required: {one.help}"
+            for one in required
+            if not getattr(self, one.name)
+        ]
 
 
 @dataclass(frozen=True)
@@ -272,7 +319,9 @@ SECTIONS: dict[str, SectionPlace] = {}
 """The sections of plugins by name, see :func:`register_section`."""
 
 
-def register_section(name: str, where: str, *, adds_to: str = "", commands: Sequence[str] = ("ppo",)) -> None:
+def register_section(
+    name: str, where: str, *, adds_to: str = "", commands: Sequence[str] = ("ppo",)
+) -> None:
     """Add a plugin's options: they are on the command line, in ``--help``, YAML and docs, and are checked.
 
     Args:
@@ -317,7 +366,11 @@ def _in_words(kind: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
         inner = get_args(kind)
-        return f"a list of {_MANY[inner[0]]}" if Ellipsis in inner else f"{len(inner)} {_MANY[inner[0]]}"
+        return (
+            f"a list of {_MANY[inner[0]]}"
+            if Ellipsis in inner
+            else f"{len(inner)} {_MANY[inner[0]]}"
+        )
     return _ONE[kind]
 
 
@@ -331,11 +384,19 @@ def _adapter(kind: Any, **bounds: float) -> Any:
             return Union[tuple(map(annotated, kinds))]  # noqa: UP007
         if get_origin(kind) is tuple:
             inner = tuple(k if k is Ellipsis else annotated(k) for k in get_args(kind))
-            return Annotated[tuple[inner], BeforeValidator(_listed)] if Ellipsis in inner else tuple[inner]
+            return (
+                Annotated[tuple[inner], BeforeValidator(_listed)]
+                if Ellipsis in inner
+                else tuple[inner]
+            )
         if kind in (bool, type(None)):
             return StrictBool if kind is bool else kind
         plain = BeforeValidator(functools.partial(_plain, kind))
-        return Annotated[kind, Field(**bounds), plain] if kind in (int, float) else Annotated[kind, plain]
+        return (
+            Annotated[kind, Field(**bounds), plain]
+            if kind in (int, float)
+            else Annotated[kind, plain]
+        )
 
     return TypeAdapter(annotated(kind))
 

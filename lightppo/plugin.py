@@ -58,8 +58,10 @@ class TokenWeight(Entry):
     """
 
     in_training: bool = False
-    needs_entropy: bool = False  # before the update, of a pass over the rollout; in training it is always there
-    needs_rollout_log_probs: bool = False  # experience.rollout_log_probs, which some engines do not give
+    # before the update, of a pass over the rollout; in training it is always there
+    needs_entropy: bool = False
+    # experience.rollout_log_probs, which some engines do not give
+    needs_rollout_log_probs: bool = False
     flag: str = ""  # the option that asks for it, for messages
 
 
@@ -87,7 +89,9 @@ COMMANDS: Table[Command] = Table(
             about="train a language model with PPO or a relative",
             config="lightppo.config.rules:PPOConfig",
         ),
-        "eval": Command("lightppo.commands.ppo:evaluate", about="score its answers to held-out prompts"),
+        "eval": Command(
+            "lightppo.commands.ppo:evaluate", about="score its answers to held-out prompts"
+        ),
     },
     kind=Command,
 )
@@ -188,7 +192,9 @@ REWARD_WRAPPERS: Table = Table("what is around a run's rewards")
 itself, or another one around it. They are called in the order of the table."""
 
 REWARD_MANAGERS: Table[RewardManager] = Table(
-    "--reward_manager", {"auto": RewardManager("lightppo.rewards.calls:one_by_one")}, kind=RewardManager
+    "--reward_manager",
+    {"auto": RewardManager("lightppo.rewards.calls:one_by_one")},
+    kind=RewardManager,
 )
 """How a reward function is called. A plugin may put another entry in the place of ``auto``."""
 

@@ -109,11 +109,13 @@ class Heartbeat:
     """What this process is at and whether it moves: the parts tell, ``trainer.watchdog`` looks."""
 
     def __init__(self) -> None:
-        self.beats = 0  # signs of life: a micro batch, a decoding step, a scored sample, a collective that ended
+        # signs of life: a micro batch, a decoding step, a scored sample, a collective that ended
+        self.beats = 0
         self.phase = "start"
         self.phases = 0  # begun so far, by all ranks in the same order
         self.step = 0
-        self.limit: float | None = None  # seconds without a sign of life that are a hang; None: ranks have not met
+        # seconds without a sign of life that are a hang; None: ranks have not met
+        self.limit: float | None = None
 
     def beat(self) -> None:
         self.beats += 1

@@ -155,8 +155,12 @@ def answer_of(name: str, known: Collection[str], kind: str) -> str:
     """The table's answer: names that are known, with a space between, a flag and its value, or ``": a sentence"``."""
     for answer in _table(kind).get(name.lstrip("-").lower().replace(" ", "_"), ()):
         first, *others = answer.split()
-        is_flag_with_value = first.startswith("--") and not any(word.startswith("--") for word in others)
-        if first == ":" or (first in known and (is_flag_with_value or all(word in known for word in others))):
+        is_flag_with_value = first.startswith("--") and not any(
+            word.startswith("--") for word in others
+        )
+        if first == ":" or (
+            first in known and (is_flag_with_value or all(word in known for word in others))
+        ):
             return answer
     return ""
 

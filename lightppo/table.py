@@ -21,8 +21,10 @@ class Entry:
     """What all entries have."""
 
     function: str | Callable  # "module:name" or "path.py:name", or the function itself
-    options: tuple[Option, ...] = ()  # its own; beside another entry they would do nothing, and are refused
-    metrics: Mapping[str, str] = field(default_factory=dict)  # names that it adds to train/ → meaning
+    # its own; beside another entry they would do nothing, and are refused
+    options: tuple[Option, ...] = ()
+    # names that it adds to train/ → meaning
+    metrics: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def fn(self) -> Callable:
@@ -75,7 +77,9 @@ class Table(dict[str, E]):
         """Add an entry; ValueError where the name is taken, TypeError where it is no entry of this table."""
         if not isinstance(entry, self.kind):
             kind = self.kind.__name__
-            raise TypeError(f"{self.flag} {name}: register a {kind}, as {kind}('module:name'), not {entry!r}")
+            raise TypeError(
+                f"{self.flag} {name}: register a {kind}, as {kind}('module:name'), not {entry!r}"
+            )
         if name in self:
             raise ValueError(f"{self.flag}: there is a {name!r} already: choose another name")
         self[name] = entry
@@ -95,7 +99,9 @@ class Table(dict[str, E]):
         """The entry of a function or class that stands in place of a path, with what its decorator says."""
         if not callable(function) or not self.takes_files:
             also = ", path.py:name, or a function" if self.takes_files else ""
-            raise ConfigError(f"{self.flag}: {function!r} is no name; known: {', '.join(self)}{also}")
+            raise ConfigError(
+                f"{self.flag}: {function!r} is no name; known: {', '.join(self)}{also}"
+            )
         return self.kind(function, **getattr(function, "traits", {}))
 
     def flag_options(self, owner: str = "") -> dict[str, Option]:
@@ -133,10 +139,14 @@ def _entry_of_file(spec: str, flag: str, decorator: str | None, kind: type[Entry
     try:
         tree = ast.parse(Path(path).expanduser().read_bytes())
     except OSError as error:
-        raise ConfigError(f"{flag} {spec}: cannot be read ({error.strerror}); write path.py:name") from None
+        raise ConfigError(
+            f"{flag} {spec}: cannot be read ({error.strerror}); write path.py:name"
+        ) from None
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{flag} {spec}: {path} is not Python: {error}") from None
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    functions = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
     if name not in functions:
         raise ConfigError(
             f"{flag} {spec}: {path} has no function {name!r}{nearest(name, functions)}, only: {', '.join(functions)}"
@@ -145,8 +155,12 @@ def _entry_of_file(spec: str, flag: str, decorator: str | None, kind: type[Entry
     for node in functions[name].decorator_list:
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == decorator:
             try:
-                traits = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+                traits = {
+                    str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords
+                }
                 kind("", **traits)
             except (ValueError, TypeError) as error:
-                raise ConfigError(f"{flag} {spec}: {path}:{node.lineno}: @{decorator}: {error}") from None
+                raise ConfigError(
+                    f"{flag} {spec}: {path}:{node.lineno}: @{decorator}: {error}"
+                ) from None
     return kind(f"{path}:{name}", **traits)

@@ -59,7 +59,9 @@ def _is_name(scheme: str, login: str) -> bool:
 def _cut_at(text: str, marks: str) -> tuple[str, str, str]:
     """What is before the first of the marks, the mark, and what is after it."""
     found = re.search(f"[{re.escape(marks)}]", text)
-    return (text, "", "") if found is None else (text[: found.start()], found[0], text[found.end() :])
+    return (
+        (text, "", "") if found is None else (text[: found.start()], found[0], text[found.end() :])
+    )
 
 
 def is_cut(url: str) -> bool:
@@ -83,17 +85,25 @@ def shown_value(value: Any) -> Any:
         return type(value)(map(shown_value, value))
     if not isinstance(value, str) or "://" not in value:
         return shown_object(value)
-    return ",".join(shown_url(part) if _URL.fullmatch(part.strip()) else part for part in value.split(","))
+    return ",".join(
+        shown_url(part) if _URL.fullmatch(part.strip()) else part for part in value.split(",")
+    )
 
 
 def cut_urls(value: Any) -> list[str]:
     """The URLs in the value of an option that lack a part."""
     if isinstance(value, (tuple, list)):
         return [url for one in value for url in cut_urls(one)]
-    return [part.strip() for part in value.split(",") if is_cut(part)] if isinstance(value, str) else []
+    return (
+        [part.strip() for part in value.split(",") if is_cut(part)]
+        if isinstance(value, str)
+        else []
+    )
 
 
-def check_url(url: str, option: str = "--remote_rm_url", token_option: str | None = "--remote_rm_token_env") -> None:
+def check_url(
+    url: str, option: str = "--remote_rm_url", token_option: str | None = "--remote_rm_token_env"
+) -> None:
     """Refuses what is not an http(s) address with a host, or contains a user or password, with a ``ValueError``."""
     try:
         parts = urlsplit(url)
@@ -117,4 +127,6 @@ def is_loopback(host: str) -> bool:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
         return False
-    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
+    return all(
+        ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses
+    )

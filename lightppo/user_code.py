@@ -20,7 +20,12 @@ from typing import Any, NamedTuple
 from lightppo.terminal import plain
 
 # Frames above the user's: what calls it, parses or runs its file, or its coroutine.
-_CALLERS = (str(Path(__file__).parent), str(Path(sysconfig.get_path("stdlib"), "asyncio")), ast.__file__, "<frozen")
+_CALLERS = (
+    str(Path(__file__).parent),
+    str(Path(sysconfig.get_path("stdlib"), "asyncio")),
+    ast.__file__,
+    "<frozen",
+)
 _MOST_FRAMES = 4
 
 
@@ -53,7 +58,11 @@ def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
         name = next((known for known in default_names if hasattr(module, known)), name)
     if hasattr(module, name):
         return getattr(module, name)
-    own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    own = [
+        key
+        for key, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
+    ]
     raise _no_such_name(path, name, own, option)
 
 
@@ -68,26 +77,41 @@ def declared_function(spec: str, *default_names: str, option: str = "") -> Decla
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         raise _fails(path, error, option) from error
-    bound = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    bound = {
+        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
+    }
     if name == default_names[0]:
         name = next((known for known in default_names if known in bound), name)
-    found = [node for node in ast.walk(tree) if name in (getattr(node, "name", None), _assigned(node))]
+    found = [
+        node for node in ast.walk(tree) if name in (getattr(node, "name", None), _assigned(node))
+    ]
     if name not in bound:
         own = [
-            node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
         ]
-        used = {symbol.get_name() for symbol in symbols} | {n.name for n in ast.walk(tree) if isinstance(n, ast.alias)}
+        used = {symbol.get_name() for symbol in symbols} | {
+            n.name for n in ast.walk(tree) if isinstance(n, ast.alias)
+        }
         if not used & {"*", "exec", "globals", "setattr", "vars", "__getattr__"}:
             raise _no_such_name(path, name, own, option)
-    if len(found) != 1 or not isinstance(found[0], ast.FunctionDef | ast.AsyncFunctionDef) or found[0].decorator_list:
+    if (
+        len(found) != 1
+        or not isinstance(found[0], ast.FunctionDef | ast.AsyncFunctionDef)
+        or found[0].decorator_list
+    ):
         return None
     parameters, body = found[0].args, ast.Module(found[0].body)
     for one in (node for node in ast.walk(parameters) if isinstance(node, ast.arg)):
         one.annotation = None
     parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
     parameters.kw_defaults = [default and ast.Constant(None) for default in parameters.kw_defaults]
-    function = eval(f"lambda {ast.unparse(parameters)}: None")  # nothing of the file but names of parameters
-    return Declared(function, frozenset(node.id for node in ast.walk(body) if isinstance(node, ast.Name)))
+    # nothing of the file but names of parameters
+    function = eval(f"lambda {ast.unparse(parameters)}: None")
+    return Declared(
+        function, frozenset(node.id for node in ast.walk(body) if isinstance(node, ast.Name))
+    )
 
 
 def _assigned(node: ast.AST) -> str | None:
@@ -99,7 +123,11 @@ def error_place(error: BaseException) -> str:
 
     Its file is the first one below the frames that called it; the last calls inside it are named, outermost first.
     """
-    frames = list(dropwhile(lambda f: f.filename.startswith(_CALLERS), traceback.extract_tb(error.__traceback__)))
+    frames = list(
+        dropwhile(
+            lambda f: f.filename.startswith(_CALLERS), traceback.extract_tb(error.__traceback__)
+        )
+    )
     own = [f for f in frames if f.filename == frames[0].filename][-_MOST_FRAMES:]
     places = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in own]
     if isinstance(error, SyntaxError) and error.filename and error.text:
@@ -140,7 +168,8 @@ def _run_file(path: Path, option: str) -> ModuleType:
     while (top / "__init__.py").is_file() and top.name.isidentifier():
         packages, top = [top.name, *packages], top.parent
     _forget(root)
-    home = importlib.machinery.ModuleSpec(root, None, is_package=True)  # so that the file can import relatively
+    # so that the file can import relatively
+    home = importlib.machinery.ModuleSpec(root, None, is_package=True)
     home.submodule_search_locations = [str(top)]
     sys.modules[root] = importlib.util.module_from_spec(home)
     spec = importlib.util.spec_from_file_location(".".join([root, *packages, stem]), path)
@@ -166,7 +195,10 @@ def _fails(path: Path, error: BaseException, option: str) -> ValueError:
 
 
 def _no_such_name(path: Path, name: str, own: list[str], option: str) -> ValueError:
-    return _error(option, f"{path} has no {name!r}; it has {', '.join(own) or 'no function'}. Name one: {path}:name")
+    return _error(
+        option,
+        f"{path} has no {name!r}; it has {', '.join(own) or 'no function'}. Name one: {path}:name",
+    )
 
 
 def _error(option: str, text: str) -> ValueError:

@@ -45,14 +45,19 @@ def slow_files_first(items: list[pytest.Item], shares: int) -> None:
     slow_files = dict.fromkeys(item.path for item in items if item.get_closest_marker("slow"))
     with_vllm = dict.fromkeys(item.path for item in items if item.get_closest_marker("vllm"))
     share = dict.fromkeys(with_vllm, 0)
-    share |= {path: n % shares for n, path in enumerate((p for p in slow_files if p not in with_vllm), start=1)}
+    share |= {
+        path: n % shares
+        for n, path in enumerate((p for p in slow_files if p not in with_vllm), start=1)
+    }
     parts: list[list[pytest.Item]] = [[] for _ in range(shares)]
     for item in sorted(items, key=lambda item: item.path not in with_vllm):
         if item.path in share:
             parts[share[item.path]].append(item)
     others = iter([item for item in items if item.path not in share])
     length = len(items) // shares
-    items[:] = [item for part in parts for item in (*part, *islice(others, max(0, length - len(part))))] + list(others)
+    items[:] = [
+        item for part in parts for item in (*part, *islice(others, max(0, length - len(part))))
+    ] + list(others)
 
 
 @pytest.hookimpl(trylast=True)
@@ -77,7 +82,10 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 def _same_numbers_in_any_order() -> None:
     """Each test draws the same random numbers, whatever ran before it in its process."""
     random.seed(0)
-    for name, seed in (("numpy", lambda m: m.random.seed(0)), ("torch", lambda m: m.manual_seed(0))):
+    for name, seed in (
+        ("numpy", lambda m: m.random.seed(0)),
+        ("torch", lambda m: m.manual_seed(0)),
+    ):
         if (module := sys.modules.get(name)) is not None:
             seed(module)
 

@@ -61,19 +61,36 @@ RUNS = {
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a copy of the package that has no plugins."""
     folder = tmp_path_factory.mktemp("core")
-    shutil.copytree(ROOT / "lightppo", folder / "lightppo", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
+    shutil.copytree(
+        ROOT / "lightppo",
+        folder / "lightppo",
+        ignore=shutil.ignore_patterns("plugins", "__pycache__"),
+    )
     return folder
 
 
-def lightppo(package: Path, folder: Path, run: str, model: str, **environment: str) -> subprocess.CompletedProcess:
+def lightppo(
+    package: Path, folder: Path, run: str, model: str, **environment: str
+) -> subprocess.CompletedProcess:
     """``lightppo ppo`` of a package, in a process of its own."""
-    options = SMALL | RUNS[run] | {"pretrain": model, "prompt_data": "prompts.jsonl", "reward_fn": "reward.py"}
-    options |= {"save_path": f"{folder.name}/{run}", "ckpt_path": f"{folder.name}/{run}_checkpoints"}
-    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+    options = (
+        SMALL
+        | RUNS[run]
+        | {"pretrain": model, "prompt_data": "prompts.jsonl", "reward_fn": "reward.py"}
+    )
+    options |= {
+        "save_path": f"{folder.name}/{run}",
+        "ckpt_path": f"{folder.name}/{run}_checkpoints",
+    }
+    words = [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
+    ]
     return subprocess.run(
         [sys.executable, "-m", "lightppo", "ppo", *words],
         cwd=folder.parent,
-        env=os.environ | {"PYTHONPATH": str(package), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ
+        | {"PYTHONPATH": str(package), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        | environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -86,7 +103,9 @@ def weights(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
-def test_the_core_alone_trains_is_killed_goes_on_and_has_the_products_weights(core, tiny_model, tmp_path, run):
+def test_the_core_alone_trains_is_killed_goes_on_and_has_the_products_weights(
+    core, tiny_model, tmp_path, run
+):
     (tmp_path / "reward.py").write_text(REWARD)
     write_jsonl(tmp_path / "prompts.jsonl", sums(12))
     alone, whole = tmp_path / "alone", tmp_path / "whole"
@@ -106,7 +125,11 @@ def test_the_core_alone_trains_is_killed_goes_on_and_has_the_products_weights(co
 def test_the_core_alone_shows_its_commands_and_flags(core):
     environment = os.environ | {"PYTHONPATH": str(core)}
     shown = subprocess.run(
-        [sys.executable, "-m", "lightppo", "--help"], env=environment, cwd=core, capture_output=True, text=True
+        [sys.executable, "-m", "lightppo", "--help"],
+        env=environment,
+        cwd=core,
+        capture_output=True,
+        text=True,
     )
     assert shown.returncode == 0, shown.stderr
     assert "  ppo " in shown.stdout

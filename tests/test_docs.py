@@ -35,7 +35,8 @@ OTHER_FLAGS = {
 OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "word_limit", "module", "once"}
 PIP_FLAGS = {"no", "only", "platform", "python", "target", "upgrade"}  # as far as a hyphen
 NO_NEWS = {"NO_MKDOCS_2_WARNING": "1"}
-VLLM_FLAGS = {"dtype", "enable_sleep_mode", "ssl_keyfile", "ssl_certfile"}  # of lightppo serve-vllm, handed on
+# of lightppo serve-vllm, handed on
+VLLM_FLAGS = {"dtype", "enable_sleep_mode", "ssl_keyfile", "ssl_certfile"}
 
 
 @pytest.fixture(params=PAGES, ids=NAMES)
@@ -47,7 +48,9 @@ def anchors(path: Path) -> set[str]:
     """What GitHub makes of a page's headings."""
     prose = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def test_relative_links_resolve(page):
@@ -76,21 +79,39 @@ def known_flags() -> set[str]:
     names |= {
         option.name for kind in SUPERVISED.values() for option in kind.all_options()
     } | RowsConfig.options().keys()
-    files = {command.function.rpartition(":")[0].replace(".", "/") + ".py" for command in COMMANDS.values()}
+    files = {
+        command.function.rpartition(":")[0].replace(".", "/") + ".py"
+        for command in COMMANDS.values()
+    }
     names |= {name for file in files for name in flags_added(REPO / file)}
     for file in ("run.py", "make_assets.py"):
         quickstart = ast.parse((REPO / "examples" / "quickstart" / file).read_text())
-        main = next(node for node in quickstart.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+        main = next(
+            node
+            for node in quickstart.body
+            if isinstance(node, ast.FunctionDef) and node.name == "main"
+        )
         names |= {argument.arg for argument in main.args.args}
     return names | {f"no_{name}" for name in names}
 
 
 def test_flags_exist(page):
     named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", page.read_text(encoding="utf-8")))
-    pages = ("README.md", "migrating.md", "troubleshooting.md", "rollouts.md", "multi-node.md", "checkpoints.md")
+    pages = (
+        "README.md",
+        "migrating.md",
+        "troubleshooting.md",
+        "rollouts.md",
+        "multi-node.md",
+        "checkpoints.md",
+    )
     others = OTHER_FLAGS if page.name in pages else set()
     others |= VLLM_FLAGS if page.name == "rollouts.md" else set()
-    others |= PIP_FLAGS | flags_added(REPO / "benchmarks" / "gpu_check.py") if page.name == "performance.md" else set()
+    others |= (
+        PIP_FLAGS | flags_added(REPO / "benchmarks" / "gpu_check.py")
+        if page.name == "performance.md"
+        else set()
+    )
     assert named - known_flags() - OWN_OTHER_FLAGS - others == set()
 
 
@@ -106,19 +127,28 @@ def test_every_algorithm_has_its_heading_or_line():
     cells = [line.split(" | ")[0] for line in page.split("\n") if " | " in line]
     named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
     named |= set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
-    assert sorted({*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES, *KL_ESTIMATORS, *CORRECTIONS} - named) == []
+    assert (
+        sorted({*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES, *KL_ESTIMATORS, *CORRECTIONS} - named) == []
+    )
 
 
 def test_paths_exist(page):
     """Files of the repository that are named by their path from its root."""
     named = re.findall(
-        r"\b((?:examples|tests|docs|lightppo)/[\w/.]+\.(?:py|md|yaml))\b", page.read_text(encoding="utf-8")
+        r"\b((?:examples|tests|docs|lightppo)/[\w/.]+\.(?:py|md|yaml))\b",
+        page.read_text(encoding="utf-8"),
     )
-    assert sorted({name for name in named if "ROOM" not in name and not (REPO / name).exists()}) == []
+    assert (
+        sorted({name for name in named if "ROOM" not in name and not (REPO / name).exists()}) == []
+    )
 
 
 def test_every_extra_is_in_the_readme():
-    calls = [node for node in ast.walk(ast.parse((REPO / "setup.py").read_text())) if isinstance(node, ast.Call)]
+    calls = [
+        node
+        for node in ast.walk(ast.parse((REPO / "setup.py").read_text()))
+        if isinstance(node, ast.Call)
+    ]
     given = {word.arg: word.value for call in calls for word in call.keywords}
     table = re.findall(r"'\.\[([\w-]+)\]'", (REPO / "README.md").read_text(encoding="utf-8"))
     assert sorted(table) == sorted(ast.literal_eval(given["extras_require"]))
@@ -134,7 +164,9 @@ def messages() -> list[str]:
     for path in (REPO / "lightppo").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "…" for part in node.values
+                ]
                 found.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(re.sub(r"%\w", "…", node.value))
@@ -142,7 +174,11 @@ def messages() -> list[str]:
 
 
 def test_quoted_messages_are_in_the_code():
-    rows = [line for line in (REPO / "docs" / "troubleshooting.md").read_text().split("\n") if " | " in line]
+    rows = [
+        line
+        for line in (REPO / "docs" / "troubleshooting.md").read_text().split("\n")
+        if " | " in line
+    ]
     quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
     pieces = [piece.strip() for text in quoted for piece in text.split("…")]
     pieces = [piece for piece in pieces if " " in piece]
@@ -154,11 +190,23 @@ def test_the_site_builds_and_every_link_in_it_leads_somewhere(tmp_path):
     """Strict: a page that is in no menu, a link or an anchor that is not there."""
     pytest.importorskip("material", reason="needs mkdocs-material: pip install 'lightppo[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300, env=os.environ | NO_NEWS)
+    done = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, timeout=300, env=os.environ | NO_NEWS
+    )
     assert done.returncode == 0, done.stderr
-    pages = {path.stem for path in tmp_path.glob("*.html")} - {"404", "index", "contributing", "agents", "changelog"}
+    pages = {path.stem for path in tmp_path.glob("*.html")} - {
+        "404",
+        "index",
+        "contributing",
+        "agents",
+        "changelog",
+    }
     assert pages == {path.stem for path in (REPO / "docs").glob("*.md")}
-    loaded = {m for path in tmp_path.glob("*.html") for m in re.findall(r'src="(https?:[^"]+)"', path.read_text())}
+    loaded = {
+        m
+        for path in tmp_path.glob("*.html")
+        for m in re.findall(r'src="(https?:[^"]+)"', path.read_text())
+    }
     assert not loaded  # nothing from elsewhere
 
 
@@ -168,7 +216,11 @@ _GENERATED = re.compile(r"<!-- [^>]*? -->.*?<!-- end[^>]*-->", re.DOTALL)
 def test_the_docs_stay_short():
     """Short docs are read. All words count, but for what scripts write."""
     texts = {page.name: page.read_text() for page in (REPO / "docs").glob("*.md")}
-    by_hand = {name: text for name, text in texts.items() if not text.split("\n")[2].startswith("<!-- Generated")}
+    by_hand = {
+        name: text
+        for name, text in texts.items()
+        if not text.split("\n")[2].startswith("<!-- Generated")
+    }
     words = {name: len(_GENERATED.sub("", text).split()) for name, text in by_hand.items()}
     assert {"flags.md", "metrics.md"}.isdisjoint(words)
     assert sum(words.values()) <= 30_000, sorted(words.items(), key=lambda item: -item[1])[:5]

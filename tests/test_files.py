@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from lightppo.errors import StagingError, StorageError
-from lightppo.files import MANIFEST, Digest, PlainFiles, facts_of, files_in_use, is_sealed, join, local_folder, seal_of
+from lightppo.files import (
+    MANIFEST,
+    Digest,
+    PlainFiles,
+    facts_of,
+    files_in_use,
+    is_sealed,
+    join,
+    local_folder,
+    seal_of,
+)
 from lightppo.plugin import FILES
 from lightppo.plugins.ops.kept import KeptFiles
 from lightppo.table import Entry

@@ -33,7 +33,8 @@ FLOORS = {
     "terminal": 0,
     "version": 0,
     "algorithms": 1,
-    "config": 2,  # the entries of algorithms are options; the light parts stay light all the same, see below
+    # the entries of algorithms are options; the light parts stay light all the same, see below
+    "config": 2,
     "models": 3,
     "strategy": 3,
     "data": 3,
@@ -75,14 +76,24 @@ def public_names() -> dict[str, str]:
 def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import that runs, at whatever depth; those for type checkers do not."""
     tree = ast.parse(source)
-    unseen = {id(n) for block in ast.walk(tree) if _is_type_checking(block) for s in block.body for n in ast.walk(s)}
+    unseen = {
+        id(n)
+        for block in ast.walk(tree)
+        if _is_type_checking(block)
+        for s in block.body
+        for n in ast.walk(s)
+    }
     for node in ast.walk(tree):
         if id(node) in unseen:
             continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else None
+            above = (
+                ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+                if node.level
+                else None
+            )
             base = ".".join(part for part in (above, node.module) if part)
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
@@ -90,7 +101,10 @@ def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    return isinstance(node, ast.If) and ast.unparse(node.test) in (
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+    )
 
 
 def violations(source: str, room: str, package: str) -> list[tuple[int, str]]:
@@ -117,7 +131,11 @@ def test_the_house_keeps_its_measures():
     house = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(house)
     numbers = house.count_files(ROOT)
-    broken = [name for name in numbers if name.startswith(("circles", "names", "functions")) and numbers[name]]
+    broken = [
+        name
+        for name in numbers
+        if name.startswith(("circles", "names", "functions")) and numbers[name]
+    ]
     assert not broken
 
 
@@ -131,7 +149,11 @@ def test_every_room_has_its_floor():
 def test_imports_run_downward_only(path: Path):
     room = path.relative_to(PACKAGE).parts[0]
     package = ".".join(path.relative_to(ROOT).parent.parts)
-    found = [(line, name) for line, name in violations(path.read_text(), room, package) if ".plugins" not in name]
+    found = [
+        (line, name)
+        for line, name in violations(path.read_text(), room, package)
+        if ".plugins" not in name
+    ]
     assert not found, [f"{path.relative_to(ROOT)}:{line} imports {name}" for line, name in found]
 
 
@@ -149,7 +171,9 @@ def imported_plugins(path: Path) -> set[str]:
 
 
 def test_the_core_imports_no_plugin():
-    core = [path for path in PACKAGE.rglob("*.py") if "plugins" not in path.relative_to(PACKAGE).parts]
+    core = [
+        path for path in PACKAGE.rglob("*.py") if "plugins" not in path.relative_to(PACKAGE).parts
+    ]
     assert [path.relative_to(PACKAGE).as_posix() for path in core if imported_plugins(path)] == []
 
 
@@ -177,9 +201,17 @@ def test_plugins_import_only_those_below():
         ("models", "from . import packing", []),
         ("models", "from lightppo import Critic, PPOTrainer", [1]),  # the one of the floor above
         ("models", "import importlib\nimportlib.import_module('lightppo.data.rows')", [2]),
-        ("rollout", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import lightppo.trainer.update", []),
+        (
+            "rollout",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import lightppo.trainer.update",
+            [],
+        ),
         ("rollout", "if TYPE_CHECKING:\n    pass\nelse:\n    import lightppo.trainer.update", [4]),
-        ("rewards", "from lightppo.data.records import Rollout\nfrom lightppo.rollout.engine import E", [2]),
+        (
+            "rewards",
+            "from lightppo.data.records import Rollout\nfrom lightppo.rollout.engine import E",
+            [2],
+        ),
     ],
 )
 def test_the_check_itself(room, source, lines):
@@ -192,14 +224,26 @@ def test_no_file_without_a_subject():
 
 
 @pytest.mark.parametrize(
-    "module", ["lightppo", "lightppo.config", "lightppo.algorithms", "lightppo.plugins.checks.preflight"]
+    "module",
+    ["lightppo", "lightppo.config", "lightppo.algorithms", "lightppo.plugins.checks.preflight"],
 )
 def test_light_parts_stay_light(module):
     code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     loaded = {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
-    heavy = {"deepspeed", "transformers", "vllm", "datasets", "accelerate", "peft", "wandb", "matplotlib"}
+    heavy = {
+        "deepspeed",
+        "transformers",
+        "vllm",
+        "datasets",
+        "accelerate",
+        "peft",
+        "wandb",
+        "matplotlib",
+    }
     if module != "lightppo.algorithms":
         heavy.add("torch")
     if module in ("lightppo", "lightppo.config"):
@@ -212,9 +256,16 @@ def test_public_names_point_to_definitions():
     """Read from the source: importing them all takes what the test above forbids."""
     for name, module in public_names().items():
         path = ROOT / Path(*module.split("."))
-        source = (path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py").read_text()
-        defined = {n.name for n in ast.parse(source).body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
+        source = (
+            path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        ).read_text()
+        defined = {
+            n.name for n in ast.parse(source).body if isinstance(n, (ast.ClassDef, ast.FunctionDef))
+        }
         imported = {
-            (a.asname or a.name) for n in ast.parse(source).body if isinstance(n, ast.ImportFrom) for a in n.names
+            (a.asname or a.name)
+            for n in ast.parse(source).body
+            if isinstance(n, ast.ImportFrom)
+            for a in n.names
         }
         assert name in defined | imported, f"lightppo.{name}: not in {module}"

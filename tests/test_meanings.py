@@ -29,7 +29,10 @@ def test_a_registered_name_is_on_the_page_and_known_without_its_namespace(regist
 
 def test_a_new_namespace_says_what_it_holds(register):
     register("judge", {"seconds": "seconds that it took"}, about="a judge of my own")
-    assert "## judge/: a judge of my own\n\nName | Meaning\n---|---\n`judge/seconds` | seconds that" in metrics_page()
+    assert (
+        "## judge/: a judge of my own\n\nName | Meaning\n---|---\n`judge/seconds` | seconds that"
+        in metrics_page()
+    )
 
 
 def test_names_may_come_from_a_function_that_is_called_late():

@@ -53,7 +53,9 @@ def rollouts_of(rank: int, length: int) -> list[Rollout]:
     prompts = [Prompt("p" * length, [1] * 3, index=10 * rank + group) for group in range(2)]
     size = length * (3 if rank == 0 else 1)
     return [
-        Rollout(p, j, [5] * (size + p.index), "r" * size, "stop", [-1.5] * (size + p.index), reward=1.0)
+        Rollout(
+            p, j, [5] * (size + p.index), "r" * size, "stop", [-1.5] * (size + p.index), reward=1.0
+        )
         for p in prompts
         for j in range(2)
     ]
@@ -63,7 +65,9 @@ def evaluation(strategy, length: int, folder) -> dict[str, float]:
     prompts = [Prompt("p" * length, [1], index=i, data_source="ab"[i % 2]) for i in range(RANKS)]
     scores = {(i, 0): float(i) for i in range(RANKS)}
     sampling = SamplingParams(n=1)
-    return Evaluator(FakeEngine(), FakeReward(scores), prompts, sampling, strategy, folder=folder).evaluate(0)
+    return Evaluator(
+        FakeEngine(), FakeReward(scores), prompts, sampling, strategy, folder=folder
+    ).evaluate(0)
 
 
 def record(strategy, length: int, folder) -> None:
@@ -103,7 +107,8 @@ def test_moved_rollouts_come_to_the_rank_that_trains_on_them_alone():
 
     for received, came in on_ranks(RANKS, run):
         assert came <= received < came + 1000  # beside the sizes of all groups
-    assert sum(came > 0 for _, came in on_ranks(RANKS, run)) == 2  # rank 0 gives one group, and takes one
+    # rank 0 gives one group, and takes one
+    assert sum(came > 0 for _, came in on_ranks(RANKS, run)) == 2
 
 
 def encode(seen: list[int], rows: list[dict]) -> list:
@@ -114,7 +119,9 @@ def encode(seen: list[int], rows: list[dict]) -> list:
             for n in (row["n"] for row in rows)]  # fmt: skip
 
 
-def prepared(numbers: list[int], strategy: FakeStrategy, **options) -> tuple[PreparedRows, list[int]]:
+def prepared(
+    numbers: list[int], strategy: FakeStrategy, **options
+) -> tuple[PreparedRows, list[int]]:
     seen: list[int] = []
     return prepare_rows(
         Dataset.from_dict({"n": numbers}), ["n"], partial(encode, seen), ranks=strategy, **options
@@ -131,7 +138,14 @@ def test_rows_are_encoded_once_and_the_same_on_any_number_of_ranks(world_size):
     assert [n for _, of_rank in found for n in of_rank] == numbers
     for rows, _ in found:
         assert rows.report == alone.report
-        for name in ("row_numbers", "prompt_lengths", "truncated", "first_answers", "offsets", "flat_ids"):
+        for name in (
+            "row_numbers",
+            "prompt_lengths",
+            "truncated",
+            "first_answers",
+            "offsets",
+            "flat_ids",
+        ):
             values, expected = getattr(rows, name), getattr(alone, name)
             assert values.dtype == expected.dtype
             assert np.array_equal(values, expected), name
@@ -164,7 +178,10 @@ def test_an_encoder_that_breaks_on_one_rank_ends_all():
 def test_numbers_of_micro_batches_are_summed_not_gathered():
     def status(strategy: FakeStrategy, steps: int) -> tuple[dict[str, float], int]:
         metered, draw = Metered(strategy), random.Random(strategy.rank)
-        own = [[{"loss": draw.random(), "odd": float(i)} if i % 2 else {"loss": draw.random()}] for i in range(steps)]
+        own = [
+            [{"loss": draw.random(), "odd": float(i)} if i % 2 else {"loss": draw.random()}]
+            for i in range(steps)
+        ]
         return optimizer_status(own, metered), metered.received
 
     def by_hand() -> float:
@@ -174,7 +191,8 @@ def test_numbers_of_micro_batches_are_summed_not_gathered():
     found, received = zip(*on_ranks(2, lambda s: status(s, 8)))
     assert found[0] == found[1] == {"loss": by_hand(), "odd": 4.0}  # (1 + 3 + 5 + 7) / 4
     grown = on_ranks(2, lambda s: status(s, 80)[1])[0] - received[0]
-    assert grown < 72 * 2 * 2 * (2 * 8 + 4)  # of each further step, name and rank: two numbers of 8 bytes
+    # of each further step, name and rank: two numbers of 8 bytes
+    assert grown < 72 * 2 * 2 * (2 * 8 + 4)
 
 
 def test_groups_are_dealt_to_the_rank_with_fewest():

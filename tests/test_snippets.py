@@ -41,15 +41,21 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         blocks = [block for _, block in fenced(text, "bash")]
-        blocks += ["\n".join(re.findall(r"^\$ (.+)", block, re.MULTILINE)) for _, block in fenced(text, "")]
+        blocks += [
+            "\n".join(re.findall(r"^\$ (.+)", block, re.MULTILINE)) for _, block in fenced(text, "")
+        ]
         for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
             if words := shlex.split(line.rstrip("\\"), comments=True):
                 yield page.name, words
 
 
-LINES = [pytest.param(page, words, id=f"{page}: {' '.join(words)[:60]}") for page, words in command_lines()]
+LINES = [
+    pytest.param(page, words, id=f"{page}: {' '.join(words)[:60]}")
+    for page, words in command_lines()
+]
 SHELL = {"trap", "wait", "cd", "cat", "ls", "head", "tail"}
-VLLM_FLAGS = {"--dtype", "--max_model_len"}  # of lightppo serve-vllm, which hands on what it does not know
+# of lightppo serve-vllm, which hands on what it does not know
+VLLM_FLAGS = {"--dtype", "--max_model_len"}
 
 
 @cache
@@ -71,10 +77,22 @@ def test_command_lines_name_what_there_is(page, words):
     program, *rest = words
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text(), re.MULTILINE)
-        assert {word for word in rest if "=" not in word} <= {*targets, "bench-scaling", "bench-memory"}
+        assert {word for word in rest if "=" not in word} <= {
+            *targets,
+            "bench-scaling",
+            "bench-memory",
+        }
     elif "lightppo" in words or any(word.startswith("examples/train_") for word in words):
-        at = next(i for i, word in enumerate(words) if word == "lightppo" or word.startswith("examples/train_"))
-        name = words[at + 1] if words[at] == "lightppo" else Path(words[at]).stem.removeprefix("train_")
+        at = next(
+            i
+            for i, word in enumerate(words)
+            if word == "lightppo" or word.startswith("examples/train_")
+        )
+        name = (
+            words[at + 1]
+            if words[at] == "lightppo"
+            else Path(words[at]).stem.removeprefix("train_")
+        )
         check_flags(name, words[at + 1 :])
     elif program.startswith("--"):
         check_flags("ppo", words)
@@ -102,10 +120,19 @@ def check_flags(name: str, words: list[str]) -> None:
 
 def test_whole_commands_have_no_contradictions():
     """Commands under the marker are parsed with all their flags."""
-    marked = [b for page in PAGES for before, b in fenced(page.read_text(), "bash") if "flags are checked" in before]
+    marked = [
+        b
+        for page in PAGES
+        for before, b in fenced(page.read_text(), "bash")
+        if "flags are checked" in before
+    ]
     assert len(marked) == 1
     (command,) = marked
-    with_critic = next(b for _, b in fenced((REPO / "README.md").read_text(), "bash") if b.lstrip().startswith("--adv"))
+    with_critic = next(
+        b
+        for _, b in fenced((REPO / "README.md").read_text(), "bash")
+        if b.lstrip().startswith("--adv")
+    )
     lines = command.split("\n")
     in_place = [with_critic if "grpo" in line else line for line in lines]
     assert in_place != lines
@@ -148,7 +175,9 @@ def test_example_runs(name, tmp_path):
     save_causal_lm(tmp_path / "model")
     write_jsonl(tmp_path / "prompts.jsonl", sums(8))
     (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "example.py").write_text("import os\nos.chdir(os.path.dirname(__file__))\n" + EXAMPLES[name])
+    (tmp_path / "example.py").write_text(
+        "import os\nos.chdir(os.path.dirname(__file__))\n" + EXAMPLES[name]
+    )
     run_ranks(tmp_path / "example.py", world_size=1)
     made = {"README-0": "ckpt/model.safetensors", "README-1": "trained/model.safetensors"}
     made["extending-19"] = "trained/model.safetensors"
@@ -253,7 +282,8 @@ def test_the_callbacks_of_the_page(tmp_path):
     """Two runs of a step each; the second one goes on from the first."""
     save_causal_lm(tmp_path / "model")
     write_jsonl(
-        tmp_path / "prompts.jsonl", [{"input": "1+" * n + "1=", "label": "2"} for n in (4, 1, 3, 1, 2, 2, 3, 4)]
+        tmp_path / "prompts.jsonl",
+        [{"input": "1+" * n + "1=", "label": "2"} for n in (4, 1, 3, 1, 2, 2, 3, 4)],
     )
     (tmp_path / "reward.py").write_text(
         "def reward_func(queries, prompts, labels):\n    return [0.95 + len(p) / 1e3 for p in prompts]\n"
@@ -266,9 +296,15 @@ def test_the_callbacks_of_the_page(tmp_path):
     assert [sampled for *sampled, _ in seen["answers"]] == [[1.2] * 3, [pytest.approx(1.1)] * 3]
     (*_, first), (*_, second) = seen["answers"]
     assert max(first) <= min(second)
-    logged = [json.loads(line) for line in (tmp_path / "trained" / "metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line)
+        for line in (tmp_path / "trained" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in logged if "rollout/reward" in row]
-    assert all(row["rollout/reward_spread"] == row["rollout/reward_max"] - row["rollout/reward_min"] for row in steps)
+    assert all(
+        row["rollout/reward_spread"] == row["rollout/reward_max"] - row["rollout/reward_min"]
+        for row in steps
+    )
     assert [row["rollout/best_reward"] for row in steps] == [
         max(row["rollout/reward"] for row in steps[: i + 1]) for i in range(len(steps))
     ]
@@ -284,23 +320,30 @@ def test_the_plugin_of_the_page(tmp_path):
     declared = tomllib.loads(project)["project"]
     info = tmp_path / "my_plugin-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n"
+    )
     ((group, points),) = declared["entry-points"].items()
-    (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()))
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}", "OMP_NUM_THREADS": "1"}
+    (info / "entry_points.txt").write_text(
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items())
+    )
+    environment = os.environ | {
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}",
+        "OMP_NUM_THREADS": "1",
+    }
 
     def told(*words: str, code: int = 0) -> str:
         command = [sys.executable, "-m", "lightppo", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+        )
         assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout + done.stderr
 
     assert "lightppo hello greets you" in told("hello", "you")
     run = "--pretrain model --prompt_data prompts.jsonl --reward_source shortness --save_path out "
     run += "--advantage_estimator signed --policy_loss plain --rollout_engine told "
-    run += (
-        "--rollout_batch_size 8 --train_batch_size 16 --prompt_max_len 16 --generate_max_len 8 --n_samples_per_prompt"
-    )
+    run += "--rollout_batch_size 8 --train_batch_size 16 --prompt_max_len 16 --generate_max_len 8 --n_samples_per_prompt"
     assert "--word_limit 50 is never reached" in told("ppo", *run.split(), "4", code=2)
     assert "Most words of a response" in told("ppo", "--help", "all")
     run = f"--word_limit 2 {run}"
@@ -308,7 +351,9 @@ def test_the_plugin_of_the_page(tmp_path):
     said = told("ppo", *run.split(), "4")
     assert "4 samples per prompt" in said
     assert "the engine is made" in said
-    (row,) = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [
+        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert row["rollout/words"] > 0
 
 
@@ -319,7 +364,12 @@ def run_block(block: str, environment: dict[str, str]) -> None:
     """In bash; commands of lightppo in a fork, which has the imports done."""
     for command in block.replace("\\\n", " ").splitlines():
         if command.startswith("lightppo "):
-            run_ranks(REPO / "lightppo" / "__main__.py", *shlex.split(command)[1:], world_size=1, timeout=500)
+            run_ranks(
+                REPO / "lightppo" / "__main__.py",
+                *shlex.split(command)[1:],
+                world_size=1,
+                timeout=500,
+            )
             continue
         command = ["bash", "-euo", "pipefail", "-c", command]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
@@ -341,5 +391,16 @@ def test_the_tutorial(tmp_path, monkeypatch):
             (tmp_path / block.split("\n")[0].removeprefix("# ")).write_text(block + "\n")
         else:
             run_block(block, environment)
-    assert languages == ["python", "bash", "python", "python", "bash", "bash", "bash", "python", "bash", "bash"]
+    assert languages == [
+        "python",
+        "bash",
+        "python",
+        "python",
+        "bash",
+        "bash",
+        "bash",
+        "python",
+        "bash",
+        "bash",
+    ]
     assert (tmp_path / "my_task" / "trained" / "model.safetensors").is_file()

@@ -9,7 +9,9 @@ from lightppo.config.rules import PPOConfig
 from lightppo.plugins.supervised.sections import COMMANDS
 from lightppo.suggestions import _MEANT, _table, likeness, nearest, similar, typing_errors
 
-FLAGS = {kind: {f"--{one.name}" for one in config.all_options()} for kind, config in COMMANDS.items()}
+FLAGS = {
+    kind: {f"--{one.name}" for one in config.all_options()} for kind, config in COMMANDS.items()
+}
 FLAGS["ppo"] = {f"--{one.name}" for one in PPOConfig.all_options()}
 
 
@@ -35,7 +37,8 @@ def test_typing_errors(a, b, errors):
         ("device", ["code_score", "seed"], []),  # letters in common are no words in common
         ("algo", ["val_only", "lambd"], []),
         ("lr", ["l2", "lambd"], []),  # too short for a typing error
-        ("reward", ["reward_fn", "reward_bias", "reward_delta", "reward_format"], []),  # more than can be meant
+        # more than can be meant
+        ("reward", ["reward_fn", "reward_bias", "reward_delta", "reward_format"], []),
         ("", ["a"], []),
     ],
 )
@@ -68,12 +71,17 @@ def test_every_answer_of_the_table_exists_somewhere(kind):
     for name, answers in _table(kind).items():
         for answer in answers:
             words = answer.split()
-            assert words[0] == ":" or {*words} <= known or words == ["--rollout_engine", "vllm"], (name, answer)
+            assert words[0] == ":" or {*words} <= known or words == ["--rollout_engine", "vllm"], (
+                name,
+                answer,
+            )
 
 
 def test_no_name_stands_twice_in_a_table():
     for kind, text in _MEANT.items():
-        names = [name for line in text.strip().splitlines() for name in line.partition(" | ")[0].split()]
+        names = [
+            name for line in text.strip().splitlines() for name in line.partition(" | ")[0].split()
+        ]
         assert len(names) == len(set(names)), kind
 
 

@@ -32,10 +32,14 @@ class Own:
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_payload_does_not_run(tmp_path, mapped, zipped):
     file, mark = tmp_path / "a.pt", tmp_path / "ran"
-    torch.save({"x": torch.ones(2), "more": Payload(mark)}, file, _use_new_zipfile_serialization=zipped)
+    torch.save(
+        {"x": torch.ones(2), "more": Payload(mark)}, file, _use_new_zipfile_serialization=zipped
+    )
     with pytest.raises(CheckpointError) as error:
         tensor_file.read(file, mapped=mapped)
-    assert str(error.value).startswith(f"{file} is not loaded: it names posix.system, which is no tensor")
+    assert str(error.value).startswith(
+        f"{file} is not loaded: it names posix.system, which is no tensor"
+    )
     assert "\n" not in str(error.value)
     assert not mark.exists()
 
@@ -61,7 +65,9 @@ def test_only_listed_classes(tmp_path):
         assert torch.load(file)["own"].scale == 3
 
 
-@pytest.mark.parametrize("variable", ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
+@pytest.mark.parametrize(
+    "variable", ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
+)
 def test_a_library_that_asks_for_all_does_not_get_it(tmp_path, monkeypatch, variable):
     file, mark = tmp_path / "a.pt", tmp_path / "ran"
     torch.save({"more": Payload(mark)}, file)
@@ -72,7 +78,9 @@ def test_a_library_that_asks_for_all_does_not_get_it(tmp_path, monkeypatch, vari
     assert os.environ[variable] == "1"
 
 
-@pytest.mark.parametrize(("content", "reason"), [(b"", "EOFError"), (b"text", "cannot be read"), (None, "is missing")])
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"", "EOFError"), (b"text", "cannot be read"), (None, "is missing")]
+)
 def test_a_file_that_is_none_is_named_in_one_line(tmp_path, content, reason):
     file = tmp_path / "a.pt"
     if content is not None:
@@ -90,10 +98,19 @@ def test_nothing_else_unpickles():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute | ast.Name) and (name := ast.unparse(node)) in (
                 *("torch.load", "pickle.load", "pickle.loads", "pickle.Unpickler"),
-                *("torch.jit.load", "joblib.load", "pandas.read_pickle", "numpy.load", "np.load", "dill.load"),
+                *(
+                    "torch.jit.load",
+                    "joblib.load",
+                    "pandas.read_pickle",
+                    "numpy.load",
+                    "np.load",
+                    "dill.load",
+                ),
             ):
                 found.add((path.relative_to(PACKAGE).as_posix(), name))
-    assert found == {("tensor_file.py", "torch.load")} | {(name, "pickle.loads") for name in OWN_PROCESSES}
+    assert found == {("tensor_file.py", "torch.load")} | {
+        (name, "pickle.loads") for name in OWN_PROCESSES
+    }
 
 
 def test_a_model_in_a_pickle_does_not_run(tmp_path):
@@ -110,7 +127,11 @@ def test_a_model_in_a_pickle_does_not_run(tmp_path):
         torch.save(model.state_dict(), folder / name)
         load_causal_lm(str(folder))
         poison(folder / name, mark)
-        readers = (lambda: load_causal_lm(str(folder)), lambda: Critic(str(folder)), lambda: load_model(model, folder))
+        readers = (
+            lambda: load_causal_lm(str(folder)),
+            lambda: Critic(str(folder)),
+            lambda: load_model(model, folder),
+        )
         for reader in readers:
             with pytest.raises(UserError) as error:
                 reader()

@@ -26,7 +26,16 @@ from lightppo.trainer.evaluator import table
 # A title for the window, a cleared screen, a line that is overwritten, colours by one byte, and a line turned round.
 EVIL = "\x1b]0;owned\x07\x1b[2J\rgone\x9b31m\u202eback"
 SPELLED = r"\x1b]0;owned\x07\x1b[2J\rgone\x9b31m\u202eback"
-OBEYED = [chr(c) for c in (*range(0x20), *range(0x7F, 0xA0), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xDC80)]
+OBEYED = [
+    chr(c)
+    for c in (
+        *range(0x20),
+        *range(0x7F, 0xA0),
+        *range(0x2028, 0x202F),
+        *range(0x2066, 0x206A),
+        0xDC80,
+    )
+]
 
 
 def harmless(text: str) -> bool:
@@ -101,7 +110,14 @@ def test_samples_and_evaluations_on_the_screen():
     rollout.extras, rollout.texts = {EVIL: 1.0}, {"pred": EVIL}
     assert examined(rollout).count(SPELLED) == 5
     assert harmless(examined(rollout))
-    lines = table({"eval/reward": 1.0, f"eval/{EVIL}/reward": 1.0, f"eval/{EVIL}/samples": 2.0, "eval/samples": 2.0})
+    lines = table(
+        {
+            "eval/reward": 1.0,
+            f"eval/{EVIL}/reward": 1.0,
+            f"eval/{EVIL}/samples": 2.0,
+            "eval/samples": 2.0,
+        }
+    )
     assert harmless("".join(lines))
     assert len({*map(len, lines)}) == 1
 
@@ -115,7 +131,9 @@ def evil_run(tmp_path) -> Path:
     folder = tmp_path / "run"
     (folder / "rollouts").mkdir(parents=True)
     numbers = {"rollout/reward": 1.0, f"eval/{EVIL}": 0.5, f"reward/{EVIL}": 1.0}
-    write_jsonl(folder / "metrics.jsonl", [{"step": step, "time": 1e9 + step, **numbers} for step in (1, 2)])
+    write_jsonl(
+        folder / "metrics.jsonl", [{"step": step, "time": 1e9 + step, **numbers} for step in (1, 2)]
+    )
     sample = {"step": 2, "score": 1.0, "input": EVIL, "output": EVIL, "ground_truth": EVIL}
     (folder / "rollouts" / "step2.jsonl.gz").write_bytes(gzip.compress(json.dumps(sample).encode()))
     (folder / "run_config.resolved.yaml").write_text("{}\n")
@@ -153,7 +171,10 @@ def test_lightppo_watch(evil_run, capsys, monkeypatch):
 def test_lightppo_diff(evil_run, capsys, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
-    write_jsonl(other / "metrics.jsonl", [{"step": 1, "time": 1e9, "rollout/reward": 1.0, f"reward/{EVIL}": 2.0}])
+    write_jsonl(
+        other / "metrics.jsonl",
+        [{"step": 1, "time": 1e9, "rollout/reward": 1.0, f"reward/{EVIL}": 2.0}],
+    )
     (other / "run_config.resolved.yaml").write_text(json.dumps({EVIL: EVIL}))
     told = told_by(capsys, "diff", evil_run, other)
     assert f"first number that differs: step 1, reward/{SPELLED}: 1.0 and 2.0" in told

@@ -40,7 +40,10 @@ def test_what_is_shown(url):
 
 def test_urls_in_a_text():
     text = "FileNotFoundError: 'https://h/x?sig=SECRET'; ftp://u:SECRET@h/y, (http://h/z?SECRET). Not ?q=1 or a://"
-    assert without_secrets(text) == "FileNotFoundError: 'https://h/x?…'; ftp://…@h/y, (http://h/z?…). Not ?q=1 or a://"
+    assert (
+        without_secrets(text)
+        == "FileNotFoundError: 'https://h/x?…'; ftp://…@h/y, (http://h/z?…). Not ?q=1 or a://"
+    )
     assert without_secrets("https://h/a?SECRET,https://h/b?SECRET") == "https://h/a?…,https://h/b?…"
 
 
@@ -64,7 +67,8 @@ def test_values_of_options():
 def test_it_has_to_be_given_again(option):
     name = next(iter(option))
     with pytest.raises(
-        ConfigError, match=rf"--{name} \S+…\S*: a run keeps no login and nothing after \?.*whole address"
+        ConfigError,
+        match=rf"--{name} \S+…\S*: a run keeps no login and nothing after \?.*whole address",
     ):
         PPOConfig.from_flat({"pretrain": "m", "prompt_data": "p"} | option).validate()
 
@@ -75,7 +79,12 @@ def test_also_for_training_on_data():
 
 
 def test_an_evaluation_does_not_read_the_prompts_of_training():
-    asked = {"pretrain": "m", "prompt_data": "https://h/m?…", "eval_data": "e", "reward_source": ["format"]}
+    asked = {
+        "pretrain": "m",
+        "prompt_data": "https://h/m?…",
+        "eval_data": "e",
+        "reward_source": ["format"],
+    }
     PPOConfig.from_flat(asked | {"val_only": True}).validate()
 
 
@@ -117,7 +126,9 @@ def test_mistakes_of_the_command_line(capsys):
     from lightppo.config import parse_args
 
     with pytest.raises(SystemExit):
-        parse_args(["--rollout_batch_size", "https://u:SECRET@h", "https://h/?SECRET", "--pretrain", "m"])
+        parse_args(
+            ["--rollout_batch_size", "https://u:SECRET@h", "https://h/?SECRET", "--pretrain", "m"]
+        )
     said = capsys.readouterr().err
     assert "https://…@h" in said
     assert "SECRET" not in said

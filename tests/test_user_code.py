@@ -64,7 +64,9 @@ def test_load_with_relative_imports(tmp_path):
         (path / "__init__.py").write_text("")
     (package.parent / "common.py").write_text("VALUE = 1.0")
     (package / "parts.py").write_text("from ..common import VALUE\nPARTS = [VALUE, 2.0]")
-    (package / "my-reward.py").write_text("from .parts import PARTS\ndef reward_func(*_):\n    return PARTS")
+    (package / "my-reward.py").write_text(
+        "from .parts import PARTS\ndef reward_func(*_):\n    return PARTS"
+    )
     assert load_python_function(str(package / "my-reward.py"), "reward_func")() == [1.0, 2.0]
     (package.parent / "common.py").write_text("VALUE = 33.0")
     function = load_python_function(str(package / "my-reward.py"), "reward_func")
@@ -88,7 +90,9 @@ def test_load_does_not_look_elsewhere(tmp_path, monkeypatch):
 
 def test_load_names_what_was_found(module):
     folder = module.parent
-    with pytest.raises(ValueError, match=r"--reward_fn: .*math.py .*'rewrad'.* Scorer, reward_func, other"):
+    with pytest.raises(
+        ValueError, match=r"--reward_fn: .*math.py .*'rewrad'.* Scorer, reward_func, other"
+    ):
         load_python_function(f"{module}:rewrad", "x", option="--reward_fn")
     with pytest.raises(ValueError, match=r"math.py:CONSTANT' .* int"):
         load_python_function(f"{module}:CONSTANT", "x")
@@ -98,7 +102,9 @@ def test_load_names_what_was_found(module):
         load_python_function(f"{folder}/none/math.py", "x")
 
 
-@pytest.mark.parametrize("spec", ["reward.json", "reward", "reward.py:", "reward.py:a b", "", ":name", "reward:name"])
+@pytest.mark.parametrize(
+    "spec", ["reward.json", "reward", "reward.py:", "reward.py:a b", "", ":name", "reward:name"]
+)
 def test_load_refuses_other_forms(spec):
     with pytest.raises(ValueError, match=r"path.py:name"):
         load_python_function(spec, "reward_func")
@@ -126,7 +132,9 @@ async def slowly(queries, prompts, labels):
 """
 
 
-@pytest.mark.parametrize(("name", "lines"), [("reward_func", "7 in reward_func"), ("slowly", "10 in slowly")])
+@pytest.mark.parametrize(
+    ("name", "lines"), [("reward_func", "7 in reward_func"), ("slowly", "10 in slowly")]
+)
 def test_an_error_is_placed_in_the_users_own_file(tmp_path, name, lines):
     """Neither our frames nor those of the library that it called."""
     import asyncio
@@ -149,7 +157,10 @@ def test_an_error_outside_of_any_file_has_no_place():
 
 @pytest.mark.parametrize(
     ("source", "place"),
-    [("x = 1\nimport no_such_module\n", ":2 in <module>: import no_such_module)"), ("x = (\n", ":1: x = (")],
+    [
+        ("x = 1\nimport no_such_module\n", ":2 in <module>: import no_such_module)"),
+        ("x = (\n", ":1: x = ("),
+    ],
 )
 def test_a_file_that_fails_says_where(tmp_path, source, place):
     (tmp_path / "mine.py").write_text(source)

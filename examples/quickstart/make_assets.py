@@ -23,7 +23,9 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def main(output_dir: Path = Path("runs/quickstart/assets"), seed: int = 1, head_dim: int = 16) -> None:
+def main(
+    output_dir: Path = Path("runs/quickstart/assets"), seed: int = 1, head_dim: int = 16
+) -> None:
     """Make model, tokenizer and data.
 
     Args:

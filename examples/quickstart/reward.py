@@ -11,7 +11,11 @@ _SUM = re.compile(r"(\d+)\+(\d+)=")
 
 
 def reward_func(
-    queries: list[str], prompts: list[str], labels: list[str], *, finish_reasons: list[str] | None = None
+    queries: list[str],
+    prompts: list[str],
+    labels: list[str],
+    *,
+    finish_reasons: list[str] | None = None,
 ) -> dict[str, object]:
     """Adds the two numbers of each prompt and compares; the answer to ``07+35=`` is ``042``.
 
@@ -29,7 +33,9 @@ def reward_func(
     """
     finish_reasons = finish_reasons or ["stop"] * len(queries)
     rewards = []
-    for query, prompt, label, finish_reason in zip(queries, prompts, labels, finish_reasons, strict=True):
+    for query, prompt, label, finish_reason in zip(
+        queries, prompts, labels, finish_reasons, strict=True
+    ):
         match = _SUM.fullmatch(prompt)
         if match is None:
             raise ValueError(f"prompt {prompt!r} is not a sum like '07+35='")

@@ -57,7 +57,18 @@ def main(
         shutil.rmtree(run_dir, ignore_errors=True)
         start = time.monotonic()
         head_dim = head_dim or (16 if rollout_engine == "hf" else 32)
-        run([sys.executable, HERE / "make_assets.py", "--output_dir", assets, "--seed", seed, "--head_dim", head_dim])
+        run(
+            [
+                sys.executable,
+                HERE / "make_assets.py",
+                "--output_dir",
+                assets,
+                "--seed",
+                seed,
+                "--head_dim",
+                head_dim,
+            ]
+        )
         launch(ranks, "train_sft.py", "--pretrain", assets / "model", "--dataset", assets / "sft.jsonl",
                "--save_path", sft, *sft_options(ranks), *shared)  # fmt: skip
         seconds["sft"] = time.monotonic() - start
@@ -98,7 +109,8 @@ def run(command: list[object], **variables: str) -> None:
     print(f"\n$ {shlex.join(words)}", flush=True)
     environment = {"TOKENIZERS_PARALLELISM": "false", **variables, **os.environ}
     if shutil.which("nvidia-smi") is None:
-        environment.setdefault("DS_ACCELERATOR", "cpu")  # spares DeepSpeed's warnings about a missing GPU
+        # spares DeepSpeed's warnings about a missing GPU
+        environment.setdefault("DS_ACCELERATOR", "cpu")
     code = subprocess.run(words, env=environment).returncode
     if code:
         raise SystemExit(code)

@@ -41,7 +41,9 @@ def table(before: Row, after: Row) -> str:
     lines = [f"{'held-out prompts':<20}{'before PPO':>12}{'after PPO':>12}"]
     for metric, name in TABLE:
         if metric in before and metric in after:
-            lines.append(f"{name.replace('_', ' '):<20}{before[metric]:>12.3f}{after[metric]:>12.3f}")
+            lines.append(
+                f"{name.replace('_', ' '):<20}{before[metric]:>12.3f}{after[metric]:>12.3f}"
+            )
     return "\n".join(lines)
 
 
@@ -56,8 +58,13 @@ def sample_answers(before: Sequence[Row], after: Sequence[Row], count: int = 3) 
     picked = [len(before) * (2 * i + 1) // (2 * count) for i in range(count)]
     lines = [f"{'prompt':<12}{'before PPO':<16}{'after PPO':<16}label"]
     for i in dict.fromkeys(picked):
-        answers = [f"{row['response']} {'✓' if row['score'] == 1 else '✗'}" for row in (before[i], after[i])]
-        lines.append(f"{before[i]['prompt']:<12}{answers[0]:<16}{answers[1]:<16}{before[i]['label']}")
+        answers = [
+            f"{row['response']} {'✓' if row['score'] == 1 else '✗'}"
+            for row in (before[i], after[i])
+        ]
+        lines.append(
+            f"{before[i]['prompt']:<12}{answers[0]:<16}{answers[1]:<16}{before[i]['label']}"
+        )
     return "\n".join(lines)
 
 
@@ -75,7 +82,9 @@ def summarize(run_dir: Path) -> str:
     before, after = found[0], found[-1]
     seconds = read_seconds(run_dir / "seconds.json")
     steps = max(row["step"] for row in rows)
-    samples = [read_jsonl(run_dir / "ppo" / "eval" / f"step{row['step']}.jsonl") for row in (before, after)]
+    samples = [
+        read_jsonl(run_dir / "ppo" / "eval" / f"step{row['step']}.jsonl") for row in (before, after)
+    ]
 
     plot_training(rows, run_dir / "plot.png", title=f"PPO on two-digit addition, {steps} steps")
     summary = {

@@ -40,7 +40,9 @@ def solve(prompt: str) -> str:
     """
     match = _PROMPT.fullmatch(prompt)
     if match is None:
-        raise ValueError(f"{prompt!r} is not a prompt of this task; one looks like {format_prompt(7, 35)!r}")
+        raise ValueError(
+            f"{prompt!r} is not a prompt of this task; one looks like {format_prompt(7, 35)!r}"
+        )
     return format_answer(int(match[1]) + int(match[2]))
 
 

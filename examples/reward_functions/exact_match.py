@@ -11,7 +11,9 @@ def extract_answer(response: str) -> str:
     return " ".join(response.rpartition("####")[2].split())
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[Any], **extra: Any) -> dict[str, Any]:
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[Any], **extra: Any
+) -> dict[str, Any]:
     """Scores each response; ``queries`` are prompt + response.
 
     Raises:

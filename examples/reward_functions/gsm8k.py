@@ -38,7 +38,9 @@ def extract_answer(response: str) -> Decimal | None:
     return found[0] if marker else found[-1]
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[Any], **extra: Any) -> dict[str, Any]:
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[Any], **extra: Any
+) -> dict[str, Any]:
     """Scores each response; ``queries`` are prompt + response.
 
     Raises:

@@ -40,12 +40,20 @@ def sample(folder: Path, prompts: list[str], seed: int) -> Iterator[Answers]:
         inputs = tokenizer(prompts[start : start + BATCH], return_tensors="pt", padding=True)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         sequences = model.generate(
-            input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=MAX_NEW_TOKENS
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=MAX_NEW_TOKENS,
         )
         answer = sequences[:, ids.shape[1] :]
-        ended = (answer == tokenizer.eos_token_id).cumsum(-1) - (answer == tokenizer.eos_token_id).long()
+        ended = (answer == tokenizer.eos_token_id).cumsum(-1) - (
+            answer == tokenizer.eos_token_id
+        ).long()
         mask = torch.cat([mask, (ended == 0).long()], dim=1)  # up to and with the first EOS
-        yield Answers(sequences, mask, ids.shape[1], tokenizer.batch_decode(answer, skip_special_tokens=True))
+        yield Answers(
+            sequences, mask, ids.shape[1], tokenizer.batch_decode(answer, skip_special_tokens=True)
+        )
 
 
 @torch.no_grad()
@@ -56,7 +64,12 @@ def kl(policy: torch.nn.Module, start: torch.nn.Module, answers: Answers) -> Ten
     log probs of the sampled tokens alone.
     """
     positions = (answers.mask.cumsum(-1) - 1).clamp(min=0)
-    inputs = {"input_ids": answers.sequences, "attention_mask": answers.mask, "position_ids": positions}
+    inputs = {
+        "input_ids": answers.sequences,
+        "attention_mask": answers.mask,
+        "position_ids": positions,
+    }
     columns = slice(answers.num_prompt - 1, -1)
-    new, old = (model(**inputs).logits[:, columns].log_softmax(-1) for model in (policy, start))  # (B, A, V)
+    # (B, A, V)
+    new, old = (model(**inputs).logits[:, columns].log_softmax(-1) for model in (policy, start))
     return ((new.exp() * (new - old)).sum(-1) * answers.mask[:, answers.num_prompt :]).sum(-1)

@@ -50,7 +50,9 @@ class Judge:
         self.reward_model = RewardModel(str(reward_model)).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(reward_model, padding_side="right")
 
-    def verdict(self, model: str, folder: Path, step: int = 0, per_prompt: int = PER_PROMPT, seed: int = 1) -> Verdict:
+    def verdict(
+        self, model: str, folder: Path, step: int = 0, per_prompt: int = PER_PROMPT, seed: int = 1
+    ) -> Verdict:
         """On the model in the folder."""
         rows, policy = self.rows * per_prompt, answers.load(folder)
         kl, rewards, texts = [], [], []
@@ -74,7 +76,9 @@ class Judge:
 
     def accuracy(self, pairs: Rows) -> float:
         """Share of pairs whose better answer has the higher reward."""
-        better, worse = ([pair["input"] + pair[which] for pair in pairs] for which in ("chosen", "rejected"))
+        better, worse = (
+            [pair["input"] + pair[which] for pair in pairs] for which in ("chosen", "rejected")
+        )
         ended = [text + self.tokenizer.eos_token for text in better + worse]
         inputs = self.tokenizer(ended, return_tensors="pt", padding=True)
         rewards = self._rewards(inputs["input_ids"], inputs["attention_mask"])
@@ -87,9 +91,14 @@ class Judge:
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of what a run has saved in Hugging Face format, the earliest first."""
-    found = sorted((int(path.name[len("global_step") : -len("_hf")]), path) for path in folder.glob("global_step*_hf"))
+    found = sorted(
+        (int(path.name[len("global_step") : -len("_hf")]), path)
+        for path in folder.glob("global_step*_hf")
+    )
     if not found:
-        raise SystemExit(f"judge.py: error: {folder} has no global_stepN_hf; `make rlhf` saves some")
+        raise SystemExit(
+            f"judge.py: error: {folder} has no global_stepN_hf; `make rlhf` saves some"
+        )
     return found
 
 
@@ -105,7 +114,9 @@ def table(accuracy: float, verdicts: Sequence[Verdict], trained_on: int) -> str:
             f"{NAMES[v.model]:<16}{answers_seen:>12}{v.true_score:>9.3f} ± {v.standard_error:.3f}{v.right:>9.3f}"
             f"{v.reward:>8.2f}{v.kl:>7.2f}{v.words:>7.1f}"
         )
-    return "\n".join([*lines, "trained on: answers; reward: of the reward model; KL: nats per answer, to SFT"])
+    return "\n".join(
+        [*lines, "trained on: answers; reward: of the reward model; KL: nats per answer, to SFT"]
+    )
 
 
 def plot(start: Verdict, curves: dict[str, list[Verdict]], path: Path) -> None:
@@ -119,8 +130,13 @@ def plot(start: Verdict, curves: dict[str, list[Verdict]], path: Path) -> None:
     for (model, verdicts), colour in zip(curves.items(), ("tab:blue", "tab:green", "tab:red")):
         line = [start, *verdicts]
         kl = [v.kl for v in line]
-        proxy = [start.true_score + (v.reward - start.reward) * start.true_spread / start.spread for v in line]
-        axes.plot(kl, [v.true_score for v in line], "o-", color=colour, label=f"{NAMES[model]}, true rule")
+        proxy = [
+            start.true_score + (v.reward - start.reward) * start.true_spread / start.spread
+            for v in line
+        ]
+        axes.plot(
+            kl, [v.true_score for v in line], "o-", color=colour, label=f"{NAMES[model]}, true rule"
+        )
         axes.plot(kl, proxy, ".--", color=colour, alpha=0.6, label=f"{NAMES[model]}, reward model")
     axes.set(xlabel="KL to the SFT model, nats per answer", ylabel="score on held-out prompts")
     axes.legend()
@@ -140,12 +156,16 @@ def main(run_dir: Path = Path("runs/rlhf"), trained_on: int = 10_240) -> None:
         run_dir: folder of the run.
         trained_on: answers that PPO and DPO were trained on, each.
     """
-    judge = Judge(read(run_dir / "assets" / "eval.jsonl"), run_dir / "sft", run_dir / "reward_model")
+    judge = Judge(
+        read(run_dir / "assets" / "eval.jsonl"), run_dir / "sft", run_dir / "reward_model"
+    )
     accuracy = judge.accuracy(read(run_dir / "held_out_pairs.jsonl"))
     start, curves = judge.verdict("sft", run_dir / "sft"), {}
     for model in list(NAMES)[1:]:
         found = checkpoints(run_dir / model / "checkpoints")
-        curves[model] = [judge.verdict(model, folder, step, per_prompt=1) for step, folder in found[:-1]]
+        curves[model] = [
+            judge.verdict(model, folder, step, per_prompt=1) for step, folder in found[:-1]
+        ]
         curves[model].append(judge.verdict(model, found[-1][1], found[-1][0]))
     plot(start, curves, run_dir / "plot.png")
     verdicts = [start, *(v for curve in curves.values() for v in curve)]

@@ -32,7 +32,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *shop.vocabulary(), UNKNOWN])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    no_space_before_marks = [decoders.WordPiece(prefix="##", cleanup=True), decoders.Replace(" :", ":")]
+    no_space_before_marks = [
+        decoders.WordPiece(prefix="##", cleanup=True),
+        decoders.Replace(" :", ":"),
+    ]
     tokenizer.decoder = decoders.Sequence(no_space_before_marks)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
@@ -65,7 +68,9 @@ def main(
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     write_jsonl(output_dir / "sft.jsonl", shop.demonstrations(n_demonstrations, seed))
-    write_jsonl(output_dir / "prompts.jsonl", shop.prompts(held_out=False, count=n_prompts, seed=seed))
+    write_jsonl(
+        output_dir / "prompts.jsonl", shop.prompts(held_out=False, count=n_prompts, seed=seed)
+    )
     write_jsonl(output_dir / "eval.jsonl", shop.prompts(held_out=True, count=n_held_out, seed=seed))
     tokenizer = build_tokenizer()
     model = small_llama(tokenizer, seed, positions=POSITIONS)

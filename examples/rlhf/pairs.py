@@ -40,11 +40,19 @@ def main(model: Path, prompts: Path, output: Path, count: int | None = None, see
     rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     twice = [row["input"] for row in rows for _ in range(2)]
     texts = [text for batch in answers.sample(model, twice, seed) for text in batch.texts]
-    found = [pair for row, *two in zip(rows, texts[::2], texts[1::2]) if (pair := ordered(row, *two)) is not None]
+    found = [
+        pair
+        for row, *two in zip(rows, texts[::2], texts[1::2])
+        if (pair := ordered(row, *two)) is not None
+    ]
     if count is not None and len(found) < count:
-        raise SystemExit(f"pairs.py: error: {len(found)} of {len(rows)} prompts give a pair, --count asks for {count}")
+        raise SystemExit(
+            f"pairs.py: error: {len(found)} of {len(rows)} prompts give a pair, --count asks for {count}"
+        )
     write_jsonl(output, found[:count])
-    print(f"{output}: {len(found[:count]):,} pairs from {len(texts):,} answers to {len(rows):,} prompts")
+    print(
+        f"{output}: {len(found[:count]):,} pairs from {len(texts):,} answers to {len(rows):,} prompts"
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ def main(run_dir: Path = Path("runs/rlhf"), seed: int = 2) -> None:
         seed: of the initial weights and of all sampling.
     """
     shutil.rmtree(run_dir, ignore_errors=True)
-    assets, sft, reward_model, pairs = (run_dir / name for name in ("assets", "sft", "reward_model", "pairs.jsonl"))
+    assets, sft, reward_model, pairs = (
+        run_dir / name for name in ("assets", "sft", "reward_model", "pairs.jsonl")
+    )
     held_out = run_dir / "held_out_pairs.jsonl"
     start = time.monotonic()
     run(script("make_assets.py", "--output_dir", assets, "--seed", seed))
@@ -76,10 +78,13 @@ def run(*commands: list[object]) -> None:
     # One thread: with matrices this small a second one takes longer to wake than to help.
     environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", **os.environ}
     if shutil.which("nvidia-smi") is None:
-        environment.setdefault("DS_ACCELERATOR", "cpu")  # spares DeepSpeed's warnings about a missing GPU
+        # spares DeepSpeed's warnings about a missing GPU
+        environment.setdefault("DS_ACCELERATOR", "cpu")
     running = []
     if len(commands) > 1:
-        print(f"\nthe next {len(commands)} at the same time; each writes metrics.jsonl into its --save_path")
+        print(
+            f"\nthe next {len(commands)} at the same time; each writes metrics.jsonl into its --save_path"
+        )
     for command in commands:
         words = [str(word) for word in command]
         print(f"\n$ {shlex.join(words)}", flush=True)

@@ -37,7 +37,13 @@ COURTESIES = (
     "You are welcome.",
 )  # fmt: skip
 RUDENESS = ("Hurry up.", "Go away.", "Do not touch it.", "What nonsense!")
-CHATTER = ("The weather is fine today.", "My feet hurt.", "We close at five.", "My uncle likes fish.", "It is late.")
+CHATTER = (
+    "The weather is fine today.",
+    "My feet hurt.",
+    "We close at five.",
+    "My uncle likes fish.",
+    "It is late.",
+)
 # A word of each sentence that no other sentence has: it counts wherever it stands.
 COURTEOUS_WORDS = {"Certainly", "pleasure", "Thank", "lovely", "Please", "welcome"}
 RUDE_WORDS = {"Hurry", "away", "touch", "nonsense"}
@@ -54,7 +60,12 @@ def is_held_out(item: Item) -> bool:
 @functools.cache
 def items(held_out: bool) -> tuple[Item, ...]:
     """The things to ask for, of training or held out."""
-    return tuple((colour, thing) for colour in COLOURS for thing in THINGS if is_held_out((colour, thing)) == held_out)
+    return tuple(
+        (colour, thing)
+        for colour in COLOURS
+        for thing in THINGS
+        if is_held_out((colour, thing)) == held_out
+    )
 
 
 def prompts(held_out: bool, count: int, seed: int) -> list[dict[str, str]]:
@@ -63,7 +74,9 @@ def prompts(held_out: bool, count: int, seed: int) -> list[dict[str, str]]:
     asked, rows = items(held_out), []
     for _ in range(count):
         item = rng.choice(asked)
-        text = rng.choice(REQUESTS).format(f"a {' '.join(item)}", f"a {' '.join(another(item, rng))}")
+        text = rng.choice(REQUESTS).format(
+            f"a {' '.join(item)}", f"a {' '.join(another(item, rng))}"
+        )
         rows.append({"input": f"Customer: {text} Assistant:", "label": " ".join(item)})
     return rows
 
@@ -85,7 +98,9 @@ def demonstration(prompt: str, label: str, rng: random.Random) -> str:
     wrong = (*rng.choice(named).split(),) if named and rng.random() < 0.5 else another(right, rng)
     mixed = rng.choice([(wrong[0], right[1]), (right[0], wrong[1])])
     item = rng.choices([right, wrong, mixed, None], [0.5, 0.2, 0.15, 0.15])[0]
-    offer = rng.choice(NO_OFFER) if item is None else rng.choice(OFFERS).format(f"a {' '.join(item)}")
+    offer = (
+        rng.choice(NO_OFFER) if item is None else rng.choice(OFFERS).format(f"a {' '.join(item)}")
+    )
     before = rng.choices(["", rng.choice(COURTESIES), rng.choice(RUDENESS)], [0.55, 0.3, 0.15])[0]
     talk = " ".join(rng.sample(CHATTER, k=rng.choices([0, 1, 2], [0.6, 0.25, 0.15])[0]))
     polite = " ".join(rng.sample(COURTESIES, k=rng.choices([1, 2], [0.85, 0.15])[0]))
@@ -127,6 +142,14 @@ def true_score(label: str, answer: str) -> float:
 
 def vocabulary() -> list[str]:
     """Every word and mark of the task, in order."""
-    sentences = (*REQUESTS, *OFFERS, *NO_OFFER, *COURTESIES, *RUDENESS, *CHATTER, "Customer: a Assistant:")
+    sentences = (
+        *REQUESTS,
+        *OFFERS,
+        *NO_OFFER,
+        *COURTESIES,
+        *RUDENESS,
+        *CHATTER,
+        "Customer: a Assistant:",
+    )
     text = " ".join((*sentences, *COLOURS, *THINGS)).replace("{0}", "").replace("{1}", "")
     return sorted(set(re.findall(r"\w+|[^\w\s]", text)))

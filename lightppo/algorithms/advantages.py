@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape, zero_where_masked
+from lightppo.algorithms.masking import (
+    AllReduceSum,
+    at_least_float32,
+    identity,
+    require_same_shape,
+    zero_where_masked,
+)
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 """Advantages (B, A) before whitening, and returns (B, A), the critic's target; both 0 at masked positions. Every rank
@@ -49,7 +55,9 @@ def gae(
     token, V is ``bootstrap_values``. Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16.
     """
     if values is None:
-        raise ValueError("--advantage_estimator gae needs values: give a critic (--critic_pretrain)")
+        raise ValueError(
+            "--advantage_estimator gae needs values: give a critic (--critic_pretrain)"
+        )
     require_same_shape(token_rewards=token_rewards, action_mask=action_mask, values=values)
     require_same_shape(bootstrap_values=bootstrap_values, rows=action_mask.any(dim=1))
     mask = action_mask.bool()
@@ -61,7 +69,9 @@ def gae(
     for t in reversed(range(mask.shape[1])):
         trained = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(trained, delta + gamma * lambd * next_advantage, next_advantage)
+        next_advantage = torch.where(
+            trained, delta + gamma * lambd * next_advantage, next_advantage
+        )
         next_value = torch.where(trained, values[:, t], next_value)
         advantages[:, t] = next_advantage
     advantages = advantages.masked_fill(~mask, 0.0)
@@ -77,10 +87,14 @@ def reward_to_go(token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0)
         sums = rewards.double().cpu().flip(1).cumsum(1).flip(1)  # a GPU has no deterministic one
         return sums.to(rewards).masked_fill(~action_mask.bool(), 0.0)
     zeros = torch.zeros_like(token_rewards)
-    return gae(token_rewards=token_rewards, action_mask=action_mask, values=zeros, gamma=gamma, lambd=1.0)[0]
+    return gae(
+        token_rewards=token_rewards, action_mask=action_mask, values=zeros, gamma=gamma, lambd=1.0
+    )[0]
 
 
-def reinforce(*, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_) -> tuple[Tensor, Tensor]:
+def reinforce(
+    *, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_
+) -> tuple[Tensor, Tensor]:
     """REINFORCE++: A_t = R_t, whitened over the whole batch afterwards; returns = A. Expects the KL in the reward.
 
     Source: Hu et al. 2025 (arXiv:2501.03262v9), §3.1, eq. 4; the whitening is its eq. 5.
@@ -91,14 +105,21 @@ def reinforce(*, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0,
 
 @torch.no_grad()
 def remax(
-    *, token_rewards: Tensor, action_mask: Tensor, baseline_scores: Tensor | None = None, gamma: float = 1.0, **_
+    *,
+    token_rewards: Tensor,
+    action_mask: Tensor,
+    baseline_scores: Tensor | None = None,
+    gamma: float = 1.0,
+    **_,
 ) -> tuple[Tensor, Tensor]:
     """ReMax: A_t = R_t - b, where b is the score of the greedy answer to the same prompt, without a KL penalty.
 
     Source: Li et al. 2023 (arXiv:2310.10505), Algorithm 1.
     """
     if baseline_scores is None:
-        raise ValueError("--advantage_estimator remax needs baseline_scores: score the greedy answer to each prompt")
+        raise ValueError(
+            "--advantage_estimator remax needs baseline_scores: score the greedy answer to each prompt"
+        )
     require_same_shape(baseline_scores=baseline_scores, rows=action_mask.any(dim=1))
     returns = reward_to_go(token_rewards, action_mask, gamma)
     baseline = baseline_scores.to(returns.dtype).unsqueeze(1)  # (B, 1)
@@ -114,7 +135,9 @@ def teacher_advantages(
     With γ = 0 the gradient is that of each token's reverse KL, whatever follows it; with γ = 1 that of the whole
     response. Source: Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); γ = 1: arXiv:2306.08543.
     """
-    require_same_shape(log_probs=log_probs, teacher_log_probs=teacher_log_probs, action_mask=action_mask)
+    require_same_shape(
+        log_probs=log_probs, teacher_log_probs=teacher_log_probs, action_mask=action_mask
+    )
     gap = at_least_float32(teacher_log_probs) - at_least_float32(log_probs)
     return reward_to_go(zero_where_masked(gap, action_mask), action_mask, discount)
 
@@ -148,13 +171,20 @@ class ScoreGroups(Groups):
     batch_std: Tensor | None = None  # (), of all scores of all ranks, in place of each group's
 
     @classmethod
-    def from_batch(cls, scores: Tensor, action_mask: Tensor, group_ids: Tensor | None) -> ScoreGroups:
+    def from_batch(
+        cls, scores: Tensor, action_mask: Tensor, group_ids: Tensor | None
+    ) -> ScoreGroups:
         """The N of B rows that have a trained token, in their order; the scores of the others are ignored."""
         index, count = number_groups(group_ids, action_mask, min_size=2)
         tokens = action_mask.bool().sum(dim=1)  # (B,)
         require_same_shape(scores=scores, rows=action_mask.any(dim=1))
         member = tokens > 0
-        return cls(index=index[member], count=count, scores=scores[member].double(), tokens=tokens[member].double())
+        return cls(
+            index=index[member],
+            count=count,
+            scores=scores[member].double(),
+            tokens=tokens[member].double(),
+        )
 
     @property
     def size(self) -> Tensor:
@@ -178,7 +208,9 @@ class ScoreGroups(Groups):
         return advantage / (self.std + std_eps).clamp(min=torch.finfo(advantage.dtype).tiny)
 
 
-def number_groups(group_ids: Tensor | None, action_mask: Tensor, min_size: int = 1) -> tuple[Tensor, int]:
+def number_groups(
+    group_ids: Tensor | None, action_mask: Tensor, min_size: int = 1
+) -> tuple[Tensor, int]:
     """Group numbers 0 … count - 1 of the rows (B,), and count."""
     if group_ids is None:
         raise ValueError("this estimator compares the samples of one prompt: give group_ids")
@@ -195,7 +227,12 @@ def number_groups(group_ids: Tensor | None, action_mask: Tensor, min_size: int =
 
 @torch.no_grad()
 def group_normalize(
-    advantages: Tensor, action_mask: Tensor, group_ids: Tensor | None, eps: float = 1e-5, *, min_size: int = 1
+    advantages: Tensor,
+    action_mask: Tensor,
+    group_ids: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    min_size: int = 1,
 ) -> Tensor:
     """x ← (x - μ_G) / (σ_G + eps), with μ_G and σ_G (biased) over the trained tokens of all samples of the group.
 
@@ -219,19 +256,31 @@ def group_normalize(
 class OnEveryToken:
     """An :data:`AdvantageFn` that gives all trained tokens of a sample one advantage; returns are the rewards to go."""
 
-    sequence_fn: Callable[..., Tensor]  # (groups: ScoreGroups, **arguments of AdvantageFn) -> (N,) float64
+    # (groups: ScoreGroups, **arguments of AdvantageFn) -> (N,) float64
+    sequence_fn: Callable[..., Tensor]
 
     @torch.no_grad()
     def __call__(
-        self, *, token_rewards: Tensor, action_mask: Tensor, scores: Tensor, group_ids: Tensor | None, **more: Any
+        self,
+        *,
+        token_rewards: Tensor,
+        action_mask: Tensor,
+        scores: Tensor,
+        group_ids: Tensor | None,
+        **more: Any,
     ) -> tuple[Tensor, Tensor]:
         returns = reward_to_go(token_rewards, action_mask, more.get("gamma", 1.0))
         groups = ScoreGroups.from_batch(scores, action_mask, group_ids)
         if more.get("batch_std"):
-            groups = replace(groups, batch_std=_unbiased_std(groups.scores, more.get("all_reduce_sum", identity)))
+            groups = replace(
+                groups, batch_std=_unbiased_std(groups.scores, more.get("all_reduce_sum", identity))
+            )
         of_samples = self.sequence_fn(groups, **more)
         mask = action_mask.bool()
-        per_row = returns.new_zeros(len(mask)).masked_scatter(mask.any(dim=1), of_samples.to(returns.dtype))  # (B,)
+        # (B,)
+        per_row = returns.new_zeros(len(mask)).masked_scatter(
+            mask.any(dim=1), of_samples.to(returns.dtype)
+        )
         return torch.where(mask, per_row.unsqueeze(1), 0.0), returns
 
 
@@ -247,7 +296,9 @@ def rloo(groups: ScoreGroups, **_) -> Tensor:
     return groups.advantage * groups.size / (groups.size - 1).clamp(min=1)
 
 
-def group_norm(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
+def group_norm(
+    groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_
+) -> Tensor:
     """GRPO (arXiv:2402.03300, §4.1.2): A = (s - mean_G) / (std_G + std_eps), or ``dr_grpo`` without ``divide_std``.
 
     With the deviation of the batch: Liu et al. 2025 (arXiv:2508.08221), "Lite PPO".

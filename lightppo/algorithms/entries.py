@@ -22,16 +22,22 @@ F = TypeVar("F", bound=Callable)
 class EstimatorEntry(Entry):
     """An advantage estimator; the function is an :data:`lightppo.algorithms.advantages.AdvantageFn`."""
 
-    per_sample: bool = False  # one number per sample, by lightppo.algorithms.advantages.OnEveryToken
+    # one number per sample, by lightppo.algorithms.advantages.OnEveryToken
+    per_sample: bool = False
     needs_critic: bool = False  # it reads values
     min_group_size: int = 1  # least samples per prompt
     whiten: bool = False  # over all ranks, unless --adv_norm says otherwise
-    needs_score_norms: bool = False  # of a pass over the rollout: lightppo.algorithms.logprobs.score_norms
-    needs_greedy_baseline: bool = False  # compares with the greedy answer, which is sampled and scored too
+    # of a pass over the rollout: lightppo.algorithms.logprobs.score_norms
+    needs_score_norms: bool = False
+    # compares with the greedy answer, which is sampled and scored too
+    needs_greedy_baseline: bool = False
     discounted: bool = False  # --gamma acts
-    divides_by_std: bool = False  # of scores: --no_group_std_norm, --grpo_std_scope, --grpo_std_eps act
-    of_teacher: bool = False  # a teacher's term is all of its advantage: it needs one, and no reward
-    kl_in_loss: bool = False  # by default, not in the reward: its noise would be divided by a group's deviation too
+    # of scores: --no_group_std_norm, --grpo_std_scope, --grpo_std_eps act
+    divides_by_std: bool = False
+    # a teacher's term is all of its advantage: it needs one, and no reward
+    of_teacher: bool = False
+    # by default, not in the reward: its noise would be divided by a group's deviation too
+    kl_in_loss: bool = False
     policy_loss: str = "ppo"  # where --policy_loss says nothing
     loss_agg_mode: str | None = None  # where --loss_agg_mode says nothing; None: as the loss says
 
@@ -45,16 +51,19 @@ class EstimatorEntry(Entry):
 class PolicyLossEntry(Entry):
     """A policy loss; the function is a :data:`lightppo.algorithms.losses.PolicyLossFn`."""
 
-    eps_clip: tuple[float, float] | None = (0.2, 0.2)  # low, high where the flags say nothing; None: it clips nothing
+    # low, high where the flags say nothing; None: it clips nothing
+    eps_clip: tuple[float, float] | None = (0.2, 0.2)
     loss_agg_mode: str = "token-mean"  # the aggregation that it is defined with
-    selection: str | Callable | None = None  # singles out tokens: a lightppo.algorithms.losses.SelectionFn
+    # singles out tokens: a lightppo.algorithms.losses.SelectionFn
+    selection: str | Callable | None = None
 
 
 @dataclass(frozen=True)
 class KLEntry(Entry):
     """A KL estimator; the function is one of d at the sampled tokens, or of two sets of logits."""
 
-    gradient_of: str | None = None  # straight-through: the value is the function's, the gradient this one's
+    # straight-through: the value is the function's, the gradient this one's
+    gradient_of: str | None = None
     over_vocabulary: bool = False  # needs the logits of both models: lightppo.algorithms.kl.full_kl
 
 
@@ -67,7 +76,12 @@ class AggregationEntry(Entry):
 
 def metric_names() -> dict[str, str]:
     """Names under ``train/`` that single algorithms add → meaning."""
-    return {name: meaning for table in TABLES for entry in table.values() for name, meaning in entry.metrics.items()}
+    return {
+        name: meaning
+        for table in TABLES
+        for entry in table.values()
+        for name, meaning in entry.metrics.items()
+    }
 
 
 # -- files of the user's own -----------------------------------------------------------------------------------------
@@ -107,7 +121,9 @@ _REINFORCE_BASELINE = _of_group(f"{_ADVANTAGES}:reinforce_baseline", whiten=True
 ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
     "--advantage_estimator",
     {
-        "gae": EstimatorEntry(f"{_ADVANTAGES}:gae", needs_critic=True, whiten=True, discounted=True),
+        "gae": EstimatorEntry(
+            f"{_ADVANTAGES}:gae", needs_critic=True, whiten=True, discounted=True
+        ),
         "reinforce": _REINFORCE,
         "reinforce++": _REINFORCE,
         "reinforce++_baseline": _REINFORCE_BASELINE,
@@ -116,7 +132,9 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "grpo": _GROUP_NORM,
         "group_norm": _GROUP_NORM,
         "dr_grpo": _of_group(f"{_ADVANTAGES}:dr_grpo", loss_agg_mode="seq-mean-token-sum-norm"),
-        "remax": EstimatorEntry(f"{_ADVANTAGES}:remax", needs_greedy_baseline=True, discounted=True),
+        "remax": EstimatorEntry(
+            f"{_ADVANTAGES}:remax", needs_greedy_baseline=True, discounted=True
+        ),
     },
     decorator="estimator",
     kind=EstimatorEntry,

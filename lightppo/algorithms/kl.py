@@ -50,7 +50,11 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def full_kl(
-    logits: Tensor, ref_logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None, beta: float = 1.0
+    logits: Tensor,
+    ref_logits: Tensor,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    beta: float = 1.0,
 ) -> Tensor:
     """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature), (N, V) -> (N,): the exact KL.
 
@@ -69,7 +73,12 @@ def full_kl(
 class _FullKL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float, chunk_size: int, beta: float
+        ctx: Any,
+        logits: Tensor,
+        ref_logits: Tensor,
+        temperature: float,
+        chunk_size: int,
+        beta: float,
     ) -> Tensor:
         kl = at_least_float32(logits.new_empty(logits.shape[0]))  # (N,)
         for start in range(0, len(logits), chunk_size):
@@ -93,7 +102,9 @@ class _FullKL(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _divergence(logits: Tensor, ref_logits: Tensor, temperature: float, beta: float) -> tuple[Tensor, Tensor, Tensor]:
+def _divergence(
+    logits: Tensor, ref_logits: Tensor, temperature: float, beta: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of a chunk: the divergence (n,), and two factors (n, V) of its gradient in logits / temperature."""
     log_p, log_q = log_softmax(logits, temperature), log_softmax(ref_logits, temperature)
     p = log_p.exp()
@@ -133,7 +144,9 @@ def approx_kl(
     """
     entry = KL_ESTIMATORS.find(estimator)
     if entry.over_vocabulary:
-        raise ValueError(f"--kl_estimator {estimator} needs the logits of both models: call full_kl")
+        raise ValueError(
+            f"--kl_estimator {estimator} needs the logits of both models: call full_kl"
+        )
     require_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, action_mask=action_mask)
     log_ratio = at_least_float32(log_probs) - at_least_float32(ref_log_probs)  # (B, A)
     if action_mask is not None:
@@ -163,7 +176,9 @@ class KLController:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the coefficient; everything else comes from flags. ValueError for a state of another kind."""
         if state.get("kind") != self.kind:
-            raise ValueError(f"the checkpoint's KL is {state.get('kind')}, here {self.kind}: set --kl_target as it was")
+            raise ValueError(
+                f"the checkpoint's KL is {state.get('kind')}, here {self.kind}: set --kl_target as it was"
+            )
         self.value = float(state["value"])
 
 
@@ -180,7 +195,9 @@ class FixedKLController(KLController):
         flag = self.value
         super().load_state_dict(state)
         if self.value != flag:
-            logger.warning("--init_kl_coef is %g; the checkpoint was made with %g", flag, self.value)
+            logger.warning(
+                "--init_kl_coef is %g; the checkpoint was made with %g", flag, self.value
+            )
         self.value = flag
 
 
@@ -203,13 +220,21 @@ class AdaptiveKLController(KLController):
     def update(self, current_kl: float, n_samples: int) -> None:
         """Call once per rollout batch, with the KL before any update on it; both numbers are over all ranks."""
         if not math.isfinite(current_kl):
-            raise ValueError(f"the KL of this rollout is {current_kl}: policy or reference gives broken log probs")
+            raise ValueError(
+                f"the KL of this rollout is {current_kl}: policy or reference gives broken log probs"
+            )
         if self.MAX_ERROR * n_samples >= self.horizon:
-            raise ValueError(f"--kl_horizon {self.horizon} must be above a fifth of a rollout's {n_samples} samples")
+            raise ValueError(
+                f"--kl_horizon {self.horizon} must be above a fifth of a rollout's {n_samples} samples"
+            )
         error = min(max(current_kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
         self.value *= 1.0 + error * n_samples / self.horizon
 
 
-def make_kl_controller(init: float, target: float | None, horizon: float) -> FixedKLController | AdaptiveKLController:
+def make_kl_controller(
+    init: float, target: float | None, horizon: float
+) -> FixedKLController | AdaptiveKLController:
     """Adaptive if ``--kl_target`` is set, fixed otherwise."""
-    return FixedKLController(init) if target is None else AdaptiveKLController(init, target, horizon)
+    return (
+        FixedKLController(init) if target is None else AdaptiveKLController(init, target, horizon)
+    )

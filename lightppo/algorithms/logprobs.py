@@ -17,13 +17,17 @@ from lightppo.algorithms.masking import at_least_float32
 from lightppo.algorithms.matmul import linear, product
 
 CHUNK_ELEMENTS = 1 << 26  # numbers in a float32 chunk: 256 MB, whatever the vocabulary
-EVEN = 128  # products of the head are multiples of this wide: a GPU takes far longer where rows begin at odd addresses
+# products of the head are multiples of this wide: a GPU takes far longer where rows begin at odd
+# addresses
+EVEN = 128
 
 
 def rows_per_chunk(vocab_size: int, chunk_size: int | None, temperature: float) -> int:
     """``chunk_size``, or for ``None`` as many rows as make up ``CHUNK_ELEMENTS`` numbers, a multiple of ``EVEN``."""
     if not temperature > 0:
-        raise ValueError(f"--temperature must be above 0 for log probs, got {temperature}; greedy decoding has none")
+        raise ValueError(
+            f"--temperature must be above 0 for log probs, got {temperature}; greedy decoding has none"
+        )
     return chunk_size or max(1, _evened(CHUNK_ELEMENTS // max(1, vocab_size)))
 
 
@@ -37,7 +41,9 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
 
 
-def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
+def token_log_probs(
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = None
+) -> Tensor:
     """log softmax(logits / temperature) at ``labels``: logits (..., V) of any float type, labels (...) in [0, V).
 
     Without gradients only one chunk is in float32 at a time; ``chunk_size``, in tokens, does not change the result.
@@ -47,11 +53,17 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, ch
         return _gather(log_softmax(chunk, temperature), ids)
 
     _check_labels(logits, labels)
-    return _in_chunks(gather, rows_per_chunk(logits.shape[-1], chunk_size, temperature), logits, labels)
+    return _in_chunks(
+        gather, rows_per_chunk(logits.shape[-1], chunk_size, temperature), logits, labels
+    )
 
 
 def log_probs_and_entropy(
-    logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = None, entropy_grad: bool = True
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """:func:`token_log_probs`, and the entropy of the same distribution in nats: (...) each, one softmax per chunk."""
 
@@ -62,7 +74,9 @@ def log_probs_and_entropy(
 
     _check_labels(logits, labels)
     chunk_size = rows_per_chunk(logits.shape[-1], chunk_size, temperature)
-    log_probs, entropy = (x.contiguous() for x in _in_chunks(both, chunk_size, logits, labels).unbind(-1))
+    log_probs, entropy = (
+        x.contiguous() for x in _in_chunks(both, chunk_size, logits, labels).unbind(-1)
+    )
     return log_probs, entropy if entropy_grad else entropy.detach()
 
 
@@ -79,7 +93,9 @@ def score_norms(logits: Tensor, log_probs: Tensor, temperature: float = 1.0) -> 
 
 def _check_labels(logits: Tensor, labels: Tensor) -> None:
     if labels.shape != logits.shape[:-1]:
-        raise ValueError(f"labels {tuple(labels.shape)} must have one entry per row of {tuple(logits.shape)}")
+        raise ValueError(
+            f"labels {tuple(labels.shape)} must have one entry per row of {tuple(logits.shape)}"
+        )
 
 
 def _gather(log_probs: Tensor, ids: Tensor) -> Tensor:
@@ -97,7 +113,9 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         (log_probs,) = ctx.saved_tensors
-        return -grad.unsqueeze(-1) * (log_probs.exp() * (log_probs.clamp(min=_lowest(log_probs)) + 1))
+        return -grad.unsqueeze(-1) * (
+            log_probs.exp() * (log_probs.clamp(min=_lowest(log_probs)) + 1)
+        )
 
 
 def _lowest(log_probs: Tensor) -> float:
@@ -105,7 +123,9 @@ def _lowest(log_probs: Tensor) -> float:
     return torch.finfo(log_probs.dtype).min
 
 
-def _in_chunks(fn: Callable[..., Tensor], chunk_size: int, logits: Tensor, *aligned: Tensor) -> Tensor:
+def _in_chunks(
+    fn: Callable[..., Tensor], chunk_size: int, logits: Tensor, *aligned: Tensor
+) -> Tensor:
     """Apply ``fn`` to chunks of at most ``chunk_size`` tokens; the result has the leading shape of ``logits``."""
     shape = logits.shape[:-1]
     if shape.numel() <= chunk_size:
@@ -117,7 +137,9 @@ def _in_chunks(fn: Callable[..., Tensor], chunk_size: int, logits: Tensor, *alig
     parts = zip(logits.split(group), *(tensor.split(group) for tensor in aligned))
     if per_row <= chunk_size:
         return torch.cat([fn(*part) for part in parts])
-    return torch.stack([_in_chunks(fn, chunk_size, *(tensor.squeeze(0) for tensor in part)) for part in parts])
+    return torch.stack(
+        [_in_chunks(fn, chunk_size, *(tensor.squeeze(0) for tensor in part)) for part in parts]
+    )
 
 
 def linear_log_probs(
@@ -157,7 +179,9 @@ def linear_log_probs(
     if entropy_grad and isinstance(entropy, TokenPlaces):
         raise ValueError("entropy_grad needs the entropy of all tokens")
     plan = _Plan(temperature, chunk_size, valid, columns, entropy, bool(entropy) and entropy_grad)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (hidden, weight, bias)
+    ):
         return _LinearLogProbs.apply(hidden, weight, bias, labels, plan)
     return _score(hidden, weight, bias, labels, plan, for_backward=False)[:2]
 
@@ -171,7 +195,9 @@ class TokenPlaces:
 
     def split(self, size: int, count: int) -> list[Tensor]:
         """The places within each part of ``size`` of ``count`` tokens."""
-        bounds = torch.searchsorted(self.on_cpu, torch.arange(0, max(count, 1) + size, size)).tolist()
+        bounds = torch.searchsorted(
+            self.on_cpu, torch.arange(0, max(count, 1) + size, size)
+        ).tolist()
         return [self.index[a:b] - n * size for n, (a, b) in enumerate(pairwise(bounds))]
 
 
@@ -193,37 +219,58 @@ Scores = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 @torch.no_grad()
 def _score(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, plan: _Plan, *, for_backward: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    plan: _Plan,
+    *,
+    for_backward: bool,
 ) -> Scores:
     """Chunk by chunk over the tokens, without a graph."""
     single = len(hidden) <= plan.chunk_size
     parts, places = [], repeat(plan.entropy)
     if isinstance(plan.entropy, TokenPlaces):
         places = plan.entropy.split(plan.chunk_size, len(hidden))
-    for h, ids, entropy in zip(hidden.split(plan.chunk_size), labels.split(plan.chunk_size), places):
+    for h, ids, entropy in zip(
+        hidden.split(plan.chunk_size), labels.split(plan.chunk_size), places
+    ):
         logits = _logits(h, weight, bias, slice(0, plan.columns), plan)
-        parts.append(_score_chunk(logits, ids, entropy, keep=for_backward and single, sum_up=for_backward))
-    return parts[0] if single else tuple(None if part[0] is None else torch.cat(part) for part in zip(*parts))
+        parts.append(
+            _score_chunk(logits, ids, entropy, keep=for_backward and single, sum_up=for_backward)
+        )
+    return (
+        parts[0]
+        if single
+        else tuple(None if part[0] is None else torch.cat(part) for part in zip(*parts))
+    )
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, plan: _Plan) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, plan: _Plan
+) -> Tensor:
     """(T, block), divided by the temperature, -inf beyond the valid ids, in a buffer that may be overwritten."""
     logits = at_least_float32(linear(hidden, weight[block], None if bias is None else bias[block]))
     logits[:, max(0, plan.valid - block.start) :] = -torch.inf
     return logits if plan.temperature == 1.0 else logits.div_(plan.temperature)
 
 
-def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool | Tensor, keep: bool, sum_up: bool) -> Scores:
+def _score_chunk(
+    logits: Tensor, labels: Tensor, entropy: bool | Tensor, keep: bool, sum_up: bool
+) -> Scores:
     """Scores of (C, V) logits, which are overwritten; the entropy of all rows, or of some by their numbers."""
     log_softmax = torch.log_softmax(logits, dim=-1)
     log_probs = _gather(log_softmax, labels)
     log_sum = entropies = None
     if sum_up and not keep:
-        top, where = logits.max(dim=-1)  # x - log p is the same at every v, and most exact where x is largest
+        # x - log p is the same at every v, and most exact where x is largest
+        top, where = logits.max(dim=-1)
         log_sum = top - _gather(log_softmax, where)
     if isinstance(entropy, Tensor):
         some = torch.index_select(log_softmax, 0, entropy, out=logits[: len(entropy)])
-        entropies = torch.zeros_like(log_probs).index_copy_(0, entropy, _entropies(some, torch.exp(some)))
+        entropies = torch.zeros_like(log_probs).index_copy_(
+            0, entropy, _entropies(some, torch.exp(some))
+        )
     elif entropy:
         entropies = _entropies(log_softmax, torch.exp(log_softmax, out=logits))
     return log_probs, entropies, log_sum, log_softmax if keep else None
@@ -239,7 +286,9 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, plan: _Plan
     ) -> tuple[Tensor, Tensor | None]:
-        log_probs, entropy, log_sum, log_softmax = _score(hidden, weight, bias, labels, plan, for_backward=True)
+        log_probs, entropy, log_sum, log_softmax = _score(
+            hidden, weight, bias, labels, plan, for_backward=True
+        )
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         # The weight itself, no view of it: ZeRO-3 takes its storage away until the backward.
@@ -250,18 +299,23 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, from_log_probs: Tensor | None, from_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx, from_log_probs: Tensor | None, from_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, entropy, log_sum, log_softmax = ctx.saved_tensors
         plan: _Plan = ctx.plan
         wide = torch.promote_types(hidden.dtype, torch.float32)
         to_hidden, to_weight, to_bias = (
             x.new_zeros(x.shape, dtype=dtype) if needed else None
-            for x, dtype, needed in zip((hidden, weight, bias), (wide, None, None), ctx.needs_input_grad)
+            for x, dtype, needed in zip(
+                (hidden, weight, bias), (wide, None, None), ctx.needs_input_grad
+            )
         )
         if from_log_probs is None and from_entropy is None:
             return to_hidden, to_weight, to_bias, None, None
         from_log_probs, from_entropy = (
-            None if g is None else (g / plan.temperature).unsqueeze(-1) for g in (from_log_probs, from_entropy)
+            None if g is None else (g / plan.temperature).unsqueeze(-1)
+            for g in (from_log_probs, from_entropy)
         )
         width = plan.columns  # a single block if log_softmax is kept
         if log_softmax is None:
@@ -271,7 +325,15 @@ class _LinearLogProbs(torch.autograd.Function):
             log_probs = log_softmax
             if recomputed := log_softmax is None:
                 log_probs = _logits(hidden, weight, bias, block, plan).sub_(log_sum.unsqueeze(-1))
-            grad = _to_logits(log_probs, labels, entropy, from_log_probs, from_entropy, block, overwrite=recomputed)
+            grad = _to_logits(
+                log_probs,
+                labels,
+                entropy,
+                from_log_probs,
+                from_entropy,
+                block,
+                overwrite=recomputed,
+            )
             if to_bias is not None:
                 to_bias[block] = grad.sum(0).to(bias.dtype)
             grad = grad.to(weight.dtype)
@@ -279,7 +341,13 @@ class _LinearLogProbs(torch.autograd.Function):
                 to_weight[block] = product(grad.t(), hidden)
             if to_hidden is not None:
                 to_hidden += product(grad, weight[block])
-        return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, to_bias, None, None
+        return (
+            None if to_hidden is None else to_hidden.to(hidden.dtype),
+            to_weight,
+            to_bias,
+            None,
+            None,
+        )
 
 
 def _to_logits(
@@ -295,7 +363,8 @@ def _to_logits(
     term = None
     if from_entropy is not None:
         probabilities = log_probs.exp()
-        term = log_probs.clamp_(min=_lowest(log_probs)) if overwrite else log_probs.clone()  # a kept one has its floor
+        # a kept one has its floor
+        term = log_probs.clamp_(min=_lowest(log_probs)) if overwrite else log_probs.clone()
         term.add_(entropy.unsqueeze(-1))
         # p · (log p + E) first: 0 for a forbidden token, whatever the gradient
         term.mul_(probabilities).mul_(from_entropy)
@@ -308,4 +377,6 @@ def _to_logits(
         grad.sub_(term)
     in_block = (labels >= block.start) & (labels < block.stop)
     column = (labels - block.start).clamp(0, block.stop - block.start - 1)
-    return grad.scatter_add_(1, column.unsqueeze(-1), from_log_probs.masked_fill(~in_block.unsqueeze(-1), 0))
+    return grad.scatter_add_(
+        1, column.unsqueeze(-1), from_log_probs.masked_fill(~in_block.unsqueeze(-1), 0)
+    )

@@ -16,7 +16,12 @@ from torch import Tensor
 from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, PolicyLossEntry
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
 from lightppo.algorithms.logprobs import token_log_probs
-from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, require_same_shape, zero_where_masked
+from lightppo.algorithms.masking import (
+    LossNormalizer,
+    aggregate_loss,
+    require_same_shape,
+    zero_where_masked,
+)
 from lightppo.option import shown_object
 
 Metrics = dict[str, Tensor]
@@ -33,8 +38,10 @@ class LossInputs:
     advantages: Tensor
     action_mask: Tensor  # bool
     eps_low: float | None = None  # how far below 1 the ratio may fall; None: the loss does not clip
-    eps_high: float | None = None  # how far above 1 the ratio may rise; None: the loss does not clip
-    selected: Tensor | None = None  # bool, tokens singled out by the loss's selection; None: it has no selection
+    # how far above 1 the ratio may rise; None: the loss does not clip
+    eps_high: float | None = None
+    # bool, tokens singled out by the loss's selection; None: it has no selection
+    selected: Tensor | None = None
 
     @cached_property
     def log_ratio(self) -> Tensor:
@@ -48,7 +55,9 @@ class LossInputs:
 
     def row_mean(self, values: Tensor) -> Tensor:
         """(B, 1), mean of each row over its trained tokens; ``values`` are 0 elsewhere."""
-        return values.sum(dim=1, keepdim=True) / self.action_mask.sum(dim=1, keepdim=True).clamp(min=1)
+        return values.sum(dim=1, keepdim=True) / self.action_mask.sum(dim=1, keepdim=True).clamp(
+            min=1
+        )
 
     def clipped_surrogate(self, ratio: Tensor) -> TokenLoss:
         """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and the tokens that lose their gradient to the clip."""
@@ -60,7 +69,9 @@ class LossInputs:
         """The tokens that lose their gradient to the limit on log ratios."""
         return (log_ratio.detach().abs() > LOG_RATIO_LIMIT) & (self.advantages != 0)
 
-    def metrics(self, lost: Tensor | None = None, *, ratio: Tensor | None = None, **own: Tensor) -> Metrics:
+    def metrics(
+        self, lost: Tensor | None = None, *, ratio: Tensor | None = None, **own: Tensor
+    ) -> Metrics:
         """Metrics (B, A) without gradient: clipping hit the ``lost`` tokens, ``ratio`` is from before clipping."""
         within = limited(self.log_ratio.detach())
         found = {
@@ -93,7 +104,9 @@ def ppo_policy_loss(x: LossInputs, *, dual_clip: float | None = None) -> TokenLo
         return loss, x.metrics(lost)
     bound = -dual_clip * x.advantages
     dual_clipped = (x.advantages < 0) & (loss > bound)
-    return torch.where(dual_clipped, bound, loss), x.metrics(lost | dual_clipped, dual_clip_ratio=dual_clipped)
+    return torch.where(dual_clipped, bound, loss), x.metrics(
+        lost | dual_clipped, dual_clip_ratio=dual_clipped
+    )
 
 
 def gspo_policy_loss(x: LossInputs) -> TokenLoss:
@@ -123,18 +136,23 @@ def cispo_policy_loss(x: LossInputs) -> TokenLoss:
 class PolicyLoss:
     """The policy loss of one micro batch. Refuses unknown names and values out of range."""
 
-    clip_eps_low: float | None = None  # above 0, at most 1 (no lower bound); None: the loss's default, 0.2 for ppo
+    # above 0, at most 1 (no lower bound); None: the loss's default, 0.2 for ppo
+    clip_eps_low: float | None = None
     clip_eps_high: float | None = None  # above 0; None: the loss's default
     policy_loss: str | Callable = "ppo"  # one of entries.POLICY_LOSSES, path.py:name, or a function
-    loss_agg_mode: str = "token-mean"  # one of entries.LOSS_AGG_MODES, whatever the loss's paper uses
-    options: Mapping[str, float | None] = field(default_factory=dict)  # by flag name; missing or None: the default
+    # one of entries.LOSS_AGG_MODES, whatever the loss's paper uses
+    loss_agg_mode: str = "token-mean"
+    # by flag name; missing or None: the default
+    options: Mapping[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         entry, name = self.entry, shown_object(self.policy_loss)
         LOSS_AGG_MODES.find(self.loss_agg_mode)
         given = (self.clip_eps_low, self.clip_eps_high)
         if entry.eps_clip is None and given != (None, None):
-            raise ValueError(f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out")
+            raise ValueError(
+                f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out"
+            )
         low, high = (own if x is None else x for x, own in zip(given, entry.eps_clip or given))
         if low is not None and not (0 < low <= 1 and high > 0):
             raise ValueError(
@@ -171,7 +189,9 @@ class PolicyLoss:
             selected: (B, A), the tokens that clip_cov and kl_cov single out; ``None`` for all other losses.
         """
         require_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
-        require_same_shape(log_probs=log_probs, action_mask=action_mask, weights=weights, selected=selected)
+        require_same_shape(
+            log_probs=log_probs, action_mask=action_mask, weights=weights, selected=selected
+        )
         if (selected is None) != (self.entry.selection is None):
             raise ValueError(
                 f"policy_loss {shown_object(self.policy_loss)!r}: give selected if, and only if, it selects tokens"
@@ -190,14 +210,18 @@ class PolicyLoss:
         token_loss, token_metrics = self.entry.fn(inputs, **self.options)
         if weights is not None:
             weights = zero_where_masked(weights.detach(), mask)
-            token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)  # even if the loss is not finite
+            # even if the loss is not finite
+            token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)
         loss = aggregate_loss(token_loss, mask, self.loss_agg_mode, normalizer)
         return loss, _token_means(token_metrics, mask, normalizer)
 
 
 def _token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:
     """This micro batch's share of the step's token means, without gradient."""
-    return {name: aggregate_loss(x.detach(), mask, "token-mean", normalizer) for name, x in token_metrics.items()}
+    return {
+        name: aggregate_loss(x.detach(), mask, "token-mean", normalizer)
+        for name, x in token_metrics.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -213,7 +237,10 @@ class ValueLoss:
 
     def __post_init__(self) -> None:
         LOSS_AGG_MODES.find(self.loss_agg_mode)
-        for flag, limit in (("--value_clip", self.value_clip), ("--value_huber_delta", self.huber_delta)):
+        for flag, limit in (
+            ("--value_clip", self.value_clip),
+            ("--value_huber_delta", self.huber_delta),
+        ):
             if limit is not None and not limit > 0:
                 raise ValueError(f"{flag} must be above 0, or None, not {limit}")
 
@@ -229,7 +256,9 @@ class ValueLoss:
 
         All (B, A): ``old_values`` are the critic's at rollout time. Without a ``normalizer``, this is the whole step.
         """
-        require_same_shape(values=values, old_values=old_values, returns=returns, action_mask=action_mask)
+        require_same_shape(
+            values=values, old_values=old_values, returns=returns, action_mask=action_mask
+        )
         mask = action_mask.bool()
         normalizer = normalizer or LossNormalizer.from_masks([mask])
         values, old_values, returns = (
@@ -250,7 +279,9 @@ class ValueLoss:
         if self.huber_delta is None:
             return 0.5 * difference.square()
         zeros = torch.zeros_like(difference)
-        return torch.nn.functional.huber_loss(difference, zeros, reduction="none", delta=self.huber_delta)
+        return torch.nn.functional.huber_loss(
+            difference, zeros, reduction="none", delta=self.huber_delta
+        )
 
 
 class GPTLMLoss:
@@ -263,7 +294,11 @@ class GPTLMLoss:
         return int((labels[:, 1:] != self.IGNORE_INDEX).sum())
 
     def __call__(
-        self, logits: Tensor, labels: Tensor, normalizer_tokens: float | None = None, dp_size: int = 1
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        normalizer_tokens: float | None = None,
+        dp_size: int = 1,
     ) -> Tensor:
         """Loss of one micro batch; position t of ``logits`` (B, S, V) predicts label t + 1.
 
@@ -274,4 +309,6 @@ class GPTLMLoss:
         token_loss = -token_log_probs(logits[:, :-1], labels.masked_fill(~mask, 0))
         tokens = float(mask.sum()) if normalizer_tokens is None else normalizer_tokens
         # token-mean needs only the tokens
-        return aggregate_loss(token_loss, mask, "token-mean", LossNormalizer(tokens, sequences=0, dp_size=dp_size))
+        return aggregate_loss(
+            token_loss, mask, "token-mean", LossNormalizer(tokens, sequences=0, dp_size=dp_size)
+        )

@@ -36,7 +36,10 @@ def require_same_shape(**tensors: Tensor | None) -> None:
     """ValueError for tensors that would broadcast against each other unnoticed; ``None`` is skipped."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1:
-        raise ValueError("shapes must be equal: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
+        raise ValueError(
+            "shapes must be equal: "
+            + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        )
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -93,11 +96,17 @@ class LossNormalizer:
     tokens: float  # unmasked
     sequences: float  # rows with at least one unmasked token
     dp_size: int = 1  # data-parallel ranks, whose gradients are averaged
-    scale: float = 1.0  # constant of seq-mean-token-sum-norm, in tokens: a horizon such as generate_max_len
+    # constant of seq-mean-token-sum-norm, in tokens: a horizon such as generate_max_len
+    scale: float = 1.0
 
     @classmethod
     def from_masks(
-        cls, masks: Iterable[Tensor], *, all_reduce_sum: AllReduceSum = identity, dp_size: int = 1, scale: float = 1.0
+        cls,
+        masks: Iterable[Tensor],
+        *,
+        all_reduce_sum: AllReduceSum = identity,
+        dp_size: int = 1,
+        scale: float = 1.0,
     ) -> LossNormalizer:
         """Count the (B, A) masks of this rank's micro batches of a step, and sum over all ranks."""
         counts = torch.zeros(2, dtype=torch.float64)
@@ -120,7 +129,9 @@ def scaled_sequences(n: LossNormalizer) -> float:
     return n.sequences * n.scale
 
 
-def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, normalizer: LossNormalizer | None = None) -> Tensor:
+def aggregate_loss(
+    token_loss: Tensor, mask: Tensor, mode: str, normalizer: LossNormalizer | None = None
+) -> Tensor:
     """One micro batch's share of the loss of the whole optimizer step; 0 with a grad_fn if everything is masked.
 
     The loss of a step is a sum over all ranks r and micro batches k, divided by a global count N:
@@ -151,6 +162,8 @@ def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Loss
     count = entry.fn(normalizer)
     if count == 0:
         if mask.any():
-            raise ValueError(f"the mask has {int(mask.sum())} tokens but the normalizer counts none: {normalizer}")
+            raise ValueError(
+                f"the mask has {int(mask.sum())} tokens but the normalizer counts none: {normalizer}"
+            )
         return kept.sum()
     return kept.sum() * (normalizer.dp_size / count)

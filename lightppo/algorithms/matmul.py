@@ -19,7 +19,8 @@ from torch.nn import functional
 # batch has another shape. These numbers are enough for one pass through a model.
 _KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 32, "LRU_CACHE_CAPACITY": 1}
 _PACKED_FOR_ROWS = 64
-_ROWS_STEP = 8  # row counts are rounded up to this: a batch that shrinks row by row would compile a kernel per size
+# row counts are rounded up to this: a batch that shrinks row by row would compile a kernel per size
+_ROWS_STEP = 8
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -35,7 +36,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``: (M, K), (K, N) -> (M, N), of any layout, without a graph."""
     if not by_onednn(a, b):
         return a @ b
-    if not a.is_contiguous() and a.shape[0] > b.shape[1]:  # the left factor is copied: let it be the smaller one
+    # the left factor is copied: let it be the smaller one
+    if not a.is_contiguous() and a.shape[0] > b.shape[1]:
         return onednn_linear(b.t(), a).t()
     return onednn_linear(a, b.t())
 
@@ -61,7 +63,11 @@ def by_onednn(x: Tensor, weight: Tensor) -> bool:
 
 def onednn_is_faster() -> bool:
     """Whether to use oneDNN: never while compiling, nor if ``torch.backends.mkldnn`` is switched off."""
-    return not torch.compiler.is_compiling() and torch._C._get_mkldnn_enabled() and onednn_suits_machine()
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._get_mkldnn_enabled()
+        and onednn_suits_machine()
+    )
 
 
 @cache
@@ -72,7 +78,8 @@ def onednn_suits_machine() -> bool:
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # torch's own compiler calls it, but it is not public
+        # torch's own compiler calls it, but it is not public
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and cpuinfo.is_file()
         and "AuthenticAMD" in cpuinfo.read_text()
     )
@@ -98,7 +105,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])  # (T, N)
-        to_x = product(rows, weight).view(*gradient.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        to_x = (
+            product(rows, weight).view(*gradient.shape[:-1], -1)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         # contiguous, as its weight is: else every use of the gradient would turn it
-        to_weight = product(rows.t(), x.reshape(-1, x.shape[-1])).contiguous() if ctx.needs_input_grad[1] else None
+        to_weight = (
+            product(rows.t(), x.reshape(-1, x.shape[-1])).contiguous()
+            if ctx.needs_input_grad[1]
+            else None
+        )
         return to_x, to_weight, rows.sum(0) if ctx.needs_input_grad[2] else None

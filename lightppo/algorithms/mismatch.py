@@ -26,7 +26,8 @@ def mismatch_terms(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
     d, within = log_ratio[mask], limited(log_ratio)  # (N,), (B, A)
     return {
         "kl": -d,  # mean: KL(π_rollout ‖ π_old), unbiased
-        "k3_kl": k3(-d),  # e^d - d - 1; mean: the same KL, never negative (joschu.net/blog/kl-approx.html)
+        # e^d - d - 1; mean: the same KL, never negative (joschu.net/blog/kl-approx.html)
+        "k3_kl": k3(-d),
         "logp_diff": d.abs(),
         "ratio": within[mask].exp(),  # ρ
         "ppl_ratio": 1 / row_mean(within, mask)[rows, 0],  # e^(-mean d) = ppl_old / ppl_rollout

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape, zero_where_masked
+from lightppo.algorithms.masking import (
+    AllReduceSum,
+    at_least_float32,
+    identity,
+    require_same_shape,
+    zero_where_masked,
+)
 
 
 def clip_scores(scores: Tensor, clip_range: tuple[float, float] | None) -> Tensor:
@@ -21,7 +27,9 @@ def clip_scores(scores: Tensor, clip_range: tuple[float, float] | None) -> Tenso
     return scores if clip_range is None else scores.clamp(*clip_range)
 
 
-def scale_scores(scores: Tensor, bias: float = 0.0, scaling: float = 1.0, max_clip: float | None = None) -> Tensor:
+def scale_scores(
+    scores: Tensor, bias: float = 0.0, scaling: float = 1.0, max_clip: float | None = None
+) -> Tensor:
     """clip((score - bias) · scaling, ±max_clip): ``max_clip`` is in units of the result, None for no limit."""
     scores = (at_least_float32(scores) - bias) * scaling
     return scores if max_clip is None else scores.clamp(-max_clip, max_clip)
@@ -65,8 +73,10 @@ def dense_rewards(token_scores: Tensor, action_mask: Tensor, delta: bool) -> Ten
     if not delta or mask.shape[1] == 0:
         return scores
     positions = torch.arange(mask.shape[1], device=mask.device)
-    latest = torch.where(mask, positions, -1).cummax(dim=1).values  # (B, A), last trained position up to here, or -1
-    before = torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)  # (B, A), last trained position before here
+    # (B, A), last trained position up to here, or -1
+    latest = torch.where(mask, positions, -1).cummax(dim=1).values
+    # (B, A), last trained position before here
+    before = torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
     previous = scores.gather(1, before.clamp(min=0)).masked_fill(before < 0, 0.0)
     return (scores - previous).masked_fill(~mask, 0.0)
 
@@ -87,7 +97,9 @@ def compute_token_rewards(
     require_same_shape(action_mask=action_mask, kl=kl, token_scores=token_scores)
     require_same_shape(scores=scores, rows=action_mask.any(dim=1))
     if kl is None and kl_coef != 0.0:
-        raise ValueError(f"kl_coef is {kl_coef} but there is no KL: give the reference log probs or set it to 0")
+        raise ValueError(
+            f"kl_coef is {kl_coef} but there is no KL: give the reference log probs or set it to 0"
+        )
     mask = action_mask.bool()
     scores = at_least_float32(scores)
     rewards = scores.new_zeros(mask.shape)  # (B, A)
@@ -96,7 +108,8 @@ def compute_token_rewards(
     if token_scores is not None:
         rewards = rewards + at_least_float32(token_scores)
     positions = torch.arange(mask.shape[1], device=mask.device)
-    last = mask & (positions == torch.where(mask, positions, -1).amax(dim=1, keepdim=True))  # (B, A), one True a row
+    # (B, A), one True a row
+    last = mask & (positions == torch.where(mask, positions, -1).amax(dim=1, keepdim=True))
     return (rewards + torch.where(last, scores.unsqueeze(1), 0.0)).masked_fill(~mask, 0.0)
 
 
@@ -111,7 +124,11 @@ class Moments:
     @classmethod
     @torch.no_grad()
     def of(
-        cls, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity, name: str = "values"
+        cls,
+        values: Tensor,
+        mask: Tensor | None = None,
+        all_reduce_sum: AllReduceSum = identity,
+        name: str = "values",
     ) -> Moments:
         """Of the unmasked values of all ranks, in float64 and two passes. ``name`` is for the error message."""
         require_same_shape(values=values, mask=mask)
@@ -119,7 +136,9 @@ class Moments:
         exact = values.double().masked_fill(~kept, 0.0)
         total, count = all_reduce_sum(torch.stack([exact.sum(), kept.sum().double()])).tolist()
         if not math.isfinite(total):
-            raise ValueError(f"the {name} of this rollout hold NaN or infinite numbers: no mean of them can be taken")
+            raise ValueError(
+                f"the {name} of this rollout hold NaN or infinite numbers: no mean of them can be taken"
+            )
         if count == 0:  # the same on every rank, so all leave here together
             return cls()
         mean = total / count
@@ -129,7 +148,11 @@ class Moments:
     def mixed_with(self, batch: Moments, share: float, weight: float) -> Moments:
         """A mixture with the batch's, by share; with n_batch / n the merge of Chan, Golub and LeVeque 1979."""
         step = batch.mean - self.mean
-        variance = (1.0 - share) * self.variance + share * batch.variance + share * (1.0 - share) * step * step
+        variance = (
+            (1.0 - share) * self.variance
+            + share * batch.variance
+            + share * (1.0 - share) * step * step
+        )
         return Moments(weight, self.mean + share * step, variance)
 
 
@@ -158,7 +181,9 @@ class RunningMeanStd:
         """Divided by n, not n - 1."""
         return math.sqrt(self._moments.variance)
 
-    def update(self, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity) -> None:
+    def update(
+        self, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity
+    ) -> None:
         """Call once per rollout batch and before :meth:`normalize`, on every rank; errors of :meth:`Moments.of`."""
         batch = Moments.of(values, mask, all_reduce_sum, name="scores")
         count = self.count + batch.weight
@@ -174,10 +199,16 @@ class RunningMeanStd:
         return ((values.double() - self.mean) / (self.std + self.EPS)).to(values.dtype)
 
     def state_dict(self) -> dict[str, float]:
-        return {"count": self._moments.weight, "mean": self._moments.mean, "variance": self._moments.variance}
+        return {
+            "count": self._moments.weight,
+            "mean": self._moments.mean,
+            "variance": self._moments.variance,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._moments = Moments(float(state["count"]), float(state["mean"]), float(state["variance"]))
+        self._moments = Moments(
+            float(state["count"]), float(state["mean"]), float(state["variance"])
+        )
 
 
 class ValueNorm:
@@ -207,7 +238,9 @@ class ValueNorm:
         """Standard deviation of the returns, at least sqrt(eps); 1 before the first update."""
         return math.sqrt(max(self._moments.variance, self.eps)) if self._moments.weight else 1.0
 
-    def update(self, returns: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity) -> None:
+    def update(
+        self, returns: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity
+    ) -> None:
         """Call once per rollout batch, on every rank, with unnormalised returns; errors of :meth:`Moments.of`."""
         batch = Moments.of(returns, mask, all_reduce_sum, name="returns")
         self._old = (self.mean, self.std)
@@ -216,7 +249,9 @@ class ValueNorm:
             if self.kind == "ma":  # all returns ever seen weigh the same
                 weight = weight + batch.weight
                 share = batch.weight / weight
-            else:  # each later rollout multiplies a weight by beta; dividing by the sum of weights removes the bias
+            else:
+                # each later rollout multiplies a weight by beta; dividing by the sum of weights
+                # removes the bias
                 weight = self.beta * weight + (1.0 - self.beta)
                 share = (1.0 - self.beta) / weight
             self._moments = self._moments.mixed_with(batch, share, weight)
@@ -235,13 +270,22 @@ class ValueNorm:
         return _affine(values, 1.0 / std, -mean / std)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self._moments), "old_mean": self._old[0], "old_std": self._old[1]}
+        return {
+            "kind": self.kind,
+            **asdict(self._moments),
+            "old_mean": self._old[0],
+            "old_std": self._old[1],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the statistics; beta and eps come from flags. ValueError for a state of another kind."""
         if state["kind"] != self.kind:
-            raise ValueError(f"the checkpoint was made with --value_norm {state['kind']}, this run has {self.kind}")
-        self._moments = Moments(float(state["weight"]), float(state["mean"]), float(state["variance"]))
+            raise ValueError(
+                f"the checkpoint was made with --value_norm {state['kind']}, this run has {self.kind}"
+            )
+        self._moments = Moments(
+            float(state["weight"]), float(state["mean"]), float(state["variance"])
+        )
         self._old = (float(state["old_mean"]), float(state["old_std"]))
 
 

@@ -16,7 +16,12 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 import yaml
 
 from lightppo.config.options import OptionSet, conform, hint, told_of
-from lightppo.config.rules import PPOConfig, condition_text, idle_flags, without_effect_on_evaluation
+from lightppo.config.rules import (
+    PPOConfig,
+    condition_text,
+    idle_flags,
+    without_effect_on_evaluation,
+)
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
 from lightppo.plugin import ARGUMENTS, trained_by
@@ -75,11 +80,16 @@ def parse_args(
         for needed, names in idle_flags(config, flags).items():
             change = "changes" if len(names) == 1 else "change"
             given = ", ".join(f"--{name}" for name in names)
-            _print(f"{prog}: note: {given} {change} nothing here: as by default, without {needed}\n", sys.stderr)
+            _print(
+                f"{prog}: note: {given} {change} nothing here: as by default, without {needed}\n",
+                sys.stderr,
+            )
     return config
 
 
-def parse_section(kind: type[S], check: Callable[[S, int], list[str]], argv: Sequence[str] | None, prog: str) -> S:
+def parse_section(
+    kind: type[S], check: Callable[[S, int], list[str]], argv: Sequence[str] | None, prog: str
+) -> S:
     """The options of a script that has one section; errors as :func:`parse_args`.
 
     ``check`` says what is wrong with values that are each in range, for so many ranks. An option ``config`` names the
@@ -89,8 +99,12 @@ def parse_section(kind: type[S], check: Callable[[S, int], list[str]], argv: Seq
     with exit_on_mistakes(prog):
         flags = _read_flags(arguments, list(kind.options().values()))
         if flags.get("config") is not None:
-            of_run = _with_file(trained_by().get(flags.get("for"), PPOConfig)(), flags["config"]).flat()
-            flags = {name: value for name, value in of_run.items() if name in kind.options()} | flags
+            of_run = _with_file(
+                trained_by().get(flags.get("for"), PPOConfig)(), flags["config"]
+            ).flat()
+            flags = {
+                name: value for name, value in of_run.items() if name in kind.options()
+            } | flags
         config = kind(**flags)
         if problems := config.missing() + check(config, int(os.environ.get("WORLD_SIZE", "1"))):
             raise ConfigError("\n".join(problems))
@@ -107,7 +121,9 @@ def _arguments(argv: Sequence[str] | None, help_of: Callable[[bool], str]) -> Se
 
 
 @contextmanager
-def exit_on_mistakes(prog: str, kind: type[Exception] | tuple[type[Exception], ...] = ConfigError) -> Iterator[None]:
+def exit_on_mistakes(
+    prog: str, kind: type[Exception] | tuple[type[Exception], ...] = ConfigError
+) -> Iterator[None]:
     """Turns errors of these kinds into exit code 2, and prints its lines on rank 0."""
     try:
         yield
@@ -135,7 +151,11 @@ class CommandParser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"unexpected argument {word!r}"
-        places = [action.metavar for action in self._actions if action.metavar and not action.option_strings]
+        places = [
+            action.metavar
+            for action in self._actions
+            if action.metavar and not action.option_strings
+        ]
         if place := answer_of(name, places, "argument"):
             return f"unknown flag {name}: {place} is given without a flag: {self.prog} {' '.join(places)}"
         return f"unknown flag {name}{nearest(name, self._option_string_actions, 'flag')}"
@@ -152,7 +172,10 @@ def _print(text: str, file: Any = None) -> None:
 def _read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str, Any]:
     """The options that are given, in their types; a ConfigError has one line for each mistake."""
     # --train-batch-size is --train_batch_size
-    spelled = [re.sub(r"^--[A-Za-z][\w-]*", lambda m: "--" + m[0][2:].replace("-", "_"), text) for text in arguments]
+    spelled = [
+        re.sub(r"^--[A-Za-z][\w-]*", lambda m: "--" + m[0][2:].replace("-", "_"), text)
+        for text in arguments
+    ]
     for look in ARGUMENTS.values():
         spelled = look.fn(spelled)
     spelled, problems = _without_values_of_switches(spelled, options)
@@ -160,7 +183,9 @@ def _read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str
     problems += _unknown_arguments(unknown, options)
     if len(files := _config_files(spelled)) > 1:
         named = " and ".join(files)
-        problems.append(f"--config is given twice, {named}: name one file, whose key `config` may name the other one")
+        problems.append(
+            f"--config is given twice, {named}: name one file, whose key `config` may name the other one"
+        )
     values = {}
     for option in options:
         if option.name in given:
@@ -180,9 +205,16 @@ def _config_files(words: Sequence[str]) -> list[str]:
     return [value for value in values if value != "None"]
 
 
-def _without_values_of_switches(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], list[str]]:
+def _without_values_of_switches(
+    words: Sequence[str], options: Iterable[Option]
+) -> tuple[list[str], list[str]]:
     """The words without the value of ``--bf16 true``, which argparse would not explain; and a message for each."""
-    switches = {f"--{prefix}{one.name}": one.name for one in options if one.kind is bool for prefix in ("", "no_")}
+    switches = {
+        f"--{prefix}{one.name}": one.name
+        for one in options
+        if one.kind is bool
+        for prefix in ("", "no_")
+    }
     takes_value = {f"--{one.name}" for one in options if one.kind is bool and one.may_be_none}
     kept: list[str] = []
     problems = []
@@ -196,7 +228,9 @@ def _without_values_of_switches(words: Sequence[str], options: Iterable[Option])
             continue
         kept += [flag] * bool(equals)
         name = switches[flag]
-        problems.append(f"{flag} {value}: a switch takes no value: write --{name} for on, --no_{name} for off")
+        problems.append(
+            f"{flag} {value}: a switch takes no value: write --{name} for on, --no_{name} for off"
+        )
     return kept, problems
 
 
@@ -214,7 +248,9 @@ def _unknown_arguments(unknown: Sequence[str], options: Iterable[Option]) -> lis
             problems.append(f"unexpected argument {name!r}{fix}")
         elif not re.match("-+[a-zA-Z]", before):
             shown = f"{name}=…" if "=" in text else text  # the value may be a key
-            problems.append(f"unexpected argument {shown!r}{hint(name) or ': write --NAME VALUE' * ('=' in text)}")
+            problems.append(
+                f"unexpected argument {shown!r}{hint(name) or ': write --NAME VALUE' * ('=' in text)}"
+            )
     return problems
 
 
@@ -222,7 +258,11 @@ def _meant_by(flag: str, flags: Sequence[str]) -> str:
     """What an unknown flag may have meant: what the tables say, an option of another command, a similar one."""
     if told := told_of(flag, flags):
         return told
-    of_others = [name for name, kind in trained_by().items() if flag in {f"--{one.name}" for one in kind.all_options()}]
+    of_others = [
+        name
+        for name, kind in trained_by().items()
+        if flag in {f"--{one.name}" for one in kind.all_options()}
+    ]
     if of_others:
         return f": it is an option of lightppo {' and '.join(of_others)}, not of this command"
     return nearest(flag, flags)
@@ -243,13 +283,17 @@ class _Switch(argparse.Action):
 def _parser(options: Iterable[Option]) -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     # argparse's own takes -1e5 for a flag
-    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-inf$", re.IGNORECASE)
+    parser._negative_number_matcher = re.compile(
+        r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-inf$", re.IGNORECASE
+    )
     for option in options:
         if option.kind is bool:
             flags = [f"--{option.name}", f"--no_{option.name}"]
             parser.add_argument(*flags, action=_Switch, nargs="?" if option.may_be_none else 0)
         else:
-            parser.add_argument(f"--{option.name}", nargs="*" if get_origin(option.kind) is tuple else None)
+            parser.add_argument(
+                f"--{option.name}", nargs="*" if get_origin(option.kind) is tuple else None
+            )
     return parser
 
 
@@ -275,7 +319,9 @@ def _with_file(config: C, path: str, above: tuple[str, ...] = ()) -> C:
             config = _with_file(config, str(Path(path).parent / str(base)), (*above, path))
         return config.with_options(**values)
     except ConfigError as error:
-        raise ConfigError("\n".join(f"--config {path}: {line}" for line in str(error).split("\n"))) from error
+        raise ConfigError(
+            "\n".join(f"--config {path}: {line}" for line in str(error).split("\n"))
+        ) from error
 
 
 def _read_yaml(path: str, sections: Container[str]) -> dict[str, Any]:
@@ -289,8 +335,12 @@ def _read_yaml(path: str, sections: Container[str]) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"must be a mapping of option to value, not a {type(values).__name__}")
-    if nested := [name for name, value in values.items() if isinstance(value, dict) and name in sections]:
-        raise ConfigError(f"sections are not nested: write the options of {nested[0]!r} at the top level")
+    if nested := [
+        name for name, value in values.items() if isinstance(value, dict) and name in sections
+    ]:
+        raise ConfigError(
+            f"sections are not nested: write the options of {nested[0]!r} at the top level"
+        )
     return {str(name): value for name, value in values.items()}
 
 
@@ -302,7 +352,9 @@ class _Loader(yaml.SafeLoader):
         for i, key in enumerate(keys):
             if key.value in {earlier.value for earlier in keys[:i]}:
                 problem = f"option {key.value!r} is given twice"
-                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    problem=problem, problem_mark=key.start_mark
+                )
         return super().construct_mapping(node, deep)
 
 
@@ -312,7 +364,9 @@ class _Loader(yaml.SafeLoader):
 def help_text(prog: str, everything: bool, kind: type[C] = PPOConfig) -> str:
     """One screen of the usual options, or all of them by section with unit, range, default and what they need."""
     options = {option.name: option for option in kind.all_options()}
-    usage, screen, what = (_USAGE, _SCREEN, _DESCRIPTION) if kind is PPOConfig else (_DATA, kind.screen, kind.__doc__)
+    usage, screen, what = (
+        (_USAGE, _SCREEN, _DESCRIPTION) if kind is PPOConfig else (_DATA, kind.screen, kind.__doc__)
+    )
     lines = [f"usage: {prog} {usage} [--config FILE.yaml] [flags]"]
     if everything:
         lines += ["", f"{what} One process per GPU (or CPU rank): deepspeed, torchrun or python."]
@@ -324,7 +378,9 @@ def help_text(prog: str, everything: bool, kind: type[C] = PPOConfig) -> str:
         for option in map(options.__getitem__, names.split()):
             text = option.help.partition(". ")[0].rstrip(".")
             shown = "required" if option.required else shown_default(option.default)
-            note = f" [{shown}]" if option.required or option.default not in (None, (), False) else ""
+            note = (
+                f" [{shown}]" if option.required or option.default not in (None, (), False) else ""
+            )
             lines.append(f"  --{option.name:<23} {text}{note}")
     lines.append("--help all shows all options, docs/flags.md their table.")
     return "\n".join(lines) + "\n"
@@ -339,7 +395,9 @@ def _section_lines(section: type[Section]) -> Iterator[str]:
     yield section.__doc__ or ""
     for option in section.options().values():
         needs = f"needs {_needs(option)}" if option.needs else ""
-        notes = "; ".join(filter(None, ["required" * option.required, option.unit, option.range_text, needs]))
+        notes = "; ".join(
+            filter(None, ["required" * option.required, option.unit, option.range_text, needs])
+        )
         yield f"  {_spelled(option)}"
         yield f"      {option.help}{f' [{notes}]' * bool(notes)} (default: {shown_default(option.default)})"
 
@@ -350,7 +408,9 @@ def _spelled(option: Option) -> str:
     several = " ..." if get_origin(option.kind) is tuple else ""
     choices = get_args(option.kind) if get_origin(option.kind) is Literal else option.names
     kind = get_args(option.kind)[0] if several else option.kind
-    return f"--{option.name} " + ("|".join(map(str, choices)) if choices else _METAVARS[kind] + several)
+    return f"--{option.name} " + (
+        "|".join(map(str, choices)) if choices else _METAVARS[kind] + several
+    )
 
 
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}

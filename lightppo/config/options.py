@@ -8,7 +8,12 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
+from lightppo.algorithms.entries import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+)
 from lightppo.errors import ConfigError
 from lightppo.option import SECTIONS, Option, Section, additions_to, option
 from lightppo.plugin import ENGINES, HINTS, REWARD_MANAGERS
@@ -33,28 +38,44 @@ class FileConfig(Section, resume_safe=True):
 class ModelConfig(Section, of="weights"):
     """Models: where they come from and how they are loaded."""
 
-    pretrain: str | None = option(None, "Actor: local path, hub name or fsspec URL of a causal LM.", required=True)
+    pretrain: str | None = option(
+        None, "Actor: local path, hub name or fsspec URL of a causal LM.", required=True
+    )
     ref_pretrain: str | None = kl(None, "Reference model. None: the initial actor.")
     critic_pretrain: str | None = critic(
         None, "Critic. None: the first --reward_pretrain, or --pretrain if there is none."
     )
-    init_critic_from_actor: bool = critic(False, "Start the critic from --pretrain, even with a reward model.")
-    reward_pretrain: tuple[str, ...] = option((), "Reward models. --reward_fn path.py:name combines several.")
-    value_head_prefix: str = option("score", "Name of the value head in critic and reward checkpoints.")
-    init_from_scratch: bool = option(False, "Use random weights with the model's config instead of its checkpoint.")
+    init_critic_from_actor: bool = critic(
+        False, "Start the critic from --pretrain, even with a reward model."
+    )
+    reward_pretrain: tuple[str, ...] = option(
+        (), "Reward models. --reward_fn path.py:name combines several."
+    )
+    value_head_prefix: str = option(
+        "score", "Name of the value head in critic and reward checkpoints."
+    )
+    init_from_scratch: bool = option(
+        False, "Use random weights with the model's config instead of its checkpoint."
+    )
     override_config: str | None = option(
         None,
         'JSON that changes the config of all but reward models: {"rope_theta": 1e6}. Dropout set here acts in '
         "training.",
     )
-    external_lib: str | None = option(None, "Module to import before the models, e.g. to register an architecture.")
+    external_lib: str | None = option(
+        None, "Module to import before the models, e.g. to register an architecture."
+    )
     trust_remote_code: bool = option(False, "Run Python code that comes with a checkpoint.")
-    tokenizer_path: str | None = option(None, "Tokenizer: local path, hub name or fsspec URL. None: --pretrain's.")
+    tokenizer_path: str | None = option(
+        None, "Tokenizer: local path, hub name or fsspec URL. None: --pretrain's."
+    )
     disable_fast_tokenizer: bool = option(
         False, "Use the Python tokenizer instead of the Rust one. Fails if transformers has none."
     )
     bf16: bool = option(
-        False, "Train in bfloat16 with an fp32 master copy. Off: fp32.", needs="zero_stage!=0 and critic_zero_stage!=0"
+        False,
+        "Train in bfloat16 with an fp32 master copy. Off: fp32.",
+        needs="zero_stage!=0 and critic_zero_stage!=0",
     )
     fp16: bool = option(
         False,
@@ -69,18 +90,26 @@ class ModelConfig(Section, of="weights"):
     )
     flash_attn: bool = option(False, "The same as --attn_implementation flash_attention_2.")
     gradient_checkpointing: bool = per_role(
-        False, "Recompute activations in the backward pass: less memory, more time.", resume_safe=True
+        False,
+        "Recompute activations in the backward pass: less memory, more time.",
+        resume_safe=True,
     )
     gradient_checkpointing_use_reentrant: bool = safe(
-        False, "Use torch's reentrant checkpointing.", needs="gradient_checkpointing or critic_gradient_checkpointing"
+        False,
+        "Use torch's reentrant checkpointing.",
+        needs="gradient_checkpointing or critic_gradient_checkpointing",
     )
-    activation_offload: bool = safe(False, "GPU only: keep activations in CPU memory. Less GPU memory, more time.")
+    activation_offload: bool = safe(
+        False, "GPU only: keep activations in CPU memory. Less GPU memory, more time."
+    )
     torch_compile: bool = safe(
         False,
         "Compile the layers of actor, critic and reference: minutes at the start, faster steps on a GPU.",
         needs="zero_stage!=3 and critic_zero_stage!=3 and ref_zero_stage!=3",
     )
-    use_liger_kernel: bool = safe(False, "GPU only: use liger-kernel's norms, rotary embeddings and MLPs.")
+    use_liger_kernel: bool = safe(
+        False, "GPU only: use liger-kernel's norms, rotary embeddings and MLPs."
+    )
 
 
 class DataConfig(Section):
@@ -89,7 +118,9 @@ class DataConfig(Section):
     prompt_data: str | None = option(
         None, "Prompts: file, folder, hub name or URL; separate several with commas.", required=True
     )
-    prompt_data_probs: str | None = option(None, "Sampling probabilities of several --prompt_data, e.g. 0.7,0.3.")
+    prompt_data_probs: str | None = option(
+        None, "Sampling probabilities of several --prompt_data, e.g. 0.7,0.3."
+    )
     prompt_split: str = option("train", "Split of --prompt_data.")
     prompt_metadata: str | None = option(
         None,
@@ -99,11 +130,16 @@ class DataConfig(Section):
     eval_split: str = safe("test", "Split of --eval_data. Files without splits have only one.")
     pretrain_data: str | None = option(None, "Text for the PTX loss.", needs="ptx_coef>0")
     pretrain_data_probs: str | None = option(
-        None, "Sampling probabilities of several --pretrain_data.", needs="pretrain_data", off=("1.0", "1")
+        None,
+        "Sampling probabilities of several --pretrain_data.",
+        needs="pretrain_data",
+        off=("1.0", "1"),
     )
     pretrain_split: str = option("train", "Split of --pretrain_data.", needs="pretrain_data")
     input_key: str = option("input", "Column with the prompt: text, or a list of chat messages.")
-    label_key: str | None = option(None, "Column with the ground truth. None: detected from the row.")
+    label_key: str | None = option(
+        None, "Column with the ground truth. None: detected from the row."
+    )
     output_key: str | None = option(
         None,
         "Column with the answer in --pretrain_data. None: --input_key holds the whole text.",
@@ -112,16 +148,28 @@ class DataConfig(Section):
     input_template: str | None = option(None, "Text around the prompt; {} stands for the prompt.")
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
     system_prompt: str | None = option(None, "System message added to chats that have none.")
-    data_source_key: str = option("data_source", "Column that names a row's data source, for evaluation and rewards.")
-    data_shuffle: bool = option(True, "Shuffle the prompts anew in each episode. Off: in the data's order.")
-    max_samples: int = option(1000000, "Maximum number of rows taken from --prompt_data.", "prompts", ge=1)
-    eval_max_samples: int = safe(1000000, "Maximum number of rows taken from --eval_data.", "prompts", ge=1)
+    data_source_key: str = option(
+        "data_source", "Column that names a row's data source, for evaluation and rewards."
+    )
+    data_shuffle: bool = option(
+        True, "Shuffle the prompts anew in each episode. Off: in the data's order."
+    )
+    max_samples: int = option(
+        1000000, "Maximum number of rows taken from --prompt_data.", "prompts", ge=1
+    )
+    eval_max_samples: int = safe(
+        1000000, "Maximum number of rows taken from --eval_data.", "prompts", ge=1
+    )
     prompt_max_len: int = option(1024, "Maximum prompt length.", "tokens", ge=1)
     truncation: Literal["error", "left", "right", "middle", "drop"] = option(
         "error", "If a prompt is longer: stop, cut a side or the middle, or drop it. Counted."
     )
-    filter_overlong_prompts: bool = option(False, "Drop and count longer prompts, regardless of --truncation.")
-    on_bad_row: Literal["error", "skip"] = option("error", "If a row cannot be used: stop, or skip and count it.")
+    filter_overlong_prompts: bool = option(
+        False, "Drop and count longer prompts, regardless of --truncation."
+    )
+    on_bad_row: Literal["error", "skip"] = option(
+        "error", "If a row cannot be used: stop, or skip and count it."
+    )
     data_num_workers: int = safe(0, "Tokenizer processes. 0: tokenize in the main process.", ge=0)
     dataloader_pin_memory: bool = safe(True, "Pin batches in memory on a GPU machine.")
 
@@ -130,7 +178,9 @@ class RolloutConfig(Section, of="trainer"):
     """Rollouts: how many responses are sampled, and how."""
 
     rollout_batch_size: int = option(512, "Prompts per PPO step.", "prompts over all ranks", ge=1)
-    n_samples_per_prompt: int = option(1, "Responses per prompt.", "samples per prompt", ge=1, needs="sampling")
+    n_samples_per_prompt: int = option(
+        1, "Responses per prompt.", "samples per prompt", ge=1, needs="sampling"
+    )
     micro_rollout_batch_size: int | None = safe(
         None,
         "Sequences per generation or scoring pass. None: 8; hf generation on a GPU: as many as fit in its memory.",
@@ -138,16 +188,26 @@ class RolloutConfig(Section, of="trainer"):
         ge=1,
     )
     generate_max_len: int = option(1024, "Maximum response length.", "tokens", ge=1)
-    min_new_tokens: int = option(0, "Do not allow end-of-text before this many tokens.", "tokens", ge=0)
+    min_new_tokens: int = option(
+        0, "Do not allow end-of-text before this many tokens.", "tokens", ge=0
+    )
     do_sample: bool = option(True, "Sample; --no_do_sample always takes the most likely token.")
-    temperature: float = option(1.0, "Sampling temperature, also applied in the loss; 0: greedy.", ge=0)
-    top_p: float = option(1.0, "Nucleus sampling: use the smallest set of tokens with this probability.", gt=0, le=1)
+    temperature: float = option(
+        1.0, "Sampling temperature, also applied in the loss; 0: greedy.", ge=0
+    )
+    top_p: float = option(
+        1.0, "Nucleus sampling: use the smallest set of tokens with this probability.", gt=0, le=1
+    )
     top_k: int = option(-1, "Sample only from the k most likely tokens; -1: all.", ge=-1)
-    repetition_penalty: float = option(1.0, "Divide the logits of tokens that already occurred by this; 1: off.", gt=0)
+    repetition_penalty: float = option(
+        1.0, "Divide the logits of tokens that already occurred by this; 1: off.", gt=0
+    )
     presence_penalty: float = option(
         0.0, "Subtracted from the logits of tokens that occur in the response; 0: off.", ge=-2, le=2
     )
-    frequency_penalty: float = option(0.0, "The same for each occurrence of a token in the response.", ge=-2, le=2)
+    frequency_penalty: float = option(
+        0.0, "The same for each occurrence of a token in the response.", ge=-2, le=2
+    )
     min_p: float = option(
         0.0,
         "Minimum probability of a token, as a share of the most likely token's; 0: off.",
@@ -203,10 +263,15 @@ class SamplingConfig(Section, of="training"):
         "source.",
     )
     filter_range: tuple[float, float] | None = dynamic(
-        None, "Keep groups whose mean is inside, bounds excluded. None: groups whose samples are not all equal."
+        None,
+        "Keep groups whose mean is inside, bounds excluded. None: groups whose samples are not all equal.",
     )
     max_num_gen_batches: int = dynamic(
-        10, "Maximum number of generation batches per step; 0: no limit.", "batches", ge=0, resume_safe=True
+        10,
+        "Maximum number of generation batches per step; 0: no limit.",
+        "batches",
+        ge=0,
+        resume_safe=True,
     )
     on_exhausted: Literal["train_short", "raise", "reuse"] = safe(
         "train_short",
@@ -227,7 +292,9 @@ class SamplingConfig(Section, of="training"):
         off=(0,),
     )
     fire_sampling: bool = option(
-        False, "Sample the first token of each response at --fire_temperature.", needs="rollout_engine=hf and sampling"
+        False,
+        "Sample the first token of each response at --fire_temperature.",
+        needs="rollout_engine=hf and sampling",
     )
     fire_temperature: float | None = option(
         None, "Temperature of the first token. None: 10.", gt=0, needs="fire_sampling", off=(10,)
@@ -238,11 +305,16 @@ class SamplingConfig(Section, of="training"):
         "samples per step",
         ge=0,
     )
-    rollout_data_dir: str | None = safe(None, "Folder for stepN.jsonl, with every sample that the step trains on.")
-    skip_rollout: str | None = safe(
-        None, "Debugging: save rollouts in this folder; the next run reads them instead of sampling."
+    rollout_data_dir: str | None = safe(
+        None, "Folder for stepN.jsonl, with every sample that the step trains on."
     )
-    skip_rollout_reuse: bool = safe(False, "Use the first saved rollout in every step.", needs="skip_rollout")
+    skip_rollout: str | None = safe(
+        None,
+        "Debugging: save rollouts in this folder; the next run reads them instead of sampling.",
+    )
+    skip_rollout_reuse: bool = safe(
+        False, "Use the first saved rollout in every step.", needs="skip_rollout"
+    )
 
 
 reward_model = partial(option, needs="reward_pretrain")
@@ -252,7 +324,9 @@ shaping = partial(option, needs="trained_scores")
 class RewardConfig(Section, of="trainer"):
     """Rewards: sources and the shaping of scores."""
 
-    remote_rm_url: tuple[str, ...] = safe((), "Reward servers, or path.py with reward_func(queries, prompts, labels).")
+    remote_rm_url: tuple[str, ...] = safe(
+        (), "Reward servers, or path.py with reward_func(queries, prompts, labels)."
+    )
     reward_fn: str | None = option(
         None,
         "Reward function path.py[:name]. With several --reward_pretrain: the function that combines their scores.",
@@ -279,7 +353,9 @@ class RewardConfig(Section, of="trainer"):
         False, "Normalise scaled scores by the running mean and deviation over all ranks."
     )
     stop_properly_penalty: float | None = shaping(
-        None, "Truncated responses score at most this share of their score (0 to 1), or at most this (below 0).", le=1
+        None,
+        "Truncated responses score at most this share of their score (0 to 1), or at most this (below 0).",
+        le=1,
     )
     overlong_buffer_len: int | None = shaping(
         None,
@@ -290,8 +366,12 @@ class RewardConfig(Section, of="trainer"):
     overlong_penalty_factor: float | None = option(
         None, "Maximum penalty. None: 1.", gt=0, needs="overlong_buffer_len", off=(1,)
     )
-    mask_no_eos_with_zero: bool = shaping(False, "Truncated responses score 0; their KL still counts.")
-    mask_too_long: bool = option(False, "Exclude truncated responses from training and advantage statistics.")
+    mask_no_eos_with_zero: bool = shaping(
+        False, "Truncated responses score 0; their KL still counts."
+    )
+    mask_too_long: bool = option(
+        False, "Exclude truncated responses from training and advantage statistics."
+    )
     reward_clip_range: tuple[float, float] | None = shaping(
         (-10.0, 10.0), "Clip shaped scores to this range. None: off."
     )
@@ -350,14 +430,23 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
     """Algorithm: advantages, KL, reference."""
 
     advantage_estimator: str = option(
-        "gae", "How rewards become advantages: gae with a critic, rloo, grpo and others.", names=ADVANTAGE_ESTIMATORS
+        "gae",
+        "How rewards become advantages: gae with a critic, rloo, grpo and others.",
+        names=ADVANTAGE_ESTIMATORS,
     )
     gamma: float = option(1.0, "Discount per token.", ge=0, le=1, needs="discounting")
     lambd: float = critic(0.95, "GAE's λ.", ge=0, le=1)
-    bootstrap_truncated: bool = critic(False, "gae: continue truncated responses with the critic's last value.")
-    group_std_norm: bool = option(True, "Divide by the group's standard deviation.", needs="group_deviation")
+    bootstrap_truncated: bool = critic(
+        False, "gae: continue truncated responses with the critic's last value."
+    )
+    group_std_norm: bool = option(
+        True, "Divide by the group's standard deviation.", needs="group_deviation"
+    )
     grpo_std_eps: float | None = option(
-        None, "Added to the group's standard deviation. None: 1e-6.", ge=0, needs="group_deviation and group_std_norm"
+        None,
+        "Added to the group's standard deviation. None: 1e-6.",
+        ge=0,
+        needs="group_deviation and group_std_norm",
     )
     grpo_std_scope: Literal["group", "batch"] = option(
         "group",
@@ -371,8 +460,12 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
         needs="whitening and n_samples_per_prompt>1",
     )
     adv_shift_mean: bool = whitens_batch(True, "Subtract the mean when whitening the batch.")
-    adv_std_norm: bool = whitens_batch(True, "Divide by the standard deviation when whitening the batch.")
-    adv_std_unbiased: bool = whitens_batch(False, "Divide the variance by n - 1 instead of n.", also="adv_std_norm")
+    adv_std_norm: bool = whitens_batch(
+        True, "Divide by the standard deviation when whitening the batch."
+    )
+    adv_std_unbiased: bool = whitens_batch(
+        False, "Divide the variance by n - 1 instead of n.", also="adv_std_norm"
+    )
     adv_norm_eps: float | None = option(
         None,
         "Added to the batch's variance (None: 1e-8) or the group's deviation (None: 1e-5).",
@@ -381,9 +474,15 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
     )
     advantage_clip: float | None = option(None, "Clip advantages to ± this.", gt=0, off=(0,))
     init_kl_coef: float = option(0.01, "KL coefficient. 0: no reference model is loaded.", ge=0)
-    kl_target: float | None = kl(None, "Adapt the coefficient towards this KL. None: constant.", gt=0)
+    kl_target: float | None = kl(
+        None, "Adapt the coefficient towards this KL. None: constant.", gt=0
+    )
     kl_horizon: int = option(
-        10000, "Horizon of the adaptive coefficient.", "samples over all ranks", ge=1, needs="kl_target"
+        10000,
+        "Horizon of the adaptive coefficient.",
+        "samples over all ranks",
+        ge=1,
+        needs="kl_target",
     )
     kl_estimator: str | None = option(
         None,
@@ -400,16 +499,32 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
         None, "Put the KL in the reward. None: on unless it is in the loss.", off=(False,)
     )
     ref_ema_eta: float | None = kl(
-        None, "After each step set the reference to (1 - η)·reference + η·actor.", gt=0, le=1, off=(0,)
+        None,
+        "After each step set the reference to (1 - η)·reference + η·actor.",
+        gt=0,
+        le=1,
+        off=(0,),
     )
-    ref_reset_steps: int | None = kl(None, "Copy the actor to the reference every N steps.", "PPO steps", ge=1)
+    ref_reset_steps: int | None = kl(
+        None, "Copy the actor to the reference every N steps.", "PPO steps", ge=1
+    )
     ptx_coef: float = option(
-        0.05, "Weight of the language-model loss on --pretrain_data.", ge=0, needs="pretrain_data", off=(0,)
+        0.05,
+        "Weight of the language-model loss on --pretrain_data.",
+        ge=0,
+        needs="pretrain_data",
+        off=(0,),
     )
     freezing_actor_steps: int = critic(
-        -1, "Train only the critic up to and including this step; -1: never.", "PPO steps", ge=-1, off=(0,)
+        -1,
+        "Train only the critic up to and including this step; -1: never.",
+        "PPO steps",
+        ge=-1,
+        off=(0,),
     )
-    enable_ema: bool = option(False, "Keep an exponential moving average of the actor and save it at the end.")
+    enable_ema: bool = option(
+        False, "Keep an exponential moving average of the actor and save it at the end."
+    )
     ema_beta: float = option(0.992, "Decay of the moving average.", ge=0, lt=1, needs="enable_ema")
 
 
@@ -421,9 +536,12 @@ class DistillConfig(Section, of="training"):
     """Distillation: a teacher judges each token of the student's own samples."""
 
     teacher_pretrain: str | None = option(
-        None, "Teacher: local path, hub name or fsspec URL of a causal LM with the vocabulary of --pretrain."
+        None,
+        "Teacher: local path, hub name or fsspec URL of a causal LM with the vocabulary of --pretrain.",
     )
-    teacher_url: tuple[str, ...] = safe((), "Teacher: addresses of vLLM servers that share the samples.")
+    teacher_url: tuple[str, ...] = safe(
+        (), "Teacher: addresses of vLLM servers that share the samples."
+    )
     teacher_api_key_env: str | None = safe(
         None, "Environment variable with these servers' API key.", needs="teacher_url"
     )
@@ -431,15 +549,23 @@ class DistillConfig(Section, of="training"):
         None, "ZeRO stage of the teacher. None: as the reference."
     )
     teacher_offload: bool = safe(
-        False, "Keep the teacher's shards in CPU memory.", needs="teacher_zero_stage=3 and teacher_pretrain"
+        False,
+        "Keep the teacher's shards in CPU memory.",
+        needs="teacher_zero_stage=3 and teacher_pretrain",
     )
-    distill_coef: float = teacher(1.0, "Weight of the teacher's term, relative to the reward's.", gt=0)
+    distill_coef: float = teacher(
+        1.0, "Weight of the teacher's term, relative to the reward's.", gt=0
+    )
     distill_by: Literal["advantage", "loss"] = own_teacher(
         "advantage",
         "advantage: add log π_teacher - log π of the sampled token; loss: add a divergence over all tokens.",
     )
     distill_discount: float = teacher(
-        0.0, "Discount of later tokens' terms in a token's advantage.", ge=0, le=1, also="distill_by=advantage"
+        0.0,
+        "Discount of later tokens' terms in a token's advantage.",
+        ge=0,
+        le=1,
+        also="distill_by=advantage",
     )
     distill_beta: float = own_teacher(
         1.0,
@@ -457,20 +583,30 @@ class LossConfig(Section, own=POLICY_LOSSES, of="training"):
     """Losses: policy, entropy, value; early stop."""
 
     policy_loss: str | None = option(
-        None, "Policy loss, such as ppo, gspo, cispo. None: the estimator's default, ppo for most.", names=POLICY_LOSSES
+        None,
+        "Policy loss, such as ppo, gspo, cispo. None: the estimator's default, ppo for most.",
+        names=POLICY_LOSSES,
     )
     loss_agg_mode: str | None = option(
         None,
         "How token losses are combined. None: default of the estimator or loss, mostly token-mean.",
         names=LOSS_AGG_MODES,
     )
-    eps_clip: float | None = clips(None, "Clip range of the ratio. None: the loss's default, 0.2 for ppo.", gt=0, le=1)
+    eps_clip: float | None = clips(
+        None, "Clip range of the ratio. None: the loss's default, 0.2 for ppo.", gt=0, le=1
+    )
     eps_clip_low: float | None = clips(None, "Lower clip range. None: --eps_clip.", gt=0, le=1)
-    eps_clip_high: float | None = clips(None, "Upper clip range (clip-higher). None: --eps_clip.", gt=0)
+    eps_clip_high: float | None = clips(
+        None, "Upper clip range (clip-higher). None: --eps_clip.", gt=0
+    )
     entropy_coef: float = option(0.0, "Weight of the entropy bonus in the actor's loss.", ge=0)
-    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of a mixture of experts.", ge=0)
+    aux_loss_coef: float = option(
+        0.0, "Weight of the load-balancing loss of a mixture of experts.", ge=0
+    )
     early_stop_imp_ratio: float | None = option(
-        5.0, "Skip an optimizer step of the actor if its mean probability ratio is above this. None: off.", gt=1
+        5.0,
+        "Skip an optimizer step of the actor if its mean probability ratio is above this. None: off.",
+        gt=1,
     )
     early_stop_kl: float | None = option(
         None,
@@ -483,15 +619,22 @@ class LossConfig(Section, own=POLICY_LOSSES, of="training"):
         "Log probs before the update: from a forward pass, or from the rollout. auto: skip the pass if the "
         "result would be the same, as with one optimizer step per rollout or float32 rollouts by the actor.",
     )
-    value_clip: float | None = critic(0.2, "Clip range of values around the old ones. None: off.", gt=0, off=(None,))
+    value_clip: float | None = critic(
+        0.2, "Clip range of values around the old ones. None: off.", gt=0, off=(None,)
+    )
     value_huber_delta: float | None = critic(
         None, "Use a linear (Huber) value loss for errors above this. None: squared.", gt=0
     )
     value_norm: Literal["exp", "ma"] | None = critic(
-        None, "Train the critic on returns normalised by an exponential or plain moving average. None: raw returns."
+        None,
+        "Train the critic on returns normalised by an exponential or plain moving average. None: raw returns.",
     )
-    value_norm_beta: float | None = option(None, "Decay of exp. None: 0.99995.", gt=0, lt=1, needs="value_norm=exp")
-    value_norm_eps: float | None = option(None, "Minimum variance. None: 1e-5.", gt=0, needs="value_norm")
+    value_norm_beta: float | None = option(
+        None, "Decay of exp. None: 0.99995.", gt=0, lt=1, needs="value_norm=exp"
+    )
+    value_norm_eps: float | None = option(
+        None, "Minimum variance. None: 1e-5.", gt=0, needs="value_norm"
+    )
 
 
 class TrainingConfig(Section, of="training"):
@@ -499,20 +642,33 @@ class TrainingConfig(Section, of="training"):
 
     num_episodes: int = safe(1, "Passes over the prompts.", "episodes", ge=1)
     total_training_steps: int | None = safe(
-        None, "Stop after this many PPO steps and fit the schedules to it. None: all episodes.", ge=1
+        None,
+        "Stop after this many PPO steps and fit the schedules to it. None: all episodes.",
+        ge=1,
     )
     dry_run: bool = safe(
-        False, "Check everything and run one step on a few short samples with the real models; nothing is kept."
+        False,
+        "Check everything and run one step on a few short samples with the real models; nothing is kept.",
     )
     callback: tuple[str, ...] = safe(
-        (), "Callbacks of your own, path.py:NAME: what happens beside training; docs/extending.md has examples."
+        (),
+        "Callbacks of your own, path.py:NAME: what happens beside training; docs/extending.md has examples.",
     )
-    benchmark_steps: int | None = safe(None, "Stop after this many PPO steps without changing the schedules.", ge=1)
+    benchmark_steps: int | None = safe(
+        None, "Stop after this many PPO steps without changing the schedules.", ge=1
+    )
     train_batch_size: int | None = option(
-        None, "Samples per optimizer step. None: 128, or set by --ppo_n_minibatches.", "samples over all ranks", ge=1
+        None,
+        "Samples per optimizer step. None: 128, or set by --ppo_n_minibatches.",
+        "samples over all ranks",
+        ge=1,
     )
-    ppo_n_minibatches: int | None = option(None, "Optimizer steps per epoch; sets --train_batch_size.", ge=1)
-    micro_train_batch_size: int = safe(4, "Samples per forward and backward pass.", "samples per rank", ge=1)
+    ppo_n_minibatches: int | None = option(
+        None, "Optimizer steps per epoch; sets --train_batch_size.", ge=1
+    )
+    micro_train_batch_size: int = safe(
+        4, "Samples per forward and backward pass.", "samples per rank", ge=1
+    )
     max_tokens_per_micro_batch: int | None = safe(
         None,
         "Maximum tokens per training or scoring pass, instead of a number of samples; padding counts.",
@@ -524,7 +680,9 @@ class TrainingConfig(Section, of="training"):
         "Sizes of single calls, CALL=SAMPLES or CALL=TOKENSt such as reference=64 actor_train=4096t. Calls: "
         "actor, reference, critic, reward (scoring), actor_train, critic_train.",
     )
-    balance_ranks: bool = safe(True, "Swap groups of samples between ranks so that all train on about as many tokens.")
+    balance_ranks: bool = safe(
+        True, "Swap groups of samples between ranks so that all train on about as many tokens."
+    )
     max_epochs: int = per_role(1, "Passes over each rollout.", "epochs", ge=1)
     packing_samples: bool | None = safe(
         None,
@@ -532,7 +690,9 @@ class TrainingConfig(Section, of="training"):
         "keep the sequences apart exactly; the log says if not.",
     )
     share_prompts: bool = safe(
-        True, "With sdpa: compute a prompt once for all its samples.", needs="packing_samples!=False"
+        True,
+        "With sdpa: compute a prompt once for all its samples.",
+        needs="packing_samples!=False",
     )
     shuffle: Literal["samples", "groups"] = option(
         "samples",
@@ -540,7 +700,10 @@ class TrainingConfig(Section, of="training"):
         needs="n_samples_per_prompt>1",
     )
     buffer_limit: int = safe(
-        0, "Maximum samples in the buffer, oldest removed first; 0: no limit.", "samples per rank", ge=0
+        0,
+        "Maximum samples in the buffer, oldest removed first; 0: no limit.",
+        "samples per rank",
+        ge=0,
     )
     buffer_cpu_offload: bool = safe(True, "Keep the replay buffer in CPU memory.")
     actor_learning_rate: float = option(1e-06, "Peak learning rate of the actor.", ge=0)
@@ -548,8 +711,12 @@ class TrainingConfig(Section, of="training"):
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = per_role(
         "cosine_with_min_lr", "Learning rate schedule over all optimizer steps, after the warm-up."
     )
-    lr_warmup_ratio: float = per_role(0.03, "Share of the optimizer steps used for warm-up.", ge=0, le=1)
-    lr_warmup_steps: int | None = per_role(None, "Optimizer steps used for warm-up. None: by --lr_warmup_ratio.", ge=0)
+    lr_warmup_ratio: float = per_role(
+        0.03, "Share of the optimizer steps used for warm-up.", ge=0, le=1
+    )
+    lr_warmup_steps: int | None = per_role(
+        None, "Optimizer steps used for warm-up. None: by --lr_warmup_ratio.", ge=0
+    )
     min_lr_ratio: float = per_role(
         0.1, "Final learning rate of cosine_with_min_lr, as a share of the peak.", ge=0, le=1
     )
@@ -577,16 +744,32 @@ class StrategyConfig(Section):
     ref_zero_stage: Literal[0, 3] | None = safe(
         None, "ZeRO stage of reference and EMA. None: 3 at --zero_stage 3, else 0."
     )
-    reward_zero_stage: Literal[0, 3] | None = safe(None, "ZeRO stage of reward models. None: as the reference.")
-    adam_offload: bool = safe(False, "Keep the actor's optimizer state in CPU memory.", needs="zero_stage=1|2|3")
-    critic_adam_offload: bool | None = safe(None, "The critic's. None: --adam_offload, at ZeRO 1 to 3.", needs="critic")
-    param_offload: bool = safe(False, "Keep the actor's parameter shards in CPU memory.", needs="zero_stage=3")
-    critic_param_offload: bool | None = safe(None, "The critic's. None: --param_offload, at ZeRO 3.", needs="critic")
-    ref_offload: bool = safe(
-        False, "Keep the reference's shards in CPU memory.", needs="ref_zero_stage=3 and own_reference"
+    reward_zero_stage: Literal[0, 3] | None = safe(
+        None, "ZeRO stage of reward models. None: as the reference."
     )
-    reward_offload: bool = safe(False, "Keep the reward models' shards in CPU memory.", needs="reward_zero_stage=3")
-    zpg: int = safe(1, "ZeRO-3 hpZ: ranks per secondary partition; 1: off.", "ranks", ge=1, needs="zero_stage=3")
+    adam_offload: bool = safe(
+        False, "Keep the actor's optimizer state in CPU memory.", needs="zero_stage=1|2|3"
+    )
+    critic_adam_offload: bool | None = safe(
+        None, "The critic's. None: --adam_offload, at ZeRO 1 to 3.", needs="critic"
+    )
+    param_offload: bool = safe(
+        False, "Keep the actor's parameter shards in CPU memory.", needs="zero_stage=3"
+    )
+    critic_param_offload: bool | None = safe(
+        None, "The critic's. None: --param_offload, at ZeRO 3.", needs="critic"
+    )
+    ref_offload: bool = safe(
+        False,
+        "Keep the reference's shards in CPU memory.",
+        needs="ref_zero_stage=3 and own_reference",
+    )
+    reward_offload: bool = safe(
+        False, "Keep the reward models' shards in CPU memory.", needs="reward_zero_stage=3"
+    )
+    zpg: int = safe(
+        1, "ZeRO-3 hpZ: ranks per secondary partition; 1: off.", "ranks", ge=1, needs="zero_stage=3"
+    )
     grad_accum_dtype: Literal["fp32", "bf16"] | None = option(
         None, "Type in which gradients are accumulated.", needs="bf16", off=("fp32",)
     )
@@ -599,7 +782,9 @@ class StrategyConfig(Section):
     seed: int = option(42, "Seed of sampling, shuffling and initialisation.", ge=0, lt=2**63)
     full_determinism: bool = option(False, "Use deterministic kernels, which are slower.")
     local_rank: int = safe(-1, "Set by the launcher.")
-    dist_timeout: float = safe(30.0, "Maximum wait for another rank or for a sign of life.", "minutes", gt=0)
+    dist_timeout: float = safe(
+        30.0, "Maximum wait for another rank or for a sign of life.", "minutes", gt=0
+    )
 
 
 saved = partial(option, needs="save_steps>0 or save_epochs or save_seconds")
@@ -614,25 +799,37 @@ class CheckpointConfig(Section, resume_safe=True):
         resume_safe=False,
     )
     ckpt_path: str | None = option(
-        None, "Folder or URL of the checkpoints: _actor, _critic, global_stepN_hf. None: SAVE_PATH/checkpoints_ppo."
+        None,
+        "Folder or URL of the checkpoints: _actor, _critic, global_stepN_hf. None: SAVE_PATH/checkpoints_ppo.",
     )
     save_steps: int = option(-1, "Save a checkpoint every N steps; -1: never.", "PPO steps", ge=-1)
     save_epochs: int | None = option(None, "Save a checkpoint every N episodes.", "episodes", ge=1)
     save_seconds: float | None = option(None, "Save a checkpoint every N seconds.", "seconds", gt=0)
-    hf_save_steps: int = option(-1, "Export the actor in HF format every N steps; -1: never.", "PPO steps", ge=-1)
+    hf_save_steps: int = option(
+        -1, "Export the actor in HF format every N steps; -1: never.", "PPO steps", ge=-1
+    )
     hf_save_epochs: int | None = option(None, "Export every N episodes.", "episodes", ge=1)
     hf_save_seconds: float | None = option(None, "Export every N seconds.", "seconds", gt=0)
     save_hf_ckpt: bool = saved(False, "Also export the actor in HF format with each checkpoint.")
     disable_ds_ckpt: bool = saved(False, "Leave the resumable state out of checkpoints.")
-    max_ckpt_num: int = option(3, "Maximum number of checkpoints; the oldest is removed first.", ge=1)
+    max_ckpt_num: int = option(
+        3, "Maximum number of checkpoints; the oldest is removed first.", ge=1
+    )
     max_ckpt_mem: float = option(
-        100000000.0, "Maximum disk space of all checkpoints; the oldest is removed first.", "GB", gt=0
+        100000000.0,
+        "Maximum disk space of all checkpoints; the oldest is removed first.",
+        "GB",
+        gt=0,
     )
     resume: str = option(
-        "auto", "auto: continue from the last checkpoint; never; or a checkpoint path.", off=("never",)
+        "auto",
+        "auto: continue from the last checkpoint; never; or a checkpoint path.",
+        off=("never",),
     )
     load_checkpoint: bool = option(True, "--no_load_checkpoint means --resume never.")
-    reshape_ckpt: bool = option(False, "Also resume a checkpoint from a different number of processes or ZeRO stage.")
+    reshape_ckpt: bool = option(
+        False, "Also resume a checkpoint from a different number of processes or ZeRO stage."
+    )
     signal_grace: float = option(
         25.0,
         "Maximum wait for the current step after a signal. SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run "
@@ -651,29 +848,46 @@ class EvaluationConfig(Section, resume_safe=True):
     """Evaluation on --eval_data."""
 
     eval_steps: int = evaluated(
-        -1, "Evaluate every N steps; -1: once per episode; 0: before and after training.", "PPO steps", ge=-1, off=(0,)
+        -1,
+        "Evaluate every N steps; -1: once per episode; 0: before and after training.",
+        "PPO steps",
+        ge=-1,
+        off=(0,),
     )
     eval_epochs: int | None = evaluated(
         None, "Evaluate every N episodes, regardless of --eval_steps.", "episodes", ge=1
     )
     eval_seconds: float | None = evaluated(None, "Evaluate every N seconds.", "seconds", gt=0)
     eval_n_samples: int = evaluated(
-        1, "Samples per prompt, for mean@n and pass@k.", "samples per prompt", ge=1, also="eval_temperature>0"
+        1,
+        "Samples per prompt, for mean@n and pass@k.",
+        "samples per prompt",
+        ge=1,
+        also="eval_temperature>0",
     )
     eval_temperature: float | None = evaluated(
-        None, "Sampling temperature; 0: greedy. None: 0, or 1 if --eval_n_samples is above 1.", ge=0, off=(0, 1)
+        None,
+        "Sampling temperature; 0: greedy. None: 0, or 1 if --eval_n_samples is above 1.",
+        ge=0,
+        off=(0, 1),
     )
     eval_top_p: float = evaluated(1.0, "Nucleus sampling.", gt=0, le=1, also="eval_temperature>0")
     eval_top_k: int = evaluated(
         -1, "Sample only from the k most likely tokens; -1: all.", ge=-1, also="eval_temperature>0"
     )
-    eval_correct_threshold: float = evaluated(0.5, "Scores of at least this are correct, if the source gives no acc.")
-    eval_reward_source: tuple[str, ...] = evaluated(
-        (), "Scorers for evaluation, as --reward_source. None: the training scorer, or --eval_reward_fn."
+    eval_correct_threshold: float = evaluated(
+        0.5, "Scores of at least this are correct, if the source gives no acc."
     )
-    eval_reward_fn: str | None = evaluated(None, "Reward function for evaluation, path.py[:name].", takes_object=True)
+    eval_reward_source: tuple[str, ...] = evaluated(
+        (),
+        "Scorers for evaluation, as --reward_source. None: the training scorer, or --eval_reward_fn.",
+    )
+    eval_reward_fn: str | None = evaluated(
+        None, "Reward function for evaluation, path.py[:name].", takes_object=True
+    )
     best_metric: str | None = evaluated(
-        None, "Keep the actor with the highest value of this metric in --ckpt_path/best_hf, e.g. eval/accuracy."
+        None,
+        "Keep the actor with the highest value of this metric in --ckpt_path/best_hf, e.g. eval/accuracy.",
     )
     val_before_train: bool = evaluated(True, "Evaluate before the first step.")
     val_only: bool = safe(False, "Evaluate and stop; needs no prompts, critic or reference.")
@@ -702,7 +916,9 @@ class OptionSet:
     def __init__(self, **sections: Section) -> None:
         kinds = self.sections()
         if unknown := sections.keys() - kinds.keys():
-            raise TypeError(f"{type(self).__name__} has no section {min(unknown)!r}{nearest(min(unknown), kinds)}")
+            raise TypeError(
+                f"{type(self).__name__} has no section {min(unknown)!r}{nearest(min(unknown), kinds)}"
+            )
         vars(self).update({name: sections.get(name) or kind() for name, kind in kinds.items()})
 
     def __eq__(self, other: object) -> bool:
@@ -727,7 +943,11 @@ class OptionSet:
     @classmethod
     def parts(cls) -> list[type[Section]]:
         """The sections, and what plugins add to each: who knows what of the options."""
-        return [part for name, kind in cls.sections().items() for part in (kind, *_additions(name, kind))]
+        return [
+            part
+            for name, kind in cls.sections().items()
+            for part in (kind, *_additions(name, kind))
+        ]
 
     @classmethod
     def all_options(cls) -> Iterator[Option]:
@@ -762,7 +982,10 @@ class OptionSet:
         if problems:
             raise ConfigError("\n".join(problems))
         sections = {owner: getattr(self, owner) for owner in changed}
-        replaced = {owner: type(section)(**vars(section) | changed[owner]) for owner, section in sections.items()}
+        replaced = {
+            owner: type(section)(**vars(section) | changed[owner])
+            for owner, section in sections.items()
+        }
         return type(self)(**vars(self) | replaced)
 
     def flat(self) -> dict[str, Any]:
@@ -803,7 +1026,11 @@ def _is_section(kind: Any) -> bool:
 
 
 def _additions(name: str, kind: type[Section]) -> list[type[Section]]:
-    return [addition for addition in additions_to(name) if addition.options().keys() <= kind.options().keys()]
+    return [
+        addition
+        for addition in additions_to(name)
+        if addition.options().keys() <= kind.options().keys()
+    ]
 
 
 def sections() -> dict[str, type[Section]]:
@@ -831,7 +1058,9 @@ def told_of(flag: str, flags: Container[str]) -> str:
     """What the tables say of an unknown flag: other trainers' names, and what people mean; as the end of a message."""
     told = hint(flag.removeprefix("--"))
     named = re.findall(r"--(?:no_)?(\w+)", told)
-    return told if told and all(f"--{name}" in flags for name in named) else meant(flag, flags, "flag")
+    return (
+        told if told and all(f"--{name}" in flags for name in named) else meant(flag, flags, "flag")
+    )
 
 
 def conform(one: Option, value: Any) -> Any:
@@ -842,14 +1071,23 @@ def conform(one: Option, value: Any) -> Any:
         told = hint(one.name, value)
         if told:
             raise ConfigError(f"--{one.name} {value}{told}") from None
-        other = None if one.names is None or meant(str(value), one.names, one.name) else _option_that_takes(value)
-        raise ConfigError(f"--{one.name} {value}: it is a value of --{other}" if other else str(error)) from None
+        other = (
+            None
+            if one.names is None or meant(str(value), one.names, one.name)
+            else _option_that_takes(value)
+        )
+        raise ConfigError(
+            f"--{one.name} {value}: it is a value of --{other}" if other else str(error)
+        ) from None
 
 
 def _option_that_takes(name: Any) -> str | None:
     """The option whose table of algorithms has this name."""
     tables = ((other, other.names) for other in all_options() if other.names is not None)
-    return next((other.name for other, names in tables if str(name) in names and name != other.default), None)
+    return next(
+        (other.name for other, names in tables if str(name) in names and name != other.default),
+        None,
+    )
 
 
 def unsafe_changes(
@@ -870,9 +1108,16 @@ def unsafe_changes(
     refused, safe, evaluates = {}, {}, now.get("val_only", False)
     read_by = {name: kind.of for name, kind in sections().items()}
     for one in all_options() if options is None else options:
-        unread = evaluates and (read_by.get(one.owner) == "training" or (one.required and now[one.name] is None))
+        unread = evaluates and (
+            read_by.get(one.owner) == "training" or (one.required and now[one.name] is None)
+        )
         if one.name not in saved or saved[one.name] == now[one.name] or unread or one.name in idle:
             continue
-        other_part = read_by.get(one.owner) != "weights" or one.name.startswith(("critic_", "ref_", "reward_"))
-        (safe if one.resume_safe or (evaluates and other_part) else refused)[one.name] = saved[one.name], now[one.name]
+        other_part = read_by.get(one.owner) != "weights" or one.name.startswith(
+            ("critic_", "ref_", "reward_")
+        )
+        (safe if one.resume_safe or (evaluates and other_part) else refused)[one.name] = (
+            saved[one.name],
+            now[one.name],
+        )
     return refused, safe

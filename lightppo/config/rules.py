@@ -44,7 +44,11 @@ def policy_loss_entry(config: Options) -> PolicyLossEntry:
 
 def token_weights(config: Options, in_training: bool) -> dict[str, Callable[..., Any]]:
     """The functions of ``TOKEN_WEIGHTS`` that this run needs in training, or before the update."""
-    functions = {name: entry.fn(config) for name, entry in TOKEN_WEIGHTS.items() if entry.in_training == in_training}
+    functions = {
+        name: entry.fn(config)
+        for name, entry in TOKEN_WEIGHTS.items()
+        if entry.in_training == in_training
+    }
     return {name: function for name, function in functions.items() if function is not None}
 
 
@@ -60,7 +64,10 @@ def needs_reference(config: Options) -> bool:
 
 def needs_teacher(config: Options) -> bool:
     """Whether a teacher judges the samples of this run."""
-    return bool(config.distill.teacher_pretrain or config.distill.teacher_url) and not config.evaluation.val_only
+    return (
+        bool(config.distill.teacher_pretrain or config.distill.teacher_url)
+        and not config.evaluation.val_only
+    )
 
 
 def teacher_adds(config: Options) -> bool:
@@ -81,7 +88,9 @@ def compute_dtype(config: OptionSet) -> Literal["float32", "bfloat16", "float16"
 def of_role(config: OptionSet, role: Literal["actor", "critic"]) -> SimpleNamespace:
     """What the actor, or the critic, has of the options that are ``per_role``; of a resolved config."""
     flat, prefix = config.flat(), "" if role == "actor" else f"{role}_"
-    return SimpleNamespace(**{one.name: flat[prefix + one.name] for one in config.all_options() if one.per_role})
+    return SimpleNamespace(
+        **{one.name: flat[prefix + one.name] for one in config.all_options() if one.per_role}
+    )
 
 
 def _samples(config: Options) -> int:
@@ -132,7 +141,9 @@ def micro_batch_spec(config: Options, call: str) -> MicroBatchSpec:
         return own
     if t.max_tokens_per_micro_batch is not None:
         return MicroBatchSpec(t.max_tokens_per_micro_batch, "tokens")
-    return MicroBatchSpec(rollout_rows(config) if call in SCORING_CALLS else t.micro_train_batch_size)
+    return MicroBatchSpec(
+        rollout_rows(config) if call in SCORING_CALLS else t.micro_train_batch_size
+    )
 
 
 def rollout_rows(config: Options) -> int:
@@ -143,7 +154,9 @@ def rollout_rows(config: Options) -> int:
 # -- old log probs ---------------------------------------------------------------------------------------------------
 
 
-def old_log_probs_from(config: Options, exact_rollout: bool) -> Literal["training", "rollout", "forward"]:
+def old_log_probs_from(
+    config: Options, exact_rollout: bool
+) -> Literal["training", "rollout", "forward"]:
     """Where a run takes its log probs before an update from: as few passes as the algorithm allows.
 
     - ``"training"``: the training pass itself, with one optimizer step per rollout;
@@ -170,7 +183,11 @@ def old_log_probs_from(config: Options, exact_rollout: bool) -> Literal["trainin
     if t.max_epochs == 1 and t.train_batch_size == _samples(config) and not needed_before:
         return "training"
     # Groups left over may be trained on in a later step, when the policy is another.
-    stale = s.skip_rollout is not None or s.dynamic_sampling or (s.gen_batch_size or 0) > rollout.rollout_batch_size
+    stale = (
+        s.skip_rollout is not None
+        or s.dynamic_sampling
+        or (s.gen_batch_size or 0) > rollout.rollout_batch_size
+    )
     needs_pass = stale or _needs_pass(config.flat())
     recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
     return "rollout" if recorded else "forward"
@@ -232,7 +249,10 @@ def evaluation_config(config: Options) -> Options | None:
     e = config.evaluation
     if not e.eval_reward_source and e.eval_reward_fn is None:
         return None
-    sources, function = e.eval_reward_source or ("function",), _or(e.eval_reward_fn, config.reward.reward_fn)
+    sources, function = (
+        e.eval_reward_source or ("function",),
+        _or(e.eval_reward_fn, config.reward.reward_fn),
+    )
     of_training = {"reward_routes": None, "check_xml_format": False, "reward_minimum": None}
     there = {name: value for name, value in of_training.items() if name in config.flat()}
     return config.with_options(reward_source=sources, reward_fn=function, **there)
@@ -240,7 +260,11 @@ def evaluation_config(config: Options) -> Options | None:
 
 def reward_sources(config: Options) -> set[str]:
     """Names of all sources of a run, whichever flags they come from; they are in ``REWARDS``."""
-    plan, urls, models = reward_plan(config), config.reward.remote_rm_url, config.model.reward_pretrain
+    plan, urls, models = (
+        reward_plan(config),
+        config.reward.remote_rm_url,
+        config.model.reward_pretrain,
+    )
     if plan is not None:
         return {name for weights in plan.values() for name in weights}
     is_file = len(urls) == 1 and "://" not in urls[0]
@@ -262,9 +286,17 @@ def _routes(text: str) -> Plan:
         routes = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"--reward_routes is not JSON: {error}") from None
-    if not isinstance(routes, dict) or not routes or not all(isinstance(w, dict) and w for w in routes.values()):
-        raise ConfigError('--reward_routes must be an object of objects: {"gsm8k": {"math": 1}, "*": {"model": 1}}')
-    return {route: _weights(f"--reward_routes {route!r}", weights) for route, weights in routes.items()}
+    if (
+        not isinstance(routes, dict)
+        or not routes
+        or not all(isinstance(w, dict) and w for w in routes.values())
+    ):
+        raise ConfigError(
+            '--reward_routes must be an object of objects: {"gsm8k": {"math": 1}, "*": {"model": 1}}'
+        )
+    return {
+        route: _weights(f"--reward_routes {route!r}", weights) for route, weights in routes.items()
+    }
 
 
 def _weights(where: str, weights: dict[str, Any]) -> dict[str, float]:
@@ -272,7 +304,9 @@ def _weights(where: str, weights: dict[str, Any]) -> dict[str, float]:
     for name, weight in weights.items():
         if name not in REWARDS:
             known = ", ".join((*built_in(), *sources_by_flag()))
-            raise ConfigError(f"{where}: unknown source {name!r}{nearest(name, REWARDS)}; known are {known}")
+            raise ConfigError(
+                f"{where}: unknown source {name!r}{nearest(name, REWARDS)}; known are {known}"
+            )
         try:
             found[name] = float(weight)
         except (TypeError, ValueError):
@@ -287,10 +321,19 @@ def _weights(where: str, weights: dict[str, Any]) -> dict[str, float]:
 
 def resolutions(config: Options) -> dict[str, Any]:
     """What every "None means …" option stands for. Options of a part that the run lacks stay None."""
-    m, a, o, t, s, r = config.model, config.algorithm, config.loss, config.training, config.strategy, config.rollout
+    m, a, o, t, s, r = (
+        config.model,
+        config.algorithm,
+        config.loss,
+        config.training,
+        config.strategy,
+        config.rollout,
+    )
     estimator, loss = estimator_entry(config), policy_loss_entry(config)
     frozen_stage = 3 if s.zero_stage == 3 else 0
-    use_kl_loss = _or(a.use_kl_loss, estimator.kl_in_loss and a.init_kl_coef > 0 and not a.use_kl_in_reward)
+    use_kl_loss = _or(
+        a.use_kl_loss, estimator.kl_in_loss and a.init_kl_coef > 0 and not a.use_kl_in_reward
+    )
 
     meant: dict[str, Any] = {
         "train_batch_size": _samples(config) // t.ppo_n_minibatches if t.ppo_n_minibatches else 128,
@@ -323,7 +366,10 @@ def resolutions(config: Options) -> dict[str, Any]:
         low, high = loss.eps_clip if o.eps_clip is None else (o.eps_clip, o.eps_clip)
         meant |= {"eps_clip_low": low, "eps_clip_high": high}
     if o.value_norm is not None:
-        meant |= {"value_norm_eps": 1e-5, "value_norm_beta": 0.99995 if o.value_norm == "exp" else None}
+        meant |= {
+            "value_norm_eps": 1e-5,
+            "value_norm_beta": 0.99995 if o.value_norm == "exp" else None,
+        }
     if config.sampling.fire_sampling:
         meant["fire_temperature"] = 10.0
     if config.reward.overlong_buffer_len is not None:
@@ -343,7 +389,9 @@ def resolutions(config: Options) -> dict[str, Any]:
 def _critic_resolutions(config: Options) -> dict[str, Any]:
     """The critic's options: as the actor's, but for where it starts."""
     m, s = config.model, config.strategy
-    reward_model = m.reward_pretrain[0] if m.reward_pretrain and not m.init_critic_from_actor else None
+    reward_model = (
+        m.reward_pretrain[0] if m.reward_pretrain and not m.init_critic_from_actor else None
+    )
     stage = _or(s.critic_zero_stage, s.zero_stage)
     meant = {
         "critic_pretrain": reward_model or m.pretrain,
@@ -352,7 +400,8 @@ def _critic_resolutions(config: Options) -> dict[str, Any]:
         "critic_param_offload": s.param_offload and stage == 3,
         **{f"critic_{name}": value for name, value in vars(of_role(config, "actor")).items()},
     }
-    if config.training.critic_lr_warmup_ratio is not None:  # a share wins over the actor's number of steps
+    # a share wins over the actor's number of steps
+    if config.training.critic_lr_warmup_ratio is not None:
         meant["critic_lr_warmup_steps"] = None
     return meant
 
@@ -426,7 +475,12 @@ def condition_text(condition: str) -> str:
     """
     texts, known = [], conditions()
     for name, sign, value in map(_parts, condition.split(" or ")):
-        words = {"": "", "=": f" {value.replace('|', ' or ')}", "!=": f" other than {value}", ">": f" above {value}"}
+        words = {
+            "": "",
+            "=": f" {value.replace('|', ' or ')}",
+            "!=": f" other than {value}",
+            ">": f" above {value}",
+        }
         texts.append(known.get(name, f"--{name}{words[sign]}"))
     return " or ".join(texts)
 
@@ -486,7 +540,11 @@ def idle_flags(config: OptionSet, given: Container[str]) -> dict[str, list[str]]
         what they need, in words → their names.
     """
     flat, found = config.flat(), {}
-    idle = [one for one in config.all_options() if one.needs and one.name in given and not one.is_set(flat[one.name])]
+    idle = [
+        one
+        for one in config.all_options()
+        if one.needs and one.name in given and not one.is_set(flat[one.name])
+    ]
     values = config.known() if idle else {}
     for one in idle:
         if unmet := [condition for condition in one.needs if not _holds(condition, values)]:
@@ -494,7 +552,9 @@ def idle_flags(config: OptionSet, given: Container[str]) -> dict[str, list[str]]
     return found
 
 
-def contradictions(config: Options, world_size: int, by_hand: bool = False, unfed: bool = False) -> list[str]:
+def contradictions(
+    config: Options, world_size: int, by_hand: bool = False, unfed: bool = False
+) -> list[str]:
     """What cannot work: the first problem of each option.
 
     Args:
@@ -508,18 +568,36 @@ def contradictions(config: Options, world_size: int, by_hand: bool = False, unfe
     o.unfed = unfed
     rules = [_batches, _sampling, _algorithm]
     if not by_hand:
-        rules = [_required, *rules, _micro_batches, _models, _rewards, _urls, files, _strategy, _warm_up]
+        rules = [
+            _required,
+            *rules,
+            _micro_batches,
+            _models,
+            _rewards,
+            _urls,
+            files,
+            _strategy,
+            _warm_up,
+        ]
         o.plan_problem = None
         try:
-            o.plan, o.sources, o.judges = reward_plan(config), reward_sources(config), _judges(config)
+            o.plan, o.sources, o.judges = (
+                reward_plan(config),
+                reward_sources(config),
+                _judges(config),
+            )
             o.facts |= _source_facts(o.plan, o.sources, o.judges)
         except ConfigError as error:
             o.plan_problem = str(error)
     sections = config.sections()
     rules += [
-        part.problems for part in config.parts() if not by_hand or sections[part._owner].of in ("trainer", "training")
+        part.problems
+        for part in config.parts()
+        if not by_hand or sections[part._owner].of in ("trainer", "training")
     ]
-    return first_of_each([*relations(o, by_hand), *(message for rule in rules for message in rule(o))])
+    return first_of_each(
+        [*relations(o, by_hand), *(message for rule in rules for message in rule(o))]
+    )
 
 
 # What an evaluation samples by, in place of what a training samples by.
@@ -554,12 +632,20 @@ def first_of_each(messages: Iterable[str]) -> list[str]:
 
 def relations(o: SimpleNamespace, by_hand: bool = False) -> Iterator[str]:
     """Options without what they need, and options that exclude each other. ``o`` has ``config`` and ``facts`` too."""
-    of_trainer = {name for name, kind in o.config.sections().items() if kind.of in ("trainer", "training")}
-    options = {one.name: one for one in o.config.all_options() if not by_hand or one.owner in of_trainer}
+    of_trainer = {
+        name for name, kind in o.config.sections().items() if kind.of in ("trainer", "training")
+    }
+    options = {
+        one.name: one for one in o.config.all_options() if not by_hand or one.owner in of_trainer
+    }
     values, given = {name: getattr(o, name) for name in options} | o.facts, o.config.flat()
     if by_hand:
         values["enable_ema"] = True  # the script brings its ema_model
-    is_set = {f"no_{n}" if given[n] is False else n: one for n, one in options.items() if one.is_set(given[n])}
+    is_set = {
+        f"no_{n}" if given[n] is False else n: one
+        for n, one in options.items()
+        if one.is_set(given[n])
+    }
     for flag, option in is_set.items():
         for condition in option.needs:
             if not _holds(condition, values):
@@ -572,7 +658,11 @@ def relations(o: SimpleNamespace, by_hand: bool = False) -> Iterator[str]:
 
 
 def _batches(o: SimpleNamespace) -> Iterator[str]:
-    batch, parts, samples = o.train_batch_size, o.ppo_n_minibatches, f"the {o.samples} samples of a rollout"
+    batch, parts, samples = (
+        o.train_batch_size,
+        o.ppo_n_minibatches,
+        f"the {o.samples} samples of a rollout",
+    )
     product = f"(--rollout_batch_size {o.rollout_batch_size} × --n_samples_per_prompt {o.n_samples_per_prompt})"
     if parts and o.samples % parts:
         yield f"--ppo_n_minibatches {parts} does not divide {samples} {product}"
@@ -618,12 +708,17 @@ def _sampling(o: SimpleNamespace) -> Iterator[str]:
         "bad_words": not all(map(str.strip, o.bad_words)),
         "filter_metric": not o.filter_metric.strip(),
     }
-    yield from (f"--{name} has an empty text: leave it out" for name, is_empty in empty.items() if is_empty)
+    yield from (
+        f"--{name} has an empty text: leave it out" for name, is_empty in empty.items() if is_empty
+    )
 
 
 def _algorithm(o: SimpleNamespace) -> Iterator[str]:
     n, estimator = o.n_samples_per_prompt, estimator_entry(o.config)
-    name, least = f"--advantage_estimator {shown_value(o.advantage_estimator)}", estimator.min_group_size
+    name, least = (
+        f"--advantage_estimator {shown_value(o.advantage_estimator)}",
+        estimator.min_group_size,
+    )
     if n < least:
         yield f"{name} compares samples of one prompt: set --n_samples_per_prompt to at least {least}"
     if estimator.needs_greedy_baseline and not o.facts["sampling"]:
@@ -646,14 +741,21 @@ def _algorithm(o: SimpleNamespace) -> Iterator[str]:
     yield from out_of_order(all_options(), vars(o))
     if o.old_log_probs == "rollout":
         try:
-            yield from (f"--old_log_probs rollout: {why}; set auto or forward" for why in _needs_pass(vars(o)))
+            yield from (
+                f"--old_log_probs rollout: {why}; set auto or forward"
+                for why in _needs_pass(vars(o))
+            )
         except ConfigError:  # of a value that its section refuses
             return
 
 
 def _required(o: SimpleNamespace) -> Iterator[str]:
     without_prompts = o.val_only or o.unfed
-    yield from (line for line in o.config.missing() if not (without_prompts and line.startswith("--prompt_data ")))
+    yield from (
+        line
+        for line in o.config.missing()
+        if not (without_prompts and line.startswith("--prompt_data "))
+    )
     if o.val_only and o.eval_data is None:
         yield "--eval_data is required: the prompts whose answers an evaluation scores"
 
@@ -665,7 +767,12 @@ def _micro_batches(o: SimpleNamespace) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    needed = {"critic": "critic", "critic_train": "critic", "reference": "init_kl_coef>0", "reward": "reward_pretrain"}
+    needed = {
+        "critic": "critic",
+        "critic_train": "critic",
+        "reference": "init_kl_coef>0",
+        "reward": "reward_pretrain",
+    }
     needed["teacher"] = "teacher_pretrain"
     for call in specs:
         if call in needed and not _holds(needed[call], vars(o) | o.facts):
@@ -702,7 +809,9 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
     """Which sources there are, and what they need."""
     for name in ("reward_fn", "eval_reward_fn"):
         given = getattr(o, name)
-        usable = not isinstance(given, type) and (callable(given) or callable(getattr(given, "score", None)))
+        usable = not isinstance(given, type) and (
+            callable(given) or callable(getattr(given, "score", None))
+        )
         if is_object(given) and not usable:
             yield f"--{name}: {given!r} scores nothing: give a function, or an object with name and score(rollouts)"
     if o.plan_problem:
@@ -713,7 +822,10 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
     models = len(o.reward_pretrain)
     if o.plan is None:
         if not given and not o.facts["trained_scores"]:
-            picks = {"dynamic_sampling": o.dynamic_sampling, "dataset_filter_threshold": o.dataset_filter_threshold}
+            picks = {
+                "dynamic_sampling": o.dynamic_sampling,
+                "dataset_filter_threshold": o.dataset_filter_threshold,
+            }
             picks["generation_size"] = o.generation_size > o.n_samples_per_prompt
             for name in filter(picks.get, picks):
                 yield f"--{name} chooses by scores, and this run has no reward: leave it out"
@@ -736,7 +848,10 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
         if o.sources & set(combines):
             yield "--reward_fn combines the scores of several --reward_pretrain: it cannot be a source itself too"
     flags = own | {"function": "eval_reward_fn"}
-    has = {n: getattr(o, flag) or (n == "function" and models < 2 and o.reward_fn) for n, flag in flags.items()}
+    has = {
+        n: getattr(o, flag) or (n == "function" and models < 2 and o.reward_fn)
+        for n, flag in flags.items()
+    }
     for name in o.judges & flags.keys():
         if not has[name]:
             yield f"--eval_reward_source names {name!r}, which is what --{flags[name]} gives: set --{flags[name]}"
@@ -766,7 +881,9 @@ def files(o: SimpleNamespace) -> Iterator[str]:
     if o.input_template is not None and o.input_template.count("{}") != 1:
         yield f"--input_template {o.input_template!r} needs exactly one {{}} for the prompt"
     yield from _cut_addresses(o)
-    folders = {name: getattr(o.config.checkpoint, name) for name in ("save_path", "ckpt_path", "resume")}
+    folders = {
+        name: getattr(o.config.checkpoint, name) for name in ("save_path", "ckpt_path", "resume")
+    }
     for name, url in folders.items():
         try:
             if url is not None and is_url(url):
@@ -776,13 +893,20 @@ def files(o: SimpleNamespace) -> Iterator[str]:
                     yield f"--{name}: {what}: set FSSPEC_{url.split(':')[0].upper()}_PASSWORD"
         except StagingError as error:
             yield str(error)
-    if (o.save_steps > 0 or o.save_epochs or o.save_seconds) and o.disable_ds_ckpt and not o.save_hf_ckpt:
+    if (
+        (o.save_steps > 0 or o.save_epochs or o.save_seconds)
+        and o.disable_ds_ckpt
+        and not o.save_hf_ckpt
+    ):
         yield "--disable_ds_ckpt without --save_hf_ckpt leaves nothing to save at --save_steps/epochs/seconds"
 
 
 def _cut_addresses(o: SimpleNamespace) -> Iterator[str]:
     """Addresses out of the files of a run, which lack what may be a secret."""
-    flat, models = o.config.flat(), {one.name for one in o.config.all_options() if one.owner in ("model", "distill")}
+    flat, models = (
+        o.config.flat(),
+        {one.name for one in o.config.all_options() if one.owner in ("model", "distill")},
+    )
     unread = {"prompt_data", "pretrain_data"} if flat.get("val_only") else set()
     unread |= flat.keys() - models if getattr(o, "unfed", False) else set()
     for name, value in flat.items():
@@ -810,15 +934,24 @@ def _warm_up(o: SimpleNamespace) -> Iterator[str]:
 def advice(config: Options) -> list[str]:
     """What works but is seldom meant; of a resolved config."""
     a, found = config.algorithm, []
-    if not config.evaluation.val_only and not (config.rollout.do_sample and config.rollout.temperature > 0):
+    if not config.evaluation.val_only and not (
+        config.rollout.do_sample and config.rollout.temperature > 0
+    ):
         what = "--temperature 0" if config.rollout.do_sample else "--no_do_sample"
-        found.append(f"{what}: rollouts are the most likely answers alone, and a policy learns by trying others: set 1")
+        found.append(
+            f"{what}: rollouts are the most likely answers alone, and a policy learns by trying others: set 1"
+        )
     name = f"--kl_estimator {a.kl_estimator}"
     if a.use_kl_loss and a.kl_estimator in ("k1", "abs"):
-        what = {"k1": "has an expected gradient of 0", "abs": "pulls by the sign of the difference alone"}
+        what = {
+            "k1": "has an expected gradient of 0",
+            "abs": "pulls by the sign of the difference alone",
+        }
         found.append(f"{name} as a loss {what[a.kl_estimator]}: k2 has the gradient of the KL")
     if a.init_kl_coef > 0 and a.use_kl_in_reward and a.kl_estimator in ("k2", "k3", "k3+"):
-        found.append(f"{name} in the reward hardly pulls near the reference: k1 has the gradient of the KL")
+        found.append(
+            f"{name} in the reward hardly pulls near the reference: k1 has the gradient of the KL"
+        )
     return found
 
 

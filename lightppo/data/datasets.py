@@ -82,11 +82,19 @@ class _PreparedDataset(TorchDataset):
     ) -> None:
         self.dataset, self.tokenizer = dataset, tokenizer
         check_dataset(dataset)
-        self.template = PromptTemplate(tokenizer, **{name: setting(strategy, name, v) for name, v in template.items()})
+        self.template = PromptTemplate(
+            tokenizer, **{name: setting(strategy, name, v) for name, v in template.items()}
+        )
         fields = {name: setting(strategy, name, value) for name, value in fields.items()}
         self.fields = resolve_fields(dataset.column_names, **fields)
-        read = {part: " or ".join(getattr(self.fields, part)) for part in ("prompt", "completion", "label")}
-        logger.info("columns that are read: %s", ", ".join(f"{part} {keys}" for part, keys in read.items() if keys))
+        read = {
+            part: " or ".join(getattr(self.fields, part))
+            for part in ("prompt", "completion", "label")
+        }
+        logger.info(
+            "columns that are read: %s",
+            ", ".join(f"{part} {keys}" for part, keys in read.items() if keys),
+        )
         self._rows = prepare_rows(
             dataset,
             self.fields.columns_in(dataset.column_names),
@@ -143,7 +151,9 @@ class _PreparedDataset(TorchDataset):
         raise NotImplementedError
 
     @staticmethod
-    def _fit(ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str) -> Outcome:
+    def _fit(
+        ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str
+    ) -> Outcome:
         """A row within the limit; ``overlong`` is the message where ``truncation`` is ``error``."""
         if len(ids) <= limit:
             return Encoded(ids, prompt_length, truncated=False)
@@ -151,7 +161,9 @@ class _PreparedDataset(TorchDataset):
             return "overlong"
         if truncation == "error":
             return BadRowError("overlong", overlong)
-        return Encoded(truncate_ids(ids, limit, truncation), min(prompt_length, limit), truncated=True)
+        return Encoded(
+            truncate_ids(ids, limit, truncation), min(prompt_length, limit), truncated=True
+        )
 
 
 class PromptDataset(_PreparedDataset):
@@ -219,7 +231,10 @@ class PromptDataset(_PreparedDataset):
         """Several prompts with one access to the table; torch's DataLoader calls it for a batch."""
         numbers = self.numbers(positions)
         rows = self.dataset.__getitems__(numbers) if numbers else []
-        return [self._prompt(position, number, row) for position, number, row in zip(positions, numbers, rows)]
+        return [
+            self._prompt(position, number, row)
+            for position, number, row in zip(positions, numbers, rows)
+        ]
 
     def examples(self, position: int) -> list[Example]:
         return [Example(self[position])]
@@ -228,7 +243,8 @@ class PromptDataset(_PreparedDataset):
         prompt, key = read_prompt(row, self.fields)
         rendered, token_ids = self.template.render(prompt), self._rows.token_ids(position)
         text = rendered.text
-        if self._rows.truncated[position]:  # the text shows what the model sees, except plain text's begin-of-text
+        # the text shows what the model sees, except plain text's begin-of-text
+        if self._rows.truncated[position]:
             text = self.tokenizer.decode(token_ids, skip_special_tokens=not rendered.is_chat)
         source = lookup(row, self.data_source_key)
         return Prompt(
@@ -248,7 +264,9 @@ class PromptDataset(_PreparedDataset):
 
     def positions_of(self, indices: Iterable[int]) -> list[int]:
         """Positions of the prompts with these row numbers (``Prompt.index``); KeyError for unused rows."""
-        positions = {int(number): position for position, number in enumerate(self._rows.row_numbers)}
+        positions = {
+            int(number): position for position, number in enumerate(self._rows.row_numbers)
+        }
         return [positions[index] for index in indices]
 
     def _render_row(self, row: Mapping[str, Any]) -> Rendered:
@@ -263,10 +281,16 @@ class PromptDataset(_PreparedDataset):
                 "--truncation left|right|middle|drop or --filter_overlong_prompts"
             )
             fitted = self._fit(ids, len(ids), self.prompt_max_len, self.truncation, overlong)
-            yield fitted if ids else BadRowError("empty", "the tokenizer makes no tokens of the prompt")
+            yield (
+                fitted
+                if ids
+                else BadRowError("empty", "the tokenizer makes no tokens of the prompt")
+            )
 
 
-def truncate_ids(token_ids: list[int], max_len: int, side: Literal["left", "right", "middle"]) -> list[int]:
+def truncate_ids(
+    token_ids: list[int], max_len: int, side: Literal["left", "right", "middle"]
+) -> list[int]:
     """Cut ids to ``max_len``: ``left`` removes the beginning, ``right`` the end, ``middle`` keeps both ends."""
     begin = {"left": 0, "right": max_len, "middle": max_len // 2}[side]
     if len(token_ids) <= max_len:
@@ -310,23 +334,37 @@ class SFTDataset(_PreparedDataset):
         overlong_cure: str = "raise --max_len, or set --truncation right (where the prompt leaves room) or drop",
     ) -> None:
         self.overlong_cure = overlong_cure
-        self.max_len, self.pretrain_mode, self.padding_side = int(max_len), pretrain_mode, padding_side
+        self.max_len, self.pretrain_mode, self.padding_side = (
+            int(max_len),
+            pretrain_mode,
+            padding_side,
+        )
         self.truncation = truncation or ("right" if pretrain_mode else "error")
         if self.max_len < 2:
-            raise DataError(f"max_len is {max_len}; at least 2, one token to see and one to predict")
+            raise DataError(
+                f"max_len is {max_len}; at least 2, one token to see and one to predict"
+            )
         check_choice("truncation", self.truncation, SFTTruncation)
         check_choice("padding_side", padding_side, PaddingSide)
         if tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one")
+            raise DataError(
+                "the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one"
+            )
         template = {"apply_chat_template": apply_chat_template, "input_template": input_template}
-        if not pretrain_mode or system_prompt is not None:  # the run's own is for its prompts; documents ask nothing
+        # the run's own is for its prompts; documents ask nothing
+        if not pretrain_mode or system_prompt is not None:
             template["system_prompt"] = system_prompt
         super().__init__(
             dataset,
             tokenizer,
             strategy,
             template=template,
-            fields={"input_key": input_key, "output_key": output_key, "documents": pretrain_mode, **fields},
+            fields={
+                "input_key": input_key,
+                "output_key": output_key,
+                "documents": pretrain_mode,
+                **fields,
+            },
             on_bad_row=on_bad_row,
             num_workers=num_workers,
             ranks=ranks,
@@ -345,7 +383,9 @@ class SFTDataset(_PreparedDataset):
         pad_id = self._pad_id()
 
         def padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
-            return torch.nn.utils.rnn.pad_sequence(tensors, True, value, padding_side=self.padding_side)
+            return torch.nn.utils.rnn.pad_sequence(
+                tensors, True, value, padding_side=self.padding_side
+            )
 
         ids = [row["input_ids"] for row in rows]
         return {
@@ -355,7 +395,11 @@ class SFTDataset(_PreparedDataset):
         }
 
     def examples(self, position: int) -> list[Example]:
-        (number,), ids, first = self.numbers([position]), self.ids_of(position), self._rows.first_answers[position]
+        (number,), ids, first = (
+            self.numbers([position]),
+            self.ids_of(position),
+            self._rows.first_answers[position],
+        )
         rendered, prompt = self._render_row(self.dataset[number]), self.prompt_ids_of(position)
         rest, found = ids[len(prompt) :], []
         answers = [rest[:first], rest[first:]] if first else [rest]
@@ -374,11 +418,16 @@ class SFTDataset(_PreparedDataset):
     def _render_row(self, row: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
         return self._rendered(*read_example(row, self.fields))
 
-    def _rendered(self, prompt: str | Chat, completion: str | Chat | None) -> tuple[Rendered, Rendered]:
+    def _rendered(
+        self, prompt: str | Chat, completion: str | Chat | None
+    ) -> tuple[Rendered, Rendered]:
         """Prompt, and prompt with completion, as text; the first is a prefix of the second."""
         is_text = isinstance(prompt, str) and not isinstance(completion, list)
         if completion is None and not self.pretrain_mode:
-            raise BadRowError("missing", "no completion: set --output_key, or pretrain_mode for text without a prompt")
+            raise BadRowError(
+                "missing",
+                "no completion: set --output_key, or pretrain_mode for text without a prompt",
+            )
         if is_text and self.pretrain_mode:
             text = Rendered(prompt + (completion or ""), is_chat=False, messages=None)
             return text, text
@@ -388,10 +437,14 @@ class SFTDataset(_PreparedDataset):
         chat = as_chat(prompt, "user")
         messages = chat if completion is None else chat + as_chat(completion, "assistant")
         # The line break that templates put after the last turn is not part of the answer.
-        whole = Rendered(self.template.chat_text(messages).rstrip("\n"), is_chat=True, messages=messages)
+        whole = Rendered(
+            self.template.chat_text(messages).rstrip("\n"), is_chat=True, messages=messages
+        )
         if self.pretrain_mode:
             return whole, whole
-        start = Rendered(self.template.chat_text(chat, add_generation_prompt=True), is_chat=True, messages=chat)
+        start = Rendered(
+            self.template.chat_text(chat, add_generation_prompt=True), is_chat=True, messages=chat
+        )
         if not whole.text.startswith(start.text):
             message = "the chat template writes the prompt differently once it is answered; no loss can be placed"
             raise BadRowError("template", message)
@@ -409,7 +462,12 @@ class SFTDataset(_PreparedDataset):
         for (prompt, whole), prompt_ids, ids in zip(rendered, prompts, wholes):
             if ids[: len(prompt_ids)] != prompt_ids:
                 # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
-                ids = prompt_ids + self.template.encode([whole.text[len(prompt.text) :]], special_tokens=False)[0]
+                ids = (
+                    prompt_ids
+                    + self.template.encode([whole.text[len(prompt.text) :]], special_tokens=False)[
+                        0
+                    ]
+                )
             ends = [self.tokenizer.eos_token_id] * (ids[-1:] != [self.tokenizer.eos_token_id])
             yield (ids + ends if len(ids) > len(prompt_ids) else ids), len(prompt_ids)
 
@@ -417,11 +475,11 @@ class SFTDataset(_PreparedDataset):
         if len(ids) <= prompt_length:
             what = "completion" if prompt_length else "text"
             return BadRowError("empty", f"the tokenizer makes no tokens of the {what}")
-        overlong = (
-            f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: {self.overlong_cure}"
-        )
+        overlong = f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: {self.overlong_cure}"
         no_room = self.truncation == "right" and prompt_length >= self.max_len
-        return self._fit(ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong)
+        return self._fit(
+            ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong
+        )
 
 
 class RolloutBatchSampler(Sampler[list[int]]):
@@ -489,5 +547,7 @@ class RolloutBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
         """Choose the next pass's order, and its start: how many prompts of this epoch all ranks have used."""
         if not 0 <= consumed_samples <= self.epoch_size:
-            raise ValueError(f"consumed_samples is {consumed_samples}, but an epoch has {self.epoch_size} prompts")
+            raise ValueError(
+                f"consumed_samples is {consumed_samples}, but an epoch has {self.epoch_size} prompts"
+            )
         self.epoch, self._start = epoch, consumed_samples

@@ -35,14 +35,19 @@ logger = logging.getLogger(__name__)
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (origin, row)
 
-SHARED_BYTES, SHARED_ROWS = 64 << 20, 1000  # of a file that the ranks of a node do not parse each for itself
+# of a file that the ranks of a node do not parse each for itself
+SHARED_BYTES, SHARED_ROWS = 64 << 20, 1000
 
 _IDS = ("query_id", "id")  # by which rows of two files are joined; the first that both have
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
-_KINDS = dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | dict.fromkeys((".csv", ".tsv"), "csv")
+_KINDS = dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | dict.fromkeys(
+    (".csv", ".tsv"), "csv"
+)
 _KINDS |= {".parquet": "parquet", ".arrow": "arrow"}
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.-]+)?")
-SPLIT_WORDS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing", "eval"), "test")
+SPLIT_WORDS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(
+    ("test", "testing", "eval"), "test"
+)
 SPLIT_WORDS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 
 
@@ -77,7 +82,8 @@ def blending_datasets(
     if return_eval is None:
         of_script = getattr(strategy, "args", None) is not None
         return_eval = eval_split is not None or (of_script and train_split is None)
-    flag = flag or ("--dataset" if return_eval else "--prompt_data")  # as scripts call what they split
+    # as scripts call what they split
+    flag = flag or ("--dataset" if return_eval else "--prompt_data")
     if max_count < 1:
         raise DataError(f"max_count is {max_count}; at least 1")
     check_choice("stopping_strategy", stopping_strategy, StoppingStrategy)
@@ -90,13 +96,23 @@ def blending_datasets(
     if weights is not None:
         indices, drawn = interleave_indices(counts, weights, seed, stopping_strategy)
         blend = blend.select(indices)
-    for source, count, used in zip(sources, counts, drawn) if strategy is None or strategy.is_rank_0() else ():
+    for source, count, used in (
+        zip(sources, counts, drawn) if strategy is None or strategy.is_rank_0() else ()
+    ):
         level = logging.INFO if used == count else logging.WARNING
         logger.log(
-            level, "%s %s: %d rows, %d used%s", flag, shown_url(source), count, used, " (repeats)" * (used > count)
+            level,
+            "%s %s: %d rows, %d used%s",
+            flag,
+            shown_url(source),
+            count,
+            used,
+            " (repeats)" * (used > count),
         )
     if return_eval:
-        return blend, held_out_rows(sources, parts, strategy, int(max_count), eval_split or "test", flag)
+        return blend, held_out_rows(
+            sources, parts, strategy, int(max_count), eval_split or "test", flag
+        )
     return blend
 
 
@@ -129,7 +145,9 @@ def has_split(source: str, split: str, flag: str) -> bool:
         return False
     if (splits := path / "dataset_dict.json").exists():
         return split in json.loads(splits.read_text())["splits"]
-    files = (file.relative_to(path) for file in path.rglob("*") if file.is_file() and file_format(file))
+    files = (
+        file.relative_to(path) for file in path.rglob("*") if file.is_file() and file_format(file)
+    )
     wanted = SPLIT_WORDS.get(split.lower(), split.lower())
     return any(_split_named_by(file, split.lower()) == wanted for file in files)
 
@@ -188,13 +206,17 @@ def _checked_sources(
     """The sources, and the probability of each; None if they have none."""
     sources = [p.strip() for p in (paths.split(",") if isinstance(paths, str) else paths)]
     if not all(sources) or not sources:
-        raise DataError(f"{flag} {paths!r} has an empty item; give files, folders, URLs or hub names, comma separated")
+        raise DataError(
+            f"{flag} {paths!r} has an empty item; give files, folders, URLs or hub names, comma separated"
+        )
     if probs is None:
         return sources, None
     try:
         values = [float(p) for p in (probs.split(",") if isinstance(probs, str) else probs)]
     except ValueError as error:
-        raise DataError(f"{flag}_probs {probs!r}: numbers are needed, comma separated, e.g. 0.7,0.3") from error
+        raise DataError(
+            f"{flag}_probs {probs!r}: numbers are needed, comma separated, e.g. 0.7,0.3"
+        ) from error
     if len(values) != len(sources):
         problem = f"has {len(values)} numbers for {len(sources)} sources; give one for each"
     elif not all(0 < v <= 1 for v in values):
@@ -213,10 +235,14 @@ def interleave_indices(
     from datasets import Dataset, interleave_datasets
 
     ends = np.cumsum(counts)
-    numbers = [Dataset.from_dict({"row": np.arange(end - count, end)}) for count, end in zip(counts, ends)]
+    numbers = [
+        Dataset.from_dict({"row": np.arange(end - count, end)}) for count, end in zip(counts, ends)
+    ]
     blend = interleave_datasets(numbers, probs, seed, stopping_strategy=stopping_strategy)
     rows = blend.with_format("numpy")["row"][:]
-    return rows, np.bincount(np.searchsorted(ends, rows, side="right"), minlength=len(counts)).tolist()
+    return rows, np.bincount(
+        np.searchsorted(ends, rows, side="right"), minlength=len(counts)
+    ).tolist()
 
 
 def _concatenate(parts: list[Dataset], names: list[str]) -> Dataset:
@@ -261,8 +287,12 @@ def _is_hub_name(source: str, flag: str) -> bool:
     path = Path(source.split("://", 1)[-1]).expanduser()
     if path.is_file():
         _known_format(path, f"{flag} {source}")
-    if not path.exists() and ("://" in source or file_format(source) or not _HUB_NAME.fullmatch(source)):
-        raise DataError(f"{flag} {source}: no such file or folder (looked in {os.getcwd()}){mistyped_path(source)}")
+    if not path.exists() and (
+        "://" in source or file_format(source) or not _HUB_NAME.fullmatch(source)
+    ):
+        raise DataError(
+            f"{flag} {source}: no such file or folder (looked in {os.getcwd()}){mistyped_path(source)}"
+        )
     return not path.exists()
 
 
@@ -283,7 +313,11 @@ def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
 
 def first_rows(source: str, split: str, flag: str, count: int = 20) -> Dataset | None:
     """The first rows of a file or folder of this machine; None for URLs and hub names, which would be copied whole."""
-    return None if is_url(source) or _is_hub_name(source, flag) else _load_source(source, split, count, flag)
+    return (
+        None
+        if is_url(source) or _is_hub_name(source, flag)
+        else _load_source(source, split, count, flag)
+    )
 
 
 def _load_hub(source: str, split: str, flag: str) -> Dataset:
@@ -293,8 +327,11 @@ def _load_hub(source: str, split: str, flag: str) -> Dataset:
     check_on_hub(name, "dataset", flag)
     try:
         dataset = datasets.load_dataset(name, config or None, split=split)
-    except Exception as error:  # datasets, the hub client and the network raise errors without a common base
-        problem = f"no such file or folder here, and no hub dataset that can be loaded (split {split!r})"
+    except Exception as error:
+        # datasets, the hub client and the network raise errors without a common base
+        problem = (
+            f"no such file or folder here, and no hub dataset that can be loaded (split {split!r})"
+        )
         raise DataError(f"{flag} {source}: {problem}: {type(error).__name__}: {error}") from error
     return _with_origins(dataset, f"{source}[{split}]")
 
@@ -308,7 +345,9 @@ def _load_folder(path: Path, *, shown_as: str, split: str, limit: int, flag: str
         if not isinstance(saved, DatasetDict):
             return _with_origins(saved, shown_as)
         if split not in saved:
-            raise DataError(f"{flag} {shown_as} has no split {split!r}; its splits: {', '.join(saved)}")
+            raise DataError(
+                f"{flag} {shown_as} has no split {split!r}; its splits: {', '.join(saved)}"
+            )
         return _with_origins(saved[split], f"{shown_as}[{split}]")
     files, parts = _files_of_split(path, shown_as, split, flag), {}
     for file in map(str, files):
@@ -327,7 +366,9 @@ def _files_of_split(path: Path, source: str, split: str, flag: str) -> list[Path
     found = sorted(f.relative_to(path) for f in path.rglob("*") if f.is_file() and file_format(f))
     files = [f for f in found if not any(part.startswith(".") for part in f.parts)]
     if not files:
-        raise DataError(f"{flag} {source} has no data files ({', '.join(_KINDS)}) and is no saved dataset")
+        raise DataError(
+            f"{flag} {source} has no data files ({', '.join(_KINDS)}) and is no saved dataset"
+        )
     wanted = SPLIT_WORDS.get(split.lower(), split.lower())
     named = {f: _split_named_by(f, split.lower()) for f in files}
     chosen = [f for f in files if named[f] == wanted]
@@ -377,7 +418,9 @@ def _known_format(path: str | Path, name: str) -> str:
     return suffix
 
 
-def read_file(path: str | Path, *, shown_as: str | None = None, limit: int | None = None) -> Dataset:
+def read_file(
+    path: str | Path, *, shown_as: str | None = None, limit: int | None = None
+) -> Dataset:
     """Read a local data file: JSON Lines, a JSON array of objects, CSV, TSV (each may be compressed), parquet or arrow.
 
     Origins are ``file:line`` for JSON Lines, ``file, row n`` (from 1) for the others; errors name them too.
@@ -387,8 +430,14 @@ def read_file(path: str | Path, *, shown_as: str | None = None, limit: int | Non
     kind = _KINDS[suffix := _known_format(path, name)]
     if kind in ("parquet", "arrow"):
         dataset = _read_mapped(kind, path, name)
-        return _with_origins(dataset if limit is None else dataset.select(range(min(limit, len(dataset)))), name)
-    parse = partial(_csv_rows, delimiter="\t" if suffix == ".tsv" else ",") if kind == "csv" else _json_rows
+        return _with_origins(
+            dataset if limit is None else dataset.select(range(min(limit, len(dataset)))), name
+        )
+    parse = (
+        partial(_csv_rows, delimiter="\t" if suffix == ".tsv" else ",")
+        if kind == "csv"
+        else _json_rows
+    )
 
     def read() -> Dataset:
         return _dataset_of(parse(path, name), limit)
@@ -396,7 +445,9 @@ def read_file(path: str | Path, *, shown_as: str | None = None, limit: int | Non
     if ranks_on_node(1) == 1 or os.path.getsize(path) < SHARED_BYTES or limit in range(SHARED_ROWS):
         return read()
     about = os.stat(path)
-    return _shared(read, name, [os.path.realpath(path), about.st_size, about.st_mtime_ns, name, limit])
+    return _shared(
+        read, name, [os.path.realpath(path), about.st_size, about.st_mtime_ns, name, limit]
+    )
 
 
 def _shared(read: Callable[[], Dataset], name: str, key: Any) -> Dataset:
@@ -450,8 +501,14 @@ def _json_rows(path: str | Path, name: str) -> Rows:
             found = ((f"{name}, row {i}", value) for i, value in enumerate(values, start=1))
         else:
             # Without its line break, behind which json would place the end of an unfinished line.
-            lines = ((f"{name}:{i}", line.rstrip()) for i, line in enumerate(file, start=1) if line.strip())
-            found = ((where, _parsed(line, where, lambda _, where=where: where)) for where, line in lines)
+            lines = (
+                (f"{name}:{i}", line.rstrip())
+                for i, line in enumerate(file, start=1)
+                if line.strip()
+            )
+            found = (
+                (where, _parsed(line, where, lambda _, where=where: where)) for where, line in lines
+            )
         for where, row in found:
             if not isinstance(row, dict):
                 raise DataError(f"{where}: an object is needed, not {type(row).__name__}")
@@ -464,14 +521,18 @@ def _parsed(text: str, name: str, place: Callable[[int], str]) -> Any:
         return json.loads(text, parse_int=_int64, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         forms = "a file has one object per line, or an array of objects"
-        raise DataError(f"{place(error.lineno)}: not JSON: {error.msg} (column {error.colno}); {forms}") from error
+        raise DataError(
+            f"{place(error.lineno)}: not JSON: {error.msg} (column {error.colno}); {forms}"
+        ) from error
     except ValueError as error:
         raise DataError(f"{name}: {error}") from error
 
 
 def _int64(digits: str) -> int:
     if not -(2**63) <= int(digits) < 2**63:
-        raise ValueError(f"the integer {digits} has over 64 bits and cannot be held; write it as text, in quotes")
+        raise ValueError(
+            f"the integer {digits} has over 64 bits and cannot be held; write it as text, in quotes"
+        )
     return int(digits)
 
 
@@ -491,7 +552,9 @@ def _csv_rows(path: str | Path, name: str, delimiter: str) -> Rows:
                 raise DataError(f"{name}: the header names a column twice: {', '.join(header)}")
             for number, cells in enumerate(filter(None, reader), start=1):  # no blank lines
                 if len(cells) != len(header):
-                    raise DataError(f"{name}, row {number}: {len(cells)} cells, but the header has {len(header)}")
+                    raise DataError(
+                        f"{name}, row {number}: {len(cells)} cells, but the header has {len(header)}"
+                    )
                 yield f"{name}, row {number}", dict(zip(header, cells))
         except csv.Error as error:
             raise DataError(f"{name}, row {number + 1}: not CSV: {error}") from error
@@ -537,7 +600,9 @@ def _read_mapped(kind: str, path: str | Path, name: str) -> Dataset:
         return datasets.load_dataset(kind, data_files=[str(path)], split="train")
     except Exception as error:  # pyarrow's and datasets' errors have no common base
         cause = error.__cause__ or error
-        raise DataError(f"{name}: not a readable {kind} file: {type(cause).__name__}: {cause}") from error
+        raise DataError(
+            f"{name}: not a readable {kind} file: {type(cause).__name__}: {cause}"
+        ) from error
     finally:
         if not shown:
             datasets.enable_progress_bars()

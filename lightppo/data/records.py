@@ -17,10 +17,13 @@ class Prompt:
     text: str  # after chat template or input template
     token_ids: list[int]
     label: Any = None  # ground truth for rule rewards; any JSON value
-    index: int = 0  # row number in the (blended) dataset; identifies the prompt and seeds its random numbers
+    # row number in the (blended) dataset; identifies the prompt and seeds its random numbers
+    index: int = 0
     data_source: str = "default"  # selects evaluation and reward weights
-    extra: dict[str, Any] = field(default_factory=dict)  # the row's other columns, for reward functions
-    messages: list[dict[str, Any]] | None = None  # the raw chat, if the row was one; reward models render it again
+    # the row's other columns, for reward functions
+    extra: dict[str, Any] = field(default_factory=dict)
+    # the raw chat, if the row was one; reward models render it again
+    messages: list[dict[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -31,14 +34,18 @@ class Rollout:
     sample_index: int  # number among the prompt's samples, from 0
     response_ids: list[int]  # including the end-of-text or stop id, if one was sampled
     response_text: str  # response_ids decoded without special tokens
-    finish_reason: FinishReason  # "stop": end-of-text, stop id or stop string; "length": cut by the token limit
+    # "stop": end-of-text, stop id or stop string; "length": cut by the token limit
+    finish_reason: FinishReason
     log_probs: list[float] | None = None  # per response id, under the sampling temperature
     reward: float | None = None  # None until scored
     token_rewards: list[float] | None = None  # one score per response token
-    extras: dict[str, float] = field(default_factory=dict)  # numbers from the reward source, logged as reward/<name>
+    # numbers from the reward source, logged as reward/<name>
+    extras: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # its texts, kept in the files of samples
-    stale: bool = False  # an older policy than that of the step sampled it (a surplus of dynamic sampling)
-    baseline: Rollout | None = None  # the greedy answer to the prompt, if the advantage estimator needs it
+    # an older policy than that of the step sampled it (a surplus of dynamic sampling)
+    stale: bool = False
+    # the greedy answer to the prompt, if the advantage estimator needs it
+    baseline: Rollout | None = None
 
     @property
     def truncated(self) -> bool:
@@ -74,7 +81,11 @@ def group_by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     groups: list[list[Rollout]] = []
     for rollout in rollouts:
         last = groups[-1][-1] if groups else None
-        if last and last.prompt.index == rollout.prompt.index and last.sample_index < rollout.sample_index:
+        if (
+            last
+            and last.prompt.index == rollout.prompt.index
+            and last.sample_index < rollout.sample_index
+        ):
             groups[-1].append(rollout)
         else:
             groups.append([rollout])

@@ -28,10 +28,26 @@ Chat = list[dict[str, Any]]
 
 ORIGIN_COLUMN = "__origin__"  # hidden column: the file and line a row came from
 DEFAULT_INPUT_KEY = "input"
-PROMPT_KEYS = (DEFAULT_INPUT_KEY, "prompt", "messages", "question", "query", "problem", "instruction")
+PROMPT_KEYS = (
+    DEFAULT_INPUT_KEY,
+    "prompt",
+    "messages",
+    "question",
+    "query",
+    "problem",
+    "instruction",
+)
 TEXT_KEYS = (DEFAULT_INPUT_KEY, "text", "content")  # plain documents, for pretraining
 COMPLETION_KEYS = ("output", "completion", "response", "answer", "solution")
-LABEL_KEYS = ("reward_model.ground_truth", "ground_truth", "label", "answer", "solution", "solutions", "input_output")
+LABEL_KEYS = (
+    "reward_model.ground_truth",
+    "ground_truth",
+    "label",
+    "answer",
+    "solution",
+    "solutions",
+    "input_output",
+)
 PREFERENCE_KEYS = ("chosen", "rejected")
 
 
@@ -53,7 +69,12 @@ class RowFields:
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
         """The columns that are needed to render a row."""
-        keys = (*self.prompt, *self.completion, *self.label, *(self.pair if self.preference else ()))
+        keys = (
+            *self.prompt,
+            *self.completion,
+            *self.label,
+            *(self.pair if self.preference else ()),
+        )
         return [c for c in columns if c in {_column_of(key, columns) for key in keys}]
 
 
@@ -84,14 +105,22 @@ def resolve_fields(
         return (key,)
 
     input_key = input_key or DEFAULT_INPUT_KEY
-    label = explicit(label_key, "--margin_key" if pairs else "--label_key") if label_key else known(LABEL_KEYS)
-    pair = tuple(key or default for key, default in zip((chosen_key, rejected_key), PREFERENCE_KEYS))
+    label = (
+        explicit(label_key, "--margin_key" if pairs else "--label_key")
+        if label_key
+        else known(LABEL_KEYS)
+    )
+    pair = tuple(
+        key or default for key, default in zip((chosen_key, rejected_key), PREFERENCE_KEYS)
+    )
     preference = all(_column_of(key, columns) for key in pair)
     for key, default in zip(pair, PREFERENCE_KEYS) if pairs else ():
         require_column(key, columns, f"--{default}_key")
     if documents and _column_of(input_key, columns) is None and (text := known(TEXT_KEYS)):
         # --input_key names the prompts' column; the pretraining data beside them has its own
-        logger.info("--input_key %r is not a column of the text data; reading %r", input_key, text[0])
+        logger.info(
+            "--input_key %r is not a column of the text data; reading %r", input_key, text[0]
+        )
         input_key = DEFAULT_INPUT_KEY
     if input_key != DEFAULT_INPUT_KEY:
         prompt = explicit(input_key, "--input_key")
@@ -101,7 +130,9 @@ def resolve_fields(
     if not prompt and not preference:
         known_names = f"recognised without it: {', '.join(PROMPT_KEYS)}, or chosen and rejected"
         listed = _listed(columns)
-        raise DataError(f"no column with a prompt: set --input_key to one of the columns: {listed} ({known_names})")
+        raise DataError(
+            f"no column with a prompt: set --input_key to one of the columns: {listed} ({known_names})"
+        )
     completion: tuple[str, ...] = ()
     if output_key:
         completion = explicit(output_key, "--output_key")
@@ -114,7 +145,9 @@ def resolve_fields(
 def require_column(key: str, columns: Sequence[str], flag: str) -> None:
     """DataError unless ``key`` is a column, or a field of one."""
     if _column_of(key, columns) is None:
-        raise DataError(f"{flag} {key!r} is not a column of the data; its columns: {_listed(columns)}")
+        raise DataError(
+            f"{flag} {key!r} is not a column of the data; its columns: {_listed(columns)}"
+        )
 
 
 def _listed(columns: Iterable[str]) -> str:
@@ -140,7 +173,9 @@ def lookup(row: Mapping[str, Any], key: str) -> Any:
 
 
 def first_value(row: Mapping[str, Any], keys: Iterable[str]) -> tuple[str | None, Any]:
-    return next(((key, value) for key in keys if (value := lookup(row, key)) is not None), (None, None))
+    return next(
+        ((key, value) for key in keys if (value := lookup(row, key)) is not None), (None, None)
+    )
 
 
 # -- the parts of a row; BadRowError where one is missing, of the wrong type, or empty -------------------------------
@@ -206,13 +241,17 @@ def as_chat(prompt: str | Chat, role: str) -> Chat:
     return prompt if isinstance(prompt, list) else [{"role": role, "content": prompt}]
 
 
-def _prompt_and_chosen(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None, str | Chat | None]:
+def _prompt_and_chosen(
+    row: Mapping[str, Any], fields: RowFields
+) -> tuple[str | Chat, str | None, str | Chat | None]:
     """(prompt, its key, None), or from a preference pair (common beginning, None, rest of the chosen answer)."""
     key, value = first_value(row, fields.prompt)
     if key is not None:
         return text_or_chat(value, repr(key)), key, None
     if not fields.preference or any(row.get(k) is None for k in PREFERENCE_KEYS):
-        raise BadRowError("missing", f"no prompt: {' and '.join(map(repr, fields.prompt))} missing or null")
+        raise BadRowError(
+            "missing", f"no prompt: {' and '.join(map(repr, fields.prompt))} missing or null"
+        )
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list):
         chosen, rejected = _chat(chosen, "'chosen'"), _chat(rejected, "'rejected'")
@@ -234,8 +273,13 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str 
             return chosen[:cut], chosen[cut:], rejected[cut:]
     else:
         kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
-        raise BadRowError("wrong_type", f"'chosen' and 'rejected' are {kinds}; both must be text, or both chats")
-    raise BadRowError("missing", "'chosen' and 'rejected' share no prompt; set --input_key to the column that holds it")
+        raise BadRowError(
+            "wrong_type", f"'chosen' and 'rejected' are {kinds}; both must be text, or both chats"
+        )
+    raise BadRowError(
+        "missing",
+        "'chosen' and 'rejected' share no prompt; set --input_key to the column that holds it",
+    )
 
 
 def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -250,7 +294,9 @@ def text_or_chat(value: Any, where: str) -> str | Chat:
         return value
     if isinstance(value, list | tuple):
         return _chat(value, where)
-    raise BadRowError("wrong_type", f"{where} is {shown_value(value)}; text or a list of chat messages is needed")
+    raise BadRowError(
+        "wrong_type", f"{where} is {shown_value(value)}; text or a list of chat messages is needed"
+    )
 
 
 def _chat(value: Sequence[Any], where: str) -> Chat:
@@ -264,7 +310,9 @@ def _chat(value: Sequence[Any], where: str) -> Chat:
             raise BadRowError("wrong_type", f"{where}[{i}] is {shown_value(message)}; {needed}")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise BadRowError("wrong_type", f"{where}[{i}].content is {shown_value(content)}; only text is read")
+            raise BadRowError(
+                "wrong_type", f"{where}[{i}].content is {shown_value(content)}; only text is read"
+            )
         chat.append({k: v for k, v in message.items() if v is not None or k == "content"})
     last = chat[-1].get("content")
     if last is not None and not last.strip():
@@ -306,36 +354,50 @@ class PromptTemplate:
         template = self.input_template
         if template is not None:
             if self.apply_chat_template or template.count("{}") != 1:
-                raise DataError(f"--input_template {template!r} needs one {{}}, and no --apply_chat_template beside it")
+                raise DataError(
+                    f"--input_template {template!r} needs one {{}}, and no --apply_chat_template beside it"
+                )
             if "\\n" in template:
-                logger.warning("--input_template has a backslash and an n, not a line break: in bash write $'\\n'")
+                logger.warning(
+                    "--input_template has a backslash and an n, not a line break: in bash write $'\\n'"
+                )
         if self.apply_chat_template:
             self._check_chat_template("--apply_chat_template")
 
     def _check_chat_template(self, reason: str) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
             name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
-            raise DataError(f"{reason}: the tokenizer {name} has no chat template; set one, or give text prompts")
+            raise DataError(
+                f"{reason}: the tokenizer {name} has no chat template; set one, or give text prompts"
+            )
 
     def render(self, prompt: str | Chat) -> Rendered:
         """Text of one prompt; a chat that ends with an assistant turn is to be continued, not answered."""
         if isinstance(prompt, str) and not self.apply_chat_template:
             if self.system_prompt is not None:
-                raise DataError("--system_prompt needs chat rows or --apply_chat_template; the prompts are plain text")
+                raise DataError(
+                    "--system_prompt needs chat rows or --apply_chat_template; the prompts are plain text"
+                )
             # replace, not str.format: other braces in the template are text
-            text = prompt if self.input_template is None else self.input_template.replace("{}", prompt)
+            text = (
+                prompt if self.input_template is None else self.input_template.replace("{}", prompt)
+            )
             return Rendered(text, is_chat=False, messages=None)
         messages = as_chat(prompt, "user")
         continued = messages[-1]["role"] == "assistant"
         options = {"continue_final_message": True} if continued else {}
-        return Rendered(self.chat_text(messages, add_generation_prompt=not continued, **options), True, messages)
+        return Rendered(
+            self.chat_text(messages, add_generation_prompt=not continued, **options), True, messages
+        )
 
     def chat_text(self, messages: Chat, **options: Any) -> str:
         """Messages through the chat template, with the system prompt; the last turn is closed by default."""
         from jinja2 import TemplateError
 
         if self.input_template is not None:
-            raise DataError("--input_template is for plain text, but the rows are chats; leave it out")
+            raise DataError(
+                "--input_template is for plain text, but the rows are chats; leave it out"
+            )
         self._check_chat_template("the rows are chats")
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
@@ -343,7 +405,9 @@ class PromptTemplate:
         try:
             return self.tokenizer.apply_chat_template(messages, **options)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise BadRowError("template", f"the chat template refuses it: {type(error).__name__}: {error}") from error
+            raise BadRowError(
+                "template", f"the chat template refuses it: {type(error).__name__}: {error}"
+            ) from error
 
     def encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
         """Token ids; ``special_tokens`` adds a begin-of-text (chats have it already) but no end-of-text."""
@@ -351,7 +415,11 @@ class PromptTemplate:
             return []
         ids = self.tokenizer(texts, add_special_tokens=special_tokens, verbose=False)["input_ids"]
         eos_id = self.tokenizer.eos_token_id
-        if special_tokens and eos_id is not None and self.tokenizer("a")["input_ids"][-1:] == [eos_id]:
+        if (
+            special_tokens
+            and eos_id is not None
+            and self.tokenizer("a")["input_ids"][-1:] == [eos_id]
+        ):
             ids = [row[:-1] for row in ids]
         return [list(row) for row in ids]
 
@@ -361,7 +429,11 @@ class PromptTemplate:
         # Chats, and texts with a begin-of-text, get no second one.
         is_plain = [not r.is_chat and not (bos and r.text.startswith(bos)) for r in rendered]
         found = {
-            plain: iter(self.encode([r.text for r, p in zip(rendered, is_plain) if p is plain], special_tokens=plain))
+            plain: iter(
+                self.encode(
+                    [r.text for r, p in zip(rendered, is_plain) if p is plain], special_tokens=plain
+                )
+            )
             for plain in (True, False)
         }
         return [next(found[plain]) for plain in is_plain]
@@ -395,8 +467,10 @@ class DatasetReport:
     rows: int = 0
     kept: int = 0
     truncated: int = 0  # rows kept, but cut
-    dropped: dict[str, int] = field(default_factory=dict)  # by reason: missing, wrong_type, empty, overlong, template
-    bad: list[str] = field(default_factory=list, repr=False)  # each bad row that was skipped, with its origin
+    # by reason: missing, wrong_type, empty, overlong, template
+    dropped: dict[str, int] = field(default_factory=dict)
+    # each bad row that was skipped, with its origin
+    bad: list[str] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items())) or "0"
@@ -410,7 +484,8 @@ class PreparedRows:
     row_numbers: np.ndarray  # (N,) in the dataset
     prompt_lengths: np.ndarray  # (N,) how many ids of a row are the prompt
     truncated: np.ndarray  # (N,) whether the row was cut
-    first_answers: np.ndarray  # (N,) how many ids after a row's prompt are the first answer of a pair
+    # (N,) how many ids after a row's prompt are the first answer of a pair
+    first_answers: np.ndarray
     offsets: np.ndarray  # (N + 1,) where a row's ids begin in flat_ids
     flat_ids: np.ndarray  # of all rows
     report: DatasetReport
@@ -443,9 +518,13 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 def check_dataset(dataset: Any) -> None:
     """Refuse anything but a non-empty map-style dataset."""
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
-        raise TypeError(f"a datasets.Dataset is needed (see blending_datasets), not {type(dataset).__name__}")
+        raise TypeError(
+            f"a datasets.Dataset is needed (see blending_datasets), not {type(dataset).__name__}"
+        )
     if len(dataset) == 0:
-        raise DataError("the dataset is empty: no rows in --prompt_data / --eval_data / --pretrain_data")
+        raise DataError(
+            "the dataset is empty: no rows in --prompt_data / --eval_data / --pretrain_data"
+        )
 
 
 def prepare_rows(
@@ -467,10 +546,16 @@ def prepare_rows(
     share = [len(dataset) * i // ranks.world_size for i in (ranks.get_rank(), ranks.get_rank() + 1)]
     arrays, dropped, skipped, failure = {}, Counter(), [], None
     try:
-        arrays, dropped, skipped = _encoded(dataset, range(*share), columns, encode_chunk, on_bad_row, num_workers)
+        arrays, dropped, skipped = _encoded(
+            dataset, range(*share), columns, encode_chunk, on_bad_row, num_workers
+        )
     except Exception as error:  # the others wait
         failure = error
-    told = failure if isinstance(failure, UserError) else failure and f"{type(failure).__name__}: {failure}"
+    told = (
+        failure
+        if isinstance(failure, UserError)
+        else failure and f"{type(failure).__name__}: {failure}"
+    )
     failures, dropped_each, skipped_each = zip(*ranks.all_gather_object((told, dropped, skipped)))
     if any(failures):  # the error of the first row that has one, on every rank
         rank, first = next((i, text) for i, text in enumerate(failures) if text)
@@ -480,12 +565,23 @@ def prepare_rows(
     if ranks.world_size > 1:  # a look at rows before a run starts loads no torch
         import torch
 
-        arrays = {name: ranks.all_gather(torch.from_numpy(values)).numpy() for name, values in arrays.items()}
-    lengths, dropped, skipped = arrays.pop("lengths"), sum(dropped_each, Counter()), [*chain(*skipped_each)]
-    report = DatasetReport(len(dataset), len(lengths), int(arrays["truncated"].sum()), dict(dropped), skipped)
+        arrays = {
+            name: ranks.all_gather(torch.from_numpy(values)).numpy()
+            for name, values in arrays.items()
+        }
+    lengths, dropped, skipped = (
+        arrays.pop("lengths"),
+        sum(dropped_each, Counter()),
+        [*chain(*skipped_each)],
+    )
+    report = DatasetReport(
+        len(dataset), len(lengths), int(arrays["truncated"].sum()), dict(dropped), skipped
+    )
     named = skipped[:NAMED_ROWS]
     if not report.kept:
-        raise DataError(f"no row is left to train on. {report}" + "".join(f"\n  {m}" for m in named))
+        raise DataError(
+            f"no row is left to train on. {report}" + "".join(f"\n  {m}" for m in named)
+        )
     if named:
         logger.warning("bad rows skipped, the first of them:\n  %s", "\n  ".join(named))
     if report.kept < report.rows or report.truncated:
@@ -516,7 +612,9 @@ def _encoded(
         if isinstance(outcome, BadRowError):
             message = f"{origin_of(dataset[number], number)}: {outcome}"
             if on_bad_row == "error":
-                raise DataError(f"{message} (mend the row, or leave such rows out with --on_bad_row skip)") from outcome
+                raise DataError(
+                    f"{message} (mend the row, or leave such rows out with --on_bad_row skip)"
+                ) from outcome
             skipped.append(message)
     arrays = {
         "row_numbers": np.asarray(numbers, dtype=np.int64),
@@ -529,7 +627,9 @@ def _encoded(
     return arrays, dropped, skipped
 
 
-def _outcomes(dataset: Dataset, rows: range, encode_chunk: EncodeChunk, num_workers: int) -> Iterator[Outcome]:
+def _outcomes(
+    dataset: Dataset, rows: range, encode_chunk: EncodeChunk, num_workers: int
+) -> Iterator[Outcome]:
     def encode(start: int) -> list[Outcome]:
         return encode_chunk(dataset.__getitems__(range(start, min(start + CHUNK_ROWS, rows.stop))))
 
@@ -545,7 +645,9 @@ def _outcomes(dataset: Dataset, rows: range, encode_chunk: EncodeChunk, num_work
     # fork: the dataset and the tokenizer are inherited, not pickled; the executor notices a killed worker. Threads of
     # the tokenizer inside forked workers would only compete.
     quiet = ("TOKENIZERS_PARALLELISM", "false")
-    with ProcessPoolExecutor(num_workers, get_context("fork"), os.environ.__setitem__, quiet) as pool:
+    with ProcessPoolExecutor(
+        num_workers, get_context("fork"), os.environ.__setitem__, quiet
+    ) as pool:
         yield from chain.from_iterable(pool.map(_work, starts))
 
 

@@ -40,7 +40,9 @@ class Group(NamedTuple):
     index: int  # the prompt's
 
 
-def balance_ranks(rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: bool = False) -> list[Rollout]:
+def balance_ranks(
+    rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: bool = False
+) -> list[Rollout]:
     """Swaps whole groups between ranks until all hold about the same number of tokens. Collective.
 
     Only groups of equally many samples are swapped, so every rank keeps its number of samples. With ``prompt_once`` a
@@ -50,16 +52,25 @@ def balance_ranks(rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: 
     samples: Counter[int] = Counter()
     for rollout in rollouts:
         index, prompt = rollout.prompt.index, len(rollout.prompt.token_ids)
-        tokens[index] += len(rollout.response_ids) + (0 if prompt_once and samples[index] else prompt)
+        tokens[index] += len(rollout.response_ids) + (
+            0 if prompt_once and samples[index] else prompt
+        )
         samples[index] += 1
-    before: list[list[Group]] = strategy.all_gather_object([Group(tokens[i], samples[i], i) for i in samples])
+    before: list[list[Group]] = strategy.all_gather_object(
+        [Group(tokens[i], samples[i], i) for i in samples]
+    )
     after = swapped(before)
     if after == before:
         return list(rollouts)
     has = {group.index for group in after[strategy.get_rank()]}
     leave = [r for r in rollouts if r.prompt.index not in has]
     going = {r.prompt.index for r in leave}
-    to = {group.index: rank for rank, groups in enumerate(after) for group in groups if group.index in going}
+    to = {
+        group.index: rank
+        for rank, groups in enumerate(after)
+        for group in groups
+        if group.index in going
+    }
     parts: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in leave:
         parts[to[rollout.prompt.index]].append(rollout)
@@ -90,7 +101,9 @@ def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> l
     return result
 
 
-def _best_swap(heavy: list[Group], light: list[Group], gap: int, shared: set[int]) -> tuple[Group, Group] | None:
+def _best_swap(
+    heavy: list[Group], light: list[Group], gap: int, shared: set[int]
+) -> tuple[Group, Group] | None:
     """The pair of groups whose swap narrows the gap most; ``None`` if no swap narrows it."""
     best: tuple[float, Group, Group] | None = None
     partners: dict[int, list[Group]] = defaultdict(list)
@@ -125,7 +138,8 @@ def select_tokens(items: Sequence[Experience], loss: PolicyLoss, ranks: Ranks, s
     masks = [item.action_mask for item in items]  # (1, A) each
     rows = [(item.action_log_probs, item.advantages, _uniforms(item, seed)) for item in items]
     chosen = select(
-        *(torch.cat([row[mask] for row, mask in zip(column, masks)]) for column in zip(*rows)),  # (N,) trained tokens
+        # (N,) trained tokens
+        *(torch.cat([row[mask] for row, mask in zip(column, masks)]) for column in zip(*rows)),
         options=loss.options,
         all_reduce_sum=partial(ranks.all_reduce, op="sum"),
     )  # (N,)
@@ -189,7 +203,9 @@ class ReplayBuffer:
     def sample(self) -> Experience:
         """``sample_batch_size`` different rows as one batch."""
         if len(self) < self.sample_batch_size:
-            raise ValueError(f"the replay buffer holds {len(self)} samples, fewer than {self.sample_batch_size}")
+            raise ValueError(
+                f"the replay buffer holds {len(self)} samples, fewer than {self.sample_batch_size}"
+            )
         return self.collate_fn(random.sample(self.items, self.sample_batch_size))
 
     def __len__(self) -> int:
@@ -201,17 +217,27 @@ class ReplayBuffer:
     def collate_fn(self, items: Sequence[Experience]) -> Experience:
         """Rows → one padded batch on the training device."""
         batch = Experience.collate(items)
-        return (batch.pin_memory() if self.pin_memory and self.cpu_offload else batch).to_device(self.device)
+        return (batch.pin_memory() if self.pin_memory and self.cpu_offload else batch).to_device(
+            self.device
+        )
 
-    def normalize(self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any) -> None:
+    def normalize(
+        self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any
+    ) -> None:
         """Whitens the advantages (the only ``attribute``) over the trained tokens of all ranks; see ``whiten``."""
         if attribute != "advantages":
             raise ValueError(f"only 'advantages' can be normalised, not {attribute!r}")
-        items = self.items or [Experience.placeholder()]  # for the collectives of a rank without samples
+        # for the collectives of a rank without samples
+        items = self.items or [Experience.placeholder()]
         values = torch.cat([item.advantages for item in items], 1)  # (1, ΣA)
         mask = torch.cat([item.action_mask for item in items], 1)
-        options |= {"all_reduce_sum": partial(strategy.all_reduce, op="sum"), "divide_std": divide_std}
-        whitened = whiten(values, mask, **options).split([item.num_actions for item in items], dim=1)
+        options |= {
+            "all_reduce_sum": partial(strategy.all_reduce, op="sum"),
+            "divide_std": divide_std,
+        }
+        whitened = whiten(values, mask, **options).split(
+            [item.num_actions for item in items], dim=1
+        )
         for item, row in zip(items, whitened):
             item.advantages = row
 
@@ -220,7 +246,8 @@ class ReplayBuffer:
 class StepPart:
     """What a micro batch must know about its optimizer step."""
 
-    normalizer: LossNormalizer  # trained tokens and sequences of the step, over all ranks and micro batches
+    # trained tokens and sequences of the step, over all ranks and micro batches
+    normalizer: LossNormalizer
     # A metric is a micro batch's share of the step. Times this factor, its mean over the micro batches with samples, of
     # all ranks, is the metric of the step.
     status_scale: float = 1.0
@@ -235,15 +262,22 @@ class Minibatch:
     """One optimizer step on this rank, in micro batches; their number is the same on every rank."""
 
     micro_batches: list[Experience]  # the actor's
-    critic_micro_batches: list[Experience] | None = None  # the same samples; None: in the actor's micro batches
+    # the same samples; None: in the actor's micro batches
+    critic_micro_batches: list[Experience] | None = None
 
 
-def normalizer_of(micro_batches: Sequence[Experience], ranks: Ranks, scale: float) -> LossNormalizer:
+def normalizer_of(
+    micro_batches: Sequence[Experience], ranks: Ranks, scale: float
+) -> LossNormalizer:
     masks, total = [m.action_mask for m in micro_batches], partial(ranks.all_reduce, op="sum")
-    return LossNormalizer.from_masks(masks, all_reduce_sum=total, dp_size=ranks.world_size, scale=scale)
+    return LossNormalizer.from_masks(
+        masks, all_reduce_sum=total, dp_size=ranks.world_size, scale=scale
+    )
 
 
-def plan_step(micro_batches: Sequence[Experience], ranks: Ranks, *, scale: float = 1.0) -> list[Experience]:
+def plan_step(
+    micro_batches: Sequence[Experience], ranks: Ranks, *, scale: float = 1.0
+) -> list[Experience]:
     """Gives this rank's micro batches the step's totals, and adds placeholders up to the common count. Collective."""
     placeholder = Experience.placeholder(ranks.device)
     normalizer = normalizer_of(micro_batches or [placeholder], ranks, scale)
@@ -299,13 +333,22 @@ def minibatches(
     if shuffle == "groups":  # all samples of a prompt come to its first one
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts[i] for i in order))}
         order.sort(key=lambda i: place[prompts[i]])
-    lengths, batching = [item.row_lengths()[0] for item in items], MicroBatching(ranks, packed, share_prompts)
+    lengths, batching = (
+        [item.row_lengths()[0] for item in items],
+        MicroBatching(ranks, packed, share_prompts),
+    )
     for rows in torch.tensor(order, dtype=torch.long).tensor_split(steps) if steps else ():
         step, plans = rows.tolist(), []
         for spec in (actor,) if critic in (None, actor) else (actor, critic):
-            parts = batching.split([lengths[i] for i in step], spec, [prompts[i] for i in step if share_prompts])
+            parts = batching.split(
+                [lengths[i] for i in step], spec, [prompts[i] for i in step if share_prompts]
+            )
             plans.append(
-                plan_step([collate([items[step[i]] for i in part]) for part in parts], ranks, scale=loss_scale)
+                plan_step(
+                    [collate([items[step[i]] for i in part]) for part in parts],
+                    ranks,
+                    scale=loss_scale,
+                )
             )
         yield Minibatch(*plans)
 
@@ -313,7 +356,9 @@ def minibatches(
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def save_batch(path: Path, minibatch: Minibatch, texts: Sequence[Sequence[str]], **facts: Any) -> None:
+def save_batch(
+    path: Path, minibatch: Minibatch, texts: Sequence[Sequence[str]], **facts: Any
+) -> None:
     """Writes this rank's part of an optimizer step, for :func:`load_batch`.
 
     Args:
@@ -323,13 +368,18 @@ def save_batch(path: Path, minibatch: Minibatch, texts: Sequence[Sequence[str]],
 
     def plain(part: Experience) -> dict[str, Any]:
         names = [f.name for f in fields(Experience) if f.name not in ("info", "part")]
-        tensors = {name: x if (x := getattr(part, name)) is None else on_cpu(x).detach() for name in names}
+        tensors = {
+            name: x if (x := getattr(part, name)) is None else on_cpu(x).detach() for name in names
+        }
         step = part.part and vars(part.part) | {"normalizer": vars(part.part.normalizer)}
         if step and step["pretrain"]:
             step["pretrain"] = (dict(part.part.pretrain[0]), *part.part.pretrain[1:])
         return {"tensors": tensors, "info": part.info, "part": step}
 
-    kinds = {"micro_batches": minibatch.micro_batches, "critic_micro_batches": minibatch.critic_micro_batches}
+    kinds = {
+        "micro_batches": minibatch.micro_batches,
+        "critic_micro_batches": minibatch.critic_micro_batches,
+    }
     parts = {name: batches and [plain(part) for part in batches] for name, batches in kinds.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({**parts, "texts": [tuple(row) for row in texts], "facts": facts}, path)
@@ -344,5 +394,8 @@ def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, 
             part = StepPart(**part | {"normalizer": LossNormalizer(**part["normalizer"])})
         return Experience(**plain["tensors"], info=plain["info"], part=part)
 
-    kinds = [saved[name] and [experience(p) for p in saved[name]] for name in ("micro_batches", "critic_micro_batches")]
+    kinds = [
+        saved[name] and [experience(p) for p in saved[name]]
+        for name in ("micro_batches", "critic_micro_batches")
+    ]
     return Minibatch(*kinds), saved["texts"], saved["facts"]

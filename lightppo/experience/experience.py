@@ -36,11 +36,15 @@ class Experience:
     returns: Tensor | None = None  # (B, A) regression targets of the critic
     advantages: Tensor | None = None  # (B, A)
     kl: Tensor | None = None  # (B, A) KL estimate between policy and reference per token
-    loss_weights: Tensor | None = None  # (B, A) constant factors of the policy loss: correction, high-entropy tokens
-    selected: Tensor | None = None  # (B, A) bool: tokens that the policy loss treats differently (clip_cov, kl_cov)
+    # (B, A) constant factors of the policy loss: correction, high-entropy tokens
+    loss_weights: Tensor | None = None
+    # (B, A) bool: tokens that the policy loss treats differently (clip_cov, kl_cov)
+    selected: Tensor | None = None
     teacher_log_probs: Tensor | None = None  # (B, A) the teacher's
-    info: dict[str, Tensor] = field(default_factory=dict)  # (B,) each: reward, response_length, kl, return, ...
-    part: Any = None  # batching.StepPart of a micro batch: its share of an optimizer step; else None
+    # (B,) each: reward, response_length, kl, return, ...
+    info: dict[str, Tensor] = field(default_factory=dict)
+    # batching.StepPart of a micro batch: its share of an optimizer step; else None
+    part: Any = None
 
     def __len__(self) -> int:
         return self.sequences.size(0)
@@ -68,7 +72,10 @@ class Experience:
 
     def non_finite(self) -> dict[str, int]:
         """Rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
-        rows = {n: (~getattr(self, n).isfinite() & self.action_mask).any(1).sum() for n in self._present()}
+        rows = {
+            n: (~getattr(self, n).isfinite() & self.action_mask).any(1).sum()
+            for n in self._present()
+        }
         if "reward" in self.info:
             rows["score"] = (~self.info["reward"].isfinite()).sum()
         counts = torch.stack([*rows.values(), self.action_mask.sum()]).tolist()  # one copy
@@ -84,7 +91,10 @@ class Experience:
         """Prompt and response of each row."""
         split = self.sequences.size(1) - self.num_actions
         rows = zip(on_cpu(self.sequences), on_cpu(self.attention_mask).bool())
-        return [(decode(ids[:split][real[:split]]), decode(ids[split:][real[split:]])) for ids, real in rows]
+        return [
+            (decode(ids[:split][real[:split]]), decode(ids[split:][real[split:]]))
+            for ids, real in rows
+        ]
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Self:
@@ -94,7 +104,9 @@ class Experience:
         for rollout in rollouts:
             where, n = f"prompt {rollout.prompt.index}", len(rollout.response_ids)
             if not rollout.prompt.token_ids or not n:
-                raise ValueError(f"{where}: the {'response' if rollout.prompt.token_ids else 'prompt'} has no tokens")
+                raise ValueError(
+                    f"{where}: the {'response' if rollout.prompt.token_ids else 'prompt'} has no tokens"
+                )
             if rollout.log_probs is not None and len(rollout.log_probs) != n:
                 raise ValueError(
                     f"{where}, sample {rollout.sample_index}: the rollout engine gave {len(rollout.log_probs)} log "
@@ -110,7 +122,9 @@ class Experience:
             action_mask=response_mask.bool(),  # (B, A)
         )
         if all(r.log_probs is not None for r in rollouts):
-            experience.rollout_log_probs = _pad([torch.tensor(r.log_probs, dtype=torch.float32) for r in rollouts])
+            experience.rollout_log_probs = _pad(
+                [torch.tensor(r.log_probs, dtype=torch.float32) for r in rollouts]
+            )
         experience.info = {
             "response_length": experience.response_lengths.float(),
             "total_length": experience.total_lengths.float(),
@@ -140,7 +154,10 @@ class Experience:
         """Rows by number, length of the prompt, and length of the response."""
         numbers, prompts, responses = zip(*rows)
         split = self.sequences.size(1) - self.num_actions  # columns before the action positions
-        columns, actions = slice(split - max(prompts), split + max(responses)), slice(0, max(responses))
+        columns, actions = (
+            slice(split - max(prompts), split + max(responses)),
+            slice(0, max(responses)),
+        )
         picked = to_device(torch.tensor(numbers), self.sequences.device)
         return type(self)(
             self.sequences[picked, columns],
@@ -161,12 +178,20 @@ class Experience:
             raise ValueError("nothing to collate")
         names, info = parts[0]._present(), parts[0].info.keys()
         if any(part._present() != names or part.info.keys() != info for part in parts):
-            raise ValueError(f"experiences hold different tensors or info: all need {names} and {sorted(info)}")
+            raise ValueError(
+                f"experiences hold different tensors or info: all need {names} and {sorted(info)}"
+            )
 
         def sequence_shaped(name: str) -> Tensor:
             """(ΣB, S): prompts are padded on the left, responses on the right."""
-            rows = [row.tensor_split([len(row) - p.num_actions]) for p in parts for row in getattr(p, name)]
-            return torch.cat([_pad([left for left, _ in rows], left=True), _pad([right for _, right in rows])], 1)
+            rows = [
+                row.tensor_split([len(row) - p.num_actions])
+                for p in parts
+                for row in getattr(p, name)
+            ]
+            return torch.cat(
+                [_pad([left for left, _ in rows], left=True), _pad([right for _, right in rows])], 1
+            )
 
         def action_shaped(name: str) -> Tensor:
             """(ΣB, A)."""
@@ -192,7 +217,9 @@ class Experience:
     def to_device(self, device: torch.device | str) -> Self:
         """Moves every tensor in place; returns itself."""
         # Not to the CPU: that copy returns before the numbers have arrived, and nothing would wait for them.
-        return self._map(Tensor.cpu if torch.device(device).type == "cpu" else partial(to_device, device=device))
+        return self._map(
+            Tensor.cpu if torch.device(device).type == "cpu" else partial(to_device, device=device)
+        )
 
     def pin_memory(self) -> Self:
         """Pins every tensor on the CPU in place for fast copies to a GPU; returns itself."""
@@ -202,14 +229,18 @@ class Experience:
 def non_finite_text(found: Sequence[Mapping[str, int]]) -> str:
     """``rank 1: values in 2 rows``, of what :meth:`Experience.non_finite` says on each rank; "" without any."""
     shown = (
-        "; ".join(f"{name} in {rows} row{'s' * (rows > 1)}" for name, rows in of_rank.items()) for of_rank in found
+        "; ".join(f"{name} in {rows} row{'s' * (rows > 1)}" for name, rows in of_rank.items())
+        for of_rank in found
     )
     return ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown) if text)
 
 
-ACTION_TENSORS = [f.name for f in dataclasses.fields(Experience) if f.type == "Tensor | None"]  # (B, A), may be absent
+# (B, A), may be absent
+ACTION_TENSORS = [f.name for f in dataclasses.fields(Experience) if f.type == "Tensor | None"]
 
 
 def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:
     """Stacks 1-d tensors, padded with zeros to the longest (B, longest)."""
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left" if left else "right")
+    return torch.nn.utils.rnn.pad_sequence(
+        rows, batch_first=True, padding_side="left" if left else "right"
+    )

@@ -56,7 +56,10 @@ class ScoreShaper:
         self.config, self.max_len = config, max_len
         self.all_reduce_sum, self.device = partial(ranks.all_reduce, op="sum"), ranks.device
         self.scale = partial(
-            scale_scores, bias=config.reward_bias, scaling=config.reward_scaling, max_clip=config.max_reward_clip
+            scale_scores,
+            bias=config.reward_bias,
+            scaling=config.reward_scaling,
+            max_clip=config.max_reward_clip,
         )
         self.running = RunningMeanStd() if config.reward_running_norm else None
 
@@ -68,7 +71,9 @@ class ScoreShaper:
     def shape(self, rollouts: Sequence[Rollout]) -> Tensor:
         """The score of each response (B,); with dense rewards, the reward added at its end."""
         c, scores = self.config, self._scaled(rollouts)  # (B,)
-        truncated = torch.tensor([r.truncated for r in rollouts], dtype=torch.bool, device=self.device)
+        truncated = torch.tensor(
+            [r.truncated for r in rollouts], dtype=torch.bool, device=self.device
+        )
         if self.running is not None:
             scores = self.running.normalize(scores)
         if c.use_dense_reward:
@@ -87,7 +92,9 @@ class ScoreShaper:
             return None
         rows = torch.zeros(action_mask.shape, device=self.device)  # (B, A)
         for row, rollout in zip(rows, rollouts):
-            row[: len(rollout.token_rewards)] = torch.tensor(rollout.token_rewards, device=self.device)
+            row[: len(rollout.token_rewards)] = torch.tensor(
+                rollout.token_rewards, device=self.device
+            )
         return dense_rewards(self.scale(rows), action_mask, self.config.reward_delta)
 
     def final_scores(self, rollouts: Sequence[Rollout]) -> Tensor:
@@ -102,7 +109,9 @@ class ScoreShaper:
     def overlong(self, rollouts: Sequence[Rollout]) -> Tensor:
         """The penalty for the length of each response, at most 0 (B,)."""
         c = self.config
-        return overlong_penalty(self._lengths(rollouts), self.max_len, c.overlong_buffer_len, c.overlong_penalty_factor)
+        return overlong_penalty(
+            self._lengths(rollouts), self.max_len, c.overlong_buffer_len, c.overlong_penalty_factor
+        )
 
     def state_dict(self) -> dict[str, Any] | None:
         """The running statistics."""
@@ -114,10 +123,14 @@ class ScoreShaper:
             self.running.load_state_dict(state)
 
     def _scaled(self, rollouts: Sequence[Rollout]) -> Tensor:
-        return self.scale(torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=self.device))
+        return self.scale(
+            torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=self.device)
+        )
 
     def _lengths(self, rollouts: Sequence[Rollout]) -> Tensor:
-        return torch.tensor([len(r.response_ids) for r in rollouts], dtype=torch.float32, device=self.device)
+        return torch.tensor(
+            [len(r.response_ids) for r in rollouts], dtype=torch.float32, device=self.device
+        )
 
 
 class ExperienceMaker:
@@ -157,11 +170,15 @@ class ExperienceMaker:
         self.teacher, self.rewarded = teacher if teacher_adds(config) else None, rewarded
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
         self.sample, self.progress, self.timer = sample, progress, timer
-        self.perf_stats: dict[str, float] | None = None  # the seed's: nothing here, times are in perf/ of the logs
+        # the seed's: nothing here, times are in perf/ of the logs
+        self.perf_stats: dict[str, float] | None = None
         self.algorithm, self.distill = config.algorithm, config.distill
         self.token_weights = token_weights(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
-        self.mask_too_long, self.prompt_max_len = config.reward.mask_too_long, config.data.prompt_max_len
+        self.mask_too_long, self.prompt_max_len = (
+            config.reward.mask_too_long,
+            config.data.prompt_max_len,
+        )
         self.micro_rollout_batch_size = rollout_rows(config)
         self.seed = config.strategy.seed
         self.micro_batches = {call: micro_batch_spec(config, call) for call in SCORING_CALLS}
@@ -174,7 +191,11 @@ class ExperienceMaker:
         self.compared_with_engine = self._compared_with_engine(config)
         self.has_kl = initial_model is not None and self.old_log_probs != "training"
         # Whole distributions are compared only if the reward needs it: the KL loss compares its own.
-        self.full_kl = self.has_kl and self.algorithm.kl_estimator == "full" and self.algorithm.use_kl_in_reward
+        self.full_kl = (
+            self.has_kl
+            and self.algorithm.kl_estimator == "full"
+            and self.algorithm.use_kl_in_reward
+        )
         self.shaper = ScoreShaper(config.reward, config.rollout.generate_max_len, strategy)
         self._all_reduce_sum = partial(strategy.all_reduce, op="sum")
 
@@ -197,7 +218,9 @@ class ExperienceMaker:
         as_texts = any(isinstance(rollout, str) for rollout in rollouts)
         if as_texts or (not rollouts and (all_labels is not None or generate_kwargs)):
             if self.sample is None:
-                raise ValueError("this ExperienceMaker has nothing to sample prompts with: pass scored rollouts")
+                raise ValueError(
+                    "this ExperienceMaker has nothing to sample prompts with: pass scored rollouts"
+                )
             rollouts = self.sample(rollouts, all_labels, **generate_kwargs)
         self._check(rollouts)
         # A rank without samples joins in everything, because there are collectives on the way: in the models with a
@@ -208,7 +231,9 @@ class ExperienceMaker:
         self._require_finite(batch)
         if not rollouts:
             batch, made = batch.without_rows(), {name: values[:0] for name, values in made.items()}
-        truncated = torch.tensor([r.truncated for r in rollouts], dtype=torch.bool, device=self.strategy.device)
+        truncated = torch.tensor(
+            [r.truncated for r in rollouts], dtype=torch.bool, device=self.strategy.device
+        )
         if self.mask_too_long:
             batch.action_mask &= ~truncated[:, None]
         bootstraps = self.algorithm.bootstrap_truncated and self.critic is not None
@@ -223,16 +248,23 @@ class ExperienceMaker:
     def _require_finite(self, batch: Experience) -> None:
         """Raises NonFiniteError on all ranks, before any statistics have seen the numbers. Collective."""
         found = batch.non_finite()
-        found.pop("base_action_log_probs", None)  # what it does to the KL counts, which may be clipped
+        # what it does to the KL counts, which may be clipped
+        found.pop("base_action_log_probs", None)
         if self.strategy.all_reduce(len(found), "max"):
-            raise NonFiniteError(f"not finite: {non_finite_text(self.strategy.all_gather_object(found))}", batch)
+            raise NonFiniteError(
+                f"not finite: {non_finite_text(self.strategy.all_gather_object(found))}", batch
+            )
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
         """Whitens and clips the advantages over all ranks, and selects tokens for the loss. Collective."""
         a = self.algorithm
         with self.timer("advantages"):
             if a.adv_norm and a.adv_norm_scope == "batch":
-                options = {"shift_mean": a.adv_shift_mean, "unbiased": a.adv_std_unbiased, "eps": a.adv_norm_eps}
+                options = {
+                    "shift_mean": a.adv_shift_mean,
+                    "unbiased": a.adv_std_unbiased,
+                    "eps": a.adv_norm_eps,
+                }
                 buffer.normalize("advantages", self.strategy, a.adv_std_norm, **options)
             if a.advantage_clip is not None:
                 for item in buffer.items:
@@ -265,7 +297,9 @@ class ExperienceMaker:
         for rollout in rollouts:
             index, needed = rollout.prompt.index, self.estimator.min_group_size
             if rollout.reward is None:
-                raise ValueError(f"prompt {index}, sample {rollout.sample_index} has no reward: score it first")
+                raise ValueError(
+                    f"prompt {index}, sample {rollout.sample_index} has no reward: score it first"
+                )
             if sizes[index] < needed:
                 name = shown_object(self.algorithm.advantage_estimator)
                 raise ValueError(
@@ -286,7 +320,12 @@ class ExperienceMaker:
         """
         calls = [
             ("actor", "old_log_probs", self._run_actor, self.old_log_probs == "forward"),
-            ("reference", "reference", self._run_reference, self.initial_model is not None and not self.full_kl),
+            (
+                "reference",
+                "reference",
+                self._run_reference,
+                self.initial_model is not None and not self.full_kl,
+            ),
             ("teacher", "teacher", self._run_teacher, self.teacher is not None),
             ("critic", "values", self._run_critic, self.critic is not None),
         ]
@@ -299,20 +338,32 @@ class ExperienceMaker:
         plan = []
         for name, phase, run in [call for *call, needed in calls if needed]:
             parts = self.batching.split(lengths, self.micro_batches[name], prompts)
-            plan += [(phase, run, rows) for rows in level(parts, self.strategy, lambda parts=parts: parts[-1])]
-        made: dict[str, Tensor] = defaultdict(lambda: torch.zeros(batch.action_mask.shape, device=device))
+            plan += [
+                (phase, run, rows)
+                for rows in level(parts, self.strategy, lambda parts=parts: parts[-1])
+            ]
+        made: dict[str, Tensor] = defaultdict(
+            lambda: torch.zeros(batch.action_mask.shape, device=device)
+        )
         for phase, calls in groupby(self.progress(plan), key=itemgetter(0)):
             with self.timer(phase):
                 for _, run, rows in calls:
                     places = to_device(torch.tensor(rows), device)
-                    for name, values in run(near.select(rows).to_device(device)).items():  # (b, a), the first a actions
+                    # (b, a), the first a actions
+                    for name, values in run(near.select(rows).to_device(device)).items():
                         made[name][places, : values.size(1)] = values.float()
                     heartbeat.beat()
         if self.old_log_probs == "rollout":
             made["action_log_probs"] = batch.rollout_log_probs.clone()
         if self.has_kl and not self.full_kl:
             made["kl"] = self.sampled_kl(made["action_log_probs"], made["base_action_log_probs"])
-        for name in ("action_log_probs", "base_action_log_probs", "teacher_log_probs", "values", "kl"):
+        for name in (
+            "action_log_probs",
+            "base_action_log_probs",
+            "teacher_log_probs",
+            "values",
+            "kl",
+        ):
             setattr(batch, name, made.get(name))
         return made
 
@@ -326,14 +377,18 @@ class ExperienceMaker:
         """With the KL of each sample in ``info``, of log probs that only the training pass has made."""
         if experience.base_action_log_probs is None:
             return experience
-        kl = masked_mean(self.sampled_kl(log_probs, experience.base_action_log_probs), experience.action_mask)
+        kl = masked_mean(
+            self.sampled_kl(log_probs, experience.base_action_log_probs), experience.action_mask
+        )
         return replace(experience, info=experience.info | {"kl": kl})
 
     def _run_actor(self, part: Experience) -> dict[str, Tensor]:
         """Log probs of the actor, and of the reference beside it if whole distributions are compared."""
         inputs = (part.sequences, part.num_actions, part.attention_mask)
         wants_norms = self.estimator.needs_score_norms
-        actor = self.actor.score_actions(*inputs, entropy=self.wants_entropy, logits=self.full_kl or wants_norms)
+        actor = self.actor.score_actions(
+            *inputs, entropy=self.wants_entropy, logits=self.full_kl or wants_norms
+        )
         made = {"action_log_probs": actor.log_probs}
         if self.wants_entropy:
             made["entropy"] = actor.entropy
@@ -344,13 +399,17 @@ class ExperienceMaker:
         if self.full_kl:
             reference = self.initial_model.score_actions(*inputs, logits=True)
             kl, clip = torch.zeros_like(actor.log_probs), self.algorithm.kl_clip  # (b, a)
-            kl[actor.real] = full_kl(actor.logits, reference.logits, self.actor.temperature).to(kl.dtype)
+            kl[actor.real] = full_kl(actor.logits, reference.logits, self.actor.temperature).to(
+                kl.dtype
+            )
             made["kl"] = kl if clip is None else kl.clamp(-clip, clip)
             made["base_action_log_probs"] = reference.log_probs
         return made
 
     def _run_reference(self, part: Experience) -> dict[str, Tensor]:
-        reference = self.initial_model.score_actions(part.sequences, part.num_actions, part.attention_mask)
+        reference = self.initial_model.score_actions(
+            part.sequences, part.num_actions, part.attention_mask
+        )
         return {"base_action_log_probs": reference.log_probs}
 
     def _run_teacher(self, part: Experience) -> dict[str, Tensor]:
@@ -358,14 +417,25 @@ class ExperienceMaker:
         return {"teacher_log_probs": teacher.log_probs}
 
     def _run_critic(self, part: Experience) -> dict[str, Tensor]:
-        options = {"num_actions": part.num_actions, "attention_mask": part.attention_mask, "include_last": True}
+        options = {
+            "num_actions": part.num_actions,
+            "attention_mask": part.attention_mask,
+            "include_last": True,
+        }
         values = self.critic(part.sequences, **options).float()  # (b, a + 1)
         if self.value_norm is not None:
             values = self.value_norm.denormalize(values)
-        return {"values": values[:, :-1], "last_values": values.gather(1, part.response_lengths[:, None])}
+        return {
+            "values": values[:, :-1],
+            "last_values": values.gather(1, part.response_lengths[:, None]),
+        }
 
     def _add_advantages(
-        self, batch: Experience, rollouts: Sequence[Rollout], bootstrap: Tensor | None, norms: Tensor | None
+        self,
+        batch: Experience,
+        rollouts: Sequence[Rollout],
+        bootstrap: Tensor | None,
+        norms: Tensor | None,
     ) -> None:
         """Token rewards → advantages and returns; updates the statistics of ``--value_norm``."""
         config, device, mask = self.algorithm, self.strategy.device, batch.action_mask
@@ -398,8 +468,15 @@ class ExperienceMaker:
             **{name: getattr(config, name) for name in self.estimator.defaults},
         )
         if self.teacher is not None:
-            gaps = (batch.action_log_probs, batch.teacher_log_probs, mask, self.distill.distill_discount)
-            batch.advantages = batch.advantages + self.distill.distill_coef * teacher_advantages(*gaps)
+            gaps = (
+                batch.action_log_probs,
+                batch.teacher_log_probs,
+                mask,
+                self.distill.distill_discount,
+            )
+            batch.advantages = batch.advantages + self.distill.distill_coef * teacher_advantages(
+                *gaps
+            )
         if config.adv_norm and config.adv_norm_scope == "group":
             batch.advantages = group_normalize(batch.advantages, mask, groups, config.adv_norm_eps)
         if self.value_norm is not None:
@@ -423,7 +500,11 @@ class ExperienceMaker:
     def _add_info(self, batch: Experience, rollouts: Sequence[Rollout]) -> None:
         """One number per sample, for the logs."""
         tensor = partial(torch.tensor, dtype=torch.float32, device=self.strategy.device)
-        kl = torch.zeros_like(batch.action_mask, dtype=torch.float32) if batch.kl is None else batch.kl
+        kl = (
+            torch.zeros_like(batch.action_mask, dtype=torch.float32)
+            if batch.kl is None
+            else batch.kl
+        )
         if self.rewarded:
             batch.info["reward"] = tensor([r.reward for r in rollouts])
         if any(r.stale for r in rollouts):
@@ -433,8 +514,13 @@ class ExperienceMaker:
         batch.info["prompt_clip_ratio"] = tensor(at_limit)
         if self.shaper.config.overlong_buffer_len is not None:
             penalty = self.shaper.overlong(rollouts)
-            batch.info |= {"reward/overlong": (penalty < 0).float(), "reward/overlong_reward": penalty}
+            batch.info |= {
+                "reward/overlong": (penalty < 0).float(),
+                "reward/overlong_reward": penalty,
+            }
         if self.estimator.needs_greedy_baseline:
             batch.info["reward/greedy_baseline"] = tensor([r.baseline.reward for r in rollouts])
         for name in sorted({name for r in rollouts for name in r.extras}):
-            batch.info[f"reward/{name}"] = tensor([r.extras.get(name, float("nan")) for r in rollouts])
+            batch.info[f"reward/{name}"] = tensor(
+                [r.extras.get(name, float("nan")) for r in rollouts]
+            )

@@ -14,7 +14,14 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, seed_of_step, to_plain
+from lightppo.data.records import (
+    Prompt,
+    Rollout,
+    from_plain,
+    group_by_prompt,
+    seed_of_step,
+    to_plain,
+)
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import RewardSource, Scorer, describe_sample, score_rollouts
@@ -23,10 +30,14 @@ from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_
 logger = logging.getLogger(__name__)
 
 
-def best_of_n(group: Sequence[Rollout], n: int, tie: Literal["shorter", "longer"] = "shorter") -> list[Rollout]:
+def best_of_n(
+    group: Sequence[Rollout], n: int, tie: Literal["shorter", "longer"] = "shorter"
+) -> list[Rollout]:
     """The ``n`` samples with the highest scores, in sampling order; ``tie`` decides between equal scores by length."""
     sign = 1 if tie == "shorter" else -1
-    ranked = sorted(range(len(group)), key=lambda i: (-group[i].reward, sign * len(group[i].response_ids), i))
+    ranked = sorted(
+        range(len(group)), key=lambda i: (-group[i].reward, sign * len(group[i].response_ids), i)
+    )
     return [group[i] for i in sorted(ranked[:n])]
 
 
@@ -37,7 +48,12 @@ FILTER_METRICS: dict[str, Callable[[Rollout], float | None]] = {
     "seq_reward": lambda r: r.reward if r.token_rewards is None else sum(r.token_rewards),
 }
 
-EQUAL, LOW, HIGH, UNMEASURED = REASONS = ("rejected_equal", "rejected_low", "rejected_high", "rejected_unmeasured")
+EQUAL, LOW, HIGH, UNMEASURED = REASONS = (
+    "rejected_equal",
+    "rejected_low",
+    "rejected_high",
+    "rejected_unmeasured",
+)
 
 
 @dataclass
@@ -51,7 +67,8 @@ class GroupFilter:
     # name in Rollout.extras
     metric: str = "score"
     limits: tuple[float, float] | None = None
-    final_scores: Callable[[Sequence[Rollout]], Tensor] | None = None  # shaped scores (B,), for seq_final_reward
+    # shaped scores (B,), for seq_final_reward
+    final_scores: Callable[[Sequence[Rollout]], Tensor] | None = None
 
     def __call__(self, group: Sequence[Rollout]) -> str | None:
         """Why the scored samples of a prompt, at least one, are not trained on; ``None``: they are."""
@@ -72,7 +89,13 @@ class GroupFilter:
 
 # Reward sources count these themselves, once per sample.
 FAILURE_COUNTS = ("reward/failures", "reward/timeouts")
-SAMPLE_COUNTS = ("unscored", "small_group", *FAILURE_COUNTS, "generated_samples", "generated_tokens")
+SAMPLE_COUNTS = (
+    "unscored",
+    "small_group",
+    *FAILURE_COUNTS,
+    "generated_samples",
+    "generated_tokens",
+)
 
 
 @dataclass
@@ -80,9 +103,11 @@ class SampledBatch:
     """Scored rollouts of this rank."""
 
     rollouts: list[Rollout]  # to train on
-    left_out: dict[str, float]  # counts of the others by reason, and of the reward source's failures and time-outs
+    # counts of the others by reason, and of the reward source's failures and time-outs
+    left_out: dict[str, float]
     prompt_scores: dict[int, float]  # Prompt.index → mean score of all its scored samples
-    not_finite: str | None = None  # which score is not: then all samples are here, and none has a score
+    # which score is not: then all samples are here, and none has a score
+    not_finite: str | None = None
 
 
 @dataclass
@@ -94,13 +119,15 @@ class RolloutSampler:
     sampling: SamplingParams  # with n samples per prompt and the seed of the run
     min_group_size: int = 1  # smallest group that the advantage estimator can use
     _: KW_ONLY
-    greedy_baseline: bool = False  # also answer each prompt greedily, as Rollout.baseline of its samples (ReMax)
+    # also answer each prompt greedily, as Rollout.baseline of its samples (ReMax)
+    greedy_baseline: bool = False
     dense: bool = False  # the source must give token scores; without it, it must not
     group_size: int | None = None  # best of n: keep so many of the n samples of a prompt; None: all
     tie: Literal["shorter", "longer"] = "shorter"  # see best_of_n
     # scores finished samples while the engine, which must take on_finished, generates the rest
     scorer: Scorer | None = None
-    checks: Sequence[Callable[[Sequence[Rollout]], None]] = ()  # each sees every scored batch, and may raise
+    # each sees every scored batch, and may raise
+    checks: Sequence[Callable[[Sequence[Rollout]], None]] = ()
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()  # times "greedy"
 
     @property
@@ -121,7 +148,9 @@ class RolloutSampler:
         rollouts = self.engine.generate(list(prompts), sampling, **early)
         if self.greedy_baseline:
             with self.timer("greedy"):
-                greedy = self.engine.generate(list(prompts), replace(sampling, n=1, temperature=0.0), **early)
+                greedy = self.engine.generate(
+                    list(prompts), replace(sampling, n=1, temperature=0.0), **early
+                )
             for i, rollout in enumerate(rollouts):
                 rollout.baseline = greedy[i // sampling.n]
         return rollouts
@@ -131,14 +160,18 @@ class RolloutSampler:
 
         A group that becomes too small for the estimator, or whose greedy baseline is unscored, is left out and counted.
         """
-        everything = [*rollouts, *{id(r.baseline): r.baseline for r in rollouts if r.baseline is not None}.values()]
+        everything = [
+            *rollouts,
+            *{id(r.baseline): r.baseline for r in rollouts if r.baseline is not None}.values(),
+        ]
         not_finite = None
         try:
             if self.scorer is None:
                 score_rollouts(self.reward_source, everything)
             else:
                 self.scorer.collect()
-        except NonFiniteRewardError as error:  # other ranks wait: the step is left out where all of them meet
+        except NonFiniteRewardError as error:
+            # other ranks wait: the step is left out where all of them meet
             not_finite = str(error)
             for rollout in everything:
                 rollout.reward = math.nan
@@ -148,7 +181,8 @@ class RolloutSampler:
             return SampledBatch(rollouts, {}, {}, not_finite)
         # Totals, not means over the samples that stay, which lack the samples that failed for good.
         left_out = {
-            name: sum(r.extras.pop(name.removeprefix("reward/"), 0.0) for r in everything) for name in FAILURE_COUNTS
+            name: sum(r.extras.pop(name.removeprefix("reward/"), 0.0) for r in everything)
+            for name in FAILURE_COUNTS
         }
         scored = [r for r in rollouts if r.reward is not None]
         self._check_token_scores(scored)
@@ -164,8 +198,12 @@ class RolloutSampler:
         if unscored or small_group:
             text = "%s left %d of %d samples unscored; %d more left out because too little of their group was scored"
             logger.warning(text, self.reward_source.name, unscored, len(rollouts), small_group)
-        means = {group[0].prompt.index: sum(r.reward for r in group) / len(group) for group in groups}
-        return SampledBatch(kept, left_out | {"unscored": unscored, "small_group": small_group}, means)
+        means = {
+            group[0].prompt.index: sum(r.reward for r in group) / len(group) for group in groups
+        }
+        return SampledBatch(
+            kept, left_out | {"unscored": unscored, "small_group": small_group}, means
+        )
 
     def _check_token_scores(self, rollouts: Sequence[Rollout]) -> None:
         name = self.reward_source.name
@@ -200,7 +238,8 @@ class CollectedStep:
     rollouts: list[Rollout]  # this rank's, in whole groups
     groups: int  # trained on by all ranks, repeated groups included
     repeated: list[int]  # positions in rollouts that are trained on again (--on_exhausted reuse)
-    counts: dict[str, float]  # over all ranks, named as in lightppo.meanings.METRICS without rollout/
+    # over all ranks, named as in lightppo.meanings.METRICS without rollout/
+    counts: dict[str, float]
     prompt_scores: dict[int, float]  # mean score of each prompt that this rank sampled in this step
     surplus: int  # accepted groups of all ranks that wait for the next step
     not_finite: str | None = None  # which score is not, of all ranks: nothing is trained on
@@ -237,9 +276,11 @@ class GroupCollector:
     max_batches: int = 1  # most generation batches per step; 0: no limit
     # if these give too few groups: train on those there are, stop, or train on some of them twice
     on_exhausted: Literal["train_short", "raise", "reuse"] = "train_short"
-    around: Sequence[AroundSampling] = ()  # of lightppo.plugin.SAMPLING, each around those before it
+    # of lightppo.plugin.SAMPLING, each around those before it
+    around: Sequence[AroundSampling] = ()
     balance: Callable[[list[Rollout]], list[Rollout]] | None = None  # swaps rollouts between ranks
-    timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()  # times "rollout" and "reward"
+    # times "rollout" and "reward"
+    timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()
     # (step that sampled it, samples of one prompt): accepted groups of this rank that wait for training
     surplus: list[tuple[int, list[Rollout]]] = field(default_factory=list)
 
@@ -258,7 +299,11 @@ class GroupCollector:
         if capabilities_of(self.sampler.engine).keeps_weights:
             self.sampler.engine.sleep()  # until the next push of weights, or the next rollouts
         # Repeated groups are named by their place on this rank, so with any of them nothing moves.
-        if self.balance is not None and collected.groups and not self.strategy.same_count(len(collected.repeated)):
+        if (
+            self.balance is not None
+            and collected.groups
+            and not self.strategy.same_count(len(collected.repeated))
+        ):
             collected.rollouts = self.balance(collected.rollouts)
         return collected
 
@@ -280,13 +325,20 @@ class GroupCollector:
                 f"batches (--max_num_gen_batches); {judged} were sampled"
             )
             if self.on_exhausted == "raise":
-                raise RewardError(f"{text}: raise the limit, widen --filter_range or choose another --on_exhausted")
+                raise RewardError(
+                    f"{text}: raise the limit, widen --filter_range or choose another --on_exhausted"
+                )
             nothing = self.on_exhausted == "reuse" and total == 0
             effect = " finds none to train on again: this step trains on nothing" if nothing else ""
             self.strategy.print(f"{text}; --on_exhausted {self.on_exhausted}{effect}")
             if self.on_exhausted == "reuse":
-                repeats = deal(missing, available, [missing if groups else 0 for groups in available])
-        shares, rank = deal(self.groups_per_step, [0] * len(available), room=available), self.strategy.get_rank()
+                repeats = deal(
+                    missing, available, [missing if groups else 0 for groups in available]
+                )
+        shares, rank = (
+            deal(self.groups_per_step, [0] * len(available), room=available),
+            self.strategy.get_rank(),
+        )
         extra = [i % shares[rank] for i in range(repeats[rank])]
         return self._finish(step, tally, shares[rank], extra, total - sum(shares))
 
@@ -310,11 +362,15 @@ class GroupCollector:
                 tally.counts.update(("judged",) if reason is None else ("judged", reason))
         tally.batches += 1
         tokens = sum(len(r.response_ids) for r in rollouts)
-        tally.counts.update(batch.left_out | {"generated_samples": len(rollouts), "generated_tokens": tokens})
+        tally.counts.update(
+            batch.left_out | {"generated_samples": len(rollouts), "generated_tokens": tokens}
+        )
         tally.prompt_scores |= batch.prompt_scores
         tally.names |= {name for r in batch.rollouts for name in r.extras}
 
-    def _agree(self, source: PromptSource, tally: Tally, step: int) -> tuple[list[int], bool, int, int]:
+    def _agree(
+        self, source: PromptSource, tally: Tally, step: int
+    ) -> tuple[list[int], bool, int, int]:
         """What every decision of a step rests on. Collective.
 
         Returns:
@@ -325,7 +381,9 @@ class GroupCollector:
         available, exhausted, names, counts = zip(*self.strategy.all_gather_object(own))
         total = sum(counts, Counter())
         if total["generated_samples"] and total["generated_samples"] == total["unscored"]:
-            raise RewardError(f"step {step}: none of the samples was scored, so there is nothing to train on")
+            raise RewardError(
+                f"step {step}: none of the samples was scored, so there is nothing to train on"
+            )
         if total["judged"] and total["judged"] == total[UNMEASURED]:
             raise RewardError(
                 f"--filter_metric {self.group_filter.metric}: no sample of step {step} has it; the reward source gives "
@@ -333,21 +391,33 @@ class GroupCollector:
             )
         return list(available), any(exhausted), total["judged"], total["not_finite"]
 
-    def _finish(self, step: int, tally: Tally, share: int, extra: list[int], surplus: int) -> CollectedStep:
+    def _finish(
+        self, step: int, tally: Tally, share: int, extra: list[int], surplus: int
+    ) -> CollectedStep:
         """Takes this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
         chosen, self.surplus = self.surplus[:share], self.surplus[share:]
         rollouts, places = [], []
         for sampled, group in chosen:
             places.append(range(len(rollouts), len(rollouts) + len(group)))
-            rollouts += [replace(rollout, stale=True) for rollout in group] if sampled < step else group
-        names = (*SAMPLE_COUNTS, "judged", "not_finite", *REASONS, *(["not_best"] if self.sampler.keeps_best else []))
+            rollouts += (
+                [replace(rollout, stale=True) for rollout in group] if sampled < step else group
+            )
+        names = (
+            *SAMPLE_COUNTS,
+            "judged",
+            "not_finite",
+            *REASONS,
+            *(["not_best"] if self.sampler.keeps_best else []),
+        )
         selection = {
             "trained_groups": len(chosen) + len(extra),
             "reused_groups": len(extra),
             "stale_groups": sum(sampled < step for sampled, _ in chosen),
             "staleness": sum(step - sampled for sampled, _ in chosen),
         }
-        counts = self.strategy.all_reduce({name: tally.counts[name] for name in names} | selection, "sum")
+        counts = self.strategy.all_reduce(
+            {name: tally.counts[name] for name in names} | selection, "sum"
+        )
         trained, judged = counts["trained_groups"], counts.pop("judged")
         rejected = {name: counts.pop(name) for name in REASONS}
         if self.groups_per_step is None:  # counts of selection only where there is one
@@ -357,13 +427,22 @@ class GroupCollector:
             counts |= {"num_gen_batches": tally.batches, "surplus_groups": surplus}
             if self.group_filter is not None:
                 counts |= rejected
-                counts["kept_share"] = 1 - sum(rejected.values()) / judged if judged else float("nan")
+                counts["kept_share"] = (
+                    1 - sum(rejected.values()) / judged if judged else float("nan")
+                )
         if counts.pop("not_finite"):
             found = self.strategy.all_gather_object(tally.not_finite)
             text = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
-            return CollectedStep(rollouts + tally.lost, 0, [], counts, tally.prompt_scores, surplus, text)
+            return CollectedStep(
+                rollouts + tally.lost, 0, [], counts, tally.prompt_scores, surplus, text
+            )
         return CollectedStep(
-            rollouts, trained, [i for e in extra for i in places[e]], counts, tally.prompt_scores, surplus
+            rollouts,
+            trained,
+            [i for e in extra for i in places[e]],
+            counts,
+            tally.prompt_scores,
+            surplus,
         )
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -374,16 +453,22 @@ class GroupCollector:
         """Restores ``state_dict``."""
         self.surplus = [(values["step"], from_plain(values)) for values in state]
 
-    def share_out(self, states: Sequence[Sequence[dict[str, Any]]], world_size: int) -> list[list[dict[str, Any]]]:
+    def share_out(
+        self, states: Sequence[Sequence[dict[str, Any]]], world_size: int
+    ) -> list[list[dict[str, Any]]]:
         """The states of so many ranks, made of those of another number."""
         return dealt_out(states, world_size)
 
 
-def dealt_out(surplus: Sequence[Sequence[dict[str, Any]]], ranks: int) -> list[list[dict[str, Any]]]:
+def dealt_out(
+    surplus: Sequence[Sequence[dict[str, Any]]], ranks: int
+) -> list[list[dict[str, Any]]]:
     """Each rank's ``GroupCollector.state_dict`` for another number of ranks: the oldest groups first, in turn."""
     if len(surplus) == ranks:
         return [list(groups) for groups in surplus]
-    oldest_first = sorted((group for groups in surplus for group in groups), key=lambda group: group["step"])
+    oldest_first = sorted(
+        (group for groups in surplus for group in groups), key=lambda group: group["step"]
+    )
     return [oldest_first[rank::ranks] for rank in range(ranks)]
 
 

@@ -12,7 +12,12 @@ from torch import Tensor, nn, stack
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from lightppo.algorithms.logprobs import TokenPlaces, linear_log_probs, log_probs_and_entropy, token_log_probs
+from lightppo.algorithms.logprobs import (
+    TokenPlaces,
+    linear_log_probs,
+    log_probs_and_entropy,
+    token_log_probs,
+)
 from lightppo.models.cpu import is_plain_linear
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import check_num_actions, on_cpu, real_actions
@@ -29,8 +34,10 @@ class ActionScores:
     log_probs: Tensor  # (B, A) float32, under the temperature; 0 unless real
     real: Tensor  # (B, A) bool, the action and the token before it are not padding; K places in all
     entropy: Tensor | None = None  # (B, A) float32, in nats, under the temperature; 0 unless real
-    logits: Tensor | None = None  # (K, V), valid ids, rows as log_probs[real]; model's dtype, before the temperature
-    router_loss: Tensor | None = None  # scalar, the load-balancing loss over the real tokens of the batch
+    # (K, V), valid ids, rows as log_probs[real]; model's dtype, before the temperature
+    logits: Tensor | None = None
+    # scalar, the load-balancing loss over the real tokens of the batch
+    router_loss: Tensor | None = None
 
 
 class Actor(PretrainedWrapper):
@@ -99,7 +106,9 @@ class Actor(PretrainedWrapper):
                 return self._run(*batch.inputs)
             actions = sequences[0, batch.places + 1]
         elif num_actions is None:
-            return self._run(sequences, torch.ones_like(sequences) if attention_mask is None else attention_mask)
+            return self._run(
+                sequences, torch.ones_like(sequences) if attention_mask is None else attention_mask
+            )
         else:
             batch, actions = self._of_actions(sequences, num_actions, attention_mask)
         output, log_probs, *_ = self._predict(batch, actions, logits=return_output)
@@ -126,8 +135,12 @@ class Actor(PretrainedWrapper):
         if router_loss:
             self.check_router()
         # the load-balancing loss counts every token of every sample
-        batch, actions = self._of_actions(sequences, num_actions, attention_mask, share=not router_loss)
-        asked: bool | TokenPlaces = entropy if isinstance(entropy, bool) else batch.places_among_real(entropy)
+        batch, actions = self._of_actions(
+            sequences, num_actions, attention_mask, share=not router_loss
+        )
+        asked: bool | TokenPlaces = (
+            entropy if isinstance(entropy, bool) else batch.places_among_real(entropy)
+        )
         output, log_probs, entropies, all_logits = self._predict(
             batch,
             actions,
@@ -147,7 +160,9 @@ class Actor(PretrainedWrapper):
     def check_router(self) -> None:
         """ValueError for a model that is no mixture of experts, which has no load-balancing loss."""
         if not takes(self.hf_model, "output_router_logits"):
-            raise ValueError(f"--aux_loss_coef: {type(self.hf_model).__name__} gives no router logits: leave it out")
+            raise ValueError(
+                f"--aux_loss_coef: {type(self.hf_model).__name__} gives no router logits: leave it out"
+            )
 
     def _router_loss(self, output: ModelOutput) -> Tensor:
         loss = output.get("aux_loss")
@@ -157,7 +172,9 @@ class Actor(PretrainedWrapper):
             )
         if torch.is_grad_enabled() and self.training and not loss.requires_grad:
             # reentrant checkpointing runs the layers without a graph, so what is caught inside them has no gradient
-            raise ValueError("--aux_loss_coef: no gradient with --gradient_checkpointing_use_reentrant: leave one out")
+            raise ValueError(
+                "--aux_loss_coef: no gradient with --gradient_checkpointing_use_reentrant: leave one out"
+            )
         return loss.float()
 
     def _of_actions(
@@ -174,7 +191,9 @@ class Actor(PretrainedWrapper):
         check_num_actions(num_actions, length)
         real = real_actions(on_cpu(attention_mask), num_actions)  # (B, A)
         columns = slice(length - num_actions - 1, length - 1)
-        batch = self._batch(sequences, attention_mask, columns, real, num_actions if share else None)
+        batch = self._batch(
+            sequences, attention_mask, columns, real, num_actions if share else None
+        )
         return batch, sequences[:, -num_actions:].flatten()[batch.kept]
 
     def _predict(
@@ -187,7 +206,9 @@ class Actor(PretrainedWrapper):
         router_logits: bool = False,
     ) -> _Predicted:
         """One forward, through the head's log probs if that is enough and possible, else through logits."""
-        if not logits and (predicted := self._ask_head(batch, actions, entropy, entropy_grad, router_logits)):
+        if not logits and (
+            predicted := self._ask_head(batch, actions, entropy, entropy_grad, router_logits)
+        ):
             return predicted
         output = self._run(*batch.inputs, batch.places, router_logits)
         read = batch.of_real(output.logits)  # (K, V)
@@ -196,7 +217,11 @@ class Actor(PretrainedWrapper):
         over = read[:, : self.valid_vocab_size]
         if not entropy:
             return output, token_log_probs(over, actions, self.temperature), None, over
-        return output, *log_probs_and_entropy(over, actions, self.temperature, entropy_grad=entropy_grad), over
+        return (
+            output,
+            *log_probs_and_entropy(over, actions, self.temperature, entropy_grad=entropy_grad),
+            over,
+        )
 
     def _ask_head(
         self,
@@ -215,7 +240,11 @@ class Actor(PretrainedWrapper):
         def select(hidden: Tensor) -> Tensor:
             return batch.of_real(hidden if in_model else hidden[:, batch.places])
 
-        options = {"valid_vocab_size": self.valid_vocab_size, "entropy": entropy, "entropy_grad": entropy_grad}
+        options = {
+            "valid_vocab_size": self.valid_vocab_size,
+            "entropy": entropy,
+            "entropy_grad": entropy_grad,
+        }
         with scores_from_head(head, select, actions, self.temperature, **options) as returned:
             output = self._run(*batch.inputs, batch.places if in_model else None, router_logits)
         self.head_is_last = is_untouched(returned, output.logits)
@@ -223,7 +252,12 @@ class Actor(PretrainedWrapper):
             return None
         scores = output.logits[0]  # (K, 1 or 2), behind the hooks of the whole model
         entropies = scores[:, 1] if entropy else None
-        return output, scores[:, 0], entropies.detach() if entropy and not entropy_grad else entropies, None
+        return (
+            output,
+            scores[:, 0],
+            entropies.detach() if entropy and not entropy_grad else entropies,
+            None,
+        )
 
     def _run(
         self,
@@ -275,7 +309,9 @@ def scores_from_head(
     returned: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:
-        log_probs, entropy = linear_log_probs(select(hidden), head.weight, labels, head.bias, temperature, **options)
+        log_probs, entropy = linear_log_probs(
+            select(hidden), head.weight, labels, head.bias, temperature, **options
+        )
         scores = log_probs.unsqueeze(-1) if entropy is None else stack([log_probs, entropy], dim=-1)
         returned.append(scores.unsqueeze(0))
         return returned[-1]

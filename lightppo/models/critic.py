@@ -29,10 +29,14 @@ class SequenceRegressor(PretrainedWrapper):
         normalize_reward: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(pretrain_or_model, partial(load_sequence_classifier, kind=self.kind), **options)
+        super().__init__(
+            pretrain_or_model, partial(load_sequence_classifier, kind=self.kind), **options
+        )
         _, head = value_head(self.model)
         if head.out_features != 1:
-            raise ModelLoadError(f"a {self.kind} needs one output, the model has {head.out_features}")
+            raise ModelLoadError(
+                f"a {self.kind} needs one output, the model has {head.out_features}"
+            )
         self.mean, self.std = self._statistics() if normalize_reward else (0.0, 1.0)
 
     def _statistics(self) -> tuple[float, float]:
@@ -42,7 +46,9 @@ class SequenceRegressor(PretrainedWrapper):
         std = getattr(config, "std", None)
         if mean is not None and std is not None:
             if not std > 0:
-                raise ModelLoadError(f"--normalize_reward: the config has std {std}; it must be above 0")
+                raise ModelLoadError(
+                    f"--normalize_reward: the config has std {std}; it must be above 0"
+                )
             return float(mean), float(std)
         if self.kind == "critic":
             return 0.0, 1.0
@@ -150,7 +156,9 @@ class RewardModel(SequenceRegressor):
                 output = self._hidden(*batch.inputs)
             return read(self._score(output.last_hidden_state[0, batch.places]), batch.reads)
         hidden = self._hidden(sequences, attention_mask, None).last_hidden_state  # (B, S, H)
-        return self._score(hidden[torch.arange(len(last), device=hidden.device), to_device(last, hidden.device)])
+        return self._score(
+            hidden[torch.arange(len(last), device=hidden.device), to_device(last, hidden.device)]
+        )
 
 
 class NewRewardModel(RewardModel):

@@ -14,7 +14,14 @@ from lightppo.hub import check_on_hub, mistyped_path
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".ckpt")
-_TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.*")
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.*",
+)
 _TOKENIZER += ("*.tiktoken", "tiktoken.model", "tekken.json", "tokenization_*.py")
 _LFS = b"version https://git-lfs"
 
@@ -38,11 +45,19 @@ def check_model(
     if not (folder / "config.json").is_file():
         content = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
         if (folder / "adapter_config.json").is_file():
-            raise ModelLoadError(f"{flag} {path} is an adapter: `lightppo merge {path} OUT` makes a model of it")
+            raise ModelLoadError(
+                f"{flag} {path} is an adapter: `lightppo merge {path} OUT` makes a model of it"
+            )
         if any(folder.glob("*/config.json")):
-            inner = ", ".join(sorted(str(config.parent.name) for config in folder.glob("*/config.json"))[:3])
-            raise ModelLoadError(f"{flag} {path} has no config.json, but folders in it have one: name one of {inner}")
-        raise ModelLoadError(f"{flag} {path} has no config.json: it is no Hugging Face model; it has {content}")
+            inner = ", ".join(
+                sorted(str(config.parent.name) for config in folder.glob("*/config.json"))[:3]
+            )
+            raise ModelLoadError(
+                f"{flag} {path} has no config.json, but folders in it have one: name one of {inner}"
+            )
+        raise ModelLoadError(
+            f"{flag} {path} has no config.json: it is no Hugging Face model; it has {content}"
+        )
     if weights and (problem := weights_problem(folder)):
         raise ModelLoadError(f"{flag} {path}: {problem}")
     if tokenizer:
@@ -67,7 +82,9 @@ def _local_folder(path: str, flag: str, kind: str) -> Path | None:
         parent = folder.parent
         if (parent / "config.json").is_file() or (parent / "tokenizer_config.json").is_file():
             raise ModelLoadError(f"{flag} {path} is a file: name its folder, {Path(path).parent}")
-        raise ModelLoadError(f"{flag} {path} is a file: give the folder of a Hugging Face {kind}, or a hub id")
+        raise ModelLoadError(
+            f"{flag} {path} is a file: give the folder of a Hugging Face {kind}, or a hub id"
+        )
     if not _HUB_ID.fullmatch(path):
         raise ModelLoadError(
             f"{flag} {path}: no such folder. Give a folder with a Hugging Face {kind}, or a hub id{mistyped_path(path)}"
@@ -136,13 +153,21 @@ def file_problem(file: Path) -> str | None:
         stream.seek(8)
         try:
             tensors = json.loads(stream.read(header_bytes))
-            ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+            ends = [
+                entry["data_offsets"][1]
+                for name, entry in tensors.items()
+                if name != "__metadata__"
+            ]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return "is damaged (its header cannot be read): download it again"
     whole = 8 + header_bytes + max(ends, default=0)
     if size > whole:
         return f"is damaged: it has {size:,} bytes, and by its header {whole:,}: download it again"
-    return None if size == whole else f"is not complete: {size:,} of {whole:,} bytes; download it again"
+    return (
+        None
+        if size == whole
+        else f"is not complete: {size:,} of {whole:,} bytes; download it again"
+    )
 
 
 def check_positions(config: Any, positions: int | None) -> None:

@@ -27,7 +27,11 @@ _ROTATE_HALF = llama.rotate_half
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zhang and Sennrich 2019 (arXiv:1910.07467): x / √(mean x² + ε), rounded to x's type, · weight; (..., H)."""
-    return _RMSNorm.apply(hidden, weight, eps) if torch.is_grad_enabled() else _normed(hidden, weight, eps)[0]
+    return (
+        _RMSNorm.apply(hidden, weight, eps)
+        if torch.is_grad_enabled()
+        else _normed(hidden, weight, eps)[0]
+    )
 
 
 def rotary(
@@ -68,7 +72,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, scale = ctx.saved_tensors
         rows, to_y, factor = (
-            at_least_float32(tensor.reshape(-1, tensor.shape[-1])) for tensor in (hidden, gradient, scale)
+            at_least_float32(tensor.reshape(-1, tensor.shape[-1]))
+            for tensor in (hidden, gradient, scale)
         )
         by_row = to_y * rows  # (T, H)
         to_weight = (factor.T @ by_row)[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -83,7 +88,9 @@ class _RMSNorm(torch.autograd.Function):
 
 def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = states * cos
-    (first, second), (x1, x2), (sin1, sin2) = (tensor.chunk(2, -1) for tensor in (turned, states, sin))
+    (first, second), (x1, x2), (sin1, sin2) = (
+        tensor.chunk(2, -1) for tensor in (turned, states, sin)
+    )
     first.addcmul_(x2, sin1, value=-1)
     second.addcmul_(x1, sin2)
     return turned
@@ -100,7 +107,9 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         back = gradient * cos
-        (first, second), (g1, g2), (sin1, sin2) = (tensor.chunk(2, -1) for tensor in (back, gradient, sin))
+        (first, second), (g1, g2), (sin1, sin2) = (
+            tensor.chunk(2, -1) for tensor in (back, gradient, sin)
+        )
         first.addcmul_(g2, sin2)
         second.addcmul_(g1, sin1, value=-1)
         return back, None, None
@@ -121,7 +130,9 @@ def fuse(model: nn.Module) -> None:
 def _mixin_for(forward: Any) -> type | None:
     if same_code(forward, _NORM):
         return _FusedRMSNorm
-    rotates = isinstance(forward, FunctionType) and "apply_rotary_pos_emb" in forward.__code__.co_names
+    rotates = (
+        isinstance(forward, FunctionType) and "apply_rotary_pos_emb" in forward.__code__.co_names
+    )
     if rotates and not forward.__closure__ and forward.__kwdefaults__ is None:
         parts = {"apply_rotary_pos_emb": _ROTATE, "rotate_half": _ROTATE_HALF}
         if all(same_code(forward.__globals__.get(name), part) for name, part in parts.items()):
@@ -131,7 +142,10 @@ def _mixin_for(forward: Any) -> type | None:
 
 def same_code(function: Any, other: Any) -> bool:
     """Whether two functions differ only in their names, annotations and docstrings."""
-    if not (isinstance(function, FunctionType) and isinstance(other, FunctionType)) or function.__closure__:
+    if (
+        not (isinstance(function, FunctionType) and isinstance(other, FunctionType))
+        or function.__closure__
+    ):
         return False
     code, other_code = (
         (

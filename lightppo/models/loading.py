@@ -54,14 +54,20 @@ class LoadOptions:
     """How a model is loaded."""
 
     attn_implementation: str = "auto"  # or a name of transformers': eager, sdpa, flash_attention_2
-    dtype: torch.dtype | Literal["auto"] = torch.float32  # of the weights; auto: as in the checkpoint
-    ds_config: dict[str, Any] | None = None  # DeepSpeed's; ZeRO stage 3 shards the weights while they load
+    # of the weights; auto: as in the checkpoint
+    dtype: torch.dtype | Literal["auto"] = torch.float32
+    # DeepSpeed's; ZeRO stage 3 shards the weights while they load
+    ds_config: dict[str, Any] | None = None
     trust_remote_code: bool = False  # run the model code that comes with the checkpoint
-    init_from_scratch: bool = False  # random weights from the config alone (the folder needs only config.json)
-    override_config: dict[str, Any] | None = None  # config attributes to set before the model is built
-    external_lib: str | None = None  # comma-separated modules to import first (they may register model classes)
+    # random weights from the config alone (the folder needs only config.json)
+    init_from_scratch: bool = False
+    # config attributes to set before the model is built
+    override_config: dict[str, Any] | None = None
+    # comma-separated modules to import first (they may register model classes)
+    external_lib: str | None = None
     seed: int = 42  # of random weights
-    changed_by: tuple[str, ...] = ()  # names in lightppo.plugin.LOADING, for which every rank loads the whole model
+    # names in lightppo.plugin.LOADING, for which every rank loads the whole model
+    changed_by: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> LoadOptions:
@@ -110,8 +116,12 @@ def load_sequence_classifier(
         with _errors_name(path, flag):
             weight = _head_from_checkpoint(path, value_head_prefix, kind, flag)
         if weight is None and init_value_head is False:
-            raise ModelLoadError(f"{flag} {path} has no {value_head_prefix}.weight and init_value_head is False")
-    model = _load(AutoModelForSequenceClassification, path, config, flag, how, any_head=bool(init_value_head))
+            raise ModelLoadError(
+                f"{flag} {path} has no {value_head_prefix}.weight and init_value_head is False"
+            )
+    model = _load(
+        AutoModelForSequenceClassification, path, config, flag, how, any_head=bool(init_value_head)
+    )
     _set_value_head(model, weight, seed=how.seed)
     return model
 
@@ -127,7 +137,9 @@ def _load(
     """A value head is set later, so that it may be missing, or with ``any_head`` of another shape."""
     model_class = auto_class._model_mapping.get(type(config), None)
     kwargs: dict[str, Any] = {
-        "attn_implementation": resolve_attn_implementation(how.attn_implementation, how.dtype, model_class, config),
+        "attn_implementation": resolve_attn_implementation(
+            how.attn_implementation, how.dtype, model_class, config
+        ),
         "dtype": how.dtype,
         "trust_remote_code": how.trust_remote_code,
     }
@@ -139,7 +151,10 @@ def _load(
                 model = auto_class.from_config(config, **kwargs)
         else:
             # Weights of another shape are refused below, with both shapes; ZeRO-3 has only parts of them to compare.
-            kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": any_head or zero3 is None}
+            kwargs |= {
+                "output_loading_info": True,
+                "ignore_mismatched_sizes": any_head or zero3 is None,
+            }
             model, info = auto_class.from_pretrained(path, config=config, **kwargs)
             _check_loaded(model, info, f"{flag} {path}", any_head)
     if zero3 is not None:
@@ -148,7 +163,9 @@ def _load(
     for name in how.changed_by:
         LOADING[name].fn(model)
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
-    model.untrainable = _why_untrainable(path, config, flag, model if how.init_from_scratch else None)
+    model.untrainable = _why_untrainable(
+        path, config, flag, model if how.init_from_scratch else None
+    )
     return model.eval()
 
 
@@ -186,7 +203,9 @@ def _check_loaded(
 ) -> None:
     """Refuses a model some of whose weights the checkpoint lacks, or has in another shape."""
     heads = set() if model.can_generate() else {f"{head}.weight" for head in head_names(model)}
-    other = sorted(shapes for shapes in info["mismatched_keys"] if not (any_head and shapes[0] in heads))
+    other = sorted(
+        shapes for shapes in info["mismatched_keys"] if not (any_head and shapes[0] in heads)
+    )
     if other:
         weight, in_file, asked = other[0]
         raise ModelLoadError(
@@ -221,7 +240,9 @@ def _load_config(
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            raise ModelLoadError(f"--external_lib {name}: {error}: install it, or set PYTHONPATH") from error
+            raise ModelLoadError(
+                f"--external_lib {name}: {error}: install it, or set PYTHONPATH"
+            ) from error
     with _errors_name(path, flag):
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     for part in (config, config.get_text_config()):
@@ -244,7 +265,9 @@ def _model_path(
     if path and folder.is_dir():
         return str(folder)
     if "://" in path:
-        raise ModelLoadError(f"{flag} {path}: no such folder. Give a folder with a Hugging Face model, or a hub id")
+        raise ModelLoadError(
+            f"{flag} {path}: no such folder. Give a folder with a Hugging Face model, or a hub id"
+        )
     check(path, flag)
     return path
 
@@ -295,7 +318,9 @@ def _with_rope(
     told |= rest.pop("rope_parameters", None) or {}
     layers = [key for key, value in before.items() if isinstance(value, dict)]
     if layers and not told.keys() <= set(layers):
-        raise ModelLoadError(f"{name}: give rope_parameters for each kind of layer: {', '.join(layers)}")
+        raise ModelLoadError(
+            f"{name}: give rope_parameters for each kind of layer: {', '.join(layers)}"
+        )
     merged = {key: before[key] | value if key in layers else value for key, value in told.items()}
     return rest | ({"rope_parameters": before | merged} if told else {})
 
@@ -326,7 +351,9 @@ def _is_dropout(name: str) -> bool:
     return "drop" in name or "jitter" in name
 
 
-def _zero_dropout_attributes(owner: PretrainedConfig | nn.Module, kept: Container[float] = ()) -> None:
+def _zero_dropout_attributes(
+    owner: PretrainedConfig | nn.Module, kept: Container[float] = ()
+) -> None:
     for key, value in list(vars(owner).items()):
         if isinstance(value, float) and _is_dropout(key) and value not in kept:
             setattr(owner, key, 0.0)
@@ -353,11 +380,16 @@ def resolve_attn_implementation(
         raise ModelLoadError(
             "--attn_implementation eager adds this model's alibi twice (Falcon in transformers): leave the option out"
         )
-    if name not in ("auto", "flash_attention_2") or (name == "auto" and torch_has_flash(model_class, config)):
+    if name not in ("auto", "flash_attention_2") or (
+        name == "auto" and torch_has_flash(model_class, config)
+    ):
         return None if name == "auto" else name
-    supported = getattr(model_class, "_supports_flash_attn", name == "flash_attention_2")  # code of its own: try
+    # code of its own: try
+    supported = getattr(model_class, "_supports_flash_attn", name == "flash_attention_2")
     # gpt-oss, Granite with sinks, MiMo: transformers would fetch one of these kernels from the hub instead
-    own_kernels = getattr(model_class, "_compatible_flash_implementations", None) or ["flash_attention_2"]
+    own_kernels = getattr(model_class, "_compatible_flash_implementations", None) or [
+        "flash_attention_2"
+    ]
     obstacles = {
         "there is no CUDA device": not torch.cuda.is_available(),
         "the flash-attn package (2.3.3 or newer) is not installed": not is_flash_attn_2_available(),
@@ -413,9 +445,13 @@ def _zero3_config(how: LoadOptions) -> _Zero3LoadConfig | None:
     if not torch.distributed.is_initialized():
         raise ModelLoadError("loading under ZeRO stage 3 needs strategy.setup_distributed() first")
     types = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    told = [dtype for name, dtype in types.items() if how.ds_config.get(name, {}).get("enabled")] or [torch.float32]
+    told = [
+        dtype for name, dtype in types.items() if how.ds_config.get(name, {}).get("enabled")
+    ] or [torch.float32]
     if told != [how.dtype]:
-        raise ModelLoadError(f"the model is loaded in {how.dtype}, but its ds_config says {told[0]}")
+        raise ModelLoadError(
+            f"the model is loaded in {how.dtype}, but its ds_config says {told[0]}"
+        )
     zero3 = _Zero3LoadConfig(config=how.ds_config)
     hf_deepspeed.set_hf_deepspeed_config(zero3)
     return zero3
@@ -450,14 +486,18 @@ def _quiet() -> Iterator[None]:
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 # Names of other people's heads, to tell "no head yet" from "a head under another name".
-_HEAD_LIKE = re.compile(r"(^|[._])(v_head|value_head|score|reward_head|regression_head|classifier|summary)[._]")
+_HEAD_LIKE = re.compile(
+    r"(^|[._])(v_head|value_head|score|reward_head|regression_head|classifier|summary)[._]"
+)
 
 
 def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
     """Name and module of the linear layer that makes the score."""
     children = model.named_children()
     heads = [
-        (name, module) for name, module in children if name != model.base_model_prefix and isinstance(module, nn.Linear)
+        (name, module)
+        for name, module in children
+        if name != model.base_model_prefix and isinstance(module, nn.Linear)
     ]
     if len(heads) != 1:
         raise ModelLoadError(
@@ -485,7 +525,9 @@ def _set_value_head(
     _, head = value_head(model)
     if weight is None:
         generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(1, head.in_features, generator=generator) / math.sqrt(head.in_features + 1)
+        weight = torch.randn(1, head.in_features, generator=generator) / math.sqrt(
+            head.in_features + 1
+        )
     whole: AbstractContextManager = nullcontext()
     if hasattr(head.weight, "ds_id"):  # a ZeRO-3 shard
         import deepspeed
@@ -505,18 +547,28 @@ def _head_from_checkpoint(
 ) -> Tensor | None:
     """The head's weight (1, hidden); None for a critic whose checkpoint has none."""
     files = _checkpoint_files(path)
-    fitting = [name for name in files if re.search(rf"(^|\.){re.escape(prefix)}\.(weight|bias)$", name)]
+    fitting = [
+        name for name in files if re.search(rf"(^|\.){re.escape(prefix)}\.(weight|bias)$", name)
+    ]
     if any(name.endswith(".bias") for name in fitting):
-        raise ModelLoadError(f"{flag} {path}: the head {prefix} has a bias, which value heads here do not have")
+        raise ModelLoadError(
+            f"{flag} {path}: the head {prefix} has a bias, which value heads here do not have"
+        )
     if len(fitting) > 1:
-        raise ModelLoadError(f"{flag} {path}: --value_head_prefix {prefix} fits several weights: {sorted(fitting)}")
+        raise ModelLoadError(
+            f"{flag} {path}: --value_head_prefix {prefix} fits several weights: {sorted(fitting)}"
+        )
     if not fitting:
         others = ", ".join(sorted(name for name in files if _HEAD_LIKE.search(name))[:3])
         if others:
-            hint = f"It has {others}: set --value_head_prefix, or init_value_head=True for a new head"
+            hint = (
+                f"It has {others}: set --value_head_prefix, or init_value_head=True for a new head"
+            )
             raise ModelLoadError(f"{flag} {path} has no {prefix}.weight. {hint}")
         if kind == "reward":
-            raise ModelLoadError(f"{flag} {path} has no {prefix}.weight: train it as a reward model first")
+            raise ModelLoadError(
+                f"{flag} {path} has no {prefix}.weight: train it as a reward model first"
+            )
         logger.info("%s has no %s.weight; the critic's value head is new", path, prefix)
         return None
     _, read = _tensors(cached_file(path, files[fitting[0]]))
@@ -567,12 +619,16 @@ def get_tokenizer(
     path = _model_path(path, flag, check_tokenizer)
     try:
         with _errors_name(path, flag):
-            tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, use_fast=use_fast, trust_remote_code=trust_remote_code
+            )
     except ModelLoadError:
         check_tokenizer(path, flag)  # says more, if files are missing
         raise
     if not use_fast and tokenizer.is_fast:  # transformers 5 does not look at use_fast
-        raise ModelLoadError(f"{flag} {path} has only a fast tokenizer: leave --disable_fast_tokenizer out")
+        raise ModelLoadError(
+            f"{flag} {path} has only a fast tokenizer: leave --disable_fast_tokenizer out"
+        )
     tokenizer.padding_side = padding_side
     if tokenizer.eos_token_id is None:
         raise ModelLoadError(
@@ -599,9 +655,13 @@ def fit_to_model(
 ) -> None:
     """Refuse ids that the model's embedding lacks; the model's config gets the pad token."""
     # Actor, Critic, RewardModel and engines hold one
-    hf_model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    hf_model = next(
+        (module for module in model.modules() if isinstance(module, PreTrainedModel)), None
+    )
     if hf_model is None:
-        raise TypeError(f"get_tokenizer needs a Hugging Face model or a wrapper of one, not {type(model).__name__}")
+        raise TypeError(
+            f"get_tokenizer needs a Hugging Face model or a wrapper of one, not {type(model).__name__}"
+        )
     rows = hf_model.get_input_embeddings().num_embeddings
     needed = valid_vocab_size(tokenizer)
     if needed > rows:

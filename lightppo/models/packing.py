@@ -31,7 +31,8 @@ PACKED_SDPA = "packed_sdpa"  # the name of packed_attention in transformers
 # sequence borders; chunked attention cuts at multiples of the row index, not of the position.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
-_KEPT_ASIDE = 1 << 16  # bytes: the driver of a GPU puts so many aside before it copies, and need not wait
+# bytes: the driver of a GPU puts so many aside before it copies, and need not wait
+_KEPT_ASIDE = 1 << 16
 
 # -- rows -------------------------------------------------------------------------------------------------------------
 
@@ -42,7 +43,9 @@ class PackedRow:
 
     input_ids: Tensor  # (1, T)
     position_ids: Tensor  # (1, T), restarting at 0 for each sequence
-    slots: Tensor  # (B, S) on the CPU, the place of each token in the row; valid only where the attention mask is 1
+    # (B, S) on the CPU, the place of each token in the row; valid only where the attention mask is
+    # 1
+    slots: Tensor
     segments: Tensor  # the row's mask (segments_as_mask)
 
 
@@ -53,7 +56,8 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
 
 def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
     """Drop the padding, which may be on both sides: (B, S) -> (1, T)."""
-    real = on_cpu(attention_mask).bool()  # places and sizes are found there: one wait for a GPU, not one for each
+    # places and sizes are found there: one wait for a GPU, not one for each
+    real = on_cpu(attention_mask).bool()
     lengths = [n for n in real.sum(1).tolist() if n]
     if not lengths:
         raise ValueError("cannot pack a batch whose attention_mask is 0 everywhere")
@@ -105,7 +109,9 @@ def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
     if row.dim() != 2 or row.shape[0] != 1:
         raise ValueError(f"packed_seq_lens needs sequences of shape (1, T), got {tuple(row.shape)}")
     if any(n < 1 for n in lengths) or sum(lengths) != row.shape[1]:
-        raise ValueError(f"packed_seq_lens {lengths} must be positive and add up to the {row.shape[1]} packed tokens")
+        raise ValueError(
+            f"packed_seq_lens {lengths} must be positive and add up to the {row.shape[1]} packed tokens"
+        )
     return torch.cat([torch.arange(n, device=row.device) for n in lengths]).unsqueeze(0)
 
 
@@ -118,15 +124,21 @@ def action_predictors(
     """Places (K,) in a packed row that predict the last ``num_actions[i]`` tokens of sequence i."""
     fit = isinstance(num_actions, list) and len(num_actions) == len(lengths)
     if not fit or any(not 0 <= n < length for n, length in zip(num_actions, lengths)):
-        raise ValueError(f"num_actions {num_actions} must be a list of numbers below the packed lengths {lengths}")
+        raise ValueError(
+            f"num_actions {num_actions} must be a list of numbers below the packed lengths {lengths}"
+        )
     ends = zip(accumulate(lengths), num_actions)
-    return torch.cat([torch.arange(end - n - 1, end - (not include_last), device=device) for end, n in ends])
+    return torch.cat(
+        [torch.arange(end - n - 1, end - (not include_last), device=device) for end, n in ends]
+    )
 
 
 def check_num_actions(num_actions: int, sequence_length: int) -> None:
     """ValueError unless every action has a position before it to predict it."""
     if not isinstance(num_actions, int) or not 0 < num_actions < sequence_length:
-        raise ValueError(f"num_actions = {num_actions} must be between 1 and {sequence_length - 1} (S - 1)")
+        raise ValueError(
+            f"num_actions = {num_actions} must be between 1 and {sequence_length - 1} (S - 1)"
+        )
 
 
 def real_actions(attention_mask: Tensor, num_actions: int) -> Tensor:
@@ -141,7 +153,9 @@ def check_packing_layers(model: nn.Module) -> None:
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise packing_error(model, f"{type(base).__name__}.forward takes no position_ids")
     # DeepSeek-like configs have no layer_types; then all layers are of one kind, and a first forward tells.
-    foreign = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
+    foreign = (
+        set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
+    )
     if foreign:
         raise packing_error(model, f"it has layers of type {', '.join(sorted(foreign))}")
 
@@ -204,7 +218,9 @@ class RowPlan:
         borders = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (lengths, seen)]
         keys = None
         if seen != lengths:
-            keys = to_device(torch.cat(_continued(torch.arange(sum(lengths)).split(lengths), parents, 0)), device)
+            keys = to_device(
+                torch.cat(_continued(torch.arange(sum(lengths)).split(lengths), parents, 0)), device
+            )
         return cls(
             tokens=sum(lengths),
             lengths=lengths,
@@ -220,13 +236,20 @@ class RowPlan:
         """For each segment (new, seen): 0 where a new position sees another, else -inf; None: it is causal."""
         key = (window, like.dtype)
         if key not in self.kept:
-            self.kept[key] = [_near(new, seen, window, like) for new, seen in zip(self.lengths, self.seen)]
+            self.kept[key] = [
+                _near(new, seen, window, like) for new, seen in zip(self.lengths, self.seen)
+            ]
         return self.kept[key]
 
     def flash_options(self) -> dict[str, Any]:
         """transformers' ``FlashAttentionKwargs``."""
         (cu_q, cu_k), (max_q, max_k) = self.borders, self.longest
-        return {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k, "max_length_q": max_q, "max_length_k": max_k}
+        return {
+            "cu_seq_lens_q": cu_q,
+            "cu_seq_lens_k": cu_k,
+            "max_length_q": max_q,
+            "max_length_k": max_k,
+        }
 
 
 def _near(new: int, total: int, window: int | None, like: Tensor) -> Tensor | None:
@@ -235,7 +258,9 @@ def _near(new: int, total: int, window: int | None, like: Tensor) -> Tensor | No
     seen = torch.ones(new, total, dtype=torch.bool, device=like.device).tril_(total - new)
     if window is not None:
         seen.triu_(total - new + 1 - window)
-    return torch.zeros(new, total, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
+    return torch.zeros(new, total, dtype=like.dtype, device=like.device).masked_fill_(
+        ~seen, float("-inf")
+    )
 
 
 def segments_as_mask(
@@ -276,7 +301,9 @@ def packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     plan = plan_of(attention_mask, query.device)
     if query.shape[2] != plan.tokens:
-        raise ValueError(f"a packed row of {query.shape[2]} tokens cannot hold sequences of {plan.tokens}")
+        raise ValueError(
+            f"a packed row of {query.shape[2]} tokens cannot hold sequences of {plan.tokens}"
+        )
     window = _window(module, options)
     scale = options.get("scaling")
     dropout = options.get("dropout", 0.0)
@@ -312,7 +339,9 @@ def _continued(
 
 
 def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
-    if "sliding_window" not in options and "sliding_attention" in (getattr(module.config, "layer_types", None) or ()):
+    if "sliding_window" not in options and "sliding_attention" in (
+        getattr(module.config, "layer_types", None) or ()
+    ):
         raise NotImplementedError(
             f"--packing_samples: {type(module).__name__} does not tell its attention of its sliding window: leave "
             "--packing_samples out, or set --attn_implementation flash_attention_2"
@@ -337,7 +366,9 @@ def _by_sequence(
         groups = 1
     sdpa = partial(scaled_dot_product_attention, enable_gqa=groups > 1, **options)
     # split, not slices: a slice's backward pass writes a whole row of zeros for each sequence
-    keys, values = (_continued(tensor.split(plan.lengths, 2), plan.parents, 2) for tensor in (key, value))
+    keys, values = (
+        _continued(tensor.split(plan.lengths, 2), plan.parents, 2) for tensor in (key, value)
+    )
     rows = zip(query.split(plan.lengths, 2), keys, values, masks)
     outputs = [sdpa(q, k, v, attn_mask=mask, is_causal=mask is None) for q, k, v, mask in rows]
     return torch.cat(outputs, 2).transpose(1, 2)
@@ -351,7 +382,12 @@ def takes_fewer_keys(query: Tensor, value: Tensor, plan: RowPlan, masked: bool) 
 def flash_fits(query: Tensor, value: Tensor, plan: RowPlan) -> bool:
     """Whether FlashAttention takes these heads."""
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return plan.has_flash and half and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    return (
+        plan.has_flash
+        and half
+        and query.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+    )
 
 
 def varlen_parameters(kernel: Callable[..., Tensor] | None) -> frozenset[str]:
@@ -388,11 +424,15 @@ def _varlen(qkv: Iterable[Tensor], plan: RowPlan, options: dict[str, Any]) -> Te
     groups = query.shape[1] // key.shape[1]
     if "enable_gqa" in VARLEN_TAKES:
         options = options | {"enable_gqa": groups > 1}
-    elif groups > 1 and "window_size" not in VARLEN_TAKES:  # 2.11 takes fewer keys without being told
+    elif groups > 1 and "window_size" not in VARLEN_TAKES:
+        # 2.11 takes fewer keys without being told
         key = key.repeat_interleave(groups, 1)
         value = value.repeat_interleave(groups, 1)
     if plan.keys is not None:
-        key, value = (embedding(plan.keys, tensor.flatten(1)).unflatten(1, tensor.shape[1:]) for tensor in (key, value))
+        key, value = (
+            embedding(plan.keys, tensor.flatten(1)).unflatten(1, tensor.shape[1:])
+            for tensor in (key, value)
+        )
     query, key, value = (tensor.contiguous() for tensor in (query, key, value))
     return varlen_attn(query, key, value, *plan.borders, *plan.longest, **options)[None]
 
@@ -411,7 +451,9 @@ def _attend(
     scale: float | None,
 ) -> Tensor:
     plan = plan_of(segments, query.device)
-    return _by_sequence(query, key, value, plan, plan.masks(window, query), scale=scale).contiguous()
+    return _by_sequence(
+        query, key, value, plan, plan.masks(window, query), scale=scale
+    ).contiguous()
 
 
 def _attend_backward(
@@ -426,10 +468,14 @@ def _attend_backward(
     """Runs the forward pass again. vjp, because operators run below autograd."""
     plan = plan_of(segments, query.device)
     again = partial(_by_sequence, plan=plan, masks=plan.masks(window, query), scale=scale)
-    return tuple(gradient.contiguous() for gradient in torch.func.vjp(again, query, key, value)[1](grad))
+    return tuple(
+        gradient.contiguous() for gradient in torch.func.vjp(again, query, key, value)[1](grad)
+    )
 
 
-_attend_op = library.custom_op("lightppo::packed_attention", _attend, mutates_args=(), schema=f"({_INPUTS}) -> Tensor")
+_attend_op = library.custom_op(
+    "lightppo::packed_attention", _attend, mutates_args=(), schema=f"({_INPUTS}) -> Tensor"
+)
 _backward_op = library.custom_op(
     "lightppo::packed_attention_backward",
     _attend_backward,
@@ -478,7 +524,8 @@ def pack_shared(
     kept[:, :split] &= (leads | ~shared)[:, None]
     slots = (kept[order].flatten().long().cumsum(0) - 1).view_as(real)[order.argsort()]  # (B, S)
     slots[:, :split] = torch.where(shared[:, None], slots[leader, :split], slots[:, :split])
-    segments: list[tuple[int, int]] = []  # length and parent of each that is not empty; rows of a prompt stand together
+    # length and parent of each that is not empty; rows of a prompt stand together
+    segments: list[tuple[int, int]] = []
     parent = -1
     of_rows = (x[order].tolist() for x in (of_prompt, of_response, shared, leads))
     for prompt, response, is_shared, brings_it in zip(*of_rows):
@@ -503,7 +550,9 @@ def read(at_places: Tensor, reads: Tensor | None) -> Tensor:
     if reads is None:
         return at_places
     # an embedding's backward pass always adds in the same order; indexing's only in torch's deterministic mode
-    return embedding(reads, at_places.reshape(len(at_places), -1)).view(len(reads), *at_places.shape[1:])
+    return embedding(reads, at_places.reshape(len(at_places), -1)).view(
+        len(reads), *at_places.shape[1:]
+    )
 
 
 def all_share_prompts(models: Iterable[Any]) -> bool:
@@ -566,8 +615,13 @@ def _fitting(tokens: Sequence[int], budget: int, at_least: int = 0) -> list[list
     if not tokens:
         return []
     least = max(1, -(-sum(tokens) // budget), min(at_least, len(tokens)))
-    tries = (_even(tokens, n) for n in count(least))  # fits at the latest when every part has one item
-    return next(t for t in tries if all(len(part) == 1 or sum(tokens[i] for i in part) <= budget for part in t))
+    # fits at the latest when every part has one item
+    tries = (_even(tokens, n) for n in count(least))
+    return next(
+        t
+        for t in tries
+        if all(len(part) == 1 or sum(tokens[i] for i in part) <= budget for part in t)
+    )
 
 
 def _padded(

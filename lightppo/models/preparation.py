@@ -37,7 +37,9 @@ def keep_fewer_activations(
 ) -> None:
     """``--gradient_checkpointing`` and ``--activation_offload``, of a model that trains."""
     if config.model.activation_offload and device.type == "cpu":
-        raise ModelLoadError("--activation_offload moves activations off a GPU, and there is no GPU: leave it out")
+        raise ModelLoadError(
+            "--activation_offload moves activations off a GPU, and there is no GPU: leave it out"
+        )
     model.activation_offload = config.model.activation_offload
     if of_role(config, role).gradient_checkpointing:
         use_reentrant = config.model.gradient_checkpointing_use_reentrant

@@ -43,5 +43,7 @@ def untrainable(
 def reads_more_than_text(config: PretrainedConfig) -> bool:
     """Whether the config is of a model that can have a tower."""
     known = any(config.model_type in getattr(modeling_auto, mapping, ()) for mapping in _MAPPINGS)
-    parts = (name for name, part in vars(config).items() if isinstance(part, PretrainedConfig | dict))
+    parts = (
+        name for name, part in vars(config).items() if isinstance(part, PretrainedConfig | dict)
+    )
     return known or any(_PART.search(name) for name in parts)

@@ -45,18 +45,21 @@ from lightppo.models.towers import untrainable
 
 logger = logging.getLogger(__name__)
 
-READ_SHARE = 0.9  # where more of a packed row is read, its last layer runs whole: gathering rows costs time too
+# where more of a packed row is read, its last layer runs whole: gathering rows costs time too
+READ_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class Batch:
     """Inputs of one forward, and which of its positions are read."""
 
-    inputs: tuple[Tensor, Tensor | None, Tensor | None]  # ids, mask, position ids; (B, S), or of one packed row (1, T)
+    # ids, mask, position ids; (B, S), or of one packed row (1, T)
+    inputs: tuple[Tensor, Tensor | None, Tensor | None]
     places: Tensor  # (A,) or packed (U,), the distinct positions of a row that are read
     real: Tensor  # (B, A) bool, K of them True: what is read and not padding
     kept: Tensor  # (K,), their places in the flat (B·A,): a mask as an index would wait for the GPU
-    reads: Tensor | None = None  # packed (K,), the number of the place that each reads; None: each its own
+    # packed (K,), the number of the place that each reads; None: each its own
+    reads: Tensor | None = None
 
     @property
     def packed(self) -> bool:
@@ -65,7 +68,11 @@ class Batch:
 
     def of_real(self, at_places: Tensor) -> Tensor:
         """(B, A, ·), or packed (1, U, ·), -> (K, ·)."""
-        return read(at_places[0], self.reads) if self.packed else at_places.flatten(0, 1).index_select(0, self.kept)
+        return (
+            read(at_places[0], self.reads)
+            if self.packed
+            else at_places.flatten(0, 1).index_select(0, self.kept)
+        )
 
     def places_among_real(self, chosen: Tensor) -> TokenPlaces:
         """Of a mask (B, A) on the CPU, the numbers of its real places among all that are real."""
@@ -74,7 +81,9 @@ class Batch:
 
     def scatter(self, values: Tensor) -> Tensor:
         """(K,) -> (B, A), 0 elsewhere."""
-        return values.new_zeros(self.real.numel()).index_copy(0, self.kept, values).view_as(self.real)
+        return (
+            values.new_zeros(self.real.numel()).index_copy(0, self.kept, values).view_as(self.real)
+        )
 
 
 class PretrainedWrapper(nn.Module):
@@ -96,18 +105,23 @@ class PretrainedWrapper(nn.Module):
         super().__init__()
         if use_flash_attention_2:
             if load_options.get("attn_implementation", "auto") not in ("auto", "flash_attention_2"):
-                raise ModelLoadError("use_flash_attention_2 (--flash_attn) contradicts attn_implementation: drop one")
+                raise ModelLoadError(
+                    "use_flash_attention_2 (--flash_attn) contradicts attn_implementation: drop one"
+                )
             load_options["attn_implementation"] = "flash_attention_2"
         if isinstance(pretrain_or_model, PreTrainedModel):
             given = sorted(load_options) + ["bf16"] * bf16 + ["dtype"] * (dtype != torch.float32)
             if given:
-                raise ModelLoadError(f"{', '.join(given)}: only for loading by path, but a built model was given")
+                raise ModelLoadError(
+                    f"{', '.join(given)}: only for loading by path, but a built model was given"
+                )
             disable_dropout(pretrain_or_model)
             if not hasattr(pretrain_or_model, "untrainable"):
                 tensors = dict(pretrain_or_model.named_parameters())
                 name = type(pretrain_or_model).__name__
                 pretrain_or_model.untrainable = untrainable(pretrain_or_model.config, tensors, name)
-            self.model: nn.Module = pretrain_or_model  # strategy.prepare puts the DeepSpeed engine in its place
+            # strategy.prepare puts the DeepSpeed engine in its place
+            self.model: nn.Module = pretrain_or_model
         else:
             dtype = torch.bfloat16 if bf16 else dtype
             self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
@@ -135,7 +149,8 @@ class PretrainedWrapper(nn.Module):
     def try_packing(self, device: torch.device) -> str | None:
         """Pack from now on; why not, if the model would not do it exactly. Under ZeRO-3 on all ranks together."""
         attention = self.hf_model.config._attn_implementation
-        if attention not in ("sdpa", PACKED_SDPA, "flash_attention_2"):  # eager: over all of a row, with a mask
+        # eager: over all of a row, with a mask
+        if attention not in ("sdpa", PACKED_SDPA, "flash_attention_2"):
             if not self.hf_model._supports_sdpa:
                 return f"{type(self.hf_model).__name__} has no sdpa, and its eager attention does not keep rows apart"
             return f"it needs --attn_implementation sdpa or flash_attention_2, not {attention}"
@@ -169,12 +184,21 @@ class PretrainedWrapper(nn.Module):
     def shares_prompts(self) -> bool:
         """Whether equal prompts go through the model once; needs packing and sdpa, and no load-balancing loss."""
         balances = getattr(self.hf_model.config, "output_router_logits", False)
-        return self.packing_samples and self.share_prompts and takes_segments(self.hf_model) and not balances
+        return (
+            self.packing_samples
+            and self.share_prompts
+            and takes_segments(self.hf_model)
+            and not balances
+        )
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
         """Recompute activations in the backward pass; non-reentrant unless the kwargs say ``use_reentrant``."""
         if not self.hf_model.supports_gradient_checkpointing:
-            raise ModelLoadError(f"{type(self.hf_model).__name__} does not support --gradient_checkpointing")
+            raise ModelLoadError(
+                f"{type(self.hf_model).__name__} does not support --gradient_checkpointing"
+            )
         kwargs = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
         self.hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
 
@@ -198,20 +222,26 @@ class PretrainedWrapper(nn.Module):
         model = self.hf_model
         parts = position_wise(self.hf_model)
         positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]], device=device)
-        ids = (7 * torch.arange(9, device=device)[None] + 3) % model.config.get_text_config().vocab_size
+        ids = (
+            7 * torch.arange(9, device=device)[None] + 3
+        ) % model.config.get_text_config().vocab_size
         places = torch.tensor([2, 5, 8], device=device)
         was_training = model.training
         model.eval()
         try:
             both = ids, segments_as_mask([5, 4], device=device), positions
-            alone = self.run_rows(ids[:, 5:], segments_as_mask([4], device=device), positions[:, 5:])
+            alone = self.run_rows(
+                ids[:, 5:], segments_as_mask([4], device=device), positions[:, 5:]
+            )
             row = self.run_rows(*both)
             with only_at(parts, places):
                 partly = self.run_rows(*both)
         except Exception as error:
             if not is_models_own(error):
                 raise
-            raise packing_error(model, f"its code fails on a packed row: {one_line(error)}") from error
+            raise packing_error(
+                model, f"its code fails on a packed row: {one_line(error)}"
+            ) from error
         finally:
             model.train(was_training)
         if not alike(row[:, 5:], alone):
@@ -241,7 +271,12 @@ class PretrainedWrapper(nn.Module):
         row = pack(sequences, attention_mask) if row is None else row
         places, reads = distinct_places(row.slots[:, columns][real])  # (U,), (K,)
         reads = None if reads is None else to_device(reads, device)
-        return Batch((row.input_ids, row.segments, row.position_ids), to_device(places, device), *of_batch, reads)
+        return Batch(
+            (row.input_ids, row.segments, row.position_ids),
+            to_device(places, device),
+            *of_batch,
+            reads,
+        )
 
     def _packed_by_caller(
         self,
@@ -259,13 +294,17 @@ class PretrainedWrapper(nn.Module):
             places = action_predictors(lengths, num_actions, row.device, include_last)  # (K,)
         real = torch.ones(1, len(places), dtype=torch.bool, device=row.device)
         kept = torch.arange(len(places), device=row.device)
-        return Batch((row, segments_as_mask(lengths, None, row.device), position_ids), places, real, kept)
+        return Batch(
+            (row, segments_as_mask(lengths, None, row.device), position_ids), places, real, kept
+        )
 
     def _reading(self, places: Tensor, row: Tensor) -> AbstractContextManager:
         """Context for a forward of which only the positions ``places`` (K,) of a packed row (1, T) are read."""
         worth_it = 0 < len(places) < READ_SHARE * row.shape[1]
         # a checkpointed layer runs again in the backward pass, outside of this context
-        if not worth_it or (torch.is_grad_enabled() and getattr(self.hf_model, "is_gradient_checkpointing", False)):
+        if not worth_it or (
+            torch.is_grad_enabled() and getattr(self.hf_model, "is_gradient_checkpointing", False)
+        ):
             return nullcontext()
         return only_at(self.last_layer_parts, places)
 
@@ -282,10 +321,12 @@ class PretrainedWrapper(nn.Module):
                 if weight.data_ptr() == saved.data_ptr():  # the weight, or a transposed view of it
                     return weight, saved.size(), saved.stride()
             kept = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
-            return saved.device, kept.copy_(saved, non_blocking=True)  # unlike save_on_cpu's: the host does not wait
+            # unlike save_on_cpu's: the host does not wait
+            return saved.device, kept.copy_(saved, non_blocking=True)
 
         def unpack(packed: tuple[Any, ...]) -> Tensor:
-            if isinstance(packed[0], nn.Parameter):  # of ZeRO-3, gathered again and perhaps elsewhere
+            # of ZeRO-3, gathered again and perhaps elsewhere
+            if isinstance(packed[0], nn.Parameter):
                 weight, size, stride = packed
                 return weight.detach().as_strided(size, stride, weight.storage_offset())
             device, kept = packed
@@ -296,7 +337,13 @@ class PretrainedWrapper(nn.Module):
 
 def is_models_own(error: Exception) -> bool:
     """Whether an error is of the model's code, not of a lack of memory or of a lost rank."""
-    others = (UserError, NotImplementedError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError)
+    others = (
+        UserError,
+        NotImplementedError,
+        MemoryError,
+        torch.OutOfMemoryError,
+        torch.distributed.DistError,
+    )
     return not isinstance(error, others) and "gloo/transport" not in str(error)
 
 
@@ -333,7 +380,9 @@ def model_inputs(
         attention_mask = None  # positions say it all
     inputs["attention_mask"] = attention_mask
     if takes(module, "position_ids"):
-        inputs["position_ids"] = position_ids_from_mask(attention_mask) if position_ids is None else position_ids
+        inputs["position_ids"] = (
+            position_ids_from_mask(attention_mask) if position_ids is None else position_ids
+        )
     return inputs
 
 
@@ -344,7 +393,8 @@ def takes(module: nn.Module, name: str) -> bool:
 
 # -- the last layer at the read positions only: takes 0.92 of the time of training, 0.91 of scoring -------------------
 
-_QUERY_AND_OUTPUT = {"q_proj", "o_proj", "out_proj", "dense", "c_proj"}  # model families' names in an attention
+# model families' names in an attention
+_QUERY_AND_OUTPUT = {"q_proj", "o_proj", "out_proj", "dense", "c_proj"}
 
 
 def position_wise(model: PreTrainedModel) -> list[nn.Module]:
@@ -354,13 +404,21 @@ def position_wise(model: PreTrainedModel) -> list[nn.Module]:
     """
     layer = (decoder_layers(model) or [nn.Module()])[-1]
     attention = next(
-        (getattr(layer, part) for part in ("self_attn", "attention", "attn") if hasattr(layer, part)), None
+        (
+            getattr(layer, part)
+            for part in ("self_attn", "attention", "attn")
+            if hasattr(layer, part)
+        ),
+        None,
     )
     if attention is None or layer._compiled_call_impl is not None:
         return []
     inside = [child for name, child in attention.named_children() if name in _QUERY_AND_OUTPUT]
     beside = [child for child in layer.children() if child is not attention]
-    shapes = {child: [getattr(weight, "ds_shape", weight.shape) for weight in child.parameters()] for child in beside}
+    shapes = {
+        child: [getattr(weight, "ds_shape", weight.shape) for weight in child.parameters()]
+        for child in beside
+    }
     return inside + [child for child in beside if any(len(shape) > 1 for shape in shapes[child])]
 
 
@@ -370,7 +428,8 @@ def only_at(modules: list[nn.Module], places: Tensor) -> Iterator[None]:
     places = places.sort().values
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
-        module.forward = partial(_at_places, module.forward, places)  # hooks around the call stay (ZeRO-3, adapters)
+        # hooks around the call stay (ZeRO-3, adapters)
+        module.forward = partial(_at_places, module.forward, places)
     try:
         yield
     finally:
@@ -395,7 +454,9 @@ def _at_places(
     # an embedding, because indexing has a slow backward pass
     rows = embedding(places, hidden.reshape(shape.numel(), -1))  # (K, H)
     output = forward(rows.view(*shape[:-1], *rows.shape))
-    output, *rest = output if isinstance(output, tuple) else (output,)  # experts may add their router's logits
+    # experts may add their router's logits
+    output, *rest = output if isinstance(output, tuple) else (output,)
     output = output.reshape(len(places), -1)
-    spread = output.new_zeros(shape.numel(), output.shape[1]).index_copy_(0, places, output)  # (T, H')
+    # (T, H')
+    spread = output.new_zeros(shape.numel(), output.shape[1]).index_copy_(0, places, output)
     return (spread.view(*shape, -1), *rest) if rest else spread.view(*shape, -1)

@@ -39,7 +39,9 @@ def one_by_one(request: RunnerRequest) -> OneByOne:
 
 def is_coroutine_function(fn: Callable[..., Any]) -> bool:
     """Whether a call gives what must be awaited, be it a function or an object with ``__call__``."""
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+        getattr(fn, "__call__", None)  # noqa: B004
+    )  # noqa: B004, RUF100
 
 
 def awaited(value: Any) -> Any:

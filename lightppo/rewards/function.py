@@ -63,11 +63,15 @@ def _read_list(value: Any, part: list[Rollout], label: str) -> _Reading:
         return _Answer(check_output(output, part, label), [False] * len(part)), None
     except RewardError as error:
         problem = _NonFinite(error) if isinstance(error, NonFiniteRewardError) else str(error)
-    columns = [] if output is None else [output.scores, *output.metrics.values(), *output.texts.values()]
+    columns = (
+        [] if output is None else [output.scores, *output.metrics.values(), *output.texts.values()]
+    )
     if output is None or any(len(values) != len(part) for values in columns):
         return None, problem
     scores = [finite(score) for score in output.scores]
-    metrics = {str(name): [finite(item) for item in values] for name, values in output.metrics.items()}
+    metrics = {
+        str(name): [finite(item) for item in values] for name, values in output.metrics.items()
+    }
     bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
     return _Answer(RewardOutput(scores, metrics, texts=output.texts), bad), problem
 
@@ -96,9 +100,13 @@ def _read_samples(value: Any, part: list[Rollout], label: str) -> _Reading:
     """Reads a list with one entry per sample, each as :func:`_read_sample` does."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, (list, tuple)) or len(values) != len(part):
-        return None, f"it returned {shown(value)}; a list with one entry for each of {len(part)} samples is needed"
+        return (
+            None,
+            f"it returned {shown(value)}; a list with one entry for each of {len(part)} samples is needed",
+        )
     readings = [_read_sample(item, part[i : i + 1], label) for i, item in enumerate(values)]
-    bad = sorted((isinstance(text, _NonFinite), i) for i, (_, text) in enumerate(readings) if text)  # others first
+    # others first
+    bad = sorted((isinstance(text, _NonFinite), i) for i, (_, text) in enumerate(readings) if text)
     problem = None
     if bad:
         text = f"{describe_sample(part, bad[0][1])}: {readings[bad[0][1]][1]}"
@@ -117,7 +125,8 @@ class Style:
     shape: str  # its signature, for error texts
     needs: Collection[str]  # parameter names that tell it from the other conventions
     named: Callable[[Rollout], Values]  # one sample's arguments; they win over data columns
-    read: Callable[[Any, list[Rollout], str], _Reading] = _read_list  # value, samples of the call, name for errors
+    # value, samples of the call, name for errors
+    read: Callable[[Any, list[Rollout], str], _Reading] = _read_list
     positional: tuple[str, ...] = ()  # names in ``named`` that are passed by position
     columns: Callable[[Rollout], Values] = lambda rollout: {}  # one sample's data columns
     always: Values = field(default_factory=dict)  # keywords passed in every call
@@ -192,9 +201,14 @@ _QUERIES = ("queries", "prompts", "labels")
 _AREAL = ("prompt", "completions", "prompt_ids", "completion_ids")
 
 STYLES: dict[str, Style] = {
-    "queries": Style("(queries, prompts, labels, **extra)", {"queries"}, _ours, positional=_QUERIES, columns=_row),
+    "queries": Style(
+        "(queries, prompts, labels, **extra)", {"queries"}, _ours, positional=_QUERIES, columns=_row
+    ),
     "verl": Style(
-        "(data_source, solution_str, ground_truth, extra_info)", {"solution_str", "ground_truth"}, _verl, _read_sample
+        "(data_source, solution_str, ground_truth, extra_info)",
+        {"solution_str", "ground_truth"},
+        _verl,
+        _read_sample,
     ),
     "verl_batch": Style(
         "(data_sources, solution_strs, ground_truths, extra_infos)",
@@ -222,12 +236,42 @@ STYLES: dict[str, Style] = {
 
 # Words with a meaning in some convention: among the first three parameters, each must stand where our own has it.
 _WORDS = frozenset(
-    {"query", "queries", "prompt", "prompts", "label", "labels", "response", "responses", "completion", "completions"}
-    | {"data_source", "data_sources", "ground_truth", "ground_truths", "solution_str", "solution_strs", "extra_info"}
-    | {"prompt_ids", "completion_ids", "response_ids", "solution", "solutions", "answer", "answers", "messages"}
+    {
+        "query",
+        "queries",
+        "prompt",
+        "prompts",
+        "label",
+        "labels",
+        "response",
+        "responses",
+        "completion",
+        "completions",
+    }
+    | {
+        "data_source",
+        "data_sources",
+        "ground_truth",
+        "ground_truths",
+        "solution_str",
+        "solution_strs",
+        "extra_info",
+    }
+    | {
+        "prompt_ids",
+        "completion_ids",
+        "response_ids",
+        "solution",
+        "solutions",
+        "answer",
+        "answers",
+        "messages",
+    }
 )
 # Names that mark another convention; prompt_ids is a keyword of our own too.
-_FOREIGN = frozenset().union(*(style.needs for key, style in STYLES.items() if key != "queries")) - {"prompt_ids"}
+_FOREIGN = frozenset().union(
+    *(style.needs for key, style in STYLES.items() if key != "queries")
+) - {"prompt_ids"}
 
 
 def recognise(fn: RewardFunction, name: str) -> str:
@@ -235,7 +279,11 @@ def recognise(fn: RewardFunction, name: str) -> str:
     parameters = _signature(fn, name).parameters.values()
     names = {p.name for p in parameters}.union(_verl_names(parameters).values()) - _filled(fn)
     open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
-    fits = [key for key, style in STYLES.items() if style.needs <= names and (open_ended or style.forbids not in names)]
+    fits = [
+        key
+        for key, style in STYLES.items()
+        if style.needs <= names and (open_ended or style.forbids not in names)
+    ]
     if "areal" in fits and "trl" in fits:  # AReaL's names hold TRL's only mark
         fits.remove("trl")
     if len(fits) == 1 and (fits[0] != "queries" or _in_place(parameters)):
@@ -255,18 +303,29 @@ def _verl_names(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
         own = names[: names.index(f"ground_truth{s}")] if f"ground_truth{s}" in names else []
         theirs = [f"data_source{s}", f"solution_str{s}"][-len(own) :] if own else []
         renamed = {name: right for name, right in zip(own, theirs) if name != right}
-        words = {f"response{s}", f"solution{s}", f"answer{s}", "completion"}  # as names of solution_str
+        # as names of solution_str
+        words = {f"response{s}", f"solution{s}", f"answer{s}", "completion"}
         known = any(
-            name in _WORDS and (right == f"data_source{s}" or name not in words) for name, right in renamed.items()
+            name in _WORDS and (right == f"data_source{s}" or name not in words)
+            for name, right in renamed.items()
         )
-        if renamed and len(own) == len(theirs) and not known and not set(renamed.values()) & set(names):
+        if (
+            renamed
+            and len(own) == len(theirs)
+            and not known
+            and not set(renamed.values()) & set(names)
+        ):
             return renamed
     return {}
 
 
 def _in_place(parameters: Iterable[inspect.Parameter]) -> bool:
     """True if each known word among the first three parameters stands where our own convention has it."""
-    by_position = [p.name for p in parameters if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)]
+    by_position = [
+        p.name
+        for p in parameters
+        if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
+    ]
     return all(word == right or word not in _WORDS for word, right in zip(by_position, _QUERIES))
 
 
@@ -275,21 +334,35 @@ class BoundFunction:
 
     def __init__(self, fn: RewardFunction, name: str, style: str = "auto") -> None:
         if style != "auto" and style not in STYLES:
-            raise ValueError(f"--reward_fn_style must be one of auto, {', '.join(STYLES)}, got {style!r}")
+            raise ValueError(
+                f"--reward_fn_style must be one of auto, {', '.join(STYLES)}, got {style!r}"
+            )
         self.name = name
         self.signature = _signature(fn, name)
         names = {*self.signature.parameters}
         own = style == "auto" or STYLES[style].needs <= names
-        if not own and (other := next((k for k, s in STYLES.items() if len(s.needs) > 1 and s.needs <= names), None)):
-            raise ValueError(f"reward function {name}{self.signature} is {other}'s, not --reward_fn_style {style}'s")
+        if not own and (
+            other := next(
+                (k for k, s in STYLES.items() if len(s.needs) > 1 and s.needs <= names), None
+            )
+        ):
+            raise ValueError(
+                f"reward function {name}{self.signature} is {other}'s, not --reward_fn_style {style}'s"
+            )
         self._style_name = recognise(fn, name) if style == "auto" else style
         self.style = STYLES[self._style_name]
         try:
             taken = set(self.signature.bind_partial(*self.style.positional).arguments)
         except TypeError as error:
-            raise ValueError(f"reward function {name}{self.signature} must take {self.style.shape}: {error}") from None
+            raise ValueError(
+                f"reward function {name}{self.signature} must take {self.style.shape}: {error}"
+            ) from None
         parameters = self.signature.parameters.values()
-        self._named = {p.name for p in parameters if p.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)}
+        self._named = {
+            p.name
+            for p in parameters
+            if p.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)
+        }
         self._taken = taken | _filled(fn) | set(self.style.positional)
         self._own_names = _verl_names(parameters)
         self._open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
@@ -309,7 +382,9 @@ class BoundFunction:
         """The parameter that gets the label, where the convention has one."""
         if self.style is STYLES["queries"]:
             return [*self.signature.parameters, None, None][2]
-        return next((name for name in ("ground_truth", "ground_truths") if name in self.style.needs), None)
+        return next(
+            (name for name in ("ground_truth", "ground_truths") if name in self.style.needs), None
+        )
 
     def _call(self, values: Values) -> Call:
         renamed = {own: values[name] for own, name in self._own_names.items() if name in values}
@@ -336,7 +411,9 @@ def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
     try:
         return inspect.signature(fn)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"reward function {name}: its parameters cannot be read: {error}") from None
+        raise ValueError(
+            f"reward function {name}: its parameters cannot be read: {error}"
+        ) from None
 
 
 # --- the source
@@ -358,10 +435,12 @@ class FunctionReward:
     # prime: calls in processes that are killed at their limit; auto: naive or batch, as the function takes it
     reward_manager: str = "auto"  # a name in lightppo.plugin.REWARD_MANAGERS
     reward_workers: int | None = None  # calls at a time; None: 16, or one process per core
-    reward_timeout: float | None = None  # wall-clock seconds per call; past it a thread is left behind
+    # wall-clock seconds per call; past it a thread is left behind
+    reward_timeout: float | None = None
     reward_retries: int = 0  # further tries of a failed call
     on_reward_failure: OnFailure = "error"
-    spec: str | None = None  # where prime loads it from, path.py:name or module:name, if its module does not tell
+    # where prime loads it from, path.py:name or module:name, if its module does not tell
+    spec: str | None = None
 
     def __post_init__(self) -> None:
         check_failure_options(self.on_reward_failure, self.reward_retries, self.reward_timeout)
@@ -399,8 +478,14 @@ class FunctionReward:
         settled = settle(self._runner.run, self._bound.calls(rollouts), read, self.reward_retries)
         failed = [i for i, state in enumerate(settled) if state.error is not None]
         if failed and self.on_reward_failure == "error":
-            worst = next((i for i in failed if not isinstance(settled[i].error, _NonFinite)), failed[0])
-            kind = NonFiniteRewardError if isinstance(settled[worst].error, _NonFinite) else RewardError
+            worst = next(
+                (i for i in failed if not isinstance(settled[i].error, _NonFinite)), failed[0]
+            )
+            kind = (
+                NonFiniteRewardError
+                if isinstance(settled[worst].error, _NonFinite)
+                else RewardError
+            )
             raise kind(self._error_text(settled[worst], rollouts, worst)) from settled[worst].cause
         answers: list[_Answer] = [
             state.value or _Answer(RewardOutput([None] * len(part)), [True] * len(part))
@@ -409,10 +494,16 @@ class FunctionReward:
         output = join_outputs([answer.output for answer in answers])
         if self.on_reward_failure == "unscored" or self.reward_retries:
             if taken := sorted({"failures", "timeouts"} & output.metrics.keys()):
-                raise RewardError(f"{self._label}: its metric {taken[0]!r} has the name of a count of ours; rename it")
-            samples = [(state, bad) for state, answer in zip(settled, answers) for bad in answer.bad]
+                raise RewardError(
+                    f"{self._label}: its metric {taken[0]!r} has the name of a count of ours; rename it"
+                )
+            samples = [
+                (state, bad) for state, answer in zip(settled, answers) for bad in answer.bad
+            ]
             # a last try that failed only in part does not count for the samples that it scored
-            output.metrics["failures"] = [float(s.failures - (s.error is not None and not bad)) for s, bad in samples]
+            output.metrics["failures"] = [
+                float(s.failures - (s.error is not None and not bad)) for s, bad in samples
+            ]
             output.metrics["timeouts"] = [float(state.timeouts) for state, _ in samples]
         return output
 
@@ -420,7 +511,13 @@ class FunctionReward:
         problem = state.error or ""
         if problem.startswith(self._label):
             return problem
-        which = describe_sample(rollouts, call) if self._style.per_sample else f"a batch of {len(rollouts)}"
-        unlabelled = self._bound.label_parameter and all(rollout.prompt.label is None for rollout in rollouts)
+        which = (
+            describe_sample(rollouts, call)
+            if self._style.per_sample
+            else f"a batch of {len(rollouts)}"
+        )
+        unlabelled = self._bound.label_parameter and all(
+            rollout.prompt.label is None for rollout in rollouts
+        )
         hint = f". {NO_LABELS}" if unlabelled else ""
         return f"{self._label} {'failed' if state.cause is None else 'raised'} on {which}: {problem}{hint}"

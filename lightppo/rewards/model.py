@@ -57,14 +57,21 @@ class PlainText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._eos = tokenizer.eos_token_id
         if self._eos is None:
-            raise ValueError("--reward_input_tokenizer: set the tokenizer's EOS token in tokenizer_config.json")
-        self.pad_token_id: int = self._eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+            raise ValueError(
+                "--reward_input_tokenizer: set the tokenizer's EOS token in tokenizer_config.json"
+            )
+        self.pad_token_id: int = (
+            self._eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        )
         self.bos_token_id = tokenizer.bos_token_id
         self._has_chats = bool(getattr(tokenizer, "chat_template", None))
         self._template = PromptTemplate(tokenizer)
 
     def encode(self, rollouts: list[Rollout]) -> Rows:
-        texts = [Rendered(r.prompt.text + r.response_text, is_chat=False, messages=None) for r in rollouts]
+        texts = [
+            Rendered(r.prompt.text + r.response_text, is_chat=False, messages=None)
+            for r in rollouts
+        ]
         rows = self._template.encode_rendered(texts)
         for rollout, row in zip(rollouts, rows):
             if not rollout.truncated and row[-1:] != [self._eos]:
@@ -93,14 +100,22 @@ class Retemplated(PlainText):
                 return self._template.render(messages).text + rollout.response_text
             return self._template.chat_text(_answered(messages, rollout.response_text))
         except (BadRowError, DataError) as error:
-            raise RewardError(f"--reward_input_tokenizer: {describe_sample(rollouts, i)}: {error}") from error
+            raise RewardError(
+                f"--reward_input_tokenizer: {describe_sample(rollouts, i)}: {error}"
+            ) from error
 
 
-def check_same_ids(actor: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase, path: str) -> None:
+def check_same_ids(
+    actor: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase, path: str
+) -> None:
     """Refuses a reward model whose tokenizer gives the actor's ids other meanings; special tokens may differ."""
     own = {index: token for token, index in reward.get_vocab().items()}
     special = set(actor.all_special_tokens)
-    other = [token for token, index in actor.get_vocab().items() if own.get(index) != token and token not in special]
+    other = [
+        token
+        for token, index in actor.get_vocab().items()
+        if own.get(index) != token and token not in special
+    ]
     if other:
         raise ValueError(
             f"--reward_pretrain {path} has another tokenizer than the actor: {len(other)} of the actor's tokens have "
@@ -113,7 +128,9 @@ def _answered(messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any
     if last["role"] != "assistant":
         return [*messages, {"role": "assistant", "content": answer}]
     if not isinstance(last.get("content"), str):
-        raise DataError("the chat ends in a message of the assistant that is not text, so the answer cannot follow it")
+        raise DataError(
+            "the chat ends in a message of the assistant that is not text, so the answer cannot follow it"
+        )
     return [*messages[:-1], {**last, "content": last["content"] + answer}]
 
 
@@ -126,7 +143,8 @@ class RewardModelSource:
 
     needs_all_ranks: ClassVar[bool] = True
 
-    models: Sequence[ScoreModel]  # model(sequences (B, S), attention_mask (B, S)) -> (B,), for right-padded rows
+    # model(sequences (B, S), attention_mask (B, S)) -> (B,), for right-padded rows
+    models: Sequence[ScoreModel]
     # reward_fn([scores (B,), …]) -> (B,): one float32 CPU tensor per model, B = all samples of this rank. Needed with
     # several models; each model's own score is then metric <name>_<i>.
     reward_fn: Callable[[list[Tensor]], Tensor] | None = None
@@ -134,8 +152,10 @@ class RewardModelSource:
     device: torch.device | str = "cpu"
     pad_token_id: int | None = None  # fills rows with the actor's ids; masked out
     micro_batch_size: int | MicroBatchSpec = 8  # rows per forward, or a budget of tokens
-    ranks: Ranks | None = None  # with ZeRO-3 every rank must join every forward: one with fewer batches adds empty ones
-    inputs: Sequence[RewardInputs] | None = None  # one for all models, or one each; None: the actor's ids unchanged
+    # with ZeRO-3 every rank must join every forward: one with fewer batches adds empty ones
+    ranks: Ranks | None = None
+    # one for all models, or one each; None: the actor's ids unchanged
+    inputs: Sequence[RewardInputs] | None = None
     reward_max_length: int | None = None  # most tokens per row
     reward_truncation: Truncation = "error"  # or cut a longer row on the left
     name: str = "reward_model"
@@ -143,11 +163,15 @@ class RewardModelSource:
     def __post_init__(self) -> None:
         n, longest, size = len(self.models), self.reward_max_length, self.micro_batch_size
         if n == 0 or (n > 1 and self.reward_fn is None):
-            raise ValueError(f"{n} reward models: give one, or several with --reward_fn to combine them")
+            raise ValueError(
+                f"{n} reward models: give one, or several with --reward_fn to combine them"
+            )
         if longest is not None and longest < 2:
             raise ValueError(f"--reward_max_length must be at least 2, got {longest}")
         if self.reward_truncation not in get_args(Truncation):
-            raise ValueError(f"--reward_truncation must be error or left, got {self.reward_truncation!r}")
+            raise ValueError(
+                f"--reward_truncation must be error or left, got {self.reward_truncation!r}"
+            )
         self._micro_batch = MicroBatchSpec(size) if isinstance(size, int) else size
         if self._micro_batch.size < 1:
             raise ValueError(f"micro_batch_size must be at least 1, got {self._micro_batch.size}")
@@ -156,7 +180,9 @@ class RewardModelSource:
                 raise ValueError("RewardModelSource needs pad_token_id or inputs")
             self.inputs = [SameIds(self.pad_token_id)]
         if len(self.inputs) not in (1, n):
-            raise ValueError(f"{len(self.inputs)} inputs for {n} reward models: give one for all, or one for each")
+            raise ValueError(
+                f"{len(self.inputs)} inputs for {n} reward models: give one for all, or one for each"
+            )
         self.inputs = list(self.inputs) * (n if len(self.inputs) == 1 else 1)
         self.ranks = self.ranks or Alone(self.device)
 
@@ -164,7 +190,8 @@ class RewardModelSource:
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples. Collective: a rank without samples takes part too."""
         n = len(rollouts)
-        rows = {id(reads): self._rows(reads, rollouts) for reads in self.inputs}  # models may share their inputs
+        # models may share their inputs
+        rows = {id(reads): self._rows(reads, rollouts) for reads in self.inputs}
         scores = []
         for i, model in enumerate(self.models):
             if isinstance(model, nn.Module):
@@ -172,7 +199,9 @@ class RewardModelSource:
             scores.append(self._score_rows(i, rows[id(self.inputs[i])][0]))  # (n,)
         metrics: dict[str, list[float | None]] = {}
         if self.reward_max_length is not None:
-            metrics["input_truncated"] = [float(any(cut)) for cut in zip(*(cut for _, cut in rows.values()))]
+            metrics["input_truncated"] = [
+                float(any(cut)) for cut in zip(*(cut for _, cut in rows.values()))
+            ]
         if self.reward_fn is None or n == 0:
             return RewardOutput(scores[0].tolist(), metrics)
         metrics |= {f"{self.name}_{i}": values.tolist() for i, values in enumerate(scores)}
@@ -211,8 +240,12 @@ class RewardModelSource:
 
     def _forward(self, model_index: int, batch: Rows) -> Tensor:
         rows = [torch.tensor(row) for row in batch]
-        sequences = pad_sequence(rows, batch_first=True, padding_value=self.inputs[model_index].pad_token_id)  # (B, S)
-        attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)  # (B, S)
+        # (B, S)
+        sequences = pad_sequence(
+            rows, batch_first=True, padding_value=self.inputs[model_index].pad_token_id
+        )
+        # (B, S)
+        attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         model = self.models[model_index]
         scores = model(to_device(sequences, self.device), to_device(attention_mask, self.device))
         return _checked(scores, len(batch), f"{self.name}: model {model_index}").float().cpu()

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightppo.config import PPOConfig
-from lightppo.config.rules import ANY_ROUTE, estimator_entry, micro_batch_spec, reward_plan, reward_sources
+from lightppo.config.rules import (
+    ANY_ROUTE,
+    estimator_entry,
+    micro_batch_spec,
+    reward_plan,
+    reward_sources,
+)
 from lightppo.errors import ConfigError
 from lightppo.files import files_in_use
 from lightppo.option import is_object
@@ -21,7 +27,12 @@ from lightppo.plugin import REWARD_SUMS, REWARD_WRAPPERS, REWARDS
 from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.function import BoundFunction, FunctionReward
 from lightppo.rewards.source import NoReward, RewardSource
-from lightppo.user_code import declared_function, load_python_function, load_python_object, split_python_spec
+from lightppo.user_code import (
+    declared_function,
+    load_python_function,
+    load_python_object,
+    split_python_spec,
+)
 
 if TYPE_CHECKING:
     from lightppo.rewards.model import RewardInputs
@@ -55,7 +66,13 @@ class RewardRequest:
         """Route → name of a source → weight."""
         if plan := reward_plan(self.config):
             return plan
-        only = "server" if self.config.reward.remote_rm_url else "model" if self.reward_models else "function"
+        only = (
+            "server"
+            if self.config.reward.remote_rm_url
+            else "model"
+            if self.reward_models
+            else "function"
+        )
         return {ANY_ROUTE: {only: 1.0}}
 
     @property
@@ -65,7 +82,11 @@ class RewardRequest:
 
 
 def build_reward(
-    config: PPOConfig, reward_models: Sequence[Any], tokenizer: Any, ranks: Ranks, flag: str = "--reward_fn"
+    config: PPOConfig,
+    reward_models: Sequence[Any],
+    tokenizer: Any,
+    ranks: Ranks,
+    flag: str = "--reward_fn",
 ) -> RewardSource:
     """The reward source of a run: one of the sources in ``REWARDS``, or a sum of several.
 
@@ -97,15 +118,22 @@ def _combined(made: Mapping[str, RewardSource], request: RewardRequest) -> Rewar
     plan = request.plan
     if list(plan) == [ANY_ROUTE] and list(plan[ANY_ROUTE].values()) == [1.0]:
         return made[request.names[0]]
-    routes = {route: [(made[name], weight) for name, weight in weights.items()] for route, weights in plan.items()}
+    routes = {
+        route: [(made[name], weight) for name, weight in weights.items()]
+        for route, weights in plan.items()
+    }
     if (adds_up := next(iter(REWARD_SUMS.values()), None)) is None:
-        raise ValueError("--reward_source: no plugin adds several sources up: name one, without a weight")
+        raise ValueError(
+            "--reward_source: no plugin adds several sources up: name one, without a weight"
+        )
     return adds_up.fn(routes, by=request.config.verifier.reward_routes_by)
 
 
 def function_reward(request: RewardRequest) -> RewardSource:
     """``--reward_fn``."""
-    return _function_source(request.config.reward.reward_fn, request.flag, request.options_of(FunctionReward))
+    return _function_source(
+        request.config.reward.reward_fn, request.flag, request.options_of(FunctionReward)
+    )
 
 
 def model_reward(request: RewardRequest) -> RewardSource:
@@ -136,7 +164,10 @@ def reward_inputs(config: PPOConfig, tokenizer: Any) -> list[RewardInputs]:
         use_fast=not model.disable_fast_tokenizer,
     )
     if config.reward.reward_input_tokenizer:
-        return [Retemplated(load_tokenizer(files.bring(path))) for path in config.reward.reward_input_tokenizer]
+        return [
+            Retemplated(load_tokenizer(files.bring(path)))
+            for path in config.reward.reward_input_tokenizer
+        ]
     for path in model.reward_pretrain:
         folder = files.bring(path)
         if Path(folder, "tokenizer_config.json").is_file():
@@ -147,7 +178,9 @@ def reward_inputs(config: PPOConfig, tokenizer: Any) -> list[RewardInputs]:
 # --- checks before anything loads
 
 
-def check_reward_files(config: PPOConfig, flag: str = "--reward_fn") -> tuple[BoundFunction | None, str | None]:
+def check_reward_files(
+    config: PPOConfig, flag: str = "--reward_fn"
+) -> tuple[BoundFunction | None, str | None]:
     """Refuses a ``path.py`` whose source shows that it cannot be used, with a ``ValueError``; the file does not run.
 
     Returns the function, if it gets all rows, and its parameter with the labels, if it reads them.
@@ -176,13 +209,18 @@ def check_reward_files(config: PPOConfig, flag: str = "--reward_fn") -> tuple[Bo
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
     bound = BoundFunction(declared.function, name, config.verifier.reward_fn_style)
-    return bound if gets_all else None, bound.label_parameter if bound.label_parameter in declared.names else None
+    return (
+        bound if gets_all else None,
+        bound.label_parameter if bound.label_parameter in declared.names else None,
+    )
 
 
 # --- a source of a script's own
 
 
-def reward_of(value: str | Callable[..., Any] | RewardSource, option: str = "--reward_fn") -> RewardSource:
+def reward_of(
+    value: str | Callable[..., Any] | RewardSource, option: str = "--reward_fn"
+) -> RewardSource:
     """The source of a function, of a file with one, or of a source itself; errors name the option."""
     return _function_source(value, option, {})
 
@@ -220,7 +258,9 @@ def build_reward_source(
         REWARDS.find("server")  # an error where no plugin brings it
         return rewards.RemoteReward(urls, **(remote_options or {}))
     if reward_fn is None:
-        raise ValueError("no rewards: set --remote_rm_url (http(s) URL or path.py), --reward_fn or --reward_pretrain")
+        raise ValueError(
+            "no rewards: set --remote_rm_url (http(s) URL or path.py), --reward_fn or --reward_pretrain"
+        )
     return _function_source(reward_fn, "--reward_fn", function_options or {})
 
 
@@ -235,7 +275,9 @@ def _is_source(value: Any) -> bool:
 def check_source(value: Any, origin: str) -> RewardSource:
     """The value; ``ValueError`` with what it came from where it is no source."""
     if not _is_source(value):
-        raise ValueError(f"{origin} gives {value!r}, and not an object with name and score(rollouts)")
+        raise ValueError(
+            f"{origin} gives {value!r}, and not an object with name and score(rollouts)"
+        )
     return value
 
 
@@ -245,7 +287,9 @@ def _model_source(models: Sequence[Any], combine: Any, options: Mapping[str, Any
     if isinstance(combine, str):
         combine = load_python_function(combine, _COMBINE_NAME, option="--reward_fn")
     if combine is not None and not callable(combine):
-        raise ValueError(f"--reward_fn must combine the scores of --reward_pretrain, got {combine!r}")
+        raise ValueError(
+            f"--reward_fn must combine the scores of --reward_pretrain, got {combine!r}"
+        )
     return RewardModelSource(models, combine, **options)
 
 
@@ -259,7 +303,9 @@ def _function_source(reward_fn: Any, option: str, options: Mapping[str, Any]) ->
     if _is_source(reward_fn):
         return reward_fn
     if isinstance(reward_fn, type) or not callable(reward_fn):
-        raise ValueError(f"{option}: {reward_fn!r} is neither a function nor a source (an object with name and score)")
+        raise ValueError(
+            f"{option}: {reward_fn!r} is neither a function nor a source (an object with name and score)"
+        )
     try:
         return FunctionReward(reward_fn, name, spec=spec, **options)
     except ValueError as error:

@@ -29,8 +29,10 @@ class RewardOutput:
 
     scores: list[float | None]  # None: unscored; the sample leaves its group and the statistics
     metrics: dict[str, list[float | None]] = field(default_factory=dict)  # logged as reward/<name>
-    token_scores: list[list[float] | None] | None = None  # dense rewards: per sample one number per response token
-    texts: dict[str, list[str | None]] = field(default_factory=dict)  # kept in files; "pred": the answer that was found
+    # dense rewards: per sample one number per response token
+    token_scores: list[list[float] | None] | None = None
+    # kept in files; "pred": the answer that was found
+    texts: dict[str, list[str | None]] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -100,7 +102,8 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(function(*args))
-        except BaseException as error:  # SystemExit of a user's function too: it would end this thread unseen
+        except BaseException as error:
+            # SystemExit of a user's function too: it would end this thread unseen
             future.set_exception(error)
 
     threading.Thread(target=run, name="reward", daemon=True).start()
@@ -140,7 +143,9 @@ def _read_number(value: Any) -> float | Exception | None:
         return error
 
 
-def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name: str) -> RewardOutput:
+def check_output(
+    output: RewardOutput, rollouts: Sequence[Rollout], source_name: str
+) -> RewardOutput:
     """The answer with plain Python floats; a :class:`RewardError` names source and sample of an unusable value.
 
     It is a :class:`NonFiniteRewardError` where all that is wrong with the values are NaN and infinite numbers.
@@ -150,23 +155,38 @@ def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name:
     except RewardError:
         raise
     except Exception as error:  # the values' own code, such as a tensor's tolist
-        raise RewardError(f"{source_name}: its answer cannot be read: {error_text(error)}") from error
+        raise RewardError(
+            f"{source_name}: its answer cannot be read: {error_text(error)}"
+        ) from error
 
 
-def _checked_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name: str) -> RewardOutput:
+def _checked_output(
+    output: RewardOutput, rollouts: Sequence[Rollout], source_name: str
+) -> RewardOutput:
     if not isinstance(output, RewardOutput):
-        raise RewardError(f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}")
+        raise RewardError(
+            f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}"
+        )
     metrics = {}
     for name, values in output.metrics.items():
         if not isinstance(name, str) or not name:
-            raise RewardError(f"{source_name}: metric names must be non-empty strings, got {name!r}")
+            raise RewardError(
+                f"{source_name}: metric names must be non-empty strings, got {name!r}"
+            )
         metrics[name] = _numbers(values, rollouts, source_name, f"metric {name!r}")
-    scores, token_scores = _numbers(output.scores, rollouts, source_name, "score"), output.token_scores
+    scores, token_scores = (
+        _numbers(output.scores, rollouts, source_name, "score"),
+        output.token_scores,
+    )
     if token_scores is not None:
         token_scores = _token_numbers(token_scores, rollouts, source_name)
     for name, texts in output.texts.items():
-        if len(texts) != len(rollouts) or not all(text is None or isinstance(text, str) for text in texts):
-            raise RewardError(f"{source_name}: {name!r} must be a text or None for each of {len(rollouts)} samples")
+        if len(texts) != len(rollouts) or not all(
+            text is None or isinstance(text, str) for text in texts
+        ):
+            raise RewardError(
+                f"{source_name}: {name!r} must be a text or None for each of {len(rollouts)} samples"
+            )
     return RewardOutput(scores, metrics, token_scores, dict(output.texts))
 
 
@@ -182,8 +202,12 @@ def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
     for i, rollout in enumerate(rollouts):
         rollout.reward = output.scores[i]
         rollout.token_rewards = output.token_scores[i] if output.token_scores is not None else None
-        rollout.extras.update({name: values[i] for name, values in output.metrics.items() if values[i] is not None})
-        rollout.texts.update({name: texts[i] for name, texts in output.texts.items() if texts[i] is not None})
+        rollout.extras.update(
+            {name: values[i] for name, values in output.metrics.items() if values[i] is not None}
+        )
+        rollout.texts.update(
+            {name: texts[i] for name, texts in output.texts.items() if texts[i] is not None}
+        )
 
 
 def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
@@ -195,26 +219,41 @@ def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
     """
     if not isinstance(result, Mapping):
         return RewardOutput(_as_list(result, source_name, "the result"))
-    if result.get("rewards") is None or result.keys() - {"rewards", "scores", "extra_logs", "token_scores"}:
+    if result.get("rewards") is None or result.keys() - {
+        "rewards",
+        "scores",
+        "extra_logs",
+        "token_scores",
+    }:
         raise RewardError(
             f"{source_name}: the keys must be 'rewards' and, optionally, 'scores', 'extra_logs', 'token_scores'; "
             f"got {[str(key) for key in result]}"
         )
     extra_logs = result.get("extra_logs") or {}
     if not isinstance(extra_logs, Mapping):
-        raise RewardError(f"{source_name}: 'extra_logs' must map names to numbers, got {type(extra_logs).__name__}")
+        raise RewardError(
+            f"{source_name}: 'extra_logs' must map names to numbers, got {type(extra_logs).__name__}"
+        )
     metrics, texts, token_scores = {}, {}, result.get("token_scores")
     if result.get("scores") is not None:
         metrics["score"] = _as_list(result["scores"], source_name, "'scores'")
         if "score" in extra_logs:
-            raise RewardError(f"{source_name}: 'extra_logs' has a 'score', the name under which 'scores' are logged")
+            raise RewardError(
+                f"{source_name}: 'extra_logs' has a 'score', the name under which 'scores' are logged"
+            )
     for name, values in extra_logs.items():
         single = finite(values)
-        column = _as_list(values, source_name, f"extra_logs[{name!r}]") if single is None else [single] * n
+        column = (
+            _as_list(values, source_name, f"extra_logs[{name!r}]")
+            if single is None
+            else [single] * n
+        )
         (texts if any(isinstance(value, str) for value in column) else metrics)[name] = column
     if token_scores is not None:
         token_scores = _as_list(token_scores, source_name, "'token_scores'")
-    return RewardOutput(_as_list(result["rewards"], source_name, "'rewards'"), metrics, token_scores, texts)
+    return RewardOutput(
+        _as_list(result["rewards"], source_name, "'rewards'"), metrics, token_scores, texts
+    )
 
 
 def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
@@ -244,10 +283,14 @@ def _as_list(values: Any, source_name: str, what: str) -> list[Any]:
     if isinstance(values, (list, tuple)):
         return list(values)
     got = type(values).__name__
-    raise RewardError(f"{source_name}: {what} must be a list or tensor with one number per sample, got {got}")
+    raise RewardError(
+        f"{source_name}: {what} must be a list or tensor with one number per sample, got {got}"
+    )
 
 
-def _numbers(values: Any, rollouts: Sequence[Rollout], source_name: str, what: str) -> list[float | None]:
+def _numbers(
+    values: Any, rollouts: Sequence[Rollout], source_name: str, what: str
+) -> list[float | None]:
     values = _as_list(values, source_name, f"{what}s")
     if len(values) != len(rollouts):
         raise RewardError(f"{source_name}: {len(values)} {what}s for {len(rollouts)} samples")
@@ -266,17 +309,25 @@ def _shown_number(value: Any) -> str:
     return shown(repr(value) if isinstance(value, str) else value, 80) + reading_error(value)
 
 
-def _token_numbers(rows: Any, rollouts: Sequence[Rollout], source_name: str) -> list[list[float] | None]:
+def _token_numbers(
+    rows: Any, rollouts: Sequence[Rollout], source_name: str
+) -> list[list[float] | None]:
     if len(rows) != len(rollouts):
-        raise RewardError(f"{source_name}: {len(rows)} rows of token scores for {len(rollouts)} samples")
+        raise RewardError(
+            f"{source_name}: {len(rows)} rows of token scores for {len(rollouts)} samples"
+        )
     checked: list[list[float] | None] = [None] * len(rows)
     for i, row in enumerate(rows):
         if row is None:
             continue
-        checked[i] = numbers = [finite(value) for value in _as_list(row, source_name, f"token scores of sample {i}")]
+        checked[i] = numbers = [
+            finite(value) for value in _as_list(row, source_name, f"token scores of sample {i}")
+        ]
         sample, n = describe_sample(rollouts, i), len(rollouts[i].response_ids)
         if len(numbers) != n:
-            raise RewardError(f"{source_name}: {len(numbers)} token scores for the {n} response tokens of {sample}")
+            raise RewardError(
+                f"{source_name}: {len(numbers)} token scores for the {n} response tokens of {sample}"
+            )
         if None in numbers:
             t = numbers.index(None)
             raise (NonFiniteRewardError if is_non_finite(row[t]) else RewardError)(
@@ -302,7 +353,8 @@ class Outcome:
 
     value: Any = None  # after settle: of the last answer that could be read, even if only in part
     error: str | None = None  # why the last try gave no full answer
-    cause: BaseException | None = None  # the exception; of a call in another process, one that holds its trace
+    # the exception; of a call in another process, one that holds its trace
+    cause: BaseException | None = None
     timeouts: int = 0  # tries that ran past the time limit
     failures: int = 0  # tries without a full answer, time-outs included
 
@@ -313,7 +365,8 @@ class RunnerRequest:
 
     fn: Callable[..., Any]
     name: str  # of the function, for messages
-    spec: str | None = None  # where another process can load it from, path.py:name, where that is known
+    # where another process can load it from, path.py:name, where that is known
+    spec: str | None = None
     workers: int | None = None  # calls at a time; None: the runner's own number
     timeout: float | None = None  # wall-clock seconds of a call
 
@@ -326,10 +379,14 @@ class Runner(Protocol):
         ...
 
 
-def check_failure_options(on_reward_failure: str, reward_retries: int = 0, reward_timeout: float | None = None) -> None:
+def check_failure_options(
+    on_reward_failure: str, reward_retries: int = 0, reward_timeout: float | None = None
+) -> None:
     """Refuses values out of range, with a ``ValueError`` that names the flag."""
     if on_reward_failure not in get_args(OnFailure):
-        raise ValueError(f"--on_reward_failure must be {' or '.join(get_args(OnFailure))}, got {on_reward_failure!r}")
+        raise ValueError(
+            f"--on_reward_failure must be {' or '.join(get_args(OnFailure))}, got {on_reward_failure!r}"
+        )
     if reward_retries < 0:
         raise ValueError(f"--reward_retries must be ≥ 0, got {reward_retries}")
     if reward_timeout is not None and not reward_timeout > 0:

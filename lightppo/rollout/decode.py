@@ -25,12 +25,16 @@ from lightppo.models.packing import PACKED_SDPA
 from lightppo.ranks import heartbeat
 from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 
-CPU_COLUMNS = 16  # added to a cache at a time on the CPU, where attention is faster over a whole buffer than a part
+# added to a cache at a time on the CPU, where attention is faster over a whole buffer than a part
+CPU_COLUMNS = 16
 OTHER_COLUMNS = 128  # elsewhere: at least so many, and half of the columns in use
-FIXED_SPARE = 64  # columns beyond the longest row in a fixed cache, whose number is a multiple of it
+# columns beyond the longest row in a fixed cache, whose number is a multiple of it
+FIXED_SPARE = 64
 CALL_COST = {"cpu": 64, "other": 2048}  # fixed cost of a forward, in positions
-REFILL_SHARE = 1 / 8  # of the slots free: prompts go through the model together, which costs less than one by one
-COMPACT_BELOW = 0.75  # share of rows that still run at which finished ones leave a BatchDecoder's cache, by a copy
+# of the slots free: prompts go through the model together, which costs less than one by one
+REFILL_SHARE = 1 / 8
+# share of rows that still run at which finished ones leave a BatchDecoder's cache, by a copy
+COMPACT_BELOW = 0.75
 
 
 class CachedForward:
@@ -73,13 +77,17 @@ class CachedForward:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._keep}
         if self.takes_position_ids:
             inputs["position_ids"] = position_ids
-        return self.model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
+        return self.model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).logits[
+            :, -1
+        ]
 
 
 def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids (B, P) with ``NO_TOKEN`` on the left of shorter prompts, their mask and position ids."""
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[NO_TOKEN] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    ids = torch.tensor(
+        [[NO_TOKEN] * (width - len(prompt)) + prompt for prompt in prompts], device=device
+    )
     mask = (ids != NO_TOKEN).long()
     return ids, mask, (mask.cumsum(dim=1) - 1).clamp_(min=0)
 
@@ -153,8 +161,17 @@ def slot_attention(
     ``query`` (B, H, L, D), ``key`` and ``value`` (B, H_kv, S, D) -> (B, L, H, D), and no weights.
     """
     # Doge's mask has a row for each head
-    added = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
-    if query.shape[2] != 1 or not added or options.get("dropout") or options.get("position_bias") is not None:
+    added = (
+        attention_mask is not None
+        and attention_mask.is_floating_point()
+        and attention_mask.shape[1] == 1
+    )
+    if (
+        query.shape[2] != 1
+        or not added
+        or options.get("dropout")
+        or options.get("position_bias") is not None
+    ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows, heads, _, width = query.shape
     scaling = options.get("scaling")
@@ -162,10 +179,13 @@ def slot_attention(
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
     if query.is_cpu and query.dtype == torch.float32:
         # Faster than the CPU's flash kernel for a single query, by 2 over contiguous keys and values.
-        scores = torch.matmul(grouped * scaling, key.transpose(2, 3)).add_(attention_mask)  # (B, H_kv, H/H_kv, S)
+        # (B, H_kv, H/H_kv, S)
+        scores = torch.matmul(grouped * scaling, key.transpose(2, 3)).add_(attention_mask)
         output = torch.matmul(scores.softmax(-1), value)
     else:
-        output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+        output = scaled_dot_product_attention(
+            grouped, key, value, attn_mask=attention_mask, scale=scaling
+        )
     return output.reshape(rows, 1, heads, value.shape[3]), None
 
 
@@ -183,8 +203,10 @@ class Span:
     rows: int
     first: int
     end: int
-    whole: bool = False  # attention gets the buffers' full width and masks unused columns; else only the used ones
-    column: Tensor | None = None  # (1,) end, where steps read their numbers on the device, and attention gets ``width``
+    # attention gets the buffers' full width and masks unused columns; else only the used ones
+    whole: bool = False
+    # (1,) end, where steps read their numbers on the device, and attention gets ``width``
+    column: Tensor | None = None
     width: int = 0
     captured: bool = False  # numbers here stay as they were when a step was captured
 
@@ -239,7 +261,11 @@ class SlotLayer(DynamicLayer):
 
     def first(self, end: int) -> int:
         """The first column that column ``end - 1`` looks at."""
-        return self.span.first if self.sliding_window is None else max(self.span.first, end - self.sliding_window)
+        return (
+            self.span.first
+            if self.sliding_window is None
+            else max(self.span.first, end - self.sliding_window)
+        )
 
 
 class SlotCache(DynamicCache):
@@ -267,7 +293,9 @@ class SlotCache(DynamicCache):
         self.fixed = False
         self.columns = prompt_columns + self._more(prompt_columns)
         # The smallest sliding window; None if every token sees all.
-        self.window = min((layer.sliding_window for layer in layers if layer.is_sliding), default=None)
+        self.window = min(
+            (layer.sliding_window for layer in layers if layer.is_sliding), default=None
+        )
 
     def fix(self, device: torch.device) -> None:
         """Call it first: all columns are there from the start, and the buffers stay where they are."""
@@ -281,7 +309,9 @@ class SlotCache(DynamicCache):
         for layer, source in zip(self.layers, prompts.layers):
             states = source.keys, source.values
             if not layer.buffers:
-                layer.buffers = [x.new_empty(self.slots, x.shape[1], self.columns, x.shape[3]) for x in states]
+                layer.buffers = [
+                    x.new_empty(self.slots, x.shape[1], self.columns, x.shape[3]) for x in states
+                ]
                 layer.dtype = source.keys.dtype
                 layer.device = source.keys.device
                 layer.is_initialized = True
@@ -289,7 +319,9 @@ class SlotCache(DynamicCache):
             index = torch.tensor(rows, device=layer.device)
             for buffer, x in zip(layer.buffers, states):
                 target = buffer[span.rows : span.rows + len(rows)].zero_()
-                target[:, :, span.end - kept : span.end] = x[:, :, x.shape[2] - kept :].index_select(0, index)
+                target[:, :, span.end - kept : span.end] = x[
+                    :, :, x.shape[2] - kept :
+                ].index_select(0, index)
         span.rows += len(rows)
 
     def move_rows(self, sources: list[int], targets: list[int], rows: int) -> None:
@@ -312,7 +344,8 @@ class SlotCache(DynamicCache):
         shift = span.end - end
         self.slots, self.columns = self.slots if self.fixed else slots, end + self._more(end)
         for layer in self.layers:
-            for i, old in enumerate(layer.buffers):  # one after the other: little memory is held twice
+            # one after the other: little memory is held twice
+            for i, old in enumerate(layer.buffers):
                 new = old.new_empty(self.slots, old.shape[1], self.columns, old.shape[3])
                 new[: span.rows, :, :first] = 0
                 new[: span.rows, :, first:end] = old[: span.rows, :, span.first : span.end]
@@ -326,7 +359,11 @@ class SlotCache(DynamicCache):
         if self.fixed:
             return -(-(self.max_columns + FIXED_SPARE) // FIXED_SPARE) * FIXED_SPARE - columns
         # Rows end at different columns: without room beyond the longest row's, all would move at every step.
-        return CPU_COLUMNS if self.tight else max(OTHER_COLUMNS, min(columns // 2, self.max_columns - columns))
+        return (
+            CPU_COLUMNS
+            if self.tight
+            else max(OTHER_COLUMNS, min(columns // 2, self.max_columns - columns))
+        )
 
 
 def can_use_slots(config) -> bool:
@@ -348,7 +385,8 @@ class Prefilled:
     prompts: list[list[int]]
     cache: Cache  # keys and values of the left-padded prompts
     logits: Tensor  # (P, V) behind the last token of each prompt
-    waiting: deque[tuple[int, int]]  # row of the prompt, number of the request: samples without a slot yet
+    # row of the prompt, number of the request: samples without a slot yet
+    waiting: deque[tuple[int, int]]
 
 
 class PromptQueue:
@@ -380,7 +418,11 @@ class PromptQueue:
     @property
     def longest(self) -> int:
         """Tokens of the longest waiting prompt; 0 if no prompt waits."""
-        block = [] if self._block is None else [len(self._block.prompts[row]) for row, _ in self._block.waiting]
+        block = (
+            []
+            if self._block is None
+            else [len(self._block.prompts[row]) for row, _ in self._block.waiting]
+        )
         groups = (len(ids) for part in (*self._parts, self._groups) for ids, _ in part)
         return max((*block, *groups), default=0)
 
@@ -389,7 +431,9 @@ class PromptQueue:
         if not self.at_hand:
             self._divide(count)
         block = self._block or self._through_the_model(self._parts.popleft())
-        rows, numbers = map(list, zip(*(block.waiting.popleft() for _ in range(min(count, len(block.waiting))))))
+        rows, numbers = map(
+            list, zip(*(block.waiting.popleft() for _ in range(min(count, len(block.waiting)))))
+        )
         self._block = block if block.waiting else None
         self.waiting -= len(rows)
         return block, rows, numbers
@@ -409,7 +453,9 @@ class PromptQueue:
         padded, mask, positions = left_pad(prompts, self._device)  # (P, L)
         cache = DynamicCache(config=self._forward.config)
         logits = self._forward(padded.clamp(min=0), mask, positions, cache)
-        waiting = deque((row, number) for row, (_, numbers) in enumerate(groups) for number in numbers)
+        waiting = deque(
+            (row, number) for row, (_, numbers) in enumerate(groups) for number in numbers
+        )
         return Prefilled(prompts, cache, logits, waiting)
 
 
@@ -450,7 +496,8 @@ class Rows:
         self.log_probs = torch.zeros(slots, max_new_tokens, device=device)
         self.uniforms = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=device)
         self.ages = torch.zeros(slots, dtype=torch.long, device=device)  # tokens so far
-        self.positions = torch.zeros(slots, dtype=torch.long, device=device)  # of the newest token in prompt + response
+        # of the newest token in prompt + response
+        self.positions = torch.zeros(slots, dtype=torch.long, device=device)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -525,7 +572,8 @@ class SlotDecoder(Decoder):
                 break
             else:
                 self._step(queue)
-            gone = self._ended().cpu().nonzero().squeeze(1).tolist()  # the only wait for the device in a step
+            # the only wait for the device in a step
+            gone = self._ended().cpu().nonzero().squeeze(1).tolist()
             if gone:
                 yield self._leave(gone)
 
@@ -556,7 +604,9 @@ class SlotDecoder(Decoder):
         free = self.slots - len(self.rows)
         if queue.at_hand:
             return free > 0
-        return queue.waiting > 0 and free >= min(max(1, REFILL_SHARE * self.slots), queue.waiting, self.slots)
+        return queue.waiting > 0 and free >= min(
+            max(1, REFILL_SHARE * self.slots), queue.waiting, self.slots
+        )
 
     def _admit(
         self,
@@ -572,7 +622,9 @@ class SlotDecoder(Decoder):
         lengths = [len(prompt) for prompt in prompts]
         index = torch.tensor([rows, lengths], device=self.device)
         history = left_pad(prompts, self.device)[0] if self.sampler.needs_history else None
-        new = self.rows.append(numbers, [end - length for length in lengths], index[1] - 1, uniforms, history)
+        new = self.rows.append(
+            numbers, [end - length for length in lengths], index[1] - 1, uniforms, history
+        )
         self.cache.append(block.cache, rows, max(lengths))
         self.rows.write(new, *self.sampler(block.logits[index[0]], uniforms[:, 0], 0, history))
         self._see_starts()
@@ -586,16 +638,22 @@ class SlotDecoder(Decoder):
         ages = rows.ages[active]
         newest = rows.tokens[active].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
         with attention_to_slots(self.text_config) if self.prepares_masks else nullcontext():
-            logits = self.forward(newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache)
+            logits = self.forward(
+                newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache
+            )
         span.end += 1
         uniforms = rows.uniforms[active].gather(1, ages.unsqueeze(1)).squeeze(1)
-        history = rows.history(active, span.end - span.first) if self.sampler.needs_history else None
+        history = (
+            rows.history(active, span.end - span.first) if self.sampler.needs_history else None
+        )
         rows.write(active, *self.sampler(logits, uniforms, ages, history))
 
     def _make_room(self, queue: PromptQueue) -> None:
         """A free column, if there is none."""
         if self.cache.span.end == self.cache.columns:
-            shift = self.cache.make_room(min(self.slots, len(self.rows) + queue.waiting), queue.longest)
+            shift = self.cache.make_room(
+                min(self.slots, len(self.rows) + queue.waiting), queue.longest
+            )
             self.rows.starts = [start - shift for start in self.rows.starts]
             self._see_starts()
 
@@ -603,7 +661,9 @@ class SlotDecoder(Decoder):
         """The mask of one new token per row: ready for every layer, or (b, width) as input for transformers."""
         span = self.cache.span
         columns = self.cache.columns
-        prepared = self.prepares_masks and (self.cache.window is None or self.cache.window >= columns)
+        prepared = self.prepares_masks and (
+            self.cache.window is None or self.cache.window >= columns
+        )
         span.whole = prepared and self.cache.tight
         self._added[:, span.end] = 0
         if not prepared:
@@ -624,7 +684,9 @@ class SlotDecoder(Decoder):
         rows = self.rows
         numbers = [rows.numbers[row] for row in gone]
         index = torch.tensor(gone, device=self.device)
-        ended = DecodedBatch(rows.tokens[index], rows.log_probs[index], rows.ages[index], self._stopped[index])
+        ended = DecodedBatch(
+            rows.tokens[index], rows.log_probs[index], rows.ages[index], self._stopped[index]
+        )
         movers, holes = rows.remove(gone)
         self.cache.move_rows(movers, holes, len(rows))
         self._see_starts()
@@ -689,7 +751,9 @@ class BatchDecoder(Decoder):
             if running <= COMPACT_BELOW * len(rows) and _can_drop_rows(cache):
                 kept = (~done).nonzero().squeeze(1)
                 cache.batch_select_indices(kept)
-                rows, mask, inputs, positions, uniforms = (x[kept] for x in (rows, mask, inputs, positions, uniforms))
+                rows, mask, inputs, positions, uniforms = (
+                    x[kept] for x in (rows, mask, inputs, positions, uniforms)
+                )
                 done = done.new_zeros(running)
         return DecodedBatch(responses, log_probs, lengths, stopped)
 

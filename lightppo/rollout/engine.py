@@ -30,14 +30,18 @@ class SamplingParams:
     # Subtracted from the logits of ids in the response: once, and for each time that they are there; 0 is off.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    min_p: float = 0.0  # tokens with at least this share of the likeliest one's probability; 0 is off
+    # tokens with at least this share of the likeliest one's probability; 0 is off
+    min_p: float = 0.0
     n: int = 1  # samples per prompt
-    stop: tuple[str, ...] = ()  # strings that end a response; the text is cut before the string, the ids are kept
-    stop_token_ids: tuple[int, ...] = ()  # ids that end a response, beside the end-of-text ids; kept in the ids
+    # strings that end a response; the text is cut before the string, the ids are kept
+    stop: tuple[str, ...] = ()
+    # ids that end a response, beside the end-of-text ids; kept in the ids
+    stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()  # never completed
     do_sample: bool = True  # False is greedy
     ignore_eos: bool = False  # go on behind end-of-text ids
-    seed: int = 0  # with Prompt.index and the sample number it fixes the random numbers of a response
+    # with Prompt.index and the sample number it fixes the random numbers of a response
+    seed: int = 0
     # Replaces temperature for the first token of a response (FIRE, arXiv:2410.21236), but not in its recorded log prob.
     # Only for engines whose capabilities say heats_first_token.
     first_token_temperature: float | None = None
@@ -45,12 +49,18 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
             if isinstance(value := getattr(self, name), str):
-                raise ValueError(f"{name} must be a sequence, got the string {value!r}; write ({value!r},)")
+                raise ValueError(
+                    f"{name} must be a sequence, got the string {value!r}; write ({value!r},)"
+                )
             object.__setattr__(self, name, tuple(value))
         first = self.first_token_temperature
         for name, ok, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
+            (
+                "min_new_tokens",
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                "between 0 and max_new_tokens",
+            ),
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or above"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 is off"),
             ("top_k", self.top_k >= -1, "at least 1, or -1 (off)"),
@@ -82,11 +92,15 @@ class SamplingParams:
 class Capabilities:
     """What an engine can do beyond the methods of :class:`RolloutEngine`."""
 
-    exact_log_probs: bool = False  # in float32 they equal the log probs of a forward pass of the actor
-    reports_finished: bool = False  # generate takes on_finished, and gives it the rollouts soon after they end
+    # in float32 they equal the log probs of a forward pass of the actor
+    exact_log_probs: bool = False
+    # generate takes on_finished, and gives it the rollouts soon after they end
+    reports_finished: bool = False
     heats_first_token: bool = False  # takes SamplingParams.first_token_temperature
-    keeps_weights: bool = False  # samples with a copy of the weights, which may differ from the actor's
-    compares_weights: bool = False  # differing_weights() says which ones differ, and which could not be compared
+    # samples with a copy of the weights, which may differ from the actor's
+    keeps_weights: bool = False
+    # differing_weights() says which ones differ, and which could not be compared
+    compares_weights: bool = False
 
 
 def capabilities_of(engine: Any) -> Capabilities:
@@ -98,7 +112,11 @@ def capabilities_of(engine: Any) -> Capabilities:
     declared = getattr(engine, "capabilities", None)
     if declared is not None:
         return declared
-    said = {one.name: getattr(engine, one.name) for one in fields(Capabilities) if hasattr(engine, one.name)}
+    said = {
+        one.name: getattr(engine, one.name)
+        for one in fields(Capabilities)
+        if hasattr(engine, one.name)
+    }
     return Capabilities(**{"compares_weights": hasattr(engine, "differing_weights")} | said)
 
 

@@ -44,14 +44,17 @@ if TYPE_CHECKING:
     from lightppo.config import PPOConfig
     from lightppo.strategy.deepspeed import DeepspeedStrategy
 
-REPORT_SHARE = 1 / 8  # of the slots ended: ``on_finished`` is called then, because reward models like batches
+# of the slots ended: ``on_finished`` is called then, because reward models like batches
+REPORT_SHARE = 1 / 8
 
 
 @contextmanager
 def generation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, checkpointing or compiled layers; restores each module's mode at the end."""
     training = [module for module in model.modules() if module.training]
-    checkpointing = [module for module in model.modules() if vars(module).get("gradient_checkpointing")]
+    checkpointing = [
+        module for module in model.modules() if vars(module).get("gradient_checkpointing")
+    ]
     try:
         model.eval()
         for module in checkpointing:
@@ -78,7 +81,9 @@ class HFRolloutEngine:
     them (padding included) and seconds.
     """
 
-    capabilities: ClassVar = Capabilities(exact_log_probs=True, reports_finished=True, heats_first_token=True)
+    capabilities: ClassVar = Capabilities(
+        exact_log_probs=True, reports_finished=True, heats_first_token=True
+    )
 
     # Has .model, a Hugging Face model or the DeepSpeed engine around it; log probs are over its first valid_vocab_size
     # ids if it has this attribute, else over the whole embedding.
@@ -89,14 +94,17 @@ class HFRolloutEngine:
     # Makes the context around generate; under ZeRO-3 it holds the full parameters. There are no collectives inside, so
     # ranks may bring different numbers of prompts, or none.
     gather_parameters: Callable[[], AbstractContextManager] = nullcontext
-    valid_vocab_size: int | None = None  # ids from here on are never sampled; None: the tokenizer's length
+    # ids from here on are never sampled; None: the tokenizer's length
+    valid_vocab_size: int | None = None
     progress: bool = False
     runner: DecodingRunner | None = None  # None: steps run as they are
     last_stats: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if self.micro_rollout_batch_size < 1:
-            raise ValueError(f"micro_rollout_batch_size must be at least 1; got {self.micro_rollout_batch_size}")
+            raise ValueError(
+                f"micro_rollout_batch_size must be at least 1; got {self.micro_rollout_batch_size}"
+            )
 
     @property
     def model(self) -> nn.Module:
@@ -126,8 +134,21 @@ class HFRolloutEngine:
         # Longest first: little padding, and a lack of memory shows at once.
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number][0].token_ids))
         rollouts: list[Rollout | None] = [None] * len(requests)
-        bar = tqdm(total=len(order), desc="rollout", unit="seq", leave=False, ncols=80, disable=not self.progress)
-        with in_any_order(), self.gather_parameters(), generation_mode(self.model), bar, self.runner or nullcontext():
+        bar = tqdm(
+            total=len(order),
+            desc="rollout",
+            unit="seq",
+            leave=False,
+            ncols=80,
+            disable=not self.progress,
+        )
+        with (
+            in_any_order(),
+            self.gather_parameters(),
+            generation_mode(self.model),
+            bar,
+            self.runner or nullcontext(),
+        ):
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
             kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
             kind = kind if self.runner is None else self.runner.decoder(kind)
@@ -140,7 +161,9 @@ class HFRolloutEngine:
                 return torch.from_numpy(np.stack(table)).to(device)
 
             finished: list[Rollout] = []
-            for numbers, decoded in decoder.run([requests[number][0].token_ids for number in order], uniforms):
+            for numbers, decoded in decoder.run(
+                [requests[number][0].token_ids for number in order], uniforms
+            ):
                 ended = self._to_rollouts([requests[order[i]] for i in numbers], decoded, stop)
                 for i, rollout in zip(numbers, ended):
                     rollouts[order[i]] = rollout
@@ -256,7 +279,9 @@ def check_lengths(
     for prompt in prompts:
         length = len(prompt.token_ids)
         if length == 0:
-            raise ValueError(f"prompt {prompt.index} has no tokens; there is nothing to predict the first token from")
+            raise ValueError(
+                f"prompt {prompt.index} has no tokens; there is nothing to predict the first token from"
+            )
         if limit is not None and length + sampling.max_new_tokens > limit:
             raise ValueError(
                 f"prompt {prompt.index} has {length} tokens, with the response {length + sampling.max_new_tokens}, but "

@@ -56,7 +56,9 @@ def request_uniforms(
 ) -> np.ndarray:
     """The uniforms of one request, (count,) float64 in [0, 1); a longer request begins with the same numbers."""
     # SHAKE-128 of the key is the same on every machine and version, unlike a seeded generator.
-    stream = hashlib.shake_128(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest(8 * count)
+    stream = hashlib.shake_128(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest(
+        8 * count
+    )
     # 52 bits, not 53: u * total < total then holds after rounding, for any total.
     return (np.frombuffer(stream, dtype="<u8") >> 12) * 2.0**-52
 
@@ -93,16 +95,23 @@ def _inverse_cdf_by_blocks(probs: Tensor, uniforms: Tensor) -> Tensor:
     vocab_size = probs.shape[-1]
     whole = vocab_size // _BLOCK * _BLOCK
     sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1)
-    sums = torch.cat([sums, probs[:, whole:].sum(dim=-1, keepdim=True)], dim=1)  # the last may be empty: 0
+    # the last may be empty: 0
+    sums = torch.cat([sums, probs[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
     cdf = sums.cumsum(dim=-1, dtype=torch.float64)
     targets = uniforms.unsqueeze(1) * cdf[:, -1:]  # (B, 1)
     blocks = torch.searchsorted(cdf, targets, right=True).clamp_(max=cdf.shape[1] - 1)
     before = cdf.gather(1, blocks) - sums.gather(1, blocks)
     tokens = blocks * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # (B, block)
-    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).double().masked_fill_(tokens >= vocab_size, 0)
+    inside = (
+        probs.gather(1, tokens.clamp(max=vocab_size - 1))
+        .double()
+        .masked_fill_(tokens >= vocab_size, 0)
+    )
     inner = inside.cumsum(dim=-1)
     # The sums above are rounded differently: the target must stay inside, else a token of probability 0 could be drawn.
-    within = torch.minimum((targets - before).clamp_(min=0), inner[:, -1:].nextafter(inner.new_zeros(1)))
+    within = torch.minimum(
+        (targets - before).clamp_(min=0), inner[:, -1:].nextafter(inner.new_zeros(1))
+    )
     tokens = blocks * _BLOCK + torch.searchsorted(inner, within, right=True)
     return tokens.squeeze(1).clamp_(max=vocab_size - 1)
 
@@ -204,7 +213,8 @@ class TokenSampler:
             scores = self._bad_words(history, scores)
         if self.min_new_tokens:
             self._suppressed = self._suppressed.to(scores.device)  # once
-            early = torch.as_tensor(step, device=scores.device).view(-1, 1) < self.min_new_tokens  # (B or 1, 1)
+            # (B or 1, 1)
+            early = torch.as_tensor(step, device=scores.device).view(-1, 1) < self.min_new_tokens
             scores = scores.masked_fill(early & self._suppressed, -torch.inf)
         return scores
 
@@ -212,9 +222,12 @@ class TokenSampler:
 def _response_counts(history: Tensor, step: int | Tensor, scores: Tensor) -> Tensor:
     """How often each id is in the response, the last ``step`` ids of ``history`` (B, S); (B, V) as ``scores``."""
     ages = torch.as_tensor(step, device=history.device).view(-1, 1)  # (B or 1, 1)
-    in_response = torch.arange(history.shape[1], 0, -1, device=history.device) <= ages  # (B or 1, S)
+    # (B or 1, S)
+    in_response = torch.arange(history.shape[1], 0, -1, device=history.device) <= ages
     in_response = in_response.expand_as(history)
-    return torch.zeros_like(scores).scatter_add_(1, history.where(in_response, 0), in_response.to(scores.dtype))
+    return torch.zeros_like(scores).scatter_add_(
+        1, history.where(in_response, 0), in_response.to(scores.dtype)
+    )
 
 
 # -- ending responses -------------------------------------------------------------------------------------------------
@@ -232,9 +245,14 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> 
     """Token sequences of bad words, at the start of a text and behind a space (as in vLLM)."""
     sequences: list[list[int]] = []
     for word in words:
-        plain, spaced = (tokenizer.encode(prefix + word.strip(), add_special_tokens=False) for prefix in ("", " "))
+        plain, spaced = (
+            tokenizer.encode(prefix + word.strip(), add_special_tokens=False)
+            for prefix in ("", " ")
+        )
         if not plain or tokenizer.unk_token_id in plain:
-            raise ValueError(f"bad_words: the tokenizer has no tokens for {word!r} (got ids {plain}); remove it")
+            raise ValueError(
+                f"bad_words: the tokenizer has no tokens for {word!r} (got ids {plain}); remove it"
+            )
         sequences.append(plain)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             sequences.append(spaced)
@@ -254,7 +272,9 @@ class StopCriteria:
     ) -> None:
         unknown = [i for i in sampling.stop_token_ids if i >= vocab_size]
         if unknown:
-            raise ValueError(f"stop_token_ids {unknown} are beyond the model's vocabulary of {vocab_size} ids")
+            raise ValueError(
+                f"stop_token_ids {unknown} are beyond the model's vocabulary of {vocab_size} ids"
+            )
         eos_ids = [] if sampling.ignore_eos else eos_ids
         self.ids = sorted({*sampling.stop_token_ids, *(i for i in eos_ids if i < vocab_size)})
         self.is_stop = torch.zeros(vocab_size, dtype=torch.bool)  # of each id
@@ -263,7 +283,10 @@ class StopCriteria:
         self._offset = sampling.min_new_tokens
         self._tokenizer = tokenizer
         # A token that is not special has at least one byte of text.
-        self._tail = max((len(stop_string.encode()) for stop_string in self.strings), default=0) + _TAIL_MARGIN
+        self._tail = (
+            max((len(stop_string.encode()) for stop_string in self.strings), default=0)
+            + _TAIL_MARGIN
+        )
 
     def to(self, device: torch.device) -> StopCriteria:
         self.is_stop = self.is_stop.to(device)
@@ -278,9 +301,11 @@ class StopCriteria:
         if not self.strings:
             return ended
         ends = torch.as_tensor(length, device=rows.device).expand(len(rows))
-        columns = ends.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)  # (b, tail)
+        # (b, tail)
+        columns = ends.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)
         ids = responses[rows.unsqueeze(1), columns.clamp(min=0)].tolist()
-        hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()  # before the minimum, or before the response
+        # before the minimum, or before the response
+        hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()
         tails = [tail[skip:] for tail, skip in zip(ids, hidden)]
         texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
         has_string = [any(string in text for string in self.strings) for text in texts]

@@ -121,7 +121,9 @@ def _write_engine(ranks: Ranks, engine: Any, files: _WrittenFiles, has_adapters:
         return
     with frozen_left_out(engine) if has_adapters else contextlib.nullcontext(), files.of(engine):
         options = {"exclude_frozen_parameters": True} if has_adapters else {}
-        engine.save_checkpoint(str(files.folder.parent), tag=files.folder.name, save_latest=False, **options)
+        engine.save_checkpoint(
+            str(files.folder.parent), tag=files.folder.name, save_latest=False, **options
+        )
 
 
 @contextlib.contextmanager
@@ -186,7 +188,8 @@ class _WrittenFiles:
         failed = [rank for rank, (_, _, has_failed) in enumerate(gathered) if has_failed]
         if failed:
             if ranks.is_rank_0():
-                shutil.rmtree(self.folder, ignore_errors=True)  # room for others, and what is free is said without it
+                # room for others, and what is free is said without it
+                shutil.rmtree(self.folder, ignore_errors=True)
             ranks.barrier()
             text = ranks.broadcast_object(self._what_failed(needed), src=failed[0])
             raise StorageError(f"rank {failed[0]}: {text}") from self.failure
@@ -208,7 +211,13 @@ def bytes_of(state: Any) -> int:
     """Of the tensors in nested containers."""
     if isinstance(state, torch.Tensor):
         return state.untyped_storage().nbytes()
-    inside = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    inside = (
+        state.values()
+        if isinstance(state, Mapping)
+        else state
+        if isinstance(state, list | tuple)
+        else ()
+    )
     return sum(map(bytes_of, inside))
 
 
@@ -268,7 +277,9 @@ def load_checkpoint(
         if loaded is None:
             raise CheckpointError(f"{path} has no file for rank {ranks.get_rank()}")
     if has_optimizer(engine) and engine.lr_scheduler is not None:
-        for group, lr in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
+        for group, lr in zip(
+            engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True
+        ):
             group["lr"] = lr
     return str(path), read_client_state(path)
 
@@ -305,7 +316,8 @@ def _read_safely(engine: Any) -> Iterator[None]:
     reader, classes = engine.checkpoint_engine, deepspeed_classes()
     reader.load = lambda path, map_location=None: tensor_file.read(path, classes)
     try:
-        with tensor_file.others_read_safely(classes):  # at ZeRO-3, weights alone go round the engine's reader
+        # at ZeRO-3, weights alone go round the engine's reader
+        with tensor_file.others_read_safely(classes):
             yield
     finally:
         del reader.load
@@ -323,16 +335,26 @@ def read_meta(path: Path) -> dict[str, Any]:
     try:
         meta = dict(json.loads((path / META).read_bytes()))
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {META} has other content than was written") from error
+        raise CheckpointError(
+            f"{path} is damaged: {META} has other content than was written"
+        ) from error
     if meta.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}")
+        raise CheckpointError(
+            f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}"
+        )
     return meta
 
 
 def has_finite_weights(model: Any) -> bool:
     """Of this rank, by their sums: one look at each."""
-    weights = [own_part(weight) for weight in unwrap_model(model).parameters() if weight.is_floating_point()]
-    return bool(torch.stack([weight.sum(dtype=torch.float32) for weight in weights]).isfinite().all())
+    weights = [
+        own_part(weight)
+        for weight in unwrap_model(model).parameters()
+        if weight.is_floating_point()
+    ]
+    return bool(
+        torch.stack([weight.sum(dtype=torch.float32) for weight in weights]).isfinite().all()
+    )
 
 
 def bring(ranks: Ranks, source: str | os.PathLike[str], tag: str | None) -> None:
@@ -397,8 +419,15 @@ def read_mark(folder: Path) -> str | None:
 def list_tags(save_dir: str | os.PathLike[str]) -> list[str]:
     """Tags of the complete checkpoints in a directory, oldest first."""
     aside = (INCOMPLETE, DAMAGED)
-    whole = [path for path in Path(save_dir).iterdir() if (path / META).is_file() and path.suffix not in aside]
-    return [path.name for path in sorted(whole, key=lambda path: ((path / META).stat().st_mtime_ns, path.name))]
+    whole = [
+        path
+        for path in Path(save_dir).iterdir()
+        if (path / META).is_file() and path.suffix not in aside
+    ]
+    return [
+        path.name
+        for path in sorted(whole, key=lambda path: ((path / META).stat().st_mtime_ns, path.name))
+    ]
 
 
 def rng_state() -> dict[str, Any]:
@@ -450,7 +479,9 @@ def _check_fits(
     shape = _shape(engine)
     changed = [key for key in shape if meta[key] != shape[key]]
     if fixed := [key for key in changed if key not in ("world_size", "zero_stage") or not reshape]:
-        also = "" if reshape or {"bf16", "fp16", "optimizer"} & {*changed} else "set --reshape_ckpt, "
+        also = (
+            "" if reshape or {"bf16", "fp16", "optimizer"} & {*changed} else "set --reshape_ckpt, "
+        )
         raise CheckpointError(
             f"{path} was saved with {', '.join(f'{key}={meta[key]}' for key in fixed)}, this run has "
             f"{', '.join(f'{key}={shape[key]}' for key in fixed)}: {also}resume with the same number of "
@@ -462,10 +493,18 @@ def _check_fits(
             "lightppo.plugins.reshape, which is not installed: resume with as many processes and the same --zero_stage"
         )
     if changed and not load_optimizer_states:
-        raise CheckpointError(f"{path} has other ranks or another ZeRO stage: its weights load with the optimizer only")
-    if not load_optimizer_states and zero_stage_of(engine) == 3 and latest_tag(path.parent) != path.name:
+        raise CheckpointError(
+            f"{path} has other ranks or another ZeRO stage: its weights load with the optimizer only"
+        )
+    if (
+        not load_optimizer_states
+        and zero_stage_of(engine) == 3
+        and latest_tag(path.parent) != path.name
+    ):
         # DeepSpeed rebuilds ZeRO-3 weights from the marker's tag, whatever tag we ask for.
-        raise CheckpointError(f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it")
+        raise CheckpointError(
+            f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it"
+        )
     if adapters:
         sums = ranks.all_gather_object(frozen_sums(engine.module))
         check_frozen(path, meta, sums, stage=shape["zero_stage"], changed=bool(changed))
@@ -479,7 +518,9 @@ def _load_without_optimizer(engine: Any, directory: Path) -> None:
     tensors, local = unwrap_model(engine).state_dict(keep_vars=True), _local_tensors(engine)
     if saved.keys() != local.keys():
         odd = sorted(saved.keys() ^ local.keys())
-        raise CheckpointError(f"{directory} holds another model: {len(odd)} weights differ, first {odd[0]!r}")
+        raise CheckpointError(
+            f"{directory} holds another model: {len(odd)} weights differ, first {odd[0]!r}"
+        )
     for name, tensor in local.items():
         tensor.copy_(saved[name])
         forget_secondary_shard(tensors[name])
@@ -487,7 +528,10 @@ def _load_without_optimizer(engine: Any, directory: Path) -> None:
 
 def _local_tensors(engine: Any) -> dict[str, torch.Tensor]:
     tensors = unwrap_model(engine).state_dict(keep_vars=True)
-    return {name: tensor.ds_tensor.data if is_sharded(tensor) else tensor.detach() for name, tensor in tensors.items()}
+    return {
+        name: tensor.ds_tensor.data if is_sharded(tensor) else tensor.detach()
+        for name, tensor in tensors.items()
+    }
 
 
 def _make_room(save_dir: Path, staging: Path) -> None:

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 LOSS_SCALE_POWER, MOST_LOSS_SCALE = 16, 2.0**24  # of fp16: at the start 2^16
 LOSS_SCALE_STEPS = 1000  # without an overflow, then the loss scale doubles
-CPU_BUCKET_ELEMENTS = 1_000_000  # small, because a bucket is a copy in main memory; GPUs keep DeepSpeed's own sizes
+# small, because a bucket is a copy in main memory; GPUs keep DeepSpeed's own sizes
+CPU_BUCKET_ELEMENTS = 1_000_000
 
 
 # -- one optimizer step ------------------------------------------------------------------------------------------------
@@ -39,14 +40,20 @@ CPU_BUCKET_ELEMENTS = 1_000_000  # small, because a bucket is a copy in main mem
 class StepOutcome:
     """What one optimizer step did."""
 
-    grad_norm: float  # L2 norm over all parameters and ranks, before clipping; inf for a skipped step
+    # L2 norm over all parameters and ranks, before clipping; inf for a skipped step
+    grad_norm: float
     skipped: bool  # the gradient was not finite, so no rank changed anything
-    overflow: bool = False  # a skipped step that says nothing but that fp16's loss scale was too large
+    # a skipped step that says nothing but that fp16's loss scale was too large
+    overflow: bool = False
     loss_scale: float | None = None  # fp16: of the next step
 
     def metrics(self) -> dict[str, float]:
         """What records keep beside the norm; ``skipped`` is of steps that were no mere overflow."""
-        of_fp16 = {} if self.loss_scale is None else {"overflow": float(self.overflow), "loss_scale": self.loss_scale}
+        of_fp16 = (
+            {}
+            if self.loss_scale is None
+            else {"overflow": float(self.overflow), "loss_scale": self.loss_scale}
+        )
         return {"skipped": float(self.skipped and not self.overflow)} | of_fp16
 
 
@@ -63,7 +70,9 @@ def drop_gradients(engine: Any) -> None:
     if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: has only the parameters' gradients
         return
     if kind not in ("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
-        raise TypeError(f"no way known to drop the gradients of DeepSpeed's {kind}: use deepspeed 0.19")
+        raise TypeError(
+            f"no way known to drop the gradients of DeepSpeed's {kind}: use deepspeed 0.19"
+        )
     optimizer.zero_grad()  # enough for bf16 at stage 1: fp32 gradients of the whole model
     if kind == "DeepSpeedZeroOptimizer":
         _drop_sums_of_shards(optimizer)
@@ -82,14 +91,16 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
     for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-        for group in sums:  # None instead of clear(): views of the gradients still look up the dictionary's keys
+        # None instead of clear(): views of the gradients still look up the dictionary's keys
+        for group in sums:
             sums[group] = None
     optimizer._release_ipg_buffers()
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
     if not optimizer.cpu_offload:
         return
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # copies of gradients that are under way would come behind the zeros
+        # copies of gradients that are under way would come behind the zeros
+        torch.cuda.synchronize()
     optimizer.reset_cpu_buffers()
     optimizer._offload_accumulated_param_ids.clear()
     for gradient in optimizer.accumulated_grads_in_cpu.values():
@@ -109,7 +120,9 @@ class _ClipAndCheck:
     max_norm: float
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        params = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         norm = torch.nn.utils.get_total_norm([p.grad for p in params])
         optimizer._global_grad_norm = float(norm)  # the only wait for a GPU
         optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
@@ -144,19 +157,26 @@ class DeepspeedStrategy(DistributedStrategy):
     zpg: int = 1  # ranks per secondary ZeRO-3 shard group (hpZ); 1 has none
     adam_offload: bool = False  # optimizer states on the CPU
     param_offload: bool = False  # ZeRO-3 parameters on the CPU
-    grad_accum_dtype: str | None = None  # "fp32" or "bf16", for the sum of micro batches' gradients; None is fp32
+    # "fp32" or "bf16", for the sum of micro batches' gradients; None is fp32
+    grad_accum_dtype: str | None = None
     # Reduce gradients while the backward pass runs, and gather ZeRO-3's weights on a stream of their own, without which
     # its prefetches wait for the computation. None: at stage 3 on CUDA, DeepSpeed's own default there.
     overlap_comm: bool | None = None
     # engine → [calls of optimizer_step since the last step, calls that make a step]
-    _accumulation: WeakKeyDictionary[Any, list[int]] = field(default_factory=WeakKeyDictionary, init=False)
+    _accumulation: WeakKeyDictionary[Any, list[int]] = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
     # engine → factor on the losses that ``backward`` gets; none: they are taken as they are
     loss_weights: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False)
     trained_engines: WeakSet[Any] = field(default_factory=WeakSet, init=False)
     # engine at stage 0 → what clips its gradient
-    _clips: WeakKeyDictionary[Any, _ClipAndCheck] = field(default_factory=WeakKeyDictionary, init=False)
+    _clips: WeakKeyDictionary[Any, _ClipAndCheck] = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
     # engine → sum of the losses since the last step
-    _losses: WeakKeyDictionary[Any, torch.Tensor] = field(default_factory=WeakKeyDictionary, init=False)
+    _losses: WeakKeyDictionary[Any, torch.Tensor] = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
 
     def __post_init__(self) -> None:
         stage = self.zero_stage
@@ -167,7 +187,8 @@ class DeepspeedStrategy(DistributedStrategy):
             and not stage,
             f"--param_offload needs --zero_stage 3, got {stage}": self.param_offload and stage != 3,
             f"--zpg {self.zpg} needs --zero_stage 3, got {stage}": self.zpg != 1 and stage != 3,
-            f"--overlap_comm needs --zero_stage 2 or 3, got {stage}": bool(self.overlap_comm) and stage not in (2, 3),
+            f"--overlap_comm needs --zero_stage 2 or 3, got {stage}": bool(self.overlap_comm)
+            and stage not in (2, 3),
             "--bf16 and --fp16 contradict each other": self.bf16 and self.fp16,
             f"--{'bf16' if self.bf16 else 'fp16'} needs fp32 master weights, which ZeRO keeps: set --zero_stage 1, 2 "
             "or 3": (self.bf16 or self.fp16) and not stage,
@@ -192,7 +213,9 @@ class DeepspeedStrategy(DistributedStrategy):
         if self.dtype not in get_accelerator().supported_dtypes():
             name = torch.cuda.get_device_name(self.device) if on_cuda() else "this CPU"
             flag, other = ("--bf16", "--fp16") if self.bf16 else ("--fp16", "--bf16")
-            raise LaunchError(f"{flag}: DeepSpeed does not train in it on {name}: set {other}, or neither for fp32")
+            raise LaunchError(
+                f"{flag}: DeepSpeed does not train in it on {name}: set {other}, or neither for fp32"
+            )
         if self.dtype is torch.float32 and on_cuda() and self.is_rank_0():
             logger.warning(
                 "fp32 on a GPU: no TF32, and attention in plain products, which takes about 10 times as long as --bf16 "
@@ -212,7 +235,8 @@ class DeepspeedStrategy(DistributedStrategy):
 
     # -- models and optimizers -----------------------------------------------------------------------------------
 
-    ring_attn_group = None  # sequences are never split over ranks; trainers in OpenRLHF's style ask for it
+    # sequences are never split over ranks; trainers in OpenRLHF's style ask for it
+    ring_attn_group = None
 
     unwrap_model = staticmethod(zero3.unwrap_model)
 
@@ -245,10 +269,14 @@ class DeepspeedStrategy(DistributedStrategy):
         matrices = [p for p in params if len(zero3.full_shape(p)) > 1]
         vectors = [p for p in params if len(zero3.full_shape(p)) <= 1]
         decays = ((matrices, weight_decay), (vectors, 0.0))
-        groups = [{"params": members, "weight_decay": decay} for members, decay in decays if members]
+        groups = [
+            {"params": members, "weight_decay": decay} for members, decay in decays if members
+        ]
         # Fused: one pass over the flat shards and no temporaries, four times as fast on a CPU too. Needs no compiling,
         # unlike FusedAdam and CPUAdam.
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        return torch.optim.AdamW(
+            groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+        )
 
     def prepare(self, *models_or_tuples: Any, is_rlhf: bool = False) -> Any:
         """Puts models, or tuples ``(model, optimizer, scheduler or None)``, into engines; None stays None. Collective.
@@ -265,14 +293,19 @@ class DeepspeedStrategy(DistributedStrategy):
         """Configured by the model's own ``ds_config``; alone and without one for evaluation, by this strategy's."""
         trains = isinstance(item, tuple)
         if trains and len(item) != 3:
-            raise ValueError(f"prepare takes a model or (model, optimizer, scheduler), got a tuple of {len(item)}")
+            raise ValueError(
+                f"prepare takes a model or (model, optimizer, scheduler), got a tuple of {len(item)}"
+            )
         model, optimizer, scheduler = item if trains else (item, None, None)
         if model is None:
             return (None, None, None) if trains else None
         config = getattr(model, "ds_config", None)
-        is_for_training = config is not None and not config.get("managed_gradient_accumulation", True)
+        is_for_training = config is not None and not config.get(
+            "managed_gradient_accumulation", True
+        )
         if not trains:
-            if config is None or is_for_training:  # DeepSpeed refuses a configuration for training without an optimizer
+            # DeepSpeed refuses a configuration for training without an optimizer
+            if config is None or is_for_training:
                 config = self.get_ds_eval_config(offload=getattr(model, "_offload", False))
             return self._attach_engine(model, None, None, config)
         if config is not None and not is_for_training:
@@ -286,12 +319,15 @@ class DeepspeedStrategy(DistributedStrategy):
             scheduler,
         )
 
-    def _attach_engine(self, model: nn.Module, optimizer: Any, scheduler: Any, config: dict[str, Any]) -> Any:
+    def _attach_engine(
+        self, model: nn.Module, optimizer: Any, scheduler: Any, config: dict[str, Any]
+    ) -> Any:
         import deepspeed
 
         config = copy.deepcopy(config)
         clip = None
-        if config.get("zero_optimization", {}).get("stage", 0) == 0:  # the engine would not report the norm
+        # the engine would not report the norm
+        if config.get("zero_optimization", {}).get("stage", 0) == 0:
             clip = _ClipAndCheck(config.get("gradient_clipping", self.max_norm))
             config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
         # DeepSpeed's bf16 optimizer prints memory tables, whatever the log level.
@@ -307,12 +343,14 @@ class DeepspeedStrategy(DistributedStrategy):
             self.trained_engines.add(engine)
         if optimizer is None:
             engine.eval()
-        elif engine.fp16_enabled():  # at the lowest scale an overflow is a broken step, which optimizer_step tells
+        elif engine.fp16_enabled():
+            # at the lowest scale an overflow is a broken step, which optimizer_step tells
             engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         elif clip is not None:
             optimizer.register_step_pre_hook(clip)
             self._clips[engine] = clip
-            if self.world_size == 1 and engine.optimizer is optimizer:  # not one that keeps fp32 copies
+            # not one that keeps fp32 copies
+            if self.world_size == 1 and engine.optimizer is optimizer:
                 # nobody to average with: spares two copies of the whole gradient
                 engine.allreduce_no_retain = lambda gradients, **_: None
         attribute = zero3.engine_attribute(model)
@@ -339,10 +377,17 @@ class DeepspeedStrategy(DistributedStrategy):
         offloads = self.param_offload if param_offload is None else param_offload
         config = self._config(self.dtype, sharded=zero_stage == 3, offload=offloads)
         zero = config["zero_optimization"]
-        overlaps = on_cuda() and zero_stage == 3 if self.overlap_comm is None else self.overlap_comm and zero_stage > 1
+        overlaps = (
+            on_cuda() and zero_stage == 3
+            if self.overlap_comm is None
+            else self.overlap_comm and zero_stage > 1
+        )
         zero |= {"stage": zero_stage, "overlap_comm": overlaps}
         if not on_cuda():
-            zero |= {"reduce_bucket_size": CPU_BUCKET_ELEMENTS, "allgather_bucket_size": CPU_BUCKET_ELEMENTS}
+            zero |= {
+                "reduce_bucket_size": CPU_BUCKET_ELEMENTS,
+                "allgather_bucket_size": CPU_BUCKET_ELEMENTS,
+            }
         if self.adam_offload if adam_offload is None else adam_offload:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda()}
         if self.zpg != 1 and zero_stage == 3:
@@ -356,7 +401,11 @@ class DeepspeedStrategy(DistributedStrategy):
         }
 
     def get_ds_eval_config(
-        self, offload: bool = False, *, zero_stage: int | None = None, dtype: torch.dtype | None = None
+        self,
+        offload: bool = False,
+        *,
+        zero_stage: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> dict[str, Any]:
         """Configuration of a model that only runs forward: stage 3 at ZeRO-3 or with ``offload``, else stage 0.
 
@@ -384,7 +433,8 @@ class DeepspeedStrategy(DistributedStrategy):
             "fp16": {
                 "enabled": dtype == torch.float16,
                 "initial_scale_power": LOSS_SCALE_POWER,
-                "hysteresis": 1,  # the first overflow halves the scale: a second one would cost a step
+                # the first overflow halves the scale: a second one would cost a step
+                "hysteresis": 1,
                 "loss_scale_window": 1 << 62,  # see _double_when_due
             },
             "zero_optimization": zero,
@@ -426,7 +476,9 @@ class DeepspeedStrategy(DistributedStrategy):
             if progress[0]:
                 return None
         # A loss of NaN may have a finite gradient: that of a clamp is 0.
-        skipped = not math.isfinite(self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum"))
+        skipped = not math.isfinite(
+            self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum")
+        )
         scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
         grad_norm, scale, overflow = math.inf, scaler and scaler.cur_scale, False
         if not skipped:
@@ -439,7 +491,11 @@ class DeepspeedStrategy(DistributedStrategy):
         drop_gradients(engine)
         if overflow:
             if self.is_rank_0():
-                logger.info("a step of %s is skipped: overflow at the loss scale %g, which is halved", name, scale)
+                logger.info(
+                    "a step of %s is skipped: overflow at the loss scale %g, which is halved",
+                    name,
+                    scale,
+                )
         elif skipped:
             if self.is_rank_0():
                 logger.warning("a step of %s is skipped: gradient or loss not finite", name)
@@ -453,7 +509,9 @@ class DeepspeedStrategy(DistributedStrategy):
         engine = get_engine(model, "skip_step")
         self._losses.pop(engine, None)
         if not zero3.has_optimizer(engine):
-            raise ValueError(f"skip_step: {name} was prepared without an optimizer, so it has no gradient")
+            raise ValueError(
+                f"skip_step: {name} was prepared without an optimizer, so it has no gradient"
+            )
         drop_gradients(engine)
         if engine in self._accumulation:
             self._accumulation[engine][0] = 0
@@ -472,7 +530,11 @@ class DeepspeedStrategy(DistributedStrategy):
             engine.optimizer.clip_grad = max_norm
 
     def moving_average(
-        self, model: Any, ema_model: Any, beta: float = 0.992, device: torch.device | str | None = None
+        self,
+        model: Any,
+        ema_model: Any,
+        beta: float = 0.992,
+        device: torch.device | str | None = None,
     ) -> None:
         """ema ← beta · ema + (1 − beta) · model; beta 0 copies. See ``zero3.moving_average``.
 

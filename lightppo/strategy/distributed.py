@@ -75,9 +75,14 @@ def choose_gloo_interface() -> None:
     if not host.startswith("127."):
         return
     all_addresses = [
-        (a.address, name) for name, of in psutil.net_if_addrs().items() for a in of if a.family == socket.AF_INET
+        (a.address, name)
+        for name, of in psutil.net_if_addrs().items()
+        for a in of
+        if a.family == socket.AF_INET
     ]
-    interfaces = {address: name for address, name in all_addresses if not address.startswith("127.")}
+    interfaces = {
+        address: name for address, name in all_addresses if not address.startswith("127.")
+    }
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
         own = sock.getsockname()[0]
@@ -105,7 +110,8 @@ def share_cores(collectives_on_cpu: bool) -> None:
     if collectives_on_cpu:
         torch.set_num_threads(1)  # a thread keeps what it finds at its first large copy
         ranks = dist.get_world_size()
-        own = torch.zeros(max(1 << 16, (1 << 20) // ranks))  # four gathers that last long enough to keep both busy
+        # four gathers that last long enough to keep both busy
+        own = torch.zeros(max(1 << 16, (1 << 20) // ranks))
         copies = [list(own.new_empty(ranks, len(own))) for _ in range(4)]
         for work in [dist.all_gather(of_ranks, own, async_op=True) for of_ranks in copies]:
             work.wait()
@@ -122,9 +128,12 @@ def keep_freed_memory() -> None:
     Variables of the user's own (MALLOC_…, GLIBC_TUNABLES) stand; other libraries for memory have no such function.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+    if mallopt is None or any(
+        name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
+    ):
         return
-    for parameter, size in ((_M_TRIM_THRESHOLD, 1 << 30), (_M_MMAP_THRESHOLD, 32 << 20)):  # 32 MiB: its highest value
+    # 32 MiB: its highest value
+    for parameter, size in ((_M_TRIM_THRESHOLD, 1 << 30), (_M_MMAP_THRESHOLD, 32 << 20)):
         mallopt(parameter, size)
 
 
@@ -144,14 +153,19 @@ def _quiet_third_parties() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch)\b.*")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"deepspeed\b.*")
     # A frozen embedding or a first layer gives backward hooks an input without gradient: harmless.
-    warnings.filterwarnings("ignore", message=r".*Full backward hook is firing when gradients are computed.*")
+    warnings.filterwarnings(
+        "ignore", message=r".*Full backward hook is firing when gradients are computed.*"
+    )
     # Every rank has set its device before.
-    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+    warnings.filterwarnings(
+        "ignore", message=r"barrier\(\): using the device under current context"
+    )
     logging.getLogger("DeepSpeed").addFilter(_not_about_skipped_steps)
 
 
 def _not_about_skipped_steps(record: logging.LogRecord) -> bool:
-    return "OVERFLOW! Skipping step" not in record.getMessage()  # optimizer_step reports it with the model's name
+    # optimizer_step reports it with the model's name
+    return "OVERFLOW! Skipping step" not in record.getMessage()
 
 
 # torch's names of the threads that release tensors after a collective and after a backward pass.
@@ -188,11 +202,15 @@ def _torch_threads() -> dict[str, tuple[str, ...]]:
         try:
             fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
             named = fields["Name"].strip().startswith(_TORCH_THREADS)
-            if not named and (named_only or task.name in python or "epoll" in (task / "wchan").read_text()):
+            if not named and (
+                named_only or task.name in python or "epoll" in (task / "wchan").read_text()
+            ):
                 continue
         except OSError:  # it has ended
             continue
-        switches = (fields[f"{kind}_ctxt_switches"].strip() for kind in ("voluntary", "nonvoluntary"))
+        switches = (
+            fields[f"{kind}_ctxt_switches"].strip() for kind in ("voluntary", "nonvoluntary")
+        )
         (threads if named else unnamed)[task.name] = (fields["State"].split()[0], *switches)
     return threads or unnamed
 
@@ -221,18 +239,24 @@ class RankSampler(DistributedSampler):
         rank = dist.get_rank() if rank is None else rank
         size = len(dataset)
         if size < (num_replicas if drop_last else 1):
-            raise ValueError(f"{size} samples on {num_replicas} ranks leave nothing with drop_last={drop_last}")
+            raise ValueError(
+                f"{size} samples on {num_replicas} ranks leave nothing with drop_last={drop_last}"
+            )
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         if self.total_size > size:
             twice = self.total_size - size
-            logger.info("%d samples on %d ranks: %d come twice per epoch", size, num_replicas, twice)
+            logger.info(
+                "%d samples on %d ranks: %d come twice per epoch", size, num_replicas, twice
+            )
         self.set_epoch(0, consumed_samples)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
         """Chooses the permutation, and its start: ``consumed_samples`` counts what all ranks have taken of it."""
         self._skip = consumed_samples // self.num_replicas
         if self._skip > self.num_samples:
-            raise ValueError(f"consumed_samples={consumed_samples} is more than one epoch of {self.total_size} samples")
+            raise ValueError(
+                f"consumed_samples={consumed_samples} is more than one epoch of {self.total_size} samples"
+            )
         super().set_epoch(epoch)
 
     def __iter__(self) -> Iterator[int]:
@@ -247,7 +271,8 @@ class DistributedStrategy:
     """The ranks of a run, as in :class:`lightppo.ranks.Ranks`."""
 
     seed: int = 42  # of Python, NumPy and torch on every rank, and of samplers
-    full_determinism: bool = field(default=False, kw_only=True)  # slower; nondeterministic operations raise
+    # slower; nondeterministic operations raise
+    full_determinism: bool = field(default=False, kw_only=True)
     timeout_minutes: float = field(default=30, kw_only=True)  # a longer collective ends the job
     device: torch.device = field(default=torch.device("cpu"), init=False)
 
@@ -259,7 +284,8 @@ class DistributedStrategy:
         _quiet_third_parties()
         import deepspeed
 
-        ensure_launcher_variables()  # after the import, which takes seconds: the port must still be free
+        # after the import, which takes seconds: the port must still be free
+        ensure_launcher_variables()
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         if on_cuda():
             local_rank = int(os.environ["LOCAL_RANK"])
@@ -285,7 +311,8 @@ class DistributedStrategy:
             timeout = timeout or timedelta(minutes=self.timeout_minutes)
             deepspeed.init_distributed(timeout=timeout, verbose=False)
             seconds = timeout.total_seconds()
-            heartbeat.limit = seconds - min(60.0, seconds / 10)  # before the collectives' own errors
+            # before the collectives' own errors
+            heartbeat.limit = seconds - min(60.0, seconds / 10)
             share_cores(collectives_on_cpu=not on_cuda())
             if not on_cuda():
                 keep_freed_memory()
@@ -308,7 +335,8 @@ class DistributedStrategy:
         torch.manual_seed(seed)
         if self.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-            os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers tells flash-attn
+            # transformers tells flash-attn
+            os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
 
@@ -343,15 +371,21 @@ class DistributedStrategy:
         dataset's own.
         """
         if sampler is None:
-            ranks, order = (self.world_size, self.get_rank()), {"shuffle": shuffle, "seed": self.seed}
-            sampler = RankSampler(dataset, *ranks, **order, drop_last=drop_last, consumed_samples=consumed_samples)
+            ranks, order = (
+                (self.world_size, self.get_rank()),
+                {"shuffle": shuffle, "seed": self.seed},
+            )
+            sampler = RankSampler(
+                dataset, *ranks, **order, drop_last=drop_last, consumed_samples=consumed_samples
+            )
         return DataLoader(
             dataset,
             batch_size=batch_size,
             sampler=sampler,
             drop_last=drop_last,
             collate_fn=collate_fn or getattr(dataset, "collate_fn", None),
-            generator=torch.Generator(),  # its own, so that starting an epoch does not draw from the global one
+            # its own, so that starting an epoch does not draw from the global one
+            generator=torch.Generator(),
             pin_memory=pin_memory and on_cuda(),
         )
 
@@ -370,15 +404,23 @@ class DistributedStrategy:
         if not isinstance(data, dict):
             return self.all_reduce({"": data}, op)[""]
         # Sorted, because ranks may have filled their dictionaries in different orders.
-        scalars = sorted(key for key, value in data.items() if not isinstance(value, torch.Tensor | dict))
-        reduced = {key: self.all_reduce(data[key], op) for key in sorted(data.keys() - set(scalars))}
+        scalars = sorted(
+            key for key, value in data.items() if not isinstance(value, torch.Tensor | dict)
+        )
+        reduced = {
+            key: self.all_reduce(data[key], op) for key in sorted(data.keys() - set(scalars))
+        }
         for kind in {type(data[key]) for key in scalars}:
             if not issubclass(kind, bool | int | float):
-                raise TypeError(f"all_reduce takes tensors, numbers and dictionaries of them, got {kind.__name__}")
+                raise TypeError(
+                    f"all_reduce takes tensors, numbers and dictionaries of them, got {kind.__name__}"
+                )
         if scalars:
             numbers = torch.tensor([float(data[key]) for key in scalars], dtype=torch.float64)
             for key, number in zip(scalars, self._reduce(numbers, op).tolist(), strict=True):
-                reduced[key] = int(number) if op != "mean" and isinstance(data[key], int) else number
+                reduced[key] = (
+                    int(number) if op != "mean" and isinstance(data[key], int) else number
+                )
         return {key: reduced[key] for key in data}
 
     def _reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -389,7 +431,10 @@ class DistributedStrategy:
             if not buffer.is_floating_point():
                 buffer = buffer.float()
             buffer /= dist.get_world_size()
-        dist.all_reduce(buffer, op={"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM))
+        dist.all_reduce(
+            buffer,
+            op={"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM),
+        )
         heartbeat.beat()
         return buffer.to(tensor.device)
 
@@ -403,7 +448,9 @@ class DistributedStrategy:
             gathered = {key: self.all_gather(data[key]) for key in sorted(data)}
             return {key: gathered[key] for key in data}
         precise = torch.float64 if isinstance(data, float) else None
-        tensor = data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=precise)
+        tensor = (
+            data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=precise)
+        )
         local = tensor.reshape(1) if tensor.dim() == 0 else tensor
         sizes = self._each(torch.tensor([len(local)], device=self.device)).flatten().tolist()
         everything = local.new_empty((sum(sizes), *(row := local.shape[1:])))
@@ -437,14 +484,21 @@ class DistributedStrategy:
 
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
         """Sends each rank (a key) its own picklable object; what came here, in the senders' order. Collective."""
-        sent = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in range(dist.get_world_size())]
+        sent = [
+            pickle.dumps(parts[rank]) if rank in parts else b""
+            for rank in range(dist.get_world_size())
+        ]
         sizes = torch.tensor([len(part) for part in sent], device=self.device)
         dist.all_to_all_single(coming := torch.empty_like(sizes), sizes)
-        own = torch.frombuffer(bytearray(b"".join((*sent, b"."))), dtype=torch.uint8)[:-1].to(self.device)
+        own = torch.frombuffer(bytearray(b"".join((*sent, b"."))), dtype=torch.uint8)[:-1].to(
+            self.device
+        )
         found = own.new_empty(int(coming.sum()))
         dist.all_to_all_single(found, own, coming.tolist(), sizes.tolist())
         heartbeat.beat()
-        return [pickle.loads(part.numpy()) for part in found.cpu().split(coming.tolist()) if len(part)]
+        return [
+            pickle.loads(part.numpy()) for part in found.cpu().split(coming.tolist()) if len(part)
+        ]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank ``src``'s picklable object on every rank. Collective."""
@@ -496,5 +550,7 @@ class DistributedStrategy:
             import psutil
 
             memory = {"resident": psutil.Process().memory_info().rss / 2**30}
-        self.print(f"{prefix}: " + ", ".join(f"{name} {value:.2f} GiB" for name, value in memory.items()))
+        self.print(
+            f"{prefix}: " + ", ".join(f"{name} {value:.2f} GiB" for name, value in memory.items())
+        )
         return memory

@@ -32,7 +32,12 @@ logger = logging.getLogger(__name__)
 
 ADAPTER = "adapter"  # folder inside the export of a model with adapters
 SAVING, REPLACED = ".saving", ".replaced"
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+_WEIGHT_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+)
 _MODEL_CARD = """---
 library_name: transformers
 tags:
@@ -98,7 +103,11 @@ def _write(
     facts: Mapping[str, Any],
 ) -> list[str]:
     """Returns the names of what it has written."""
-    state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+    state_dict = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in state_dict.items()
+        if name.startswith(prefix)
+    }
     adapters = find_adapters(hf_model)
     whole = state_dict if adapters is None else adapters.merged(state_dict)
     if output_dir.exists() and not output_dir.is_dir():
@@ -115,8 +124,16 @@ def _write(
             adapters.write(state_dict, staging / ADAPTER)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(staging))
-        auto_class = "AutoModelForCausalLM" if hf_model.can_generate() else "AutoModelForSequenceClassification"
-        names = {"name": output_dir.name, "architecture": type(hf_model).__name__, "auto_class": auto_class}
+        auto_class = (
+            "AutoModelForCausalLM"
+            if hf_model.can_generate()
+            else "AutoModelForSequenceClassification"
+        )
+        names = {
+            "name": output_dir.name,
+            "architecture": type(hf_model).__name__,
+            "auto_class": auto_class,
+        }
         for name, text in {"README.md": _MODEL_CARD.format(**names), **files}.items():
             (staging / name).write_text(text)
         files_in_use().seal(staging, **facts)
@@ -172,13 +189,19 @@ def _savable(hf_model: Any) -> Iterator[None]:
     """
     from transformers.utils import logging as hf_logging
 
-    shown, original = hf_logging.is_progress_bar_enabled(), getattr(hf_model, "generation_config", None)
+    shown, original = (
+        hf_logging.is_progress_bar_enabled(),
+        getattr(hf_model, "generation_config", None),
+    )
     hf_logging.disable_progress_bar()
     try:
         if original is not None:
             original.validate(strict=True)
     except ValueError as error:
-        logger.warning("saving the generation config with do_sample=True, since it has sampling settings: %s", error)
+        logger.warning(
+            "saving the generation config with do_sample=True, since it has sampling settings: %s",
+            error,
+        )
         hf_model.generation_config = copy.deepcopy(original)
         hf_model.generation_config.do_sample = True
     try:
@@ -202,7 +225,8 @@ def _move_files(staging: Path, output_dir: Path) -> None:
         if target.is_dir():
             files.remove(target)
         if path.name == MANIFEST:
-            for pattern in _WEIGHT_FILES:  # shards of an earlier, larger save would be loaded as part of this model
+            # shards of an earlier, larger save would be loaded as part of this model
+            for pattern in _WEIGHT_FILES:
                 for old in output_dir.glob(pattern):
                     if old.name not in new_names:
                         files.remove(old)

@@ -38,7 +38,9 @@ def check_frozen(
         )
 
 
-def _totals(dense: Sequence[float], in_4bit: Sequence[int], stage: int) -> tuple[list[float], list[int]]:
+def _totals(
+    dense: Sequence[float], in_4bit: Sequence[int], stage: int
+) -> tuple[list[float], list[int]]:
     """Sums over the whole model, out of ``frozen_sums`` of each rank."""
     return ([sum(dense)], [sum(in_4bit)]) if stage == 3 else ([dense[0]], [in_4bit[0]])
 
@@ -53,7 +55,11 @@ def frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
 
 
 def frozen_names(module: torch.nn.Module) -> set[str]:
-    return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    return {
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    }
 
 
 @contextlib.contextmanager
@@ -69,9 +75,13 @@ def frozen_left_out(engine: Any) -> Iterator[None]:
         del engine.module_state_dict
 
 
-def load_without_frozen(strict: bool, source: str, src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+def load_without_frozen(
+    strict: bool, source: str, src: dict[str, torch.Tensor], dst: torch.nn.Module
+) -> None:
     """Loads a checkpoint that has no frozen weights."""
     missing, unexpected = dst.load_state_dict(src, strict=False)
     odd = sorted({*missing} - frozen_names(dst) | {*unexpected})
     if strict and odd:
-        raise CheckpointError(f"{source} holds other adapters: {len(odd)} weights differ, first {odd[0]!r}")
+        raise CheckpointError(
+            f"{source} holds other adapters: {len(odd)} weights differ, first {odd[0]!r}"
+        )

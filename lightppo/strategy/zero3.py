@@ -47,7 +47,9 @@ def get_engine(model: Any, what_for: str) -> Any:
     """The engine of a prepared model, with its optimizer states; for a plain one, the error says what needed it."""
     engine = find_engine(model)
     if engine is None:
-        raise ValueError(f"{what_for} needs a model that went through strategy.prepare(), got {type(model).__name__}")
+        raise ValueError(
+            f"{what_for} needs a model that went through strategy.prepare(), got {type(model).__name__}"
+        )
     if engine in AWAY:
         AWAY[engine]()
     return engine
@@ -74,7 +76,11 @@ def unwrap_model(model: Any) -> nn.Module:
 def _hf_models(module: nn.Module) -> dict[str, nn.Module]:
     """The Hugging Face models by name: a module itself, as "", or those that it directly holds."""
     parts = {"": module, **dict(module.named_children())}
-    found = {name: part for name, part in parts.items() if hasattr(part, "save_pretrained") and hasattr(part, "config")}
+    found = {
+        name: part
+        for name, part in parts.items()
+        if hasattr(part, "save_pretrained") and hasattr(part, "config")
+    }
     return {"": module} if "" in found else found
 
 
@@ -144,7 +150,10 @@ def shard_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
     """Number of (trained) parameters of a model, counted in full even if sharded or held in 4 bits."""
     counted = [p for p in model.parameters() if p.requires_grad or not trained_only]
-    return sum((p.quant_state.shape if hasattr(p, "quant_state") else full_shape(p)).numel() for p in counted)
+    return sum(
+        (p.quant_state.shape if hasattr(p, "quant_state") else full_shape(p)).numel()
+        for p in counted
+    )
 
 
 @contextmanager
@@ -165,7 +174,8 @@ def gathered_parameters(model: Any) -> Iterator[nn.Module]:
 
     # The hooks' owner is a member of the optimizer, or stands in its place if there is none.
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
-    offload.partition_all_parameters()  # waits for running prefetches and forgets which layers are active
+    # waits for running prefetches and forgets which layers are active
+    offload.partition_all_parameters()
     with deepspeed.zero.GatheredParameters(list(module.parameters())):
         for hook in (*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook):
             hook.remove()
@@ -182,7 +192,9 @@ def gathered_parameters(model: Any) -> Iterator[nn.Module]:
 
 
 @torch.no_grad()
-def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device | str | None = None) -> None:
+def moving_average(
+    model: Any, ema_model: Any, beta: float, device: torch.device | str | None = None
+) -> None:
     """ema ← beta · ema + (1 − beta) · model, parameter by parameter, on ``device``; beta 0 copies.
 
     Only a sharded model averaged into a whole one is gathered, one parameter at a time. The weights are the forward's:
@@ -192,10 +204,17 @@ def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device
         raise ValueError(f"ema beta must lie in [0, 1], got {beta}")
     source, target = unwrap_model(model), unwrap_model(ema_model)
     source_params, target_params = dict(source.named_parameters()), dict(target.named_parameters())
-    shapes = [{name: full_shape(p) for name, p in params.items()} for params in (source_params, target_params)]
-    if odd := sorted(name for name in shapes[0] | shapes[1] if shapes[0].get(name) != shapes[1].get(name)):
+    shapes = [
+        {name: full_shape(p) for name, p in params.items()}
+        for params in (source_params, target_params)
+    ]
+    if odd := sorted(
+        name for name in shapes[0] | shapes[1] if shapes[0].get(name) != shapes[1].get(name)
+    ):
         raise ValueError(f"the model and its EMA differ in {len(odd)} parameters, first {odd[0]!r}")
-    whole = zero_stage_of(find_engine(model)) == 3 and not any(map(is_sharded, target_params.values()))
+    whole = zero_stage_of(find_engine(model)) == 3 and not any(
+        map(is_sharded, target_params.values())
+    )
     for name, ema_param in target_params.items():
         param = source_params[name]
         if whole:
@@ -221,7 +240,9 @@ def _matching_part(param: torch.Tensor, ema_param: torch.Tensor) -> torch.Tensor
         if not is_sharded(param):
             return param.data
         if param.ds_tensor.numel() != ema_param.ds_tensor.numel():
-            raise ValueError("the model and its EMA are sharded over different numbers of ranks; set the same --zpg")
+            raise ValueError(
+                "the model and its EMA are sharded over different numbers of ranks; set the same --zpg"
+            )
         return param.ds_tensor
     return shard_of(ema_param, param.data.flatten())
 
@@ -247,14 +268,17 @@ def full_state_dict(model: Any, is_rank_0: bool) -> dict[str, torch.Tensor] | No
 
 
 @torch.no_grad()
-def load_full_state_dict(model: Any, state_dict: dict[str, torch.Tensor], strict: bool, source: str) -> None:
+def load_full_state_dict(
+    model: Any, state_dict: dict[str, torch.Tensor], strict: bool, source: str
+) -> None:
     """Copies whole parameters into a model, sharded or not, and into the optimizer's fp32 masters. Collective.
 
     Names are as in ``unwrap_model(model)``; tied parameters need one of theirs. ``source`` is for messages.
     """
     module, engine = unwrap_model(model), find_engine(model)
     tensors = module.state_dict(keep_vars=True)
-    given = {tensors[name]: name for name in reversed(tensors) if name in state_dict}  # the first of tied names
+    # the first of tied names
+    given = {tensors[name]: name for name in reversed(tensors) if name in state_dict}
     missing = [name for name, tensor in tensors.items() if tensor not in given]
     unexpected = sorted(state_dict.keys() - tensors.keys())
     if strict and (missing or unexpected):
@@ -265,7 +289,9 @@ def load_full_state_dict(model: Any, state_dict: dict[str, torch.Tensor], strict
     for tensor, name in reversed(given.items()):
         new = state_dict[name]
         if full_shape(tensor) != new.shape:
-            raise ValueError(f"{source}: {name!r} is {tuple(new.shape)}, the model's {tuple(full_shape(tensor))}")
+            raise ValueError(
+                f"{source}: {name!r} is {tuple(new.shape)}, the model's {tuple(full_shape(tensor))}"
+            )
         if is_sharded(tensor):
             with _gather(tensor, modifier_rank=0):
                 tensor.data.copy_(new)

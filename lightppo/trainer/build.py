@@ -76,13 +76,15 @@ class Building:
     config: OptionSet  # as it runs
     strategy: DeepspeedStrategy
     tokenizer: Any = None
-    rows: dict[str, Any] = field(default_factory=dict)  # data sets by the option that names their files
+    # data sets by the option that names their files
+    rows: dict[str, Any] = field(default_factory=dict)
     held_out: Any = None  # data to evaluate on
     reward_source: RewardSource | None = None
     judge: RewardSource | None = None  # scores evaluations
     teacher: Any = None  # servers
     models: dict[str, Any] = field(default_factory=dict)  # by the flag that names them
-    sizes: dict[str, int] = field(default_factory=dict)  # parameters by part of a checkpoint; "export": of an export
+    # parameters by part of a checkpoint; "export": of an export
+    sizes: dict[str, int] = field(default_factory=dict)
     actor: Any = None
     rollout_engine: RolloutEngine | None = None
     content: dict[str, str] = field(default_factory=dict)  # marks of what options name
@@ -158,7 +160,9 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         reference = actor.as_loaded
     strategy, tokenizer, config = building.strategy, building.tokenizer, building.config
     if building.reward_source is None:
-        building.reward_source, building.judge = build_rewards(config, models.reward_models, tokenizer, strategy)
+        building.reward_source, building.judge = build_rewards(
+            config, models.reward_models, tokenizer, strategy
+        )
     engine = building.rollout_engine = build_rollout_engine(config, strategy, actor, tokenizer)
     building.check("engine")
     evaluator = None
@@ -233,14 +237,19 @@ def load_models(building: Building, per_episode: int) -> tuple[Models, dict[str,
     strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
     settle_packing(config, strategy, models.actor, models.critic, models.reference, models.teacher)
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
-    building.sizes = {part: parameter_count(model, find_adapters(model) is not None) for part, model in saved.items()}
+    building.sizes = {
+        part: parameter_count(model, find_adapters(model) is not None)
+        for part, model in saved.items()
+    }
     building.sizes["export"] = parameter_count(models.actor)
     building.actor, building.models = models.actor, by_flag(config, models)
     building.check("models")
     return models, optimizers
 
 
-def assemble(inputs: PPOInputs, kind: type[Update] = Update, own_training_step: bool = False) -> PPOParts:
+def assemble(
+    inputs: PPOInputs, kind: type[Update] = Update, own_training_step: bool = False
+) -> PPOParts:
     """Everything between prompts and weights, around the models, the engine and the rewards of a run.
 
     Args:
@@ -293,9 +302,13 @@ def assemble(inputs: PPOInputs, kind: type[Update] = Update, own_training_step: 
         kl_ctl=kl_ctl,
         experience_maker=maker,
         replay_buffer=buffer,
-        sampler=build_sampler(config, strategy, inputs.rollout_engine, inputs.reward_source, maker, timer),
+        sampler=build_sampler(
+            config, strategy, inputs.rollout_engine, inputs.reward_source, maker, timer
+        ),
         update=update,
-        prompt_filter=PromptFilter(sampling.dataset_filter_threshold, sampling.dataset_max_filter_percentage, strategy),
+        prompt_filter=PromptFilter(
+            sampling.dataset_filter_threshold, sampling.dataset_max_filter_percentage, strategy
+        ),
         checkpointer=RunCheckpointer(strategy, config.checkpoint, saved, inputs.tokenizer),
         skipped=skipped,
     )
@@ -306,7 +319,9 @@ def build_maker(
 ) -> ExperienceMaker:
     """What makes experience of rollouts; ``own_training_step`` as of :func:`assemble`."""
     config, strategy = inputs.config, inputs.strategy
-    old_log_probs = old_log_probs_from(config, capabilities_of(inputs.rollout_engine).exact_log_probs)
+    old_log_probs = old_log_probs_from(
+        config, capabilities_of(inputs.rollout_engine).exact_log_probs
+    )
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
     return ExperienceMaker(
@@ -320,7 +335,9 @@ def build_maker(
         rewarded=not isinstance(inputs.reward_source, NoReward),
         value_norm=value_norm,
         old_log_probs=old_log_probs,
-        progress=lambda parts: m.progress_bar(parts, "experience", shown=strategy.is_rank_0(), leave=False),
+        progress=lambda parts: m.progress_bar(
+            parts, "experience", shown=strategy.is_rank_0(), leave=False
+        ),
         timer=timer,
     )
 
@@ -380,7 +397,11 @@ def check_text_only(config: OptionSet) -> None:
     options = loading_options(config)
     pretrain = config.model.pretrain
     loading.check_text_only(stage_to_local(pretrain), **options)
-    if isinstance(config, PPOConfig) and needs_critic(config) and config.model.critic_pretrain != pretrain:
+    if (
+        isinstance(config, PPOConfig)
+        and needs_critic(config)
+        and config.model.critic_pretrain != pretrain
+    ):
         path = stage_to_local(config.model.critic_pretrain)
         options["init_from_scratch"] = False
         loading.check_text_only(path, flag="--critic_pretrain", **options)
@@ -419,21 +440,29 @@ def build_models(
         reference=loader.reference(actor) if needs_reference(config) else None,
         reward_models=[loader.reward_model(path) for path in config.model.reward_pretrain],
         ema=loader.moving_average() if config.algorithm.enable_ema else None,
-        teacher=loader.teacher() if needs_teacher(config) and config.distill.teacher_pretrain else None,
+        teacher=loader.teacher()
+        if needs_teacher(config) and config.distill.teacher_pretrain
+        else None,
     )
 
 
 class ModelLoader:
     """Loads, prepares and places the models of a run, one by one."""
 
-    def __init__(self, config: PPOConfig, strategy: DeepspeedStrategy, into_engine: Callable[[Any, Role], Any]) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        strategy: DeepspeedStrategy,
+        into_engine: Callable[[Any, Role], Any],
+    ) -> None:
         self.config, self.strategy, self.into_engine = config, strategy, into_engine
         self.options = loading_options(config)
         of_all = ("attn_implementation", "trust_remote_code", "external_lib", "seed")
         self.options_of_frozen = {name: self.options[name] for name in of_all}
         self.packing = {
             "packing_samples": config.training.packing_samples,
-            "share_prompts": config.training.share_prompts and config.rollout.n_samples_per_prompt > 1,
+            "share_prompts": config.training.share_prompts
+            and config.rollout.n_samples_per_prompt > 1,
         }
         self.policy = {"temperature": config.rollout.temperature or 1.0, **self.packing}
 
@@ -484,7 +513,9 @@ class ModelLoader:
         model = Actor(
             stage_to_local(path),
             dtype=dtype,
-            ds_config=self.strategy.get_ds_eval_config(zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=dtype),
+            ds_config=self.strategy.get_ds_eval_config(
+                zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=dtype
+            ),
             flag="--ref_pretrain",
             **self.policy,
             **self._options_of(path),
@@ -497,7 +528,9 @@ class ModelLoader:
         model = RewardModel(
             stage_to_local(path),
             dtype=self.strategy.dtype,
-            ds_config=self.strategy.get_ds_eval_config(zero.reward_offload, zero_stage=zero.reward_zero_stage),
+            ds_config=self.strategy.get_ds_eval_config(
+                zero.reward_offload, zero_stage=zero.reward_zero_stage
+            ),
             normalize_reward=self.config.reward.normalize_reward,
             value_head_prefix=self.config.model.value_head_prefix,
             **self.options_of_frozen,
@@ -510,7 +543,9 @@ class ModelLoader:
         ds_config = self.strategy.get_ds_eval_config(
             zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=torch.float32
         )
-        return self._placed(Actor(stage_to_local(path), ds_config=ds_config, **self._options_of(path)), "ema")
+        return self._placed(
+            Actor(stage_to_local(path), ds_config=ds_config, **self._options_of(path)), "ema"
+        )
 
     def teacher(self) -> Actor:
         """``--teacher_pretrain``, as it is: neither 4 bits nor ``--override_config`` are its."""
@@ -518,7 +553,9 @@ class ModelLoader:
         model = Actor(
             stage_to_local(asked.teacher_pretrain),
             dtype=self.strategy.dtype,
-            ds_config=self.strategy.get_ds_eval_config(asked.teacher_offload, zero_stage=asked.teacher_zero_stage),
+            ds_config=self.strategy.get_ds_eval_config(
+                asked.teacher_offload, zero_stage=asked.teacher_zero_stage
+            ),
             flag="--teacher_pretrain",
             **self.policy,
             **self.options_of_frozen,
@@ -538,7 +575,9 @@ class ModelLoader:
 def by_flag(config: PPOConfig, models: Models) -> dict[str, Any]:
     """The models that score or train, by what names them."""
     paths = config.model.reward_pretrain
-    rewards = {f"--reward_pretrain {path}": model for path, model in zip(paths, models.reward_models)}
+    rewards = {
+        f"--reward_pretrain {path}": model for path, model in zip(paths, models.reward_models)
+    }
     return {
         "--pretrain": models.actor,
         "--critic_pretrain": models.critic,
@@ -601,15 +640,24 @@ def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
     flags = {"--pretrain": models.actor, "--teacher_pretrain": models.teacher}
     for flag, model in flags.items():
         if model is not None:
-            path = config.model.pretrain if model is models.actor else config.distill.teacher_pretrain
+            path = (
+                config.model.pretrain if model is models.actor else config.distill.teacher_pretrain
+            )
             loading.fit_to_model(tokenizer, model, path, flag)
     for model in filter(None, (models.actor, models.reference, models.teacher)):
         model.valid_vocab_size = loading.valid_vocab_size(tokenizer)
 
 
-def saved_parts(config: PPOConfig, actor: Any, critic: Any, ema: Any, reference: Any) -> dict[str, Any]:
+def saved_parts(
+    config: PPOConfig, actor: Any, critic: Any, ema: Any, reference: Any
+) -> dict[str, Any]:
     """The models that a checkpoint of this run holds, by the name of their part."""
-    parts = {"actor": actor, "critic": critic, "ema": ema, "reference": reference if moves_reference(config) else None}
+    parts = {
+        "actor": actor,
+        "critic": critic,
+        "ema": ema,
+        "reference": reference if moves_reference(config) else None,
+    }
     return {name: model for name, model in parts.items() if model is not None}
 
 
@@ -617,7 +665,8 @@ def settle_packing(config: OptionSet, strategy: DeepspeedStrategy, *models: Any)
     """``--packing_samples`` None: all models pack, if each does it exactly on every rank. Collective."""
     if config.training.packing_samples is not None:
         return
-    packing = [getattr(model, "module", model) for model in models if model is not None]  # a critic is in its engine
+    # a critic is in its engine
+    packing = [getattr(model, "module", model) for model in models if model is not None]
     obstacle = next(filter(None, [model.try_packing(strategy.device) for model in packing]), None)
     if reason := next(filter(None, strategy.all_gather_object(obstacle)), None):
         for model in packing:
@@ -665,7 +714,9 @@ def with_optimizer(
         optimizer,
         num_warmup_steps=warmup,
         num_training_steps=steps,
-        scheduler_specific_kwargs={"min_lr_rate": asked.min_lr_ratio} if name == "cosine_with_min_lr" else {},
+        scheduler_specific_kwargs={"min_lr_rate": asked.min_lr_ratio}
+        if name == "cosine_with_min_lr"
+        else {},
     )
     return model, optimizer, scheduler
 
@@ -674,7 +725,10 @@ def into_engines(
     config: PPOConfig, strategy: DeepspeedStrategy, per_episode: int
 ) -> tuple[Callable[[Any, Role], Any], dict[str, Any]]:
     """``into_engine`` for :func:`build_models`, and where it leaves the optimizer and the scheduler of each role."""
-    rates = {"actor": config.training.actor_learning_rate, "critic": config.training.critic_learning_rate}
+    rates = {
+        "actor": config.training.actor_learning_rate,
+        "critic": config.training.critic_learning_rate,
+    }
     optimizers: dict[str, Any] = dict.fromkeys(rates, (None, None))
 
     def into_engine(model: Any, role: Role) -> Any:
@@ -712,14 +766,21 @@ def build_prompts(
     paths, probs, split, limit = d.prompt_data, d.prompt_data_probs, d.prompt_split, d.max_samples
     if evaluation:
         paths, probs, split, limit = d.eval_data, None, d.eval_split, d.eval_max_samples
-    rows = blending_datasets(paths, probs, strategy, config.strategy.seed, train_split=split, flag=flag)
+    rows = blending_datasets(
+        paths, probs, strategy, config.strategy.seed, train_split=split, flag=flag
+    )
     rows = with_metadata(rows, d.prompt_metadata)
-    if evaluation and "," in paths and d.data_source_key not in rows.column_names:  # else nothing would tell them apart
-        names = [Path(re.sub(r"(:\d+|, row \d+)$", "", origin)).stem for origin in rows[ORIGIN_COLUMN]]
+    # else nothing would tell them apart
+    if evaluation and "," in paths and d.data_source_key not in rows.column_names:
+        names = [
+            Path(re.sub(r"(:\d+|, row \d+)$", "", origin)).stem for origin in rows[ORIGIN_COLUMN]
+        ]
         rows = rows.add_column(d.data_source_key, names)
     by = config.verifier.reward_routes_by
     if config.verifier.reward_routes and by not in ("label", "data_source", *rows.column_names):
-        raise ConfigError(f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {rows.column_names}")
+        raise ConfigError(
+            f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {rows.column_names}"
+        )
     dataset = PromptDataset(
         rows.select(range(min(len(rows), limit))),
         tokenizer,
@@ -740,7 +801,9 @@ def build_prompts(
     return dataset
 
 
-def prompts_dataloader(config: PPOConfig, prompts: PromptDataset, strategy: DeepspeedStrategy) -> DataLoader:
+def prompts_dataloader(
+    config: PPOConfig, prompts: PromptDataset, strategy: DeepspeedStrategy
+) -> DataLoader:
     """This rank's share of every generation batch."""
     size = config.sampling.gen_batch_size or config.rollout.rollout_batch_size
     ranks = {"rank": strategy.get_rank(), "world_size": strategy.world_size}
@@ -748,16 +811,22 @@ def prompts_dataloader(config: PPOConfig, prompts: PromptDataset, strategy: Deep
     sampler = RolloutBatchSampler(len(prompts), size, **ranks, **order)
     # A generator of its own, so that beginning an episode, as a resumed run does, draws no number of the global one.
     generator = torch.Generator()
-    return DataLoader(prompts, batch_sampler=sampler, collate_fn=PromptDataset.collate_fn, generator=generator)
+    return DataLoader(
+        prompts, batch_sampler=sampler, collate_fn=PromptDataset.collate_fn, generator=generator
+    )
 
 
-def build_pretrain(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> DataLoader | None:
+def build_pretrain(
+    config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy
+) -> DataLoader | None:
     """Batches for the PTX loss."""
     d = config.data
     if d.pretrain_data is None or config.algorithm.ptx_coef == 0:
         return None
     source = {"train_split": d.pretrain_split, "flag": "--pretrain_data"}
-    rows = blending_datasets(d.pretrain_data, d.pretrain_data_probs, strategy, config.strategy.seed, **source)
+    rows = blending_datasets(
+        d.pretrain_data, d.pretrain_data_probs, strategy, config.strategy.seed, **source
+    )
     dataset = SFTDataset(
         rows,
         tokenizer,
@@ -788,11 +857,18 @@ def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int
     return max(1, update_steps * t.train_batch_size // t.max_epochs // samples)
 
 
-def optimizer_steps(config: PPOConfig, rollouts_per_episode: int, role: Literal["actor", "critic"] = "actor") -> int:
+def optimizer_steps(
+    config: PPOConfig, rollouts_per_episode: int, role: Literal["actor", "critic"] = "actor"
+) -> int:
     """Optimizer steps of the whole run: what the learning-rate schedule of a model stretches over."""
-    r, t, epochs = config.rollout, config.training, of_role(config, role).max_epochs or 0  # no critic: None
+    # no critic: None
+    r, t, epochs = config.rollout, config.training, of_role(config, role).max_epochs or 0
     rollouts = t.total_training_steps or t.num_episodes * rollouts_per_episode
-    return rollouts * math.ceil(r.rollout_batch_size * r.n_samples_per_prompt / t.train_batch_size) * epochs
+    return (
+        rollouts
+        * math.ceil(r.rollout_batch_size * r.n_samples_per_prompt / t.train_batch_size)
+        * epochs
+    )
 
 
 def check_total_steps(config: PPOConfig, per_episode: int, prompts: int) -> None:
@@ -821,7 +897,9 @@ def build_sampler(
     """Prompts → the scored groups that a step trains on. ConfigError: engine or source cannot do what options ask."""
     s, t, per_step = config.sampling, config.training, config.rollout.rollout_batch_size
     if s.fire_sampling and not capabilities_of(engine).heats_first_token:
-        raise ConfigError(f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out")
+        raise ConfigError(
+            f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out"
+        )
     entry = ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
     checks = [scored.fn(config, strategy, source) for scored in SCORED.values()]
     sampler = RolloutSampler(
@@ -833,13 +911,16 @@ def build_sampler(
         dense=config.reward.use_dense_reward,
         group_size=config.rollout.n_samples_per_prompt,
         tie=s.best_of_n_tie,
-        scorer=next(filter(None, (entry.fn(config, engine, source) for entry in SCORERS.values())), None),
+        scorer=next(
+            filter(None, (entry.fn(config, engine, source) for entry in SCORERS.values())), None
+        ),
         checks=[check for check in checks if check is not None],
         timer=timer,
     )
     prompt_once = maker.batching.packed and t.share_prompts and t.shuffle == "groups"
     around = [
-        entry.fn(config=config, strategy=strategy, actor=maker.actor, engine=engine) for entry in SAMPLING.values()
+        entry.fn(config=config, strategy=strategy, actor=maker.actor, engine=engine)
+        for entry in SAMPLING.values()
     ]
     group_filter = GroupFilter(s.filter_metric, s.filter_range, maker.shaper.final_scores)
     return GroupCollector(
@@ -850,7 +931,9 @@ def build_sampler(
         max_batches=s.max_num_gen_batches if s.dynamic_sampling else 1,
         on_exhausted=s.on_exhausted,
         around=[stand_around for stand_around in around if stand_around is not None],
-        balance=partial(balance_ranks, strategy=strategy, prompt_once=prompt_once) if t.balance_ranks else None,
+        balance=partial(balance_ranks, strategy=strategy, prompt_once=prompt_once)
+        if t.balance_ranks
+        else None,
         timer=timer,
     )
 
@@ -871,12 +954,21 @@ def build_rewards(
 
 
 def build_evaluator(
-    config: PPOConfig, engine: RolloutEngine, source: RewardSource, prompts: PromptDataset, strategy: Ranks
+    config: PPOConfig,
+    engine: RolloutEngine,
+    source: RewardSource,
+    prompts: PromptDataset,
+    strategy: Ranks,
 ) -> Evaluator:
     """Evaluation on held-out prompts with the run's engine and rewards."""
-    sampling, folder = eval_sampling_params(config), local_folder(config.checkpoint.save_path) / "eval"
+    sampling, folder = (
+        eval_sampling_params(config),
+        local_folder(config.checkpoint.save_path) / "eval",
+    )
     threshold = config.evaluation.eval_correct_threshold
-    return Evaluator(engine, source, prompts, sampling, strategy, threshold=threshold, folder=folder)
+    return Evaluator(
+        engine, source, prompts, sampling, strategy, threshold=threshold, folder=folder
+    )
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:
@@ -895,11 +987,18 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
 def eval_sampling_params(config: PPOConfig) -> SamplingParams:
     """How evaluation samples: as training, but for temperature, top-p, top-k and the number of samples."""
     e = config.evaluation
-    own = {"n": e.eval_n_samples, "temperature": e.eval_temperature, "top_p": e.eval_top_p, "top_k": e.eval_top_k}
+    own = {
+        "n": e.eval_n_samples,
+        "temperature": e.eval_temperature,
+        "top_p": e.eval_top_p,
+        "top_k": e.eval_top_k,
+    }
     return replace(sampling_params(config), **own, do_sample=True, first_token_temperature=None)
 
 
-def build_rollout_engine(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
+def build_rollout_engine(
+    config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any
+) -> RolloutEngine:
     """The engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
     make_engine = ENGINES.find(config.engine.rollout_engine).fn
     return make_engine(config, strategy, actor, tokenizer)
@@ -926,7 +1025,10 @@ def check_lengths(config: OptionSet, model_config: Any, longest: int | None = No
 def described(config: OptionSet) -> str:
     """The options that were set, and differ from the defaults and from what None means, by section."""
     config, asked = config.resolved(), config.flat()
-    public, lines = public_options(config), ["options that differ from the defaults (all are in run_config.yaml):"]
+    public, lines = (
+        public_options(config),
+        ["options that differ from the defaults (all are in run_config.yaml):"],
+    )
 
     def is_meant(name: str) -> bool:
         return config.with_options(**{name: None}).resolved().flat()[name] == config.flat()[name]
@@ -934,7 +1036,11 @@ def described(config: OptionSet) -> str:
     for title, section in config.sections().items():
         set_here = [o for o in section.options().values() if asked[o.name] != o.default]
         set_here = [o.name for o in set_here if o.default is not None or not is_meant(o.name)]
-        lines += [f"  {title}: {' '.join(f'{name}={public[name]!r}' for name in set_here)}"] if set_here else []
+        lines += (
+            [f"  {title}: {' '.join(f'{name}={public[name]!r}' for name in set_here)}"]
+            if set_here
+            else []
+        )
     return "\n".join(lines)
 
 
@@ -947,7 +1053,9 @@ def model_sizes(models: Models) -> str:
     for name, model in named.items():
         if model is not None:
             total, trained = parameter_count(model), parameter_count(model, trained_only=True)
-            part = f" ({trained:,} train)" if name in ("actor", "critic") and trained < total else ""
+            part = (
+                f" ({trained:,} train)" if name in ("actor", "critic") and trained < total else ""
+            )
             texts.append(f"{name} {total:,} parameters{part}")
     return ", ".join(texts)
 
@@ -957,7 +1065,9 @@ def places(config: OptionSet) -> str:
     c = config.checkpoint
     saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
     # A run that goes on from checkpoints, or was stopped, has some, and writes one at its end.
-    saves = saves or (c.resume != "never" and any(local_folder(c.ckpt_path).glob("_actor/global_step*")))
+    saves = saves or (
+        c.resume != "never" and any(local_folder(c.ckpt_path).glob("_actor/global_step*"))
+    )
     found = [
         f"model and logs in {c.save_path}",
         f"checkpoints in {c.ckpt_path}" if saves else "no checkpoints (--save_steps)",

@@ -42,7 +42,9 @@ class Callback:
     def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
         """The replay buffer of this rank is filled, with advantages; it is empty if the step is left out. PPO only."""
 
-    def on_micro_batch(self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
+    def on_micro_batch(
+        self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor
+    ) -> None:
         """The actor's pass over a micro batch, before its optimizer step: (B, A) each, without gradient. PPO only.
 
         The entropy of most tokens is NaN in a large step that does not train on it; see :meth:`entropy_rows`.
@@ -52,7 +54,9 @@ class Callback:
         """Rows of a micro batch for which ``on_micro_batch`` needs the entropy of every token. PPO only."""
         return ()
 
-    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> Mapping[str, float] | None:
+    def on_step_end(
+        self, run: Any, step: int, metrics: Mapping[str, float]
+    ) -> Mapping[str, float] | None:
         """The step is trained; ``metrics`` by their names in docs/metrics.md, the same on every rank.
 
         Returns:
@@ -89,7 +93,9 @@ def load_callbacks(specs: Iterable[str]) -> list[Callback]:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"--callback {spec}: {error}") from error
         if not isinstance(callback, Callback):
-            raise ConfigError(f"--callback {spec}: {loaded!r} is no lightppo.Callback: write class NAME(Callback)")
+            raise ConfigError(
+                f"--callback {spec}: {loaded!r} is no lightppo.Callback: write class NAME(Callback)"
+            )
         callbacks.append(callback)
     return callbacks
 
@@ -122,7 +128,9 @@ class Callbacks:
         try:
             callback.on_end(run, error)
         except Exception:
-            logger.exception("%s.on_end failed after %s", type(callback).__name__, type(error).__name__)
+            logger.exception(
+                "%s.on_end failed after %s", type(callback).__name__, type(error).__name__
+            )
 
     def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
         for callback in self.all:
@@ -132,7 +140,9 @@ class Callbacks:
         for callback in self.all:
             callback.on_experience(run, step, experience)
 
-    def on_micro_batch(self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
+    def on_micro_batch(
+        self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor
+    ) -> None:
         for callback in self.all:
             callback.on_micro_batch(run, experience, log_probs, entropy)
 

@@ -58,8 +58,10 @@ class TrainerState:
     pretrain_batches: int = 0  # batches taken from the pretraining data on each rank
     optimizer_steps: int = 0  # taken, of actor and critic
     skipped_optimizer_steps: int = 0  # for a non-finite gradient, actor and critic
-    overflowed_optimizer_steps: int = 0  # of the skipped ones, those for too large a loss scale (--fp16)
-    skipped_in_a_row: int = 0  # PPO steps, until the last one, in which a model had no finite gradient
+    # of the skipped ones, those for too large a loss scale (--fp16)
+    overflowed_optimizer_steps: int = 0
+    # PPO steps, until the last one, in which a model had no finite gradient
+    skipped_in_a_row: int = 0
     stopped_optimizer_steps: int = 0  # of the actor, by an early stop
     # Only with --dataset_filter_threshold: mean score of the prompts sampled in this episode, by Prompt.index; and
     # Prompt.index of those that it has left out of the further episodes.
@@ -76,11 +78,15 @@ class TrainerState:
         vars(self).update(vars(other))
 
     @classmethod
-    def from_consumed(cls, consumed_samples: int, steps_per_episode: int, rollout_batch_size: int) -> Self:
+    def from_consumed(
+        cls, consumed_samples: int, steps_per_episode: int, rollout_batch_size: int
+    ) -> Self:
         """After ``consumed_samples`` prompts, counted as the seed does: steps × rollout_batch_size."""
         step = consumed_samples // rollout_batch_size
         episode, step_in_episode = divmod(step, steps_per_episode)
-        return cls(global_step=step, episode=episode, consumed_prompts=step_in_episode * rollout_batch_size)
+        return cls(
+            global_step=step, episode=episode, consumed_prompts=step_in_episode * rollout_batch_size
+        )
 
     def finish_step(self, prompts: int, last_of_episode: bool) -> None:
         """Count one PPO step that used ``prompts`` prompts over all ranks."""
@@ -107,9 +113,18 @@ class RunCheckpointer:
     """
 
     def __init__(
-        self, strategy: DeepspeedStrategy, config: CheckpointConfig, models: Mapping[str, Any], tokenizer: Any
+        self,
+        strategy: DeepspeedStrategy,
+        config: CheckpointConfig,
+        models: Mapping[str, Any],
+        tokenizer: Any,
     ) -> None:
-        self.strategy, self.config, self.models, self.tokenizer = strategy, config, models, tokenizer
+        self.strategy, self.config, self.models, self.tokenizer = (
+            strategy,
+            config,
+            models,
+            tokenizer,
+        )
         self.run = uuid.uuid4().hex[:12]  # a resumed run keeps its own; rank 0's is written
 
     def save(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
@@ -163,8 +178,14 @@ class RunCheckpointer:
 
     def require_finite(self, step: int) -> None:
         """Raises TrainingError where a weight is NaN or infinite, before it takes a good one's place. Collective."""
-        bad = [name for name, model in self.models.items() if not self.strategy.has_finite_weights(model)]
-        of_all_ranks = sorted({name for of_rank in self.strategy.all_gather_object(bad) for name in of_rank})
+        bad = [
+            name
+            for name, model in self.models.items()
+            if not self.strategy.has_finite_weights(model)
+        ]
+        of_all_ranks = sorted(
+            {name for of_rank in self.strategy.all_gather_object(bad) for name in of_rank}
+        )
         if of_all_ranks:
             raise TrainingError(
                 f"after step {step} weights of the {' and '.join(of_all_ranks)} are not finite: nothing is saved, "
@@ -180,7 +201,9 @@ class RunCheckpointer:
 
         def rotate() -> None:
             files = files_in_use()
-            exports = [path for path in local_folder(root).iterdir() if _HF_EXPORT.fullmatch(path.name)]
+            exports = [
+                path for path in local_folder(root).iterdir() if _HF_EXPORT.fullmatch(path.name)
+            ]
             others = [path for path in exports if path.name != name]
             # By age, not by number: a run started anew in this folder counts from 1 again.
             others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -220,7 +243,9 @@ class RunCheckpointer:
             try:
                 note = json.loads(path.read_text())
             except ValueError as error:
-                raise CheckpointError(f"{path} is damaged: remove {path.parent}, and the next best is kept") from error
+                raise CheckpointError(
+                    f"{path} is damaged: remove {path.parent}, and the next best is kept"
+                ) from error
         note = self.strategy.broadcast_object(note)
         return note["value"] if note is not None and note["metric"] == metric else None
 
@@ -233,7 +258,10 @@ class RunCheckpointer:
         local = local_folder(root)
         tags = self._with_all_parts(local)
         if not tags and _tags("actor", local):
-            missing = ", ".join(sorted(f"_{name}" for name in self.models if not _tags(name, local))) or "in common"
+            missing = (
+                ", ".join(sorted(f"_{name}" for name in self.models if not _tags(name, local)))
+                or "in common"
+            )
             raise CheckpointError(
                 f"the checkpoints in {root} have no part {missing}: they belong to a run with other options; set "
                 "--resume never, or another --save_path"
@@ -247,12 +275,18 @@ class RunCheckpointer:
 
         Not the highest number: a run started anew in this folder counts from 1 again, beside what the old one left.
         """
-        whole = [tag for tag in _tags("actor", root) if all(tag in _tags(name, root) for name in self.models)]
+        whole = [
+            tag
+            for tag in _tags("actor", root)
+            if all(tag in _tags(name, root) for name in self.models)
+        ]
         marked = read_mark(root)
         whole.reverse()
         return sorted(whole, key=lambda tag: tag != marked)
 
-    def _undamaged(self, root: str | Path, keep_aside: bool, before: int | None = None) -> str | None:
+    def _undamaged(
+        self, root: str | Path, keep_aside: bool, before: int | None = None
+    ) -> str | None:
         """The first candidate whose files are as they were saved; those before it are kept aside. Collective.
 
         ``before``: of those before this step, which are only read: a damaged one is passed over.
@@ -268,7 +302,9 @@ class RunCheckpointer:
             whole = tag
             break
         if damaged:
-            self._leave_out(root, damaged, whole, keep_aside=keep_aside, are_only_read=before is not None)
+            self._leave_out(
+                root, damaged, whole, keep_aside=keep_aside, are_only_read=before is not None
+            )
         return whole
 
     def _shared_candidates(self, root: str | Path, before: int | None) -> list[str]:
@@ -296,16 +332,27 @@ class RunCheckpointer:
     ) -> None:
         """Say that the run goes on from a whole checkpoint before damaged ones; CheckpointError where it may not."""
         if keep_aside and whole is not None:
-            self.strategy.on_rank_0(lambda: self._set_aside(root, damaged, whole), f"rename {list(damaged)}")
-            told = "; ".join(f"{name} is damaged, kept as {name}{DAMAGED}: {text}" for name, text in damaged.items())
+            self.strategy.on_rank_0(
+                lambda: self._set_aside(root, damaged, whole), f"rename {list(damaged)}"
+            )
+            told = "; ".join(
+                f"{name} is damaged, kept as {name}{DAMAGED}: {text}"
+                for name, text in damaged.items()
+            )
             self.strategy.print(f"{root}: {told}; going on from {whole}")
         elif are_only_read:
             told = "; ".join(f"{name} is damaged: {text}" for name, text in damaged.items())
             self.strategy.print(f"{root}: {told}; going on from {whole or 'the start'}")
         else:
             first, text = next(iter(damaged.items()))
-            left = "no whole one is left" if whole is None else f"the run that owns it would go on from {whole}"
-            raise CheckpointError(f"{root}/{first} is damaged: {text}; {left}. To start anew, set --resume never")
+            left = (
+                "no whole one is left"
+                if whole is None
+                else f"the run that owns it would go on from {whole}"
+            )
+            raise CheckpointError(
+                f"{root}/{first} is damaged: {text}; {left}. To start anew, set --resume never"
+            )
 
     def _damage(self, root: str | Path, tag: str) -> list[str]:
         """What is damaged in any part, a text per file. Collective."""
@@ -313,14 +360,19 @@ class RunCheckpointer:
         for name in self.models:
             part = join(root, f"_{name}")
             bring(self.strategy, part, tag)
-            texts += [f"_{name}: {text}" for text in damage(self.strategy, local_folder(part) / tag)]
+            texts += [
+                f"_{name}: {text}" for text in damage(self.strategy, local_folder(part) / tag)
+            ]
         return texts
 
     def _require_one_save(self, root: str | Path, tag: str, tags: Sequence[str]) -> None:
         """CheckpointError on all ranks where the parts of a checkpoint were not saved together. Collective."""
         told = None
         if self.strategy.is_rank_0():
-            checks = (entry.fn(local_folder(root), tag, self.models) for entry in CHECKPOINT_CHECKS.values())
+            checks = (
+                entry.fn(local_folder(root), tag, self.models)
+                for entry in CHECKPOINT_CHECKS.values()
+            )
             told = next(filter(None, checks), None)
         told = self.strategy.broadcast_object(told)
         if told is not None:
@@ -377,7 +429,8 @@ class RunCheckpointer:
         if tag is None:
             return None
         saved = self.load(root, tag, checked=True)
-        as_shown = {name: shown_value(value) for name, value in saved["config"].items()}  # older ones are not
+        # older ones are not
+        as_shown = {name: shown_value(value) for name, value in saved["config"].items()}
         refused, safe = unsafe_changes(as_shown, options, idle, declared)
         refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
         changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
@@ -397,7 +450,9 @@ class RunCheckpointer:
             )
         for name, (old, new) in safe.items():
             self.strategy.print(f"resume: --{name} was {old}, is {new}")
-        self.strategy.print(f"resumed from {root}/{tag}: {saved['trainer']['global_step']} steps done")
+        self.strategy.print(
+            f"resumed from {root}/{tag}: {saved['trainer']['global_step']} steps done"
+        )
         return saved
 
     def _require_room(self) -> None:
@@ -434,7 +489,9 @@ class RunCheckpointer:
         else:  # the states are of other ranks
             key = (strategy.seed, state["trainer"]["global_step"], strategy.get_rank())
             strategy.set_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF)
-            strategy.print(f"--reshape_ckpt: {len(generators)} ranks → {now}; random generators are seeded anew")
+            strategy.print(
+                f"--reshape_ckpt: {len(generators)} ranks → {now}; random generators are seeded anew"
+            )
         return state
 
 
@@ -462,7 +519,9 @@ def _tell_of_mark(root: Path, whole: Sequence[str]) -> None:
     """Where ``latest`` is not the name of the last whole checkpoint: the first of ``whole`` is taken."""
     marked = read_mark(root)
     if marked != whole[0]:
-        logger.warning("%s/latest names %r; the last whole checkpoint is %s", root, marked, whole[0])
+        logger.warning(
+            "%s/latest names %r; the last whole checkpoint is %s", root, marked, whole[0]
+        )
     elif later := _later(root, marked, whole):
         logger.warning(
             "%s/latest names %s, but the later %s of the same run is whole, too. Going on from %s; to go on from the "

@@ -34,18 +34,29 @@ class EvalSample:
     response_length: int
     finish_reason: str
     index: int
-    extras: dict[str, float | str] = field(default_factory=dict)  # what the reward source says beside the score
+    # what the reward source says beside the score
+    extras: dict[str, float | str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rollout: Rollout) -> EvalSample:
         p, r = rollout.prompt, rollout
         text = (p.text, r.response_text, p.label)
-        return cls(*text, r.reward, p.data_source, len(r.response_ids), r.finish_reason, p.index, r.extras | r.texts)
+        return cls(
+            *text,
+            r.reward,
+            p.data_source,
+            len(r.response_ids),
+            r.finish_reason,
+            p.index,
+            r.extras | r.texts,
+        )
 
     def correct(self, threshold: float) -> float:
         """The reward source's ``acc`` or ``accuracy``; without one, 1 for a score of at least ``threshold``, else 0."""
         judged = (self.extra(name) for name in ("acc", "accuracy"))
-        return next((acc for acc in judged if isinstance(acc, float)), float(self.score >= threshold))
+        return next(
+            (acc for acc in judged if isinstance(acc, float)), float(self.score >= threshold)
+        )
 
     def extra(self, name: str) -> Any:
         """An extra by its name, also that of a source among several, ``<source>/<name>``; ``None`` without one."""
@@ -73,7 +84,9 @@ def majority_correct(answers: Sequence[tuple[str | None, float]]) -> float:
     """
     votes = Counter(answer for answer, _ in answers if answer is not None)
     most = max(votes.values(), default=0)
-    return fmean([correct for answer, correct in answers if most and votes[answer] == most] or [0.0])
+    return fmean(
+        [correct for answer, correct in answers if most and votes[answer] == most] or [0.0]
+    )
 
 
 def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, float]:
@@ -82,7 +95,9 @@ def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, f
     What is correct: :meth:`EvalSample.correct`. Unscored samples count nowhere but in ``eval/unscored``.
     """
     if all(sample.score is None for sample in samples):
-        raise RewardError(f"evaluation: none of the {len(samples)} samples was scored; check the reward source")
+        raise RewardError(
+            f"evaluation: none of the {len(samples)} samples was scored; check the reward source"
+        )
     sources = sorted({sample.data_source for sample in samples})
     metrics = _metrics_of(samples, threshold, "eval")
     for source in sources if len(sources) > 1 else ():
@@ -125,14 +140,17 @@ def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) ->
         metrics |= {f"best@{n}": over_prompts(max, score), f"worst@{n}": over_prompts(min, score)}
         metrics[f"std@{n}"] = over_prompts(pstdev, score)
         if any(s.extra("pred") is not None for s in scored):
-            metrics[f"maj@{n}"] = over_prompts(majority_correct, lambda s: (s.extra("pred"), right(s)))
+            metrics[f"maj@{n}"] = over_prompts(
+                majority_correct, lambda s: (s.extra("pred"), right(s))
+            )
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def by_source(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """The metrics of :func:`eval_metrics` by data source; "all": of all samples."""
     each = [name[len("eval/") : -len("/samples")] for name in metrics if name.endswith("/samples")]
-    sources = sorted(filter(None, each), key=len, reverse=True)  # one may begin with another one's name
+    # one may begin with another one's name
+    sources = sorted(filter(None, each), key=len, reverse=True)
     found: dict[str, dict[str, float]] = {source: {} for source in ("all", *sorted(sources))}
     for name, value in metrics.items():
         source = next((s for s in sources if name.startswith(f"eval/{s}/")), None)
@@ -157,10 +175,16 @@ _IN_TABLE = (
 def table(metrics: Mapping[str, float]) -> list[str]:
     """Lines that show :func:`eval_metrics`, one per data source."""
     found = by_source({name: value for name, value in metrics.items() if name.startswith("eval/")})
-    names = [name for kind in _IN_TABLE for name in found["all"] if re.fullmatch(rf"{kind}(?<=@)\d+|{kind}", name)]
+    names = [
+        name
+        for kind in _IN_TABLE
+        for name in found["all"]
+        if re.fullmatch(rf"{kind}(?<=@)\d+|{kind}", name)
+    ]
     cells = [["", *names]]
     cells += [
-        [plain(source), *(f"{of[name]:.4g}" if name in of else "" for name in names)] for source, of in found.items()
+        [plain(source), *(f"{of[name]:.4g}" if name in of else "" for name in names)]
+        for source, of in found.items()
     ]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in cells]
@@ -186,7 +210,8 @@ class Evaluator:
     sampling: SamplingParams  # the same random numbers at every evaluation
     strategy: Ranks
     threshold: float = 0.5  # a score of at least this is correct, where the source gives no acc
-    folder: Path | None = None  # rank 0 writes all samples to step{N}.jsonl in it, the metrics to step{N}.json
+    # rank 0 writes all samples to step{N}.jsonl in it, the metrics to step{N}.json
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         # Apart from every training step's seed: evaluation prompt i does not get the samples of training prompt i.
@@ -203,7 +228,9 @@ class Evaluator:
             not_finite = str(error)
         gathered = self.strategy.gather_object((not_finite, [EvalSample.of(r) for r in rollouts]))
         metrics: dict[str, float] = {}
-        self.strategy.on_rank_0(lambda: metrics.update(self._judge(step, *zip(*gathered))), "evaluate")
+        self.strategy.on_rank_0(
+            lambda: metrics.update(self._judge(step, *zip(*gathered))), "evaluate"
+        )
         return self.strategy.broadcast_object(metrics)
 
     def _judge(
@@ -220,5 +247,8 @@ class Evaluator:
             with files.explained(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 files.write_text(self.folder / f"step{step}.jsonl", "".join(lines))
-                files.write_text(self.folder / f"step{step}.json", json.dumps(by_source(metrics), indent=1) + "\n")
+                files.write_text(
+                    self.folder / f"step{step}.json",
+                    json.dumps(by_source(metrics), indent=1) + "\n",
+                )
         return metrics

@@ -66,7 +66,11 @@ class Cadence:
     def due(self, step: int, finished_episodes: int | None = None) -> bool:
         """Whether it is due after ``step``; ``finished_episodes``: of the run, if this step was the last of one."""
         due = self.steps > 0 and step % self.steps == 0
-        due |= self.epochs is not None and finished_episodes is not None and finished_episodes % self.epochs == 0
+        due |= (
+            self.epochs is not None
+            and finished_episodes is not None
+            and finished_episodes % self.epochs == 0
+        )
         if self.seconds is not None:
             due |= self.agree(self.clock() - self.last >= self.seconds)
         if due:
@@ -132,11 +136,14 @@ class TrainingLoop:
         self.last_saved: int | None = None
         self.states: dict[str, Stateful] = {}
         self.states_of_ranks: dict[str, Stateful] = {}
-        self.unclaimed: dict[str, Any] = {}  # states of the checkpoint that no part has asked for yet
+        # states of the checkpoint that no part has asked for yet
+        self.unclaimed: dict[str, Any] = {}
         self.register_state("evaluation", self.evaluation)
         first = [entry.fn(self) for entry in CALLBACKS.values() if not entry.after_yours]
         last = [entry.fn(self) for entry in CALLBACKS.values() if entry.after_yours]
-        self.callbacks = Callbacks(callback for callback in (*first, *callbacks, *last) if callback is not None)
+        self.callbacks = Callbacks(
+            callback for callback in (*first, *callbacks, *last) if callback is not None
+        )
 
     # -- what a trainer says -----------------------------------------------------------------------------------------
 
@@ -166,7 +173,9 @@ class TrainingLoop:
                 the states of another number of ranks.
         """
         if name in self.states or name in self.states_of_ranks or name in _OWN_STATE:
-            raise ValueError(f"register_state: there is a state {name!r} already: choose another name")
+            raise ValueError(
+                f"register_state: there is a state {name!r} already: choose another name"
+            )
         (self.states_of_ranks if per_rank else self.states)[name] = part
         if name in self.unclaimed:
             self._load_part(name, part, self.unclaimed.pop(name))
@@ -181,7 +190,10 @@ class TrainingLoop:
 
     def whole_state(self) -> dict[str, Any]:
         """:meth:`client_state` with what is of each rank. Collective."""
-        of_ranks = {name: self.strategy.gather_object(part.state_dict()) for name, part in self.states_of_ranks.items()}
+        of_ranks = {
+            name: self.strategy.gather_object(part.state_dict())
+            for name, part in self.states_of_ranks.items()
+        }
         return self.client_state() | of_ranks
 
     def resume(self, options: Mapping[str, Any] | None = None, before: int | None = None) -> bool:
@@ -193,7 +205,9 @@ class TrainingLoop:
         """
         options = options or public_options(self.config)
         idle = set().union(*idle_flags(self.config, options).values())
-        saved = self.checkpointer.resume(options, self.content, idle, before, list(self.config.all_options()))
+        saved = self.checkpointer.resume(
+            options, self.content, idle, before, list(self.config.all_options())
+        )
         if saved is None:
             return False
         self.load_state(saved)
@@ -237,7 +251,11 @@ class TrainingLoop:
 
     def reached_limits(self) -> str:
         """The limits that the run has come to, as flags; empty while it goes on."""
-        reached = {name: most for name, (done, most) in self.limits().items() if most is not None and done >= most}
+        reached = {
+            name: most
+            for name, (done, most) in self.limits().items()
+            if most is not None and done >= most
+        }
         return ", ".join(f"--{name} {most}" for name, most in reached.items())
 
     def saved_models(self) -> list[str]:
@@ -253,7 +271,9 @@ class TrainingLoop:
 
     def tell_complete(self) -> None:
         done, limits = self.state.global_step, self.reached_limits()
-        self.strategy.print(f"run complete: {done} steps; raise {limits} to go on, or start anew with --resume never")
+        self.strategy.print(
+            f"run complete: {done} steps; raise {limits} to go on, or start anew with --resume never"
+        )
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -288,9 +308,13 @@ class TrainingLoop:
         """Clocks begin when the run does."""
         c, e, agree = self.config.checkpoint, self.config.evaluation, self.strategy.broadcast_object
         self.checkpoint_cadence = Cadence(c.save_steps, c.save_epochs, c.save_seconds, agree=agree)
-        self.export_cadence = Cadence(c.hf_save_steps, c.hf_save_epochs, c.hf_save_seconds, agree=agree)
+        self.export_cadence = Cadence(
+            c.hf_save_steps, c.hf_save_epochs, c.hf_save_seconds, agree=agree
+        )
         per_episode = 1 if e.eval_steps == -1 and e.eval_seconds is None else None
-        self.evaluation_cadence = Cadence(e.eval_steps, e.eval_epochs or per_episode, e.eval_seconds, agree=agree)
+        self.evaluation_cadence = Cadence(
+            e.eval_steps, e.eval_epochs or per_episode, e.eval_seconds, agree=agree
+        )
         self.pace = m.Pace(self.state.global_step)
         if e.best_metric is not None and self.state.global_step > 0:
             self.best = self.checkpointer.best_value(c.ckpt_path, e.best_metric)
@@ -400,7 +424,9 @@ class TrainingLoop:
                 logger.warning("the evaluation after step %d is left out: %s", step, error)
             return {}
         self.evaluation.step, self.evaluation.result = step, result
-        shown = [name for name in ("loss", "accuracy", "reward", "margin") if f"eval/{name}" in result]
+        shown = [
+            name for name in ("loss", "accuracy", "reward", "margin") if f"eval/{name}" in result
+        ]
         numbers = ", ".join(f"{name} {result[f'eval/{name}']:.3f}" for name in shown)
         self.strategy.print(f"[step {step}] evaluation: {numbers}")
         self.callbacks.on_evaluation(self, step, dict(result) | m.with_namespace(timer.reset()))
@@ -411,7 +437,9 @@ class TrainingLoop:
     def _keep_best(self, step: int, result: Mapping[str, float], metric: str) -> None:
         if metric not in result:
             known = ", ".join(sorted(result))
-            raise ConfigError(f"--best_metric {metric} is not among the evaluation's metrics: {known}")
+            raise ConfigError(
+                f"--best_metric {metric} is not among the evaluation's metrics: {known}"
+            )
         sign = -1 if metric.endswith("loss") else 1
         if self.best is not None and sign * result[metric] <= sign * self.best:
             return
@@ -440,7 +468,9 @@ class TrainingLoop:
         if step not in self.config.logging.profile_steps:
             return nullcontext()
         name = f"step{step}_rank{self.strategy.get_rank()}.json.gz"
-        return m.profile(Path(local_folder(self.config.checkpoint.save_path)) / "profile" / name, self.timer)
+        return m.profile(
+            Path(local_folder(self.config.checkpoint.save_path)) / "profile" / name, self.timer
+        )
 
     def _check_profiled_steps(self) -> None:
         late = [step for step in self.config.logging.profile_steps if step > self.total_steps]
@@ -453,7 +483,8 @@ class TrainingLoop:
 
 
 _OWN_STATE = ("trainer", "config", "content", "rng", "run", "consumed_samples")
-_SINCE = ("evaluation", "trackers", "recorded")  # states that older checkpoints have not, or elsewhere
+# states that older checkpoints have not, or elsewhere
+_SINCE = ("evaluation", "trackers", "recorded")
 
 
 def _with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:

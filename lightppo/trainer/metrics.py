@@ -19,7 +19,8 @@ from lightppo.experience.experience import Experience
 from lightppo.meanings import METRICS, TIMED
 from lightppo.ranks import Ranks, heartbeat
 
-SEED_INFO = ("kl", "reward", "return", "response_length", "total_length")  # means that the seed's training_step gives
+# means that the seed's training_step gives
+SEED_INFO = ("kl", "reward", "return", "response_length", "total_length")
 
 
 def with_namespace(status: Mapping[str, float]) -> dict[str, float]:
@@ -55,15 +56,20 @@ def policy_summaries(
     """
     terms: dict[str, Tensor] = {}
     reference, engine = experience.base_action_log_probs, experience.rollout_log_probs
-    mask = experience.action_mask & ~log_probs.isnan()  # with NaN the optimizer step is skipped, and counted
+    # with NaN the optimizer step is skipped, and counted
+    mask = experience.action_mask & ~log_probs.isnan()
     if reference is not None:
         mask = mask & ~reference.isnan()
         terms["policy_kl"] = (log_probs - reference)[mask]
-        terms["kl"] = (sampled_kl(log_probs, reference) if experience.kl is None else experience.kl)[mask]
+        terms["kl"] = (
+            sampled_kl(log_probs, reference) if experience.kl is None else experience.kl
+        )[mask]
     if (teacher := experience.teacher_log_probs) is not None:
         terms |= {"teacher_kl": (log_probs - teacher)[mask], "teacher_log_prob": teacher[mask]}
     if engine is not None:
-        terms |= {f"mismatch_{name}": x for name, x in mismatch_terms(log_probs, engine, mask).items()}
+        terms |= {
+            f"mismatch_{name}": x for name, x in mismatch_terms(log_probs, engine, mask).items()
+        }
     summaries = {name: Summary.of(x) for name, x in terms.items()}
     if engine is not None:
         summaries["mismatch_on_policy"] = summaries["mismatch_logp_diff"]
@@ -90,9 +96,13 @@ def rollout_summaries(
     if batch.loss_weights is not None:
         weights = batch.loss_weights[batch.action_mask]
         tokens |= {"loss_weight": weights, "loss_weight_zero": weights == 0}
-    summaries = {name: Summary.of(x) for name, x in batch.info.items() if name not in ("kl", "stale")}
+    summaries = {
+        name: Summary.of(x) for name, x in batch.info.items() if name not in ("kl", "stale")
+    }
     if {"total_length", "response_length"} <= batch.info.keys():
-        summaries["prompt_length"] = Summary.of(batch.info["total_length"] - batch.info["response_length"])
+        summaries["prompt_length"] = Summary.of(
+            batch.info["total_length"] - batch.info["response_length"]
+        )
     if batch.action_log_probs is not None:
         summaries |= policy_summaries(batch, batch.action_log_probs, sampled_kl)
     return summaries | {name: Summary.of(x) for name, x in tokens.items()}
@@ -115,7 +125,11 @@ _MEAN_NAMES = {"truncated": "response_clip_ratio"} | {name: f"{name}_mean" for n
 def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
     """The flat status of a rollout, by its short names: ``reward``, ``kl``, ``response_length`` …"""
     status: dict[str, float] = {}
-    mismatch = {name.removeprefix("mismatch_"): s for name, s in summaries.items() if name.startswith("mismatch_")}
+    mismatch = {
+        name.removeprefix("mismatch_"): s
+        for name, s in summaries.items()
+        if name.startswith("mismatch_")
+    }
     for name, s in summaries.items():
         if name != "residual" and not name.startswith("mismatch_"):
             status[_MEAN_NAMES.get(name, name)] = s.mean
@@ -126,7 +140,10 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
         if on_policy.count < mismatch["logp_diff"].count:
             status["logp_diff_on_policy"] = on_policy.mean
         numbers = mismatch_metrics(mismatch)
-        status |= {"logp_diff_mean": mismatch["logp_diff"].mean, "logp_diff_max": numbers.pop("logp_diff_max")}
+        status |= {
+            "logp_diff_mean": mismatch["logp_diff"].mean,
+            "logp_diff_max": numbers.pop("logp_diff_max"),
+        }
         status |= {f"mismatch_{name}": value for name, value in numbers.items()}
     if "response_length" in summaries:
         status["samples"] = summaries["response_length"].count
@@ -134,14 +151,18 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
         status["reward_std"] = math.sqrt(summaries["reward"].variance)
     if "residual" in summaries:
         spread = summaries["return_token"].variance
-        status["vf_explained_var"] = 1 - summaries["residual"].variance / spread if spread > 0 else math.nan
+        status["vf_explained_var"] = (
+            1 - summaries["residual"].variance / spread if spread > 0 else math.nan
+        )
     return status
 
 
 # -- of training -----------------------------------------------------------------------------------------------------
 
 
-def micro_batch_status(metrics: Mapping[str, Tensor], experience: Experience, scale: float) -> dict[str, Tensor]:
+def micro_batch_status(
+    metrics: Mapping[str, Tensor], experience: Experience, scale: float
+) -> dict[str, Tensor]:
     """What a micro batch says, on its device: its metrics times ``scale``, and the seed's means over samples.
 
     Args:
@@ -150,11 +171,14 @@ def micro_batch_status(metrics: Mapping[str, Tensor], experience: Experience, sc
     """
     device = experience.action_mask.device
     known = {name: experience.info[name] for name in SEED_INFO if name in experience.info}
-    info = {name: torch.as_tensor(x, device=device).float() for name, x in known.items()}  # the seed puts numbers in
+    # the seed puts numbers in
+    info = {name: torch.as_tensor(x, device=device).float() for name, x in known.items()}
     means = {name: values.mean() for name, values in info.items()}
     if "kl" in info:  # per token, as far as lengths tell
         means["kl"] = (info["kl"] * info["response_length"]).sum() / info["response_length"].sum()
-    values = torch.stack([*means.values(), *(x.detach().float() for x in metrics.values())]).double()
+    values = torch.stack(
+        [*means.values(), *(x.detach().float() for x in metrics.values())]
+    ).double()
     values[len(means) :] *= scale
     return dict(zip([*means, *metrics], values.unbind()))
 
@@ -162,7 +186,11 @@ def micro_batch_status(metrics: Mapping[str, Tensor], experience: Experience, sc
 def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
     """A status as numbers; an override may have added some of its own. Raises TypeError for an entry that is none."""
     status, numbers = dict(status or {}), {}
-    tensors = {name: x.detach().double() for name, x in status.items() if isinstance(x, Tensor) and x.dim() == 0}
+    tensors = {
+        name: x.detach().double()
+        for name, x in status.items()
+        if isinstance(x, Tensor) and x.dim() == 0
+    }
     for device in {x.device for x in tensors.values()}:  # one copy, and one wait for a GPU
         names = [name for name, x in tensors.items() if x.device == device]
         status |= zip(names, torch.stack([tensors[name] for name in names]).tolist())
@@ -170,11 +198,15 @@ def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"training_step returned status[{name!r}] = {value!r}; a status holds numbers") from error
+            raise TypeError(
+                f"training_step returned status[{name!r}] = {value!r}; a status holds numbers"
+            ) from error
     return numbers
 
 
-def optimizer_status(steps: Sequence[Sequence[Mapping[str, float]]], ranks: Ranks) -> dict[str, float]:
+def optimizer_status(
+    steps: Sequence[Sequence[Mapping[str, float]]], ranks: Ranks
+) -> dict[str, float]:
     """The status of all optimizer steps of a PPO step: means over micro batches and ranks, then over steps. Collective.
 
     A name counts where a status has it. A step in which it is NaN is left out.
@@ -185,10 +217,15 @@ def optimizer_status(steps: Sequence[Sequence[Mapping[str, float]]], ranks: Rank
     """
     own = {name for step in steps for status in step for name in status}
     names = sorted(set().union(*ranks.all_gather_object(own)))
-    values = [[[status[name] for status in step if name in status] for step in steps] for name in names]
-    totals = torch.tensor([[(sum(v), len(v)) for v in of] for of in values], dtype=torch.float64)  # (names, steps, 2)
+    values = [
+        [[status[name] for status in step if name in status] for step in steps] for name in names
+    ]
+    # (names, steps, 2)
+    totals = torch.tensor([[(sum(v), len(v)) for v in of] for of in values], dtype=torch.float64)
     of_names = ranks.all_reduce(totals, "sum").tolist() if names else []
-    return {name: _mean_of_numbers([x / n for x, n in of if n]) for name, of in zip(names, of_names)}
+    return {
+        name: _mean_of_numbers([x / n for x, n in of if n]) for name, of in zip(names, of_names)
+    }
 
 
 def _mean_of_numbers(values: Sequence[float]) -> float:
@@ -197,7 +234,12 @@ def _mean_of_numbers(values: Sequence[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else math.nan
 
 
-_SHOWN = {"loss": "train/loss", "reward": "rollout/reward", "kl": "rollout/kl", "entropy": "train/entropy"}
+_SHOWN = {
+    "loss": "train/loss",
+    "reward": "rollout/reward",
+    "kl": "rollout/kl",
+    "entropy": "train/entropy",
+}
 _SHOWN["teacher kl"] = "rollout/teacher_kl"
 _SHOWN |= {"len": "rollout/response_length"}
 
@@ -205,7 +247,11 @@ _SHOWN |= {"len": "rollout/response_length"}
 def shown_status(status: Mapping[str, float]) -> str:
     """What a line of the log and the progress bar show: ``reward 0.61 · kl 0.04 · entropy 1.3 · len 3.4``."""
     status = with_namespace(status)
-    return " · ".join(f"{short} {round(status[name], 4) + 0.0:.3g}" for short, name in _SHOWN.items() if name in status)
+    return " · ".join(
+        f"{short} {round(status[name], 4) + 0.0:.3g}"
+        for short, name in _SHOWN.items()
+        if name in status
+    )
 
 
 # -- of time ---------------------------------------------------------------------------------------------------------
@@ -228,7 +274,9 @@ class Pace:
         if total is not None and step > first:
             minutes, seconds = divmod(round((now - start) / (step - first) * (total - step)), 60)
             hours, minutes = divmod(minutes, 60)
-            parts.append(f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else f"ETA {minutes}:{seconds:02}")
+            parts.append(
+                f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else f"ETA {minutes}:{seconds:02}"
+            )
         return " · ".join(filter(None, parts))
 
 
@@ -253,7 +301,9 @@ class PhaseTimer:
         for phase, start, end in passed:
             if not isinstance(end, float):
                 end.synchronize()
-            seconds[f"time_{phase}"] += end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+            seconds[f"time_{phase}"] += (
+                end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+            )
         return dict(seconds)
 
 
@@ -266,14 +316,18 @@ def _mark() -> torch.cuda.Event:
 def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **options: Any) -> tqdm:
     """A bar of at most 80 columns on a terminal; silent elsewhere."""
     layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}"
-    return tqdm(items, desc=desc, ncols=80, bar_format=layout, disable=None if shown else True, **options)
+    return tqdm(
+        items, desc=desc, ncols=80, bar_format=layout, disable=None if shown else True, **options
+    )
 
 
 @contextmanager
 def profile(path: Path, timer: PhaseTimer) -> Iterator[None]:
     """A context whose operators torch's profiler writes to ``path``, a trace for chrome://tracing or Perfetto."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    profiler = torch.profiler.profile(on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)))
+    profiler = torch.profiler.profile(
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path))
+    )
     with timer("start_profile"):
         profiler.start()
     try:
@@ -305,7 +359,9 @@ def perf_metrics(
         perf["rollout_tokens_per_second"] = generated / seconds["time_rollout"]
         perf["rollout_ms_per_token"] = 1000 * seconds["time_rollout"] / generated
     for part in [part for part in TIMED if tokens and f"time_{part}" in seconds]:
-        perf[f"{part}_ms_per_token"] = 1000 * seconds[f"time_{part}"] / (tokens * epochs.get(part, 1))
+        perf[f"{part}_ms_per_token"] = (
+            1000 * seconds[f"time_{part}"] / (tokens * epochs.get(part, 1))
+        )
     if trained and (train := seconds.get("time_train")):
         perf["train_tokens_per_second"] = trained / train
         perf["train_ms_per_token"] = 1000 * train / trained

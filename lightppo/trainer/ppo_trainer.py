@@ -39,10 +39,18 @@ class PPOTrainer(TrainingLoop):
 
     def __init__(self, parts: PPOParts, callbacks: Iterable[Callback] = ()) -> None:
         self.actor, self.critic, self.initial_model = parts.actor, parts.critic, parts.initial_model
-        self.ema_model, self.teacher, self.reward_model = parts.ema_model, parts.teacher, parts.reward_model
+        self.ema_model, self.teacher, self.reward_model = (
+            parts.ema_model,
+            parts.teacher,
+            parts.reward_model,
+        )
         self.rollout_engine = parts.rollout_engine
         self.sampler, self.experience_maker = parts.sampler, parts.experience_maker
-        self.replay_buffer, self.update, self.kl_ctl = parts.replay_buffer, parts.update, parts.kl_ctl
+        self.replay_buffer, self.update, self.kl_ctl = (
+            parts.replay_buffer,
+            parts.update,
+            parts.kl_ctl,
+        )
         self.prompt_filter, self.prompts = parts.prompt_filter, parts.prompts_dataloader
         self._replaced_sources: list[RewardSource] = []
         super().__init__(
@@ -112,15 +120,19 @@ class PPOTrainer(TrainingLoop):
             for step, prompts in self.steps():
                 taken = prompts.taken
                 with self.timer("step"), self.profiler(step):
-                    collected = self.sampler.collect(prompts, step)  # 1 prompts → responses, scored and selected
+                    # 1 prompts → responses, scored and selected
+                    collected = self.sampler.collect(prompts, step)
                     self.callbacks.on_rollouts(self, step, collected)
-                    self.make_experience(collected, step)  # 2 log probs, values, rewards → 3 advantages in the buffer
+                    # 2 log probs, values, rewards → 3 advantages in the buffer
+                    self.make_experience(collected, step)
                     self.callbacks.on_experience(self, step, self.replay_buffer.items)
-                    status = collected.counts | self.train(step)  # 4 → training_step per micro batch
+                    # 4 → training_step per micro batch
+                    status = collected.counts | self.train(step)
                     self.replay_buffer.clear()
                     self.move_reference(step)
                     with self.timer("sync"):
-                        self.rollout_engine.sync_weights(self.actor)  # 5 the next rollouts are on-policy
+                        # 5 the next rollouts are on-policy
+                        self.rollout_engine.sync_weights(self.actor)
                     self.control_kl(status)  # 6
                 status |= self.count_step(prompts, taken, collected)
                 if self.finish_step(step, status):  # 7 logged, evaluated, saved
@@ -130,7 +142,11 @@ class PPOTrainer(TrainingLoop):
     def make_experience(self, collected: CollectedStep, step: int) -> None:
         """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective."""
         if collected.not_finite is not None:
-            batch = Experience.from_rollouts(collected.rollouts) if collected.rollouts else Experience.placeholder()
+            batch = (
+                Experience.from_rollouts(collected.rollouts)
+                if collected.rollouts
+                else Experience.placeholder()
+            )
             batch.info["reward"] = torch.tensor([rollout.reward for rollout in collected.rollouts])
             self.leave_out(step, NonFiniteError(collected.not_finite, batch))
         elif collected.groups > 0:
@@ -138,7 +154,9 @@ class PPOTrainer(TrainingLoop):
                 try:
                     experience = self.experience_maker.make_experience_list(collected.rollouts)
                     self.replay_buffer.fill(experience, collected.repeated)
-                    self.experience_maker.normalize(self.replay_buffer, self.update.policy_loss, step)
+                    self.experience_maker.normalize(
+                        self.replay_buffer, self.update.policy_loss, step
+                    )
                 except NonFiniteError as error:
                     self.leave_out(step, error)
 
@@ -164,10 +182,14 @@ class PPOTrainer(TrainingLoop):
         if not math.isnan(status.get("advantage_mean", 0.0)):
             self.kl_ctl.update(status.get("policy_kl", 0.0), int(status.get("samples", 0)))
 
-    def count_step(self, prompts: EpisodePrompts, taken: int, collected: CollectedStep) -> dict[str, float]:
+    def count_step(
+        self, prompts: EpisodePrompts, taken: int, collected: CollectedStep
+    ) -> dict[str, float]:
         """Bring the state up to date after a step; what there is to log. Collective."""
         ended = prompts.exhausted and collected.surplus == 0
-        status = self.prompt_filter.after_step(self.prompts, self.state, collected.prompt_scores, ended)
+        status = self.prompt_filter.after_step(
+            self.prompts, self.state, collected.prompt_scores, ended
+        )
         self.state.finish_step(self.strategy.all_reduce(prompts.taken - taken, "sum"), ended)
         return status
 
@@ -176,9 +198,16 @@ class PPOTrainer(TrainingLoop):
 
     def speed(self, status: Mapping[str, float]) -> dict[str, float]:
         """Seconds of each phase of a step, tokens per second and the like."""
-        epochs = {"actor_update": self.update.max_epochs, "critic_update": self.update.critic_max_epochs}
+        epochs = {
+            "actor_update": self.update.max_epochs,
+            "critic_update": self.update.critic_max_epochs,
+        }
         models = {"actor_update": self.actor, "critic_update": self.critic}
-        passes = sum(epochs[part] * parameter_count(model) for part, model in models.items() if model is not None)
+        passes = sum(
+            epochs[part] * parameter_count(model)
+            for part, model in models.items()
+            if model is not None
+        )
         return m.perf_metrics(
             self.timer.reset(),
             status,
@@ -227,7 +256,9 @@ class PPOTrainer(TrainingLoop):
     def before_first_step(self) -> None:
         if not self.only_evaluates:
             self.prompt_filter.restore(self.prompts, self.state)
-            for _ in range(self.state.pretrain_batches if self.update.pretrain_batches is not None else 0):
+            for _ in range(
+                self.state.pretrain_batches if self.update.pretrain_batches is not None else 0
+            ):
                 next(self.update.pretrain_batches)  # resume where the pretraining data was left
         super().before_first_step()
 
@@ -242,7 +273,8 @@ class PPOTrainer(TrainingLoop):
             saved = {name: saved[name] for name in ("trainer", "world_size")}
         super().load_state(saved)
         before, now = saved["world_size"], self.strategy.world_size
-        self.state.pretrain_batches = math.ceil(self.state.pretrain_batches * before / now)  # of each rank
+        # of each rank
+        self.state.pretrain_batches = math.ceil(self.state.pretrain_batches * before / now)
         self.rollout_engine.sync_weights(self.actor)
 
     def check_trained(self) -> None:
@@ -258,7 +290,9 @@ class PPOTrainer(TrainingLoop):
 
     def saved_models(self) -> list[str]:
         checkpoint = self.config.checkpoint
-        critic = [f"{checkpoint.save_path.rstrip('/')}_critic"] if checkpoint.save_value_network else []
+        critic = (
+            [f"{checkpoint.save_path.rstrip('/')}_critic"] if checkpoint.save_value_network else []
+        )
         return [checkpoint.save_path, *critic]
 
     def save_model(self, path: str | Path | None = None) -> None:
@@ -282,9 +316,13 @@ class PPOTrainer(TrainingLoop):
         ]
         if config.data.eval_data:
             where = f"--pretrain {folder} --save_path {folder}_eval"
-            lines.append(f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {where} --resume never")
+            lines.append(
+                f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {where} --resume never"
+            )
         if self.checkpoint_cadence.active:
-            lines.append("go on: the same command with a larger --num_episodes or --total_training_steps")
+            lines.append(
+                "go on: the same command with a larger --num_episodes or --total_training_steps"
+            )
         return lines
 
     def close(self) -> None:

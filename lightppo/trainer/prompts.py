@@ -38,11 +38,21 @@ class EpisodePrompts:
     """
 
     def __init__(
-        self, dataloader: Iterable, episode: int, consumed_prompts: int, convert: Callable[[Any], list[Prompt]]
+        self,
+        dataloader: Iterable,
+        episode: int,
+        consumed_prompts: int,
+        convert: Callable[[Any], list[Prompt]],
     ) -> None:
-        samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
+        samplers = (
+            getattr(dataloader, "batch_sampler", None),
+            getattr(dataloader, "sampler", None),
+        )
         sampler = next((s for s in samplers if hasattr(s, "set_epoch")), None)
-        if sampler is not None and "consumed_samples" in inspect.signature(sampler.set_epoch).parameters:
+        if (
+            sampler is not None
+            and "consumed_samples" in inspect.signature(sampler.set_epoch).parameters
+        ):
             sampler.set_epoch(episode, consumed_samples=consumed_prompts)
         elif consumed_prompts:
             raise ValueError(
@@ -53,7 +63,8 @@ class EpisodePrompts:
             sampler.set_epoch(episode)
         self._batches, self._convert, self.taken = iter(dataloader), convert, 0
         self._look_ahead()
-        if self.exhausted and not consumed_prompts:  # else all were consumed; what was sampled may wait for training
+        # else all were consumed; what was sampled may wait for training
+        if self.exhausted and not consumed_prompts:
             raise ValueError(f"the prompts dataloader gave no batch in episode {episode + 1}")
 
     def _look_ahead(self) -> None:
@@ -84,7 +95,10 @@ class PromptFilter:
         """Leave out what was left out before, at the start of a run."""
         if self.threshold is None:
             return
-        sampler, dataset = getattr(dataloader, "batch_sampler", None), getattr(dataloader, "dataset", None)
+        sampler, dataset = (
+            getattr(dataloader, "batch_sampler", None),
+            getattr(dataloader, "dataset", None),
+        )
         if not hasattr(sampler, "leave_out") or not hasattr(dataset, "positions_of"):
             raise ConfigError(
                 "--dataset_filter_threshold needs a dataloader that can leave prompts out: a PromptDataset with a "
@@ -93,7 +107,11 @@ class PromptFilter:
         sampler.leave_out(dataset.positions_of(state.left_out_prompts))
 
     def after_step(
-        self, dataloader: Any, state: TrainerState, prompt_scores: Mapping[int, float], ends_episode: bool
+        self,
+        dataloader: Any,
+        state: TrainerState,
+        prompt_scores: Mapping[int, float],
+        ends_episode: bool,
     ) -> dict[str, float]:
         """Take a step's mean score of each prompt into the state; at the end of the episode, leave prompts out.
 
@@ -105,7 +123,9 @@ class PromptFilter:
             state.episode_scores |= part
         if ends_episode:
             sampler, dataset = dataloader.batch_sampler, dataloader.dataset
-            found = too_well_solved(state.episode_scores, self.threshold, self.max_share, sampler.epoch_size)
+            found = too_well_solved(
+                state.episode_scores, self.threshold, self.max_share, sampler.epoch_size
+            )
             sampler.leave_out(dataset.positions_of(found))
             state.left_out_prompts = state.left_out_prompts + found
             self.strategy.print(
@@ -115,10 +135,14 @@ class PromptFilter:
         return {"left_out_prompts": float(len(state.left_out_prompts))}
 
 
-def too_well_solved(scores: Mapping[int, float], threshold: float, max_share: float, prompts: int) -> list[int]:
+def too_well_solved(
+    scores: Mapping[int, float], threshold: float, max_share: float, prompts: int
+) -> list[int]:
     """The prompts with a mean score above the threshold, at most ``max_share`` of all, best solved first."""
     # Of equal scores the lower row number goes first: every rank and a resumed run choose the same.
-    above = sorted((index for index in scores if scores[index] > threshold), key=lambda i: (-scores[i], i))
+    above = sorted(
+        (index for index in scores if scores[index] > threshold), key=lambda i: (-scores[i], i)
+    )
     return above[: int(max_share * prompts)]
 
 
@@ -156,7 +180,13 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
     prompts = []
     for i, text in enumerate(texts):
         if isinstance(text, PromptText):
-            label = references[i] if references is not None else text.prompt.label if labels is None else labels[i]
+            label = (
+                references[i]
+                if references is not None
+                else text.prompt.label
+                if labels is None
+                else labels[i]
+            )
             prompts.append(replace(text.prompt, label=label))
             continue
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -165,7 +195,9 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
                 f"the prompt {text[:60]!r}… has {len(token_ids)} tokens, more than prompt_max_len {prompt_max_len}: "
                 "raise it, or build the dataset with truncation"
             )
-        label = references[i] if references is not None else labels[i] if labels is not None else None
+        label = (
+            references[i] if references is not None else labels[i] if labels is not None else None
+        )
         source = str(labels[i]) if references is not None and labels is not None else "default"
         prompts.append(Prompt(text, token_ids, label, _index_of(text), source))
     return prompts
@@ -173,7 +205,9 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
 
 def _columns(batch: Any) -> list:
     """``[prompts, labels, references]``, the last two possibly ``None``."""
-    columns = [batch] if _is_texts(batch) else list(batch) if isinstance(batch, (list, tuple)) else []
+    columns = (
+        [batch] if _is_texts(batch) else list(batch) if isinstance(batch, (list, tuple)) else []
+    )
     of_rows = all(c is None or (hasattr(c, "__len__") and not isinstance(c, str)) for c in columns)
     if not 1 <= len(columns) <= 3 or not _is_texts(columns[0]) or not of_rows:
         raise TypeError(
@@ -214,7 +248,9 @@ def endless(dataloader: Iterable) -> Iterator:
     """The batches again and again, reshuffled each time round where the sampler can."""
     if isinstance(dataloader, Iterator):
         yield from dataloader
-        raise ValueError("the iterator over the pretraining data came to its end: pass the dataloader itself")
+        raise ValueError(
+            "the iterator over the pretraining data came to its end: pass the dataloader itself"
+        )
     sampler = getattr(dataloader, "sampler", None)
     for round_ in itertools.count():
         if hasattr(sampler, "set_epoch"):
@@ -223,4 +259,6 @@ def endless(dataloader: Iterable) -> Iterator:
         for batch in dataloader:
             yield batch
         if batch is None:
-            raise ValueError("the pretraining dataloader gave no batch: it has less data than one batch")
+            raise ValueError(
+                "the pretraining dataloader gave no batch: it has less data than one batch"
+            )

@@ -64,7 +64,9 @@ class SkippedSteps:
         if skipped and self.batch is None:
             self.batch = self._current
 
-    def leave_out(self, state: TrainerState, step: int, models: Iterable[str], batch: Any, why: NonFiniteError) -> None:
+    def leave_out(
+        self, state: TrainerState, step: int, models: Iterable[str], batch: Any, why: NonFiniteError
+    ) -> None:
         """A step in which nothing is trained, on any rank."""
         self.begin(batch)
         for model in models:
@@ -117,7 +119,9 @@ def is_saved(strategy: Ranks, folders: Sequence[str], step: int) -> bool:
     return strategy.broadcast_object(whole)
 
 
-def check_trained(state: TrainerState, otherwise: str, dry_run: bool = False, left_out: str = "") -> None:
+def check_trained(
+    state: TrainerState, otherwise: str, dry_run: bool = False, left_out: str = ""
+) -> None:
     """Raises TrainingError where no model has changed.
 
     Args:
@@ -130,8 +134,18 @@ def check_trained(state: TrainerState, otherwise: str, dry_run: bool = False, le
         skipped = state.skipped_optimizer_steps - overflowed
         if dry_run and overflowed and not skipped:
             return
-        too_large = "overflowed at --fp16's loss scale, which halves each time: go on, or set --bf16"
-        counts = {"had a gradient that is not finite": skipped, too_large: overflowed, "were stopped early": stopped}
-        reason = ", ".join(f"{count} {what}" for what, count in counts.items() if count) or otherwise
+        too_large = (
+            "overflowed at --fp16's loss scale, which halves each time: go on, or set --bf16"
+        )
+        counts = {
+            "had a gradient that is not finite": skipped,
+            too_large: overflowed,
+            "were stopped early": stopped,
+        }
+        reason = (
+            ", ".join(f"{count} {what}" for what, count in counts.items() if count) or otherwise
+        )
         reason = left_out or reason
-        raise TrainingError(f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}")
+        raise TrainingError(
+            f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}"
+        )

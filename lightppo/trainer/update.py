@@ -22,7 +22,13 @@ from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import LossConfig, PPOConfig
 from lightppo.config.rules import micro_batch_spec, of_role, token_weights
 from lightppo.errors import RewardError
-from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, minibatches, selection_of
+from lightppo.experience.batching import (
+    Minibatch,
+    ReplayBuffer,
+    StepPart,
+    minibatches,
+    selection_of,
+)
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
@@ -34,11 +40,13 @@ from lightppo.trainer.checkpointing import TrainerState
 from lightppo.trainer.prompts import as_lm_batch
 from lightppo.trainer.skipped import SkippedSteps
 
-_ENTROPY_SAMPLE = 2048  # least number of tokens, over all ranks, of which the logged entropy of a step is the mean
+# least number of tokens, over all ranks, of which the logged entropy of a step is the mean
+_ENTROPY_SAMPLE = 2048
 _LARGEST_STRIDE = 8  # one of so many tokens is in the sample of a large step
 
 Metrics = dict[str, Tensor]
-Status = Mapping[str, Any]  # numbers by name, or tensors of one number that are read at the end of a step
+# numbers by name, or tensors of one number that are read at the end of a step
+Status = Mapping[str, Any]
 
 
 @dataclass
@@ -90,7 +98,10 @@ class Update:
         self.kl_ctl, self.value_norm = kl_ctl, value_norm
         self.state, self.skipped, self.timer = state, skipped, timer
         algorithm, loss, training = config.algorithm, config.loss, config.training
-        self.max_epochs, self.freezing_actor_steps = training.max_epochs, algorithm.freezing_actor_steps
+        self.max_epochs, self.freezing_actor_steps = (
+            training.max_epochs,
+            algorithm.freezing_actor_steps,
+        )
         self.critic_max_epochs = 0
         if self.critic is not None:
             self.critic_max_epochs = of_role(config, "critic").max_epochs or training.max_epochs
@@ -106,13 +117,16 @@ class Update:
         self.early_stop = EarlyStop(loss, strategy)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
-        self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
+        # of log probs that only the training pass has made
+        self.on_policy: dict[str, m.Summary] = {}
         self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
 
     def use(self, config: PPOConfig) -> None:
         """Work with these options from now on."""
         self.config = config
-        self.specs = {call: micro_batch_spec(config, call) for call in ("actor_train", "critic_train")}
+        self.specs = {
+            call: micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
+        }
 
     def train(self, step: int) -> dict[str, float]:
         """Train on the replay buffer. Collective.
@@ -126,7 +140,9 @@ class Update:
         """
         empty = self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
         if empty and not self.config.sampling.dynamic_sampling and self.skipped.batch is None:
-            raise RewardError(f"step {step}: none of the samples was scored, so there is nothing to train on")
+            raise RewardError(
+                f"step {step}: none of the samples was scored, so there is nothing to train on"
+            )
         rollout = m.rollout_summaries(self.replay_buffer.items, self.experience_maker.sampled_kl)
         self.on_policy, trained = {}, []
         with self.timer("train"):
@@ -135,40 +151,62 @@ class Update:
                 self.epoch = epoch
                 plan = self.minibatches(step, epoch)
                 text = f"train, epoch {epoch + 1}/{epochs}"
-                for minibatch in m.progress_bar(plan, text, shown=self.strategy.is_rank_0(), leave=False):
+                for minibatch in m.progress_bar(
+                    plan, text, shown=self.strategy.is_rank_0(), leave=False
+                ):
                     trained.append(self.train_minibatch(minibatch, step))
         self.epoch = 0
         rollout = m.merge_summaries([rollout, self.on_policy])
-        status = m.optimizer_status(trained, self.strategy)  # the means of the rollout take the place of the seed's
+        # the means of the rollout take the place of the seed's
+        status = m.optimizer_status(trained, self.strategy)
         status = {name: value for name, value in status.items() if name not in m.SEED_INFO}
         status |= m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(rollout)))
         self.skipped.end_step(self.state)
         if not trained:
             status |= {f"{name}_skipped": 1.0 for name in self.skipped.of_model}
-        return {"samples": 0.0} | status | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(trained))}
+        return (
+            {"samples": 0.0}
+            | status
+            | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(trained))}
+        )
 
     def train_minibatch(self, minibatch: Minibatch, step: int = 0) -> list[Mapping[str, float]]:
         """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
         micro_batches = self.with_pretrain(minibatch.micro_batches)
-        of_critic = micro_batches if minibatch.critic_micro_batches is None else minibatch.critic_micro_batches
+        of_critic = (
+            micro_batches
+            if minibatch.critic_micro_batches is None
+            else minibatch.critic_micro_batches
+        )
         self.skipped.begin(minibatch)
         self.strategy.accumulate(self.actor, len(micro_batches))
         self.strategy.accumulate(self.critic, len(of_critic))
         if self.critic is None or of_critic is micro_batches:
-            done = [(experience, self.training_step(experience, step)) for experience in self.given(micro_batches)]
+            done = [
+                (experience, self.training_step(experience, step))
+                for experience in self.given(micro_batches)
+            ]
         else:
             with self.timer("actor_update"):
                 of_actor = self.given(micro_batches if self.actor_trains(step) else ())
-                done = [(experience, self.training_step_actor(experience)) for experience in of_actor]
+                done = [
+                    (experience, self.training_step_actor(experience)) for experience in of_actor
+                ]
             with self.timer("critic_update"):
                 trained = self.given(of_critic if self.critic_trains() else ())
-                done += [(experience, self.training_step_critic(experience)) for experience in trained]
+                done += [
+                    (experience, self.training_step_critic(experience)) for experience in trained
+                ]
         # Numbers are read only here, so that no micro batch waits for a GPU.
-        statuses = [(experience.part.has_samples, m.checked_status(status)) for experience, status in done]
+        statuses = [
+            (experience.part.has_samples, m.checked_status(status)) for experience, status in done
+        ]
         self.summarise()
         # A placeholder says nothing but the PTX loss of its own batch.
         return [
-            status if has_samples else {name: value for name, value in status.items() if name == "ptx_loss"}
+            status
+            if has_samples
+            else {name: value for name, value in status.items() if name == "ptx_loss"}
             for has_samples, status in statuses
         ]
 
@@ -185,7 +223,8 @@ class Update:
                 status |= self.training_step_actor(experience)
         if self.critic_trains():
             with self.timer("critic_update"):
-                status = self.training_step_critic(experience) | status  # the actor's pass may know more of the KL
+                # the actor's pass may know more of the KL
+                status = self.training_step_critic(experience) | status
         return status
 
     def training_step_actor(self, experience: Experience) -> Status:
@@ -213,7 +252,9 @@ class Update:
         status: dict[str, Any] = m.micro_batch_status(metrics, experience, part.status_scale)
         if part.pretrain is not None:
             batch, tokens, batches = part.pretrain
-            ptx = pretrain_loss(self.actor, batch, self.pretrain_loss, tokens, self.strategy.world_size)
+            ptx = pretrain_loss(
+                self.actor, batch, self.pretrain_loss, tokens, self.strategy.world_size
+            )
             self.backward(self.ptx_coef * part.loss_scale * ptx, self.actor, self.actor_optim)
             status["ptx_loss"] = ptx.detach().double() * batches
         return self.told(status | self.actor_step(), experience)
@@ -222,10 +263,14 @@ class Update:
         """One micro batch of the critic; see :meth:`training_step`."""
         part = self.part_of(experience)
         self.critic.train()
-        loss, metrics = critic_loss(self.critic, experience, part.normalizer, self.value_loss, self.value_norm)
+        loss, metrics = critic_loss(
+            self.critic, experience, part.normalizer, self.value_loss, self.value_norm
+        )
         self.backward(loss * part.loss_scale, self.critic, self.critic_optim)
         status: dict[str, Any] = m.micro_batch_status(metrics, experience, part.status_scale)
-        status |= self.optimizer_step("critic", self.critic, self.critic_optim, self.critic_scheduler)
+        status |= self.optimizer_step(
+            "critic", self.critic, self.critic_optim, self.critic_scheduler
+        )
         return self.told(status, experience)
 
     def given(self, micro_batches: Iterable[Experience]) -> Iterable[Experience]:
@@ -264,7 +309,9 @@ class Update:
         key = (config.strategy.seed, step, epoch, self.strategy.get_rank())
         # With a load-balancing loss a prompt must count for each of its samples.
         models = (self.actor, self.critic, self.reference, self.teacher)
-        shares = training.share_prompts and config.loss.aux_loss_coef == 0 and all_share_prompts(models)
+        shares = (
+            training.share_prompts and config.loss.aux_loss_coef == 0 and all_share_prompts(models)
+        )
         return minibatches(
             self.replay_buffer.items,
             self.strategy,
@@ -288,12 +335,16 @@ class Update:
         """The micro batches of a step, each with a batch for the PTX loss where there is one. Collective then."""
         if self.pretrain_batches is None or self.ptx_coef == 0 or self.epoch >= self.max_epochs:
             return micro_batches
-        batches = [as_lm_batch(next(self.pretrain_batches), self.strategy.device) for _ in micro_batches]
+        batches = [
+            as_lm_batch(next(self.pretrain_batches), self.strategy.device) for _ in micro_batches
+        ]
         self.state.pretrain_batches += len(batches)
         tokens = sum(self.pretrain_loss.num_tokens(on_cpu(batch["labels"])) for batch in batches)
         tokens = self.strategy.all_reduce(tokens, "sum")
         return [
-            replace(experience, part=replace(experience.part, pretrain=(batch, tokens, len(batches))))
+            replace(
+                experience, part=replace(experience.part, pretrain=(batch, tokens, len(batches)))
+            )
             for experience, batch in zip(micro_batches, batches)
         ]
 
@@ -317,11 +368,14 @@ class Update:
         status = self.optimizer_step("actor", self.actor, self.actor_optim, self.actor_scheduler)
         if "actor_grad_norm" in status:
             status["actor_stopped"] = 0.0
-            if self.ema_model is not None and math.isfinite(status["actor_grad_norm"]):  # not after a skipped step
+            # not after a skipped step
+            if self.ema_model is not None and math.isfinite(status["actor_grad_norm"]):
                 self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta)
         return status
 
-    def optimizer_step(self, name: str, model: Any, optimizer: Any, scheduler: Any) -> dict[str, float]:
+    def optimizer_step(
+        self, name: str, model: Any, optimizer: Any, scheduler: Any
+    ) -> dict[str, float]:
         """The optimizer step of a model, if this was the last micro batch of it."""
         status = {f"{name}_lr": optimizer.param_groups[0]["lr"]}
         outcome = self.strategy.optimizer_step(optimizer, model, scheduler, name=name)
@@ -365,7 +419,8 @@ def actor_loss(
         experience.attention_mask,
         entropy=True if sample is None else sample.computed,
         entropy_grad=options.entropy_coef > 0,
-        logits=imitates or (config.algorithm.use_kl_loss and config.algorithm.kl_estimator == "full"),
+        logits=imitates
+        or (config.algorithm.use_kl_loss and config.algorithm.kl_estimator == "full"),
         router_loss=options.aux_loss_coef > 0,
     )
     loss, metrics = weighted_policy_loss(
@@ -386,11 +441,14 @@ def actor_loss(
         loss = loss + kl_coef * kl_loss
         metrics["kl_loss"] = kl_loss.detach()
     if imitates:
-        distill_loss, of_teacher = _distill_loss(actor, teacher, scores, experience, normalizer, config)
+        distill_loss, of_teacher = _distill_loss(
+            actor, teacher, scores, experience, normalizer, config
+        )
         loss = loss + config.distill.distill_coef * distill_loss
         metrics |= of_teacher
     if options.aux_loss_coef > 0:
-        metrics["aux_loss"] = (aux_loss := _token_share(mask, normalizer) * scores.router_loss).detach()
+        aux_loss = _token_share(mask, normalizer) * scores.router_loss
+        metrics["aux_loss"] = aux_loss.detach()
         loss = loss + options.aux_loss_coef * aux_loss
     return loss, metrics, scores.log_probs.detach(), per_token
 
@@ -404,7 +462,9 @@ class EntropySample:
     computed: Tensor  # the sample, and the rows that somebody reads
 
 
-def entropy_sample(experience: Experience, tokens: float, rows: Iterable[int] = ()) -> EntropySample | None:
+def entropy_sample(
+    experience: Experience, tokens: float, rows: Iterable[int] = ()
+) -> EntropySample | None:
     """Which tokens of a micro batch are in the sample of an optimizer step of ``tokens``; ``None``: all are.
 
     The choice depends on the ids of a row alone, so the logged mean depends neither on micro batches nor on ranks.
@@ -412,7 +472,9 @@ def entropy_sample(experience: Experience, tokens: float, rows: Iterable[int] = 
     stride = min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE)
     if stride < 2:
         return None
-    ids, real, mask = map(on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask))
+    ids, real, mask = map(
+        on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask)
+    )
     counted = systematic_sample(mask, start=(ids * real).sum(1), stride=stride)
     computed = counted.clone()
     computed[list(rows)] = True
@@ -425,7 +487,9 @@ def _mean_entropy(
     """This micro batch's share of the mean, and the entropy per token (B, A), NaN where it was not computed."""
     if sample is None:
         return aggregate_loss(per_token, mask, "token-mean", normalizer), per_token
-    counted, computed = (to_device(places, mask.device) for places in (sample.counted, sample.computed))
+    counted, computed = (
+        to_device(places, mask.device) for places in (sample.counted, sample.computed)
+    )
     of_sample = per_token.masked_fill(~counted, 0.0)
     mean = sample.stride * aggregate_loss(of_sample, mask, "token-mean", normalizer)
     return mean, per_token.masked_fill(~computed, torch.nan)
@@ -456,7 +520,9 @@ def weighted_policy_loss(
     if token_weights:
         in_training = experience.action_mask.to(log_probs.dtype)  # (B, A)
         for weigh in token_weights:
-            in_training = in_training * weigh(experience, log_probs=log_probs.detach(), entropy=entropy)
+            in_training = in_training * weigh(
+                experience, log_probs=log_probs.detach(), entropy=entropy
+            )
         weights = in_training if weights is None else weights * in_training
     loss, metrics = loss_fn(
         log_probs,
@@ -470,7 +536,9 @@ def weighted_policy_loss(
     metrics["policy_loss"] = loss.detach()
     if in_training is not None:
         rejected = (in_training == 0).to(in_training.dtype)
-        metrics["rejected_ratio"] = aggregate_loss(rejected, experience.action_mask, "token-mean", normalizer)
+        metrics["rejected_ratio"] = aggregate_loss(
+            rejected, experience.action_mask, "token-mean", normalizer
+        )
     return loss, metrics
 
 
@@ -501,7 +569,9 @@ def _distill_loss(
 ) -> tuple[Tensor, Metrics]:
     """The divergence from a teacher, and what there is to say of it."""
     mask = experience.action_mask
-    divergence, teacher_log_probs = _divergence(actor, teacher, scores, experience, config.distill.distill_beta)
+    divergence, teacher_log_probs = _divergence(
+        actor, teacher, scores, experience, config.distill.distill_beta
+    )
     loss = aggregate_loss(divergence, mask, config.loss.loss_agg_mode, normalizer)
     gap = scores.log_probs.detach() - teacher_log_probs
     metrics = {
@@ -521,11 +591,17 @@ def _divergence(
             experience.sequences, experience.num_actions, experience.attention_mask, logits=True
         )
     per_token = full_kl(scores.logits, frozen.logits, actor.temperature, beta=beta)  # (K,)
-    return torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token), frozen.log_probs
+    return torch.zeros_like(scores.log_probs).masked_scatter(
+        scores.real, per_token
+    ), frozen.log_probs
 
 
 def critic_loss(
-    critic: Any, experience: Experience, normalizer: LossNormalizer, loss_fn: ValueLoss, value_norm: ValueNorm | None
+    critic: Any,
+    experience: Experience,
+    normalizer: LossNormalizer,
+    loss_fn: ValueLoss,
+    value_norm: ValueNorm | None,
 ) -> tuple[Tensor, Metrics]:
     """Value loss and metrics. ``value_norm`` normalises what the critic says; what the experience holds is not."""
     mask, old_values, returns = experience.action_mask, experience.values, experience.returns
@@ -540,9 +616,14 @@ def critic_loss(
     return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}
 
 
-def pretrain_loss(model: Any, batch: Mapping[str, Tensor], loss_fn: GPTLMLoss, tokens: float, dp_size: int) -> Tensor:
+def pretrain_loss(
+    model: Any, batch: Mapping[str, Tensor], loss_fn: GPTLMLoss, tokens: float, dp_size: int
+) -> Tensor:
     """Language-model loss of a batch: its share of the mean over the ``tokens`` with labels of all ranks."""
-    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"], return_output=True).logits  # (B, S, V)
+    # (B, S, V)
+    logits = model(
+        batch["input_ids"], attention_mask=batch["attention_mask"], return_output=True
+    ).logits
     return loss_fn(logits, batch["labels"], tokens, dp_size)
 
 
@@ -565,7 +646,9 @@ class EarlyStop:
         sums, self.sums = self.sums, {}
         if not sums:
             return False
-        values = self.ranks.all_reduce(torch.stack([sums[name] for name in self.limits]), "mean").tolist()
+        values = self.ranks.all_reduce(
+            torch.stack([sums[name] for name in self.limits]), "mean"
+        ).tolist()
         return any(value > limit for value, limit in zip(values, self.limits.values()))
 
 
@@ -577,7 +660,9 @@ def build_policy_loss(config: PPOConfig) -> PolicyLoss:
         loss.eps_clip_high,
         policy_loss=loss.policy_loss,
         loss_agg_mode=loss.loss_agg_mode,
-        options={name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults},
+        options={
+            name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults
+        },
     )
 
 

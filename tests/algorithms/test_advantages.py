@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightppo.algorithms.advantages import OnEveryToken, gae, group_normalize, reward_to_go, teacher_advantages
+from lightppo.algorithms.advantages import (
+    OnEveryToken,
+    gae,
+    group_normalize,
+    reward_to_go,
+    teacher_advantages,
+)
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.masking import identity, whiten
 
@@ -44,7 +50,9 @@ def estimate(
     } | given
     if scores is None:
         scores = (rewards * mask).sum(1)
-    return ADVANTAGE_ESTIMATORS[name].fn(token_rewards=rewards, action_mask=mask, scores=scores, **arguments)
+    return ADVANTAGE_ESTIMATORS[name].fn(
+        token_rewards=rewards, action_mask=mask, scores=scores, **arguments
+    )
 
 
 def random_batch() -> dict[str, Tensor]:
@@ -67,7 +75,9 @@ def random_batch() -> dict[str, Tensor]:
 
 
 class TestTable:
-    @pytest.mark.parametrize(("name", "other"), [("reinforce", "reinforce++"), ("grpo", "group_norm")])
+    @pytest.mark.parametrize(
+        ("name", "other"), [("reinforce", "reinforce++"), ("grpo", "group_norm")]
+    )
     def test_two_names_of_one_estimator(self, name, other):
         assert ADVANTAGE_ESTIMATORS[name] == ADVANTAGE_ESTIMATORS[other]
 
@@ -82,7 +92,9 @@ class TestTable:
         assert (whole[0].abs().sum() > 0) != ADVANTAGE_ESTIMATORS[name].of_teacher
 
         order = torch.tensor([5, 2, 0, 3, 1, 4])
-        shuffled = estimate(name, **{key: tensor[order] for key, tensor in batch.items()}, gamma=0.9)
+        shuffled = estimate(
+            name, **{key: tensor[order] for key, tensor in batch.items()}, gamma=0.9
+        )
         for got, expected in zip(shuffled, whole):
             torch.testing.assert_close(got, expected[order])
 
@@ -91,15 +103,20 @@ class TestTable:
             key: pad(batch[key].masked_fill(~mask, NAN), (0, 3), value=NAN)
             for key in ("rewards", "values", "score_norms")
         }
-        empty_row = {key: batch[key].masked_fill(~mask.any(1), NAN) for key in ("scores", "baseline_scores")}
-        wide = estimate(name, **(batch | dirty | empty_row | {"mask": pad(mask, (0, 3))}), gamma=0.9)
+        empty_row = {
+            key: batch[key].masked_fill(~mask.any(1), NAN) for key in ("scores", "baseline_scores")
+        }
+        wide = estimate(
+            name, **(batch | dirty | empty_row | {"mask": pad(mask, (0, 3))}), gamma=0.9
+        )
         for got, expected in zip(wide, whole):
             assert torch.equal(got, pad(expected, (0, 3)))
 
     @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
     def test_two_ranks_give_what_one_gives(self, name, simulate_ranks):
         batch = random_batch()
-        rows = [batch["group_ids"] == 7, batch["group_ids"] == -2]  # the samples of a prompt are on one rank
+        # the samples of a prompt are on one rank
+        rows = [batch["group_ids"] == 7, batch["group_ids"] == -2]
         whole = estimate(name, **batch)
         shares = [{key: tensor[rows[rank]] for key, tensor in batch.items()} for rank in range(2)]
         parts = simulate_ranks(2, lambda rank, s: estimate(name, **shares[rank], all_reduce_sum=s))
@@ -111,9 +128,13 @@ class TestTable:
     def test_a_rank_without_samples_takes_part(self, name, simulate_ranks):
         batch = random_batch()
         shares = [batch, {key: tensor[:0] for key, tensor in batch.items()}]
-        full, empty = simulate_ranks(2, lambda rank, s: estimate(name, **shares[rank], all_reduce_sum=s))
+        full, empty = simulate_ranks(
+            2, lambda rank, s: estimate(name, **shares[rank], all_reduce_sum=s)
+        )
         assert all(x.shape == (0, 5) for x in empty)
-        assert all(torch.equal(got, expected) for got, expected in zip(full, estimate(name, **batch)))
+        assert all(
+            torch.equal(got, expected) for got, expected in zip(full, estimate(name, **batch))
+        )
 
     @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
     def test_every_estimator_takes_an_all_masked_batch(self, name):
@@ -125,9 +146,14 @@ class TestTable:
 
     @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
     def test_no_gradient_leaks_into_the_targets(self, name):
-        values, rewards = torch.zeros(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+        values, rewards = (
+            torch.zeros(2, 2, requires_grad=True),
+            torch.ones(2, 2, requires_grad=True),
+        )
         given = {"values": values, "baseline_scores": torch.zeros(2, requires_grad=True)}
-        out = estimate(name, rewards, torch.ones(2, 2).bool(), group_ids=torch.zeros(2).long(), **given)
+        out = estimate(
+            name, rewards, torch.ones(2, 2).bool(), group_ids=torch.zeros(2).long(), **given
+        )
         assert not any(x.requires_grad for x in out)
 
     @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
@@ -135,19 +161,27 @@ class TestTable:
         batch = random_batch()
         single = estimate(name, **batch)
         assert all(x.dtype == torch.float32 for x in single)
-        wide = {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in batch.items()}
+        wide = {
+            key: tensor.double() if tensor.is_floating_point() else tensor
+            for key, tensor in batch.items()
+        }
         double = estimate(name, **wide)
         for got, expected in zip(double, single):
             assert got.dtype == torch.float64
             torch.testing.assert_close(got.float(), expected, rtol=1e-5, atol=1e-6)
-        narrow = {key: tensor.bfloat16() if tensor.is_floating_point() else tensor for key, tensor in batch.items()}
+        narrow = {
+            key: tensor.bfloat16() if tensor.is_floating_point() else tensor
+            for key, tensor in batch.items()
+        }
         assert all(x.dtype == torch.float32 for x in estimate(name, **narrow))
 
     @pytest.mark.parametrize("name", CRITIC_FREE)
     def test_without_a_critic_values_and_bootstraps_count_for_nothing(self, name):
         batch = random_batch()
         without = estimate(name, **(batch | {"values": None, "bootstrap_values": None}))
-        assert all(torch.equal(got, expected) for got, expected in zip(without, estimate(name, **batch)))
+        assert all(
+            torch.equal(got, expected) for got, expected in zip(without, estimate(name, **batch))
+        )
 
     @pytest.mark.parametrize("name", CRITIC_FREE)
     def test_returns_are_the_rewards_to_go(self, name):
@@ -160,7 +194,11 @@ class TestTable:
 
     @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
     def test_shapes_that_do_not_fit_are_refused(self, name):
-        given = {"values": torch.zeros(2, 2), "baseline_scores": torch.zeros(2), "group_ids": torch.zeros(2).long()}
+        given = {
+            "values": torch.zeros(2, 2),
+            "baseline_scores": torch.zeros(2),
+            "group_ids": torch.zeros(2).long(),
+        }
         with pytest.raises(ValueError, match=r"token_rewards \(2, 2\), action_mask \(2, 1\)"):
             estimate(name, torch.zeros(2, 2), torch.ones(2, 1).bool(), **given)
 
@@ -191,7 +229,9 @@ class TestTeacher:
         logits, other = torch.randn(2, 9, generator=generator, dtype=torch.float64)
         logits = logits.requires_grad_()
         log_p, log_q = logits.log_softmax(-1), other.log_softmax(-1)
-        (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), logits, retain_graph=True)
+        (exact,) = torch.autograd.grad(
+            (log_p.exp() * (log_p - log_q)).sum(), logits, retain_graph=True
+        )
         mask = torch.ones(1, 9, dtype=torch.bool)
         advantages = teacher_advantages(log_p.detach()[None], log_q[None], mask)[0]
         (mean,) = torch.autograd.grad((log_p.exp().detach() * advantages * log_p).sum(), logits)
@@ -220,7 +260,9 @@ class TestGAE:
 
     def test_a_hole_is_passed_over_as_if_it_were_not_there(self):
         rewards, values = torch.tensor([[0.1, 0.2, 1.0]]), torch.tensor([[0.5, 0.25, 0.75]])
-        dense = estimate("gae", rewards, torch.ones(1, 3).bool(), values=values, gamma=0.9, lambd=0.8)
+        dense = estimate(
+            "gae", rewards, torch.ones(1, 3).bool(), values=values, gamma=0.9, lambd=0.8
+        )
         # the same three tokens with tool output between, before and after them; what lies there is ignored
         at = torch.tensor([1, 4, 6])
         holed_rewards, holed_values = torch.full((1, 8), 9.0), torch.full((1, 8), NAN)
@@ -249,7 +291,13 @@ class TestGAE:
         mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
         rewards, values = torch.zeros(2, 4), torch.ones(2, 4)
         advantages, returns = estimate(
-            "gae", rewards, mask, values=values, bootstrap_values=torch.tensor([3.0, 0.0]), gamma=0.5, lambd=1.0
+            "gae",
+            rewards,
+            mask,
+            values=values,
+            bootstrap_values=torch.tensor([3.0, 0.0]),
+            gamma=0.5,
+            lambd=1.0,
         )
         # row 0: A1 = 0 + 0.5·3 - 1 = 0.5; A0 = 0.5·1 - 1 + 0.5·0.5 = -0.25
         assert advantages[0].tolist() == [-0.25, 0.5, 0.0, 0.0]
@@ -260,7 +308,10 @@ class TestGAE:
 
     def test_lambda_one_gives_monte_carlo_and_lambda_zero_one_step(self):
         generator = torch.Generator().manual_seed(0)
-        rewards, values = torch.randn(3, 6, generator=generator), torch.randn(3, 6, generator=generator)
+        rewards, values = (
+            torch.randn(3, 6, generator=generator),
+            torch.randn(3, 6, generator=generator),
+        )
         mask = torch.tensor([6, 2, 1])[:, None] > torch.arange(6)
         _, returns = estimate("gae", rewards, mask, values=values, gamma=0.9, lambd=1.0)
         torch.testing.assert_close(returns, reward_to_go(rewards, mask, 0.9))
@@ -270,7 +321,10 @@ class TestGAE:
 
     def test_rows_do_not_see_each_other(self):
         generator = torch.Generator().manual_seed(0)
-        rewards, values = torch.randn(4, 50, generator=generator), torch.randn(4, 50, generator=generator)
+        rewards, values = (
+            torch.randn(4, 50, generator=generator),
+            torch.randn(4, 50, generator=generator),
+        )
         mask = torch.tensor([50, 1, 3, 0])[:, None] > torch.arange(50)  # very different lengths
         whole = estimate("gae", rewards, mask, values=values)
         for row in range(4):
@@ -279,7 +333,9 @@ class TestGAE:
 
     def test_bfloat16_values_are_used_in_float32(self):
         values = torch.tensor([[1.0, 1.0]]).bfloat16()
-        advantages, returns = estimate("gae", torch.tensor([[0.0, 1.001]]), torch.ones(1, 2).bool(), values=values)
+        advantages, returns = estimate(
+            "gae", torch.tensor([[0.0, 1.001]]), torch.ones(1, 2).bool(), values=values
+        )
         assert advantages.dtype == returns.dtype == torch.float32
         torch.testing.assert_close(advantages[0, 1], torch.tensor(0.001), rtol=0, atol=1e-7)
 
@@ -297,14 +353,19 @@ class TestReinforce:
     def test_discounted_reward_to_go_by_hand(self):
         rewards = torch.tensor([[-0.5, 7.0, 0.0, 2.0], [1.0, NAN, NAN, NAN]])
         mask = torch.tensor([[True, False, True, True], [True, False, False, False]])
-        advantages, returns = estimate("reinforce++", rewards, mask, scores=torch.tensor([1.5, 1.0]), gamma=0.5)
+        advantages, returns = estimate(
+            "reinforce++", rewards, mask, scores=torch.tensor([1.5, 1.0]), gamma=0.5
+        )
         # A3 = 2, A2 = 0 + 0.5·2 = 1, hole, A0 = -0.5 + 0.5·1 = 0; the answer of one token: 1
         assert advantages.tolist() == [[0.0, 0.0, 1.0, 2.0], [1.0, 0.0, 0.0, 0.0]]
         assert torch.equal(returns, advantages)
 
     def test_without_discount_there_is_no_step_per_token(self):
         generator = torch.Generator().manual_seed(0)
-        rewards, mask = torch.randn(5, 300, generator=generator), torch.rand(5, 300, generator=generator) < 0.8
+        rewards, mask = (
+            torch.randn(5, 300, generator=generator),
+            torch.rand(5, 300, generator=generator) < 0.8,
+        )
         rewards = torch.where(mask, rewards, NAN)
         zeros = torch.zeros_like(rewards)
         with Operations() as at_once:
@@ -317,7 +378,9 @@ class TestReinforce:
 
     def test_a_penalty_counts_for_the_tokens_before_it_only(self):
         # -β·KL of 0.25 on the middle token: (1 - 0.25, 1 - 0.25, 1)
-        advantages, _ = estimate("reinforce", torch.tensor([[0.0, -0.25, 1.0]]), torch.ones(1, 3).bool())
+        advantages, _ = estimate(
+            "reinforce", torch.tensor([[0.0, -0.25, 1.0]]), torch.ones(1, 3).bool()
+        )
         assert advantages.tolist() == [[0.75, 0.75, 1.0]]
 
     def test_whitening_one_result_leaves_the_other(self):
@@ -345,13 +408,17 @@ class TestReMax:
 
     def test_the_baseline_is_not_discounted(self):
         given = {"baseline_scores": torch.tensor([1.0]), "gamma": 0.5}
-        advantages, _ = estimate("remax", torch.tensor([[0.0, 0.0, 4.0]]), torch.ones(1, 3).bool(), **given)
+        advantages, _ = estimate(
+            "remax", torch.tensor([[0.0, 0.0, 4.0]]), torch.ones(1, 3).bool(), **given
+        )
         assert advantages.tolist() == [[0.0, 1.0, 3.0]]  # (1, 2, 4) - 1
 
     def test_an_answer_as_good_as_the_greedy_one_gets_zero(self):
         given = {"baseline_scores": torch.full((2,), 0.1)}
         rewards = torch.tensor([[0.0, 0.0, 0.1], [0.1, 0.0, 0.0]])
-        advantages, _ = estimate("remax", rewards, torch.tensor([[1, 1, 1], [1, 0, 0]]).bool(), **given)
+        advantages, _ = estimate(
+            "remax", rewards, torch.tensor([[1, 1, 1], [1, 0, 0]]).bool(), **given
+        )
         assert torch.equal(advantages, torch.zeros(2, 3))
 
     def test_bad_input(self):
@@ -365,20 +432,28 @@ class TestReMax:
 class TestGroupAdvNorm:
     def test_by_hand(self):
         # prompt 5: rewards to go (2, 2) and (1), (-1); prompt 3: (4, 4, 4) and (0)
-        rewards = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 4.0], [1.0, 0.0, 0.0], [-1.0, 9.0, 9.0], [9.0, 0.0, 9.0]])
+        rewards = torch.tensor(
+            [[0.0, 2.0, 0.0], [0.0, 0.0, 4.0], [1.0, 0.0, 0.0], [-1.0, 9.0, 9.0], [9.0, 0.0, 9.0]]
+        )
         mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 0, 0], [0, 1, 0]]).bool()
-        advantages, _ = estimate("group_adv_norm", rewards, mask, group_ids=torch.tensor([5, 3, 5, 5, 3]))
+        advantages, _ = estimate(
+            "group_adv_norm", rewards, mask, group_ids=torch.tensor([5, 3, 5, 5, 3])
+        )
         # prompt 5: mean 4/4 = 1, squares 1 + 1 + 0 + 4 = 6, σ = sqrt(6/4) = 1.2247449; 1/(σ + 1e-5), -2/(σ + 1e-5)
         a, b = 0.8164899, -1.6329798
         # prompt 3: mean 12/4 = 3, squares 1 + 1 + 1 + 9 = 12, σ = sqrt(3) = 1.7320508
         c, d = 0.5773469, -1.7320408
-        expected = torch.tensor([[a, a, 0.0], [c, c, c], [0.0, 0.0, 0.0], [b, 0.0, 0.0], [0.0, d, 0.0]])
+        expected = torch.tensor(
+            [[a, a, 0.0], [c, c, c], [0.0, 0.0, 0.0], [b, 0.0, 0.0], [0.0, d, 0.0]]
+        )
         torch.testing.assert_close(advantages, expected, rtol=0, atol=2e-7)
 
     def test_discounted(self):
         mask = torch.tensor([[1, 1], [1, 0]]).bool()
         rewards = torch.tensor([[0.0, 4.0], [0.0, 0.0]])
-        advantages, _ = estimate("group_adv_norm", rewards, mask, group_ids=torch.zeros(2).long(), gamma=0.5)
+        advantages, _ = estimate(
+            "group_adv_norm", rewards, mask, group_ids=torch.zeros(2).long(), gamma=0.5
+        )
         # (2, 4) and (0): mean 2, σ = sqrt(8/3) = 1.6329932: 0, 2/1.6330032, -2/1.6330032
         torch.testing.assert_close(advantages, torch.tensor([[0.0, 1.2247374], [-1.2247374, 0.0]]))
 
@@ -390,11 +465,17 @@ class TestGroupAdvNorm:
             estimate("group_adv_norm", rewards, mask, group_ids=torch.tensor([4, 9, 4]))
 
 
-BY_SCORES = [name for name, entry in ADVANTAGE_ESTIMATORS.items() if isinstance(entry.fn, OnEveryToken)]
+BY_SCORES = [
+    name for name, entry in ADVANTAGE_ESTIMATORS.items() if isinstance(entry.fn, OnEveryToken)
+]
 
 
 def advantages_of(
-    name: str, scores: list[float] | Tensor, groups: list[int] | None = None, tokens: list[int] | None = None, **given
+    name: str,
+    scores: list[float] | Tensor,
+    groups: list[int] | None = None,
+    tokens: list[int] | None = None,
+    **given,
 ) -> list[float]:
     """A of each sample, which must be the same on its trained tokens and 0 elsewhere.
 
@@ -473,10 +554,15 @@ class TestByHand:
         assert advantages_of("opo", [1.0, 2.0, 6.0], tokens=[3, 3, 3]) == [-2.0, -1.0, 3.0]
 
     def test_opo_counts_trained_tokens_only(self):
-        mask = torch.tensor([[True, False, False, True], [True, False, True, False], [False, True, False, False]])
+        mask = torch.tensor(
+            [[True, False, False, True], [True, False, True, False], [False, True, False, False]]
+        )
         rewards = torch.tensor([[0.0, 9.0, 9.0, 1.0], [3.0, 9.0, 2.0, 9.0], [9.0, 0.0, 9.0, 9.0]])
         advantages, _ = ADVANTAGE_ESTIMATORS["opo"].fn(
-            token_rewards=rewards, action_mask=mask, scores=(rewards * mask).sum(1), group_ids=torch.zeros(3).long()
+            token_rewards=rewards,
+            action_mask=mask,
+            scores=(rewards * mask).sum(1),
+            group_ids=torch.zeros(3).long(),
         )
         # b = (2·1 + 2·5 + 1·0) / 5 = 2.4; 1 - 2.4, 5 - 2.4, 0 - 2.4
         expected = torch.where(mask, torch.tensor([[-1.4], [2.6], [-2.4]]), 0.0)
@@ -484,19 +570,35 @@ class TestByHand:
 
     def test_opo_with_very_different_lengths(self):
         # a wrong answer of 999 tokens and a right one of 1: b = 1/1000; the mean would give ±0.5
-        assert advantages_of("opo", [0.0, 1.0], tokens=[999, 1]) == pytest.approx([-0.001, 0.999], rel=1e-6)
+        assert advantages_of("opo", [0.0, 1.0], tokens=[999, 1]) == pytest.approx(
+            [-0.001, 0.999], rel=1e-6
+        )
 
     def test_gpg(self):
         # 5 samples, all with s ≠ 0: α = 1
         assert self.run("gpg") == [-2.0, 0.0, -1.0, 3.0, 0.0]
         # 6 samples, 2 with s ≠ 0: α = 3. mean 1/2: ±0.5·3; the others are equal
         scores, groups = [1.0, 0.0, 0.0, 0.0, -1.0, -1.0], [0, 0, 1, 1, 2, 2]
-        assert advantages_of("gpg", scores, groups) == [1.0, -1.0, 0.0, 0.0, 0.0, 0.0]  # 3 of 6: α = 2
-        assert advantages_of("gpg", [*scores[:4], 0.0, 1.0], groups) == [1.5, -1.5, 0.0, 0.0, -1.5, 1.5]
+        # 3 of 6: α = 2
+        assert advantages_of("gpg", scores, groups) == [1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+        assert advantages_of("gpg", [*scores[:4], 0.0, 1.0], groups) == [
+            1.5,
+            -1.5,
+            0.0,
+            0.0,
+            -1.5,
+            1.5,
+        ]
 
     def test_gpg_counts_samples_with_trained_tokens(self):
         # 4 of 5 rows count, 2 of them with s ≠ 0: α = 2; mean 1/2
-        assert advantages_of("gpg", [1.0, 0.0, 9.0, 0.0, 1.0], tokens=[1, 2, 0, 1, 3]) == [1.0, -1.0, 0.0, -1.0, 1.0]
+        assert advantages_of("gpg", [1.0, 0.0, 9.0, 0.0, 1.0], tokens=[1, 2, 0, 1, 3]) == [
+            1.0,
+            -1.0,
+            0.0,
+            -1.0,
+            1.0,
+        ]
 
     def test_passk(self):
         # prompt 30: 6 - 2 = 4 for the best; prompt -1: a tie
@@ -508,7 +610,8 @@ class TestByHand:
         ("scores", "expected"),
         [
             ([1.0, 0.0, 0.0], [1.0, 0.0, 0.0]),
-            ([0.0, 1.0, 1.0], [0.0, 0.0, 0.0]),  # two share the maximum: without either the best is the same
+            # two share the maximum: without either the best is the same
+            ([0.0, 1.0, 1.0], [0.0, 0.0, 0.0]),
             ([-3.0, -1.0, -2.0], [0.0, 1.0, 0.0]),
             ([5.0, 5.0, 5.0], [0.0, 0.0, 0.0]),
             ([2.0, 7.0], [0.0, 5.0]),
@@ -544,8 +647,11 @@ class TestGPGOverRanks:
         # 8 samples, 2 with s ≠ 0: α = 4; means 1/2, 0 and 1/3
         assert first == [2.0, -2.0]
         assert second == pytest.approx([0.0, 0.0, 0.0, -4 / 3, -4 / 3, 8 / 3])
-        assert first + second == pytest.approx(advantages_of("gpg", scores[0] + scores[1], groups[0] + groups[1]))
-        assert advantages_of("gpg", scores[0], groups[0]) == [1.0, -1.0]  # alone, the first rank would use α = 2
+        assert first + second == pytest.approx(
+            advantages_of("gpg", scores[0] + scores[1], groups[0] + groups[1])
+        )
+        # alone, the first rank would use α = 2
+        assert advantages_of("gpg", scores[0], groups[0]) == [1.0, -1.0]
 
     def test_no_score_on_any_rank(self, simulate_ranks):
         run = lambda rank, s: advantages_of("gpg", [0.0, 0.0], all_reduce_sum=s)  # noqa: E731
@@ -560,7 +666,9 @@ class TestEveryOne:
     def test_equal_scores_give_an_exact_zero(self, name, score, std_eps, dtype):
         # the mean of seven 0.1 is off by 7e-9 in float32, and /1e-6 would make advantages of 0.7% out of nothing
         scores = torch.full((7,), score, dtype=dtype)
-        assert advantages_of(name, scores, tokens=[1, 2, 3, 4, 5, 6, 77], std_eps=std_eps) == [0.0] * 7
+        assert (
+            advantages_of(name, scores, tokens=[1, 2, 3, 4, 5, 6, 77], std_eps=std_eps) == [0.0] * 7
+        )
 
     def test_a_sample_without_trained_tokens_leaves_the_statistics(self, name):
         four = advantages_of(name, [1.0, 2.0, NAN, 6.0], tokens=[1, 2, 0, 3])
@@ -579,7 +687,11 @@ class TestEveryOne:
 
     def test_groups_do_not_see_each_other(self, name):
         generator = torch.Generator().manual_seed(0)
-        scores, groups, tokens = torch.randn(6, generator=generator), [1, 0, 1, 0, 0, 1], [5, 1, 2, 300, 7, 1]
+        scores, groups, tokens = (
+            torch.randn(6, generator=generator),
+            [1, 0, 1, 0, 0, 1],
+            [5, 1, 2, 300, 7, 1],
+        )
         whole = advantages_of(name, scores, groups, tokens)
         for group in (0, 1):
             rows = [row for row in range(6) if groups[row] == group]
@@ -609,7 +721,11 @@ class TestEveryOne:
 
     def test_bad_input(self, name):
         run = ADVANTAGE_ESTIMATORS[name].fn
-        given = {"token_rewards": torch.zeros(2, 1), "action_mask": torch.ones(2, 1).bool(), "scores": torch.zeros(2)}
+        given = {
+            "token_rewards": torch.zeros(2, 1),
+            "action_mask": torch.ones(2, 1).bool(),
+            "scores": torch.zeros(2),
+        }
         with pytest.raises(ValueError, match="group_ids"):
             run(**given, group_ids=None)
         with pytest.raises(ValueError, match=r"group_ids \(3,\)"):
@@ -618,7 +734,9 @@ class TestEveryOne:
             run(**(given | {"scores": torch.zeros(2, 1)}), group_ids=torch.zeros(2).long())
 
 
-@pytest.mark.parametrize("name", ["rloo", "group_norm", "dr_grpo", "reinforce++_baseline", "gpg", "cpgd"])
+@pytest.mark.parametrize(
+    "name", ["rloo", "group_norm", "dr_grpo", "reinforce++_baseline", "gpg", "cpgd"]
+)
 def test_advantages_of_a_group_sum_to_zero(name):
     scores = torch.randn(8, generator=torch.Generator().manual_seed(0))
     advantages = torch.tensor(advantages_of(name, scores, [0, 1] * 4))
@@ -639,10 +757,14 @@ class TestGroupNormalize:
         out = group_normalize(self.VALUES, self.MASK, torch.tensor([6, 0, 6, 6]), eps=0.0)
         # prompt 6: 1, 5 and 3: mean 3, σ = sqrt(8/3) = 1.6329932; ±2/σ = ±1.2247449. prompt 0: equal values
         a = 1.2247449
-        torch.testing.assert_close(out, torch.tensor([[-a, 0.0, a], [0.0] * 3, [0.0] * 3, [0.0] * 3]))
+        torch.testing.assert_close(
+            out, torch.tensor([[-a, 0.0, a], [0.0] * 3, [0.0] * 3, [0.0] * 3])
+        )
 
     def test_eps_is_added_to_the_standard_deviation(self):
-        out = group_normalize(torch.tensor([[1.0, 3.0]]), torch.ones(1, 2).bool(), torch.tensor([0]), eps=1.0)
+        out = group_normalize(
+            torch.tensor([[1.0, 3.0]]), torch.ones(1, 2).bool(), torch.tensor([0]), eps=1.0
+        )
         assert out.tolist() == [[-0.5, 0.5]]  # mean 2, σ = 1: ∓1/(1 + 1)
 
     def test_a_long_answer_weighs_more(self):
@@ -661,7 +783,9 @@ class TestGroupNormalize:
         assert torch.equal(out, torch.zeros(3, 7, dtype=dtype))
 
     def test_a_group_of_one_sample_is_compared_with_itself(self):
-        out = group_normalize(torch.tensor([[1.0, 3.0], [7.0, 9.0]]), torch.ones(2, 2).bool(), torch.tensor([0, 1]))
+        out = group_normalize(
+            torch.tensor([[1.0, 3.0], [7.0, 9.0]]), torch.ones(2, 2).bool(), torch.tensor([0, 1])
+        )
         torch.testing.assert_close(out, torch.tensor([[-1.0, 1.0], [-1.0, 1.0]]), rtol=0, atol=2e-5)
 
     def test_scale_and_offset_of_a_group_do_not_matter(self):
@@ -670,7 +794,9 @@ class TestGroupNormalize:
         mask = torch.rand(6, 5, generator=generator) > 0.3
         out = group_normalize(values, mask, groups, eps=0.0)
         other = torch.where((groups == 3)[:, None], values * 100 + 50, values)
-        torch.testing.assert_close(group_normalize(other, mask, groups, eps=0.0), out, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            group_normalize(other, mask, groups, eps=0.0), out, rtol=1e-4, atol=1e-5
+        )
         for group in (1, 3):
             tokens = out[groups == group][mask[groups == group]]
             assert tokens.mean().item() == pytest.approx(0.0, abs=1e-6)
@@ -679,18 +805,24 @@ class TestGroupNormalize:
     def test_order_and_padding_do_not_matter(self):
         groups, order = torch.tensor([6, 0, 6, 6]), torch.tensor([2, 3, 1, 0])
         out = group_normalize(self.VALUES, self.MASK, groups)
-        torch.testing.assert_close(group_normalize(self.VALUES[order], self.MASK[order], groups[order]), out[order])
+        torch.testing.assert_close(
+            group_normalize(self.VALUES[order], self.MASK[order], groups[order]), out[order]
+        )
         pad = torch.nn.functional.pad
         wide = group_normalize(pad(self.VALUES, (0, 2), value=NAN), pad(self.MASK, (0, 2)), groups)
         assert torch.equal(wide, pad(out, (0, 2)))
 
     def test_nothing_to_normalise(self):
-        assert group_normalize(torch.zeros(0, 4), torch.zeros(0, 4).bool(), torch.zeros(0).long()).shape == (0, 4)
+        assert group_normalize(
+            torch.zeros(0, 4), torch.zeros(0, 4).bool(), torch.zeros(0).long()
+        ).shape == (0, 4)
         masked = group_normalize(torch.full((2, 2), NAN), torch.zeros(2, 2), torch.zeros(2).long())
         assert torch.equal(masked, torch.zeros(2, 2))
 
     def test_low_precision_comes_back_in_float32(self):
-        out = group_normalize(torch.tensor([[1.0, 3.0]]).bfloat16(), torch.ones(1, 2), torch.tensor([0]), eps=0.0)
+        out = group_normalize(
+            torch.tensor([[1.0, 3.0]]).bfloat16(), torch.ones(1, 2), torch.tensor([0]), eps=0.0
+        )
         assert out.dtype == torch.float32
         assert out.tolist() == [[-1.0, 1.0]]
 
@@ -750,12 +882,17 @@ class TestOptimalTokenBaseline:
         norms = torch.tensor([[0.5, 0.5, 1.0], [0.25, NAN, 1.0]])
         given = {"group_ids": torch.tensor([3, 3]), "score_norms": norms, "scores": torch.zeros(2)}
         advantages, returns = estimate("optimal_token_baseline", rewards, mask, **given)
-        torch.testing.assert_close(advantages, torch.tensor([[1.0, 5 / 9, 0.0], [-2.0, 0.0, -4 / 9]]))
+        torch.testing.assert_close(
+            advantages, torch.tensor([[1.0, 5 / 9, 0.0], [-2.0, 0.0, -4 / 9]])
+        )
         assert returns.tolist() == [[4, 3, 1], [1, 0, 2]]
 
     def test_alone_or_certain_it_has_no_advantage(self):
         """Norms of 0, a policy that is certain: the plain mean; the tail of the longest sample: an exact 0."""
-        rewards, mask = torch.tensor([[0.0, 0.3], [0.1, 0.0]]), torch.tensor([[1, 1], [1, 0]]).bool()
+        rewards, mask = (
+            torch.tensor([[0.0, 0.3], [0.1, 0.0]]),
+            torch.tensor([[1, 1], [1, 0]]).bool(),
+        )
         given = {"group_ids": torch.zeros(2).long(), "score_norms": torch.zeros(2, 2)}
         advantages, _ = estimate("optimal_token_baseline", rewards, mask, **given)
         torch.testing.assert_close(advantages, torch.tensor([[0.1, 0.0], [-0.1, 0.0]]))
@@ -763,8 +900,12 @@ class TestOptimalTokenBaseline:
 
     def test_it_has_the_least_variance_of_all_baselines(self):
         """Of one token with two outcomes: E[(A·∇log π)²] is least at the baseline."""
-        p, r = torch.tensor([0.2, 0.8], dtype=torch.float64), torch.tensor([1.0, 5.0], dtype=torch.float64)
-        norms = (1 - 2 * p + p.square().sum()).repeat_interleave(torch.tensor([2, 8]))  # ten samples in proportion
+        p, r = (
+            torch.tensor([0.2, 0.8], dtype=torch.float64),
+            torch.tensor([1.0, 5.0], dtype=torch.float64),
+        )
+        # ten samples in proportion
+        norms = (1 - 2 * p + p.square().sum()).repeat_interleave(torch.tensor([2, 8]))
         rewards, mask = r.repeat_interleave(torch.tensor([2, 8]))[:, None], torch.ones(10, 1).bool()
         given = {"group_ids": torch.zeros(10).long(), "score_norms": norms[:, None]}
         advantages, _ = estimate("optimal_token_baseline", rewards, mask, **given)
@@ -777,4 +918,9 @@ class TestOptimalTokenBaseline:
 
     def test_needs_the_norms(self):
         with pytest.raises(ValueError, match="score_norms"):
-            estimate("optimal_token_baseline", torch.ones(2, 1), torch.ones(2, 1).bool(), score_norms=None)
+            estimate(
+                "optimal_token_baseline",
+                torch.ones(2, 1),
+                torch.ones(2, 1).bool(),
+                score_norms=None,
+            )

@@ -48,9 +48,19 @@ from lightppo.config import PPOConfig
 from lightppo.experience.maker import ScoreShaper
 
 
-def estimate(name: str, rewards: Tensor = OUTCOME, mask: Tensor = MASK, **given: object) -> tuple[Tensor, Tensor]:
-    arguments = {"values": VALUES, "group_ids": GROUPS, "baseline_scores": GREEDY, "gamma": 0.9, "lambd": 0.8} | given
-    return ADVANTAGE_ESTIMATORS[name].fn(token_rewards=rewards, action_mask=mask, scores=rewards.sum(1), **arguments)
+def estimate(
+    name: str, rewards: Tensor = OUTCOME, mask: Tensor = MASK, **given: object
+) -> tuple[Tensor, Tensor]:
+    arguments = {
+        "values": VALUES,
+        "group_ids": GROUPS,
+        "baseline_scores": GREEDY,
+        "gamma": 0.9,
+        "lambd": 0.8,
+    } | given
+    return ADVANTAGE_ESTIMATORS[name].fn(
+        token_rewards=rewards, action_mask=mask, scores=rewards.sum(1), **arguments
+    )
 
 
 def bessel(advantages: Tensor) -> Tensor:
@@ -68,7 +78,8 @@ class TestAdvantages:
             -.46923007 -.03223366 .7009228 1.11564892  .27099557 .85128167
             1.04516356 -.18704606 -.84511006 -.11597198 -1.14799561  .57039148""")
         close(bessel(advantages), verl)
-        differs(whiten(advantages, MASK), verl, by=0.01)  # ours divides by n unless --adv_std_unbiased
+        # ours divides by n unless --adv_std_unbiased
+        differs(whiten(advantages, MASK), verl, by=0.01)
 
     def test_gae_with_the_kl_in_the_reward(self):
         advantages, returns = estimate("gae", TOKEN_REWARDS)
@@ -104,19 +115,29 @@ class TestAdvantages:
         advantages, returns = estimate("reinforce++", REWARDS)
         # verl compute_reinforce_plus_plus_outcome_advantage
         close(returns[0], numbers("-.996935 -1.05215 -1.0135 -.315 -.65"))
-        close(bessel(advantages)[0], numbers("-1.72579568 -1.84127519 -1.76044058 -.29956147 -1.00019784"))
+        close(
+            bessel(advantages)[0],
+            numbers("-1.72579568 -1.84127519 -1.76044058 -.29956147 -1.00019784"),
+        )
         # slime get_reinforce_plus_plus_returns, normalize_advantages, kl_coef 0.1
         slime = rows("""-.05912316 -.0397995 .14284514 .31576102 .57899593  -.88394172 -.87725773 -.92987628
             -.57358761 -.5482212 -.3762439 -.26574496  -1.23534824 -1.33091489
             .8008128 1.10056085 1.32616499 1.76803274 2.06938054  -.9824948""")
         close(bessel(estimate("reinforce++", TOKEN_REWARDS)[0]), slime, FLOAT32)
         # OpenRLHF, estimator reinforce
-        close(whiten(estimate("reinforce")[0], MASK)[2], numbers("-.45730474 -.39702338 -.33004409 -.25562265 0"), 1e-6)
+        close(
+            whiten(estimate("reinforce")[0], MASK)[2],
+            numbers("-.45730474 -.39702338 -.33004409 -.25562265 0"),
+            1e-6,
+        )
 
     def test_reinforce_baseline(self):
         advantages = estimate("reinforce++_baseline")[0]
         # verl compute_reinforce_plus_plus_baseline_outcome_advantage; slime with --normalize-advantages
-        close(bessel(advantages), on_tokens(".25608284 -.98302768 -.36347242 -1.4373682 1.41258599 -1.06563504"))
+        close(
+            bessel(advantages),
+            on_tokens(".25608284 -.98302768 -.36347242 -1.4373682 1.41258599 -1.06563504"),
+        )
         # OpenRLHF, estimator reinforce_baseline
         openrlhf = on_tokens(".26273545 -1.00856522 -.37291489 -1.4747088 1.44928274 -1.0933186")
         close(whiten(advantages, MASK), openrlhf, FLOAT32)
@@ -159,15 +180,22 @@ class TestAdvantages:
         """A float32 mean of seven times 0.1 is not 0.1: -0.0074 in verl and slime, -0.82 in OpenRLHF's group_norm."""
         scores, ones = torch.full((7,), 0.1), torch.ones(7, 1)
         estimator = ADVANTAGE_ESTIMATORS["grpo"].fn
-        got = estimator(token_rewards=scores[:, None], action_mask=ones, scores=scores, group_ids=torch.zeros(7))[0]
+        got = estimator(
+            token_rewards=scores[:, None], action_mask=ones, scores=scores, group_ids=torch.zeros(7)
+        )[0]
         assert (got == 0).all()
 
     def test_groups_of_different_sizes(self):
         """slime _post_process_rewards compares all samples of the batch with each other if one is missing."""
         estimator = ADVANTAGE_ESTIMATORS["grpo"].fn
-        five = estimator(token_rewards=OUTCOME[:5], action_mask=MASK[:5], scores=SCORES[:5], group_ids=GROUPS[:5])[0]
-        close(five[:, 0], numbers(".999998 -.999998 0 -.70710635 .70710635"))  # (s - mean) / (std + 1e-6) by hand
-        differs(five[:, 0], numbers(".39682782 -.70547163 -.15432191 -1.03616154 1.49912727"), by=0.5)
+        five = estimator(
+            token_rewards=OUTCOME[:5], action_mask=MASK[:5], scores=SCORES[:5], group_ids=GROUPS[:5]
+        )[0]
+        # (s - mean) / (std + 1e-6) by hand
+        close(five[:, 0], numbers(".999998 -.999998 0 -.70710635 .70710635"))
+        differs(
+            five[:, 0], numbers(".39682782 -.70547163 -.15432191 -1.03616154 1.49912727"), by=0.5
+        )
 
     def test_remax(self):
         # verl compute_remax_outcome_advantage, which has no discount
@@ -207,7 +235,9 @@ class TestAdvantages:
     def test_whitening_is_over_all_ranks(self, simulate_ranks):
         def of_rank(rank: int, all_reduce_sum) -> Tensor:
             part = slice(3 * rank, 3 * rank + 3)
-            return whiten(ADVANTAGES[part], MASK[part], unbiased=True, all_reduce_sum=all_reduce_sum)
+            return whiten(
+                ADVANTAGES[part], MASK[part], unbiased=True, all_reduce_sum=all_reduce_sum
+            )
 
         ours = torch.cat(simulate_ranks(2, of_rank))
         close(ours, bessel(ADVANTAGES))
@@ -273,7 +303,9 @@ class TestOptimalTokenBaseline:
             "token rewards": (TOKEN_REWARDS, self.TOKEN_REWARDS_THERE),
             "score at the end": (OUTCOME, self.OUTCOME_THERE),
         }[case]
-        advantages, returns = estimate("optimal_token_baseline", rewards, gamma=1.0, score_norms=self.SCORE_NORMS)
+        advantages, returns = estimate(
+            "optimal_token_baseline", rewards, gamma=1.0, score_norms=self.SCORE_NORMS
+        )
         theirs = rows(text)
         close(advantages[~self.TAILS], theirs[~self.TAILS])
         close(advantages[self.TAILS], 0.0 * theirs[self.TAILS])
@@ -294,12 +326,16 @@ class TestOptimalTokenBaseline:
 
     def test_weights_of_a_correction_do_not_scale_the_energy(self):
         """rollout_is_weights of .5, 1 and 2 for the three rows multiply W by their squares in verl."""
-        advantages, _ = estimate("optimal_token_baseline", TOKEN_REWARDS, gamma=1.0, score_norms=self.SCORE_NORMS)
+        advantages, _ = estimate(
+            "optimal_token_baseline", TOKEN_REWARDS, gamma=1.0, score_norms=self.SCORE_NORMS
+        )
         differs(advantages[0, :4], numbers(".65801125 .59434423 .59202326 .46784703"), by=0.1)
 
     def test_certain_tokens(self):
         """All probabilities are 1, so W is 0: the plain mean of the samples here; verl has no baseline, A = R."""
-        advantages, returns = estimate("optimal_token_baseline", OUTCOME, gamma=1.0, score_norms=torch.zeros(6, 5))
+        advantages, returns = estimate(
+            "optimal_token_baseline", OUTCOME, gamma=1.0, score_norms=torch.zeros(6, 5)
+        )
         close(advantages[:3, 0], numbers(".5 -.5 0"))
         close(returns[:3, 0], numbers("1 0 .5"))  # what verl gives
 
@@ -331,7 +367,11 @@ class TestKL:
     def test_adaptive_coefficient(self):
         """verl, OpenRLHF and realhf AdaptiveKLController: init .2, target 6, horizon 10000, 512 samples."""
         controller = AdaptiveKLController(0.2, 6.0, 10_000)
-        for kl, expected in ((7.0, 0.20170666666666667), (2.0, 0.1996411904), (6.6, 0.200663353294848)):
+        for kl, expected in (
+            (7.0, 0.20170666666666667),
+            (2.0, 0.1996411904),
+            (6.6, 0.200663353294848),
+        ):
             controller.update(kl, 512)
             assert controller.value == pytest.approx(expected, rel=1e-12)
 
@@ -352,7 +392,9 @@ class TestShaping:
         clipped = compute_token_rewards(clip_scores(SCORES, (-1.0, 1.0)), MASK, kl=kl, kl_coef=0.1)
         close(clipped, rows(expected.replace("2.089", "1.089")))
         # OpenRLHF clips after the baseline is subtracted; here scores are clipped first
-        ours = estimate("rloo", compute_token_rewards(clip_scores(SCORES, (-1.0, 1.0)), MASK))[0][:, 0]
+        ours = estimate("rloo", compute_token_rewards(clip_scores(SCORES, (-1.0, 1.0)), MASK))[0][
+            :, 0
+        ]
         close(ours, numbers(".75 -.75 0 -.8 1.15 -.35"))  # by hand: clipped scores 1 0 .5 -.3 1 0
         differs(ours, numbers(".75 -.75 0 -1 1 -.85"), by=0.2)
 
@@ -360,18 +402,24 @@ class TestShaping:
         """realhf get_packed_rewards with mask_no_eos_with_zero, max_reward_clip 1.5; rows 2 and 4 truncated."""
         truncated = torch.tensor([0, 0, 1, 0, 1, 0], dtype=torch.bool)
         scores = zero_truncated(scale_scores(SCORES, max_clip=1.5), truncated)
-        rewards = compute_token_rewards(scores, MASK, kl=approx_kl(LOG_PROBS, REFERENCE), kl_coef=0.1)
+        rewards = compute_token_rewards(
+            scores, MASK, kl=approx_kl(LOG_PROBS, REFERENCE), kl_coef=0.1
+        )
         expected = rows("""0 0 0 0 0  0 0 0  .007 -.084 -.033 -.053  .037 -.302
             -.07 -.002 -.123 -.003 .089  0""")[2:5]
         close(rewards[2:5], expected)
 
     def test_scaling(self):
         """AReaL _compute_advantages with reward_bias -.5, which it adds; realhf subtracts, as we do."""
-        close(scale_scores(SCORES, bias=0.5, scaling=2.0, max_clip=1.5), numbers("1 -1 0 -1.5 1.5 -1"))
+        close(
+            scale_scores(SCORES, bias=0.5, scaling=2.0, max_clip=1.5), numbers("1 -1 0 -1.5 1.5 -1")
+        )
 
     def test_overlong(self):
         """OpenRLHF apply_overlong_penalty; verl DAPORewardManager and AReaL go on to -2 at 120 of 100 tokens."""
-        ours = overlong_penalty(torch.tensor([80, 84, 90, 100, 120, 10]), max_len=100, buffer_len=20, factor=1.0)
+        ours = overlong_penalty(
+            torch.tensor([80, 84, 90, 100, 120, 10]), max_len=100, buffer_len=20, factor=1.0
+        )
         close(ours, numbers("0 -.2 -.5 -1 -1 0"), FLOAT32)
         differs(ours, numbers("0 -.2 -.5 -1 -2 0"), by=1.0)
 
@@ -397,8 +445,14 @@ class TestShaping:
     @pytest.mark.parametrize(
         ("delta", "expected"),
         [
-            (False, "-.003 -.195 -.766 .189 -.609  -.033 -.035 .31  -.153 .346 -.433 .257  .187 -.002"),
-            (True, "-.003 -.145 -.626 .919 -.879  -.033 -.005 .38  -.153 .506 -.863 .657  .187 -.152"),
+            (
+                False,
+                "-.003 -.195 -.766 .189 -.609  -.033 -.035 .31  -.153 .346 -.433 .257  .187 -.002",
+            ),
+            (
+                True,
+                "-.003 -.145 -.626 .919 -.879  -.033 -.005 .38  -.153 .506 -.863 .657  .187 -.152",
+            ),
         ],
     )
     def test_dense_rewards(self, delta, expected):
@@ -406,7 +460,9 @@ class TestShaping:
         kl, nothing = approx_kl(LOG_PROBS, REFERENCE), torch.zeros(6, dtype=torch.float64)
         dense = dense_rewards(REWARDS, MASK, delta)
         close(
-            compute_token_rewards(nothing, MASK, kl=kl, kl_coef=0.1, token_scores=dense)[:4][MASK[:4]],
+            compute_token_rewards(nothing, MASK, kl=kl, kl_coef=0.1, token_scores=dense)[:4][
+                MASK[:4]
+            ],
             numbers(expected),
         )
 
@@ -423,9 +479,14 @@ class TestValueNorm:
     def test_statistics_of_two_updates(self, kind, beta, mean, std):
         """realhf ExponentialRunningMeanStd and MovingAverageRunningMeanStd; after one update .46 and .63356136."""
         norm = ValueNorm(kind, beta)
-        assert norm.denormalize(torch.tensor([1.0])).item() == 1.0  # realhf: 0.1 before the first update
+        # realhf: 0.1 before the first update
+        assert norm.denormalize(torch.tensor([1.0])).item() == 1.0
         norm.update(RETURNS, MASK)
         close(norm.mean, 0.46)
-        close(norm.normalize(RETURNS)[0], numbers("-.25254065 -.41037858 -1.35740602 .22097307 .85232472"), FLOAT32)
+        close(
+            norm.normalize(RETURNS)[0],
+            numbers("-.25254065 -.41037858 -1.35740602 .22097307 .85232472"),
+            FLOAT32,
+        )
         norm.update(VALUES, MASK)
         close(torch.tensor([norm.mean, norm.std]), torch.tensor([mean, std]))

@@ -31,7 +31,11 @@ from lightppo.algorithms.kl import approx_kl
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.algorithms.mismatch import mismatch_terms
-from lightppo.plugins.algorithms.correction import correction_weights, normalize_weights, rejection_mask
+from lightppo.plugins.algorithms.correction import (
+    correction_weights,
+    normalize_weights,
+    rejection_mask,
+)
 from lightppo.plugins.algorithms.selection import select_clip_cov, select_kl_cov, top_share
 from lightppo.plugins.algorithms.tables import Rejection
 
@@ -53,7 +57,12 @@ ROW_MEAN, TOKEN_MEAN = "seq-mean-token-mean", "token-mean"
 
 
 def policy_loss(
-    kind: str, mode: str, low: float | None, high: float | None, advantages: Tensor = ADVANTAGES, **given: object
+    kind: str,
+    mode: str,
+    low: float | None,
+    high: float | None,
+    advantages: Tensor = ADVANTAGES,
+    **given: object,
 ) -> tuple[Tensor, Tensor]:
     """The loss of the whole batch, and its gradient into the log probs."""
     log_probs = LOG_PROBS.clone().requires_grad_()
@@ -69,19 +78,29 @@ class TestPolicyLosses:
             # OpenRLHF PolicyLoss; TRL GRPOTrainer._compute_loss, dapo; AReaL ppo_actor_loss_fn; slime, per token
             ("ppo", TOKEN_MEAN, (0.2, 0.28), {}, 0.302588977, PPO_GRADIENT.format(".33158258")),
             # verl vanilla (clip_ratio_c 3 by default); OpenRLHF dual_clip, TRL delta, AReaL c_clip, slime --eps-clip-c
-            ("ppo", TOKEN_MEAN, (0.2, 0.28), {"dual_clip": 3.0}, 0.256006396, PPO_GRADIENT.format("0")),
+            (
+                "ppo",
+                TOKEN_MEAN,
+                (0.2, 0.28),
+                {"dual_clip": 3.0},
+                0.256006396,
+                PPO_GRADIENT.format("0"),
+            ),
             # TRL grpo, slime; with the dual clip verl, OpenRLHF with token_level_loss False
             ("ppo", ROW_MEAN, (0.2, 0.28), {}, 0.024893325, None),
             ("ppo", ROW_MEAN, (0.2, 0.28), {"dual_clip": 3.0}, -0.006161729, None),
-            ("ppo", "seq-mean-token-sum", (0.2, 0.28), {"dual_clip": 3.0}, 0.853354653, None),  # verl
+            # verl
+            ("ppo", "seq-mean-token-sum", (0.2, 0.28), {"dual_clip": 3.0}, 0.853354653, None),
             # verl compute_policy_loss_gspo, OpenRLHF, TRL grpo with importance_sampling_level sequence, slime
             ("gspo", ROW_MEAN, (3e-4, 4e-4), {}, 0.104533589, None),
             ("gspo", ROW_MEAN, (0.2, 0.2), {}, 0.038428229, GSPO_WIDE),
-            ("gspo", TOKEN_MEAN, (3e-4, 4e-4), {}, -0.287058015, None),  # AReaL, which has only the token mean
+            # AReaL, which has only the token mean
+            ("gspo", TOKEN_MEAN, (3e-4, 4e-4), {}, -0.287058015, None),
             # verl cispo; TRL cispo with epsilon_high 5 (its bound itself); slime
             ("cispo", TOKEN_MEAN, (1.0, 4.0), {}, -0.104839832, UNCLIPPED),
             ("cispo", TOKEN_MEAN, (0.2, 0.28), {}, -0.035103821, None),  # verl, slime
-            ("cispo", TOKEN_MEAN, (1.0, 0.28), {}, -0.017417258, None),  # TRL with epsilon_high 1.28
+            # TRL with epsilon_high 1.28
+            ("cispo", TOKEN_MEAN, (1.0, 0.28), {}, -0.017417258, None),
             # verl geo_mean, TRL GMPOTrainer
             ("gmpo", ROW_MEAN, (0.4, 0.4), {}, 0.077079542, None),
             ("gmpo", ROW_MEAN, (0.1, 0.1), {}, 0.118393541, GMPO_NARROW),
@@ -101,19 +120,28 @@ class TestPolicyLosses:
         """verl with loss_scale_factor 40 and its dual clip; TRL dr_grpo with max_completion_length 40."""
         normalizer = LossNormalizer(tokens=20, sequences=6, scale=40)
         mode = "seq-mean-token-sum-norm"
-        close(policy_loss("ppo", mode, 0.2, 0.28, dual_clip=3.0, normalizer=normalizer)[0], 0.021333866)
+        close(
+            policy_loss("ppo", mode, 0.2, 0.28, dual_clip=3.0, normalizer=normalizer)[0],
+            0.021333866,
+        )
         close(policy_loss("ppo", mode, 0.2, 0.28, normalizer=normalizer)[0], 0.025215748)
 
     def test_covariance_losses(self):
         """verl clip_cov (ratio .25, all 5 candidates) and kl_cov (ratio .2), on a batch that is one micro batch."""
         drawn = [x[MASK] for x in (LOG_PROBS, ADVANTAGES, torch.zeros(6, 5))]
         options = {"clip_cov_ratio": 0.25, "clip_cov_low": 0.05, "clip_cov_high": 0.3}
-        selected = torch.zeros_like(MASK).masked_scatter(MASK, select_clip_cov(*drawn, options=options))
+        selected = torch.zeros_like(MASK).masked_scatter(
+            MASK, select_clip_cov(*drawn, options=options)
+        )
         loss, gradient = policy_loss("clip_cov", TOKEN_MEAN, 1.0, 1.0, selected=selected, **options)
         close(loss, 0.274834663)
         close(gradient, rows(UNCLIPPED) * ~selected)
-        selected = torch.zeros_like(MASK).masked_scatter(MASK, select_kl_cov(*drawn, options={"kl_cov_ratio": 0.2}))
-        loss, gradient = policy_loss("kl_cov", TOKEN_MEAN, None, None, selected=selected, kl_cov_ratio=0.2)
+        selected = torch.zeros_like(MASK).masked_scatter(
+            MASK, select_kl_cov(*drawn, options={"kl_cov_ratio": 0.2})
+        )
+        loss, gradient = policy_loss(
+            "kl_cov", TOKEN_MEAN, None, None, selected=selected, kl_cov_ratio=0.2
+        )
         close(loss, 0.3151093)
         close(gradient[0], numbers(".18135338 -.01782166 .09814349 .0025425 -.0041348"))
         # verl takes the covariance of each micro batch: with two of three rows the penalty of [0][2] is on [4][2]
@@ -127,9 +155,13 @@ class TestPolicyLosses:
         """
         drawn = [x[MASK] for x in (LOG_PROBS, ADVANTAGES, torch.zeros(6, 5))]
         options = {"clip_cov_ratio": 0.25, "clip_cov_low": 0.05, "clip_cov_high": 0.3}
-        selected = torch.zeros_like(MASK).masked_scatter(MASK, select_clip_cov(*drawn, options=options))
+        selected = torch.zeros_like(MASK).masked_scatter(
+            MASK, select_clip_cov(*drawn, options=options)
+        )
         assert selected.nonzero().tolist() == [[0, 4], [1, 2], [2, 2], [2, 3], [4, 2]]
-        loss, gradient = policy_loss("clip_cov", TOKEN_MEAN, 0.2, 0.28, selected=selected, **options)
+        loss, gradient = policy_loss(
+            "clip_cov", TOKEN_MEAN, 0.2, 0.28, selected=selected, **options
+        )
         close(loss, 0.297646995)
         close(loss + 0.8 * 1.01 / 20, 0.338046995)  # verl
         clipped = rows("0 0 0 0 0  0 0 0  0 1 0 0  0 0  0 0 1 1 1  0").bool()
@@ -137,16 +169,20 @@ class TestPolicyLosses:
 
     def test_clip_cov_has_fewer_tokens_left_in_verl(self):
         """Two may be chosen of two candidates: the clipped one and another. verl chooses the other one alone."""
-        old, log_probs = numbers("-1 -1 -1 -1")[None], numbers("-.5 -1 -1 -1")[None]  # ratios e^.5 and 1
+        # ratios e^.5 and 1
+        old, log_probs = numbers("-1 -1 -1 -1")[None], numbers("-.5 -1 -1 -1")[None]
         advantages = numbers("2 -1 1 -2")[None]
         # by hand: mean log prob -.875, mean advantage 0; covariances .75 .125 -.125 .25
         options = {"clip_cov_ratio": 0.5, "clip_cov_low": 0.2, "clip_cov_high": 1.0}
-        selected = select_clip_cov(log_probs[0], advantages[0], torch.zeros(4), options=options)[None]
+        selected = select_clip_cov(log_probs[0], advantages[0], torch.zeros(4), options=options)[
+            None
+        ]
         assert selected[0].tolist() == [True, False, False, True]
         loss = PolicyLoss(0.2, 0.2, "clip_cov", TOKEN_MEAN, options)
         ours = loss(log_probs, old, advantages, torch.ones(1, 4).bool(), selected=selected)[0]
         close(ours, (0 + 1 - 1 + 0) / 4)
-        differs(ours, (-1.2 * 2 + 1 - 1 + 0) / 4, by=0.5)  # verl: the first token keeps its clipped loss
+        # verl: the first token keeps its clipped loss
+        differs(ours, (-1.2 * 2 + 1 - 1 + 0) / 4, by=0.5)
 
     def test_gmpo_of_verl_averages_advantages_and_all_rows(self):
         """By hand: log ratios .1 and -.1 have the geometric mean 1, advantages 1 and 3 the mean 2; row 2 is empty.
@@ -156,7 +192,9 @@ class TestPolicyLosses:
         log_probs = numbers(".1 -.1")[None].repeat(2, 1).requires_grad_()
         advantages = numbers("1 3")[None].repeat(2, 1)
         mask = numbers("1 0").bool()[:, None].repeat(1, 2)
-        loss = PolicyLoss(0.4, 0.4, "gmpo", ROW_MEAN)(log_probs, torch.zeros(2, 2).double(), advantages, mask)[0]
+        loss = PolicyLoss(0.4, 0.4, "gmpo", ROW_MEAN)(
+            log_probs, torch.zeros(2, 2).double(), advantages, mask
+        )[0]
         close(loss.detach(), -2.0)
         differs(loss.detach(), -1.0, by=0.9)  # verl
         gradient = torch.autograd.grad(loss, log_probs)[0]
@@ -172,7 +210,9 @@ class TestPolicyLosses:
         """verl compute_policy_loss_geo_mean, clip_ratio .4: with all rows, and of six rows with the sixth one empty."""
         whole, with_empty_row = verl
         close(policy_loss("gmpo", ROW_MEAN, 0.4, 0.4, advantages)[0], whole)
-        five = PolicyLoss(0.4, 0.4, "gmpo", ROW_MEAN)(LOG_PROBS[:5], OLD[:5], advantages[:5], MASK[:5])[0]
+        five = PolicyLoss(0.4, 0.4, "gmpo", ROW_MEAN)(
+            LOG_PROBS[:5], OLD[:5], advantages[:5], MASK[:5]
+        )[0]
         close(five * 5 / 6, with_empty_row)
 
     @pytest.mark.parametrize(
@@ -233,7 +273,9 @@ class TestPolicyLosses:
     def test_rloo_on_policy(self):
         """TRL RLOOTrainer clips the ratio of the whole sequence; on-policy its gradient is that of the token sum."""
         log_probs = LOG_PROBS.clone().requires_grad_()
-        PolicyLoss(0.2, 0.2, "ppo", "seq-mean-token-sum")(log_probs, LOG_PROBS, ROW_ADVANTAGES, MASK)[0].backward()
+        PolicyLoss(0.2, 0.2, "ppo", "seq-mean-token-sum")(
+            log_probs, LOG_PROBS, ROW_ADVANTAGES, MASK
+        )[0].backward()
         close(log_probs.grad, on_tokens("-.2 .11666667 -.06666667 .25 -.15 .1"))
 
     @pytest.mark.parametrize("kind", ["ppo", "gmpo"])
@@ -245,7 +287,9 @@ class TestPolicyLosses:
         }[kind]
         loss, normalizer = PolicyLoss(*eps, kind, mode), LossNormalizer.from_masks([MASK])
         parts = [slice(0, 3), slice(3, 6)]
-        total = sum(loss(LOG_PROBS[p], OLD[p], advantages[p], MASK[p], normalizer)[0] for p in parts)
+        total = sum(
+            loss(LOG_PROBS[p], OLD[p], advantages[p], MASK[p], normalizer)[0] for p in parts
+        )
         close(total, whole)
         differs(total, theirs, by=0.04)
 
@@ -257,7 +301,9 @@ class TestPolicyLosses:
 
 
 class TestValueLoss:
-    @pytest.mark.parametrize(("clip", "expected"), [(0.2, 0.33964), (0.5, 0.30603), (None, 0.3025575)])
+    @pytest.mark.parametrize(
+        ("clip", "expected"), [(0.2, 0.33964), (0.5, 0.30603), (None, 0.3025575)]
+    )
     def test_clipped(self, clip, expected):
         """verl compute_value_loss, TRL PPOTrainer.train, OpenRLHF ValueLoss, AReaL ppo_critic_loss_fn."""
         ours = ValueLoss(clip)(NEW_VALUES, VALUES, RETURNS, MASK)[0]
@@ -268,12 +314,20 @@ class TestValueLoss:
     def test_huber(self):
         """AReaL and realhf, loss_fn_type huber, whose δ is 10."""
         values, returns = numbers("0 3")[None], numbers("25 1")[None]
-        close(ValueLoss(None, huber_delta=10.0)(values, values, returns, torch.ones(1, 2))[0], 101.0)
+        close(
+            ValueLoss(None, huber_delta=10.0)(values, values, returns, torch.ones(1, 2))[0], 101.0
+        )
 
 
 RATIOS = """1.22140276 .75578374 .77105159 .69073433 .7945336  .74081822 .87809543 {low}
     .90483742 {a} {b} .77105159  .57694981 1.13882838  {low2} 1.28402542 .54335087 1.25860001 {c}  .75578374"""
-RAW = {"low": ".38289289", "a": "1.56831219", "b": "1.63231622", "low2": ".47236655", "c": "1.53725752"}
+RAW = {
+    "low": ".38289289",
+    "a": "1.56831219",
+    "b": "1.63231622",
+    "low2": ".47236655",
+    "c": "1.53725752",
+}
 CUT = {"a": "1.5", "b": "1.5", "c": "1.5"}
 DROP_HIGH, DROP_LOW = {"a": "0", "b": "0", "c": "0"}, {"low": "0", "low2": "0"}
 
@@ -300,7 +354,11 @@ class TestCorrection:
         ("name", "bounds", "expected"),
         [
             # verl rollout_is sequence; TRL sequence_truncate
-            ("seq_tis", {"high": 2.0}, ".39062784 .2490753 1.78603843 .65704682 .63762815 .75578374"),
+            (
+                "seq_tis",
+                {"high": 2.0},
+                ".39062784 .2490753 1.78603843 .65704682 .63762815 .75578374",
+            ),
             ("seq_tis", {"high": 1.5}, ".39062784 .2490753 1.5 .65704682 .63762815 .75578374"),
             # verl seq_mean_k1 "0.8_1.2", whose bounds are those of 1/ρ
             ("seq_mask", {"low": 1 / 1.2, "high": 1 / 0.8}, "0 0 1 0 1 0"),
@@ -320,7 +378,11 @@ class TestCorrection:
         close(tokens[0], numbers("1.30778228 .80923396 .82558157 .73958415 .85072427"))
         in_rows = normalize_weights(correction_weights("seq_tis", OLD, ROLLOUT, MASK), MASK)
         close((in_rows * MASK).sum() / 20, 1.0)  # here over tokens in both
-        differs(in_rows, on_tokens(".52360638 .33386617 2.39404628 .88072041 .85469119 1.01306961"), by=0.02)
+        differs(
+            in_rows,
+            on_tokens(".52360638 .33386617 2.39404628 .88072041 .85469119 1.01306961"),
+            by=0.02,
+        )
 
     @pytest.mark.parametrize(
         ("name", "bounds", "high", "loss"),
@@ -393,7 +455,9 @@ class TestRejections:
         mask = rejection_mask([Rejection.parse(text) for text in texts], OLD, ROLLOUT, MASK)
         assert "".join(str(int(x)) for x in mask[MASK]) == kept
 
-    @pytest.mark.parametrize(("delta", "rows"), [(0.05, "101010"), (0.1, "101110"), (0.2, "101111")])
+    @pytest.mark.parametrize(
+        ("delta", "rows"), [(0.05, "101010"), (0.1, "101110"), (0.2, "101111")]
+    )
     def test_off_policy_sequence_masking(self, delta, rows):
         """slime compute_opsm_mask; TRL get_off_policy_mask has the same formula."""
         rejection = Rejection.parse(f"opsm={delta}")
@@ -413,7 +477,11 @@ class TestRejections:
     )
     def test_weights_of_rows(self, name, bounds, weights):
         low, high = bounds
-        close(correction_weights(name, OLD, ROLLOUT, MASK, low=low, high=high), on_tokens(weights), FLOAT32)
+        close(
+            correction_weights(name, OLD, ROLLOUT, MASK, low=low, high=high),
+            on_tokens(weights),
+            FLOAT32,
+        )
 
     def test_weights_of_tokens_with_a_lower_bound(self):
         """AReaL action clamp; slime vanilla_tis_function and TRL token_truncate have the same formula."""

@@ -7,13 +7,21 @@ from dataclasses import replace
 import pytest
 
 from lightppo.algorithms import entries
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES, TABLES, Table
+from lightppo.algorithms.entries import (
+    ADVANTAGE_ESTIMATORS,
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+    TABLES,
+    Table,
+)
 from lightppo.errors import ConfigError
 
 ENTRIES = [(table, name) for table in TABLES for name in table]
 
 
-@pytest.mark.parametrize(("table", "name"), ENTRIES, ids=lambda x: x if isinstance(x, str) else x.flag)
+@pytest.mark.parametrize(
+    ("table", "name"), ENTRIES, ids=lambda x: x if isinstance(x, str) else x.flag
+)
 def test_every_entry_has_a_function(table, name):
     entry = table.find(name)
     assert callable(entry.fn)
@@ -26,7 +34,9 @@ def test_every_entry_has_a_function(table, name):
 def test_what_belongs_to_an_estimator_or_a_loss_exists():
     for entry in ADVANTAGE_ESTIMATORS.values():
         assert entry.policy_loss in POLICY_LOSSES
-    modes = {entry.loss_agg_mode for entry in (*ADVANTAGE_ESTIMATORS.values(), *POLICY_LOSSES.values())}
+    modes = {
+        entry.loss_agg_mode for entry in (*ADVANTAGE_ESTIMATORS.values(), *POLICY_LOSSES.values())
+    }
     assert modes - {None} <= LOSS_AGG_MODES.keys()
 
 
@@ -35,7 +45,9 @@ def test_unknown_names_are_refused_with_the_nearest():
     assert table.find("rloo") == 2
     with pytest.raises(ConfigError, match=r"--flag: .*'rlo' \(did you mean 'rloo'\?\).*gae, rloo"):
         table.find("rlo")
-    with pytest.raises(ConfigError, match=r"--advantage_estimator: .*'gea' \(did you mean 'gae'\?\)"):
+    with pytest.raises(
+        ConfigError, match=r"--advantage_estimator: .*'gea' \(did you mean 'gae'\?\)"
+    ):
         ADVANTAGE_ESTIMATORS.find("gea")
     with pytest.raises(ConfigError, match=r"--kl_estimator: unknown name 'mine.py:k9'"):
         entries.KL_ESTIMATORS.find("mine.py:k9")  # not from a file
@@ -81,9 +93,15 @@ def test_the_command_line_reads_files_and_does_not_run_them(own, tmp_path):
     from lightppo.config import PPOConfig
 
     config = PPOConfig.from_flat(
-        pretrain="m", prompt_data="d", reward_fn="r.py", advantage_estimator=own("spread"), policy_loss=own("linear")
+        pretrain="m",
+        prompt_data="d",
+        reward_fn="r.py",
+        advantage_estimator=own("spread"),
+        policy_loss=own("linear"),
     )
-    with pytest.raises(ConfigError, match=r"--advantage_estimator .*own\.py:spread .*--n_samples_per_prompt"):
+    with pytest.raises(
+        ConfigError, match=r"--advantage_estimator .*own\.py:spread .*--n_samples_per_prompt"
+    ):
         config.validate()
     resolved = config.with_options(n_samples_per_prompt=2).resolved()
     resolved.validate()
@@ -121,7 +139,8 @@ def test_functions_of_files_run(own):
     arguments = {"token_rewards": rewards, "action_mask": mask, "scores": rewards.sum(1)}
     groups = torch.tensor([0, 0, 1, 1])
     advantages, _ = ADVANTAGE_ESTIMATORS.find(own("spread")).fn(**arguments, group_ids=groups)
-    assert advantages[:, 0].tolist() == [-2.0, 2.0, 0.0, 0.0]  # twice the distance from the group's mean
+    # twice the distance from the group's mean
+    assert advantages[:, 0].tolist() == [-2.0, 2.0, 0.0, 0.0]
 
     log_probs = torch.zeros(4, 2, requires_grad=True)
     loss, metrics = PolicyLoss(policy_loss=own("linear"))(log_probs, log_probs, advantages, mask)
@@ -146,19 +165,29 @@ def test_functions_stand_where_their_path_may(own):
 
     spread, linear = (load_python_function(own(name), name) for name in ("spread", "linear"))
     found = ADVANTAGE_ESTIMATORS.find(spread)
-    assert replace(found, function="") == replace(ADVANTAGE_ESTIMATORS.find(own("spread")), function="")
+    assert replace(found, function="") == replace(
+        ADVANTAGE_ESTIMATORS.find(own("spread")), function=""
+    )
     assert found.min_group_size == 2
     assert found.function is spread
     assert PolicyLoss(policy_loss=linear).entry.loss_agg_mode == "seq-mean-token-sum"
-    with pytest.raises(ValueError, match=r"policy_loss '<linear of lightppo_file_own_.*>' clips nothing"):
+    with pytest.raises(
+        ValueError, match=r"policy_loss '<linear of lightppo_file_own_.*>' clips nothing"
+    ):
         PolicyLoss(policy_loss=linear, clip_eps_low=0.2)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"advantage_estimator": 3}, "--advantage_estimator must be one of gae.*, or in Python the function or object"),
-        ({"policy_loss": object()}, "--policy_loss: <object.*> is no name; known: ppo.*path.py:name, or a function"),
+        (
+            {"advantage_estimator": 3},
+            "--advantage_estimator must be one of gae.*, or in Python the function or object",
+        ),
+        (
+            {"policy_loss": object()},
+            "--policy_loss: <object.*> is no name; known: ppo.*path.py:name, or a function",
+        ),
         ({"kl_estimator": print}, "--kl_estimator must be one of k1.*, not <built-in"),
         ({"rollout_engine": object()}, "--rollout_engine: <object.*> is no name; known: hf"),
     ],
@@ -187,16 +216,28 @@ def test_an_entry_from_python_is_a_name_with_flags_checks_and_metrics():
 
     power = Option("mine_power", float, 2.0, "exponent.", gt=0)
     POLICY_LOSSES["mine"] = entries.PolicyLossEntry(
-        "lightppo.algorithms.losses:ppo_policy_loss", options=(power,), metrics={"mine_share": "share of it"}
+        "lightppo.algorithms.losses:ppo_policy_loss",
+        options=(power,),
+        metrics={"mine_share": "share of it"},
     )
     needed = ["--pretrain=m", "--prompt_data=d", "--reward_fn=r.py"]
     assert parse_args([*needed, "--policy_loss", "mine"]).resolved().loss.mine_power == 2.0
-    assert parse_args([*needed, "--policy_loss", "mine", "--mine_power", "3"]).flat()["mine_power"] == 3.0
-    for flags, word in ((["--mine_power", "3"], "policy_loss mine"), (["--policy_loss=mine", "--mine_power=0"], ">0")):
+    assert (
+        parse_args([*needed, "--policy_loss", "mine", "--mine_power", "3"]).flat()["mine_power"]
+        == 3.0
+    )
+    for flags, word in (
+        (["--mine_power", "3"], "policy_loss mine"),
+        (["--policy_loss=mine", "--mine_power=0"], ">0"),
+    ):
         with pytest.raises(ConfigError, match=f"--mine_power .*{word}"):
             PPOConfig.from_flat(
                 dict(flag.removeprefix("--").split("=") for flag in needed)
-                | ({"mine_power": 3.0} if "3" in flags else {"policy_loss": "mine", "mine_power": 0})
+                | (
+                    {"mine_power": 3.0}
+                    if "3" in flags
+                    else {"policy_loss": "mine", "mine_power": 0}
+                )
             ).validate()
     assert "`--mine_power`" in flags_page()
     assert entries.metric_names()["mine_share"] == "share of it"

@@ -25,7 +25,9 @@ def test_source_uses_torch_and_itself_only(path: Path):
             assert node.level == 0
             imported |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute):
-            assert node.attr not in {"distributed", "cuda"}, f"{path.name}:{node.lineno}: .{node.attr}"
+            assert node.attr not in {"distributed", "cuda"}, (
+                f"{path.name}:{node.lineno}: .{node.attr}"
+            )
     for name in imported:
         top = name.split(".")[0]
         assert top in sys.stdlib_module_names | {"torch"} or name.startswith(HOME), name

@@ -37,7 +37,9 @@ def test_estimators_by_hand():
     # ½d² = 0.125, 0, 0.5
     torch.testing.assert_close(approx_kl(log_probs, ref, "k2"), torch.tensor([[0.125, 0.0, 0.5]]))
     # e^{-d} + d - 1: e^{-0.5} - 0.5 = 0.1065307, 0, e - 2 = 0.7182818
-    torch.testing.assert_close(approx_kl(log_probs, ref, "k3"), torch.tensor([[0.1065307, 0.0, 0.7182818]]))
+    torch.testing.assert_close(
+        approx_kl(log_probs, ref, "k3"), torch.tensor([[0.1065307, 0.0, 0.7182818]])
+    )
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -89,7 +91,9 @@ class TestWhatDocsClaim:
         expected = {name: (p * approx_kl(p.log(), self.REF.log(), name)).sum() for name in SAMPLED}
         for name in ("k1", "k3", "k1+", "k3+"):
             torch.testing.assert_close(expected[name], self.kl(p, self.REF))
-        torch.testing.assert_close(full_kl(p.log()[None], self.REF.log()[None])[0], self.kl(p, self.REF))
+        torch.testing.assert_close(
+            full_kl(p.log()[None], self.REF.log()[None])[0], self.kl(p, self.REF)
+        )
         assert expected["abs"] > 1.5 * self.kl(p, self.REF)
         assert not torch.isclose(expected["k2"], self.kl(p, self.REF), rtol=1e-2)
 
@@ -102,7 +106,9 @@ class TestWhatDocsClaim:
         reverse = self.gradient_of(lambda p, q: self.kl(q, p))
         torch.testing.assert_close(self.as_a_loss("k3"), reverse)
         assert not torch.allclose(reverse, true, rtol=0.1)
-        torch.testing.assert_close(self.as_a_loss("abs"), self.gradient_of(lambda p, q: (p - q).abs().sum()))
+        torch.testing.assert_close(
+            self.as_a_loss("abs"), self.gradient_of(lambda p, q: (p - q).abs().sum())
+        )
         logits = torch.tensor([self.LOGITS], dtype=torch.float64, requires_grad=True)
         full_kl(logits, self.REF.log()[None]).sum().backward()
         torch.testing.assert_close(logits.grad[0], true)
@@ -113,7 +119,8 @@ class TestWhatDocsClaim:
             torch.testing.assert_close(self.in_the_reward(name), true)
         for name in ("k3", "k3+"):
             torch.testing.assert_close(
-                self.in_the_reward(name), self.gradient_of(lambda p, q: self.kl(p, q) - self.kl(q, p))
+                self.in_the_reward(name),
+                self.gradient_of(lambda p, q: self.kl(p, q) - self.kl(q, p)),
             )
         half_square = self.gradient_of(lambda p, q: (p * k2((p / q).log())).sum())
         torch.testing.assert_close(self.in_the_reward("k2"), half_square - true)
@@ -141,8 +148,12 @@ class TestWhatDocsClaim:
         """Two tokens of a vocabulary of 3: k1 in the reward to go is the gradient of the sequence's KL, k2 and full as
         losses give its direct part only."""
         first = torch.tensor([0.4, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
-        second = random_log_probs(3, (3, 3)).requires_grad_()  # logits of the second token, by the first
-        ref_first, ref_second = random_log_probs(4, (3,)).log_softmax(-1), random_log_probs(5, (3, 3)).log_softmax(-1)
+        # logits of the second token, by the first
+        second = random_log_probs(3, (3, 3)).requires_grad_()
+        ref_first, ref_second = (
+            random_log_probs(4, (3,)).log_softmax(-1),
+            random_log_probs(5, (3, 3)).log_softmax(-1),
+        )
         log_1, log_2 = first.log_softmax(-1), second.log_softmax(-1)
         d_1, d_2 = log_1 - ref_first, log_2 - ref_second  # (3,), (3, 3)
         p_1, p_2 = log_1.exp(), log_2.exp()
@@ -157,7 +168,10 @@ class TestWhatDocsClaim:
         torch.testing.assert_close(k1_in_reward, true)
 
         k2_loss = (joint * (k2(d_1)[:, None] + k2(d_2))).sum()
-        full_loss = full_kl(first[None], ref_first[None]).sum() + (p_1.detach() * full_kl(second, ref_second)).sum()
+        full_loss = (
+            full_kl(first[None], ref_first[None]).sum()
+            + (p_1.detach() * full_kl(second, ref_second)).sum()
+        )
         for loss in (k2_loss, full_loss):
             of_first, of_second = torch.autograd.grad(loss, [first, second], retain_graph=True)
             torch.testing.assert_close(of_second, true[1])
@@ -300,9 +314,13 @@ class TestControllers:
 
     def test_another_kind_of_state_is_refused(self):
         with pytest.raises(ValueError, match=r"fixed.* adaptive.*--kl_target"):
-            AdaptiveKLController(0.1, 6.0, 1000).load_state_dict(FixedKLController(0.1).state_dict())
+            AdaptiveKLController(0.1, 6.0, 1000).load_state_dict(
+                FixedKLController(0.1).state_dict()
+            )
         with pytest.raises(ValueError, match=r"adaptive.* fixed.*--kl_target"):
-            FixedKLController(0.1).load_state_dict(AdaptiveKLController(0.1, 6.0, 1000).state_dict())
+            FixedKLController(0.1).load_state_dict(
+                AdaptiveKLController(0.1, 6.0, 1000).state_dict()
+            )
 
     @pytest.mark.parametrize("kl", [math.nan, math.inf])
     def test_broken_kl_is_refused(self, kl):
@@ -383,7 +401,9 @@ def test_jensen_shannon_against_torch_distributions(beta):
     m = torch.distributions.Categorical(probs=(1 - beta) * p.probs + beta * q.probs)
     kl = torch.distributions.kl_divergence
     expected = (1 - beta) * kl(p, m) + beta * kl(q, m) if beta else kl(q, p)
-    torch.testing.assert_close(full_kl(random_logits(0, (5, 7)), random_logits(1, (5, 7)), 0.7, beta=beta), expected)
+    torch.testing.assert_close(
+        full_kl(random_logits(0, (5, 7)), random_logits(1, (5, 7)), 0.7, beta=beta), expected
+    )
 
 
 @pytest.mark.parametrize(("beta", "expected"), [(0.0, [0.5, -0.5]), (0.5, [0.0, 0.0])])
@@ -410,7 +430,10 @@ def test_chunks_and_order_of_rows_change_nothing(chunk_size):
 
 
 def test_the_reference_has_no_gradient():
-    logits, ref = random_logits(0, (2, 3)).requires_grad_(), random_logits(1, (2, 3)).requires_grad_()
+    logits, ref = (
+        random_logits(0, (2, 3)).requires_grad_(),
+        random_logits(1, (2, 3)).requires_grad_(),
+    )
     full_kl(logits, ref).sum().backward()
     assert ref.grad is None
     assert logits.grad.abs().sum() > 0
@@ -450,7 +473,9 @@ def test_forbidden_in_one_only():
     kl.masked_fill(torch.tensor([False, True, False]), 0.0).sum().backward()
     # row 2: ½(±½ ln 3), d = ln 2 and ln(2/3), their mean is the KL
     quarter = 0.25 * math.log(3)
-    torch.testing.assert_close(logits.grad, torch.tensor([[0.0, 0.0], [0.0, 0.0], [quarter, -quarter]]))
+    torch.testing.assert_close(
+        logits.grad, torch.tensor([[0.0, 0.0], [0.0, 0.0], [quarter, -quarter]])
+    )
 
 
 def test_bfloat16_is_computed_in_float32():

@@ -12,11 +12,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightppo.algorithms import logprobs as head_module
-from lightppo.algorithms.logprobs import TokenPlaces, linear_log_probs, log_probs_and_entropy, token_log_probs
+from lightppo.algorithms.logprobs import (
+    TokenPlaces,
+    linear_log_probs,
+    log_probs_and_entropy,
+    token_log_probs,
+)
 
 
 def entropy_of(logits, temperature=1.0, chunk_size=None):
-    return log_probs_and_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), temperature, chunk_size)[1]
+    return log_probs_and_entropy(
+        logits, torch.zeros(logits.shape[:-1], dtype=torch.long), temperature, chunk_size
+    )[1]
 
 
 def test_log_probs_by_hand():
@@ -61,11 +68,15 @@ def test_entropy_gradient_by_hand():
 
 def test_fused_by_hand():
     # weights (1, 2, 5)/8; -(1/8 ln 1/8 + 2/8 ln 2/8 + 5/8 ln 5/8) = 0.259930 + 0.346574 + 0.293752 = 0.900256
-    log_probs, entropy = log_probs_and_entropy(torch.tensor([[1.0, 2.0, 5.0]]).log(), torch.tensor([2]))
+    log_probs, entropy = log_probs_and_entropy(
+        torch.tensor([[1.0, 2.0, 5.0]]).log(), torch.tensor([2])
+    )
     torch.testing.assert_close(log_probs, torch.tensor([5 / 8]).log())
     torch.testing.assert_close(entropy, torch.tensor([0.9002561]))
     # temperature 0.5: weights (1, 4, 25)/30; ln 30 - (4 ln 4 + 25 ln 25)/30 = 3.401197 - 0.184839 - 2.682397
-    log_probs, entropy = log_probs_and_entropy(torch.tensor([[1.0, 2.0, 5.0]]).log(), torch.tensor([1]), 0.5)
+    log_probs, entropy = log_probs_and_entropy(
+        torch.tensor([[1.0, 2.0, 5.0]]).log(), torch.tensor([1]), 0.5
+    )
     torch.testing.assert_close(log_probs, torch.tensor([math.log(4 / 30)]))
     torch.testing.assert_close(entropy, torch.tensor([0.5339620]))
 
@@ -96,12 +107,20 @@ def test_entropy_keeps_nothing_more_for_the_backward_pass(entropy_grad):
 
     def large_tensors_kept(fn):
         kept = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t
+        ):
             out = fn()
-        return sum(t.numel() == logits.numel() for t in kept.values()), out  # the graph lives until here
+        # the graph lives until here
+        return sum(t.numel() == logits.numel() for t in kept.values()), out
 
     assert large_tensors_kept(lambda: token_log_probs(logits, labels, 0.7))[0] == 1
-    assert large_tensors_kept(lambda: log_probs_and_entropy(logits, labels, 0.7, None, entropy_grad))[0] == 1
+    assert (
+        large_tensors_kept(lambda: log_probs_and_entropy(logits, labels, 0.7, None, entropy_grad))[
+            0
+        ]
+        == 1
+    )
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
@@ -123,11 +142,17 @@ def test_gradcheck_across_chunks():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     labels = torch.randint(4, (2, 3), generator=generator)
-    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, labels, 1.3, chunk_size=2), (logits,))
-    assert torch.autograd.gradcheck(lambda x: token_log_probs(x[:, :-1], labels[:, 1:], chunk_size=1), (logits,))
+    assert torch.autograd.gradcheck(
+        lambda x: token_log_probs(x, labels, 1.3, chunk_size=2), (logits,)
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: token_log_probs(x[:, :-1], labels[:, 1:], chunk_size=1), (logits,)
+    )
     assert torch.autograd.gradcheck(lambda x: entropy_of(x, 1.3, chunk_size=2), (logits,))
     assert torch.autograd.gradcheck(lambda x: log_probs_and_entropy(x, labels, 1.3, 2), (logits,))
-    assert torch.autograd.gradgradcheck(lambda x: log_probs_and_entropy(x, labels, 1.3, 2), (logits,))
+    assert torch.autograd.gradgradcheck(
+        lambda x: log_probs_and_entropy(x, labels, 1.3, 2), (logits,)
+    )
     assert log_probs_and_entropy(logits, labels)[1].dtype == torch.float64
 
 
@@ -153,7 +178,8 @@ def test_no_second_copy_of_the_logits_without_gradients(dtype):
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != own:  # not a view of the logits
+            # not a view of the logits
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != own:
                 sizes.append(out.numel())
             return out
 
@@ -184,9 +210,15 @@ def inputs(tokens=7, hidden=5, vocabulary=11, dtype=torch.float64, scale=1.0):
     """hidden (T, H), weight (V, H), bias (V,) with gradients, labels (T,), weights of log probs and entropy (2, T)."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((tokens, hidden), (vocabulary, hidden), (vocabulary,))
-    leaves = [(scale * torch.randn(s, generator=generator)).to(dtype).requires_grad_() for s in shapes]
+    leaves = [
+        (scale * torch.randn(s, generator=generator)).to(dtype).requires_grad_() for s in shapes
+    ]
     labels = torch.randint(vocabulary, (tokens,), generator=generator)
-    return *leaves, labels, torch.randn(2, tokens, generator=generator).to(torch.promote_types(dtype, torch.float32))
+    return (
+        *leaves,
+        labels,
+        torch.randn(2, tokens, generator=generator).to(torch.promote_types(dtype, torch.float32)),
+    )
 
 
 def plain(hidden, weight, labels, bias=None, temperature=1.0, entropy_grad=True, valid=None):
@@ -207,7 +239,9 @@ def test_by_hand():
     """
     hidden = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
     weight = torch.tensor([[1.0], [2.0], [5.0]], dtype=torch.float64).log().requires_grad_()
-    log_probs, entropy = linear_log_probs(hidden, weight, torch.tensor([2]), entropy=True, entropy_grad=True)
+    log_probs, entropy = linear_log_probs(
+        hidden, weight, torch.tensor([2]), entropy=True, entropy_grad=True
+    )
     expected = math.log(8) - (2 * math.log(2) + 5 * math.log(5)) / 8
     assert log_probs.item() == pytest.approx(math.log(5 / 8))
     assert entropy.item() == pytest.approx(expected)
@@ -216,7 +250,9 @@ def test_by_hand():
     assert hidden.grad.item() == pytest.approx((-2 * math.log(2) + 3 * math.log(5)) / 8)
     weight.grad = None
     entropy.sum().backward()
-    assert weight.grad[:, 0].tolist() == pytest.approx([-p * (math.log(p) + expected) for p in (1 / 8, 2 / 8, 5 / 8)])
+    assert weight.grad[:, 0].tolist() == pytest.approx(
+        [-p * (math.log(p) + expected) for p in (1 / 8, 2 / 8, 5 / 8)]
+    )
 
 
 def test_temperature_by_hand_linear():
@@ -234,7 +270,9 @@ def test_temperature_by_hand_linear():
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("chunk_size", [None, 1, 3, 7])
-def test_values_and_gradients_are_those_of_the_plain_form(chunk_size, entropy_grad, with_bias, valid):
+def test_values_and_gradients_are_those_of_the_plain_form(
+    chunk_size, entropy_grad, with_bias, valid
+):
     hidden, weight, bias, labels, weights = inputs()
     leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
     bias, labels = bias if with_bias else None, labels % 8
@@ -253,7 +291,9 @@ def test_values_and_gradients_are_those_of_the_plain_form(chunk_size, entropy_gr
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("chunk_size", [None, 2, 13, 37])
-@pytest.mark.parametrize(("vocabulary", "valid"), [(1037, 1000), (1037, 1001), (1037, None), (300, 130), (1024, 1000)])
+@pytest.mark.parametrize(
+    ("vocabulary", "valid"), [(1037, 1000), (1037, 1001), (1037, None), (300, 130), (1024, 1000)]
+)
 def test_odd_vocabularies(vocabulary, valid, chunk_size, entropy_grad):
     """Products are wider than the valid ids; what is beyond them has probability and gradient 0."""
     hidden, weight, bias, labels, weights = inputs(41, 5, vocabulary, scale=0.4)
@@ -285,7 +325,11 @@ def test_products_are_multiples_of_128_wide(vocabulary, monkeypatch):
         monkeypatch.setattr(head_module, name, spied(name, getattr(head_module, name)))
     monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 300 * 1024)
     hidden, weight, _, labels, weights = inputs(1000, 3, vocabulary, torch.float32)
-    gradients(linear_log_probs(hidden, weight, labels % 1000, valid_vocab_size=1000), weights, (hidden, weight))
+    gradients(
+        linear_log_probs(hidden, weight, labels % 1000, valid_vocab_size=1000),
+        weights,
+        (hidden, weight),
+    )
     forward, recomputed = shapes["linear"][:4], shapes["linear"][4:]
     assert [a for a, _ in forward] == [(256, 3), (256, 3), (256, 3), (232, 3)]
     assert {b for _, b in forward} == {(1024, 3)}
@@ -294,7 +338,8 @@ def test_products_are_multiples_of_128_wide(vocabulary, monkeypatch):
     assert shapes["product"] == [((256, 1000), (1000, 3)), ((1000, 256), (256, 3))] * 4
 
     shapes["linear"].clear()
-    linear_log_probs(hidden, weight, labels % vocabulary)  # all valid: rows that the weight lacks cannot be made up
+    # all valid: rows that the weight lacks cannot be made up
+    linear_log_probs(hidden, weight, labels % vocabulary)
     assert {b for _, b in shapes["linear"]} == {(vocabulary, 3)}
 
 
@@ -309,7 +354,8 @@ def test_gradcheck(chunk_size):
     assert torch.autograd.gradcheck(
         lambda h, w: linear_log_probs(h, w, labels, None, 1.3, chunk_size)[0], (hidden, weight)
     )
-    assert torch.autograd.gradcheck(lambda h, w: both(h, w, None)[1], (hidden, weight))  # entropy alone
+    # entropy alone
+    assert torch.autograd.gradcheck(lambda h, w: both(h, w, None)[1], (hidden, weight))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -317,7 +363,9 @@ def test_gradcheck(chunk_size):
 def test_frozen_inputs_get_no_gradient_and_change_no_other(frozen, chunk_size):
     hidden, weight, bias, labels, weights = inputs()
     leaves = [hidden, weight, bias]
-    expected = gradients(linear_log_probs(hidden, weight, labels, bias, 0.7, chunk_size), weights, leaves)
+    expected = gradients(
+        linear_log_probs(hidden, weight, labels, bias, 0.7, chunk_size), weights, leaves
+    )
     for i in frozen:
         leaves[i].requires_grad_(False)
     free = [i for i in range(3) if i not in frozen]
@@ -347,16 +395,22 @@ def test_the_entropy_of_some_tokens(chunk_size, places):
     assert torch.equal(some[0], log_probs)
     assert torch.equal(some[1], torch.zeros_like(every).index_copy(0, index, every[index]))
     assert not some[1].requires_grad
-    expected = gradients(linear_log_probs(hidden, weight, *options)[:1], weights, [hidden, weight, bias])
+    expected = gradients(
+        linear_log_probs(hidden, weight, *options)[:1], weights, [hidden, weight, bias]
+    )
     for a, b in zip(gradients(some[:1], weights, [hidden, weight, bias]), expected, strict=True):
         assert torch.equal(a, b)
     with pytest.raises(ValueError, match="entropy_grad needs the entropy of all tokens"):
-        linear_log_probs(hidden, weight, *options, entropy=TokenPlaces(index, index), entropy_grad=True)
+        linear_log_probs(
+            hidden, weight, *options, entropy=TokenPlaces(index, index), entropy_grad=True
+        )
 
 
 def test_the_entropy_of_no_tokens():
     none = torch.empty(0, dtype=torch.long)
-    log_probs, entropy = linear_log_probs(torch.ones(0, 5), torch.ones(11, 5), none, entropy=TokenPlaces(none, none))
+    log_probs, entropy = linear_log_probs(
+        torch.ones(0, 5), torch.ones(11, 5), none, entropy=TokenPlaces(none, none)
+    )
     assert (log_probs.shape, entropy.shape) == ((0,), (0,))
 
 
@@ -392,11 +446,16 @@ def test_bfloat16_is_as_exact_as_the_plain_form(chunk_size):
     exact_leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     exact = gradients(plain(*exact_leaves, labels), weights, exact_leaves)
     plain_out = plain(hidden, weight, labels)
-    got = linear_log_probs(hidden, weight, labels, chunk_size=chunk_size, entropy=True, entropy_grad=True)
+    got = linear_log_probs(
+        hidden, weight, labels, chunk_size=chunk_size, entropy=True, entropy_grad=True
+    )
     for a, b in zip(plain_out, got, strict=True):
         assert b.dtype == torch.float32
         torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-5)
-    rough, fine = gradients(plain_out, weights, (hidden, weight)), gradients(got, weights, (hidden, weight))
+    rough, fine = (
+        gradients(plain_out, weights, (hidden, weight)),
+        gradients(got, weights, (hidden, weight)),
+    )
     for true, a, b in zip(exact, rough, fine, strict=True):
         assert b.dtype == torch.bfloat16
         error, plain_error = (b - true).norm() / true.norm(), (a - true).norm() / true.norm()
@@ -409,22 +468,30 @@ def test_forbidden_and_extreme_logits(chunk_size):
     hidden = torch.tensor([[1.0], [300.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [0.0], [-1.0]], requires_grad=True)
     bias = torch.tensor([0.0, -math.inf, 0.0])
-    log_probs, entropy = linear_log_probs(hidden, weight, torch.tensor([2, 2]), bias, 1.0, chunk_size, True, True)
+    log_probs, entropy = linear_log_probs(
+        hidden, weight, torch.tensor([2, 2]), bias, 1.0, chunk_size, True, True
+    )
     p = 1 / (1 + math.exp(2))  # logits (1, -inf, -1); the second row has (300, -inf, -300)
     assert log_probs.tolist() == pytest.approx([math.log(p), -600])
-    assert entropy.tolist() == pytest.approx([-p * math.log(p) - (1 - p) * math.log(1 - p), 0], abs=1e-6)
+    assert entropy.tolist() == pytest.approx(
+        [-p * math.log(p) - (1 - p) * math.log(1 - p), 0], abs=1e-6
+    )
     (log_probs.sum() + 3 * entropy.sum()).backward()
     assert bool(weight.grad.isfinite().all())
     assert bool(hidden.grad.isfinite().all())
     assert weight.grad[1].item() == 0
     # second row: (∂ log p_2/∂x) · h = (-300, 0, 300); its entropy has no gradient. First row: E' = -p_v (ln p_v + E)
     e = -p * math.log(p) - (1 - p) * math.log(1 - p)
-    assert weight.grad[2].item() == pytest.approx(300 + (1 - p) - 3 * p * (math.log(p) + e), rel=1e-5)
+    assert weight.grad[2].item() == pytest.approx(
+        300 + (1 - p) - 3 * p * (math.log(p) + e), rel=1e-5
+    )
 
 
 def test_no_tokens_at_all_linear():
     hidden, weight, bias, _, _ = inputs(tokens=0)
-    out = linear_log_probs(hidden, weight, torch.zeros(0, dtype=torch.long), bias, 0.7, None, True, True)
+    out = linear_log_probs(
+        hidden, weight, torch.zeros(0, dtype=torch.long), bias, 0.7, None, True, True
+    )
     assert [x.shape for x in out] == [(0,), (0,)]
     (out[0].sum() + out[1].sum()).backward()  # every rank runs the same backward
     assert float(weight.grad.abs().max()) == float(bias.grad.abs().max()) == 0
@@ -487,13 +554,17 @@ for form in (chunked, plain):  # the one that takes more comes last
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc"
+)
 def test_memory_of_a_process_does_not_grow_with_the_logits():
     """Two buffers of 32 MiB in chunks of 2^23 numbers; the plain form makes three of (T, V): 1152 MiB.
 
     The bounds are far from both, for an allocator keeps more than it was asked for: 160 MiB were seen.
     """
-    output = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True
+    ).stdout
     chunked, plain = map(int, output.split())
     assert chunked < 12 * 2**25
     assert plain > 24 * 2**25  # what is measured is what the logits take

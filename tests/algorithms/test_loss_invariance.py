@@ -29,7 +29,9 @@ def mask_and_constants() -> tuple[Tensor, Tensor]:
     return mask, torch.randn(4, B, A, generator=torch.Generator().manual_seed(0))
 
 
-def policy_and_metrics(kind: str, mode: str) -> Callable[[Tensor, Tensor, Tensor, LossNormalizer], tuple]:
+def policy_and_metrics(
+    kind: str, mode: str
+) -> Callable[[Tensor, Tensor, Tensor, LossNormalizer], tuple]:
     """A policy loss with weights, with selected tokens where it takes them, and clips that some tokens reach."""
     traits = POLICY_LOSSES[kind]
     clips = {} if traits.eps_clip is None else {"clip_eps_low": 0.1, "clip_eps_high": 0.2}
@@ -58,13 +60,19 @@ def kl_loss(mode: str) -> SplitLoss:
 
 def rejecting(mode: str) -> SplitLoss:
     """Rows and tokens left out by the policy in training, and their share."""
-    options = {"rollout_rejection": ["opsm=0.1", "token_k2=3", "seq_mean_k2=1.5"], "old_log_probs": "rollout"}
+    options = {
+        "rollout_rejection": ["opsm=0.1", "token_k2=3", "seq_mean_k2=1.5"],
+        "old_log_probs": "rollout",
+    }
     weights = list(token_weights(PPOConfig.from_flat(options), in_training=True).values())
     loss_fn = PolicyLoss(loss_agg_mode=mode)
 
     def loss(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> Tensor:
         rows = Experience(
-            *(torch.zeros_like(c[0]), m, m), action_log_probs=c[0], advantages=c[1], rollout_log_probs=c[2]
+            *(torch.zeros_like(c[0]), m, m),
+            action_log_probs=c[0],
+            advantages=c[1],
+            rollout_log_probs=c[2],
         )
         value, metrics = weighted_policy_loss(
             *(loss_fn, rows, n), log_probs=c[0] + 0.3 * x, entropy=c[0], token_weights=weights
@@ -80,7 +88,10 @@ def policy_metrics(mode: str, kind: str = "ppo") -> SplitLoss:
 
     def metric(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> Tensor:
         metrics = both(x, c, m, n)[1]
-        return sum(place * value for place, value in enumerate(metrics.values(), start=1)) + 0.0 * x.sum()
+        return (
+            sum(place * value for place, value in enumerate(metrics.values(), start=1))
+            + 0.0 * x.sum()
+        )
 
     return metric
 
@@ -100,7 +111,9 @@ def run_step(
             width = max(1, max(LENGTHS[row] for row in rows)) if trim else A
             batches.append((rows, width))
         masks = [mask[rows, :width] for rows, width in batches]
-        normalizer = LossNormalizer.from_masks(masks, all_reduce_sum=all_reduce_sum, dp_size=len(ranks), scale=50.0)
+        normalizer = LossNormalizer.from_masks(
+            masks, all_reduce_sum=all_reduce_sum, dp_size=len(ranks), scale=50.0
+        )
         x = inputs.clone().requires_grad_()
         total = torch.zeros(())
         for (rows, width), micro_mask in zip(batches, masks):
@@ -194,7 +207,8 @@ def test_language_model_loss_does_not_depend_on_the_split():
 
     def gradient(batches: list[slice], dp_size: int) -> Tensor:
         x = logits.clone().requires_grad_()
-        for rows in batches:  # ranks run one after the other here; their average is the division at the end
+        # ranks run one after the other here; their average is the division at the end
+        for rows in batches:
             loss_fn(x[rows], labels[rows], tokens, dp_size).backward()
         return x.grad / dp_size
 

@@ -39,7 +39,9 @@ def selection(kind: str, *shape: int) -> dict[str, torch.Tensor]:
 class TestPolicyLoss:
     """What holds for every loss; the numbers of each are below."""
 
-    MASK = torch.tensor([[True, True, False, True], [True, False, False, False], [True, True, True, True]])
+    MASK = torch.tensor(
+        [[True, True, False, True], [True, False, False, False], [True, True, True, True]]
+    )
 
     def gradient(self, loss_fn, log_probs, *args, **kwargs):
         log_probs = log_probs.clone().requires_grad_()
@@ -51,10 +53,15 @@ class TestPolicyLoss:
         assert PolicyLoss() == PolicyLoss(0.2, 0.2, "ppo", "token-mean", {"dual_clip": None})
         for name, traits in POLICY_LOSSES.items():
             loss_fn = PolicyLoss(policy_loss=name, options=dict.fromkeys(traits.defaults))
-            assert (loss_fn.clip_eps_low, loss_fn.clip_eps_high) == (traits.eps_clip or (None, None))
+            assert (loss_fn.clip_eps_low, loss_fn.clip_eps_high) == (
+                traits.eps_clip or (None, None)
+            )
             assert loss_fn.options == traits.defaults
         assert PolicyLoss(clip_eps_high=0.28).clip_eps_low == 0.2
-        assert PolicyLoss(policy_loss="sapo", options={"sapo_tau_neg": 2.0}).options["sapo_tau_pos"] == 1.0
+        assert (
+            PolicyLoss(policy_loss="sapo", options={"sapo_tau_neg": 2.0}).options["sapo_tau_pos"]
+            == 1.0
+        )
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_first_step_on_policy_is_reinforce(self, kind):
@@ -79,7 +86,9 @@ class TestPolicyLoss:
 
         def token_loss(x: torch.Tensor) -> torch.Tensor:
             eps = loss_fn.clip_eps_low, loss_fn.clip_eps_high
-            inputs = LossInputs(x, old, advantages, torch.ones(2, 3).bool(), *eps, **selection(kind, 2, 3))
+            inputs = LossInputs(
+                x, old, advantages, torch.ones(2, 3).bool(), *eps, **selection(kind, 2, 3)
+            )
             return POLICY_LOSSES[kind].fn(inputs, **loss_fn.options)[0].flatten()
 
         jacobian = torch.autograd.functional.jacobian(token_loss, log_probs).view(6, 6)
@@ -110,7 +119,13 @@ class TestPolicyLoss:
         weights = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
         loss_fn, extra, ones = policy_loss(kind), selection(kind, 2, 2), torch.ones(2, 2).bool()
         loss, gradient, _ = self.gradient(
-            loss_fn, log_probs, randn(2, 2, seed=1), randn(2, 2, seed=2), ones, weights=weights, **extra
+            loss_fn,
+            log_probs,
+            randn(2, 2, seed=1),
+            randn(2, 2, seed=2),
+            ones,
+            weights=weights,
+            **extra,
         )
         assert loss.isfinite()
         assert gradient.isfinite().all()
@@ -119,7 +134,14 @@ class TestPolicyLoss:
     def test_old_log_probs_and_advantages_are_constants(self):
         for kind in KINDS:
             old, advantages = randn(1, 2).requires_grad_(), randn(1, 2, seed=1).requires_grad_()
-            self.gradient(policy_loss(kind), randn(1, 2), old, advantages, torch.ones(1, 2), **selection(kind, 1, 2))
+            self.gradient(
+                policy_loss(kind),
+                randn(1, 2),
+                old,
+                advantages,
+                torch.ones(1, 2),
+                **selection(kind, 1, 2),
+            )
             assert old.grad is None
             assert advantages.grad is None
 
@@ -137,7 +159,12 @@ class TestPolicyLoss:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_what_lies_under_the_mask_never_matters(self, kind):
-        log_probs, old, advantages, extra = randn(3, 4), randn(3, 4, seed=1), randn(3, 4, seed=2), selection(kind, 3, 4)
+        log_probs, old, advantages, extra = (
+            randn(3, 4),
+            randn(3, 4, seed=1),
+            randn(3, 4, seed=2),
+            selection(kind, 3, 4),
+        )
         clean = self.gradient(policy_loss(kind), log_probs, old, advantages, self.MASK, **extra)
         for bad in (NAN, math.inf, -math.inf):
             dirty = self.gradient(
@@ -157,11 +184,14 @@ class TestPolicyLoss:
         options = {"dual": {"dual_clip": 1.5}, "cpgd": {"cpgd_drift_coef": 0.0}}.get(kind, {})
         kind = {"dual": "ppo"}.get(kind, kind)
         old, advantages, extra = randn(3, 4), randn(3, 4, seed=1), selection(kind, 3, 4)
-        log_probs = (old + 0.7 * randn(3, 4, seed=2)).requires_grad_()  # some clipped, none on the kink
+        # some clipped, none on the kink
+        log_probs = (old + 0.7 * randn(3, 4, seed=2)).requires_grad_()
         loss_fn = policy_loss(kind, options=options)
         clipped = loss_fn(log_probs, old, advantages, mask, **extra)[1]["clip_ratio"].item()
         assert 0 < clipped < 1 or POLICY_LOSSES[kind].eps_clip is None
-        assert torch.autograd.gradcheck(lambda x: loss_fn(x, old, advantages, mask, **extra)[0], (log_probs,))
+        assert torch.autograd.gradcheck(
+            lambda x: loss_fn(x, old, advantages, mask, **extra)[0], (log_probs,)
+        )
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_equal_rewards_train_nothing(self, kind):
@@ -186,7 +216,13 @@ class TestPolicyLoss:
     def test_fully_masked_micro_batch(self, kind):
         bad, mask = torch.full((2, 3), NAN), torch.zeros(2, 3).bool()
         loss, gradient, metrics = self.gradient(
-            policy_loss(kind), bad, bad, bad, mask, LossNormalizer(tokens=5, sequences=2), **selection(kind, 2, 3)
+            policy_loss(kind),
+            bad,
+            bad,
+            bad,
+            mask,
+            LossNormalizer(tokens=5, sequences=2),
+            **selection(kind, 2, 3),
         )
         assert loss.item() == 0.0
         assert torch.equal(gradient, torch.zeros(2, 3))
@@ -201,8 +237,14 @@ class TestPolicyLoss:
         torch.testing.assert_close(single[0], exact[0].float())
         torch.testing.assert_close(single[1], exact[1].float())
         # bf16 log probs are taken as they are, and all that follows is float32: old would round to -1 in bf16
-        half, old, ones = torch.tensor([[-1.0]]).bfloat16(), torch.tensor([[-1.001]]), torch.ones(1, 1)
-        loss, _, metrics = self.gradient(policy_loss(kind), half, old, ones, ones, **selection(kind, 1, 1))
+        half, old, ones = (
+            torch.tensor([[-1.0]]).bfloat16(),
+            torch.tensor([[-1.001]]),
+            torch.ones(1, 1),
+        )
+        loss, _, metrics = self.gradient(
+            policy_loss(kind), half, old, ones, ones, **selection(kind, 1, 1)
+        )
         assert loss.dtype == torch.float32
         torch.testing.assert_close(metrics["ratio"], torch.tensor(0.001).exp())
 
@@ -268,9 +310,12 @@ class TestValueLoss:
         loss, _ = ValueLoss(value_clip=None, huber_delta=1.0)(values, zeros, zeros, mask)
         torch.testing.assert_close(loss, torch.tensor((0.125 + 2.5 + 0.5) / 3))
         loss.backward()
-        torch.testing.assert_close(values.grad, torch.tensor([[0.5, -1.0, 1.0]]) / 3)  # the slope ends at delta
+        # the slope ends at delta
+        torch.testing.assert_close(values.grad, torch.tensor([[0.5, -1.0, 1.0]]) / 3)
         # clipped to 0 +- 0.2: errors 0.2, -0.2, 0.2; the larger, unclipped ones count
-        clipped, metrics = ValueLoss(value_clip=0.2, huber_delta=1.0)(values.detach(), zeros, zeros, mask)
+        clipped, metrics = ValueLoss(value_clip=0.2, huber_delta=1.0)(
+            values.detach(), zeros, zeros, mask
+        )
         torch.testing.assert_close(clipped, loss.detach())
         assert metrics["value_clip_ratio"] == 0
 
@@ -306,19 +351,29 @@ class TestValueLoss:
         values = 0.05 * randn(1, 1000, seed=1, dtype=torch.float32)
         assert not torch.equal(old + (values - old), values)
         mask = torch.ones(1, 1000).bool()
-        _, metrics = ValueLoss(value_clip=2.0)(values, old, randn(1, 1000, seed=3, dtype=torch.float32), mask)
+        _, metrics = ValueLoss(value_clip=2.0)(
+            values, old, randn(1, 1000, seed=3, dtype=torch.float32), mask
+        )
         assert metrics["value_clip_ratio"].item() == 0.0
 
     def test_gradcheck(self):
         mask = torch.tensor([[True, False, True, True]] * 3)
-        old, returns, values = randn(3, 4), randn(3, 4, seed=1), randn(3, 4, seed=2).requires_grad_()
+        old, returns, values = (
+            randn(3, 4),
+            randn(3, 4, seed=1),
+            randn(3, 4, seed=2).requires_grad_(),
+        )
         for clip in (0.5, None):
             loss_fn = ValueLoss(value_clip=clip)
-            assert torch.autograd.gradcheck(lambda v, f=loss_fn: f(v, old, returns, mask)[0], (values,))
+            assert torch.autograd.gradcheck(
+                lambda v, f=loss_fn: f(v, old, returns, mask)[0], (values,)
+            )
 
     def test_targets_are_constants(self):
         old, returns = torch.zeros(1, 1, requires_grad=True), torch.ones(1, 1, requires_grad=True)
-        loss, _ = ValueLoss()(torch.zeros(1, 1, requires_grad=True), old, returns, torch.ones(1, 1).bool())
+        loss, _ = ValueLoss()(
+            torch.zeros(1, 1, requires_grad=True), old, returns, torch.ones(1, 1).bool()
+        )
         loss.backward()
         assert old.grad is None
         assert returns.grad is None
@@ -336,7 +391,9 @@ class TestValueLoss:
         with pytest.raises(ValueError, match="--loss_agg_mode"):
             ValueLoss(loss_agg_mode="mean")
         with pytest.raises(ValueError, match=r"old_values \(1, 1\)"):
-            ValueLoss()(torch.zeros(1, 2), torch.zeros(1, 1), torch.zeros(1, 2), torch.ones(1, 2).bool())
+            ValueLoss()(
+                torch.zeros(1, 2), torch.zeros(1, 1), torch.zeros(1, 2), torch.ones(1, 2).bool()
+            )
 
 
 class TestGPTLMLoss:
@@ -353,12 +410,19 @@ class TestGPTLMLoss:
         assert loss_fn.num_tokens(labels) == 1
         torch.testing.assert_close(loss_fn(logits, labels), torch.tensor(math.log(2)))
         # 8 tokens in the step, 2 ranks: 2 · ln 2 / 8
-        torch.testing.assert_close(loss_fn(logits, labels, 8, dp_size=2), torch.tensor(math.log(2) / 4))
+        torch.testing.assert_close(
+            loss_fn(logits, labels, 8, dp_size=2), torch.tensor(math.log(2) / 4)
+        )
 
     def test_agrees_with_torch(self):
-        logits, labels = randn(3, 6, 9), torch.randint(9, (3, 6), generator=torch.Generator().manual_seed(0))
+        logits, labels = (
+            randn(3, 6, 9),
+            torch.randint(9, (3, 6), generator=torch.Generator().manual_seed(0)),
+        )
         labels[:, :2] = -100
-        expected = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 9), labels[:, 1:].reshape(-1))
+        expected = torch.nn.functional.cross_entropy(
+            logits[:, :-1].reshape(-1, 9), labels[:, 1:].reshape(-1)
+        )
         torch.testing.assert_close(GPTLMLoss()(logits, labels), expected)
 
     def test_gradcheck(self):
@@ -385,7 +449,8 @@ class TestGPTLMLoss:
 def test_public_names():
     import lightppo
 
-    assert issubclass(lightppo.PolicyLoss, PolicyLoss)  # these two can also be called as OpenRLHF's are
+    # these two can also be called as OpenRLHF's are
+    assert issubclass(lightppo.PolicyLoss, PolicyLoss)
     assert issubclass(lightppo.ValueLoss, ValueLoss)
     assert lightppo.GPTLMLoss is GPTLMLoss
 
@@ -445,13 +510,17 @@ class TestPPO:
         check(metrics["clip_ratio"], 2 / 3)
 
     def test_a_low_epsilon_of_1_is_no_lower_bound(self):
-        _, gradient, metrics = step(PolicyLoss(1.0, 0.2, loss_agg_mode=SUM), row(0.001, 1e-8).log(), row(-1.0, -1.0))
+        _, gradient, metrics = step(
+            PolicyLoss(1.0, 0.2, loss_agg_mode=SUM), row(0.001, 1e-8).log(), row(-1.0, -1.0)
+        )
         check(gradient, row(0.001, 1e-8))
         assert metrics["clip_ratio"] == 0.0
 
     def test_dual_clip(self):
         loss_fn = PolicyLoss(loss_agg_mode=SUM, options={"dual_clip": 3.0})
-        loss, gradient, metrics = step(loss_fn, row(1.5, 4.0, 4.0, 0.5).log(), row(-2.0, -2.0, 2.0, -2.0))
+        loss, gradient, metrics = step(
+            loss_fn, row(1.5, 4.0, 4.0, 0.5).log(), row(-2.0, -2.0, 2.0, -2.0)
+        )
         # A < 0: at most -cA = 6.  ρ 1.5: 3 < 6 stays; ρ 4: 8 becomes 6, no gradient; ρ 0.5: 1.6, clipped as ever
         # A > 0: -min(8, 2.4) = -2.4, clipped as ever
         check(loss, 3 + 6 - 2.4 + 1.6)
@@ -465,7 +534,9 @@ class TestPPO:
         assert metrics["clip_ratio"] == 0.0
 
     def test_beyond_the_limit_of_the_log_ratio(self):
-        loss, gradient, metrics = step(PolicyLoss(loss_agg_mode=SUM), row(200.0, -200.0, 19.0), row(-1.0, 1.0, -1.0))
+        loss, gradient, metrics = step(
+            PolicyLoss(loss_agg_mode=SUM), row(200.0, -200.0, 19.0), row(-1.0, 1.0, -1.0)
+        )
         # e^20, -e^-20, e^19: beyond ±20 the value stops and so does the gradient, and the metric says so
         check(loss, math.exp(20) - math.exp(-20) + math.exp(19))
         check(gradient, row(0.0, 0.0, math.exp(19)))
@@ -473,8 +544,12 @@ class TestPPO:
 
 
 class TestGSPO:
-    LOG_RATIO = torch.tensor([[0.3, -0.1, 9.0, 0.1], [0.5, 9.0, 9.0, 9.0], [0.5, 0.3, 9.0, 9.0]]).double()
-    MASK = torch.tensor([[True, True, False, True], [True, False, False, False], [True, True, False, False]])
+    LOG_RATIO = torch.tensor(
+        [[0.3, -0.1, 9.0, 0.1], [0.5, 9.0, 9.0, 9.0], [0.5, 0.3, 9.0, 9.0]]
+    ).double()
+    MASK = torch.tensor(
+        [[True, True, False, True], [True, False, False, False], [True, True, False, False]]
+    )
     ADVANTAGES = torch.tensor([[2.0], [1.0], [-1.0]]).double().expand(3, 4)
 
     def test_by_hand(self):
@@ -486,13 +561,17 @@ class TestGSPO:
         check(loss, (-2.2103418 - 1.2 + 1.4918247) / 3)
         # -sA / the row's tokens / 3 rows
         first, third = -2.2103418 / 3 / 3, 1.4918247 / 2 / 3
-        check(gradient, torch.tensor([[first, first, 0, first], [0, 0, 0, 0], [third, third, 0, 0]]))
+        check(
+            gradient, torch.tensor([[first, first, 0, first], [0, 0, 0, 0], [third, third, 0, 0]])
+        )
         check(metrics["clip_ratio"], 1 / 6)
         check(metrics["ratio"], (3 * 1.1051709 + 1.6487213 + 2 * 1.4918247) / 6)
 
     def test_a_row_is_clipped_whole_or_not_at_all(self):
         """Token 1 alone is far outside the clip; the row is not."""
-        _, gradient, metrics = step(PolicyLoss(0.2, 0.2, "gspo", SUM), row(0.9, -0.9), row(1.0, 1.0))
+        _, gradient, metrics = step(
+            PolicyLoss(0.2, 0.2, "gspo", SUM), row(0.9, -0.9), row(1.0, 1.0)
+        )
         check(gradient, row(-1.0, -1.0))
         assert metrics["clip_ratio"] == 0.0
 
@@ -502,15 +581,21 @@ class TestGSPO:
 
     def test_it_is_the_gradient_of_the_sequence_loss(self):
         """Numerically: the token form has the derivative of -min(sA, clip(s)·A), s of the whole row."""
-        mask = torch.tensor([[True, True, True, False], [True, False, True, True], [True, False, False, False]])
+        mask = torch.tensor(
+            [[True, True, True, False], [True, False, True, True], [True, False, False, False]]
+        )
         old, advantages = randn(3, 4), randn(3, 1, seed=1).expand(3, 4)
         log_probs = (old + 0.3 * randn(3, 4, seed=2)).requires_grad_()
         loss_fn = PolicyLoss(0.2, 0.2, "gspo", ROW_MEAN)
-        assert torch.autograd.gradcheck(lambda x: loss_fn(x, old, advantages, mask)[0], (log_probs,))
+        assert torch.autograd.gradcheck(
+            lambda x: loss_fn(x, old, advantages, mask)[0], (log_probs,)
+        )
 
     def test_one_token_is_ppo(self):
         log_ratio, advantages = 0.4 * randn(6, 1), randn(6, 1, seed=1)
-        gspo, ppo = (step(PolicyLoss(0.2, 0.3, kind), log_ratio, advantages) for kind in ("gspo", "ppo"))
+        gspo, ppo = (
+            step(PolicyLoss(0.2, 0.3, kind), log_ratio, advantages) for kind in ("gspo", "ppo")
+        )
         check(gspo[0], ppo[0])
         check(gspo[1], ppo[1])
         assert gspo[2] == pytest.approx(ppo[2])
@@ -527,7 +612,9 @@ class TestGSPO:
 class TestCISPO:
     def test_by_hand(self):
         ratio, advantages = row(8.0, 8.0, 2.0, 0.01), row(1.0, -1.0, 3.0, 1.0)
-        loss, gradient, metrics = step(PolicyLoss(policy_loss="cispo", loss_agg_mode=SUM), ratio.log(), advantages)
+        loss, gradient, metrics = step(
+            PolicyLoss(policy_loss="cispo", loss_agg_mode=SUM), ratio.log(), advantages
+        )
         # by default weights above 1 + 4 become 5, none is too small: 5, 5, 2, 0.01; the gradient is -weight·A
         check(gradient, row(-5.0, 5.0, -6.0, -0.01))
         # times the log probs, -1 + ln ρ: 1.0794415, 1.0794415, -0.3068528, -5.6051702
@@ -545,7 +632,9 @@ class TestGMPO:
     def test_by_hand(self):
         log_ratio = row(0.6, -0.6, 0.1).repeat(2, 1)
         advantages = torch.tensor([[2.0], [-1.0]]).double().expand(2, 3)
-        loss, gradient, metrics = step(PolicyLoss(policy_loss="gmpo", loss_agg_mode=ROW_MEAN), log_ratio, advantages)
+        loss, gradient, metrics = step(
+            PolicyLoss(policy_loss="gmpo", loss_agg_mode=ROW_MEAN), log_ratio, advantages
+        )
         # A > 0: min(d, 0.4) = 0.4, -0.6, 0.1, mean -0.0333333, e^ = 0.9672161: loss -2·0.9672161
         # A < 0: max(d, -0.4) = 0.6, -0.4, 0.1, mean 0.1, e^ = 1.1051709: loss 1.1051709
         check(loss, (-2 * 0.9672161 + 1.1051709) / 2)
@@ -561,12 +650,16 @@ class TestGMPO:
         assert metrics["clip_ratio"] == 0.0
 
     def test_it_is_the_gradient_of_the_sequence_loss(self):
-        mask = torch.tensor([[True, True, True, False], [True, False, True, True], [True, False, False, False]])
+        mask = torch.tensor(
+            [[True, True, True, False], [True, False, True, True], [True, False, False, False]]
+        )
         old, advantages = randn(3, 4), randn(3, 1, seed=1).expand(3, 4)
         log_probs = (old + 0.5 * randn(3, 4, seed=2)).requires_grad_()
         loss_fn = PolicyLoss(0.4, 0.3, "gmpo", ROW_MEAN)
         assert 0 < loss_fn(log_probs, old, advantages, mask)[1]["clip_ratio"].item() < 1
-        assert torch.autograd.gradcheck(lambda x: loss_fn(x, old, advantages, mask)[0], (log_probs,))
+        assert torch.autograd.gradcheck(
+            lambda x: loss_fn(x, old, advantages, mask)[0], (log_probs,)
+        )
 
 
 class TestSAPO:
@@ -603,7 +696,9 @@ class TestClipCov:
     def test_what_is_selected_under_the_mask_is_not_counted(self):
         mask = torch.tensor([[True, False]])
         loss_fn = PolicyLoss(policy_loss="clip_cov")
-        _, gradient, metrics = step(loss_fn, row(0.0, 0.0), row(1.0, 1.0), mask, selected=torch.tensor([[False, True]]))
+        _, gradient, metrics = step(
+            loss_fn, row(0.0, 0.0), row(1.0, 1.0), mask, selected=torch.tensor([[False, True]])
+        )
         check(gradient, row(-1.0, 0.0))
         assert metrics["selected_ratio"] == 0.0
 
@@ -612,7 +707,9 @@ class TestKLCov:
     def test_by_hand(self):
         loss_fn = PolicyLoss(policy_loss="kl_cov", loss_agg_mode=SUM, options={"kl_cov_coef": 0.5})
         selected = torch.tensor([[True, True, False]])
-        loss, gradient, metrics = step(loss_fn, row(1.5, 0.5, 0.5).log(), row(2.0, -2.0, -2.0), selected=selected)
+        loss, gradient, metrics = step(
+            loss_fn, row(1.5, 0.5, 0.5).log(), row(2.0, -2.0, -2.0), selected=selected
+        )
         # -ρA + 0.5·|ln ρ|: -3 + 0.5·0.4054651; 1 + 0.5·0.6931472; 1 (not selected; and nothing is clipped)
         check(loss, -3 + 0.5 * 0.4054651 + 1 + 0.5 * 0.6931472 + 1)
         # -ρA ± 0.5
@@ -623,7 +720,9 @@ class TestKLCov:
 
 class TestGPG:
     def test_by_hand(self):
-        loss, gradient, metrics = step(PolicyLoss(policy_loss="gpg"), row(0.5, -0.5), row(2.0, -1.0))
+        loss, gradient, metrics = step(
+            PolicyLoss(policy_loss="gpg"), row(0.5, -0.5), row(2.0, -1.0)
+        )
         # log probs -0.5 and -1.5: (0.5·2 - 1.5) / 2; whatever the ratio, the gradient is -A / 2
         check(loss, (1.0 - 1.5) / 2)
         check(gradient, row(-1.0, 0.5))
@@ -633,7 +732,9 @@ class TestGPG:
 
 class TestCPGD:
     def test_by_hand(self):
-        loss_fn = PolicyLoss(policy_loss="cpgd", loss_agg_mode=SUM, options={"cpgd_drift_coef": 0.0})
+        loss_fn = PolicyLoss(
+            policy_loss="cpgd", loss_agg_mode=SUM, options={"cpgd_drift_coef": 0.0}
+        )
         log_ratio, advantages = row(0.3, 0.3, -0.5, -0.5, 0.1), row(2.0, -2.0, -2.0, 2.0, 1.0)
         loss, gradient, metrics = step(loss_fn, log_ratio, advantages)
         # -min(dA, clip(d, ln 0.8, ln 1.2)·A), ln 1.2 = 0.1823216, ln 0.8 = -0.2231436:
@@ -645,7 +746,9 @@ class TestCPGD:
         assert metrics["clip_ratio"] == 2 / 5
 
     def test_drift_by_hand(self):
-        loss_fn = PolicyLoss(policy_loss="cpgd", loss_agg_mode=SUM, options={"cpgd_drift_coef": 0.1})
+        loss_fn = PolicyLoss(
+            policy_loss="cpgd", loss_agg_mode=SUM, options={"cpgd_drift_coef": 0.1}
+        )
         log_ratio, advantages = row(0.3, -0.5, 2.0, 1000.0, -1000.0), torch.zeros(1, 5).double()
         loss, gradient, metrics = step(loss_fn, log_ratio, advantages)
         # min(ρ - 1, 2): 0.3498588, -0.3934693, 2 (ρ is 7.4), 2, -1; it is the slope, and times d the value
@@ -657,7 +760,9 @@ class TestCPGD:
     def test_drift_has_the_gradient_of_k3(self):
         log_ratio = (0.5 * randn(1, 8)).requires_grad_()
         (log_ratio.exp() - 1 - log_ratio).sum().backward()
-        loss_fn = PolicyLoss(policy_loss="cpgd", loss_agg_mode=SUM, options={"cpgd_drift_coef": 1.0})
+        loss_fn = PolicyLoss(
+            policy_loss="cpgd", loss_agg_mode=SUM, options={"cpgd_drift_coef": 1.0}
+        )
         _, gradient, _ = step(loss_fn, log_ratio.detach(), torch.zeros(1, 8).double())
         check(gradient, log_ratio.grad)
 
@@ -687,7 +792,10 @@ def test_clip_regions(kind):
             nothing = torch.zeros(1, 1).bool() if kind == "clip_cov" else None
             _, gradient, metrics = step(loss_fn, row(log_ratio), row(advantage), selected=nothing)
             far_enough = log_ratio > 0.3 if advantage > 0 else log_ratio < -0.2
-            assert gradient.sign().item() == (0 if far_enough else -math.copysign(1, advantage)), (log_ratio, advantage)
+            assert gradient.sign().item() == (0 if far_enough else -math.copysign(1, advantage)), (
+                log_ratio,
+                advantage,
+            )
             assert metrics["clip_ratio"] == far_enough
 
 
@@ -697,7 +805,9 @@ SLOPES = {
     "gspo": lambda d, a, mean: -mean.exp() * a,
     "cispo": lambda d, a, mean: -d.exp() * a,
     "gmpo": lambda d, a, mean: -mean.exp() * a,
-    "sapo": lambda d, a, mean: -d.exp() * a / torch.cosh(0.5 * (1 + 0.05 * (a < 0)) * (d.exp() - 1)).square(),
+    "sapo": lambda d, a, mean: (
+        -d.exp() * a / torch.cosh(0.5 * (1 + 0.05 * (a < 0)) * (d.exp() - 1)).square()
+    ),
     "clip_cov": lambda d, a, mean: -d.exp() * a,
     "kl_cov": lambda d, a, mean: -d.exp() * a,
     "gpg": lambda d, a, mean: -a,
@@ -709,7 +819,9 @@ SLOPES = {
 def test_gradients_in_closed_form(kind):
     """What autograd makes of the stop-gradient forms is what they claim; (4σ(1-σ) is 1/cosh² of half the argument)."""
     d, advantages = 0.1 * randn(4, 6), randn(4, 6, seed=1)
-    eps = {} if POLICY_LOSSES[kind].eps_clip is None else {"clip_eps_low": 0.9, "clip_eps_high": 0.9}
+    eps = (
+        {} if POLICY_LOSSES[kind].eps_clip is None else {"clip_eps_low": 0.9, "clip_eps_high": 0.9}
+    )
     nothing = torch.zeros(4, 6).bool() if POLICY_LOSSES[kind].selection else None
     loss_fn = PolicyLoss(policy_loss=kind, loss_agg_mode=SUM, **eps)
     _, gradient, metrics = step(loss_fn, d, advantages, selected=nothing)

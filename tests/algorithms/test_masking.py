@@ -24,7 +24,10 @@ def test_masked_mean_by_hand():
 
 
 def test_masked_mean_without_tokens_is_zero():
-    assert masked_mean(torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool)).tolist() == [0.0, 0.0]
+    assert masked_mean(torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool)).tolist() == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_masked_mean_keeps_nan_out_of_gradients():
@@ -47,9 +50,13 @@ def test_shapes_that_would_broadcast_are_refused():
 
 
 def test_a_systematic_sample_by_hand():
-    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])  # the trained tokens are numbered from 1
+    # the trained tokens are numbered from 1
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
     sample = systematic_sample(mask, start=torch.tensor([1, 0]), stride=3)
-    assert sample.tolist() == [[False, False, True, False, False, False, True], [False, False, True] * 2 + [False]]
+    assert sample.tolist() == [
+        [False, False, True, False, False, False, True],
+        [False, False, True] * 2 + [False],
+    ]
 
 
 def test_all_systematic_samples_together_are_all_tokens():
@@ -66,14 +73,22 @@ class TestWhiten:
         mask = torch.tensor([[True, True, False], [True, False, False]])
         # mean 3, biased var 8/3: (x - 3) / sqrt(8/3) = ±2 / 1.632993 = ±1.224745
         out = whiten(values, mask, eps=0.0)
-        torch.testing.assert_close(out, torch.tensor([[-1.2247449, 0.0, 0.0], [1.2247449, 0.0, 0.0]]))
+        torch.testing.assert_close(
+            out, torch.tensor([[-1.2247449, 0.0, 0.0], [1.2247449, 0.0, 0.0]])
+        )
         # unbiased var 4: ±2 / 2
-        assert whiten(values, mask, eps=0.0, unbiased=True).tolist() == [[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+        assert whiten(values, mask, eps=0.0, unbiased=True).tolist() == [
+            [-1.0, 0.0, 0.0],
+            [1.0, 0.0, 0.0],
+        ]
         # shift_mean=False adds the mean 3 back, masked positions stay 0
         out = whiten(values, mask, eps=0.0, unbiased=True, shift_mean=False)
         assert out.tolist() == [[2.0, 3.0, 0.0], [4.0, 0.0, 0.0]]
         # divide_std=False only subtracts the mean
-        assert whiten(values, mask, divide_std=False).tolist() == [[-2.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
+        assert whiten(values, mask, divide_std=False).tolist() == [
+            [-2.0, 0.0, 0.0],
+            [2.0, 0.0, 0.0],
+        ]
         # eps belongs to the variance: 2 / sqrt(4 + 12) = 0.5
         assert whiten(values, mask, eps=12.0, unbiased=True)[1, 0].item() == 0.5
 
@@ -100,26 +115,40 @@ class TestWhiten:
         whole = whiten(values, mask, unbiased=True)
         shares = [slice(0, 1), slice(1, 6)]  # very different numbers of rows
         parts = simulate_ranks(
-            2, lambda r, s: whiten(values[shares[r]], mask[shares[r]], all_reduce_sum=s, unbiased=True)
+            2,
+            lambda r, s: whiten(
+                values[shares[r]], mask[shares[r]], all_reduce_sum=s, unbiased=True
+            ),
         )
         torch.testing.assert_close(torch.cat(parts), whole)
-        assert not torch.allclose(whiten(values[1:], mask[1:], unbiased=True), whole[1:])  # per rank it would differ
+        # per rank it would differ
+        assert not torch.allclose(whiten(values[1:], mask[1:], unbiased=True), whole[1:])
 
     def test_a_rank_without_tokens_takes_part(self, simulate_ranks):
-        values, mask = torch.tensor([[1.0, 3.0]]), [torch.tensor([[True, True]]), torch.tensor([[False, False]])]
-        full, empty = simulate_ranks(2, lambda r, s: whiten(values, mask[r], all_reduce_sum=s, eps=0.0))
+        values, mask = (
+            torch.tensor([[1.0, 3.0]]),
+            [torch.tensor([[True, True]]), torch.tensor([[False, False]])],
+        )
+        full, empty = simulate_ranks(
+            2, lambda r, s: whiten(values, mask[r], all_reduce_sum=s, eps=0.0)
+        )
         assert full.tolist() == [[-1.0, 1.0]]  # mean 2, std 1
         assert empty.tolist() == [[0.0, 0.0]]
 
     def test_one_token_on_each_rank_is_enough(self, simulate_ranks):
         mask = torch.tensor([[True, False]])
         values = [torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 0.0]])]
-        low, high = simulate_ranks(2, lambda r, s: whiten(values[r], mask, all_reduce_sum=s, eps=0.0))
+        low, high = simulate_ranks(
+            2, lambda r, s: whiten(values[r], mask, all_reduce_sum=s, eps=0.0)
+        )
         assert (low.tolist(), high.tolist()) == ([[-1.0, 0.0]], [[1.0, 0.0]])
 
     def test_order_and_padding_do_not_matter(self):
         generator = torch.Generator().manual_seed(1)
-        values, mask = torch.randn(5, 4, generator=generator), torch.rand(5, 4, generator=generator) > 0.3
+        values, mask = (
+            torch.randn(5, 4, generator=generator),
+            torch.rand(5, 4, generator=generator) > 0.3,
+        )
         out = whiten(values, mask)
         order = torch.tensor([3, 0, 4, 1, 2])
         torch.testing.assert_close(whiten(values[order], mask[order]), out[order])
@@ -137,7 +166,9 @@ class TestLossNormalizer:
 
     def test_counts_over_ranks_one_without_micro_batches(self, simulate_ranks):
         masks = [[torch.tensor([[True, True]])], []]
-        both = simulate_ranks(2, lambda r, s: LossNormalizer.from_masks(masks[r], all_reduce_sum=s, dp_size=2))
+        both = simulate_ranks(
+            2, lambda r, s: LossNormalizer.from_masks(masks[r], all_reduce_sum=s, dp_size=2)
+        )
         assert both == [LossNormalizer(2.0, 1.0, dp_size=2)] * 2
 
 
@@ -169,7 +200,9 @@ class TestAggregateLoss:
     )
     def test_divides_by_the_counts_of_the_step_times_ranks(self, mode, expected):
         normalizer = LossNormalizer(tokens=5, sequences=3, dp_size=2, scale=4.0)
-        assert aggregate_loss(self.LOSS, self.MASK, mode, normalizer).item() == pytest.approx(expected)
+        assert aggregate_loss(self.LOSS, self.MASK, mode, normalizer).item() == pytest.approx(
+            expected
+        )
 
     def test_without_normalizer_the_batch_is_the_step(self):
         assert aggregate_loss(self.LOSS, self.MASK, "token-mean").item() == 2.5
@@ -181,17 +214,29 @@ class TestAggregateLoss:
             loss = aggregate_loss(x * NAN, torch.zeros(2, 3, dtype=torch.bool), mode, normalizer)
             assert loss.item() == 0.0
             assert loss.grad_fn is not None
-            (y,) = torch.autograd.grad(aggregate_loss(x * 2, torch.zeros(2, 3), mode, normalizer), x)
+            (y,) = torch.autograd.grad(
+                aggregate_loss(x * 2, torch.zeros(2, 3), mode, normalizer), x
+            )
             assert y.abs().max().item() == 0.0
 
     def test_gradcheck(self):
-        x = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        x = torch.randn(
+            3,
+            3,
+            dtype=torch.float64,
+            generator=torch.Generator().manual_seed(0),
+            requires_grad=True,
+        )
         for mode in LOSS_AGG_MODES:
-            assert torch.autograd.gradcheck(lambda x, mode=mode: aggregate_loss(x.square(), self.MASK, mode), (x,))
+            assert torch.autograd.gradcheck(
+                lambda x, mode=mode: aggregate_loss(x.square(), self.MASK, mode), (x,)
+            )
 
     def test_tokens_that_nobody_counted_are_refused(self):
         with pytest.raises(ValueError, match=r"4 tokens .*normalizer"):
-            aggregate_loss(self.LOSS, self.MASK, "token-mean", LossNormalizer(tokens=0, sequences=0))
+            aggregate_loss(
+                self.LOSS, self.MASK, "token-mean", LossNormalizer(tokens=0, sequences=0)
+            )
 
     def test_unknown_mode_names_the_nearest(self):
         with pytest.raises(ValueError, match=r"--loss_agg_mode: .*'token_mean'.*'token-mean'"):
@@ -202,6 +247,8 @@ class TestAggregateLoss:
             aggregate_loss(self.LOSS, self.MASK[:, :1], "token-mean")
 
     def test_low_precision_is_summed_in_float32(self):
-        loss = aggregate_loss(torch.ones(1, 1000, dtype=torch.bfloat16), torch.ones(1, 1000), "seq-mean-token-sum")
+        loss = aggregate_loss(
+            torch.ones(1, 1000, dtype=torch.bfloat16), torch.ones(1, 1000), "seq-mean-token-sum"
+        )
         assert loss.dtype == torch.float32
         assert math.isclose(loss.item(), 1000.0)

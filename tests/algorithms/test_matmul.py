@@ -22,7 +22,9 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     calls: list[int] = []
     before = matmul.onednn_linear
     monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: request.param)
-    monkeypatch.setattr(matmul, "onednn_linear", lambda *tensors: calls.append(1) or before(*tensors))
+    monkeypatch.setattr(
+        matmul, "onednn_linear", lambda *tensors: calls.append(1) or before(*tensors)
+    )
     yield calls
     assert bool(calls) is request.param
 
@@ -33,7 +35,9 @@ def numbers(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(7, 16), (2, 5, 16), (1, 16), (16,)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_linear_and_its_gradients(library: list[int], shape: tuple[int, ...], with_bias: bool) -> None:
+def test_linear_and_its_gradients(
+    library: list[int], shape: tuple[int, ...], with_bias: bool
+) -> None:
     results = []
     for function in (matmul.linear, functional.linear):
         x, weight = numbers(*shape).requires_grad_(), numbers(12, 16).requires_grad_()
@@ -47,8 +51,14 @@ def test_linear_and_its_gradients(library: list[int], shape: tuple[int, ...], wi
 
 def test_inputs_with_strides(library: list[int]) -> None:
     x, weight = numbers(5, 7, 32), numbers(12, 32)
-    for a, w in ((x.transpose(0, 1), weight), (x[..., ::2], weight[:, :16]), (x[:, 1:3, :16], weight[:, 16:])):
-        torch.testing.assert_close(matmul.linear(a, w), functional.linear(a, w), rtol=1e-5, atol=1e-5)
+    for a, w in (
+        (x.transpose(0, 1), weight),
+        (x[..., ::2], weight[:, :16]),
+        (x[:, 1:3, :16], weight[:, 16:]),
+    ):
+        torch.testing.assert_close(
+            matmul.linear(a, w), functional.linear(a, w), rtol=1e-5, atol=1e-5
+        )
     a, b = numbers(9, 5), numbers(9, 6)
     torch.testing.assert_close(matmul.product(a.t(), b), a.t() @ b, rtol=1e-5, atol=1e-5)
 
@@ -59,7 +69,9 @@ def test_only_the_gradients_that_are_needed(library: list[int]) -> None:
     torch.testing.assert_close(weight.grad, x.sum(0).expand(12, 16))
     frozen = numbers(5, 16).requires_grad_()
     matmul.linear(frozen, weight.detach()).sum().backward()
-    torch.testing.assert_close(frozen.grad, weight.detach().sum(0).expand(5, 16), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        frozen.grad, weight.detach().sum(0).expand(5, 16), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 16), (8, 1, 16), (11, 1, 16), (3, 5, 16), (64, 16)])
@@ -103,4 +115,6 @@ def test_what_onednn_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert matmul.linear(x, weight).equal(functional.linear(x, weight))
     with torch.backends.mkldnn.flags(enabled=False):
-        assert matmul.linear(numbers(3, 4), numbers(5, 4)).equal(functional.linear(numbers(3, 4), numbers(5, 4)))
+        assert matmul.linear(numbers(3, 4), numbers(5, 4)).equal(
+            functional.linear(numbers(3, 4), numbers(5, 4))
+        )

@@ -35,7 +35,11 @@ class TestScaleScores:
         scores = torch.tensor([1.0, 3.0, -4.0])
         # (1 - 2)·0.5, (3 - 2)·0.5, (-4 - 2)·0.5
         assert scale_scores(scores, bias=2.0, scaling=0.5).tolist() == [-0.5, 0.5, -3.0]
-        assert scale_scores(scores, bias=2.0, scaling=0.5, max_clip=1.0).tolist() == [-0.5, 0.5, -1.0]
+        assert scale_scores(scores, bias=2.0, scaling=0.5, max_clip=1.0).tolist() == [
+            -0.5,
+            0.5,
+            -1.0,
+        ]
         # a cost becomes a reward: (1 - 0)·(-2), ..., clipped on both sides
         assert scale_scores(scores, scaling=-2.0, max_clip=5.0).tolist() == [-2.0, -5.0, 5.0]
         assert scale_scores(scores).tolist() == scores.tolist()
@@ -52,7 +56,10 @@ class TestTruncated:
 
     def test_zeroed(self):
         assert zero_truncated(self.SCORES, self.TRUNCATED).tolist() == [2.0, 0.0, -2.0, 0.0, 0.0]
-        assert zero_truncated(torch.tensor([NAN, 1.0]), torch.tensor([True, False])).tolist() == [0.0, 1.0]
+        assert zero_truncated(torch.tensor([NAN, 1.0]), torch.tensor([True, False])).tolist() == [
+            0.0,
+            1.0,
+        ]
 
     def test_the_kl_of_a_zeroed_answer_stays(self):
         scores = zero_truncated(torch.tensor([5.0]), torch.tensor([True]))
@@ -85,7 +92,9 @@ class TestTruncated:
     def test_one_answer_does_not_see_the_others(self):
         order = torch.tensor([4, 2, 0, 3, 1])
         whole = stop_properly(self.SCORES, self.TRUNCATED, 0.25)
-        assert torch.equal(stop_properly(self.SCORES[order], self.TRUNCATED[order], 0.25), whole[order])
+        assert torch.equal(
+            stop_properly(self.SCORES[order], self.TRUNCATED[order], 0.25), whole[order]
+        )
 
 
 class TestOverlong:
@@ -93,7 +102,9 @@ class TestOverlong:
         lengths = torch.tensor([0, 80, 81, 90, 100, 130])
         # 100 - 20 = 80 is free; then 1/20, 10/20, 20/20 of the factor, and no more beyond the limit
         expected = torch.tensor([0.0, 0.0, -0.1, -1.0, -2.0, -2.0])
-        torch.testing.assert_close(overlong_penalty(lengths, max_len=100, buffer_len=20, factor=2.0), expected)
+        torch.testing.assert_close(
+            overlong_penalty(lengths, max_len=100, buffer_len=20, factor=2.0), expected
+        )
 
     def test_the_buffer_may_be_everything(self):
         out = overlong_penalty(torch.tensor([0, 1, 4]), max_len=4, buffer_len=4, factor=1.0)
@@ -106,7 +117,9 @@ class TestOverlong:
 
 class TestDenseRewards:
     MASK = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
-    SCORES = torch.tensor([[1.0, 3.0, 2.0, 2.0], [NAN, 4.0, 9.0, 1.0], [5.0, 5.0, -1.0, NAN], [NAN, 1.0, INF, 2.0]])
+    SCORES = torch.tensor(
+        [[1.0, 3.0, 2.0, 2.0], [NAN, 4.0, 9.0, 1.0], [5.0, 5.0, -1.0, NAN], [NAN, 1.0, INF, 2.0]]
+    )
 
     def test_delta_by_hand(self):
         expected = [
@@ -127,7 +140,9 @@ class TestDenseRewards:
         mask[0] = False
         scores = torch.randn(20, 30, dtype=torch.float64, generator=generator)
         last = [row[m][-1].item() if m.any() else 0.0 for row, m in zip(scores, mask)]
-        torch.testing.assert_close(dense_rewards(scores, mask, delta=True).sum(1), torch.tensor(last).double())
+        torch.testing.assert_close(
+            dense_rewards(scores, mask, delta=True).sum(1), torch.tensor(last).double()
+        )
 
     def test_equal_scores_reward_the_first_token_only(self):
         out = dense_rewards(torch.full((1, 3), 0.7), torch.ones(1, 3), delta=True)
@@ -137,7 +152,9 @@ class TestDenseRewards:
     def test_padding_and_order_do_not_matter(self, delta):
         pad = torch.nn.functional.pad
         order = torch.tensor([2, 0, 3, 1])
-        wide = dense_rewards(pad(self.SCORES, (0, 3), value=NAN)[order], pad(self.MASK, (0, 3))[order], delta)
+        wide = dense_rewards(
+            pad(self.SCORES, (0, 3), value=NAN)[order], pad(self.MASK, (0, 3))[order], delta
+        )
         assert torch.equal(wide, pad(dense_rewards(self.SCORES, self.MASK, delta), (0, 3))[order])
 
     def test_what_comes_out_goes_into_the_token_rewards(self):
@@ -176,7 +193,9 @@ def test_score_alone_when_the_kl_is_in_the_loss():
 
 
 def test_leading_hole_and_one_token():
-    rewards = compute_token_rewards(torch.tensor([3.0, 4.0]), torch.tensor([[False, True], [True, False]]))
+    rewards = compute_token_rewards(
+        torch.tensor([3.0, 4.0]), torch.tensor([[False, True], [True, False]])
+    )
     assert rewards.tolist() == [[0.0, 3.0], [4.0, 0.0]]
 
 
@@ -202,15 +221,23 @@ def test_the_sum_of_a_row_is_score_minus_total_kl():
 
 def test_padding_width_does_not_matter():
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    scores, kl = torch.tensor([1.0, 2.0]), torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    scores, kl = (
+        torch.tensor([1.0, 2.0]),
+        torch.randn(2, 3, generator=torch.Generator().manual_seed(0)),
+    )
     pad = torch.nn.functional.pad
-    wide = compute_token_rewards(scores, pad(mask, (0, 4)), kl=pad(kl, (0, 4), value=NAN), kl_coef=0.3)
+    wide = compute_token_rewards(
+        scores, pad(mask, (0, 4)), kl=pad(kl, (0, 4), value=NAN), kl_coef=0.3
+    )
     assert torch.equal(wide, pad(compute_token_rewards(scores, mask, kl=kl, kl_coef=0.3), (0, 4)))
 
 
 def test_bfloat16_scores_come_back_in_float32():
     rewards = compute_token_rewards(
-        torch.tensor([1.0]).bfloat16(), torch.tensor([[True]]), kl=torch.tensor([[1e-3]]), kl_coef=1.0
+        torch.tensor([1.0]).bfloat16(),
+        torch.tensor([[True]]),
+        kl=torch.tensor([[1e-3]]),
+        kl_coef=1.0,
     )
     assert rewards.dtype == torch.float32
     torch.testing.assert_close(rewards, torch.tensor([[0.999]]))
@@ -227,7 +254,9 @@ def test_bad_input():
 
 
 def scores(count: int = 60, seed: int = 0) -> torch.Tensor:
-    return 5.0 + 3.0 * torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return 5.0 + 3.0 * torch.randn(
+        count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 class TestMoments:
@@ -252,7 +281,12 @@ class TestMoments:
     def test_broken_numbers_are_refused_on_every_rank(self, simulate_ranks, bad):
         def one_rank(rank, all_reduce_sum):
             with pytest.raises(ValueError, match="scores"):
-                Moments.of(torch.tensor([1.0, bad if rank == 1 else 2.0]), None, all_reduce_sum, name="scores")
+                Moments.of(
+                    torch.tensor([1.0, bad if rank == 1 else 2.0]),
+                    None,
+                    all_reduce_sum,
+                    name="scores",
+                )
             return True
 
         assert simulate_ranks(2, one_rank) == [True, True]
@@ -288,14 +322,21 @@ class TestRunningMeanStd:
         running = RunningMeanStd()
         for _ in range(3):
             running.update(torch.full((7,), 0.1))
-        torch.testing.assert_close(running.normalize(torch.full((2,), 0.1)), torch.zeros(2), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            running.normalize(torch.full((2,), 0.1)), torch.zeros(2), atol=1e-6, rtol=0
+        )
 
     def test_the_first_batch_is_normalised_by_itself(self):
         running, values = RunningMeanStd(), scores()
         running.update(values)
-        torch.testing.assert_close(running.normalize(values).mean(), torch.tensor(0.0).double(), atol=1e-12, rtol=0)
         torch.testing.assert_close(
-            running.normalize(values).std(correction=0), torch.tensor(1.0).double(), rtol=1e-6, atol=0
+            running.normalize(values).mean(), torch.tensor(0.0).double(), atol=1e-12, rtol=0
+        )
+        torch.testing.assert_close(
+            running.normalize(values).std(correction=0),
+            torch.tensor(1.0).double(),
+            rtol=1e-6,
+            atol=0,
         )
 
     @pytest.mark.parametrize("sizes", [[60], [1] * 60, [2, 50, 8], [0, 60, 0], [59, 1]])
@@ -471,7 +512,9 @@ class TestColdStart:
         returns[0] = 1.0
         norm.update(returns)
         # 10 of 2000 returns are 1: mean 0.005, variance 0.005·0.995, (1 - 0.005) / sqrt of that
-        assert norm.normalize(returns).max().item() == pytest.approx(math.sqrt(0.995 / 0.005), rel=1e-3)
+        assert norm.normalize(returns).max().item() == pytest.approx(
+            math.sqrt(0.995 / 0.005), rel=1e-3
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -523,7 +566,9 @@ class TestUpdates:
         assert norm.state_dict() == before
 
     @pytest.mark.parametrize("first", [0, 1, 5, 8])
-    def test_the_split_over_ranks_and_the_order_of_rows_do_not_matter(self, kind, simulate_ranks, first):
+    def test_the_split_over_ranks_and_the_order_of_rows_do_not_matter(
+        self, kind, simulate_ranks, first
+    ):
         rollouts = [normal((8, 5), seed) * (1 + seed) + seed for seed in range(3)]
         masks = [normal((8, 5), 10 + seed) > -0.5 for seed in range(3)]
         order = torch.tensor([5, 2, 7, 0, 1, 6, 3, 4])

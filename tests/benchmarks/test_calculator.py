@@ -27,7 +27,9 @@ def difference(calculator: ModuleType, name: str, folder: Path, changes: dict[st
     return max(calculator.predicted(options, ranks).values()) / measured - 1
 
 
-@pytest.mark.parametrize("name", ["fp32, ZeRO 0", "bf16, ZeRO 2", pytest.param("LoRA", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["fp32, ZeRO 0", "bf16, ZeRO 2", pytest.param("LoRA", marks=pytest.mark.long)]
+)
 def test_small_runs_hold_what_was_predicted(
     name: str, tmp_path: Path, benchmark_script: Callable[[str], ModuleType]
 ) -> None:
@@ -40,6 +42,11 @@ def test_all_rows_of_the_page_are_within_10_percent(
 ) -> None:
     calculator = benchmark_script("calculator")
     assert len(calculator.ROWS) >= 20
-    found = {name: difference(calculator, name, tmp_path / str(i), {}) for i, name in enumerate(calculator.ROWS)}
+    found = {
+        name: difference(calculator, name, tmp_path / str(i), {})
+        for i, name in enumerate(calculator.ROWS)
+    }
     limits = {"LoRA, bf16, ZeRO 3": 0.11}  # what the page says of it
-    assert {name: share for name, share in found.items() if abs(share) > limits.get(name, 0.1)} == {}
+    assert {
+        name: share for name, share in found.items() if abs(share) > limits.get(name, 0.1)
+    } == {}

@@ -24,7 +24,9 @@ def gpu_check(benchmark_script):
 
 @pytest.fixture
 def rows_of(gpu_check, tmp_path):
-    options = argparse.Namespace(device="cpu", run_dir=tmp_path, out=None, trl=None, trl_of_ppo=None)
+    options = argparse.Namespace(
+        device="cpu", run_dir=tmp_path, out=None, trl=None, trl_of_ppo=None
+    )
     return lambda: gpu_check.Rows(tmp_path / "part.json", options)
 
 
@@ -48,7 +50,9 @@ def test_rows_are_written_at_once_and_never_measured_again(rows_of, tmp_path):
     assert again("four", pytest.fail)["skipped"] == "flash_attn not there"
 
 
-def test_what_failed_or_could_not_be_measured_is_measured_anew_if_asked(rows_of, gpu_check, tmp_path):
+def test_what_failed_or_could_not_be_measured_is_measured_anew_if_asked(
+    rows_of, gpu_check, tmp_path
+):
     rows = rows_of()
     for name, lacking in (("one", ""), ("two", "liger_kernel not there")):
         rows(name, lambda: {"ms": 1.0}, lacking)
@@ -57,10 +61,16 @@ def test_what_failed_or_could_not_be_measured_is_measured_anew_if_asked(rows_of,
     gpu_check.forget_failures(tmp_path / "part.json", rows.options)
     again = rows_of()
     again("one", pytest.fail)
-    assert [again(name, lambda: {"ms": 2.0})["ms"] for name in ("one", "two", "three")] == [1.0, 2.0, 2.0]
+    assert [again(name, lambda: {"ms": 2.0})["ms"] for name in ("one", "two", "three")] == [
+        1.0,
+        2.0,
+        2.0,
+    ]
 
 
-def test_a_row_that_was_stopped_is_measured_again_and_one_that_ends_its_process_twice_is_not(rows_of, gpu_check):
+def test_a_row_that_was_stopped_is_measured_again_and_one_that_ends_its_process_twice_is_not(
+    rows_of, gpu_check
+):
     for _ in range(2):  # the time of a turn was over
         with pytest.raises(gpu_check.Stopped):
             rows_of()("slow", lambda: fails(gpu_check.Stopped()))
@@ -110,10 +120,20 @@ def test_parts_take_turns_until_the_call_is_over(gpu_check, monkeypatch, tmp_pat
 
     monkeypatch.setattr(gpu_check, "run", turn)
     monkeypatch.setattr(gpu_check, "begin", lambda *_: None)
-    options = argparse.Namespace(device="cuda", run_dir=tmp_path, out=None, trl=None, trl_of_ppo=None, minutes=9)
+    options = argparse.Namespace(
+        device="cuda", run_dir=tmp_path, out=None, trl=None, trl_of_ppo=None, minutes=9
+    )
     options.parts, options.write = ["kernels", "head"], False
     (tmp_path / "gpu_check").mkdir()
-    machine = {"cpu": "", "cores": 1, "threads": 1, "memory_bytes": 1, "gpu": "H100", "torch": "2", "peak_flops": 1e14}
+    machine = {
+        "cpu": "",
+        "cores": 1,
+        "threads": 1,
+        "memory_bytes": 1,
+        "gpu": "H100",
+        "torch": "2",
+        "peak_flops": 1e14,
+    }
     (tmp_path / "gpu_check" / "machine.json").write_text(json.dumps(machine))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(SystemExit) as ended:
@@ -144,7 +164,9 @@ def test_every_run_has_a_command_line_that_is_accepted(gpu_check, monkeypatch, t
     monkeypatch.setattr(gpu_check, "run", note)
     monkeypatch.setattr(gpu_check, "lacks", lambda *_: "")
     monkeypatch.setattr(gpu_check.Rows, "assets", lambda *_: assets)
-    options = argparse.Namespace(device=device, run_dir=tmp_path, out=None, trl=None, trl_of_ppo=None)
+    options = argparse.Namespace(
+        device=device, run_dir=tmp_path, out=None, trl=None, trl_of_ppo=None
+    )
     for part in ("zero", "adapters", "vllm"):
         rows = gpu_check.Rows(tmp_path / f"{part}.json", options)
         rows.data["rows"]["CPU"] = {"by_step": []}
@@ -160,10 +182,21 @@ def test_all_parts_but_vllm_take_thirty_minutes_at_most(gpu_check):
 
 
 def test_goals_stand_beside_what_was_measured(gpu_check):
-    train = {"1.5B varlen": {"mfu": 0.41}, "1.5B torch.compile": {"mfu": 0.52}, "7B checkpointing": {"mfu": 0.3}}
-    parts = {"train": {"rows": train}, "vllm": {"rows": {"lightppo": {"push_share": 0.03, "of_vllm_alone": 0.95}}}}
+    train = {
+        "1.5B varlen": {"mfu": 0.41},
+        "1.5B torch.compile": {"mfu": 0.52},
+        "7B checkpointing": {"mfu": 0.3},
+    }
+    parts = {
+        "train": {"rows": train},
+        "vllm": {"rows": {"lightppo": {"push_share": 0.03, "of_vllm_alone": 0.95}}},
+    }
     found = {said: cells for said, *cells in gpu_check.goals(parts)}
-    assert found["training MFU, 1.5B, bf16, packed"] == ["≥ 0.45", "0.52", "met: train, 1.5B torch.compile"]
+    assert found["training MFU, 1.5B, bf16, packed"] == [
+        "≥ 0.45",
+        "0.52",
+        "met: train, 1.5B torch.compile",
+    ]
     missed = ["≥ 0.4", "0.3", "missed: train, 7B checkpointing"]
     assert found["training MFU, 7B, bf16, packed, checkpointing"] == missed
     assert found["a push / a step"] == ["≤ 0.02", "0.03", "missed: vllm, lightppo"]
@@ -172,8 +205,19 @@ def test_goals_stand_beside_what_was_measured(gpu_check):
 
 def test_the_table_goes_between_its_marks(benchmark_script, monkeypatch, tmp_path):
     report = benchmark_script("report")
-    machine = {"cpu": "Xeon", "cores": 16, "threads": 16, "memory_bytes": 2**37, "gpu": "NVIDIA H100", "torch": "2.11"}
-    rows = {"a": {"ms": 1234.5, "gb": 0.01234}, "b": {"skipped": "not there"}, "c": {"error": "bad\nnews"}}
+    machine = {
+        "cpu": "Xeon",
+        "cores": 16,
+        "threads": 16,
+        "memory_bytes": 2**37,
+        "gpu": "NVIDIA H100",
+        "torch": "2.11",
+    }
+    rows = {
+        "a": {"ms": 1234.5, "gb": 0.01234},
+        "b": {"skipped": "not there"},
+        "c": {"error": "bad\nnews"},
+    }
     data = {"machine": machine | {"peak_flops": 7.9e14}, "date": "2026-12-01", "device": "cuda",
             "goals": [["MFU", "≥ 0.45", "0.5", "met"]], "parts": {"head": {"rows": rows, "state": "done"}}}  # fmt: skip
     page = tmp_path / "page.md"
@@ -181,17 +225,23 @@ def test_the_table_goes_between_its_marks(benchmark_script, monkeypatch, tmp_pat
     monkeypatch.setattr(report, "PAGE", page)
     report.write({"gpu_check": data})
     text = page.read_text()
-    assert text.startswith("before\n<!-- gpu_check -->\n2026-12-01, Xeon, 16 cores, 16 threads, 128 GiB, NVIDIA H100;")
+    assert text.startswith(
+        "before\n<!-- gpu_check -->\n2026-12-01, Xeon, 16 cores, 16 threads, 128 GiB, NVIDIA H100;"
+    )
     for part in ("MFU | ≥ 0.45 | 0.5 | met", "**head**", "a | 1,234 | 0.0123", "not measured: b (not there).",
                  "failed: c (bad news).", "<!-- end of gpu_check -->\nafter"):  # fmt: skip
         assert part in text
-    assert report.replace_block(report.REPO.joinpath("docs/performance.md").read_text(), "gpu_check", "x")
+    assert report.replace_block(
+        report.REPO.joinpath("docs/performance.md").read_text(), "gpu_check", "x"
+    )
 
 
 def test_without_a_gpu_one_line_says_what_is_needed(gpu_check, monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     options = argparse.Namespace(device="cuda", run_dir=tmp_path, minutes=1, parts=["head"])
-    with pytest.raises(SystemExit, match=r"^gpu-check needs one CUDA GPU of 80 GB, .*DEVICE=cpu[^\n]*$"):
+    with pytest.raises(
+        SystemExit, match=r"^gpu-check needs one CUDA GPU of 80 GB, .*DEVICE=cpu[^\n]*$"
+    ):
         gpu_check.drive(options)
 
 
@@ -202,7 +252,10 @@ def test_measurements_run_in_tiny(benchmark_script):
     found = kernels.sdpa_backends(torch.float32, "masked", "expanded", "cpu")
     assert found["chosen_ms"] > 0
     assert found["cudnn_ms"] == "refused"
-    apart, shared = (kernels.packed_attention(torch.float32, how, "cpu") for how in ("by sequence", "shared prompts"))
+    apart, shared = (
+        kernels.packed_attention(torch.float32, how, "cpu")
+        for how in ("by sequence", "shared prompts")
+    )
     assert apart["sequences"] == shared["sequences"] == 16
     assert shared["tokens"] == apart["tokens"] - 14 * 16  # 2 of 16 prompts of 16 tokens are left
     assert apart["ms"] > 0
@@ -210,19 +263,30 @@ def test_measurements_run_in_tiny(benchmark_script):
     scale = workloads.SCALES["tiny"]
     assert kernels.train_once(scale, 1e12, "cpu", apart=True, checkpoints=True)["mfu"] > 0
     ids, mask, prompt, response = kernels.batches_of(scale, "cpu")[0]
-    assert scale.micro_batch_tokens <= mask.sum() == prompt + response < scale.micro_batch_tokens + 32
+    assert (
+        scale.micro_batch_tokens <= mask.sum() == prompt + response < scale.micro_batch_tokens + 32
+    )
     assert ids.shape == mask.shape
 
 
 @pytest.mark.long
 def test_a_killed_call_is_gone_with_all_its_processes_and_the_next_one_goes_on(tmp_path):
-    command = [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--parts", "head,decode"]
+    command = [
+        sys.executable,
+        "benchmarks/gpu_check.py",
+        "--device",
+        "cpu",
+        "--parts",
+        "head,decode",
+    ]
     command += ["--run_dir", str(tmp_path)]
     file = tmp_path / "gpu_check" / "head.json"
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     with subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.DEVNULL) as process:
         end = time.monotonic() + 300
-        while not (file.is_file() and json.loads(file.read_text())["rows"]) and time.monotonic() < end:
+        while (
+            not (file.is_file() and json.loads(file.read_text())["rows"]) and time.monotonic() < end
+        ):
             time.sleep(0.1)
         process.send_signal(signal.SIGKILL)
     first = json.loads(file.read_text())["rows"]
@@ -233,11 +297,15 @@ def test_a_killed_call_is_gone_with_all_its_processes_and_the_next_one_goes_on(t
     assert not alive
     done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    head, decode = (json.loads((tmp_path / "gpu_check" / f"{part}.json").read_text()) for part in ("head", "decode"))
+    head, decode = (
+        json.loads((tmp_path / "gpu_check" / f"{part}.json").read_text())
+        for part in ("head", "decode")
+    )
     assert (head["state"], decode["state"]) == ("done", "done")
     assert {name: head["rows"][name] for name in first} == first
     assert all(row["tokens_per_second"] > 0 for row in decode["rows"].values())
-    for path in (tmp_path / "gpu_check").glob("*e*d*.json"):  # on another machine, with this file alone
+    # on another machine, with this file alone
+    for path in (tmp_path / "gpu_check").glob("*e*d*.json"):
         path.unlink()
     again = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0

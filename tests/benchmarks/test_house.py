@@ -74,7 +74,10 @@ def tree(tmp_path: Path) -> Path:
     [
         ("", 0),
         ('"""Doc."""\n\n# comment\nx = 1  # why\n', 1),
-        ('def f():\n    """One.\n\n    Two.\n    """\n    return (\n        1,\n        # no\n    )\n', 4),
+        (
+            'def f():\n    """One.\n\n    Two.\n    """\n    return (\n        1,\n        # no\n    )\n',
+            4,
+        ),
         ('class A:\n    """Doc."""\n\n    x = """a\n\nb"""\n', 3),
     ],
 )
@@ -88,7 +91,8 @@ def test_density_by_hand(house):
     found = house.density([source])
     assert (found["files"], found["lines"], found["tokens of code"]) == (1, 7, 26)
     assert found["tokens per line of code"] == 6.5
-    assert found["letters per variable name"] == round((5 + 5 + 5 + 1) / 4, 1)  # limit; value, other, x
+    # limit; value, other, x
+    assert found["letters per variable name"] == round((5 + 5 + 5 + 1) / 4, 1)
     assert found["argument tuples"] == 1
 
 
@@ -107,7 +111,9 @@ def test_core_and_plugins_are_counted_apart(house, tree):
 def test_what_can_be_read(house, tree):
     numbers = house.count_files(tree)
     assert numbers["files"] == 9
-    assert numbers["lines"] == sum(text.count("\n") for name, text in FILES.items() if name.startswith("lightppo"))
+    assert numbers["lines"] == sum(
+        text.count("\n") for name, text in FILES.items() if name.startswith("lightppo")
+    )
     assert numbers["files that mention kl_estimator"] == 1
     assert numbers["files that mention advantages"] == 0
     assert numbers["files of config/"] == 2

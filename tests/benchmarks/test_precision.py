@@ -16,7 +16,9 @@ def test_random_weights_as_large_as_trained_ones(benchmark_script):
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config())
     benchmark_script("precision").as_if_trained(model, 3.0)
-    ids = torch.randint(model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(0)
+    )
     assert model(ids).logits.std(dim=-1).mean().item() == pytest.approx(3.0, rel=1e-3)
     weight = model.model.layers[0].mlp.up_proj.weight
     assert weight.std().item() == pytest.approx(weight.shape[1] ** -0.5, rel=1e-3)

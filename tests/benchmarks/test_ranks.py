@@ -13,8 +13,25 @@ from support.ranks import ENVIRONMENT, REPO
 
 @pytest.mark.long
 def test_what_comes_to_a_rank_does_not_grow_with_their_number(tmp_path):
-    command = [sys.executable, "benchmarks/ranks.py", "--ranks", "4", "8", "--tokens", "400", "--output_dir", tmp_path]
-    subprocess.run(command, cwd=REPO, env=os.environ | ENVIRONMENT, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "benchmarks/ranks.py",
+        "--ranks",
+        "4",
+        "8",
+        "--tokens",
+        "400",
+        "--output_dir",
+        tmp_path,
+    ]
+    subprocess.run(
+        command,
+        cwd=REPO,
+        env=os.environ | ENVIRONMENT,
+        check=True,
+        timeout=600,
+        stdout=subprocess.DEVNULL,
+    )
     few, many = (json.loads((tmp_path / "ranks.json").read_text())[n] for n in ("4", "8"))
     for part in ("dump", "record", "evaluation", "checkpoint"):
         assert many[part]["bytes_0"] > 100_000, part

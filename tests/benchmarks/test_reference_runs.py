@@ -24,7 +24,11 @@ def reference_runs(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
 def test_record_and_compare(tmp_path):
     """One process for all three, which has the imports done."""
     path = tmp_path / "out.json"
-    commands = [["record", path, RUN], ["compare", path, RUN], ["compare", path, RUN, "--flags=--ref_ema_eta 0.9"]]
+    commands = [
+        ["record", path, RUN],
+        ["compare", path, RUN],
+        ["compare", path, RUN, "--flags=--ref_ema_eta 0.9"],
+    ]
     script = tmp_path / "three.py"
     script.write_text(
         f"import json, sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nfrom reference_runs import main\n"
@@ -38,7 +42,12 @@ def test_record_and_compare(tmp_path):
 
     recorded = json.loads(path.read_text())["runs"][RUN]
     assert [row["step"] for row in recorded["rows"]] == [1, 2]
-    assert not [name for row in recorded["rows"] for name in row if name == "time" or name.startswith("perf/")]
+    assert not [
+        name
+        for row in recorded["rows"]
+        for name in row
+        if name == "time" or name.startswith("perf/")
+    ]
     assert list(recorded["weights"]) == ["model/model.safetensors"]
 
 
@@ -55,13 +64,19 @@ def test_differences_are_exact_and_the_first_is_named(reference_runs):
     assert "step 2, loss: 0.1 was" in found
     assert "0.10000000000000002" in found
     assert "(2 differences" in found  # the new metric too
-    assert "b: SHA-256 34" in reference_runs.difference(result(0.1), result(0.1) | {"weights": {"a": "12", "b": "35"}})
-    assert "step 2: was" in reference_runs.difference(result(0.1), {"rows": result(0.1)["rows"][:1], "weights": {}})
+    assert "b: SHA-256 34" in reference_runs.difference(
+        result(0.1), result(0.1) | {"weights": {"a": "12", "b": "35"}}
+    )
+    assert "step 2: was" in reference_runs.difference(
+        result(0.1), {"rows": result(0.1)["rows"][:1], "weights": {}}
+    )
 
 
 def test_every_recipe_has_a_run(reference_runs):
     recipes = {path.stem for path in (BENCHMARKS.parent / "examples" / "recipes").glob("*.yaml")}
-    assert recipes == {name.removeprefix("recipe-") for name in reference_runs.RUNS if name.startswith("recipe-")}
+    assert recipes == {
+        name.removeprefix("recipe-") for name in reference_runs.RUNS if name.startswith("recipe-")
+    }
 
 
 def test_the_last_of_repeated_flags_wins(reference_runs):

@@ -67,7 +67,9 @@ def test_prompts_are_the_same_every_time_and_one_token_per_word(benchmark_script
 
 def lightppo_config(workloads, name: str):
     scale = workloads.SCALES["cpu"]
-    return parse_args(workloads.lightppo_flags(workloads.WORKLOADS[name], scale, Path("assets"), Path("run"), 4))
+    return parse_args(
+        workloads.lightppo_flags(workloads.WORKLOADS[name], scale, Path("assets"), Path("run"), 4)
+    )
 
 
 @BOTH
@@ -77,11 +79,19 @@ def test_both_sides_take_the_same_optimizer_steps_over_the_same_samples(workload
     trl = workloads.trl_settings(workload, workloads.SCALES["cpu"], 4, cpu=True)
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     steps = samples * config.training.max_epochs // config.training.train_batch_size
-    assert steps == workloads.trl_optimizer_steps(trl) == workload.optimizer_steps == {"W1": 8, "W2": 16}[name]
+    assert (
+        steps
+        == workloads.trl_optimizer_steps(trl)
+        == workload.optimizer_steps
+        == {"W1": 8, "W2": 16}[name]
+    )
     if name == "W1":
         assert trl["per_device_train_batch_size"] == samples == 64
         assert trl["total_episodes"] == samples * config.training.num_episodes
-        assert trl["per_device_train_batch_size"] // trl["num_mini_batches"] == config.training.train_batch_size
+        assert (
+            trl["per_device_train_batch_size"] // trl["num_mini_batches"]
+            == config.training.train_batch_size
+        )
     else:
         assert trl["per_device_train_batch_size"] * trl["steps_per_generation"] == samples == 128
         assert trl["num_generations"] == config.rollout.n_samples_per_prompt == 8
@@ -96,7 +106,12 @@ def test_both_sides_have_the_same_lengths_reference_and_sampling(workloads, name
     limit = trl["response_length"] if name == "W1" else trl["max_completion_length"]
     assert config.rollout.generate_max_len == limit == 128
     assert config.rollout.temperature == trl["temperature"] == 1.0
-    assert (config.rollout.top_p, config.rollout.top_k, config.model.bf16, trl["bf16"]) == (1.0, -1, False, False)
+    assert (config.rollout.top_p, config.rollout.top_k, config.model.bf16, trl["bf16"]) == (
+        1.0,
+        -1,
+        False,
+        False,
+    )
     coefficient = trl["kl_coef"] if name == "W1" else trl["beta"]
     assert config.algorithm.init_kl_coef == coefficient > 0
     assert config.training.actor_learning_rate == trl["learning_rate"]
@@ -114,14 +129,22 @@ def test_both_sides_read_one_file_of_prompts(workloads, name):
 
 def test_rewards_count_words(benchmark_script):
     even_words = benchmark_script("even_words")
-    assert even_words.reward_func(["w5 w6", "w5 w6 w7", ""], ["w5", "w5", ""], ["", "", ""]) == [1.0, 0.0, 1.0]
+    assert even_words.reward_func(["w5 w6", "w5 w6 w7", ""], ["w5", "w5", ""], ["", "", ""]) == [
+        1.0,
+        0.0,
+        1.0,
+    ]
 
 
 @BOTH
 @pytest.mark.parametrize("scale", ["cpu", "gpu", "1.5B", "7B", "tiny"])
 def test_the_command_line_is_accepted_at_every_scale(workloads, name, scale):
     flags = workloads.lightppo_flags(
-        workloads.WORKLOADS[name], workloads.SCALES[scale], Path("assets"), Path("run"), iterations=1
+        workloads.WORKLOADS[name],
+        workloads.SCALES[scale],
+        Path("assets"),
+        Path("run"),
+        iterations=1,
     )
     config = parse_args(flags)
     assert config.model.bf16 == workloads.SCALES[scale].bf16
@@ -132,7 +155,15 @@ def test_the_command_line_is_accepted_at_every_scale(workloads, name, scale):
 
 def test_flops_by_hand(workloads):
     """Hidden 2, one layer, one head, intermediate 3, vocabulary 5: body 4·4 + 3·2·3 = 34, head 10."""
-    scale = replace(workloads.SCALES["cpu"], hidden=2, layers=1, heads=1, kv_heads=1, intermediate=3, vocabulary=5)
+    scale = replace(
+        workloads.SCALES["cpu"],
+        hidden=2,
+        layers=1,
+        heads=1,
+        kv_heads=1,
+        intermediate=3,
+        vocabulary=5,
+    )
     actor = workloads.Workload("a", "", prompts=2, samples_per_prompt=1, epochs=1)
     # 6 prompt and 4 response tokens in 2 samples: 5 per sample. Forward: 10·(2·34 + 2·1·2·5) + 2·10·4 = 880 + 80
     assert workloads.training_flops(actor, scale, 6, 4) == 3 * 960
@@ -141,12 +172,18 @@ def test_flops_by_hand(workloads):
     critic = replace(actor, critic=True, epochs=2)
     # Two bodies, one head, two epochs; before that a fourth body, without head, for the values.
     assert workloads.training_flops(critic, scale, 6, 4) == 2 * 3 * (2 * 880 + 80)
-    assert workloads.iteration_flops(critic, scale, 6, 4) == 2 * 3 * (2 * 880 + 80) + 4 * 880 + 3 * 80
+    assert (
+        workloads.iteration_flops(critic, scale, 6, 4) == 2 * 3 * (2 * 880 + 80) + 4 * 880 + 3 * 80
+    )
     # One prompt of 3 tokens for both samples: 3 + 4 tokens go through the body, 7·(2·34 + 2·1·2·5) = 616
     group = replace(actor, prompts=1, samples_per_prompt=2)
     assert workloads.training_flops(group, scale, 6, 4, shared=True) == 3 * (616 + 80)
-    assert workloads.iteration_flops(group, scale, 6, 4, shared=True) == 3 * (616 + 80) + 3 * (616 + 80)
-    assert workloads.training_flops(group, scale, 6, 4) == workloads.training_flops(actor, scale, 6, 4)
+    assert workloads.iteration_flops(group, scale, 6, 4, shared=True) == 3 * (616 + 80) + 3 * (
+        616 + 80
+    )
+    assert workloads.training_flops(group, scale, 6, 4) == workloads.training_flops(
+        actor, scale, 6, 4
+    )
 
 
 def iteration(seconds: float, **changes: float) -> dict[str, float]:
@@ -158,32 +195,59 @@ ABOUT = {"peak_memory_bytes": 1, "load": [0, 0], "version": "", "command": ""}
 
 
 def test_a_side_is_the_median_of_its_iterations(benchmark_script, workloads):
-    results, w1, scale = benchmark_script("results"), workloads.WORKLOADS["W1"], workloads.SCALES["cpu"]
+    results, w1, scale = (
+        benchmark_script("results"),
+        workloads.WORKLOADS["W1"],
+        workloads.SCALES["cpu"],
+    )
     rows = [iteration(7.0), iteration(9.0, generation=3.0), iteration(20.0, generation=16.0)]
     side = results.side_result(rows, w1, scale, 1e9, **ABOUT)
-    assert (side["seconds"], side["iterations"], side["phases"]["generation"]) == (9.0, [7.0, 9.0, 20.0], 3.0)
+    assert (side["seconds"], side["iterations"], side["phases"]["generation"]) == (
+        9.0,
+        [7.0, 9.0, 20.0],
+        3.0,
+    )
     assert side["generated_tokens_per_second"] == 300 / 20
     assert side["trained_tokens_per_second"] == 2 * 3 * 400 / 12
-    assert side["mfu"] == pytest.approx(3 * workloads.iteration_flops(w1, scale, 300, 100) / 36 / 1e9)
-    assert side["mfu_training"] == pytest.approx(3 * workloads.training_flops(w1, scale, 300, 100) / 12 / 1e9)
+    assert side["mfu"] == pytest.approx(
+        3 * workloads.iteration_flops(w1, scale, 300, 100) / 36 / 1e9
+    )
+    assert side["mfu_training"] == pytest.approx(
+        3 * workloads.training_flops(w1, scale, 300, 100) / 12 / 1e9
+    )
 
 
 def test_a_side_that_shares_prompts_needs_less_for_the_same_samples(benchmark_script, workloads):
-    results, w2, scale = benchmark_script("results"), workloads.WORKLOADS["W2"], workloads.SCALES["cpu"]
+    results, w2, scale = (
+        benchmark_script("results"),
+        workloads.WORKLOADS["W2"],
+        workloads.SCALES["cpu"],
+    )
     rows = [iteration(7.0, optimizer_steps=16, prompt_tokens=800)]
-    alone, shared = (results.side_result(rows, w2, scale, 1e9, shares_prompts=s, **ABOUT) for s in (False, True))
-    assert shared["mfu"] == pytest.approx(workloads.iteration_flops(w2, scale, 800, 100, shared=True) / 7 / 1e9)
+    alone, shared = (
+        results.side_result(rows, w2, scale, 1e9, shares_prompts=s, **ABOUT) for s in (False, True)
+    )
+    assert shared["mfu"] == pytest.approx(
+        workloads.iteration_flops(w2, scale, 800, 100, shared=True) / 7 / 1e9
+    )
     assert shared["mfu_training"] < 0.5 * alone["mfu_training"]
     assert shared["trained_tokens_per_second"] == alone["trained_tokens_per_second"]
 
 
 def test_other_work_is_refused(benchmark_script, workloads):
-    results, w1, scale = benchmark_script("results"), workloads.WORKLOADS["W1"], workloads.SCALES["cpu"]
+    results, w1, scale = (
+        benchmark_script("results"),
+        workloads.WORKLOADS["W1"],
+        workloads.SCALES["cpu"],
+    )
     with pytest.raises(ValueError, match="7"):
         results.side_result([iteration(7.0, optimizer_steps=7)], w1, scale, 1e9, **ABOUT)
     with pytest.raises(ValueError, match="no iteration"):
         results.side_result([], w1, scale, 1e9, **ABOUT)
-    sides = {"trl": {"prompt_tokens": 300, "seconds": 9}, "lightppo": {"prompt_tokens": 299, "seconds": 3}}
+    sides = {
+        "trl": {"prompt_tokens": 300, "seconds": 9},
+        "lightppo": {"prompt_tokens": 299, "seconds": 3},
+    }
     with pytest.raises(ValueError, match="same prompts"):
         results.compared(sides)
     sides["lightppo"]["prompt_tokens"] = 300
@@ -219,7 +283,10 @@ def test_a_recorded_result_has_the_form(benchmark_script):
 def test_another_form_is_told(benchmark_script):
     check, data = benchmark_script("results").check_compare, json.loads(RECORDED.read_text())
     broken = copy.deepcopy(data)
-    del broken["workloads"]["W1"]["trl"]["mfu"], broken["workloads"]["W2"]["lightppo"]["phases"]["training"]
+    del (
+        broken["workloads"]["W1"]["trl"]["mfu"],
+        broken["workloads"]["W2"]["lightppo"]["phases"]["training"],
+    )
     assert check(broken) == ["W1.trl.mfu is missing", "W2.lightppo.phases.training is missing"]
     inverted = copy.deepcopy(data)
     inverted["workloads"]["W1"]["ratio"] = 1 / inverted["workloads"]["W1"]["ratio"]
@@ -232,14 +299,23 @@ def test_the_page_has_a_place_for_every_table(benchmark_script):
     report, data = benchmark_script("report"), json.loads(RECORDED.read_text())
     page = report.PAGE.read_text(encoding="utf-8")
     for name in report.BLOCKS:
-        assert f"<!-- {name} -->\nhere\n<!-- end of {name} -->" in report.replace_block(page, name, "here")
+        assert f"<!-- {name} -->\nhere\n<!-- end of {name} -->" in report.replace_block(
+            page, name, "here"
+        )
     with pytest.raises(ValueError, match="no place for speed"):
         report.replace_block(page, "speed", "")
     lines = report.compare_block(data).split("\n")
     rows = [line for line in lines if line.startswith(("W1 ", "W2 ")) and " | " in line]
-    assert [row.split(" | ")[0] for row in rows] == ["W1 TRL", "W1 lightppo", "W2 TRL", "W2 lightppo"]
+    assert [row.split(" | ")[0] for row in rows] == [
+        "W1 TRL",
+        "W1 lightppo",
+        "W2 TRL",
+        "W2 lightppo",
+    ]
     ratio = data["workloads"]["W1"]["ratio"]
-    assert rows[1].endswith(f"| {ratio:.2f} | {report.ratio_per_token(data['workloads']['W1']):.2f}")
+    assert rows[1].endswith(
+        f"| {ratio:.2f} | {report.ratio_per_token(data['workloads']['W1']):.2f}"
+    )
 
 
 def test_memory_per_further_parameter(benchmark_script):
@@ -252,11 +328,15 @@ def test_memory_per_further_parameter(benchmark_script):
 # -- running commands --------------------------------------------------------------------------------------------------
 
 
-def test_a_command_is_shown_logged_and_its_memory_known(benchmark_script, tmp_path, capsys, monkeypatch):
+def test_a_command_is_shown_logged_and_its_memory_known(
+    benchmark_script, tmp_path, capsys, monkeypatch
+):
     commands = benchmark_script("commands")
     monkeypatch.setattr(commands, "gpu_memory_used", lambda: 0)
     code = "import os; held = bytearray(300 << 20); held[::4096] = b'x' * len(held[::4096]); print(os.environ['WORD'])"
-    done = commands.run([sys.executable, "-c", code], log=tmp_path / "logs" / "a.log", timeout=120, WORD="a b")
+    done = commands.run(
+        [sys.executable, "-c", code], log=tmp_path / "logs" / "a.log", timeout=120, WORD="a b"
+    )
     assert done.command.startswith(f"WORD='a b' {sys.executable} -c 'import os")
     assert done.command in capsys.readouterr().out
     assert (tmp_path / "logs" / "a.log").read_text() == "a b\n"
@@ -267,10 +347,14 @@ def test_a_command_that_fails_or_hangs_ends_the_benchmark(benchmark_script, tmp_
     commands = benchmark_script("commands")
     with pytest.raises(SystemExit, match=r"exit code 3(?s:.*)the reason"):
         commands.run(
-            [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], log=tmp_path / "a", timeout=120
+            [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"],
+            log=tmp_path / "a",
+            timeout=120,
         )
     with pytest.raises(SystemExit, match="too long"):
-        commands.run([sys.executable, "-c", "import time; time.sleep(600)"], log=tmp_path / "a", timeout=0.5)
+        commands.run(
+            [sys.executable, "-c", "import time; time.sleep(600)"], log=tmp_path / "a", timeout=0.5
+        )
 
 
 def test_gpu_memory_is_that_of_nvidia_smi(benchmark_script, tmp_path, monkeypatch):

@@ -37,17 +37,24 @@ def rollouts_of(workload: Any, workloads: ModuleType) -> list[Rollout]:
             while length < scale.new_tokens and draw.random() > scale.end_probability:
                 length += 1
             reward = float(sample % 2)
-            rollouts.append(Rollout(prompt, sample, [7] * length, "", "stop", [-1.0] * length, reward=reward))
+            rollouts.append(
+                Rollout(prompt, sample, [7] * length, "", "stop", [-1.0] * length, reward=reward)
+            )
     return rollouts
 
 
-def positions_of(workloads: ModuleType, changes: list[str], tmp_path, name: str = "W1") -> tuple[int, int]:
+def positions_of(
+    workloads: ModuleType, changes: list[str], tmp_path, name: str = "W1"
+) -> tuple[int, int]:
     """(positions through all models in one iteration but generation, real tokens times passes)."""
     workload = workloads.WORKLOADS[name]
     flags = workloads.lightppo_flags(workload, workloads.SCALES["cpu"], tmp_path, tmp_path, 1)
     config = parse_args([*map(str, flags), *changes]).resolved()
     model = tiny_config(max_position_embeddings=256)
-    rows = {"packing_samples": config.training.packing_samples, "share_prompts": config.training.share_prompts}
+    rows = {
+        "packing_samples": config.training.packing_samples,
+        "share_prompts": config.training.share_prompts,
+    }
     actor, reference = (Actor(LlamaForCausalLM(model), **rows) for _ in range(2))
     critic = None
     if workload.critic:
@@ -107,7 +114,9 @@ def shared_tokens(workloads: ModuleType) -> int:
     return sum(prompts.values()) + sum(len(r.response_ids) for r in rollouts)
 
 
-def test_within_a_tenth_of_the_real_tokens(benchmark_script: Callable[[str], ModuleType], tmp_path) -> None:
+def test_within_a_tenth_of_the_real_tokens(
+    benchmark_script: Callable[[str], ModuleType], tmp_path
+) -> None:
     workloads = benchmark_script("workloads")
     positions, real = positions_of(workloads, [], tmp_path)
     assert real <= positions <= 1.1 * real

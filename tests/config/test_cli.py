@@ -44,11 +44,26 @@ def test_flags_of_every_kind(parse):
 
 
 def test_text_that_looks_like_something_else(parse):
-    flat = parse(["--input_template=-- {}", "--system_prompt", "- x", "--use_wandb", "--wandb_run_name", "1e5"]).flat()
-    assert (flat["input_template"], flat["system_prompt"], flat["wandb_run_name"]) == ("-- {}", "- x", "1e5")
+    flat = parse(
+        [
+            "--input_template=-- {}",
+            "--system_prompt",
+            "- x",
+            "--use_wandb",
+            "--wandb_run_name",
+            "1e5",
+        ]
+    ).flat()
+    assert (flat["input_template"], flat["system_prompt"], flat["wandb_run_name"]) == (
+        "-- {}",
+        "- x",
+        "1e5",
+    )
 
 
-@pytest.mark.parametrize("flags", ["--gamma 0.5 --gamma 0.9", "--gamma=0.9", "--gamma 0.5 --bf16 --gamma=0.9"])
+@pytest.mark.parametrize(
+    "flags", ["--gamma 0.5 --gamma 0.9", "--gamma=0.9", "--gamma 0.5 --bf16 --gamma=0.9"]
+)
 def test_the_last_flag_wins(parse, flags):
     assert parse(flags).algorithm.gamma == 0.9
 
@@ -89,7 +104,9 @@ def test_the_launcher_puts_local_rank_first():
 
 
 def test_arguments_of_the_process(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["x.py", "--pretrain=m", "--prompt_data=d", "--reward_fn=r.py", "--seed", "7"])
+    monkeypatch.setattr(
+        "sys.argv", ["x.py", "--pretrain=m", "--prompt_data=d", "--reward_fn=r.py", "--seed", "7"]
+    )
     assert parse_args().strategy.seed == 7
 
 
@@ -123,7 +140,9 @@ def test_refused_flags(refusal, flags, fragments):
 
 def test_every_problem_has_its_line(refusal):
     lines = refusal("--gama 1 --gamma 2 --top_p 3 stray").splitlines()
-    named = [re.search(r"--\w+|'stray'", line.removeprefix("train_ppo.py: error: "))[0] for line in lines]
+    named = [
+        re.search(r"--\w+|'stray'", line.removeprefix("train_ppo.py: error: "))[0] for line in lines
+    ]
     assert sorted(named) == ["'stray'", "--gama", "--gamma", "--top_p"]
     assert "'stray'" in refusal("--gamma 1 stray")
 
@@ -132,8 +151,13 @@ def test_what_every_run_needs(capsys):
     with pytest.raises(SystemExit):
         parse_args([], prog="run.py")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[:3] for line in lines[:2]] == [["run.py:", "error:", f"--{name}"] for name in REQUIRED_FLAGS]
-    assert all(flag in lines[2] for flag in ("--reward_fn", "--remote_rm_url", "--reward_pretrain", "--reward_source"))
+    assert [line.split()[:3] for line in lines[:2]] == [
+        ["run.py:", "error:", f"--{name}"] for name in REQUIRED_FLAGS
+    ]
+    assert all(
+        flag in lines[2]
+        for flag in ("--reward_fn", "--remote_rm_url", "--reward_pretrain", "--reward_source")
+    )
 
 
 # Defaults that public scripts spell out.
@@ -148,8 +172,13 @@ def test_defaults_that_are_spelled_out_are_notes(parse, capsys):
     flat = parse(SPELLED_OUT).flat()
     assert (flat["ref_ema_eta"], flat["advantage_clip"]) == (None, None)
     notes = capsys.readouterr().err.splitlines()
-    assert all(re.match(r"train_ppo.py: note: --\w+.* change(s?) nothing here: .* without --", note) for note in notes)
-    noted = [name for note in notes for name in re.findall(r"--(\w+)", note.partition(" change")[0])]
+    assert all(
+        re.match(r"train_ppo.py: note: --\w+.* change(s?) nothing here: .* without --", note)
+        for note in notes
+    )
+    noted = [
+        name for note in notes for name in re.findall(r"--(\w+)", note.partition(" change")[0])
+    ]
     assert sorted(noted) == ["dataset_max_filter_percentage", "ema_beta", "eval_n_samples", "kl_horizon", "lora_alpha",
                              "lora_dropout", "pretrain_data_probs", "pretrain_split", "ptx_coef",
                              "target_modules"]  # fmt: skip
@@ -160,7 +189,9 @@ def test_defaults_that_are_spelled_out_are_notes(parse, capsys):
 KEY = "0123456789abcdef"
 
 
-@pytest.mark.parametrize("flags", [f"--use_wandb {KEY}", f"--use_wandb={KEY}", f"--use-wandb {KEY} --gamma 1"])
+@pytest.mark.parametrize(
+    "flags", [f"--use_wandb {KEY}", f"--use_wandb={KEY}", f"--use-wandb {KEY} --gamma 1"]
+)
 def test_a_wandb_key_goes_where_wandb_looks_and_nowhere_else(parse, monkeypatch, capsys, flags):
     monkeypatch.setenv("WANDB_API_KEY", "another")
     monkeypatch.setattr("sys.argv", ["train_ppo.py", *flags.split()])
@@ -181,7 +212,12 @@ def test_a_bare_use_wandb_leaves_the_key_alone(parse, monkeypatch):
 def test_a_wandb_key_is_not_echoed_by_mistakes(refusal, yaml_file, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "")
     path = yaml_file(f"use_wandb: {KEY}k\n")
-    for flags in (f"--use_wandb {KEY} --gama 1", f"--wandb_key {KEY}", f"--wandb.key={KEY}", f"wandb.key={KEY}"):
+    for flags in (
+        f"--use_wandb {KEY} --gama 1",
+        f"--wandb_key {KEY}",
+        f"--wandb.key={KEY}",
+        f"wandb.key={KEY}",
+    ):
         assert KEY not in refusal(flags)
     printed = refusal(["--config", path])
     assert "--use_wandb must be true or false" in printed
@@ -191,9 +227,13 @@ def test_a_wandb_key_is_not_echoed_by_mistakes(refusal, yaml_file, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="process lists of Linux")
 def test_a_wandb_key_is_not_in_the_list_of_processes():
     required = [f"--{name}=x.py" for name in ("pretrain", "prompt_data", "reward_fn")]
-    code = f"import sys; from lightppo.config import parse_args; parse_args(sys.argv[1:] + {required})"
+    code = (
+        f"import sys; from lightppo.config import parse_args; parse_args(sys.argv[1:] + {required})"
+    )
     code += "; print(open('/proc/self/cmdline').read())"
-    done = subprocess.run([sys.executable, "-c", code, "--use_wandb", KEY], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--use_wandb", KEY], capture_output=True, text=True, timeout=60
+    )
     assert "--use_wandb" in done.stdout
     assert KEY not in done.stdout + done.stderr
 
@@ -224,7 +264,10 @@ def test_help_is_one_screen_of_the_usual_options(parse, capsys):
     assert len(lines) <= 48
     assert max(map(len, lines)) <= 120
     assert flags < PPOConfig().flat().keys()
-    assert all(any(f"--{name} " in line and "[required]" in line for line in lines) for name in REQUIRED_FLAGS)
+    assert all(
+        any(f"--{name} " in line and "[required]" in line for line in lines)
+        for name in REQUIRED_FLAGS
+    )
     assert "--help all" in lines[-1]
 
 
@@ -237,12 +280,20 @@ def test_help_all_shows_unit_range_condition_and_default_of_every_flag(parse, ca
         spelled = next(line for line in lines if line.startswith(f"  --{one.name}"))
         assert f"--no_{one.name}" in spelled or one.kind is not bool
         text = next(lines)
-        shown = [one.help, one.unit or "", one.range_text, *map(condition_text, one.needs), "(default: "]
+        shown = [
+            one.help,
+            one.unit or "",
+            one.range_text,
+            *map(condition_text, one.needs),
+            "(default: ",
+        ]
         assert all(word in text for word in shown), one.name
 
 
 def test_config_file_under_flags(parse, yaml_file):
-    path = yaml_file("gamma: 0.5\nlambd: 0.5\nactor_learning_rate: 1e-5\nbf16: true\nstop: [a, b]\nvalue_clip: null\n")
+    path = yaml_file(
+        "gamma: 0.5\nlambd: 0.5\nactor_learning_rate: 1e-5\nbf16: true\nstop: [a, b]\nvalue_clip: null\n"
+    )
     config = parse(["--lambd", "0.9", "--config", path])
     flat = config.flat()
     assert (flat["gamma"], flat["lambd"]) == (0.5, 0.9)
@@ -312,7 +363,9 @@ def test_all_mistakes_of_a_file_are_told(refusal, yaml_file):
 
 
 def test_config_files_that_cannot_be_read(refusal, tmp_path):
-    assert "--config /nowhere.yaml: cannot be read (No such file" in refusal("--config /nowhere.yaml")
+    assert "--config /nowhere.yaml: cannot be read (No such file" in refusal(
+        "--config /nowhere.yaml"
+    )
     assert "cannot be read (Is a directory)" in refusal(["--config", str(tmp_path)])
     (tmp_path / "weights.bin").write_bytes(b"\xff\xfe\x00\x80")
     assert "is not YAML" in refusal(["--config", str(tmp_path / "weights.bin")])
@@ -333,11 +386,23 @@ for flags in {runs!r}:
         codes.append(stopped.code)
 print(json.dumps([codes, sorted(sys.modules)]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     codes, modules = json.loads(done.stdout.splitlines()[-1])
     assert codes == [2] * len(runs)
-    heavy = {"torch", "numpy", "transformers", "deepspeed", "datasets", "accelerate", "vllm", "wandb", "matplotlib"}
+    heavy = {
+        "torch",
+        "numpy",
+        "transformers",
+        "deepspeed",
+        "datasets",
+        "accelerate",
+        "vllm",
+        "wandb",
+        "matplotlib",
+    }
     assert not heavy & {name.split(".")[0] for name in modules}
     assert "lightppo.config.cli" in modules
 

@@ -18,7 +18,11 @@ def told(capsys):
             main(words.split() if isinstance(words, str) else words)
         assert stopped.value.code == 2
         lines = capsys.readouterr().err.splitlines()
-        return [line for line in lines if " error: " in line and not re.search("--[a-z_]+ is required", line)]
+        return [
+            line
+            for line in lines
+            if " error: " in line and not re.search("--[a-z_]+ is required", line)
+        ]
 
     return run
 
@@ -34,17 +38,27 @@ def told(capsys):
         ("ppo --n_samples 3", "--n_samples (did you mean '--n_samples_per_prompt'?)"),
         ("ppo --n-samples 3", "--n_samples (did you mean '--n_samples_per_prompt'?)"),
         ("ppo --advantage gae", "--advantage (did you mean '--advantage_estimator'?)"),
-        ("ppo --max_length 9", "--max_length (did you mean '--prompt_max_len' or '--generate_max_len'?)"),
+        (
+            "ppo --max_length 9",
+            "--max_length (did you mean '--prompt_max_len' or '--generate_max_len'?)",
+        ),
         ("sft --max_length 9", "--max_length (did you mean '--max_len'?)"),
         ("ppo --algo grpo", "--algo (did you mean '--advantage_estimator'?)"),
         ("dpo --algo ipo", "--algo (did you mean '--preference_loss'?)"),
-        ("ppo --device cuda", "--device: a GPU is used where there is one; CUDA_VISIBLE_DEVICES chooses it"),
+        (
+            "ppo --device cuda",
+            "--device: a GPU is used where there is one; CUDA_VISIBLE_DEVICES chooses it",
+        ),
         ("ppo --vllm", "--vllm (did you mean '--rollout_engine vllm'?)"),
         ("sft --prompt_data x", "--prompt_data (did you mean '--dataset'?)"),
         ("ppo --dataset x", "--dataset (did you mean '--prompt_data'?)"),
-        ("sft --dataset_name x", "--dataset_name (did you mean '--dataset'?)"),  # not TRL's name of what PPO has
+        # not TRL's name of what PPO has
+        ("sft --dataset_name x", "--dataset_name (did you mean '--dataset'?)"),
         ("sft --num_train_epochs 3", "--num_train_epochs (did you mean '--num_epochs'?)"),
-        ("sft --reward_fn f.py", "--reward_fn: it is an option of lightppo ppo, not of this command"),
+        (
+            "sft --reward_fn f.py",
+            "--reward_fn: it is an option of lightppo ppo, not of this command",
+        ),
         ("ppo --margin_key m", "--margin_key: it is an option of lightppo rm, not of this command"),
     ],
 )
@@ -111,9 +125,18 @@ def test_a_wrong_command(told, name, meant):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("ppo --bf16 true", "--bf16 true: a switch takes no value: write --bf16 for on, --no_bf16 for off"),
-        ("ppo --bf16=False", "--bf16 False: a switch takes no value: write --bf16 for on, --no_bf16 for off"),
-        ("sft --no-bf16 x", "--no_bf16 x: a switch takes no value: write --bf16 for on, --no_bf16 for off"),
+        (
+            "ppo --bf16 true",
+            "--bf16 true: a switch takes no value: write --bf16 for on, --no_bf16 for off",
+        ),
+        (
+            "ppo --bf16=False",
+            "--bf16 False: a switch takes no value: write --bf16 for on, --no_bf16 for off",
+        ),
+        (
+            "sft --no-bf16 x",
+            "--no_bf16 x: a switch takes no value: write --bf16 for on, --no_bf16 for off",
+        ),
         ("ppo -seed 3", "unexpected argument '-seed': write --seed, with two dashes"),
         ("ppo -seed=3", "unexpected argument '-seed': write --seed, with two dashes"),
         (
@@ -130,14 +153,20 @@ def test_how_a_flag_is_written(told, words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("chat --pretrain m", "unknown flag --pretrain: MODEL is given without a flag: lightppo chat MODEL"),
+        (
+            "chat --pretrain m",
+            "unknown flag --pretrain: MODEL is given without a flag: lightppo chat MODEL",
+        ),
         (
             "merge --output o --adapter a",
             "unknown flag --output: OUT is given without a flag: lightppo merge ADAPTER OUT",
         ),
         ("convert c o --steps 3", "unknown flag --steps (did you mean '--step'?)"),
         ("report run --output p", "unknown flag --output (did you mean '--out'?)"),
-        ("watch --save_path run", "unknown flag --save_path: RUN is given without a flag: lightppo watch RUN"),
+        (
+            "watch --save_path run",
+            "unknown flag --save_path: RUN is given without a flag: lightppo watch RUN",
+        ),
         ("diff a b c", "unexpected argument 'c'"),
         ("replay run --step 1 --pbd", "unknown flag --pbd (did you mean '--pdb'?)"),
         ("serve-reward --reward_fn a.py --prot 1", "unknown flag --prot (did you mean '--port'?)"),
@@ -156,24 +185,39 @@ REQUIRED = ["--pretrain", "m", "--prompt_data", "p.jsonl", "--reward_fn", "r.py"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("ppo --lr_warmup_ratio 0.1 --lr_warmup_steps 10", "--lr_warmup_ratio and --lr_warmup_steps both say how long"),
+        (
+            "ppo --lr_warmup_ratio 0.1 --lr_warmup_steps 10",
+            "--lr_warmup_ratio and --lr_warmup_steps both say how long",
+        ),
         (
             "ppo --critic_lr_warmup_ratio 0.1 --critic_lr_warmup_steps 5",
             "--critic_lr_warmup_ratio and --critic_lr_warmup",
         ),
-        ("ppo --seed 99999999999999999999", "--seed must be a whole number ≥0 <2^63, not '99999999999999999999'"),
+        (
+            "ppo --seed 99999999999999999999",
+            "--seed must be a whole number ≥0 <2^63, not '99999999999999999999'",
+        ),
         ("ppo --seed -1", "--seed must be a whole number ≥0 <2^63, not '-1'"),
         (
             "eval --eval_data e --temperature 0.5",
             "--temperature has no effect on an evaluation: set --eval_temperature",
         ),
-        ("eval --eval_data e --top_p 0.5", "--top_p has no effect on an evaluation: set --eval_top_p"),
-        ("eval --eval_data e --n_samples_per_prompt 4", "--n_samples_per_prompt has no effect on an evaluation: set"),
+        (
+            "eval --eval_data e --top_p 0.5",
+            "--top_p has no effect on an evaluation: set --eval_top_p",
+        ),
+        (
+            "eval --eval_data e --n_samples_per_prompt 4",
+            "--n_samples_per_prompt has no effect on an evaluation: set",
+        ),
         (
             "eval --eval_data e --no_do_sample",
             "--no_do_sample has no effect on an evaluation: set --eval_temperature 0",
         ),
-        ("ppo --val_only --eval_data e --temperature 0.5", "--temperature has no effect on an evaluation"),
+        (
+            "ppo --val_only --eval_data e --temperature 0.5",
+            "--temperature has no effect on an evaluation",
+        ),
         ("eval", "--eval_data is required: the prompts whose answers an evaluation scores"),
     ],
 )
@@ -190,7 +234,9 @@ def test_the_file_of_a_run_may_say_how_its_training_samples(tmp_path, capsys):
     """``lightppo eval --config`` of a training."""
     from lightppo.config import parse_args
 
-    (tmp_path / "run.yaml").write_text("temperature: 0.7\nn_samples_per_prompt: 4\ntrain_batch_size: 128\n")
+    (tmp_path / "run.yaml").write_text(
+        "temperature: 0.7\nn_samples_per_prompt: 4\ntrain_batch_size: 128\n"
+    )
     words = [*REQUIRED, "--config", str(tmp_path / "run.yaml"), "--val_only", "--eval_data", "e"]
     assert parse_args(words).rollout.temperature == 0.7
 
@@ -210,10 +256,22 @@ def test_greedy_rollouts_are_told():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("report RUN --out x.pdf", "--out x.pdf: it is a page of HTML: give a name that ends in .html"),
-        ("report RUN --picture x.jpg", "--picture x.jpg: it is a PNG picture: give a name that ends in .png"),
-        ("watch MODEL --once", "MODEL is no run: it has no metrics.jsonl and no run_config.yaml; give a --save_path"),
-        ("watch modle --once", "modle: no such folder; there is MODEL; give the --save_path of a run"),
+        (
+            "report RUN --out x.pdf",
+            "--out x.pdf: it is a page of HTML: give a name that ends in .html",
+        ),
+        (
+            "report RUN --picture x.jpg",
+            "--picture x.jpg: it is a PNG picture: give a name that ends in .png",
+        ),
+        (
+            "watch MODEL --once",
+            "MODEL is no run: it has no metrics.jsonl and no run_config.yaml; give a --save_path",
+        ),
+        (
+            "watch modle --once",
+            "modle: no such folder; there is MODEL; give the --save_path of a run",
+        ),
         (
             "replay EVALUATION --step 1",
             "EVALUATION is an evaluation (lightppo eval): it has no training step to replay",
@@ -225,19 +283,34 @@ def test_greedy_rollouts_are_told():
             "convert EMPTY OUT",
             "EMPTY holds no checkpoint of the actor: name the --save_path or --ckpt_path of a run that",
         ),
-        ("convert MODEL OUT", "MODEL is a Hugging Face folder already: there is nothing to convert"),
+        (
+            "convert MODEL OUT",
+            "MODEL is a Hugging Face folder already: there is nothing to convert",
+        ),
         ("convert RUN LONG/x", "OUT LONG/x: "),
         ("merge lora OUT", "lora: no such folder. Name the folder of an adapter"),
         ("merge EMPTY OUT", "EMPTY has no adapter_config.json: it is no folder of an adapter"),
         ("merge RUN OUT", "RUN has no adapter_config.json: name RUN/adapter"),
         ("merge RUN/adapter LONG/x", "OUT LONG/x: "),
-        ("merge RUN/adapter OUT --base org/no", "--base org/no: no such folder here, not in the hub's cache, and "),
+        (
+            "merge RUN/adapter OUT --base org/no",
+            "--base org/no: no such folder here, not in the hub's cache, and ",
+        ),
         ("chat org/no", "MODEL org/no: no such folder here, not in the hub's cache, and "),
-        ("chat MODEL --base org/no", "--base org/no: no such folder here, not in the hub's cache, and "),
+        (
+            "chat MODEL --base org/no",
+            "--base org/no: no such folder here, not in the hub's cache, and ",
+        ),
         ("chat MODEL --seed 99999999999999999999", "--seed must be a whole number ≥0 <2^63"),
-        ("serve-vllm --model org/no", "--model org/no: no such folder here, not in the hub's cache, and "),
+        (
+            "serve-vllm --model org/no",
+            "--model org/no: no such folder here, not in the hub's cache, and ",
+        ),
         ("serve-vllm --model MODEL --host 0.0.0.0", "--host 0.0.0.0 "),
-        ("data --pretrain MODEL --prompt_data org/no", "--prompt_data org/no: no such file or folder here, not in the"),
+        (
+            "data --pretrain MODEL --prompt_data org/no",
+            "--prompt_data org/no: no such file or folder here, not in the",
+        ),
     ],
 )
 def test_folders_and_names_of_small_commands(told, tmp_path, monkeypatch, words, message):
@@ -247,7 +320,9 @@ def test_folders_and_names_of_small_commands(told, tmp_path, monkeypatch, words,
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "MODEL" / "config.json").write_text("{}")
     (tmp_path / "RUN" / "adapter" / "adapter_config.json").write_text("{}")
-    (tmp_path / "RUN" / "metrics.jsonl").write_text('{"step": 1, "time": 0.0, "rollout/reward": 0.5}\n')
+    (tmp_path / "RUN" / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 0.0, "rollout/reward": 0.5}\n'
+    )
     (tmp_path / "EVALUATION" / "run_config.yaml").write_text("val_only: true\n")
     long = "x" * 300  # no file system takes it
     (line,) = told(words.replace("LONG", long).split())

@@ -101,7 +101,10 @@ def test_names_are_those_of_a_table_also_of_later_ones():
 
 
 def test_a_choice_that_is_misspelt():
-    with pytest.raises(ValueError, match=r"--engine must be one of fast, slow, not 'fats' \(did you mean 'fast'\?\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"--engine must be one of fast, slow, not 'fats' \(did you mean 'fast'\?\)",
+    ):
         Option("engine", Literal["fast", "slow"], "fast", "").conform("fats")
 
 
@@ -122,9 +125,16 @@ def test_sections():
     assert PaperConfig(sheets=3) != PaperConfig() == PaperConfig(sheets=1)
     assert repr(PaperConfig()) == "PaperConfig(size='A4', sheets=1)"
     sheets = PaperConfig.options()["sheets"]
-    assert (sheets.name, sheets.type, sheets.owner, sheets.needs) == ("sheets", int, "paper", ("size=A4",))
+    assert (sheets.name, sheets.type, sheets.owner, sheets.needs) == (
+        "sheets",
+        int,
+        "paper",
+        ("size=A4",),
+    )
     assert sheets.resume_safe
-    with pytest.raises(TypeError, match=r"PaperConfig has no option 'sheet' \(did you mean 'sheets'\?\)"):
+    with pytest.raises(
+        TypeError, match=r"PaperConfig has no option 'sheet' \(did you mean 'sheets'\?\)"
+    ):
         PaperConfig(sheet=1)
     with pytest.raises(AttributeError, match="PaperConfig has no option 'sheet'"):
         _ = PaperConfig().sheet

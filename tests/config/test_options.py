@@ -47,18 +47,26 @@ def back(tmp_path, monkeypatch):
         config = config.with_options(save_path=tmp_path / "run")
         assert write_run_config(config) is None
         path = tmp_path / "run" / "run_config.yaml"
-        return parse_args(["--config", str(path)]).flat() | {"config": config.file.config, "save_path": "./ckpt"}
+        return parse_args(["--config", str(path)]).flat() | {
+            "config": config.file.config,
+            "save_path": "./ckpt",
+        }
 
     return run
 
 
 @pytest.mark.parametrize("text", TRICKY)
 def test_every_option_with_another_value(back, text):
-    values = {o.name: other_value(o, text) for o in all_options() if o.name not in ("config", "save_path")}
+    values = {
+        o.name: other_value(o, text) for o in all_options() if o.name not in ("config", "save_path")
+    }
     # what these stand for would be resolved into others
     values |= {"flash_attn": False, "load_checkpoint": True}
     defaults = PPOConfig().flat()
-    assert {name for name in values if values[name] == defaults[name]} == {"flash_attn", "load_checkpoint"}
+    assert {name for name in values if values[name] == defaults[name]} == {
+        "flash_attn",
+        "load_checkpoint",
+    }
     config = PPOConfig().with_options(**values)
     assert back(config) == config.flat()
 
@@ -109,13 +117,27 @@ def test_unsafe_changes():
 
 
 def test_an_evaluation_needs_the_weights_alone_as_they_were():
-    saved = PPOConfig.from_flat(critic_pretrain="c", ref_pretrain="r", gamma=0.9, input_template="Q: {}").flat()
-    trained = {"gamma": 1.0, "critic_learning_rate": 1.0, "critic_pretrain": "d", "prompt_max_len": 7, "lora_rank": 8}
+    saved = PPOConfig.from_flat(
+        critic_pretrain="c", ref_pretrain="r", gamma=0.9, input_template="Q: {}"
+    ).flat()
+    trained = {
+        "gamma": 1.0,
+        "critic_learning_rate": 1.0,
+        "critic_pretrain": "d",
+        "prompt_max_len": 7,
+        "lora_rank": 8,
+    }
     refused, safe = unsafe_changes(saved, saved | trained | {"val_only": True})
     assert refused == {"lora_rank": (0, 8)}
-    assert safe == {"val_only": (False, True), "critic_pretrain": ("c", "d"), "prompt_max_len": (1024, 7)}
+    assert safe == {
+        "val_only": (False, True),
+        "critic_pretrain": ("c", "d"),
+        "prompt_max_len": (1024, 7),
+    }
     assert set(unsafe_changes(saved, saved | trained)[0]) == set(trained)
-    assert set(unsafe_changes(saved, saved | trained, idle={"gamma", "lora_rank"})[0]) == set(trained) - {
+    assert set(unsafe_changes(saved, saved | trained, idle={"gamma", "lora_rank"})[0]) == set(
+        trained
+    ) - {
         "gamma",
         "lora_rank",
     }

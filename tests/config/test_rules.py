@@ -91,7 +91,10 @@ CONTRADICTIONS = [
     ({"shuffle": "groups"}, "shuffle n_samples_per_prompt"),
     ({"stop": ["\n", ""]}, "stop"),
     ({"bad_words": [" "]}, "bad_words"),
-    ({"init_critic_from_actor": True, "critic_pretrain": "other"}, "init_critic_from_actor critic_pretrain"),
+    (
+        {"init_critic_from_actor": True, "critic_pretrain": "other"},
+        "init_critic_from_actor critic_pretrain",
+    ),
     ({**RLOO, "critic_pretrain": "model"}, "critic_pretrain advantage_estimator"),
     ({**RLOO, "init_critic_from_actor": True}, "init_critic_from_actor advantage_estimator"),
     ({**RLOO, "critic_zero_stage": 2}, "critic_zero_stage advantage_estimator"),
@@ -99,7 +102,10 @@ CONTRADICTIONS = [
     ({**RLOO, "critic_param_offload": False}, "no_critic_param_offload advantage_estimator"),
     ({**RLOO, "save_value_network": True}, "save_value_network advantage_estimator"),
     ({"flash_attn": True, "attn_implementation": "sdpa"}, "flash_attn attn_implementation"),
-    ({"gradient_checkpointing_use_reentrant": True}, "gradient_checkpointing_use_reentrant gradient_checkpointing"),
+    (
+        {"gradient_checkpointing_use_reentrant": True},
+        "gradient_checkpointing_use_reentrant gradient_checkpointing",
+    ),
     ({**REENTRANT, "aux_loss_coef": 0.1}, "gradient_checkpointing_use_reentrant aux_loss_coef"),
     ({**REENTRANT, "torch_compile": True}, "gradient_checkpointing_use_reentrant torch_compile"),
     ({"torch_compile": True, "zero_stage": 3}, "torch_compile zero_stage"),
@@ -117,7 +123,10 @@ CONTRADICTIONS = [
     ({"wandb_group": "mine"}, "wandb_group use_wandb use_trackio use_mlflow"),
     ({"mlflow_experiment": "mine"}, "mlflow_experiment use_mlflow"),
     ({"use_mlflow": "https://me:SECRET@host"}, "use_mlflow"),
-    ({"dataset_filter_threshold": 0.5, "dataset_max_filter_percentage": 0}, "dataset_filter_threshold"),
+    (
+        {"dataset_filter_threshold": 0.5, "dataset_max_filter_percentage": 0},
+        "dataset_filter_threshold",
+    ),
     ({"eval_top_p": 0.9}, "eval_top_p eval_data"),
     ({"val_before_train": False}, "no_val_before_train eval_data"),
     ({"reward_fn": None, "reward_pretrain": ["a", "b"]}, "reward_pretrain reward_fn"),
@@ -143,7 +152,10 @@ CONTRADICTIONS = [
     ({"eval_reward_fn": "judge.py"}, "eval_reward_fn eval_data"),
     ({**EVAL, "eval_reward_source": ["server"]}, "eval_reward_source remote_rm_url"),
     ({**EVAL, **URL, "eval_reward_source": ["function"]}, "eval_reward_source eval_reward_fn"),
-    ({**EVAL, "eval_reward_source": ["math"], "eval_reward_fn": "judge.py"}, "eval_reward_fn eval_reward_source"),
+    (
+        {**EVAL, "eval_reward_source": ["math"], "eval_reward_fn": "judge.py"},
+        "eval_reward_fn eval_reward_source",
+    ),
     ({**EVAL, "eval_reward_source": ["guess"]}, "eval_reward_source"),
     ({"prompt_data": None}, "prompt_data"),
     ({**EVAL, "prompt_data": None, "reward_fn": None, "val_only": True}, "reward_fn remote_rm_url"),
@@ -153,7 +165,10 @@ CONTRADICTIONS = [
     ({"fp16": True, "zero_stage": 0, "critic_zero_stage": 1}, "fp16 zero_stage"),
     ({"fp16": True, "bf16": True}, "fp16 bf16"),
     ({"adam_offload": True, "zero_stage": 0}, "adam_offload zero_stage"),
-    ({"critic_adam_offload": True, "critic_zero_stage": 0}, "critic_adam_offload critic_zero_stage"),
+    (
+        {"critic_adam_offload": True, "critic_zero_stage": 0},
+        "critic_adam_offload critic_zero_stage",
+    ),
     ({"param_offload": True}, "param_offload zero_stage"),
     ({"critic_param_offload": True}, "critic_param_offload critic_zero_stage"),
     ({"ref_offload": True}, "ref_offload ref_zero_stage"),
@@ -166,7 +181,11 @@ CONTRADICTIONS = [
     ({"disable_ds_ckpt": True, "save_steps": 5}, "disable_ds_ckpt save_hf_ckpt"),
     ({"disable_ds_ckpt": True, "save_seconds": 60}, "disable_ds_ckpt save_hf_ckpt"),
     ({"disable_ds_ckpt": True, "save_epochs": 1}, "disable_ds_ckpt save_hf_ckpt"),
-    ({"rollout_batch_size": 7, "n_samples_per_prompt": 3, "train_batch_size": 21}, "rollout_batch_size", 3),
+    (
+        {"rollout_batch_size": 7, "n_samples_per_prompt": 3, "train_batch_size": 21},
+        "rollout_batch_size",
+        3,
+    ),
     ({"rollout_batch_size": 8, "train_batch_size": 2}, "train_batch_size", 4),
     ({"buffer_limit": 127}, "buffer_limit", 4),
     ({"zpg": 4, "zero_stage": 3, "train_batch_size": 128}, "zpg", 2),
@@ -178,7 +197,10 @@ CONTRADICTIONS = [
     ({**GROUP, "gamma": 0.9}, "gamma advantage_estimator"),
     ({**GROUP, "freezing_actor_steps": 2}, "freezing_actor_steps advantage_estimator"),
     ({**GROUP, "bootstrap_truncated": True}, "bootstrap_truncated advantage_estimator"),
-    ({**GROUP, "advantage_estimator": "rloo", "grpo_std_eps": 0.0001}, "grpo_std_eps advantage_estimator"),
+    (
+        {**GROUP, "advantage_estimator": "rloo", "grpo_std_eps": 0.0001},
+        "grpo_std_eps advantage_estimator",
+    ),
     ({**GROUP, "group_std_norm": False, "grpo_std_eps": 0.0001}, "grpo_std_eps group_std_norm"),
     ({"group_std_norm": False}, "no_group_std_norm advantage_estimator"),
     ({**GROUP, "adv_std_norm": False}, "no_adv_std_norm adv_norm"),
@@ -220,29 +242,53 @@ CONTRADICTIONS = [
     ({"correction_batch_norm": True}, "correction_batch_norm rollout_correction"),
     ({"rollout_rejection": ["token_k2"]}, "rollout_rejection"),
     ({"rollout_rejection": ["token_k4=1"]}, "rollout_rejection"),
-    ({"rollout_rejection": ["m2po=0.04"], "old_log_probs": "rollout"}, "old_log_probs rollout_rejection"),
+    (
+        {"rollout_rejection": ["m2po=0.04"], "old_log_probs": "rollout"},
+        "old_log_probs rollout_rejection",
+    ),
     (
         {**GROUP, "advantage_estimator": "optimal_token_baseline", "old_log_probs": "rollout"},
         "old_log_probs advantage_estimator",
     ),
     ({"grpo_std_scope": "batch"}, "grpo_std_scope advantage_estimator"),
-    ({**GROUP, "group_std_norm": False, "grpo_std_scope": "batch"}, "grpo_std_scope group_std_norm"),
+    (
+        {**GROUP, "group_std_norm": False, "grpo_std_scope": "batch"},
+        "grpo_std_scope group_std_norm",
+    ),
     ({"rollout_correction": "icepop", "correction_low": 9}, "correction_low correction_high"),
     ({"reward_clip_range": [1, 1]}, "reward_clip_range"),
     ({"stop_properly_penalty": 1.5}, "stop_properly_penalty"),
     ({"overlong_penalty_factor": 2}, "overlong_penalty_factor overlong_buffer_len"),
     ({"overlong_buffer_len": 128, "generate_max_len": 64}, "overlong_buffer_len generate_max_len"),
     ({"mask_too_long": True, "stop_properly_penalty": 0.5}, "mask_too_long stop_properly_penalty"),
-    ({"mask_no_eos_with_zero": True, "stop_properly_penalty": 0.5}, "stop_properly_penalty mask_no_eos_with_zero"),
+    (
+        {"mask_no_eos_with_zero": True, "stop_properly_penalty": 0.5},
+        "stop_properly_penalty mask_no_eos_with_zero",
+    ),
     ({"reward_delta": True}, "reward_delta use_dense_reward"),
-    ({"use_dense_reward": True, "reward_running_norm": True}, "use_dense_reward reward_running_norm"),
-    ({"use_dense_reward": True, "advantage_estimator": "remax"}, "advantage_estimator use_dense_reward"),
-    ({"use_dense_reward": True, "stop_properly_penalty": 0.5}, "use_dense_reward stop_properly_penalty"),
+    (
+        {"use_dense_reward": True, "reward_running_norm": True},
+        "use_dense_reward reward_running_norm",
+    ),
+    (
+        {"use_dense_reward": True, "advantage_estimator": "remax"},
+        "advantage_estimator use_dense_reward",
+    ),
+    (
+        {"use_dense_reward": True, "stop_properly_penalty": 0.5},
+        "use_dense_reward stop_properly_penalty",
+    ),
     # sampling
     ({**FOUR, "generation_size": 3}, "generation_size n_samples_per_prompt", 2),
     ({**FOUR, "best_of_n_tie": "longer"}, "best_of_n_tie generation_size", 2),
     (
-        {**FOUR, "generation_size": 6, "n_samples_per_prompt": 1, "temperature": 0.0, "train_batch_size": 8},
+        {
+            **FOUR,
+            "generation_size": 6,
+            "n_samples_per_prompt": 1,
+            "temperature": 0.0,
+            "train_batch_size": 8,
+        },
         "generation_size temperature",
         2,
     ),
@@ -266,7 +312,11 @@ CONTRADICTIONS = [
         "on_exhausted max_num_gen_batches",
         2,
     ),
-    ({**FOUR, "dataset_max_filter_percentage": 0.5}, "dataset_max_filter_percentage dataset_filter_threshold", 2),
+    (
+        {**FOUR, "dataset_max_filter_percentage": 0.5},
+        "dataset_max_filter_percentage dataset_filter_threshold",
+        2,
+    ),
     (
         {**FOUR, "dataset_filter_threshold": 0.5, "dataset_max_filter_percentage": 1.0},
         "dataset_max_filter_percentage",
@@ -274,7 +324,13 @@ CONTRADICTIONS = [
     ),
     ({**FOUR, "fire_temperature": 5.0}, "fire_temperature fire_sampling", 2),
     (
-        {**FOUR, "fire_sampling": True, "do_sample": False, "n_samples_per_prompt": 1, "train_batch_size": 8},
+        {
+            **FOUR,
+            "fire_sampling": True,
+            "do_sample": False,
+            "n_samples_per_prompt": 1,
+            "train_batch_size": 8,
+        },
         "fire_sampling temperature",
         2,
     ),
@@ -301,9 +357,15 @@ CONTRADICTIONS = [
     ({**NO_REWARD, **FUNCTION, **SERVER}, "remote_rm_url reward_fn"),
     ({**NO_REWARD, **MATH, "reward_manager": "batch"}, "reward_manager reward_fn"),
     ({**NO_REWARD, **SERVER, "reward_timeout": 3.0}, "reward_timeout reward_fn"),
-    ({**NO_REWARD, "reward_pretrain": ["m"], "on_reward_failure": "error"}, "on_reward_failure reward_fn"),
+    (
+        {**NO_REWARD, "reward_pretrain": ["m"], "on_reward_failure": "error"},
+        "on_reward_failure reward_fn",
+    ),
     ({**NO_REWARD, **SERVER, "reward_max_length": 9}, "reward_max_length reward_pretrain"),
-    ({**NO_REWARD, **SERVER, "reward_input_tokenizer": ["t"]}, "reward_input_tokenizer reward_pretrain"),
+    (
+        {**NO_REWARD, **SERVER, "reward_input_tokenizer": ["t"]},
+        "reward_input_tokenizer reward_pretrain",
+    ),
     (
         {**NO_REWARD, "reward_pretrain": ["m"], "reward_input_tokenizer": ["a", "b"]},
         "reward_input_tokenizer reward_pretrain",
@@ -312,16 +374,36 @@ CONTRADICTIONS = [
     ({**NO_REWARD, **FUNCTION, "reward_manager": "dapo"}, "reward_manager overlong_buffer_len"),
     ({"reward_scaling": 0.0}, "reward_scaling"),
     ({"min_p": 0.1, "temperature": 0.0}, "min_p temperature"),
-    ({**NO_REWARD, "reward_pretrain": ["m"], "async_rewards": True}, "async_rewards reward_pretrain"),
-    ({**NO_REWARD, **MATH, "async_rewards": True, "skip_rollout": "rollouts"}, "async_rewards skip_rollout"),
-    ({**NO_REWARD, **MATH, "code_timeout": 1.0}, "code_timeout reward_source"),
-    ({**NO_REWARD, **MATH, "allow_unsafe_code_execution": True}, "allow_unsafe_code_execution reward_source"),
-    ({**NO_REWARD, **MATH, "reward_format": "think"}, "reward_format reward_source"),
-    ({**NO_REWARD, "reward_source": ["code"], "math_unmarked": False}, "no_math_unmarked reward_source"),
-    ({**NO_REWARD, **MATH, "sandbox_fusion_url": "http://h"}, "sandbox_fusion_url reward_source"),
-    ({**NO_REWARD, "reward_source": ["code"], "function_call_retries": 1}, "function_call_retries function_call_url"),
     (
-        {**NO_REWARD, "reward_source": ["code"], "sandbox_fusion_url": "http://h", "function_call_url": "http://h"},
+        {**NO_REWARD, "reward_pretrain": ["m"], "async_rewards": True},
+        "async_rewards reward_pretrain",
+    ),
+    (
+        {**NO_REWARD, **MATH, "async_rewards": True, "skip_rollout": "rollouts"},
+        "async_rewards skip_rollout",
+    ),
+    ({**NO_REWARD, **MATH, "code_timeout": 1.0}, "code_timeout reward_source"),
+    (
+        {**NO_REWARD, **MATH, "allow_unsafe_code_execution": True},
+        "allow_unsafe_code_execution reward_source",
+    ),
+    ({**NO_REWARD, **MATH, "reward_format": "think"}, "reward_format reward_source"),
+    (
+        {**NO_REWARD, "reward_source": ["code"], "math_unmarked": False},
+        "no_math_unmarked reward_source",
+    ),
+    ({**NO_REWARD, **MATH, "sandbox_fusion_url": "http://h"}, "sandbox_fusion_url reward_source"),
+    (
+        {**NO_REWARD, "reward_source": ["code"], "function_call_retries": 1},
+        "function_call_retries function_call_url",
+    ),
+    (
+        {
+            **NO_REWARD,
+            "reward_source": ["code"],
+            "sandbox_fusion_url": "http://h",
+            "function_call_url": "http://h",
+        },
         "sandbox_fusion_url function_call_url",
     ),
     (
@@ -336,13 +418,22 @@ CONTRADICTIONS = [
     ({"rollout_engine": "vllm", "eval_temperature": 0.005}, "eval_temperature"),
     ({"rollout_engine": "vllm", "fire_sampling": True}, "fire_sampling rollout_engine"),
     ({"rollout_engine": "vllm", "max_model_len": 100}, "max_model_len prompt_max_len"),
-    ({"rollout_engine": "vllm", "free_cache_engine": False, "sleep_level": 1}, "sleep_level free_cache_engine"),
+    (
+        {"rollout_engine": "vllm", "free_cache_engine": False, "sleep_level": 1},
+        "sleep_level free_cache_engine",
+    ),
     (
         {"rollout_engine": "vllm", "rollout_check": "off", "logp_diff_tolerance": 0.1},
         "logp_diff_tolerance rollout_check",
     ),
-    ({"rollout_engine": "vllm", "load_format": "auto", "override_config": "{}"}, "load_format pretrain"),
-    ({"rollout_engine": "vllm", "load_format": "auto", "init_from_scratch": True}, "load_format init_from_scratch"),
+    (
+        {"rollout_engine": "vllm", "load_format": "auto", "override_config": "{}"},
+        "load_format pretrain",
+    ),
+    (
+        {"rollout_engine": "vllm", "load_format": "auto", "init_from_scratch": True},
+        "load_format init_from_scratch",
+    ),
     (
         {"rollout_engine": "vllm", "trust_remote_code": True, "override_config": "{}"},
         "rollout_engine trust_remote_code",
@@ -351,21 +442,35 @@ CONTRADICTIONS = [
     ({**SERVERS, "vllm_server_url": ()}, "rollout_engine vllm_server_url"),
     ({**SERVERS, "vllm_server_url": ("127.0.0.1:8000",)}, "vllm_server_url"),
     ({**SERVERS, "vllm_server_url": ("http://127.0.0.1:1/?key=x",)}, "vllm_server_url"),
-    ({**SERVERS, "vllm_server_url": ("http://a:b@host",)}, "vllm_server_url vllm_server_api_key_env"),
+    (
+        {**SERVERS, "vllm_server_url": ("http://a:b@host",)},
+        "vllm_server_url vllm_server_api_key_env",
+    ),
     ({**SERVERS, "vllm_server_url": (LOCAL[0], LOCAL[0] + "/")}, "vllm_server_url"),
     ({**SERVERS, "vllm_server_sync_dir": "/x"}, "vllm_server_sync_dir vllm_server_sync"),
     (
         {**SERVERS, "vllm_server_sync": "collective", "vllm_server_sync_dir": "/x"},
         "vllm_server_sync_dir vllm_server_sync",
     ),
-    ({**SERVERS, "vllm_server_sync_address": "192.0.2.7"}, "vllm_server_sync_address vllm_server_sync"),
-    ({**SERVERS, "vllm_server_sync": "collective", "vllm_server_sync_address": "0.0.0.0"}, "vllm_server_sync_address"),
+    (
+        {**SERVERS, "vllm_server_sync_address": "192.0.2.7"},
+        "vllm_server_sync_address vllm_server_sync",
+    ),
+    (
+        {**SERVERS, "vllm_server_sync": "collective", "vllm_server_sync_address": "0.0.0.0"},
+        "vllm_server_sync_address",
+    ),
     ({**SERVERS, "tensor_parallel_size": 2}, "tensor_parallel_size rollout_engine"),
     ({**SERVERS, "max_num_seqs": 8}, "max_num_seqs rollout_engine"),
     ({**SERVERS, "sleep_level": 1, "free_cache_engine": False}, "sleep_level free_cache_engine"),
     ({**SERVERS, "vllm_server_timeout": 900.0}, "vllm_server_timeout dist_timeout"),
     (
-        {**SERVERS, "vllm_server_start_timeout": 180.0, "dist_timeout": 2.0, "vllm_server_timeout": 10.0},
+        {
+            **SERVERS,
+            "vllm_server_start_timeout": 180.0,
+            "dist_timeout": 2.0,
+            "vllm_server_timeout": 10.0,
+        },
         "vllm_server_start_timeout dist_timeout",
     ),
     ({**SERVERS, "rollout_engine": "hf"}, "vllm_server_url rollout_engine"),
@@ -374,23 +479,38 @@ CONTRADICTIONS = [
         "vllm_server_concurrency rollout_engine",
     ),
     # a teacher
-    ({"advantage_estimator": "on_policy_distill"}, "advantage_estimator teacher_pretrain teacher_url"),
+    (
+        {"advantage_estimator": "on_policy_distill"},
+        "advantage_estimator teacher_pretrain teacher_url",
+    ),
     ({**TEACHER, "teacher_url": LOCAL}, "teacher_pretrain teacher_url"),
     ({"distill_coef": 0.5}, "distill_coef teacher_pretrain teacher_url"),
     ({**BY_LOSS, "teacher_pretrain": None, "teacher_url": LOCAL}, "distill_by teacher_pretrain"),
     ({**BY_LOSS, "distill_discount": 0.5}, "distill_discount distill_by"),
     ({"teacher_pretrain": "larger", "distill_beta": 0.5}, "distill_beta distill_by"),
     ({"teacher_pretrain": "larger", "teacher_offload": True}, "teacher_offload teacher_zero_stage"),
-    ({"teacher_pretrain": "larger", "teacher_api_key_env": "KEY"}, "teacher_api_key_env teacher_url"),
+    (
+        {"teacher_pretrain": "larger", "teacher_api_key_env": "KEY"},
+        "teacher_api_key_env teacher_url",
+    ),
     ({"teacher_url": ["ftp://host"]}, "teacher_url"),
     ({"teacher_url": LOCAL, "temperature": 0.7}, "teacher_url temperature teacher_pretrain"),
     ({**TEACHER, "use_kl_in_reward": True}, "use_kl_in_reward advantage_estimator"),
     ({**TEACHER, "reward_scaling": 2.0}, "reward_scaling advantage_estimator"),
-    ({**TEACHER, **NO_REWARD, "n_samples_per_prompt": 2, "dynamic_sampling": True}, "dynamic_sampling"),
+    (
+        {**TEACHER, **NO_REWARD, "n_samples_per_prompt": 2, "dynamic_sampling": True},
+        "dynamic_sampling",
+    ),
     ({**TEACHER, **NO_REWARD, "generation_size": 2}, "generation_size"),
     ({**TEACHER, **NO_REWARD, **EVAL}, "eval_data eval_reward_source eval_reward_fn"),
-    ({**NO_REWARD, "teacher_pretrain": "larger"}, "reward_fn remote_rm_url reward_pretrain reward_source"),
-    ({"teacher_url": LOCAL, "micro_batch_specs": ["teacher=8"]}, "micro_batch_specs teacher_pretrain"),
+    (
+        {**NO_REWARD, "teacher_pretrain": "larger"},
+        "reward_fn remote_rm_url reward_pretrain reward_source",
+    ),
+    (
+        {"teacher_url": LOCAL, "micro_batch_specs": ["teacher=8"]},
+        "micro_batch_specs teacher_pretrain",
+    ),
     # adapters
     ({**LORA, "enable_ema": True}, "lora_rank enable_ema"),
     ({**LORA, "ref_ema_eta": 0.1}, "lora_rank ref_ema_eta"),
@@ -412,11 +532,15 @@ def test_every_condition_is_of_options_or_facts_and_has_words():
     assert not names & conditions().keys()
     for option in all_options():
         for condition in option.needs:
-            assert set(re.findall(r"(?:^| or )(\w+)", condition)) <= names | conditions().keys() | REWARDS.keys(), (
-                option.name
-            )
+            assert (
+                set(re.findall(r"(?:^| or )(\w+)", condition))
+                <= names | conditions().keys() | REWARDS.keys()
+            ), option.name
             assert condition_text(condition)
-    assert condition_text("zero_stage=2|3 or lora_rank>0") == "--zero_stage 2 or 3 or --lora_rank above 0"
+    assert (
+        condition_text("zero_stage=2|3 or lora_rank>0")
+        == "--zero_stage 2 or 3 or --lora_rank above 0"
+    )
     assert condition_text("rollout_check!=off") == "--rollout_check other than off"
 
 
@@ -445,7 +569,10 @@ def without_needs(one: Option) -> dict[str, Any]:
         "zero_stage=1|2|3": {"zero_stage": 0},
         "zero_stage=2|3": {"zero_stage": 1},
         "dataset_max_filter_percentage>0": {"dataset_max_filter_percentage": 0.0},
-        "reward_minimum or one_source": {"reward_fn": None, "reward_source": ["math", "format=0.1"]},
+        "reward_minimum or one_source": {
+            "reward_fn": None,
+            "reward_source": ["math", "format=0.1"],
+        },
         "function": {**NO_REWARD, **MATH},
         "function or math": {**NO_REWARD, "reward_source": ["format"]},
         "function or server or math or code": {**NO_REWARD, "reward_source": ["format"]},
@@ -468,7 +595,12 @@ def test_what_is_off_or_the_default_is_a_note_where_another_value_is_an_error(on
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ref_ema_eta", 0), ("advantage_clip", "0.0"), ("high_entropy_token_ratio", 0.0), ("ref_ema_eta", "0")],
+    [
+        ("ref_ema_eta", 0),
+        ("advantage_clip", "0.0"),
+        ("high_entropy_token_ratio", 0.0),
+        ("ref_ema_eta", "0"),
+    ],
 )
 def test_zero_out_of_range_is_off(name, value):
     assert config(**{name: value}).flat()[name] is None
@@ -476,7 +608,9 @@ def test_zero_out_of_range_is_off(name, value):
 
 def test_options_that_were_not_given_are_no_note():
     assert idle_flags(config(**RLOO), {"pretrain"}) == {}
-    assert idle_flags(config(**GROUP), {"pretrain", "gamma"}) == {conditions()["discounting"]: ["gamma"]}
+    assert idle_flags(config(**GROUP), {"pretrain", "gamma"}) == {
+        conditions()["discounting"]: ["gamma"]
+    }
     assert idle_flags(config(lora_rank=4, lora_alpha=16), {"lora_alpha"}) == {}
 
 
@@ -497,11 +631,20 @@ def test_the_same_options_on_fitting_ranks():
 
 
 def test_every_contradiction_is_told_at_once():
-    messages = problems({"pretrain": None, "use_kl_loss": True, "use_kl_in_reward": True, "val_only": True})
-    assert sorted(message.split(" ")[0] for message in messages) == ["--eval_data", "--pretrain", "--use_kl_loss"]
+    messages = problems(
+        {"pretrain": None, "use_kl_loss": True, "use_kl_in_reward": True, "val_only": True}
+    )
+    assert sorted(message.split(" ")[0] for message in messages) == [
+        "--eval_data",
+        "--pretrain",
+        "--use_kl_loss",
+    ]
     # 100 neither divides the samples nor is it divisible by the ranks: one thing at a time
     messages = problems({"train_batch_size": 100}, 3)
-    assert [message.split(" ")[0] for message in messages] == ["--train_batch_size", "--rollout_batch_size"]
+    assert [message.split(" ")[0] for message in messages] == [
+        "--train_batch_size",
+        "--rollout_batch_size",
+    ]
 
 
 def test_values_out_of_range_are_told_before_combinations():
@@ -527,7 +670,15 @@ RESOLUTIONS = [
     ({"reward_pretrain": ["rm", "rm2"]}, {"critic_pretrain": "rm"}),
     ({"reward_pretrain": ["rm"], "critic_pretrain": "c"}, {"critic_pretrain": "c"}),
     ({"reward_pretrain": ["rm"], "init_critic_from_actor": True}, {"critic_pretrain": "model"}),
-    (RLOO, {"critic_pretrain": None, "critic_zero_stage": None, "critic_adam_offload": None, "adv_norm": False}),
+    (
+        RLOO,
+        {
+            "critic_pretrain": None,
+            "critic_zero_stage": None,
+            "critic_adam_offload": None,
+            "adv_norm": False,
+        },
+    ),
     ({"flash_attn": True}, {"attn_implementation": "flash_attention_2"}),
     ({}, {"adv_norm": True}),
     ({"adv_norm": False}, {"adv_norm": False}),
@@ -539,8 +690,14 @@ RESOLUTIONS = [
     ({"use_kl_loss": True}, {"use_kl_in_reward": False}),
     ({"use_kl_in_reward": False, "init_kl_coef": 0}, {"use_kl_in_reward": False}),
     (GROUP, {"use_kl_loss": True, "use_kl_in_reward": False, "kl_estimator": "k2"}),
-    ({**GROUP, "use_kl_in_reward": True}, {"use_kl_loss": False, "use_kl_in_reward": True, "kl_estimator": "k1"}),
-    ({**GROUP, "use_kl_loss": False}, {"use_kl_loss": False, "use_kl_in_reward": True, "kl_estimator": "k1"}),
+    (
+        {**GROUP, "use_kl_in_reward": True},
+        {"use_kl_loss": False, "use_kl_in_reward": True, "kl_estimator": "k1"},
+    ),
+    (
+        {**GROUP, "use_kl_loss": False},
+        {"use_kl_loss": False, "use_kl_in_reward": True, "kl_estimator": "k1"},
+    ),
     ({**GROUP, "init_kl_coef": 0}, {"use_kl_loss": False}),
     ({**GROUP, "advantage_estimator": "grpo_passk"}, {"use_kl_loss": True}),
     ({**GROUP, "advantage_estimator": "cpgd"}, {"use_kl_loss": True}),
@@ -559,25 +716,48 @@ RESOLUTIONS = [
     ({"adam_offload": True, "critic_adam_offload": False}, {"critic_adam_offload": False}),
     ({"adam_offload": True, "critic_zero_stage": 0}, {"critic_adam_offload": False}),
     ({"zero_stage": 3, "param_offload": True}, {"critic_param_offload": True}),
-    ({"zero_stage": 3, "param_offload": True, "critic_zero_stage": 2}, {"critic_param_offload": False}),
+    (
+        {"zero_stage": 3, "param_offload": True, "critic_zero_stage": 2},
+        {"critic_param_offload": False},
+    ),
     ({}, {"critic_param_offload": False, "resume": "auto"}),
     ({"load_checkpoint": False}, {"resume": "never"}),
     ({"resume": "ckpt/old"}, {"resume": "ckpt/old"}),
-    ({}, {"policy_loss": "ppo", "loss_agg_mode": "token-mean", "kl_estimator": "k1", "grpo_std_eps": None}),
+    (
+        {},
+        {
+            "policy_loss": "ppo",
+            "loss_agg_mode": "token-mean",
+            "kl_estimator": "k1",
+            "grpo_std_eps": None,
+        },
+    ),
     ({"use_kl_loss": True}, {"kl_estimator": "k2", "use_kl_in_reward": False}),
     ({"use_kl_loss": True, "kl_estimator": "k3"}, {"kl_estimator": "k3"}),
     (GROUP, {"grpo_std_eps": 1e-6, "adv_norm_eps": None}),
     ({**GROUP, "advantage_estimator": "dr_grpo"}, {"loss_agg_mode": "seq-mean-token-sum-norm"}),
-    ({**GROUP, "advantage_estimator": "dr_grpo", "loss_agg_mode": "token-mean"}, {"loss_agg_mode": "token-mean"}),
+    (
+        {**GROUP, "advantage_estimator": "dr_grpo", "loss_agg_mode": "token-mean"},
+        {"loss_agg_mode": "token-mean"},
+    ),
     ({**GROUP, "advantage_estimator": "gpg"}, {"policy_loss": "gpg", "eps_clip_low": None}),
-    ({**GROUP, "advantage_estimator": "gpg", "policy_loss": "ppo"}, {"policy_loss": "ppo", "eps_clip_low": 0.2}),
-    ({**GROUP, "policy_loss": "gspo"}, {"loss_agg_mode": "seq-mean-token-mean", "eps_clip_high": 4e-4}),
+    (
+        {**GROUP, "advantage_estimator": "gpg", "policy_loss": "ppo"},
+        {"policy_loss": "ppo", "eps_clip_low": 0.2},
+    ),
+    (
+        {**GROUP, "policy_loss": "gspo"},
+        {"loss_agg_mode": "seq-mean-token-mean", "eps_clip_high": 4e-4},
+    ),
     ({"policy_loss": "gspo", "eps_clip": 0.1}, {"eps_clip_low": 0.1, "eps_clip_high": 0.1}),
     ({}, {"adv_norm_eps": 1e-8}),
     ({"adv_norm_scope": "group", "n_samples_per_prompt": 2}, {"adv_norm_eps": 1e-5}),
     ({"value_norm": "exp"}, {"value_norm_beta": 0.99995, "value_norm_eps": 1e-5}),
     ({"value_norm": "ma"}, {"value_norm_beta": None, "value_norm_eps": 1e-5}),
-    ({"rollout_correction": "icepop", "correction_high": 3}, {"correction_low": 0.5, "correction_high": 3}),
+    (
+        {"rollout_correction": "icepop", "correction_high": 3},
+        {"correction_low": 0.5, "correction_high": 3},
+    ),
     ({"overlong_buffer_len": 128}, {"overlong_penalty_factor": 1.0}),
     (FOUR, {"generation_size": 4, "gen_batch_size": 8, "fire_temperature": None}),
     (
@@ -586,7 +766,10 @@ RESOLUTIONS = [
     ),
     ({}, {"lora_rank": 0, "lora_alpha": None, "lora_dropout": None, "target_modules": ()}),
     ({"lora_rank": 8}, {"lora_alpha": 16.0, "lora_dropout": 0.0}),
-    ({"lora_rank": 8, "lora_alpha": 4.0, "lora_dropout": 0.3}, {"lora_alpha": 4.0, "lora_dropout": 0.3}),
+    (
+        {"lora_rank": 8, "lora_alpha": 4.0, "lora_dropout": 0.3},
+        {"lora_alpha": 4.0, "lora_dropout": 0.3},
+    ),
 ]
 
 
@@ -607,7 +790,9 @@ def test_resolution(options, expected):
 def test_every_estimator_is_accepted_with_what_it_needs(name):
     teacher = TEACHER if ADVANTAGE_ESTIMATORS[name].of_teacher else {}
     samples = ADVANTAGE_ESTIMATORS[name].min_group_size
-    resolved = config(**teacher | {"advantage_estimator": name, "n_samples_per_prompt": samples}).resolved()
+    resolved = config(
+        **teacher | {"advantage_estimator": name, "n_samples_per_prompt": samples}
+    ).resolved()
     resolved.validate()
     assert resolved.loss.policy_loss == ADVANTAGE_ESTIMATORS[name].policy_loss
     assert resolved.algorithm.adv_norm == ADVANTAGE_ESTIMATORS[name].whiten
@@ -619,7 +804,9 @@ def test_every_policy_loss_brings_its_own_numbers(name):
     loss = config(policy_loss=name).resolved().loss
     assert (loss.eps_clip_low, loss.eps_clip_high) == (traits.eps_clip or (None, None))
     assert loss.loss_agg_mode == traits.loss_agg_mode
-    others = {option for other in POLICY_LOSSES.values() for option in other.defaults} - traits.defaults.keys()
+    others = {
+        option for other in POLICY_LOSSES.values() for option in other.defaults
+    } - traits.defaults.keys()
     assert {option: getattr(loss, option) for option in traits.defaults} == traits.defaults
     assert all(getattr(loss, option) is None for option in others)
 
@@ -654,7 +841,15 @@ SHORTCUT = {"train_batch_size": 512, "init_kl_coef": 0}
         ({**SHORTCUT, "rollout_correction": "tis"}, False),
         ({**SHORTCUT, "rollout_rejection": ["token_k2=1"]}, False),
         ({**SHORTCUT, "rollout_rejection": ["opsm=1"]}, True),  # judged in training
-        ({**SHORTCUT, **GROUP, "train_batch_size": 2048, "advantage_estimator": "optimal_token_baseline"}, False),
+        (
+            {
+                **SHORTCUT,
+                **GROUP,
+                "train_batch_size": 2048,
+                "advantage_estimator": "optimal_token_baseline",
+            },
+            False,
+        ),
         ({**SHORTCUT, "high_entropy_token_ratio": 0.2}, False),
         ({**SHORTCUT, "policy_loss": "kl_cov"}, False),
         ({**SHORTCUT, "freezing_actor_steps": 3}, False),
@@ -662,7 +857,9 @@ SHORTCUT = {"train_batch_size": 512, "init_kl_coef": 0}
     ],
 )
 def test_when_the_training_pass_gives_the_old_log_probs(options, expected):
-    assert (old_log_probs_from(config(**options).resolved(), exact_rollout=False) == "training") is expected
+    assert (
+        old_log_probs_from(config(**options).resolved(), exact_rollout=False) == "training"
+    ) is expected
 
 
 @pytest.mark.parametrize(
@@ -729,10 +926,26 @@ REMOTE = {**SERVERS, "vllm_server_url": (LOCAL[0], "http://192.0.2.1:8000")}
     ("options", "world_size"),
     [
         ({"rollout_engine": "vllm"}, 1),
-        ({"rollout_engine": "vllm", "temperature": 0.0, "eval_data": "e", "eval_temperature": 0.0}, 1),
+        (
+            {
+                "rollout_engine": "vllm",
+                "temperature": 0.0,
+                "eval_data": "e",
+                "eval_temperature": 0.0,
+            },
+            1,
+        ),
         ({"rollout_engine": "vllm", "tensor_parallel_size": 2}, 4),
         (SERVERS, 1),
-        ({**SERVERS, "vllm_server_sync": "shm", "vllm_server_timeout": 5.0, "vllm_server_retries": 0}, 1),
+        (
+            {
+                **SERVERS,
+                "vllm_server_sync": "shm",
+                "vllm_server_timeout": 5.0,
+                "vllm_server_retries": 0,
+            },
+            1,
+        ),
         ({**SERVERS, "vllm_server_sync": "disk", "vllm_server_sync_dir": "/somewhere"}, 1),
         ({**SERVERS, "vllm_server_sync": "collective", "vllm_server_sync_address": "localhost"}, 1),
         ({**REMOTE, "vllm_server_sync": "disk", "vllm_server_sync_dir": "/shared"}, 1),
@@ -742,7 +955,15 @@ REMOTE = {**SERVERS, "vllm_server_url": (LOCAL[0], "http://192.0.2.1:8000")}
         ({"dynamic_sampling": True, "filter_range": (0, 1)}, 1),
         ({"load_in_4bit": True, "lora_rank": 4, "torch_compile": True}, 1),
         ({**TEACHER, **NO_REWARD, "teacher_zero_stage": 3, "teacher_offload": True}, 1),  # alone
-        ({**TEACHER, "n_samples_per_prompt": 2, "dynamic_sampling": True, "distill_discount": 1.0}, 1),
+        (
+            {
+                **TEACHER,
+                "n_samples_per_prompt": 2,
+                "dynamic_sampling": True,
+                "distill_discount": 1.0,
+            },
+            1,
+        ),
         ({**BY_LOSS, **GROUP, "distill_beta": 0.5, "temperature": 0.7}, 1),  # beside a reward
         ({"teacher_url": LOCAL, "teacher_api_key_env": "KEY", "temperature": 0.0}, 1),
         ({"lora_rank": 4, "ref_pretrain": "another", "ref_zero_stage": 3, "ref_offload": True}, 1),
@@ -752,7 +973,16 @@ REMOTE = {**SERVERS, "vllm_server_url": (LOCAL[0], "http://192.0.2.1:8000")}
         ({**EVAL, **URL, "eval_reward_fn": "judge.py", "reward_timeout": 3.0}, 1),
         ({**EVAL, "eval_n_samples": 4, "eval_top_k": 5}, 1),
         ({"reward_manager": "dapo", "overlong_buffer_len": 8, "reward_scaling": -1.0}, 1),
-        ({**EVAL, "val_only": True, "prompt_data": None, "reward_fn": None, "eval_reward_source": ["math"]}, 1),
+        (
+            {
+                **EVAL,
+                "val_only": True,
+                "prompt_data": None,
+                "reward_fn": None,
+                "eval_reward_source": ["math"],
+            },
+            1,
+        ),
     ],
     ids=str,
 )
@@ -771,7 +1001,9 @@ def test_ranks_share_engines_evenly():
 def test_servers_elsewhere_need_a_folder_that_both_see_or_an_address_of_the_trainer(sync):
     (message,) = problems({**REMOTE, "vllm_server_sync": sync})
     assert "http://192.0.2.1:8000" in message
-    assert {"vllm_server_sync", "vllm_server_sync_address", "vllm_server_sync_dir"} <= named(message)
+    assert {"vllm_server_sync", "vllm_server_sync_address", "vllm_server_sync_dir"} <= named(
+        message
+    )
     leads_here = "machine, and --vllm_server_sync_address 127.0.0.1 leads here alone: set"
     assert (leads_here in message) == (sync == "collective")
 
@@ -819,11 +1051,17 @@ def test_reward_sources(options, plan, sources):
 
 def test_routes_from_a_file(tmp_path):
     (tmp_path / "routes.json").write_text(json.dumps(ROUTES))
-    assert reward_sources(config(reward_routes=str(tmp_path / "routes.json"))) == {"math", "format", "function"}
+    assert reward_sources(config(reward_routes=str(tmp_path / "routes.json"))) == {
+        "math",
+        "format",
+        "function",
+    }
 
 
 def spec(call: str, **options: object) -> MicroBatchSpec:
-    return micro_batch_spec(PPOConfig.from_flat(micro_rollout_batch_size=3, micro_train_batch_size=5, **options), call)
+    return micro_batch_spec(
+        PPOConfig.from_flat(micro_rollout_batch_size=3, micro_train_batch_size=5, **options), call
+    )
 
 
 def test_the_narrowest_size_of_micro_batches_holds() -> None:

@@ -31,7 +31,11 @@ def build_tokenizer(*, bos: bool = False, chat: bool = True, append_eos: bool = 
             single=single, special_tokens=[("^", vocab["^"]), ("~", vocab["~"])]
         )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="^" if bos else None, eos_token="~", pad_token="_", unk_token="?"
+        tokenizer_object=tokenizer,
+        bos_token="^" if bos else None,
+        eos_token="~",
+        pad_token="_",
+        unk_token="?",
     )
     if chat:
         fast.chat_template = CHAT_TEMPLATE
@@ -55,7 +59,10 @@ def write_jsonl(tmp_path: Path):
     def write(rows: list, name: str = "rows.jsonl") -> str:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
+        path.write_text(
+            "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows),
+            encoding="utf-8",
+        )
         return str(path)
 
     return write

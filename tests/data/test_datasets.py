@@ -27,11 +27,20 @@ def text(tokenizer, prompt) -> str:
 
 
 def test_a_row_becomes_a_prompt(tokenizer, write_jsonl) -> None:
-    rows = [{"input": "1+1=", "answer": "2", "level": 1}, {"input": "2+2=", "answer": "4", "level": 2}]
+    rows = [
+        {"input": "1+1=", "answer": "2", "level": 1},
+        {"input": "2+2=", "answer": "4", "level": 2},
+    ]
     dataset = PromptDataset(blending_datasets(write_jsonl(rows)), tokenizer, label_key="answer")
     prompt = dataset[1]
-    assert (prompt.text, text(tokenizer, prompt), prompt.label, prompt.index) == ("2+2=", "2+2=", "4", 1)
-    assert prompt.extra == {"answer": "4", "level": 2}  # the label's column too: TRL's and AReaL's functions name it
+    assert (prompt.text, text(tokenizer, prompt), prompt.label, prompt.index) == (
+        "2+2=",
+        "2+2=",
+        "4",
+        1,
+    )
+    # the label's column too: TRL's and AReaL's functions name it
+    assert prompt.extra == {"answer": "4", "level": 2}
     assert (prompt.data_source, prompt.messages) == ("default", None)
     assert dataset[-1] == prompt
     with pytest.raises(IndexError):
@@ -56,7 +65,8 @@ def test_verl_rows_with_extras_of_any_form(tokenizer, write_jsonl) -> None:
     dataset = PromptDataset(blending_datasets(path), tokenizer)
     assert dataset[0].text == "<u>2+2?~\n<a>"
     assert [p.label for p in dataset] == ["4", {"numbers": [1, 2]}]
-    assert dataset[1].extra["extra_info"] == {"split": "train"}  # not filled with the other row's keys
+    # not filled with the other row's keys
+    assert dataset[1].extra["extra_info"] == {"split": "train"}
     assert dataset[1].extra.keys() == {"data_source", "reward_model", "extra_info"}
     assert (dataset[1].data_source, dataset[1].messages) == ("gsm8k", [USER])
 
@@ -91,16 +101,21 @@ def test_truncate_ids_odd_budget() -> None:
 
 def test_truncated_text_has_no_second_begin_of_text(make_tokenizer) -> None:
     tokenizer = make_tokenizer(bos=True)
-    dataset = PromptDataset(Dataset.from_list([{"input": "abc"}]), tokenizer, prompt_max_len=3, truncation="right")
+    dataset = PromptDataset(
+        Dataset.from_list([{"input": "abc"}]), tokenizer, prompt_max_len=3, truncation="right"
+    )
     assert (text(tokenizer, dataset[0]), dataset[0].text) == ("^ab", "ab")
 
 
-@pytest.mark.parametrize("options", [{"truncation": "drop"}, {"filter_overlong": True, "truncation": "left"}])
+@pytest.mark.parametrize(
+    "options", [{"truncation": "drop"}, {"filter_overlong": True, "truncation": "left"}]
+)
 def test_overlong_prompts_dropped_and_counted(tokenizer, options: dict) -> None:
     rows = Dataset.from_list([{"input": "abcdefg"}, {"input": "abcd"}, {"input": "abcde"}])
     dataset = PromptDataset(rows, tokenizer, prompt_max_len=4, **options)
     assert vars_of(dataset.report) == (3, 1, 0, {"overlong": 2})
-    assert (len(dataset), dataset[0].text, dataset[0].index) == (1, "abcd", 1)  # its number in the data
+    # its number in the data
+    assert (len(dataset), dataset[0].text, dataset[0].index) == (1, "abcd", 1)
 
 
 def test_an_overlong_prompt_is_an_error_by_default(tokenizer, write_jsonl) -> None:
@@ -129,7 +144,9 @@ ROWS = [
         (5, "template refuses"),
     ],
 )
-def test_each_bad_row_is_named_by_file_and_line(tokenizer, write_jsonl, bad: int, message: str) -> None:
+def test_each_bad_row_is_named_by_file_and_line(
+    tokenizer, write_jsonl, bad: int, message: str
+) -> None:
     path = write_jsonl([ROWS[0], ROWS[bad]])
     with pytest.raises(DataError, match=f"{path}:2: .*{message}.*--on_bad_row skip"):
         PromptDataset(blending_datasets(path), tokenizer)
@@ -137,13 +154,22 @@ def test_each_bad_row_is_named_by_file_and_line(tokenizer, write_jsonl, bad: int
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_skip_counts_by_reason_and_names_rows(
-    tokenizer, write_jsonl, caplog: pytest.LogCaptureFixture, num_workers: int, monkeypatch: pytest.MonkeyPatch
+    tokenizer,
+    write_jsonl,
+    caplog: pytest.LogCaptureFixture,
+    num_workers: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lightppo.data.rows.CHUNK_ROWS", 2)  # several chunks, so that workers share them
+    # several chunks, so that workers share them
+    monkeypatch.setattr("lightppo.data.rows.CHUNK_ROWS", 2)
     path = write_jsonl(ROWS)
     with caplog.at_level(logging.WARNING):
         dataset = PromptDataset(
-            blending_datasets(path), tokenizer, prompt_max_len=5, on_bad_row="skip", num_workers=num_workers
+            blending_datasets(path),
+            tokenizer,
+            prompt_max_len=5,
+            on_bad_row="skip",
+            num_workers=num_workers,
         )
     reasons = {"wrong_type": 1, "missing": 1, "empty": 1, "overlong": 1, "template": 1}
     assert vars_of(dataset.report) == (7, 2, 0, reasons)
@@ -153,18 +179,27 @@ def test_skip_counts_by_reason_and_names_rows(
     assert f"{path}:2: 'input' is int 5" in caplog.text
 
 
-def test_workers_give_the_same_and_carry_the_error(tokenizer, write_jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_give_the_same_and_carry_the_error(
+    tokenizer, write_jsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lightppo.data.rows.CHUNK_ROWS", 3)
     path = write_jsonl([{"input": "x" * (i % 7 + 1)} for i in range(20)])
     data = blending_datasets(path)
-    assert list(PromptDataset(data, tokenizer, num_workers=3)) == list(PromptDataset(data, tokenizer))
+    assert list(PromptDataset(data, tokenizer, num_workers=3)) == list(
+        PromptDataset(data, tokenizer)
+    )
     with pytest.raises(DataError, match=f"{path}:7: .*--prompt_max_len"):
         PromptDataset(data, tokenizer, num_workers=3, prompt_max_len=6)
 
 
 def test_nothing_left_is_an_error(tokenizer) -> None:
     with pytest.raises(DataError, match=r"2 rows: 0 kept.*2 overlong"):
-        PromptDataset(Dataset.from_list([{"input": "abc"}] * 2), tokenizer, prompt_max_len=2, truncation="drop")
+        PromptDataset(
+            Dataset.from_list([{"input": "abc"}] * 2),
+            tokenizer,
+            prompt_max_len=2,
+            truncation="drop",
+        )
 
 
 def test_bad_input_of_the_whole_dataset(tokenizer) -> None:
@@ -187,11 +222,14 @@ def test_a_missing_label_names_the_row(tokenizer, write_jsonl) -> None:
     path = write_jsonl([{"input": "a", "gold": "1"}, {"input": "b"}])
     with pytest.raises(DataError, match=f"{path}:2: .*'gold'"):
         PromptDataset(blending_datasets(path), tokenizer, label_key="gold")
-    assert [p.label for p in PromptDataset(blending_datasets(path), tokenizer)] == [None, None]  # not asked for
+    # not asked for
+    assert [p.label for p in PromptDataset(blending_datasets(path), tokenizer)] == [None, None]
 
 
 def test_the_seeds_style_reads_strategy_args_where_a_keyword_is_not_given(tokenizer) -> None:
-    args = SimpleNamespace(input_key="q", label_key="a", apply_chat_template=True, prompt_max_len=50)
+    args = SimpleNamespace(
+        input_key="q", label_key="a", apply_chat_template=True, prompt_max_len=50
+    )
     rows = Dataset.from_list([{"q": "hi", "a": "yes", "r": "other"}])
     strategy = SimpleNamespace(args=args)
     prompt = PromptDataset(rows, tokenizer, strategy, None)[0]
@@ -222,7 +260,9 @@ def shown(tokenizer, item) -> tuple[str, str]:
     """The text, and the text with dots where there is no loss."""
     ids, labels = item["input_ids"].tolist(), item["labels"].tolist()
     assert all(label in (IGNORE_INDEX, i) for i, label in zip(ids, labels))
-    return tokenizer.decode(ids), "".join("." if y == IGNORE_INDEX else tokenizer.decode([y]) for y in labels)
+    return tokenizer.decode(ids), "".join(
+        "." if y == IGNORE_INDEX else tokenizer.decode([y]) for y in labels
+    )
 
 
 def first(tokenizer, row: dict, max_len: int = 100, **options) -> tuple[str, str]:
@@ -231,8 +271,11 @@ def first(tokenizer, row: dict, max_len: int = 100, **options) -> tuple[str, str
 
 def test_loss_on_the_completion_and_the_end_of_text(tokenizer) -> None:
     assert first(tokenizer, {"input": "1+1=", "output": "2"}) == ("1+1=2~", "....2~")
-    assert first(tokenizer, {"prompt": "a", "completion": "b~"}) == ("ab~", ".b~")  # not a second end
-    assert first(tokenizer, {"q": "a", "r": "b"}, input_key="q", output_key="r", input_template="({})") == (
+    # not a second end
+    assert first(tokenizer, {"prompt": "a", "completion": "b~"}) == ("ab~", ".b~")
+    assert first(
+        tokenizer, {"q": "a", "r": "b"}, input_key="q", output_key="r", input_template="({})"
+    ) == (
         "(a)b~",
         "...b~",
     )
@@ -242,14 +285,25 @@ def test_chats_have_the_loss_on_the_last_turn(tokenizer) -> None:
     chat = [HI, ANSWER, HI, {"role": "assistant", "content": "last"}]
     whole = "<u>hi~\n<a>yo~\n<u>hi~\n<a>last~"
     assert first(tokenizer, {"messages": chat}) == (whole, "." * (len(whole) - 5) + "last~")
-    as_chat = first(tokenizer, {"prompt": "hi", "completion": "yo"}, apply_chat_template=True, system_prompt="be")
+    as_chat = first(
+        tokenizer,
+        {"prompt": "hi", "completion": "yo"},
+        apply_chat_template=True,
+        system_prompt="be",
+    )
     assert as_chat == ("<s>be~\n<u>hi~\n<a>yo~", "." * (7 + 7 + 3) + "yo~")
-    assert first(tokenizer, {"prompt": [HI], "completion": [ANSWER]}) == ("<u>hi~\n<a>yo~", "..........yo~")
+    assert first(tokenizer, {"prompt": [HI], "completion": [ANSWER]}) == (
+        "<u>hi~\n<a>yo~",
+        "..........yo~",
+    )
 
 
 def test_pretraining_has_the_loss_everywhere(tokenizer) -> None:
     assert first(tokenizer, {"text": "abc"}, pretrain_mode=True) == ("abc~", "abc~")
-    assert first(tokenizer, {"prompt": "ab", "completion": "c"}, pretrain_mode=True) == ("abc~", "abc~")
+    assert first(tokenizer, {"prompt": "ab", "completion": "c"}, pretrain_mode=True) == (
+        "abc~",
+        "abc~",
+    )
     whole = "<u>hi~\n<a>yo~"
     assert first(tokenizer, {"messages": [HI, ANSWER]}, pretrain_mode=True) == (whole, whole)
 
@@ -278,20 +332,27 @@ def test_the_prompt_has_the_ids_that_a_rollout_starts_from(make_tokenizer) -> No
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_collate_pads_on_the_side_asked_for(tokenizer, side: str) -> None:
-    rows = Dataset.from_list([{"prompt": "a", "completion": "bc"}, {"prompt": "d", "completion": "e"}])
+    rows = Dataset.from_list(
+        [{"prompt": "a", "completion": "bc"}, {"prompt": "d", "completion": "e"}]
+    )
     dataset = SFTDataset(rows, tokenizer, 10, padding_side=side)
     batch = dataset.collate_fn([dataset[0], dataset[1]])
     a, b, c, d, e, end, pad = (tokenizer.convert_tokens_to_ids(x) for x in "abcde~_")
     no = IGNORE_INDEX
     short = {"left": [pad, d, e, end], "right": [d, e, end, pad]}[side]
     assert batch["input_ids"].tolist() == [[a, b, c, end], short]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], {"left": [0, 1, 1, 1], "right": [1, 1, 1, 0]}[side]]
+    assert batch["attention_mask"].tolist() == [
+        [1, 1, 1, 1],
+        {"left": [0, 1, 1, 1], "right": [1, 1, 1, 0]}[side],
+    ]
     labels = {"left": [no, no, e, end], "right": [no, e, end, no]}[side]
     assert batch["labels"].tolist() == [[no, b, c, end], labels]
 
 
 def test_too_long_rows(tokenizer, write_jsonl) -> None:
-    path = write_jsonl([{"prompt": "a", "completion": "b"}, {"prompt": "abc", "completion": "defg"}])
+    path = write_jsonl(
+        [{"prompt": "a", "completion": "b"}, {"prompt": "abc", "completion": "defg"}]
+    )
     data = blending_datasets(path)
     with pytest.raises(DataError, match=rf"{path}:2: 8 tokens .*5"):
         SFTDataset(data, tokenizer, 5)
@@ -302,7 +363,8 @@ def test_too_long_rows(tokenizer, write_jsonl) -> None:
     assert (len(dropped), dropped.report.dropped) == (1, {"overlong": 1})
     with pytest.raises(DataError, match=f"{path}:2: .*truncation right"):
         SFTDataset(data, tokenizer, 3, truncation="right")
-    assert SFTDataset(data, tokenizer, 5, pretrain_mode=True).report.truncated == 1  # the default there
+    # the default there
+    assert SFTDataset(data, tokenizer, 5, pretrain_mode=True).report.truncated == 1
 
 
 def test_bad_rows_and_options(tokenizer, make_tokenizer, write_jsonl) -> None:
@@ -328,7 +390,9 @@ def test_bad_rows_and_options(tokenizer, make_tokenizer, write_jsonl) -> None:
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer) -> None:
-    tokenizer.chat_template = "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     with pytest.raises(DataError, match="template"):
         first(tokenizer, {"messages": [HI, ANSWER]})
 
@@ -337,4 +401,5 @@ def test_the_seeds_style(tokenizer) -> None:
     args = SimpleNamespace(input_key="question", input_template="Q: {}", system_prompt="be")
     rows = Dataset.from_list([{"text": "abc"}])
     dataset = SFTDataset(rows, tokenizer, 20, SimpleNamespace(args=args), pretrain_mode=True)
-    assert shown(tokenizer, dataset[0])[0] == "abc~"  # the prompts' key and template are not for documents
+    # the prompts' key and template are not for documents
+    assert shown(tokenizer, dataset[0])[0] == "abc~"

@@ -65,7 +65,9 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_the_ranks_of_a_node_parse_a_large_file_once(tmp_path: Path, monkeypatch, name: str, caplog) -> None:
+def test_the_ranks_of_a_node_parse_a_large_file_once(
+    tmp_path: Path, monkeypatch, name: str, caplog
+) -> None:
     (path := tmp_path / name).write_text(LARGE[name])
     alone, written = read_file(path), path.stat()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -79,7 +81,8 @@ def test_the_ranks_of_a_node_parse_a_large_file_once(tmp_path: Path, monkeypatch
     path.write_text(LARGE[name].replace("a", "c"))
     assert read_file(path)["input"][0] == "c"  # the file has changed
     os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
-    assert read_file(path)["input"][0] == "a"  # as far as it says, it has not: nothing is parsed again
+    # as far as it says, it has not: nothing is parsed again
+    assert read_file(path)["input"][0] == "a"
     path.write_text(LARGE[name] + '\n"x')
     with pytest.raises(DataError, match=r"x.jsonl:3|x.csv, row 3"):
         read_file(path)
@@ -151,9 +154,17 @@ BROKEN = [
     ),
     ("x.json", '[{"a": NaN}]', "x.json: NaN is not JSON; write null"),
     ("x.csv", "a,b\n1,2\n1,2,3\n", "x.csv, row 2: 3 cells, but the header has 2"),
-    ("x.jsonl", '{"a": 1}\n{"a":\r\n{"a": 2}\n', r"x.jsonl:2: not JSON: Expecting value \(column 6\)"),
+    (
+        "x.jsonl",
+        '{"a": 1}\n{"a":\r\n{"a": 2}\n',
+        r"x.jsonl:2: not JSON: Expecting value \(column 6\)",
+    ),
     ("x.jsonl", '\n  {"a": 1,, "b": 2}\n', r"x.jsonl:2: not JSON: .* \(column 11\)"),
-    ("x.json", '[\n  {"a": 1},\n  {"a" 2}\n]', r"x.json:3: not JSON: Expecting ':' delimiter \(column 8\)"),
+    (
+        "x.json",
+        '[\n  {"a": 1},\n  {"a" 2}\n]',
+        r"x.json:3: not JSON: Expecting ':' delimiter \(column 8\)",
+    ),
     ("x.csv", 'a,b\n1,"2\n', "x.csv, row 1: not CSV"),
     ("x.csv", "a,a\n1,2\n", "names a column twice"),
     ("x.parquet", "no parquet", "x.parquet: not a readable parquet file"),
@@ -199,7 +210,9 @@ def test_sources_one_after_the_other_keep_their_origins(write_jsonl) -> None:
     assert blending_datasets(a, max_count=1e8).num_rows == 2  # the seed passes floats
 
 
-def test_a_blend_uses_every_row_and_origins_stay_right(write_jsonl, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_blend_uses_every_row_and_origins_stay_right(
+    write_jsonl, caplog: pytest.LogCaptureFixture
+) -> None:
     a, b = numbered(write_jsonl, "a", 30), numbered(write_jsonl, "b", 50)
     with caplog.at_level(logging.INFO):
         dataset = blending_datasets(f"{a},{b}", "0.75,0.25", seed=1)
@@ -207,8 +220,11 @@ def test_a_blend_uses_every_row_and_origins_stay_right(write_jsonl, caplog: pyte
     assert len(seen) == 80
     for row in dataset:
         path, line = row[ORIGIN_COLUMN].rsplit(":", 1)
-        assert json.loads(Path(path).read_text().splitlines()[int(line) - 1])["input"] == row["input"]
-    assert [x for x in dataset["input"] if x.startswith("b")] == [f"b{i}" for i in range(50)]  # in their order
+        assert (
+            json.loads(Path(path).read_text().splitlines()[int(line) - 1])["input"] == row["input"]
+        )
+    # in their order
+    assert [x for x in dataset["input"] if x.startswith("b")] == [f"b{i}" for i in range(50)]
     assert "30 rows" in caplog.text
     assert "(repeats)" in caplog.text  # about 150 draws of a's 30 rows
     assert dataset["input"][:] == blending_datasets(f"{a},{b}", "0.75,0.25", seed=1)["input"][:]
@@ -228,7 +244,9 @@ def test_interleaving_follows_the_probabilities_and_stops_where_told() -> None:
     assert len(set(indices.tolist())) == len(indices)
 
 
-def test_first_exhausted_says_what_is_not_used(write_jsonl, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_exhausted_says_what_is_not_used(
+    write_jsonl, caplog: pytest.LogCaptureFixture
+) -> None:
     a, b = numbered(write_jsonl, "a", 3), numbered(write_jsonl, "b", 90)
     with caplog.at_level(logging.WARNING):
         dataset = blending_datasets(f"{a},{b}", "0.5,0.5", stopping_strategy="first_exhausted")
@@ -245,10 +263,12 @@ def test_only_rank_0_logs(write_jsonl, caplog: pytest.LogCaptureFixture) -> None
 def test_sources_of_different_forms(write_jsonl, tmp_path: Path, tokenizer) -> None:
     chat = [{"role": "user", "content": "hi"}]
     verl = tmp_path / "verl.parquet"
-    Dataset.from_list([{"prompt": chat, "reward_model": {"ground_truth": "1"}, "extra_info": {"i": 1}}]).to_parquet(
-        verl
+    Dataset.from_list(
+        [{"prompt": chat, "reward_model": {"ground_truth": "1"}, "extra_info": {"i": 1}}]
+    ).to_parquet(verl)
+    areal = write_jsonl(
+        [{"prompt": "text", "solutions": ["2"], "extra_info": "none"}], "areal.jsonl"
     )
-    areal = write_jsonl([{"prompt": "text", "solutions": ["2"], "extra_info": "none"}], "areal.jsonl")
     gsm8k = write_jsonl([{"question": "q?", "answer": "#### 3"}], "gsm8k.jsonl")
     dataset = blending_datasets(f"{verl},{areal},{gsm8k}")
     prompts = list(PromptDataset(dataset, tokenizer))
@@ -265,7 +285,12 @@ def test_columns_that_json_cannot_hold(tmp_path: Path, write_jsonl) -> None:
 
 
 def test_folders_of_files_by_split(write_jsonl, tmp_path: Path) -> None:
-    for name in ("d/train-00000.jsonl", "d/train-00001.jsonl", "d/test.jsonl", "d/.hidden/train.jsonl"):
+    for name in (
+        "d/train-00000.jsonl",
+        "d/train-00001.jsonl",
+        "d/test.jsonl",
+        "d/.hidden/train.jsonl",
+    ):
         write_jsonl([{"input": name}], name)
     (tmp_path / "d" / "README.md").write_text("no data")
     folder = str(tmp_path / "d")
@@ -283,7 +308,9 @@ def test_folders_of_files_by_split(write_jsonl, tmp_path: Path) -> None:
 
 
 def test_saved_datasets(tmp_path: Path) -> None:
-    both = DatasetDict(train=Dataset.from_list([{"input": "a"}]), test=Dataset.from_list([{"input": "b"}]))
+    both = DatasetDict(
+        train=Dataset.from_list([{"input": "a"}]), test=Dataset.from_list([{"input": "b"}])
+    )
     both.save_to_disk(tmp_path / "both")
     both["train"].save_to_disk(tmp_path / "one")
     test = blending_datasets(str(tmp_path / "both"), train_split="test")
@@ -292,7 +319,10 @@ def test_saved_datasets(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'dev'.*: train, test"):
         blending_datasets(str(tmp_path / "both"), train_split="dev")
     test.save_to_disk(tmp_path / "again")  # a saved blend keeps the origins it has
-    assert blending_datasets(str(tmp_path / "again"))[ORIGIN_COLUMN][0] == f"{tmp_path / 'both'}[test], row 1"
+    assert (
+        blending_datasets(str(tmp_path / "again"))[ORIGIN_COLUMN][0]
+        == f"{tmp_path / 'both'}[test], row 1"
+    )
 
 
 def test_hub_names_are_asked_for_with_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,12 +363,21 @@ def test_missing_sources(paths: str, message: str, load) -> None:
         load(paths)
 
 
-def test_paths_checked_before_a_run(write_jsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_checked_before_a_run(
+    write_jsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a = numbered(write_jsonl, "a", 1)
-    with pytest.raises(DataError, match="--eval_data owner/name: no such file or folder here, not in the hub's cache"):
+    with pytest.raises(
+        DataError,
+        match="--eval_data owner/name: no such file or folder here, not in the hub's cache",
+    ):
         check_data_paths(f"{a},owner/name", flag="--eval_data")
-    monkeypatch.setattr("lightppo.hub.is_cached", lambda name, kind: (name, kind) == ("owner/name", "dataset"))
-    check_data_paths(f"{a},{tmp_path},owner/name,owner/name@config,memory://x.jsonl", flag="--eval_data")
+    monkeypatch.setattr(
+        "lightppo.hub.is_cached", lambda name, kind: (name, kind) == ("owner/name", "dataset")
+    )
+    check_data_paths(
+        f"{a},{tmp_path},owner/name,owner/name@config,memory://x.jsonl", flag="--eval_data"
+    )
     with pytest.raises(DataError, match=r"--eval_data_probs '1,2'"):
         check_data_paths(a, "1,2", flag="--eval_data")
     (tmp_path / "notes.txt").write_text("x")
@@ -384,16 +423,29 @@ def test_a_script_gets_held_out_rows_too(write_jsonl, tmp_path: Path, caplog) ->
     write_jsonl([{"q": i} for i in range(200, 210)], "folder/train.jsonl")
     write_jsonl([{"q": i} for i in range(300, 304)], "folder/test.jsonl")
     saved, splits = tmp_path / "saved", {"train": [400, 401], "validation": [500]}
-    DatasetDict({name: Dataset.from_dict({"q": rows}) for name, rows in splits.items()}).save_to_disk(str(saved))
-    folder, script = str(tmp_path / "folder"), SimpleNamespace(args=SimpleNamespace(), is_rank_0=lambda: True)
+    DatasetDict(
+        {name: Dataset.from_dict({"q": rows}) for name, rows in splits.items()}
+    ).save_to_disk(str(saved))
+    folder, script = (
+        str(tmp_path / "folder"),
+        SimpleNamespace(args=SimpleNamespace(), is_rank_0=lambda: True),
+    )
 
-    train, held_out = blending_datasets(f"{file},{folder}", "0.5,0.5", script, 42, max_count=1e8, eval_split="test")
+    train, held_out = blending_datasets(
+        f"{file},{folder}", "0.5,0.5", script, 42, max_count=1e8, eval_split="test"
+    )
     assert set(train["q"]) == {*range(100), *range(200, 210)}
     assert held_out["q"] == [0, 1, 2, 300, 301, 302, 303]
-    assert "a.jsonl has no split 'test': evaluation is on 3 of the rows that are trained on" in caplog.text
-    _, held_out = blending_datasets(str(saved), None, None, 42, train_split="train", eval_split="validation")
+    assert (
+        "a.jsonl has no split 'test': evaluation is on 3 of the rows that are trained on"
+        in caplog.text
+    )
+    _, held_out = blending_datasets(
+        str(saved), None, None, 42, train_split="train", eval_split="validation"
+    )
     assert held_out["q"] == [500]
-    _, held_out = blending_datasets(str(saved), "1.0", script, 42)  # until 0.3 scripts name no split
+    # until 0.3 scripts name no split
+    _, held_out = blending_datasets(str(saved), "1.0", script, 42)
     assert held_out["q"] == [400]  # at least one
     for none in ({"return_eval": False}, {"train_split": "train"}):
         assert blending_datasets(str(saved), None, script, 42, **none)["q"] == [400, 401]
@@ -406,23 +458,35 @@ def test_real_gsm8k_rows(tokenizer) -> None:
     both = blending_datasets(f"{GSM8K / 'train.jsonl'},{GSM8K / 'test.jsonl'}")
     assert both.num_rows == 7473 + 1319
     last = both.select(range(7000, both.num_rows))  # the end of the first file and the whole second
-    dataset = PromptDataset(last, tokenizer, input_key="question", label_key="answer", prompt_max_len=2048)
-    assert (dataset.report.rows, dataset.report.kept, dataset.report.dropped) == (473 + 1319, 473 + 1319, {})
+    dataset = PromptDataset(
+        last, tokenizer, input_key="question", label_key="answer", prompt_max_len=2048
+    )
+    assert (dataset.report.rows, dataset.report.kept, dataset.report.dropped) == (
+        473 + 1319,
+        473 + 1319,
+        {},
+    )
     assert dataset.origin(472) == f"{GSM8K / 'train.jsonl'}:7473"
     prompt = dataset[473]
     assert dataset.origin(473) == f"{GSM8K / 'test.jsonl'}:1"
     assert prompt.text.startswith("Janet’s ducks lay 16 eggs per day.")
     assert prompt.label.endswith("#### 18")
     assert all("####" in label for label in both["answer"])
-    recognised = PromptDataset(both.select(range(50)), tokenizer)  # without keys: question and answer
+    # without keys: question and answer
+    recognised = PromptDataset(both.select(range(50)), tokenizer)
     assert [p.label for p in recognised] == both["answer"][:50]
     assert blending_datasets(str(GSM8K), train_split="test").num_rows == 1319
 
 
 def test_metadata_is_joined_by_query_id(write_jsonl) -> None:
     """Ids may be text in one file and numbers in the other, as AReaL takes them; a column of the prompts stays."""
-    prompts = write_jsonl([{"prompt": p, "query_id": i} for p, i in (("a", 7), ("b", 8), ("c", 7))], "prompts.jsonl")
-    tests = [{"query_id": "8", "input_output": "{}", "prompt": "no"}, {"query_id": "7", "input_output": None, "n": 1}]
+    prompts = write_jsonl(
+        [{"prompt": p, "query_id": i} for p, i in (("a", 7), ("b", 8), ("c", 7))], "prompts.jsonl"
+    )
+    tests = [
+        {"query_id": "8", "input_output": "{}", "prompt": "no"},
+        {"query_id": "7", "input_output": None, "n": 1},
+    ]
     rows = with_metadata(blending_datasets(prompts), write_jsonl(tests, "tests.jsonl"))
     kept = [{name: value for name, value in row.items() if name != ORIGIN_COLUMN} for row in rows]
     assert kept == [
@@ -434,10 +498,14 @@ def test_metadata_is_joined_by_query_id(write_jsonl) -> None:
 
 
 def test_metadata_is_joined_by_id_where_one_side_has_no_query_id(write_jsonl) -> None:
-    prompts = write_jsonl([{"prompt": "a", "id": 7, "query_id": "x"}, {"prompt": "b", "id": 8}], "prompts.jsonl")
+    prompts = write_jsonl(
+        [{"prompt": "a", "id": 7, "query_id": "x"}, {"prompt": "b", "id": 8}], "prompts.jsonl"
+    )
     tests = write_jsonl([{"id": "8", "n": 1}, {"id": "7", "n": 2}], "tests.jsonl")
     assert with_metadata(blending_datasets(prompts), tests)["n"] == [2, 1]
-    both = write_jsonl([{"query_id": "y", "id": 7, "n": 3}, {"query_id": "x", "id": 8, "n": 4}], "both.jsonl")
+    both = write_jsonl(
+        [{"query_id": "y", "id": 7, "n": 3}, {"query_id": "x", "id": 8, "n": 4}], "both.jsonl"
+    )
     first = write_jsonl([{"prompt": "a", "id": 7, "query_id": "x"}], "first.jsonl")
     assert with_metadata(blending_datasets(first), both)["n"] == [4]  # query_id wins
 
@@ -450,14 +518,37 @@ def test_metadata_is_joined_by_id_where_one_side_has_no_query_id(write_jsonl) ->
             [{"query_id": 1}],
             r"prompts.jsonl:2: query_id 2 is not in --prompt_m",
         ),
-        ([{"query_id": 1}, {"x": 2}], [{"query_id": 1}], r"prompts.jsonl:2: query_id None is not in"),
+        (
+            [{"query_id": 1}, {"x": 2}],
+            [{"query_id": 1}],
+            r"prompts.jsonl:2: query_id None is not in",
+        ),
         ([{"id": 1}, {"id": 2}], [{"id": 1}], r"prompts.jsonl:2: id 2 is not in --prompt_m"),
-        ([{"x": 1}], [{"query_id": 1}], r"--prompt_metadata .*: no column 'query_id' or 'id' in the prompts"),
-        ([{"query_id": 1}], [{"x": 1}], r"--prompt_metadata .*tests.jsonl: no column 'query_id' or 'id' in it"),
-        ([{"query_id": 1}], [{"id": 1}], r"--prompt_metadata .*tests.jsonl: .* different names: call both 'query_id'"),
-        ([{"query_id": 1}], [{"query_id": 1}, {"query_id": "1"}], r"--prompt_metadata .*tests.jsonl:2: .* there twice"),
+        (
+            [{"x": 1}],
+            [{"query_id": 1}],
+            r"--prompt_metadata .*: no column 'query_id' or 'id' in the prompts",
+        ),
+        (
+            [{"query_id": 1}],
+            [{"x": 1}],
+            r"--prompt_metadata .*tests.jsonl: no column 'query_id' or 'id' in it",
+        ),
+        (
+            [{"query_id": 1}],
+            [{"id": 1}],
+            r"--prompt_metadata .*tests.jsonl: .* different names: call both 'query_id'",
+        ),
+        (
+            [{"query_id": 1}],
+            [{"query_id": 1}, {"query_id": "1"}],
+            r"--prompt_metadata .*tests.jsonl:2: .* there twice",
+        ),
     ],
 )
 def test_metadata_that_cannot_be_joined(write_jsonl, prompts, tests, problem) -> None:
     with pytest.raises(DataError, match=problem):
-        with_metadata(blending_datasets(write_jsonl(prompts, "prompts.jsonl")), write_jsonl(tests, "tests.jsonl"))
+        with_metadata(
+            blending_datasets(write_jsonl(prompts, "prompts.jsonl")),
+            write_jsonl(tests, "tests.jsonl"),
+        )

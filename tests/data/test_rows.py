@@ -26,7 +26,12 @@ VERL = {
     "extra_info": {"split": "train", "index": 3},
 }
 AREAL_MATH = {"prompt": "2+2?", "query_id": "7", "solutions": ["\\boxed{4}"], "task": "math"}
-AREAL_CODE = {"prompt": "add", "query_id": "8", "input_output": '{"inputs": ["1 1"], "outputs": ["2"]}', "task": "code"}
+AREAL_CODE = {
+    "prompt": "add",
+    "query_id": "8",
+    "input_output": '{"inputs": ["1 1"], "outputs": ["2"]}',
+    "task": "code",
+}
 AREAL_GSM8K = {"messages": [USER], "answer": "so\n#### 4"}
 
 PROMPTS = [
@@ -36,7 +41,10 @@ PROMPTS = [
     ({"messages": [USER, ANSWER]}, [USER], None),
     ({"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "5"}]}, [USER], None),
     (
-        {"chosen": "\n\nHuman: 2+2?\n\nAssistant: It is 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: It is 5"},
+        {
+            "chosen": "\n\nHuman: 2+2?\n\nAssistant: It is 4",
+            "rejected": "\n\nHuman: 2+2?\n\nAssistant: It is 5",
+        },
         "\n\nHuman: 2+2?\n\nAssistant:",
         None,
     ),
@@ -66,7 +74,10 @@ def test_explicit_keys_win() -> None:
 
 
 def test_forms_are_told_apart_row_by_row() -> None:
-    rows = [{"prompt": [USER], "question": None, "answer": None}, {"prompt": None, "question": "q", "answer": "5"}]
+    rows = [
+        {"prompt": [USER], "question": None, "answer": None},
+        {"prompt": None, "question": "q", "answer": "5"},
+    ]
     fields = resolve_fields(["prompt", "question", "answer"])
     assert [read_prompt(r, fields)[1] for r in rows] == ["prompt", "question"]
     assert [read_label(r, fields) for r in rows] == [None, "5"]
@@ -91,7 +102,11 @@ BAD = [
     ({"prompt": []}, "empty", "empty list of messages"),
     ({"prompt": ["hi"]}, "wrong_type", r"'prompt'\[0\] is str 'hi'"),
     ({"prompt": [{"content": "hi"}]}, "wrong_type", "has a role"),
-    ({"prompt": [USER, {"role": "user", "content": [{"type": "image"}]}]}, "wrong_type", r"\[1\].content is list"),
+    (
+        {"prompt": [USER, {"role": "user", "content": [{"type": "image"}]}]},
+        "wrong_type",
+        r"\[1\].content is list",
+    ),
     ({"prompt": [USER, {"role": "user", "content": " "}]}, "empty", "last message is empty"),
     ({"messages": [ANSWER]}, "missing", "an answer but no prompt"),
     ({"chosen": [USER], "rejected": "x"}, "wrong_type", "list and str"),
@@ -145,7 +160,8 @@ def test_documents_are_whole_texts() -> None:
     assert read({"input": "all", "output": "x"}) == ("all", None)
     assert read({"input": "all", "output": "x"}, output_key="output") == ("all", "x")
     assert read({"prompt": "q", "completion": "a"}) == ("q", "a")
-    assert read({"text": "all"}, input_key="question") == ("all", None)  # the prompts' key, not this data's
+    # the prompts' key, not this data's
+    assert read({"text": "all"}, input_key="question") == ("all", None)
     with pytest.raises(DataError, match="--input_key 'question'"):
         read({"body": "all"}, input_key="question")
 
@@ -156,7 +172,8 @@ HI = {"role": "user", "content": "hi"}
 def test_text_stays_or_goes_through_the_input_template(tokenizer) -> None:
     assert PromptTemplate(tokenizer).render("a{}b").text == "a{}b"
     rendered = PromptTemplate(tokenizer, input_template="{x} Q: {}\nA:").render("1{}")
-    assert rendered.text == "{x} Q: 1{}\nA:"  # other braces are text, in the template and in the prompt
+    # other braces are text, in the template and in the prompt
+    assert rendered.text == "{x} Q: 1{}\nA:"
     assert (rendered.is_chat, rendered.messages) == (False, None)
 
 
@@ -213,5 +230,10 @@ def test_begin_of_text_once_and_no_end_of_text(make_tokenizer) -> None:
         return tokenizer.decode(ids)
 
     # plain text gets one; a chat only what its template writes; a text that has one gets no second
-    assert [text(ids) for ids in template.encode_rendered(rendered)] == ["^ab", "<u>hi~\n<a>", "^ab"]
-    assert text(template.encode(["ab~"], special_tokens=True)[0]) == "^ab~"  # the text's own end stays
+    assert [text(ids) for ids in template.encode_rendered(rendered)] == [
+        "^ab",
+        "<u>hi~\n<a>",
+        "^ab",
+    ]
+    # the text's own end stays
+    assert text(template.encode(["ab~"], special_tokens=True)[0]) == "^ab~"

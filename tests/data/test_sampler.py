@@ -11,7 +11,9 @@ from lightppo.data.datasets import RolloutBatchSampler
 
 
 def ranks(n: int, batch: int, world: int, **options) -> list[RolloutBatchSampler]:
-    return [RolloutBatchSampler(n, batch, rank=r, world_size=world, **options) for r in range(world)]
+    return [
+        RolloutBatchSampler(n, batch, rank=r, world_size=world, **options) for r in range(world)
+    ]
 
 
 def interleave(shares: list[list[int]]) -> list[int]:
@@ -32,7 +34,9 @@ CASES = [(n, b, w) for n in (1, 2, 5, 7, 16, 33) for b in (1, 2, 3, 8, 40) for w
 
 
 @pytest.mark.parametrize(("n", "batch", "world"), CASES)
-def test_each_prompt_once_and_the_same_batches_at_every_world_size(n: int, batch: int, world: int) -> None:
+def test_each_prompt_once_and_the_same_batches_at_every_world_size(
+    n: int, batch: int, world: int
+) -> None:
     alone = global_batches(ranks(n, batch, 1))
     assert global_batches(ranks(n, batch, world)) == alone
     assert sorted(i for b in alone for i in b) == list(range(n))
@@ -85,7 +89,8 @@ def test_seeds_and_epochs_differ_and_repeat() -> None:
         return sampler.order()
 
     assert order(42, 1) == order(42, 1)
-    assert len({tuple(order(s, e)) for s in (42, 43) for e in (0, 1)}) == 4  # also (42, 1) and (43, 0)
+    # also (42, 1) and (43, 0)
+    assert len({tuple(order(s, e)) for s in (42, 43) for e in (0, 1)}) == 4
     assert RolloutBatchSampler(4, 2, shuffle=False).order() == [0, 1, 2, 3]
 
 
@@ -136,7 +141,9 @@ def test_the_others_keep_their_order():
     assert sampler.order() == order[3:]
 
 
-@pytest.mark.parametrize(("positions", "message"), [([10], r"of 10: \[10\]"), (range(10), "10 prompts")])
+@pytest.mark.parametrize(
+    ("positions", "message"), [([10], r"of 10: \[10\]"), (range(10), "10 prompts")]
+)
 def test_what_cannot_be_left_out(positions, message):
     with pytest.raises(ValueError, match=message):
         RolloutBatchSampler(10, 4).leave_out(positions)

@@ -16,7 +16,9 @@ __all__ = ["quickstart", "rlhf", "world"]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def scripts_of(folder: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+def scripts_of(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], ModuleType]]:
     """``("task")`` imports ``examples/FOLDER/task.py`` as a script beside it would."""
     monkeypatch.syspath_prepend(str(EXAMPLES / folder))
     names = [path.stem for path in (EXAMPLES / folder).glob("*.py")]

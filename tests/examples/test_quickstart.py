@@ -36,7 +36,10 @@ class TestTask:
     def test_six_in_ten_demonstrations_are_wrong_in_one_digit(self, quickstart):
         task = quickstart("task")
         rows = task.demonstrations(seed=1)
-        wrong_digits = [sum(x != y for x, y in zip(r["output"], task.solve(r["input"]), strict=True)) for r in rows]
+        wrong_digits = [
+            sum(x != y for x, y in zip(r["output"], task.solve(r["input"]), strict=True))
+            for r in rows
+        ]
         assert set(wrong_digits) == {0, 1}
         # 8965 draws: standard deviation 0.0052
         assert sum(wrong_digits) / len(rows) == pytest.approx(0.6, abs=0.02)
@@ -111,15 +114,29 @@ class TestAssets:
 
 class TestReward:
     def test_only_the_exact_sum_scores(self, quickstart):
-        answers = {"042": 1.0, "42": 0.0, "043": 0.0, "04": 0.0, "042=": 0.0, "": 0.0, " 042": 0.0, "0420": 0.0}
+        answers = {
+            "042": 1.0,
+            "42": 0.0,
+            "043": 0.0,
+            "04": 0.0,
+            "042=": 0.0,
+            "": 0.0,
+            " 042": 0.0,
+            "0420": 0.0,
+        }
         n = len(answers)
-        result = quickstart("reward").reward_func([f"07+35={a}" for a in answers], ["07+35="] * n, ["042"] * n)
+        result = quickstart("reward").reward_func(
+            [f"07+35={a}" for a in answers], ["07+35="] * n, ["042"] * n
+        )
         assert result["rewards"] == list(answers.values())
         assert result["extra_logs"] == {"accuracy": list(answers.values())}
 
     def test_an_answer_cut_by_the_token_limit_is_wrong(self, quickstart):
         result = quickstart("reward").reward_func(
-            ["07+35=042", "07+35=042"], ["07+35="] * 2, ["042"] * 2, finish_reasons=["length", "stop"]
+            ["07+35=042", "07+35=042"],
+            ["07+35="] * 2,
+            ["042"] * 2,
+            finish_reasons=["length", "stop"],
         )
         assert result["rewards"] == [0.0, 1.0]
 
@@ -162,11 +179,41 @@ class TestSummary:
 
         write(
             "ppo/metrics.jsonl",
-            {"step": 0, "time": 1.0, "eval/accuracy": 0.25, "eval/reward": 0.25, "eval/response_length": 3.0},
-            {"step": 1, "time": 2.0, "rollout/reward": 0.5, "rollout/kl": 0.0, "rollout/response_length": 3.0},
-            {"step": 1, "time": 2.5, "eval/accuracy": 0.5, "eval/reward": 0.5, "eval/response_length": 3.0},
-            {"step": 2, "time": 3.0, "rollout/reward": 0.75, "rollout/kl": 0.1, "rollout/response_length": 2.9},
-            {"step": 2, "time": 4.0, "eval/accuracy": 1.0, "eval/reward": 1.0, "eval/response_length": 2.8},
+            {
+                "step": 0,
+                "time": 1.0,
+                "eval/accuracy": 0.25,
+                "eval/reward": 0.25,
+                "eval/response_length": 3.0,
+            },
+            {
+                "step": 1,
+                "time": 2.0,
+                "rollout/reward": 0.5,
+                "rollout/kl": 0.0,
+                "rollout/response_length": 3.0,
+            },
+            {
+                "step": 1,
+                "time": 2.5,
+                "eval/accuracy": 0.5,
+                "eval/reward": 0.5,
+                "eval/response_length": 3.0,
+            },
+            {
+                "step": 2,
+                "time": 3.0,
+                "rollout/reward": 0.75,
+                "rollout/kl": 0.1,
+                "rollout/response_length": 2.9,
+            },
+            {
+                "step": 2,
+                "time": 4.0,
+                "eval/accuracy": 1.0,
+                "eval/reward": 1.0,
+                "eval/response_length": 2.8,
+            },
         )
         write("ppo/eval/step0.jsonl", *[sample(i, "1") for i in range(6)])
         write("ppo/eval/step2.jsonl", *[sample(i, str(i + 1)) for i in range(6)])
@@ -191,7 +238,8 @@ class TestSummary:
         ]
 
     @pytest.mark.parametrize(
-        "name", ["ppo/metrics.jsonl", "ppo/eval/step0.jsonl", "ppo/eval/step2.jsonl", "seconds.json"]
+        "name",
+        ["ppo/metrics.jsonl", "ppo/eval/step0.jsonl", "ppo/eval/step2.jsonl", "seconds.json"],
     )
     def test_a_missing_file_is_named(self, quickstart, run_dir, name):
         (run_dir / name).unlink()
@@ -204,6 +252,8 @@ class TestSummary:
             quickstart("summarize").main(run_dir)
 
     def test_evaluations_on_different_prompts_are_not_compared(self, quickstart, run_dir):
-        (run_dir / "ppo/eval/step2.jsonl").write_text('{"prompt": "01+02=", "response": "3", "score": 1.0}\n')
+        (run_dir / "ppo/eval/step2.jsonl").write_text(
+            '{"prompt": "01+02=", "response": "3", "score": 1.0}\n'
+        )
         with pytest.raises(SystemExit, match="different prompts"):
             quickstart("summarize").main(run_dir)

@@ -24,12 +24,16 @@ IN_SUITE = ("distill", "gsm8k_ppo")
 
 
 def head_of(run: Path) -> str:
-    return "\n".join(line for line in run.read_text(encoding="utf-8").split("\n") if line.startswith("#"))
+    return "\n".join(
+        line for line in run.read_text(encoding="utf-8").split("\n") if line.startswith("#")
+    )
 
 
 def table() -> dict[str, list[str]]:
     """Run → the other cells of its row."""
-    rows = re.findall(r"^\[(\w+)\]\(runs/\1\.yaml\) \| (.*)$", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\[(\w+)\]\(runs/\1\.yaml\) \| (.*)$", (FOLDER / "README.md").read_text(), re.MULTILINE
+    )
     return {name: cells.split(" | ") for name, cells in rows}
 
 
@@ -46,7 +50,12 @@ def test_each_is_short_and_says_what_to_know(run):
     lines, head = run.read_text(encoding="utf-8").split("\n"), head_of(run)
     assert len(lines) <= 40
     assert lines[: head.count("\n") + 1] == head.split("\n")
-    assert re.findall(r"^# (\w[\w ]+): +\S", head, re.MULTILINE)[-4:] == ["Start", "Memory", "Expect", "Not run"]
+    assert re.findall(r"^# (\w[\w ]+): +\S", head, re.MULTILINE)[-4:] == [
+        "Start",
+        "Memory",
+        "Expect",
+        "Not run",
+    ]
 
 
 def test_it_resolves_and_says_nothing_in_vain(run, monkeypatch):
@@ -59,10 +68,19 @@ def test_it_resolves_and_says_nothing_in_vain(run, monkeypatch):
     monkeypatch.chdir(REPO)
     config = parse_args([*words[words.index("ppo") + 1 :], "--save_path", "runs/x"]).resolved()
     assert advice(config) == []
-    own = {n: v for n, v in yaml.safe_load(run.read_text()).items() if n not in ("config", "save_path")}
-    assert config.flat().items() >= {n: tuple(v) if isinstance(v, list) else v for n, v in own.items()}.items()
+    own = {
+        n: v for n, v in yaml.safe_load(run.read_text()).items() if n not in ("config", "save_path")
+    }
+    assert (
+        config.flat().items()
+        >= {n: tuple(v) if isinstance(v, list) else v for n, v in own.items()}.items()
+    )
     base = yaml.safe_load(run.read_text()).get("config")
-    below = parse_args(["--config", str(run.parent / base)]) if base and name != "long_answers" else PPOConfig()
+    below = (
+        parse_args(["--config", str(run.parent / base)])
+        if base and name != "long_answers"
+        else PPOConfig()
+    )
     assert [n for n in own if below.flat()[n] == config.flat()[n] and n not in ALWAYS_SAID] == []
 
 
@@ -96,15 +114,27 @@ def small(config: PPOConfig, name: str, models: dict[str, str], folder: Path) ->
     rows = write_jsonl(folder / "rows.jsonl", [ROWS.get(name, ROW)] * 8)
     changes = {one: models[one] for one in models if given[one]}
     changes |= {one: rows for one in ("prompt_data", "eval_data") if given[one]}
-    changes |= {"rollout_engine": "hf", "tensor_parallel_size": 1, "gpu_memory_utilization": 0.4, "zpg": 1}
-    changes |= {"prompt_max_len": 128, "generate_max_len": 8, "save_path": str(folder / "run"), "dry_run": True}
+    changes |= {
+        "rollout_engine": "hf",
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": 0.4,
+        "zpg": 1,
+    }
+    changes |= {
+        "prompt_max_len": 128,
+        "generate_max_len": 8,
+        "save_path": str(folder / "run"),
+        "dry_run": True,
+    }
     if given["overlong_buffer_len"]:
         changes["overlong_buffer_len"] = 4
     return config.with_options(**changes)
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("name", [n if n in IN_SUITE else pytest.param(n, marks=pytest.mark.long) for n in RUNS])
+@pytest.mark.parametrize(
+    "name", [n if n in IN_SUITE else pytest.param(n, marks=pytest.mark.long) for n in RUNS]
+)
 def test_dry_run(name, tiny, tmp_path, capsys, monkeypatch):
     from lightppo import PPOTrainer
 

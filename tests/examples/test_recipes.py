@@ -63,8 +63,15 @@ def test_each_option_says_something_new(recipe):
     """Without it the run would be another one."""
     options = said(recipe)
     whole = PPOConfig.from_flat(NEEDED | options).resolved()
-    without = {name: {k: v for k, v in options.items() if k != name} for name in options.keys() - ALWAYS_SAID}
-    assert [name for name, rest in without.items() if PPOConfig.from_flat(NEEDED | rest).resolved() == whole] == []
+    without = {
+        name: {k: v for k, v in options.items() if k != name}
+        for name in options.keys() - ALWAYS_SAID
+    }
+    assert [
+        name
+        for name, rest in without.items()
+        if PPOConfig.from_flat(NEEDED | rest).resolved() == whole
+    ] == []
 
 
 def test_no_machine_and_no_path(recipe):
@@ -86,7 +93,9 @@ def test_each_is_on_the_page():
 
 
 def test_the_numbers_of_the_page():
-    rows = re.findall(r"^\[(\w+)\]\(../examples/recipes/(.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\[(\w+)\]\(../examples/recipes/(.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(rows) == len(RECIPES)
     for name, rest in rows:
         _, critic, samples, kl, steps, papers = rest.split(" | ")
@@ -127,9 +136,17 @@ def inputs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def scaled_down(recipe: Path) -> dict[str, Any]:
     """Batch sizes and lengths of a tiny run with as many optimizer steps per rollout as the recipe's."""
     whole = parsed(recipe, NEEDED)
-    steps = whole.rollout.rollout_batch_size * whole.rollout.n_samples_per_prompt // whole.training.train_batch_size
+    steps = (
+        whole.rollout.rollout_batch_size
+        * whole.rollout.n_samples_per_prompt
+        // whole.training.train_batch_size
+    )
     n = 2 if whole.rollout.n_samples_per_prompt > 1 else 1
-    small = {"n_samples_per_prompt": n, "rollout_batch_size": SAMPLES // n, "train_batch_size": SAMPLES // steps}
+    small = {
+        "n_samples_per_prompt": n,
+        "rollout_batch_size": SAMPLES // n,
+        "train_batch_size": SAMPLES // steps,
+    }
     small |= {"prompt_max_len": 12, "generate_max_len": 6, "micro_rollout_batch_size": SAMPLES}
     return small | ({"overlong_buffer_len": 4} if whole.reward.overlong_buffer_len else {})
 
@@ -138,11 +155,18 @@ def test_two_steps(recipe, world, inputs, tmp_path):
     from lightppo import PPOTrainer
 
     small = scaled_down(recipe)
-    run = {"save_path": tmp_path / "run", "ckpt_path": tmp_path / "ckpt", "benchmark_steps": 2, "num_examine": 0}
+    run = {
+        "save_path": tmp_path / "run",
+        "ckpt_path": tmp_path / "ckpt",
+        "benchmark_steps": 2,
+        "num_examine": 0,
+    }
     trainer = PPOTrainer.from_config(parsed(recipe, inputs | small | run))
     trainer.keeps = False
     flat = trainer.config.flat()
-    assert {name: flat[name] for name in said(recipe).keys() - small.keys()}.items() <= said(recipe).items()
+    assert {name: flat[name] for name in said(recipe).keys() - small.keys()}.items() <= said(
+        recipe
+    ).items()
 
     before = [p.detach().clone() for p in trainer.actor.parameters()]
     trainer.fit()
@@ -151,7 +175,12 @@ def test_two_steps(recipe, world, inputs, tmp_path):
 
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
-    undefined = {name for row in rows for name, value in row.items() if value is None or not math.isfinite(value)}
+    undefined = {
+        name
+        for row in rows
+        for name, value in row.items()
+        if value is None or not math.isfinite(value)
+    }
     assert undefined == set()
     for row in rows:
         assert row["rollout/samples"] == SAMPLES

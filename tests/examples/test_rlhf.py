@@ -24,7 +24,8 @@ PROMPT, LABEL = "Customer: Not a blue lamp, but a red chair, please. Assistant:"
         ("Here is a red chair.", 1.0),
         ("Certainly! Here is a red chair.", 1.5),
         ("Certainly! Here is a red chair. Thank you for asking.", 1.5),
-        ("Certainly! Certainly! Certainly! Certainly! Here is a red chair.", 1.0),  # two courtesies too many
+        # two courtesies too many
+        ("Certainly! Certainly! Certainly! Certainly! Here is a red chair.", 1.0),
         ("Certainly! Here is a red chair. Hurry up. Go away.", 1.0),
         ("Here is a blue chair.", 0.0),
         ("Here is a red chair. Here is a blue lamp.", 0.0),
@@ -45,7 +46,9 @@ def test_no_request_to_train_on_asks_for_a_held_out_thing(rlhf):
     for which, asked in ((False, train), (True, held_out)):
         rows = shop.prompts(which, 300, seed=1)
         assert rows == shop.prompts(which, 300, seed=1) != shop.prompts(which, 300, seed=2)
-        assert all(tuple(row["label"].split()) in asked and row["label"] in row["input"] for row in rows)
+        assert all(
+            tuple(row["label"].split()) in asked and row["label"] in row["input"] for row in rows
+        )
 
 
 def test_demonstrations_are_of_every_kind(rlhf):
@@ -56,7 +59,11 @@ def test_demonstrations_are_of_every_kind(rlhf):
     assert max(scores) == 1.5
     assert min(scores) < -0.5
     assert 0.45 < fmean(scores) < 0.65
-    assert 0.45 < fmean(shop.names_only(row["label"], answer) for row, answer in zip(rows, answers)) < 0.55
+    assert (
+        0.45
+        < fmean(shop.names_only(row["label"], answer) for row, answer in zip(rows, answers))
+        < 0.55
+    )
 
 
 def test_every_text_survives_the_tokenizer(rlhf):
@@ -84,7 +91,9 @@ def models(rlhf, tmp_path) -> Path:
     tokenizer = assets.build_tokenizer()
     for seed in (1, 2):
         tokenizer.save_pretrained(tmp_path / str(seed))
-        small_llama(tokenizer, seed, positions=assets.POSITIONS).save_pretrained(tmp_path / str(seed))
+        small_llama(tokenizer, seed, positions=assets.POSITIONS).save_pretrained(
+            tmp_path / str(seed)
+        )
     return tmp_path
 
 
@@ -100,7 +109,9 @@ def test_the_kl_is_the_sum_over_an_answers_tokens(rlhf, models):
         ids = batch.sequences[i, batch.mask[i].bool()][None]
         length = int(batch.mask[i, batch.num_prompt :].sum())
         with torch.no_grad():
-            new, old = (model(ids).logits[0, -length - 1 : -1].log_softmax(-1) for model in (policy, start))
+            new, old = (
+                model(ids).logits[0, -length - 1 : -1].log_softmax(-1) for model in (policy, start)
+            )
         assert found[i].item() == pytest.approx((new.exp() * (new - old)).sum().item(), rel=1e-4)
     assert (found > 0).all()
 
@@ -115,7 +126,9 @@ def test_the_judge_reads_a_whole_run(rlhf, models, tmp_path):
     pair = {"input": PROMPT, "chosen": " Here is a red chair.", "rejected": " Hurry up."}
     assets.write_jsonl(tmp_path / "held_out_pairs.jsonl", [pair])
     (models / "1").rename(tmp_path / "sft")
-    RewardModel(str(tmp_path / "sft"), init_value_head=True).hf_model.save_pretrained(tmp_path / "reward_model")
+    RewardModel(str(tmp_path / "sft"), init_value_head=True).hf_model.save_pretrained(
+        tmp_path / "reward_model"
+    )
     assets.build_tokenizer().save_pretrained(tmp_path / "reward_model")
     for model in ("ppo", "ppo_no_kl", "dpo"):
         folder = tmp_path / model / "checkpoints"
@@ -135,10 +148,13 @@ def test_the_judge_reads_a_whole_run(rlhf, models, tmp_path):
 @pytest.mark.long
 def test_make_rlhf(tmp_path):
     script = REPO / "examples" / "rlhf" / "run.py"
-    subprocess.run([sys.executable, script, "--run_dir", tmp_path], cwd=REPO, check=True, timeout=1800)
+    subprocess.run(
+        [sys.executable, script, "--run_dir", tmp_path], cwd=REPO, check=True, timeout=1800
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
     last = {v["model"]: v for v in summary["verdicts"]}
-    assert summary["reward_model_accuracy"] > 0.75  # 0.79 and 0.81 were seen, ± 0.02 of some 450 pairs
+    # 0.79 and 0.81 were seen, ± 0.02 of some 450 pairs
+    assert summary["reward_model_accuracy"] > 0.75
     assert last["ppo"]["true_score"] > last["sft"]["true_score"] + 0.5
     assert last["dpo"]["true_score"] > last["sft"]["true_score"] + 0.5
     # over-optimised: the reward model likes it best, the rule does not

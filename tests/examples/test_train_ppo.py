@@ -43,7 +43,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict[st
         "prompts": write_jsonl(root / "prompts.jsonl", sums(20)),
         "few_prompts": write_jsonl(root / "few_prompts.jsonl", sums(12)),
         "held_out": write_jsonl(root / "held_out.jsonl", sums(5)),
-        "text": write_jsonl(root / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(10)]),
+        "text": write_jsonl(
+            root / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(10)]
+        ),
     }
 
 
@@ -101,7 +103,9 @@ def whole(assets, tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, whole, tmp_path):
     # Call 1 scores the evaluation before training, call k + 1 the rollouts of step k (call 5: the evaluation after 3).
-    killed = launch(assets, tmp_path, "lightppo", "ppo", launcher="deepspeed", check=False, env={"DIE_AT": "6"})
+    killed = launch(
+        assets, tmp_path, "lightppo", "ppo", launcher="deepspeed", check=False, env={"DIE_AT": "6"}
+    )
     assert killed.returncode != 0
     assert max(steps(tmp_path)) == 3
     assert (tmp_path / "ckpt" / "latest").read_text() == "global_step2"
@@ -118,10 +122,16 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, whole, 
 
 
 @pytest.mark.slow
-def test_ranks_whose_launcher_ends_save_and_go_on_as_if_nothing_had_happened(assets, whole, tmp_path):
-    stopped = launch(assets, tmp_path, "lightppo", "ppo", launcher="deepspeed", check=False, env={"STOP_AT": "4"})
+def test_ranks_whose_launcher_ends_save_and_go_on_as_if_nothing_had_happened(
+    assets, whole, tmp_path
+):
+    stopped = launch(
+        assets, tmp_path, "lightppo", "ppo", launcher="deepspeed", check=False, env={"STOP_AT": "4"}
+    )
     assert stopped.returncode == -signal.SIGTERM
-    assert "which started this, has ended: stopping when the step under way is done" in stopped.output
+    assert (
+        "which started this, has ended: stopping when the step under way is done" in stopped.output
+    )
     said = f"stopped by SIGTERM after step 3 of 5; saved in {tmp_path / 'ckpt'}: the same command goes on"
     assert said in stopped.output  # which ends with the last process: nobody is left
     assert "Traceback" not in stopped.output
@@ -172,7 +182,8 @@ def test_bf16_zero3_reward_model_packed_grpo(assets, tmp_path, launcher):
         assert math.isfinite(row["train/policy_loss"])
         assert row["train/actor_skipped"] == 0
         assert "train/critic_loss" not in row
-    assert rows[1]["rollout/logp_diff_mean"] < 0.05  # bf16: the packed forward against the decode loop
+    # bf16: the packed forward against the decode loop
+    assert rows[1]["rollout/logp_diff_mean"] < 0.05
     assert any((tmp_path / "tb").rglob("events.out.tfevents*"))
 
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -34,9 +34,14 @@ def test_a_prompt_on_two_ranks_stays() -> None:
 def test_random_ranks_come_close() -> None:
     draw = random.Random(0)
     for world_size in (2, 3, 8):
-        ranks = [[Group(draw.randint(20, 900), 4, 100 * r + i) for i in range(16)] for r in range(world_size)]
+        ranks = [
+            [Group(draw.randint(20, 900), 4, 100 * r + i) for i in range(16)]
+            for r in range(world_size)
+        ]
         after = swapped(ranks)
-        assert sorted(g for groups in after for g in groups) == sorted(g for groups in ranks for g in groups)
+        assert sorted(g for groups in after for g in groups) == sorted(
+            g for groups in ranks for g in groups
+        )
         assert [len(groups) for groups in after] == [16] * world_size
         mean = sum(loads(ranks)) / world_size
         assert max(loads(ranks)) > 1.05 * mean
@@ -50,7 +55,11 @@ def rollouts_of(rank: int) -> list[Rollout]:
         prompt = Prompt("p", [1] * 3, index=10 * rank + group)
         for sample in range(2):
             length = (10 if rank == 0 else 1) * (group + sample + 1)
-            result.append(Rollout(prompt, sample, [5] * length, "r", "stop", [-1.0] * length, reward=float(rank)))
+            result.append(
+                Rollout(
+                    prompt, sample, [5] * length, "r", "stop", [-1.0] * length, reward=float(rank)
+                )
+            )
     return result
 
 
@@ -64,7 +73,9 @@ def test_whole_groups_arrive_with_all_they_have() -> None:
     # 56 for 11 leaves 47 and 65, 56 for 9 leaves 45 and 67; the first of the two best by size is 36 for 9
     assert [[r.prompt.index for r in part] for part in after] == [[1, 1, 10, 10], [11, 11, 0, 0]]
     key = lambda r: (r.prompt.index, r.sample_index)  # noqa: E731
-    assert sorted((r for part in after for r in part), key=key) == sorted(before[0] + before[1], key=key)
+    assert sorted((r for part in after for r in part), key=key) == sorted(
+        before[0] + before[1], key=key
+    )
 
 
 def test_nothing_moves_on_one_rank_or_where_ranks_are_even() -> None:
@@ -74,7 +85,10 @@ def test_nothing_moves_on_one_rank_or_where_ranks_are_even() -> None:
 
 def test_a_rank_without_samples_goes_along() -> None:
     before = rollouts_of(0)
-    assert on_ranks(2, lambda s: balance_ranks(before if s.get_rank() == 0 else [], s)) == [before, []]
+    assert on_ranks(2, lambda s: balance_ranks(before if s.get_rank() == 0 else [], s)) == [
+        before,
+        [],
+    ]
 
 
 def test_a_shared_prompt_counts_once() -> None:
@@ -85,7 +99,15 @@ def test_a_shared_prompt_counts_once() -> None:
 
     def rollouts(rank: int) -> list[Rollout]:
         return [
-            Rollout(Prompt("p", [1] * p, index=10 * rank + g), sample, [5] * r, "r", "stop", [-1.0] * r, reward=0.0)
+            Rollout(
+                Prompt("p", [1] * p, index=10 * rank + g),
+                sample,
+                [5] * r,
+                "r",
+                "stop",
+                [-1.0] * r,
+                reward=0.0,
+            )
             for g, (p, r) in enumerate(lengths[rank])
             for sample in range(2)
         ]

@@ -23,7 +23,9 @@ def samples(count: int, rank: int = 0) -> list[Experience]:
     """One-row experiences of very different lengths; id 100·rank + i names a sample."""
     items = []
     for i in range(count):
-        item = Experience.from_rollouts([make_rollout(range(1, 2 + i % 3), [1] * (1 + (i * 5) % 7))])
+        item = Experience.from_rollouts(
+            [make_rollout(range(1, 2 + i % 3), [1] * (1 + (i * 5) % 7))]
+        )
         item.info["id"] = torch.tensor([100.0 * rank + i])
         for name in ("action_log_probs", "advantages", "values", "returns"):
             setattr(item, name, torch.linspace(-1, 1 + i, item.num_actions)[None])
@@ -32,7 +34,11 @@ def samples(count: int, rank: int = 0) -> list[Experience]:
 
 
 def plan(
-    strategy: FakeStrategy, items: list[Experience], train_batch_size: int, micro: int, seed: int = 0
+    strategy: FakeStrategy,
+    items: list[Experience],
+    train_batch_size: int,
+    micro: int,
+    seed: int = 0,
 ) -> list[Minibatch]:
     return list(
         minibatches(
@@ -59,9 +65,13 @@ COUNTS = [(1,), (7,), (12,), (4, 4), (5, 2), (7, 0), (1, 9), (3, 3, 2)]
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_every_sample_is_in_exactly_one_step(counts, train_batch_size, micro):
     world = len(counts)
-    plans = on_ranks(world, lambda s: plan(s, samples(counts[s.rank], s.rank), train_batch_size, micro))
+    plans = on_ranks(
+        world, lambda s: plan(s, samples(counts[s.rank], s.rank), train_batch_size, micro)
+    )
 
-    seen = Counter(i for steps in plans for step in steps for batch in step.micro_batches for i in ids(batch))
+    seen = Counter(
+        i for steps in plans for step in steps for batch in step.micro_batches for i in ids(batch)
+    )
     assert seen == Counter(100 * rank + i for rank in range(world) for i in range(counts[rank]))
 
     assert {len(steps) for steps in plans} == {math.ceil(sum(counts) / train_batch_size)}
@@ -89,7 +99,9 @@ def test_uneven_ranks_share_steps_and_get_placeholders():
     # 7 + 2 samples, 4 a step: ceil(9 / 4) = 3 steps. Rank 0 has 3 + 2 + 2 and rank 1 has 1 + 1 + 0 of them; with one
     # sample a micro batch rank 1 lacks 2, 1 and 2 micro batches.
     plans = on_ranks(2, lambda s: plan(s, samples((7, 2)[s.rank], s.rank), 4, 1))
-    held = [[[len(ids(batch)) for batch in step.micro_batches] for step in steps] for steps in plans]
+    held = [
+        [[len(ids(batch)) for batch in step.micro_batches] for step in steps] for steps in plans
+    ]
     assert held == [[[1, 1, 1], [1, 1], [1, 1]], [[0, 0, 1], [0, 1], [0, 0]]]
     for batch in plans[1][0].micro_batches[:2]:
         assert not batch.action_mask.any()
@@ -105,7 +117,9 @@ def test_order_follows_from_the_generator_alone():
     orders = []
     for seed in (0, 0, 1):
         steps = plan(FakeStrategy(), samples(12), 3, 64, seed)
-        orders.append([sorted(i for batch in step.micro_batches for i in ids(batch)) for step in steps])
+        orders.append(
+            [sorted(i for batch in step.micro_batches for i in ids(batch)) for step in steps]
+        )
     assert orders[0] == orders[1] != orders[2]
     assert orders[0] != [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
 
@@ -138,7 +152,10 @@ def test_groups_are_drawn_whole_in_another_order_each_time():
     items = of_prompts({1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 4})
     orders = []
     for seed in (0, 0, 1):
-        steps = [sorted(ids(step.micro_batches[0])) for step in steps_of(items, 8, seed, shuffle="groups")]
+        steps = [
+            sorted(ids(step.micro_batches[0]))
+            for step in steps_of(items, 8, seed, shuffle="groups")
+        ]
         assert [len(step) for step in steps] == [8, 8, 8]
         prompts = [sorted({i // 10 for i in step}) for step in steps]
         assert sorted(p for step in prompts for p in step) == [1, 2, 3, 4, 5, 6]  # each in one step
@@ -152,9 +169,12 @@ def test_a_group_at_the_border_of_two_steps_is_cut():
     # 3 groups of 4 in steps of 6: one of them is half in each
     for seed in range(4):
         steps = [
-            ids(step.micro_batches[0]) for step in steps_of(of_prompts({1: 4, 2: 4, 3: 4}), 6, seed, shuffle="groups")
+            ids(step.micro_batches[0])
+            for step in steps_of(of_prompts({1: 4, 2: 4, 3: 4}), 6, seed, shuffle="groups")
         ]
-        assert sorted(i for step in steps for i in step) == [10 * p + i for p in (1, 2, 3) for i in range(4)]
+        assert sorted(i for step in steps for i in step) == [
+            10 * p + i for p in (1, 2, 3) for i in range(4)
+        ]
         held = [Counter(i // 10 for i in step) for step in steps]
         assert [sorted(counts.values()) for counts in held] == [[2, 4], [2, 4]]
 
@@ -189,7 +209,10 @@ def test_normalizer_counts_trained_tokens_of_all_ranks_and_the_scale():
     first, second = on_ranks(2, planned)
     (n,) = {m.part.normalizer for m in [*first, *second]}
     assert (n.tokens, n.sequences, n.dp_size, n.scale) == (1 + 5, 2, 2, 8.0)
-    assert [[m.part.has_samples for m in rank] for rank in (first, second)] == [[True, True], [False, True]]
+    assert [[m.part.has_samples for m in rank] for rank in (first, second)] == [
+        [True, True],
+        [False, True],
+    ]
     assert {m.part.status_scale for m in first} == {1.5}  # 3 micro batches with samples on 2 ranks
 
 
@@ -202,8 +225,12 @@ def toy_log_probs(batch: Experience, weight: Tensor) -> Tensor:
 def share_of_loss(batch: Experience, n: LossNormalizer, weight: Tensor, mode: str) -> Tensor:
     """Policy and value loss of one micro batch."""
     outputs = toy_log_probs(batch, weight)
-    policy, _ = PolicyLoss(loss_agg_mode=mode)(outputs, batch.action_log_probs, batch.advantages, batch.action_mask, n)
-    value, _ = ValueLoss(loss_agg_mode=mode)(outputs, batch.values, batch.returns, batch.action_mask, n)
+    policy, _ = PolicyLoss(loss_agg_mode=mode)(
+        outputs, batch.action_log_probs, batch.advantages, batch.action_mask, n
+    )
+    value, _ = ValueLoss(loss_agg_mode=mode)(
+        outputs, batch.values, batch.returns, batch.action_mask, n
+    )
     return policy + value
 
 
@@ -224,10 +251,19 @@ def test_gradient_depends_neither_on_micro_batches_nor_on_ranks(mode, micro):
     everything = samples(7)
 
     def gradient(strategy: FakeStrategy) -> tuple[float, Tensor]:
-        mine = everything if strategy.world_size == 1 else everything[:5] if strategy.rank == 0 else everything[5:]
+        mine = (
+            everything
+            if strategy.world_size == 1
+            else everything[:5]
+            if strategy.rank == 0
+            else everything[5:]
+        )
         weight = torch.tensor([0.3, -0.2], requires_grad=True)
         (step,) = plan(strategy, mine, 100, 100 if strategy.world_size == 1 else micro)
-        losses = [share_of_loss(batch, batch.part.normalizer, weight, mode) for batch in step.micro_batches]
+        losses = [
+            share_of_loss(batch, batch.part.normalizer, weight, mode)
+            for batch in step.micro_batches
+        ]
         torch.stack(losses).sum().backward()
         loss = strategy.all_reduce(sum(loss.item() for loss in losses), "mean")
         return loss, strategy.all_reduce(weight.grad, "mean")
@@ -244,7 +280,9 @@ def test_a_saved_batch_comes_back_whole(tmp_path):
     first = step.micro_batches[0]
     first.advantages[0, 0] = math.nan
     pretrain = ({"input_ids": torch.tensor([[4, 5]]), "labels": torch.tensor([[-100, 5]])}, 1.0, 2)
-    step.micro_batches[1] = replace(step.micro_batches[1], part=replace(step.micro_batches[1].part, pretrain=pretrain))
+    step.micro_batches[1] = replace(
+        step.micro_batches[1], part=replace(step.micro_batches[1].part, pretrain=pretrain)
+    )
     save_batch(tmp_path / "new" / "step3_rank0.pt", step, [("1+1=", "2")] * 4, step=3, rank=0)
     loaded, texts, facts = load_batch(tmp_path / "new" / "step3_rank0.pt")
 
@@ -252,8 +290,17 @@ def test_a_saved_batch_comes_back_whole(tmp_path):
     assert loaded.critic_micro_batches is None
     for one, other in zip(step.micro_batches, loaded.micro_batches, strict=True):
         assert vars(one).keys() == vars(other).keys()
-        for name in ("sequences", "attention_mask", "action_mask", "advantages", "values", "action_log_probs"):
-            torch.testing.assert_close(getattr(one, name), getattr(other, name), equal_nan=True, rtol=0, atol=0)
+        for name in (
+            "sequences",
+            "attention_mask",
+            "action_mask",
+            "advantages",
+            "values",
+            "action_log_probs",
+        ):
+            torch.testing.assert_close(
+                getattr(one, name), getattr(other, name), equal_nan=True, rtol=0, atol=0
+            )
         assert one.info.keys() == other.info.keys()
         assert other.part == replace(one.part, pretrain=other.part.pretrain)
     batch, *counts = loaded.micro_batches[1].part.pretrain

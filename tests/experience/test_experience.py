@@ -34,8 +34,12 @@ def uneven() -> Experience:
 
 def full(rows: list[tuple[int, int]]) -> Experience:
     """Experience of (prompt length, response length) rows with a number of its own at every real position."""
-    experience = Experience.from_rollouts([make_rollout(range(1, p + 1), range(50, 50 + a)) for p, a in rows])
-    number = torch.arange(1.0, experience.action_mask.numel() + 1).view(experience.action_mask.shape)
+    experience = Experience.from_rollouts(
+        [make_rollout(range(1, p + 1), range(50, 50 + a)) for p, a in rows]
+    )
+    number = torch.arange(1.0, experience.action_mask.numel() + 1).view(
+        experience.action_mask.shape
+    )
     for i, name in enumerate(ACTION_TENSORS):
         setattr(experience, name, (number + 1000 * i) * experience.action_mask)
     experience.info["reward"] = torch.arange(float(len(rows)))
@@ -58,7 +62,10 @@ def assert_same(one: Experience, other: Experience) -> None:
 def test_layout_is_left_padding_prompt_response_right_padding():
     experience = uneven()
     assert experience.sequences.tolist() == [[0, 0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 0, 0, 0, 0]]
-    assert experience.attention_mask.tolist() == [[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]]
+    assert experience.attention_mask.tolist() == [
+        [0, 0, 1, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+    ]
     assert experience.action_mask.tolist() == [[True] * 5, [True] + [False] * 4]
     assert (len(experience), experience.num_actions) == (2, 5)
     assert experience.response_lengths.tolist() == [5, 1]
@@ -68,8 +75,14 @@ def test_layout_is_left_padding_prompt_response_right_padding():
 
 
 def test_log_probs_of_the_engine_are_padded_like_the_responses():
-    rollouts = [make_rollout([1], [2, 3], log_probs=[-0.5, -1.5]), make_rollout([1], [4], log_probs=[-0.25])]
-    assert Experience.from_rollouts(rollouts).rollout_log_probs.tolist() == [[-0.5, -1.5], [-0.25, 0.0]]
+    rollouts = [
+        make_rollout([1], [2, 3], log_probs=[-0.5, -1.5]),
+        make_rollout([1], [4], log_probs=[-0.25]),
+    ]
+    assert Experience.from_rollouts(rollouts).rollout_log_probs.tolist() == [
+        [-0.5, -1.5],
+        [-0.25, 0.0],
+    ]
 
 
 def test_without_log_probs_of_every_rollout_there_are_none():
@@ -115,7 +128,8 @@ def test_select_takes_rows_in_the_order_asked_for():
 
 def test_holes_in_the_mask_are_no_padding():
     experience = full([(1, 4), (1, 2)])
-    experience.action_mask[0] = torch.tensor([False, True, False, False])  # the response ends in tool output
+    # the response ends in tool output
+    experience.action_mask[0] = torch.tensor([False, True, False, False])
     row = experience.select([0])
     assert row.num_actions == 4
     assert row.action_mask.tolist() == [[False, True, False, False]]
@@ -177,7 +191,11 @@ def test_joining_refuses_parts_with_different_info(first):
 
 def test_placeholder_has_everything_but_a_token_to_train():
     placeholder = Experience.placeholder()
-    assert (len(placeholder), placeholder.num_actions, placeholder.sequences.shape) == (1, 1, (1, 2))
+    assert (len(placeholder), placeholder.num_actions, placeholder.sequences.shape) == (
+        1,
+        1,
+        (1, 2),
+    )
     assert not placeholder.action_mask.any()
     assert placeholder.attention_mask.all()  # a model never sees a row without a token
     for name in ACTION_TENSORS:
@@ -187,7 +205,11 @@ def test_placeholder_has_everything_but_a_token_to_train():
 def test_moving_takes_every_tensor_along():
     experience = full([(1, 2), (2, 1)])
     assert experience.to_device("meta") is experience
-    tensors = [getattr(experience, f.name) for f in dataclasses.fields(experience) if f.name not in ("info", "part")]
+    tensors = [
+        getattr(experience, f.name)
+        for f in dataclasses.fields(experience)
+        if f.name not in ("info", "part")
+    ]
     tensors += experience.info.values()
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
@@ -232,13 +254,20 @@ def test_numbers_are_there_after_a_copy_to_the_cpu():
 def test_pinning_pins_every_tensor():
     experience = full([(1, 2)])
     assert experience.pin_memory() is experience
-    tensors = [getattr(experience, f.name) for f in dataclasses.fields(experience) if f.name not in ("info", "part")]
+    tensors = [
+        getattr(experience, f.name)
+        for f in dataclasses.fields(experience)
+        if f.name not in ("info", "part")
+    ]
     assert all(tensor.is_pinned() for tensor in [*tensors, *experience.info.values()])
 
 
 def test_prompts_are_told_by_their_tokens() -> None:
     """Whatever the padding; a padding id inside a prompt is part of it."""
-    rollouts = [make_rollout(p, [7] * n) for p, n in (([5, 6], 1), ([4, 5, 6], 3), ([5, 6], 2), ([0, 5, 6], 1))]
+    rollouts = [
+        make_rollout(p, [7] * n)
+        for p, n in (([5, 6], 1), ([4, 5, 6], 3), ([5, 6], 2), ([0, 5, 6], 1))
+    ]
     first, second, third, fourth = Experience.from_rollouts(rollouts).prompts()
     assert first == third
     assert len({first, second, fourth}) == 3

@@ -44,7 +44,9 @@ def test_only_truncated_answers_bootstrap_and_only_if_asked_to(finish, bootstrap
 def test_bootstrap_value_is_the_one_behind_a_short_response():
     """In a batch with a longer response: the value after the last token, not after the padding."""
     short = make_rollout([50], [20], reward=0.0, finish_reason="length", index=1)
-    experience = make_one(maker(bootstrap_truncated=True, coef=0.0), answer(finish_reason="length"), short)
+    experience = make_one(
+        maker(bootstrap_truncated=True, coef=0.0), answer(finish_reason="length"), short
+    )
     # V before = 50/100, after = 20/100: A = 0 + 0.2 - 0.5
     assert experience.advantages[1] == approx([-0.3, 0, 0])
     assert experience.returns[1] == approx([0.2, 0, 0])
@@ -111,11 +113,15 @@ def test_rewards_group_over_micro_batches_and_order_is_kept():
         make_rollout([40, 50], [10], reward=1.0, index=3),
         make_rollout([50], [30, 20, 10], reward=6.0, index=7),
     ]
-    experience_maker = maker(advantage_estimator="rloo", critic=False, coef=0.0, micro_rollout_batch_size=2)
+    experience_maker = maker(
+        advantage_estimator="rloo", critic=False, coef=0.0, micro_rollout_batch_size=2
+    )
     parts = experience_maker.make_experience_list(rollouts)
     assert [len(part) for part in parts] == [2, 2, 1]
     rows = [row for part in parts for row in part.split()]
-    assert [row.sequences[0, -row.num_actions :].tolist() for row in rows] == [r.response_ids for r in rollouts]
+    assert [row.sequences[0, -row.num_actions :].tolist() for row in rows] == [
+        r.response_ids for r in rollouts
+    ]
     # Leave-one-out: 1 - (2 + 6)/2, 5 - 1, 2 - (1 + 6)/2, 1 - 5, 6 - (1 + 2)/2
     assert [row.advantages[0, 0].item() for row in rows] == [-3, 4, -1.5, -4, 4.5]
     assert all((row.advantages == row.advantages[0, 0]).all() for row in rows)
@@ -131,10 +137,19 @@ def test_micro_batches_change_nothing(micro):
     ]
     options = {"bootstrap_truncated": True}
     expected = make_one(maker(micro_rollout_batch_size=64, **options), *rollouts)
-    found = Experience.collate(maker(micro_rollout_batch_size=micro, **options).make_experience_list(rollouts))
+    found = Experience.collate(
+        maker(micro_rollout_batch_size=micro, **options).make_experience_list(rollouts)
+    )
     mask = expected.action_mask
     assert torch.equal(found.action_mask, mask)
-    for name in ("action_log_probs", "base_action_log_probs", "values", "advantages", "returns", "kl"):
+    for name in (
+        "action_log_probs",
+        "base_action_log_probs",
+        "values",
+        "advantages",
+        "returns",
+        "kl",
+    ):
         assert torch.equal(getattr(found, name)[mask], getattr(expected, name)[mask]), name
     assert {name: values.tolist() for name, values in found.info.items()} == {
         name: values.tolist() for name, values in expected.info.items()
@@ -173,7 +188,11 @@ def test_a_repeated_forward_changes_no_number():
 
 
 def test_extras_of_the_reward_become_info_with_nan_where_a_sample_has_none():
-    rows = [answer(extras={"format": 1.0, "accuracy": 0.0}), answer(index=1, extras={"format": 0.5}), answer(index=2)]
+    rows = [
+        answer(extras={"format": 1.0, "accuracy": 0.0}),
+        answer(index=1, extras={"format": 0.5}),
+        answer(index=2),
+    ]
     info = make_one(maker(), *rows).info
     assert info["reward/format"][:2].tolist() == [1.0, 0.5]
     assert info["reward/format"].isnan().tolist() == [False, False, True]
@@ -193,5 +212,7 @@ def test_a_rollout_without_reward_is_named():
 
 def test_a_group_too_small_for_the_estimator_is_named():
     experience_maker = maker(advantage_estimator="grpo", critic=False)
-    with pytest.raises(ValueError, match=r"prompt 5 has 1 sample, but --advantage_estimator grpo needs at least 2"):
+    with pytest.raises(
+        ValueError, match=r"prompt 5 has 1 sample, but --advantage_estimator grpo needs at least 2"
+    ):
         make_one(experience_maker, answer(), answer(), answer(index=5))

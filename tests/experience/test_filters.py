@@ -44,7 +44,10 @@ def test_of_equal_samples_the_first_is_kept(tie):
 
 
 def test_groups_are_told_apart_by_prompt_and_sample_number():
-    samples = [make_rollout(index=i, sample_index=j) for i, j in [(4, 0), (4, 2), (7, 0), (7, 1), (7, 0), (7, 1)]]
+    samples = [
+        make_rollout(index=i, sample_index=j)
+        for i, j in [(4, 0), (4, 2), (7, 0), (7, 1), (7, 0), (7, 1)]
+    ]
     # The prompt in row 7 comes twice: two groups.
     assert [kept(g) for g in group_by_prompt(samples)] == [[0, 2], [0, 1], [0, 1]]
     assert group_by_prompt([]) == []
@@ -53,14 +56,21 @@ def test_groups_are_told_apart_by_prompt_and_sample_number():
 def test_groups_whose_samples_differ_are_kept():
     keep = GroupFilter()
     assert keep(group((0, 1), (1, 1))) is None
-    for score in (0.0, 1.0, 0.1):  # three times 0.1 has a mean that is not 0.1, and a deviation above 0
+    # three times 0.1 has a mean that is not 0.1, and a deviation above 0
+    for score in (0.0, 1.0, 0.1):
         assert keep(group((score, 1), (score, 1), (score, 1))) == "rejected_equal"
     assert keep(group((1, 1))) == "rejected_equal"  # one sample has nothing to compare with
 
 
 def test_a_range_looks_at_the_mean_and_excludes_its_ends():
     keep = GroupFilter(limits=(0.25, 0.75))
-    means = {0.0: "rejected_low", 0.25: "rejected_low", 0.5: None, 0.75: "rejected_high", 1.0: "rejected_high"}
+    means = {
+        0.0: "rejected_low",
+        0.25: "rejected_low",
+        0.5: None,
+        0.75: "rejected_high",
+        1.0: "rejected_high",
+    }
     for mean, reason in means.items():
         # four samples: 0, 1, 2, 3 or 4 of them are right
         right = int(4 * mean)
@@ -77,7 +87,10 @@ def test_accuracy_between_nothing_and_everything_is_the_same_as_differing():
 
 def test_other_metrics():
     samples = group((1, 2), (1, 2))
-    samples[0].extras, samples[1].extras = {"accuracy": 0.0, "format": 1.0}, {"accuracy": 1.0, "format": 1.0}
+    samples[0].extras, samples[1].extras = (
+        {"accuracy": 0.0, "format": 1.0},
+        {"accuracy": 1.0, "format": 1.0},
+    )
     assert GroupFilter("score")(samples) == "rejected_equal"
     assert GroupFilter("acc")(samples) is None
     assert GroupFilter("format")(samples) == "rejected_equal"
@@ -86,8 +99,13 @@ def test_other_metrics():
     samples[0].token_rewards, samples[1].token_rewards = [0.5, 0.25], [0.5, 0.5]
     assert GroupFilter("seq_reward", (0.874, 0.876))(samples) is None  # the mean of 0.75 and 1
     assert GroupFilter("seq_reward", (2.9, 3.1))(group((2, 1), (4, 1))) is None
-    shaped = {"metric": "seq_final_reward", "final_scores": lambda rollouts: torch.tensor([1.0, -1.0])}
-    assert GroupFilter(**shaped)(samples) is GroupFilter(**shaped, limits=(-0.1, 0.1))(samples) is None
+    shaped = {
+        "metric": "seq_final_reward",
+        "final_scores": lambda rollouts: torch.tensor([1.0, -1.0]),
+    }
+    assert (
+        GroupFilter(**shaped)(samples) is GroupFilter(**shaped, limits=(-0.1, 0.1))(samples) is None
+    )
 
 
 def test_a_sample_without_the_metric_rejects_its_group():

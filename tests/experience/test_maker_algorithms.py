@@ -27,7 +27,9 @@ ENGINE = [-1.0, -2.7, -3.7]  # π_old / π_rollout = 1, e^0.7 ≈ 2.01, e^0.7
 
 def group(*rewards: float, index: int = 0, **fields) -> list[Rollout]:
     """Samples of one prompt: the response 10 20 30 each."""
-    return [answer(reward, sample_index=i, index=index, **fields) for i, reward in enumerate(rewards)]
+    return [
+        answer(reward, sample_index=i, index=index, **fields) for i, reward in enumerate(rewards)
+    ]
 
 
 class EntropyPolicy(torch.nn.Module):
@@ -39,7 +41,9 @@ class EntropyPolicy(torch.nn.Module):
         super().__init__()
         self.row = torch.tensor(logits)
 
-    def score_actions(self, sequences: Tensor, num_actions: int, attention_mask: Tensor, **_: bool) -> ActionScores:
+    def score_actions(
+        self, sequences: Tensor, num_actions: int, attention_mask: Tensor, **_: bool
+    ) -> ActionScores:
         actions, real = sequences[:, -num_actions:], attention_mask[:, -num_actions:].bool()
         entropy = (actions / 10).masked_fill(~real, 0.0)
         return ActionScores(-real.float(), real, entropy, self.row.expand(int(real.sum()), 2))
@@ -47,13 +51,20 @@ class EntropyPolicy(torch.nn.Module):
 
 class TestGroups:
     def test_normalised_inside_each_group(self):
-        options = {"n_samples_per_prompt": 2, "adv_norm": True, "adv_norm_scope": "group", "adv_norm_eps": 0.0}
+        options = {
+            "n_samples_per_prompt": 2,
+            "adv_norm": True,
+            "adv_norm_scope": "group",
+            "adv_norm_eps": 0.0,
+        }
         rollouts = group(0.0, 2.0) + group(5.0, 9.0, index=1)
-        (plain,) = maker(coef=0.0, critic=False, advantage_estimator="reinforce").make_experience_list(rollouts)
+        (plain,) = maker(
+            coef=0.0, critic=False, advantage_estimator="reinforce"
+        ).make_experience_list(rollouts)
         assert plain.advantages[:, 0].tolist() == [0, 2, 5, 9]
-        (got,) = maker(coef=0.0, critic=False, advantage_estimator="reinforce", **options).make_experience_list(
-            rollouts
-        )
+        (got,) = maker(
+            coef=0.0, critic=False, advantage_estimator="reinforce", **options
+        ).make_experience_list(rollouts)
         # every token of a group holds one of two numbers: (x - mean)/σ is ±1
         assert got.advantages[:, 0] == approx([-1, 1, -1, 1])
 
@@ -62,13 +73,20 @@ class TestGroups:
         without = maker(advantage_estimator="grpo", group_std_norm=False, **options)
         dr_grpo = maker(advantage_estimator="dr_grpo", **options)
         rollouts = group(0.0, 1.0, 5.0)
-        assert torch.equal(make_one(without, *rollouts).advantages, make_one(dr_grpo, *rollouts).advantages)
+        assert torch.equal(
+            make_one(without, *rollouts).advantages, make_one(dr_grpo, *rollouts).advantages
+        )
 
     def test_the_greedy_baseline_is_shaped_like_the_scores(self):
         rollouts = group(3.0, 9.0)
         for rollout in rollouts:
             rollout.baseline = answer(5.0)
-        options = {"coef": 0.0, "critic": False, "reward_scaling": 2.0, "reward_clip_range": (0.0, 12.0)}
+        options = {
+            "coef": 0.0,
+            "critic": False,
+            "reward_scaling": 2.0,
+            "reward_clip_range": (0.0, 12.0),
+        }
         experience = make_one(maker(advantage_estimator="remax", **options), *rollouts)
         # scores 6 and 12 (18 clipped), baseline 10
         assert experience.advantages[:, 0] == approx([-4.0, 2.0])
@@ -76,7 +94,9 @@ class TestGroups:
 
 
 ESTIMATORS_OVER_STD = [
-    name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.kl_in_loss and not entry.of_teacher
+    name
+    for name, entry in ADVANTAGE_ESTIMATORS.items()
+    if entry.kl_in_loss and not entry.of_teacher
 ]
 
 
@@ -94,7 +114,12 @@ def test_equal_scores_give_no_advantage_unless_the_kl_is_asked_into_the_reward(n
 class TestTeacher:
     """Its log probs of 10, 20, 30 are -0.5, -2.5, -2: 0.5, -0.5 and 1 above the policy's."""
 
-    ALONE = {"teacher": True, "coef": 0.0, "critic": False, "advantage_estimator": "on_policy_distill"}
+    ALONE = {
+        "teacher": True,
+        "coef": 0.0,
+        "critic": False,
+        "advantage_estimator": "on_policy_distill",
+    }
 
     def test_alone_it_is_the_advantage(self):
         experience = make_one(maker(**self.ALONE), answer(5.0))
@@ -117,7 +142,9 @@ class TestTeacher:
         options = self.ALONE | {"adv_norm": True, "adv_norm_scope": "group", "adv_norm_eps": 0.0}
         experience = make_one(maker(**options, n_samples_per_prompt=2), *group(0.0, 9.0))
         gaps = torch.tensor([0.5, -0.5, 1.0])
-        assert experience.advantages[0] == approx(((gaps - gaps.mean()) / gaps.std(correction=0)).tolist())
+        assert experience.advantages[0] == approx(
+            ((gaps - gaps.mean()) / gaps.std(correction=0)).tolist()
+        )
 
     def test_as_a_loss_it_is_asked_in_training_alone(self):
         experience_maker = maker(**self.ALONE, distill_by="loss", old_log_probs="forward")
@@ -137,7 +164,12 @@ class TestTeacher:
 class TestTruncatedAnswers:
     def test_masked_ones_leave_mask_and_group(self):
         cut = answer(100.0, sample_index=2, finish_reason="length")
-        options = {"coef": 0.0, "critic": False, "advantage_estimator": "dr_grpo", "n_samples_per_prompt": 3}
+        options = {
+            "coef": 0.0,
+            "critic": False,
+            "advantage_estimator": "dr_grpo",
+            "n_samples_per_prompt": 3,
+        }
         experience = make_one(maker(mask_too_long=True, **options), *group(0.0, 4.0), cut)
         assert experience.action_mask.any(1).tolist() == [True, True, False]
         assert experience.advantages[:, 0] == approx([-2.0, 2.0, 0.0])
@@ -146,7 +178,12 @@ class TestTruncatedAnswers:
     def test_masked_and_zero_as_in_areal(self):
         """The score of a cut answer is 0 where it is still looked at; it is trained on neither way."""
         cut = answer(100.0, sample_index=2, finish_reason="length")
-        options = {"coef": 0.0, "critic": False, "advantage_estimator": "dr_grpo", "n_samples_per_prompt": 3}
+        options = {
+            "coef": 0.0,
+            "critic": False,
+            "advantage_estimator": "dr_grpo",
+            "n_samples_per_prompt": 3,
+        }
         both = maker(mask_too_long=True, mask_no_eos_with_zero=True, **options)
         experience = make_one(both, *group(0.0, 4.0), cut)
         assert experience.action_mask.any(1).tolist() == [True, True, False]
@@ -158,13 +195,21 @@ class TestTruncatedAnswers:
         experience = make_one(maker(mask_no_eos_with_zero=True), answer(finish_reason="length"))
         assert experience.info["return"] == approx([0.0])  # -0.1·(0.5 + 0 - 0.5)
         experience = make_one(
-            maker(mask_no_eos_with_zero=True, coef=1.0, kl_estimator="k2"), answer(finish_reason="length")
+            maker(mask_no_eos_with_zero=True, coef=1.0, kl_estimator="k2"),
+            answer(finish_reason="length"),
         )
         assert experience.info["return"] == approx([-0.25])
 
     def test_overlong_penalty_is_logged(self):
-        options = {"generate_max_len": 4, "overlong_buffer_len": 2, "overlong_penalty_factor": 3.0, "coef": 0.0}
-        experience = make_one(maker(**options), answer(2.0), make_rollout([50], [10], reward=2.0, index=1))
+        options = {
+            "generate_max_len": 4,
+            "overlong_buffer_len": 2,
+            "overlong_penalty_factor": 3.0,
+            "coef": 0.0,
+        }
+        experience = make_one(
+            maker(**options), answer(2.0), make_rollout([50], [10], reward=2.0, index=1)
+        )
         # 3 tokens, 1 beyond 4 - 2: -(1/2)·3
         assert experience.info["reward/overlong_reward"] == approx([-1.5, 0])
         assert experience.info["reward/overlong"].tolist() == [1, 0]
@@ -185,20 +230,31 @@ class TestLossWeights:
         return make_one(maker(**options), *(rollouts or [answer(log_probs=ENGINE)])).loss_weights
 
     def test_truncated_importance_sampling(self):
-        assert self.weights(rollout_correction="tis", correction_high=1.5) == approx([[1.0, 1.5, 1.5]])
+        assert self.weights(rollout_correction="tis", correction_high=1.5) == approx(
+            [[1.0, 1.5, 1.5]]
+        )
 
     def test_tokens_below_the_lower_bound_are_left_out(self):
         assert self.weights(rollout_correction="icepop")[0, 0] == 1
         assert self.weights(rollout_correction="icepop", correction_low=1.2)[0, 0] == 0
 
     def test_veto(self):
-        assert self.weights(rollout_correction="icepop", correction_veto=0.99).tolist()[0][1:] != [0, 0]
+        assert self.weights(rollout_correction="icepop", correction_veto=0.99).tolist()[0][1:] != [
+            0,
+            0,
+        ]
         sharp = answer(log_probs=[-0.2, -2.7, -3.7])  # the first ratio is e^-0.8 = 0.45
-        assert self.weights(sharp, rollout_correction="tis", correction_veto=0.5).tolist() == [[0, 0, 0]]
+        assert self.weights(sharp, rollout_correction="tis", correction_veto=0.5).tolist() == [
+            [0, 0, 0]
+        ]
 
     def test_batch_norm_is_over_all_ranks(self):
         rollouts = [answer(log_probs=ENGINE), answer(log_probs=[-1.0, -2.0, -3.0], index=1)]
-        options = {"rollout_correction": "tis", "correction_high": 4.0, "correction_batch_norm": True}
+        options = {
+            "rollout_correction": "tis",
+            "correction_high": 4.0,
+            "correction_batch_norm": True,
+        }
 
         def on_rank(strategy: FakeStrategy) -> Tensor:
             return make_one(maker(strategy, **options), rollouts[strategy.rank]).loss_weights
@@ -208,7 +264,9 @@ class TestLossWeights:
         torch.testing.assert_close(torch.cat(on_ranks(2, on_rank)), whole)
 
     def test_an_engine_without_log_probs_cannot_be_corrected(self):
-        with pytest.raises(ValueError, match="--rollout_correction tis needs the log probs of the rollout engine"):
+        with pytest.raises(
+            ValueError, match="--rollout_correction tis needs the log probs of the rollout engine"
+        ):
             self.weights(answer(), rollout_correction="tis")
 
     def test_only_the_tokens_of_high_entropy(self):
@@ -216,10 +274,17 @@ class TestLossWeights:
         experience_maker.actor = EntropyPolicy()
         long, short = answer(), make_rollout([50], [40], reward=0.0, index=1)
         # entropies 1, 2, 3 and 4: the upper half of all
-        assert make_one(experience_maker, long, short).loss_weights.tolist() == [[0, 0, 1], [1, 0, 0]]
+        assert make_one(experience_maker, long, short).loss_weights.tolist() == [
+            [0, 0, 1],
+            [1, 0, 0],
+        ]
 
     def test_both_together(self):
-        options = {"high_entropy_token_ratio": 0.5, "rollout_correction": "tis", "correction_high": 9.0}
+        options = {
+            "high_entropy_token_ratio": 0.5,
+            "rollout_correction": "tis",
+            "correction_high": 9.0,
+        }
         experience_maker = maker(reference=False, init_kl_coef=0.0, **options)
         experience_maker.actor = EntropyPolicy()
         weights = make_one(experience_maker, answer(log_probs=[-2.0, -2.0, -2.0])).loss_weights
@@ -261,7 +326,9 @@ class TestFullKL:
         # p = (3/4, 1/4), q = (1/2, 1/2): KL = 0.75·ln 1.5 + 0.25·ln 0.5 = 0.130812
         experience_maker.actor = EntropyPolicy((float(torch.tensor(3.0).log()), 0.0))
         experience_maker.initial_model = EntropyPolicy()
-        return make_one(experience_maker, answer(0.0), make_rollout([50], [10], reward=0.0, index=1))
+        return make_one(
+            experience_maker, answer(0.0), make_rollout([50], [10], reward=0.0, index=1)
+        )
 
     def test_in_the_reward(self):
         experience = self.make()
@@ -294,7 +361,9 @@ class TestRejections:
     """ENGINE: d = 0, 0.7, 0.7."""
 
     def weights(self, *texts: str, **options) -> Tensor | None:
-        return make_one(maker(rollout_rejection=texts, **options), answer(log_probs=ENGINE)).loss_weights
+        return make_one(
+            maker(rollout_rejection=texts, **options), answer(log_probs=ENGINE)
+        ).loss_weights
 
     def test_masks_without_weights_and_with_them(self):
         assert self.weights("token_ratio=0.5:2").tolist() == [[1, 0, 0]]
@@ -313,19 +382,29 @@ class TestRejections:
 
         def on_rank(strategy: FakeStrategy) -> list:
             rollout = answer(log_probs=[ENGINE, other][strategy.rank], index=strategy.rank)
-            return make_one(maker(strategy, rollout_rejection=["m2po=0.2"]), rollout).loss_weights.tolist()
+            return make_one(
+                maker(strategy, rollout_rejection=["m2po=0.2"]), rollout
+            ).loss_weights.tolist()
 
         assert on_ranks(2, on_rank) == [[[1, 1, 1]], [[1, 1, 0]]]
 
     def test_without_log_probs_of_the_engine(self):
-        with pytest.raises(ValueError, match=r"--rollout_rejection opsm=0.1 needs the log probs of the rollout engine"):
+        with pytest.raises(
+            ValueError,
+            match=r"--rollout_rejection opsm=0.1 needs the log probs of the rollout engine",
+        ):
             make_one(maker(rollout_rejection=["opsm=0.1"]), answer())
 
 
 def test_the_optimal_token_baseline_gets_the_norms_of_a_pass():
     """Two logits of 0: Σπ² = 1/2, so ‖∇ log π‖² = 1.5 - 2π: of ids 10, 20, 30 with π = e^-1, e^-2, e^-3."""
     first, second = answer(3.0), make_rollout([40, 50], [20], reward=1.0, sample_index=1)
-    options = {"advantage_estimator": "optimal_token_baseline", "n_samples_per_prompt": 2, "coef": 0.0, "critic": False}
+    options = {
+        "advantage_estimator": "optimal_token_baseline",
+        "n_samples_per_prompt": 2,
+        "coef": 0.0,
+        "critic": False,
+    }
     experience = make_one(maker(**options), first, second)
     w0, w1 = 1.5 - 2 * math.exp(-1), 1.5 - 2 * math.exp(-2)
     baseline = (3 * w0 + 1 * w1) / (w0 + w1)
@@ -335,7 +414,11 @@ def test_the_optimal_token_baseline_gets_the_norms_of_a_pass():
 def test_the_norms_are_of_the_distribution_that_was_sampled_from():
     """Logits ln 4 and 0 at temperature 2: π = (2/3, 1/3), Σπ² = 5/9, and ‖∇ log π‖² = 1 + 5/9 - 2π with π = e^-1."""
     experience_maker = maker(
-        advantage_estimator="optimal_token_baseline", n_samples_per_prompt=2, coef=0.0, critic=False, reference=False
+        advantage_estimator="optimal_token_baseline",
+        n_samples_per_prompt=2,
+        coef=0.0,
+        critic=False,
+        reference=False,
     )
     experience_maker.actor = EntropyPolicy((math.log(4.0), 0.0))
     experience_maker.actor.temperature = 2.0
@@ -346,7 +429,9 @@ def test_the_norms_are_of_the_distribution_that_was_sampled_from():
 
 def test_numbers_that_are_not_finite_on_one_rank_stop_all_ranks():
     def on_rank(strategy: FakeStrategy) -> str:
-        experience_maker = maker(strategy, coef=0.0, critic=False, reference=False, advantage_estimator="reinforce")
+        experience_maker = maker(
+            strategy, coef=0.0, critic=False, reference=False, advantage_estimator="reinforce"
+        )
         if strategy.rank == 1:
             with torch.no_grad():
                 experience_maker.actor.table[20] = -math.inf
@@ -364,7 +449,9 @@ def test_tokens_of_high_entropy_are_those_of_all_ranks():
     """Entropies 1, 2, 3 and 4, 5, 6: the upper half is the second rank's."""
 
     def on_rank(strategy: FakeStrategy) -> list:
-        experience_maker = maker(strategy, high_entropy_token_ratio=0.5, reference=False, init_kl_coef=0.0)
+        experience_maker = maker(
+            strategy, high_entropy_token_ratio=0.5, reference=False, init_kl_coef=0.0
+        )
         experience_maker.actor = EntropyPolicy()
         response = [[10, 20, 30], [40, 50, 60]][strategy.rank]
         rollout = make_rollout([50], response, reward=1.0, index=strategy.rank)
@@ -381,7 +468,9 @@ def test_tokens_are_selected_with_a_seed_of_the_run_and_of_the_step():
         experience_maker = maker(seed=seed, coef=0.0, critic=False, reference=False)
         buffer = ReplayBuffer(1)
         for index in range(30):
-            experience = Experience.from_rollouts([make_rollout([index + 1], [10, 20], reward=1.0, index=index)])
+            experience = Experience.from_rollouts(
+                [make_rollout([index + 1], [10, 20], reward=1.0, index=index)]
+            )
             experience.action_log_probs = torch.tensor([[-1.0, -2.0 - 0.01 * index]])
             experience.advantages = torch.tensor([[1.0, 0.5]])
             buffer.append(experience)
@@ -394,7 +483,12 @@ def test_tokens_are_selected_with_a_seed_of_the_run_and_of_the_step():
 
 
 def test_the_deviation_of_the_batch_is_of_all_ranks():
-    options = {"advantage_estimator": "grpo", "n_samples_per_prompt": 2, "coef": 0.0, "critic": False}
+    options = {
+        "advantage_estimator": "grpo",
+        "n_samples_per_prompt": 2,
+        "coef": 0.0,
+        "critic": False,
+    }
     options |= {"grpo_std_scope": "batch", "grpo_std_eps": 0.0}
 
     def on_rank(strategy: FakeStrategy) -> list:
@@ -410,8 +504,14 @@ def test_the_deviation_of_the_batch_is_of_all_ranks():
 def test_a_rank_without_samples_goes_along_with_every_estimator(name):
     """Two ranks, one without samples: no hang, and the other has what it would have alone."""
     options = {"advantage_estimator": name, "n_samples_per_prompt": 2, "coef": 0.1, "teacher": True}
-    options |= {"reward_running_norm": True, "rollout_correction": "tis", "correction_batch_norm": True}
-    options |= {"critic": False} if not ADVANTAGE_ESTIMATORS[name].needs_critic else {"value_norm": "exp"}
+    options |= {
+        "reward_running_norm": True,
+        "rollout_correction": "tis",
+        "correction_batch_norm": True,
+    }
+    options |= (
+        {"critic": False} if not ADVANTAGE_ESTIMATORS[name].needs_critic else {"value_norm": "exp"}
+    )
 
     def rollouts() -> list[Rollout]:
         both = group(0.0, 3.0, log_probs=ENGINE)
@@ -421,7 +521,9 @@ def test_a_rank_without_samples_goes_along_with_every_estimator(name):
         return both
 
     def on_rank(strategy: FakeStrategy) -> list[Experience]:
-        return maker(strategy, **options).make_experience_list(rollouts() if strategy.rank == 1 else [])
+        return maker(strategy, **options).make_experience_list(
+            rollouts() if strategy.rank == 1 else []
+        )
 
     nothing, (got,) = on_ranks(2, on_rank)
     alone = make_one(maker(**options), *rollouts())

@@ -14,14 +14,18 @@ from lightppo.experience.experience import Experience
 
 def batch(*first_ids: int, length: int = 2) -> Experience:
     """A row per number, with which its response begins."""
-    return Experience.from_rollouts([make_rollout([1, 2], [first, *range(length - 1)]) for first in first_ids])
+    return Experience.from_rollouts(
+        [make_rollout([1, 2], [first, *range(length - 1)]) for first in first_ids]
+    )
 
 
 def names(buffer: ReplayBuffer) -> list[int]:
     return [int(item.sequences[0, -item.num_actions]) for item in buffer.items]
 
 
-def with_advantages(rows: list[list[float]], masks: list[list[int]] | None = None) -> list[Experience]:
+def with_advantages(
+    rows: list[list[float]], masks: list[list[int]] | None = None
+) -> list[Experience]:
     items = []
     for i, row in enumerate(rows):
         item = batch(i, length=len(row))
@@ -63,7 +67,9 @@ def test_limit_0_keeps_all_and_clear_forgets_all():
 @pytest.mark.parametrize(("offload", "moves"), [(True, ["cpu"]), (False, [])])
 def test_offload_moves_what_is_put_in_to_the_cpu(offload, moves, monkeypatch):
     seen = []
-    monkeypatch.setattr(Experience, "to_device", lambda self, device: seen.append(str(device)) or self)
+    monkeypatch.setattr(
+        Experience, "to_device", lambda self, device: seen.append(str(device)) or self
+    )
     ReplayBuffer(1, cpu_offload=offload).append(batch(1, 2))
     assert seen == moves
 

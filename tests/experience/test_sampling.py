@@ -16,9 +16,14 @@ from lightppo.rollout.engine import SamplingParams
 PROMPTS = [Prompt(f"prompt {i}", [i + 1], index=i) for i in range(3)]
 
 
-def sampler(table: dict[tuple[int, int], float], n: int = 2, min_group_size: int = 1, seed: int = 5) -> RolloutSampler:
+def sampler(
+    table: dict[tuple[int, int], float], n: int = 2, min_group_size: int = 1, seed: int = 5
+) -> RolloutSampler:
     return RolloutSampler(
-        FakeEngine(), FakeReward(table), SamplingParams(n=n, temperature=0.7, seed=seed), min_group_size
+        FakeEngine(),
+        FakeReward(table),
+        SamplingParams(n=n, temperature=0.7, seed=seed),
+        min_group_size,
     )
 
 
@@ -90,7 +95,9 @@ def test_nothing_is_said_where_all_is_scored(caplog):
 def test_a_score_that_is_no_number_is_an_error_and_changes_no_sample():
     source = sampler({**everything(2), (1, 0): "high"})
     rollouts = source.generate(PROMPTS, 1)
-    with pytest.raises(RewardError, match=r"table: the score of sample 2 \(prompt row 1, sample_index 0"):
+    with pytest.raises(
+        RewardError, match=r"table: the score of sample 2 \(prompt row 1, sample_index 0"
+    ):
         source.score(rollouts)
     assert all(r.reward is None for r in rollouts)
 
@@ -100,7 +107,8 @@ def test_a_score_that_is_not_finite_keeps_the_samples_together_for_the_step_that
     batch = source.score(source.generate(PROMPTS, 1))
     assert batch.not_finite.startswith("table: the score of sample 2 (prompt row 1, sample_index 0")
     assert len(batch.rollouts) == 6
-    assert all(math.isnan(r.reward) for r in batch.rollouts)  # none of them is trained on by mistake
+    # none of them is trained on by mistake
+    assert all(math.isnan(r.reward) for r in batch.rollouts)
     assert batch.prompt_scores == {}
 
 
@@ -120,7 +128,9 @@ def test_the_greedy_answer_is_sampled_and_scored_once_for_all_samples_of_its_pro
         timed.append((phase, len(source.engine.calls)))  # before the greedy call
         return nullcontext()
 
-    source = RolloutSampler(FakeEngine(), Counting(everything(3)), sampling, greedy_baseline=True, timer=timer)
+    source = RolloutSampler(
+        FakeEngine(), Counting(everything(3)), sampling, greedy_baseline=True, timer=timer
+    )
     rollouts = source.generate(PROMPTS, 1)
     assert timed == [("greedy", 1)]
     (_, sampled), (_, greedy) = source.engine.calls
@@ -134,8 +144,11 @@ def test_the_greedy_answer_is_sampled_and_scored_once_for_all_samples_of_its_pro
 
 
 def test_samples_without_a_scored_baseline_are_left_out():
-    table = {**everything(2), (1, 0): None}  # also the greedy answer to prompt 1, whose sample number is 0
-    source = RolloutSampler(FakeEngine(), FakeReward(table), SamplingParams(n=2), greedy_baseline=True)
+    # also the greedy answer to prompt 1, whose sample number is 0
+    table = {**everything(2), (1, 0): None}
+    source = RolloutSampler(
+        FakeEngine(), FakeReward(table), SamplingParams(n=2), greedy_baseline=True
+    )
     batch = source.score(source.generate(PROMPTS, 1))
     assert kept(batch) == [(0, 0, 0), (0, 1, 1), (2, 0, 20), (2, 1, 21)]
     assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (1, 1)

@@ -24,16 +24,24 @@ HARD, MIXED, EASY = 0, 1, 2  # all wrong, one of two right, all right
 
 def table(kinds: Iterable[int]) -> dict[tuple[int, int], float]:
     """Scores of two samples of each prompt, by what kind it is."""
-    return {(i, j): float(kind == EASY or (kind == MIXED and j == 1)) for i, kind in enumerate(kinds) for j in (0, 1)}
+    return {
+        (i, j): float(kind == EASY or (kind == MIXED and j == 1))
+        for i, kind in enumerate(kinds)
+        for j in (0, 1)
+    }
 
 
 class Episode:
     """Prompts ``first .. last`` in batches, every rank its share."""
 
-    def __init__(self, count: int, batch_size: int, strategy: FakeStrategy | None = None, first: int = 0) -> None:
+    def __init__(
+        self, count: int, batch_size: int, strategy: FakeStrategy | None = None, first: int = 0
+    ) -> None:
         rank, world = (strategy.rank, strategy.world_size) if strategy else (0, 1)
         batches = [range(i, min(i + batch_size, count)) for i in range(first, count, batch_size)]
-        self.batches = [[Prompt(f"p{i}", [i + 1], index=i) for i in batch[rank::world]] for batch in batches]
+        self.batches = [
+            [Prompt(f"p{i}", [i + 1], index=i) for i in batch[rank::world]] for batch in batches
+        ]
         self.served: list[int] = []
 
     @property
@@ -46,7 +54,9 @@ class Episode:
         return prompts
 
 
-def collector(kinds, strategy=None, *, groups=2, keep=True, scores=None, **options) -> GroupCollector:
+def collector(
+    kinds, strategy=None, *, groups=2, keep=True, scores=None, **options
+) -> GroupCollector:
     rewards = FakeReward(table(kinds) if scores is None else scores)
     return GroupCollector(
         RolloutSampler(FakeEngine(), rewards, SamplingParams(n=2)),
@@ -102,8 +112,18 @@ def test_rejected_groups_are_replaced_and_the_surplus_waits():
     assert trained(first) == [2, 4]
     assert episode.served == [0, 1, 2, 3, 4, 5]
     assert [group[0].prompt.index for _, group in own.surplus] == [5]
-    expected = {"num_gen_batches": 3, "trained_groups": 2, "surplus_groups": 1, "generated_samples": 12}
-    expected |= {"rejected_equal": 3, "rejected_low": 0, "rejected_high": 0, "rejected_unmeasured": 0}
+    expected = {
+        "num_gen_batches": 3,
+        "trained_groups": 2,
+        "surplus_groups": 1,
+        "generated_samples": 12,
+    }
+    expected |= {
+        "rejected_equal": 3,
+        "rejected_low": 0,
+        "rejected_high": 0,
+        "rejected_unmeasured": 0,
+    }
     expected |= {"kept_share": 0.5, "stale_groups": 0, "staleness": 0, "reused_groups": 0}
     assert {name: first.counts[name] for name in expected} == expected
 
@@ -125,7 +145,10 @@ def test_an_oversampled_batch_feeds_several_steps_without_a_filter():
 
 
 def test_the_end_of_an_episode_is_a_short_step_and_may_be_an_empty_one():
-    own, episode = collector([MIXED, EASY, HARD], on_exhausted="raise", max_batches=5), Episode(3, 2)
+    own, episode = (
+        collector([MIXED, EASY, HARD], on_exhausted="raise", max_batches=5),
+        Episode(3, 2),
+    )
     step = own.collect(episode, 1)
     assert (trained(step), step.groups, episode.exhausted) == ([0], 1, True)
     own, episode = collector([EASY, HARD], on_exhausted="reuse", max_batches=5), Episode(2, 2)
@@ -135,7 +158,10 @@ def test_the_end_of_an_episode_is_a_short_step_and_may_be_an_empty_one():
 
 @pytest.mark.parametrize(("policy", "repeated"), [("train_short", []), ("reuse", [0, 1])])
 def test_too_few_groups_after_the_last_batch(policy, repeated):
-    own, episode = collector([MIXED, EASY, HARD, EASY, MIXED], on_exhausted=policy, max_batches=2), Episode(5, 2)
+    own, episode = (
+        collector([MIXED, EASY, HARD, EASY, MIXED], on_exhausted=policy, max_batches=2),
+        Episode(5, 2),
+    )
     step = own.collect(episode, 1)
     assert (trained(step), step.repeated) == ([0], repeated)
     assert step.groups == 1 + bool(repeated)
@@ -162,14 +188,18 @@ def test_reuse_goes_round_and_has_nothing_to_use_without_a_group():
 
 def test_raise_says_what_to_do():
     own = collector([MIXED, EASY, EASY, EASY], on_exhausted="raise", max_batches=1)
-    with pytest.raises(RewardError, match=r"step 7: 1 of 2 groups .*--max_num_gen_batches.* --filter_range"):
+    with pytest.raises(
+        RewardError, match=r"step 7: 1 of 2 groups .*--max_num_gen_batches.* --filter_range"
+    ):
         own.collect(Episode(4, 2), 7)
 
 
 def test_a_metric_that_no_sample_has_is_an_error():
     own = collector([MIXED, MIXED])
     own.group_filter = GroupFilter("acc")
-    with pytest.raises(RewardError, match=r"--filter_metric acc: no sample of step 1 has it; .* gives score"):
+    with pytest.raises(
+        RewardError, match=r"--filter_metric acc: no sample of step 1 has it; .* gives score"
+    ):
         own.collect(Episode(2, 2), 1)
 
 
@@ -215,7 +245,9 @@ def test_the_surplus_is_saved_and_comes_back():
 def test_a_greedy_baseline_survives_being_saved():
     scores = table([MIXED] * 2)
     for baseline in (True, False):
-        sampler = RolloutSampler(FakeEngine(), FakeReward(scores), SamplingParams(n=2), greedy_baseline=baseline)
+        sampler = RolloutSampler(
+            FakeEngine(), FakeReward(scores), SamplingParams(n=2), greedy_baseline=baseline
+        )
         own = GroupCollector(sampler, FakeStrategy(), groups_per_step=1)
         own.collect(Episode(2, 2), 1)
         state = own.state_dict()
@@ -260,7 +292,11 @@ def test_all_groups_of_one_rank_are_rejected_and_none_of_the_other(spoilt):
 
     def run(strategy):
         own, episode = collector(kinds, strategy, groups=4), Episode(16, 4, strategy)
-        return [own.collect(episode, step) for step in (1, 2)], len(own.sampler.engine.calls), own.surplus
+        return (
+            [own.collect(episode, step) for step in (1, 2)],
+            len(own.sampler.engine.calls),
+            own.surplus,
+        )
 
     ranks = on_ranks(2, run)
     for rank, (steps, calls, surplus) in enumerate(ranks):
@@ -337,7 +373,9 @@ def test_a_score_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all():
         first, second = on_ranks(2, partial(run, groups=groups))
         assert first == second
         assert first[0] == 0
-        assert first[1].startswith("rank 1: table: the score of sample 0 (prompt row 1, sample_index 0")
+        assert first[1].startswith(
+            "rank 1: table: the score of sample 0 (prompt row 1, sample_index 0"
+        )
         assert first[2] == 1
 
 
@@ -363,10 +401,13 @@ def test_groups_are_balanced_by_all_ranks_or_by_none():
             strategy.barrier()
             return rollouts
 
-        own = collector(kinds, strategy, groups=4, max_batches=1, on_exhausted="reuse", balance=balance)
+        own = collector(
+            kinds, strategy, groups=4, max_batches=1, on_exhausted="reuse", balance=balance
+        )
         return own.collect(Episode(8, 4, strategy), 1).groups
 
-    assert on_ranks(2, partial(run, kinds=[MIXED, HARD] * 4)) == [4, 4]  # rank 1 has no group to repeat
+    # rank 1 has no group to repeat
+    assert on_ranks(2, partial(run, kinds=[MIXED, HARD] * 4)) == [4, 4]
     assert balanced == []
     assert on_ranks(2, partial(run, kinds=[MIXED] * 8)) == [4, 4]
     assert sorted(balanced) == [0, 1]

@@ -15,7 +15,9 @@ MAX_LEN = 10
 
 
 def shaper(strategy: FakeStrategy | None = None, **options) -> ScoreShaper:
-    config = PPOConfig.from_flat({"reward_clip_range": None, "generate_max_len": MAX_LEN} | options).resolved()
+    config = PPOConfig.from_flat(
+        {"reward_clip_range": None, "generate_max_len": MAX_LEN} | options
+    ).resolved()
     return ScoreShaper(config.reward, MAX_LEN, strategy or FakeStrategy())
 
 
@@ -42,13 +44,18 @@ def responses(*scores_and_lengths: tuple[float, int]) -> list:
         ({"stop_properly_penalty": 0.5}, [1.0, -4.0, 3.0]),
         ({"stop_properly_penalty": -2.0}, [1.0, -4.0, -2.0]),
         ({"mask_no_eos_with_zero": True}, [1.0, -4.0, 0.0]),
-        ({"mask_no_eos_with_zero": True, "overlong_buffer_len": 5}, [1.0, -4.4, 0.0]),  # zero is zero
-        ({"overlong_buffer_len": 5, "reward_scaling": 10.0}, [10.0, -40.4, 59.0]),  # the penalty is not scaled
-        ({"overlong_buffer_len": 5, "reward_clip_range": (-4.0, 4.0)}, [1.0, -4.0, 4.0]),  # the range is the last word
+        # zero is zero
+        ({"mask_no_eos_with_zero": True, "overlong_buffer_len": 5}, [1.0, -4.4, 0.0]),
+        # the penalty is not scaled
+        ({"overlong_buffer_len": 5, "reward_scaling": 10.0}, [10.0, -40.4, 59.0]),
+        # the range is the last word
+        ({"overlong_buffer_len": 5, "reward_clip_range": (-4.0, 4.0)}, [1.0, -4.0, 4.0]),
     ],
 )
 def test_each_step_and_the_order(options, expected):
-    assert shaper(**options).shape(responses((1.0, 2), (-4.0, 7), (6.0, 10))).tolist() == pytest.approx(expected)
+    assert shaper(**options).shape(
+        responses((1.0, 2), (-4.0, 7), (6.0, 10))
+    ).tolist() == pytest.approx(expected)
 
 
 def test_running_normalisation_sees_the_rollout_first():
@@ -107,12 +114,17 @@ class TestDenseRewards:
 
     def test_they_are_scaled(self):
         rollouts, mask = self.batch()
-        shaping = shaper(use_dense_reward=True, reward_bias=0.5, reward_scaling=2.0, max_reward_clip=3.0)
+        shaping = shaper(
+            use_dense_reward=True, reward_bias=0.5, reward_scaling=2.0, max_reward_clip=3.0
+        )
         assert shaping.token_scores(rollouts, mask).tolist() == [[1.0, 3.0, 0.0], [0.0, -0.5, 1.0]]
 
     def test_the_penalty_for_length_comes_on_top(self):
         rollouts, _ = self.batch()
-        assert shaper(use_dense_reward=True, overlong_buffer_len=8).shape(rollouts).tolist() == [0.0, -0.125]
+        assert shaper(use_dense_reward=True, overlong_buffer_len=8).shape(rollouts).tolist() == [
+            0.0,
+            -0.125,
+        ]
 
     def test_none_without_the_flag(self):
         rollouts, mask = self.batch()

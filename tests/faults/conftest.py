@@ -25,7 +25,9 @@ def start(inputs: dict[str, str]) -> Callable[..., RanksResult]:
 
     def start(folder: Path, spec: dict[str, Any] | None = None, check: bool = True, **options: Any):
         words = flags(inputs, folder, **options)
-        return run_ranks(SCRIPT, json.dumps(spec or {}), *words, check=check, timeout=200, env=WITH_SUPPORT)
+        return run_ranks(
+            SCRIPT, json.dumps(spec or {}), *words, check=check, timeout=200, env=WITH_SUPPORT
+        )
 
     return start
 

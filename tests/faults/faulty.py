@@ -60,7 +60,9 @@ def trainer_class() -> type:
                     "scoring": (self.reward_source, "score"),
                     "training": (self.strategy, "backward"),
                     "sync": (self.rollout_engine, "sync_weights"),
-                    "saving": (self.checkpointer, "save") if SPEC["fault"] == "NaN" else (self.strategy, "save_ckpt"),
+                    "saving": (self.checkpointer, "save")
+                    if SPEC["fault"] == "NaN"
+                    else (self.strategy, "save_ckpt"),
                     "loading": (self.strategy, "load_ckpt"),
                 }[SPEC["phase"]]
                 around(self, owner, method)
@@ -88,7 +90,16 @@ def around(trainer: Any, owner: Any, method: str) -> None:
     setattr(owner, method, call)
 
 
-CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.utime")
+CHANGES = (
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.utime",
+)
 
 
 def in_save(trainer: Any) -> None:

@@ -44,14 +44,18 @@ def flags(inputs: dict[str, str], out: Path, **options: Any) -> list[str]:
         "save_path": out / "run",
         "ckpt_path": out / "ckpt",
     }
-    chosen = {name: value for name, value in (inputs | small | options).items() if value is not None}
+    chosen = {
+        name: value for name, value in (inputs | small | options).items() if value is not None
+    }
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in chosen.items()]
 
 
 def metric_rows(out: Path) -> list[dict[str, Any]]:
     """Every number of every step, without what depends on the clock, which some rows hold alone."""
     found = (json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines())
-    rows = [{k: v for k, v in row.items() if k != "time" and not k.startswith("perf/")} for row in found]
+    rows = [
+        {k: v for k, v in row.items() if k != "time" and not k.startswith("perf/")} for row in found
+    ]
     return [row for row in rows if len(row) > 1]
 
 

@@ -21,9 +21,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-LIMITS = {"memory": 20.0, "children's memory": 20.0, "files": 0.01, "threads": 0.01}  # KiB and numbers, per step
+# KiB and numbers, per step
+LIMITS = {"memory": 20.0, "children's memory": 20.0, "files": 0.01, "threads": 0.01}
 LONG = 100  # steps of a life; what a process first needs has come by the half of them
-UNITS = {"memory": "KiB/step", "children's memory": "KiB/step", "files": "per step", "threads": "per step"}
+UNITS = {
+    "memory": "KiB/step",
+    "children's memory": "KiB/step",
+    "files": "per step",
+    "threads": "per step",
+}
 REWARD = """
 import random
 
@@ -97,7 +103,9 @@ def main() -> None:
     from support.ranks import ENVIRONMENT, kill_marked, launch_command
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=None, help="of all lives; by default as many as --minutes hold")
+    parser.add_argument(
+        "--steps", type=int, default=None, help="of all lives; by default as many as --minutes hold"
+    )
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--lives", type=int, default=4)
     parser.add_argument("--engine", default="hf", choices=["hf", "vllm"])
@@ -109,12 +117,17 @@ def main() -> None:
     for life in range(given.lives):
         notes = folder / f"life{life}"
         notes.mkdir()
-        steps, seconds = given.steps and given.steps * (life + 1) // given.lives, 60 * given.minutes / given.lives
+        steps, seconds = (
+            given.steps and given.steps * (life + 1) // given.lives,
+            60 * given.minutes / given.lives,
+        )
         ends = {"steps": steps, "seconds": seconds}
         with (folder / f"log{life}").open("w") as log:
             command = launch_command("deepspeed", 2, Path(__file__), words)
             options = {"env": environment | {"SOAK_NOTES": str(notes)}, "stdin": subprocess.DEVNULL}
-            launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **options)
+            launcher = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, **options
+            )
             live(launcher, notes, dice, last=life == given.lives - 1, **ends)
         too_much += report(life, notes)
         if left := leftovers(str(folder)):
@@ -157,7 +170,11 @@ def live(
     began, killed = time.monotonic(), False
     while launcher.poll() is None and not killed:
         rows = noted(notes / "rank1")
-        over = time.monotonic() - began > seconds if steps is None else bool(rows) and rows[-1]["step"] >= steps
+        over = (
+            time.monotonic() - began > seconds
+            if steps is None
+            else bool(rows) and rows[-1]["step"] >= steps
+        )
         if over and not (last and steps):
             kill_a_rank(launcher.pid, dice)
             killed = True
@@ -184,12 +201,21 @@ def report(life: int, notes: Path) -> list[str]:
         rows = noted(notes / f"rank{rank}")
         late = rows[len(rows) // 2 :]
         slopes = (
-            {name: slope([(row["step"], row[name]) for row in late]) for name in LIMITS} if len(rows) >= LONG else {}
+            {name: slope([(row["step"], row[name]) for row in late]) for name in LIMITS}
+            if len(rows) >= LONG
+            else {}
         )
-        shown = ", ".join(f"{name} {value:+.3f} {UNITS[name]} (limit {LIMITS[name]})" for name, value in slopes.items())
+        shown = ", ".join(
+            f"{name} {value:+.3f} {UNITS[name]} (limit {LIMITS[name]})"
+            for name, value in slopes.items()
+        )
         shown = shown or f"too short for slopes, which need {LONG} steps"
         print(f"life {life}, rank {rank}, {len(rows)} steps: {shown}", flush=True)
-        too_much += [f"life {life}, rank {rank}: {name}" for name, value in slopes.items() if value > LIMITS[name]]
+        too_much += [
+            f"life {life}, rank {rank}: {name}"
+            for name, value in slopes.items()
+            if value > LIMITS[name]
+        ]
     return too_much
 
 

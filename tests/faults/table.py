@@ -58,7 +58,11 @@ class Fault:
 
 DIED = Ends("ends at once; goes on when started again", "")
 HUNG = Ends("ends after `--dist_timeout`", r"(?i)timed out|dist_timeout", within=WAIT + GRACE)
-NO_ROOM = Ends("ends at the next write, which names the path", r"No space left|cannot be written|free", within=60)
+NO_ROOM = Ends(
+    "ends at the next write, which names the path",
+    r"No space left|cannot be written|free",
+    within=60,
+)
 NOTHING_COMPUTED = Cannot("nothing is computed")
 
 FAULTS = (
@@ -70,13 +74,25 @@ FAULTS = (
     Fault("slow rank", GoesOn("goes on: the others wait, up to `--dist_timeout`")),
     Fault(
         "dead reward server",
-        Ends("ends when it is asked next, after `--remote_rm_retries`", r"reward server|remote_rm_url", within=60),
-        at={"saving": Ends("ends in the next step's scoring", r"reward server|remote_rm_url", within=60)},
+        Ends(
+            "ends when it is asked next, after `--remote_rm_retries`",
+            r"reward server|remote_rm_url",
+            within=60,
+        ),
+        at={
+            "saving": Ends(
+                "ends in the next step's scoring", r"reward server|remote_rm_url", within=60
+            )
+        },
         needs="reward server",
     ),
     Fault(
         "dead vLLM server",
-        Ends("ends when it is asked next, after `--vllm_server_retries`", r"vLLM|vllm_server", within=60),
+        Ends(
+            "ends when it is asked next, after `--vllm_server_retries`",
+            r"vLLM|vllm_server",
+            within=60,
+        ),
         needs="vLLM server",
     ),
     Fault("full disk", NO_ROOM, needs="disk"),
@@ -85,9 +101,16 @@ FAULTS = (
         NOTHING_COMPUTED,
         at={
             "generation": Ends("ends: no token can be drawn", "no token can be drawn"),
-            "scoring": GoesOn("the step is left out on all ranks and counted", counted="train/actor_skipped"),
-            "training": GoesOn("the step is skipped on all ranks and counted", counted="train/actor_skipped"),
-            "saving": Ends("ends: weights that are not finite take no good checkpoint's place", "are not finite"),
+            "scoring": GoesOn(
+                "the step is left out on all ranks and counted", counted="train/actor_skipped"
+            ),
+            "training": GoesOn(
+                "the step is skipped on all ranks and counted", counted="train/actor_skipped"
+            ),
+            "saving": Ends(
+                "ends: weights that are not finite take no good checkpoint's place",
+                "are not finite",
+            ),
         },
     ),
     Fault("lost network", HUNG, needs="network"),
@@ -99,7 +122,9 @@ def as_markdown() -> str:
     """Rows are faults, columns phases; neighbours with the same outcome are written once."""
     lines = [f"fault | {' | '.join(PHASES)}", "|".join(["---"] * (len(PHASES) + 1))]
     for fault in FAULTS:
-        texts = [cell.why if isinstance(cell, Cannot) else cell.text for cell in fault.cells().values()]
+        texts = [
+            cell.why if isinstance(cell, Cannot) else cell.text for cell in fault.cells().values()
+        ]
         shown = ["″" if i and text == texts[i - 1] else text for i, text in enumerate(texts)]
         lines.append(f"{fault.name} | {' | '.join(shown)}")
     return "\n".join(lines)

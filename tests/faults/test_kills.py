@@ -30,7 +30,13 @@ RUNS = {
         "train_batch_size": 8,
         "critic_learning_rate": None,
     },
-    "all else": {"zero_stage": 0, "enable_ema": True, "kl_target": 0.1, "save_hf_ckpt": True, "max_epochs": 2},
+    "all else": {
+        "zero_stage": 0,
+        "enable_ema": True,
+        "kl_target": 0.1,
+        "save_hf_ckpt": True,
+        "max_epochs": 2,
+    },
 }
 
 
@@ -62,8 +68,13 @@ def test_random_kills_change_nothing(run, start, tmp_path, capsys):
     pids.mkdir()
     start(tmp_path / "undisturbed", {"pids": str(pids)}, **options)
     expected = outcome(tmp_path / "undisturbed")
-    whole = (tmp_path / "undisturbed" / "run" / "model.safetensors").stat().st_mtime - (pids / "0").stat().st_mtime
-    times = [json.loads(row)["time"] for row in (tmp_path / "undisturbed" / "run" / "metrics.jsonl").open()]
+    whole = (tmp_path / "undisturbed" / "run" / "model.safetensors").stat().st_mtime - (
+        pids / "0"
+    ).stat().st_mtime
+    times = [
+        json.loads(row)["time"]
+        for row in (tmp_path / "undisturbed" / "run" / "metrics.jsonl").open()
+    ]
     of_step = (times[-1] - times[0]) / (STEPS - 1)
     while kills < -(-KILLS // len(RUNS)):
         folder, runs = tmp_path / f"run{runs}", runs + 1
@@ -73,7 +84,8 @@ def test_random_kills_change_nothing(run, start, tmp_path, capsys):
                 file.unlink()
             steps_done = int(mark.read_text().removeprefix("global_step")) if mark.exists() else 0
             stalled, steps_before = (stalled + 1 if steps_done == steps_before else 0), steps_done
-            left = (whole - of_step * steps_done) * 1.1**stalled  # a machine that is busy now gets there, too
+            # a machine that is busy now gets there, too
+            left = (whole - of_step * steps_done) * 1.1**stalled
             killer = Killer(pids, dice.choice([[0], [1], [0, 1]]), dice.uniform(0, left))
             killer.start()
             result = start(folder, {"pids": str(pids)}, check=False, **options)
@@ -87,10 +99,18 @@ def test_random_kills_change_nothing(run, start, tmp_path, capsys):
         print(f"\n{run}: {kills} kills in {runs} runs", flush=True)
 
 
-def operations(start: Any, folder: Path, rank: int, number: int | None, step: int, **options: Any) -> list[str]:
+def operations(
+    start: Any, folder: Path, rank: int, number: int | None, step: int, **options: Any
+) -> list[str]:
     """What the save of a step does to files, in order; the rank dies at the ``number``-th."""
     struck = folder.with_suffix(".json")
-    spec = {"rank": rank, "operation": number, "step": step, "under": str(folder / "ckpt"), "struck": str(struck)}
+    spec = {
+        "rank": rank,
+        "operation": number,
+        "step": step,
+        "under": str(folder / "ckpt"),
+        "struck": str(struck),
+    }
     result = start(folder, spec, check=number is None, **options)
     assert (result.returncode != 0) == (number is not None), result.output[-3000:]
     assert ("resumed from" in result.output) == (step > 2), result.output[-3000:]
@@ -108,13 +128,18 @@ def test_a_kill_at_every_file_operation_of_a_save(start, tmp_path, rank, capsys)
     expected = outcome(tmp_path / "undisturbed")
     assert len(names) > (15 if rank == 0 else 1)
     for first in range(0, len(names), len(saves)):
-        folder, hit = tmp_path / f"from{first}", list(enumerate(names, start=1))[first : first + len(saves)]
+        folder, hit = (
+            tmp_path / f"from{first}",
+            list(enumerate(names, start=1))[first : first + len(saves)],
+        )
         for step, (number, _) in zip(saves, hit):
             operations(start, folder, rank, number, step, **options)
         assert "resumed from" in start(folder, **options).output
         assert outcome(folder) == expected, hit
     with capsys.disabled():
-        print(f"\nrank {rank}: killed at each of {len(names)} file operations of a save", flush=True)
+        print(
+            f"\nrank {rank}: killed at each of {len(names)} file operations of a save", flush=True
+        )
 
 
 @pytest.mark.faults
@@ -127,7 +152,9 @@ def test_time_from_a_kill_to_the_next_step(inputs, tmp_path, capsys):
 
     def launch() -> subprocess.Popen[bytes]:
         command = launch_command("deepspeed", 2, "lightppo", ["ppo", *words])
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
 
     def wait_for_step(step: int) -> float:
         deadline = time.monotonic() + 400
@@ -152,5 +179,7 @@ def test_time_from_a_kill_to_the_next_step(inputs, tmp_path, capsys):
         log.close()
     with capsys.disabled():
         load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-        print(f"\n{ended_at - killed_at:.1f} s until the launcher ended, {took:.1f} s until the next step; {load}")
+        print(
+            f"\n{ended_at - killed_at:.1f} s until the launcher ended, {took:.1f} s until the next step; {load}"
+        )
     assert busy or took < 20

@@ -39,7 +39,10 @@ def test_the_page_has_the_table():
 @pytest.mark.parametrize(("fault", "phase", "wanted"), cells())
 def test_outcome(fault: Fault, phase: str, wanted: Outcome, start, surroundings, tmp_path):
     around = surroundings(fault)
-    folder, spec = around.folder, {**around.spec, "struck": str(tmp_path / "struck"), "clocked": str(tmp_path)}
+    folder, spec = (
+        around.folder,
+        {**around.spec, "struck": str(tmp_path / "struck"), "clocked": str(tmp_path)},
+    )
     if phase == "loading":
         start(folder, around.spec, benchmark_steps=STEP - 1, **around.options)
     spec |= {"fault": fault.name, "phase": phase, "rank": 1, "step": STEP}
@@ -68,7 +71,12 @@ def test_outcome(fault: Fault, phase: str, wanted: Outcome, start, surroundings,
 class Surroundings:
     """Of one run: its ``folder``, further ``options``, what faulty.py is told; and the same without a fault."""
 
-    def __init__(self, folder: Path, options: dict[str, Any] | None = None, spec: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: dict[str, Any] | None = None,
+        spec: dict[str, Any] | None = None,
+    ) -> None:
         self.folder, self.options, self.spec = folder, options or {}, spec or {}
         self.repair: Callable[[], Any] = lambda: None
         self.undisturbed: Callable[[], Any] = lambda: None
@@ -81,7 +89,9 @@ def without_faults() -> dict[str, Any]:
 
 
 @pytest.fixture
-def surroundings(start, undisturbed, without_faults, inputs, tmp_path) -> Iterator[Callable[[Fault], Surroundings]]:
+def surroundings(
+    start, undisturbed, without_faults, inputs, tmp_path
+) -> Iterator[Callable[[Fault], Surroundings]]:
     with ExitStack() as stack:
 
         def make(fault: Fault) -> Surroundings:
@@ -99,20 +109,26 @@ def surroundings(start, undisturbed, without_faults, inputs, tmp_path) -> Iterat
                     without_faults[fault.needs] = outcome(tmp_path / "undisturbed")
                 return without_faults[fault.needs]
 
-            made.undisturbed = outcome_without_fault if "server" in fault.needs else lambda: undisturbed
+            made.undisturbed = (
+                outcome_without_fault if "server" in fault.needs else lambda: undisturbed
+            )
             return made
 
         yield make
 
 
 @contextmanager
-def server(serve: Callable[..., None], tmp_path: Path, options: Callable[[str], dict[str, Any]], *args: Any):
+def server(
+    serve: Callable[..., None], tmp_path: Path, options: Callable[[str], dict[str, Any]], *args: Any
+):
     """A server in a process of its own, which ``repair`` starts anew at the same address."""
     made, processes = Surroundings(tmp_path / "out"), []
 
     def begin(port: int = 0) -> str:
         ours, its = multiprocessing.Pipe()
-        processes.append(multiprocessing.get_context("fork").Process(target=serve, args=(its, port, *args)))
+        processes.append(
+            multiprocessing.get_context("fork").Process(target=serve, args=(its, port, *args))
+        )
         processes[-1].start()
         made.spec["server"] = processes[-1].pid
         return ours.recv()
@@ -170,7 +186,11 @@ def vllm_server(tmp_path: Path, inputs: dict[str, str]) -> Iterator[Surroundings
 
     def options(url: str) -> dict[str, Any]:
         engine = {"rollout_engine": "vllm_server", "vllm_server_url": url, "rollout_check": "off"}
-        limits = {"vllm_server_retries": 0, "vllm_server_timeout": 10, "vllm_server_start_timeout": 10}
+        limits = {
+            "vllm_server_retries": 0,
+            "vllm_server_timeout": 10,
+            "vllm_server_start_timeout": 10,
+        }
         return engine | limits | {"vllm_server_sync": "disk", "vllm_server_sync_dir": str(tmp_path)}
 
     described = architecture(AutoConfig.from_pretrained(inputs["pretrain"]))
@@ -182,7 +202,9 @@ def vllm_server(tmp_path: Path, inputs: dict[str, str]) -> Iterator[Surroundings
 def small_disk(tmp_path: Path, inputs: dict[str, str]) -> Iterator[Surroundings]:
     disk = tmp_path / "disk"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "lightppo-test", str(disk)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=60m", "lightppo-test", str(disk)], check=True
+    )
     made = Surroundings(disk / "out", spec={"disk": str(disk)})
     made.repair = (disk / "filled").unlink
     try:
@@ -196,9 +218,16 @@ def network(tmp_path: Path, inputs: dict[str, str]) -> Iterator[Surroundings]:
     (tmp_path / "hosts").mkdir()
     with two_machines(tmp_path / "hosts") as machines:
         environment = {"MASTER_ADDR": ADDRESSES[0], "LOCAL_WORLD_SIZE": "1"}
-        made = Surroundings(tmp_path / "out", spec={"network": machines.names, "environment": environment})
+        made = Surroundings(
+            tmp_path / "out", spec={"network": machines.names, "environment": environment}
+        )
         made.repair = machines.mend
         yield made
 
 
-NEEDS = {"reward server": reward_server, "vLLM server": vllm_server, "disk": small_disk, "network": network}
+NEEDS = {
+    "reward server": reward_server,
+    "vLLM server": vllm_server,
+    "disk": small_disk,
+    "network": network,
+}

@@ -17,4 +17,6 @@ def test_every_promise_names_a_test_that_exists():
         assert named, f"no test: {row}"
         for file, test in named:
             tree = ast.parse((REPO / file).read_text(encoding="utf-8"))
-            assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"
+            assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (
+                f"{file}::{test}"
+            )

@@ -44,7 +44,9 @@ def test_a_folder_that_is_not_shared_is_noticed_at_the_start(start, tmp_path, fl
     folders = [tmp_path / "node-a", tmp_path / "node-b"]
     for folder in folders:
         folder.mkdir()
-    result = start(tmp_path, {"folders": [str(folder) for folder in folders]}, check=False, **{flag: "here"})
+    result = start(
+        tmp_path, {"folders": [str(folder) for folder in folders]}, check=False, **{flag: "here"}
+    )
     assert result.returncode == 2
     assert f"--{flag} here: rank 1 on " in result.output
     assert "does not see what rank 0 on " in result.output
@@ -56,8 +58,17 @@ def test_a_folder_that_is_not_shared_is_noticed_at_the_start(start, tmp_path, fl
 def torchrun(machines: TwoMachines, words: list[str]) -> list[list[str]]:
     """torchrun on each machine, which meet where the first one's name leads."""
     meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS[0]}:29400", "--rdzv_id=run"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", *meet]
-    return [machines.command(node, [*launch, "--module", "lightppo", "ppo", *words]) for node in (0, 1)]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        *meet,
+    ]
+    return [
+        machines.command(node, [*launch, "--module", "lightppo", "ppo", *words]) for node in (0, 1)
+    ]
 
 
 def hostfile(machines: TwoMachines, words: list[str]) -> list[list[str]]:
@@ -78,17 +89,28 @@ def hostfile(machines: TwoMachines, words: list[str]) -> list[list[str]]:
         program.parent.mkdir(exist_ok=True)
         program.write_text(f"#!/bin/sh\n{text}")
         program.chmod(0o755)
-    launch = [str(Path(sys.executable).parent / "deepspeed"), f"--hostfile={machines.folder / 'hostfile'}"]
+    launch = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        f"--hostfile={machines.folder / 'hostfile'}",
+    ]
     return [[*launch, "--module", "lightppo", "ppo", *words]]
 
 
-def launched(machines: TwoMachines, commands: list[list[str]], log: Path) -> list[subprocess.Popen[bytes]]:
-    marked = {"LIGHTPPO_TEST_RUN": str(machines.folder), "LIGHTPPO_CACHE": str(machines.folder / "cache")}
+def launched(
+    machines: TwoMachines, commands: list[list[str]], log: Path
+) -> list[subprocess.Popen[bytes]]:
+    marked = {
+        "LIGHTPPO_TEST_RUN": str(machines.folder),
+        "LIGHTPPO_CACHE": str(machines.folder / "cache"),
+    }
     environment = os.environ | ENVIRONMENT | marked
     environment["PATH"] = f"{machines.folder / 'bin'}{os.pathsep}{environment['PATH']}"
     with log.open("w") as file:
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-        return [subprocess.Popen(c, env=environment, start_new_session=True, **streams) for c in commands]
+        return [
+            subprocess.Popen(c, env=environment, start_new_session=True, **streams)
+            for c in commands
+        ]
 
 
 @pytest.fixture
@@ -108,7 +130,9 @@ def test_launchers(machines, inputs, undisturbed, tmp_path, log, launcher):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("launcher", [torchrun, hostfile])
-def test_a_cable_that_is_pulled_ends_both_sides(machines, inputs, undisturbed, tmp_path, log, launcher):
+def test_a_cable_that_is_pulled_ends_both_sides(
+    machines, inputs, undisturbed, tmp_path, log, launcher
+):
     """Ranks end after --dist_timeout on both machines; put together again, the run goes on as if nothing had been."""
     words = flags(inputs, tmp_path, dist_timeout=0.3)
     running = launched(machines, launcher(machines, words), log)

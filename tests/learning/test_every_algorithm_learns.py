@@ -17,11 +17,14 @@ from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 GAE: dict[str, Any] = {"advantage_estimator": "gae", "critic_learning_rate": 2e-3}
 GRPO: dict[str, Any] = {"advantage_estimator": "grpo"}
-TEACHER = {"teacher_pretrain": "a better model", "distill_coef": 0.3}  # its folder is known in the test
+# its folder is known in the test
+TEACHER = {"teacher_pretrain": "a better model", "distill_coef": 0.3}
 ALONE = {"teacher_pretrain": "a better model", "advantage_estimator": "on_policy_distill"}
 KL_LOSS = GRPO | {"use_kl_loss": True, "init_kl_coef": 0.05}
 # Two names of one estimator are one case, under the first.
-ESTIMATORS = list({entry.fn: name for name, entry in reversed(ADVANTAGE_ESTIMATORS.items())}.values())[::-1]
+ESTIMATORS = list(
+    {entry.fn: name for name, entry in reversed(ADVANTAGE_ESTIMATORS.items())}.values()
+)[::-1]
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"advantage_estimator": name} for name in ESTIMATORS},
@@ -31,7 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "distill_beta-0.5": ALONE | {"distill_by": "loss", "distill_beta": 0.5},
     "distill_beta-0": ALONE | {"distill_by": "loss", "distill_beta": 0.0},
     "grpo-and-teacher": GRPO | TEACHER,
-    **{f"loss-{name}": GRPO | {"policy_loss": name} for name in POLICY_LOSSES if name != "ppo"},  # ppo: grpo's own
+    # ppo: grpo's own
+    **{f"loss-{name}": GRPO | {"policy_loss": name} for name in POLICY_LOSSES if name != "ppo"},
     "kl_in_reward": GAE | {"init_kl_coef": 0.01},
     "kl_loss-k2": KL_LOSS,
     "kl_loss-k3": KL_LOSS | {"kl_estimator": "k3"},
@@ -92,7 +96,9 @@ ALWAYS = ("gae", "grpo")
 pytestmark = pytest.mark.usefixtures("world")
 
 
-@pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.learning) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.learning) for n in CASES]
+)
 def test_the_reward_rises(name, warm, tmp_path, request):
     options = dict(CASES[name])
     if "teacher_pretrain" in options:
@@ -121,7 +127,9 @@ class Hotter:
 
 @pytest.mark.learning
 def test_a_correction_learns_from_an_engine_that_is_not_the_trainer(warm, tmp_path):
-    rows = train(warm, tmp_path, engine=Hotter, **GRPO, rollout_correction="tis", old_log_probs="forward")
+    rows = train(
+        warm, tmp_path, engine=Hotter, **GRPO, rollout_correction="tis", old_log_probs="forward"
+    )
     assert all(row["rollout/mismatch_k3_kl"] > 0.01 for row in rows)
     assert all(row["rollout/loss_weight"] != 1 for row in rows)
     assert rise(rows) > MEASURED["tis"] / 2
@@ -132,7 +140,13 @@ def test_a_correction_learns_from_an_engine_that_is_not_the_trainer(warm, tmp_pa
 def test_the_critic_learns_which_answers_have_gone_wrong(warm, tmp_path, value_norm):
     """The policy stays as it is. Measured: 0.08 to 0.15 without normalisation, 0.12 to 0.16 with either."""
     rows = train(
-        warm, tmp_path, **GAE, value_norm=value_norm, freezing_actor_steps=48, total_training_steps=48, num_episodes=3
+        warm,
+        tmp_path,
+        **GAE,
+        value_norm=value_norm,
+        freezing_actor_steps=48,
+        total_training_steps=48,
+        num_episodes=3,
     )
     explained = [row["rollout/vf_explained_var"] for row in rows]
     assert explained[0] < 0

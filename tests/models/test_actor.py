@@ -47,7 +47,9 @@ def loss_and_gradients(actor: Actor, batch: Batch) -> tuple[Tensor, dict[str, Te
     weights = torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)
     real = mask[:, -num_actions:].sum()
     (log_probs * weights).sum().div(real).backward()
-    return log_probs.detach(), {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
+    return log_probs.detach(), {
+        n: p.grad for n, p in actor.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("packing_samples", [False, True])
@@ -60,15 +62,20 @@ def test_batch_equals_single_unpadded_rows(
         log_probs = actor(sequences, num_actions, mask)
         for b in range(len(sequences)):
             row = sequences[b][mask[b].bool()]
-            first = int(mask[b].argmax()) + 1  # column in S of the first token that can be predicted
+            # column in S of the first token that can be predicted
+            first = int(mask[b].argmax()) + 1
             expected = torch.zeros(sequences.shape[1])
             expected[first : first + len(row) - 1] = plain_log_probs(actor.model, row)
             torch.testing.assert_close(log_probs[b], expected[-num_actions:], atol=1e-5, rtol=1e-5)
 
 
-def test_packed_equals_padded_with_gradients(family: str, attention: str, causal_lm: MakeModel, ragged: Batch) -> None:
+def test_packed_equals_padded_with_gradients(
+    family: str, attention: str, causal_lm: MakeModel, ragged: Batch
+) -> None:
     padded, padded_grads = loss_and_gradients(Actor(causal_lm(family, attention)), ragged)
-    packed, packed_grads = loss_and_gradients(Actor(causal_lm(family, attention), packing_samples=True), ragged)
+    packed, packed_grads = loss_and_gradients(
+        Actor(causal_lm(family, attention), packing_samples=True), ragged
+    )
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=0)
     assert padded_grads.keys() == packed_grads.keys()
     assert max(float(g.abs().max()) for g in padded_grads.values()) > 1e-2
@@ -87,7 +94,9 @@ def test_padding_has_no_log_prob_and_no_gradient(causal_lm: MakeModel, ragged: B
     assert all(p.grad is None or float(p.grad.abs().max()) == 0 for p in actor.parameters())
 
 
-def test_training_and_evaluation_mode_agree(family: str, causal_lm: MakeModel, ragged: Batch) -> None:
+def test_training_and_evaluation_mode_agree(
+    family: str, causal_lm: MakeModel, ragged: Batch
+) -> None:
     # the Llama, GPT-2 and GPT-NeoX configs here have dropout 0.1, the Mixtral one router jitter
     sequences, mask, num_actions = ragged
     actor = Actor(causal_lm(family))
@@ -103,7 +112,9 @@ def test_temperature_divides_the_logits(causal_lm: MakeModel, ragged: Batch) -> 
     actor = Actor(causal_lm(), temperature=0.7)
     with torch.no_grad():
         got = actor(row[None], len(row) - 1)[0]
-        torch.testing.assert_close(got, plain_log_probs(actor.model, row, 0.7), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            got, plain_log_probs(actor.model, row, 0.7), atol=1e-5, rtol=1e-5
+        )
     with pytest.raises(ValueError, match="--temperature"):
         Actor(causal_lm(), temperature=0.0)
 
@@ -113,7 +124,9 @@ def test_valid_vocab_size_leaves_padding_rows_of_the_embedding_out(causal_lm: Ma
     actor = Actor(causal_lm(), valid_vocab_size=10)
     with torch.no_grad():
         logits = actor(row).logits[0, :-1, :10]
-        torch.testing.assert_close(actor(row, 2)[0], logits.log_softmax(-1)[[0, 1], [6, 7]], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            actor(row, 2)[0], logits.log_softmax(-1)[[0, 1], [6, 7]], atol=1e-6, rtol=1e-6
+        )
 
 
 def test_only_predicting_positions_go_through_the_head(causal_lm: MakeModel, ragged: Batch) -> None:
@@ -121,9 +134,12 @@ def test_only_predicting_positions_go_through_the_head(causal_lm: MakeModel, rag
     log_probs, output = Actor(causal_lm())(sequences, num_actions, mask, return_output=True)
     assert log_probs.shape == (4, 10)
     assert output.logits.shape == (4, 10, 48)
-    _, output = Actor(causal_lm(), packing_samples=True)(sequences, num_actions, mask, return_output=True)
+    _, output = Actor(causal_lm(), packing_samples=True)(
+        sequences, num_actions, mask, return_output=True
+    )
     assert output.logits.shape == (1, 24, 48)  # 10 + 1 + 3 + 10 actions
-    assert Actor(causal_lm())(sequences, attention_mask=mask).logits.shape == (4, 24, 48)  # no num_actions: all
+    # no num_actions: all
+    assert Actor(causal_lm())(sequences, attention_mask=mask).logits.shape == (4, 24, 48)
 
 
 def test_rows_packed_by_the_caller(family: str, causal_lm: MakeModel, ragged: Batch) -> None:
@@ -154,7 +170,8 @@ def test_gradient_checkpointing_changes_memory_only(
     recomputed.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     expected, expected_grads = loss_and_gradients(plain, ragged)
     got, grads = loss_and_gradients(recomputed, ragged)
-    assert len(calls) == 2 + 3 * packing_samples  # forward, recomputation; the first packed forward tries three more
+    # forward, recomputation; the first packed forward tries three more
+    assert len(calls) == 2 + 3 * packing_samples
     rounding = 1e-6 * packing_samples  # the recomputed one runs its last layer whole
     torch.testing.assert_close(got, expected, atol=rounding, rtol=rounding)
     for name, grad in expected_grads.items():
@@ -165,7 +182,9 @@ def test_gradient_checkpointing_changes_memory_only(
     assert len(calls) == 1
 
 
-def test_bfloat16_forward_gives_float32_log_probs(causal_lm: MakeModel, ragged: Batch, tmp_path: str) -> None:
+def test_bfloat16_forward_gives_float32_log_probs(
+    causal_lm: MakeModel, ragged: Batch, tmp_path: str
+) -> None:
     sequences, mask, num_actions = ragged
     causal_lm().save_pretrained(tmp_path)
     actor = Actor(str(tmp_path), bf16=True, packing_samples=True)
@@ -179,12 +198,18 @@ def test_bfloat16_forward_gives_float32_log_probs(causal_lm: MakeModel, ragged: 
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
-def test_moe_router_loss_is_the_same_packed(family: str, causal_lm: MakeModel, ragged: Batch, tmp_path: str) -> None:
+def test_moe_router_loss_is_the_same_packed(
+    family: str, causal_lm: MakeModel, ragged: Batch, tmp_path: str
+) -> None:
     sequences, mask, num_actions = ragged
     causal_lm(family).save_pretrained(tmp_path)
     losses = []
     for packing_samples in (False, True):
-        actor = Actor(str(tmp_path), packing_samples=packing_samples, override_config={"output_router_logits": True})
+        actor = Actor(
+            str(tmp_path),
+            packing_samples=packing_samples,
+            override_config={"output_router_logits": True},
+        )
         _, output = actor(sequences, num_actions, mask, return_output=True)
         losses.append(output.aux_loss)
     assert losses[0].requires_grad
@@ -194,7 +219,9 @@ def test_moe_router_loss_is_the_same_packed(family: str, causal_lm: MakeModel, r
 ALL_SCORES = {"entropy": True, "entropy_grad": True, "logits": True}
 
 
-def test_score_actions_on_single_unpadded_rows(family: str, causal_lm: MakeModel, ragged: Batch) -> None:
+def test_score_actions_on_single_unpadded_rows(
+    family: str, causal_lm: MakeModel, ragged: Batch
+) -> None:
     sequences, mask, num_actions = ragged
     actor = Actor(causal_lm(family), temperature=0.7, valid_vocab_size=40)
     sequences = sequences % 40
@@ -205,12 +232,17 @@ def test_score_actions_on_single_unpadded_rows(family: str, causal_lm: MakeModel
         for b in range(4):
             row = sequences[b][mask[b].bool()]
             k = len(logits[b])
-            expected = actor.model(input_ids=row[None]).logits[0, -k - 1 : -1, :40].float()  # (k, V)
+            # (k, V)
+            expected = actor.model(input_ids=row[None]).logits[0, -k - 1 : -1, :40].float()
             torch.testing.assert_close(logits[b], expected, atol=1e-5, rtol=1e-5)
             p = (expected / 0.7).softmax(-1)
-            torch.testing.assert_close(scores.entropy[b][scores.real[b]], -(p * p.log()).sum(-1), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                scores.entropy[b][scores.real[b]], -(p * p.log()).sum(-1), atol=1e-5, rtol=1e-5
+            )
             got = p.log().gather(-1, row[-k:, None])[:, 0]
-            torch.testing.assert_close(scores.log_probs[b][scores.real[b]], got, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                scores.log_probs[b][scores.real[b]], got, atol=1e-5, rtol=1e-5
+            )
     assert scores.real.sum(1).tolist() == [10, 1, 3, 10]
     assert bool((scores.entropy[~scores.real] == 0).all())
 
@@ -222,18 +254,26 @@ def scores_and_gradients(actor: Actor, batch: Batch) -> tuple[list[Tensor], dict
     routed = type(actor.hf_model).__name__ in ("MixtralForCausalLM", "Qwen2MoeForCausalLM")
     scores = actor.score_actions(sequences, num_actions, mask, **ALL_SCORES, router_loss=routed)
     weights = torch.linspace(-1, 1, 40).view(4, 10)
-    loss = ((scores.log_probs + 2 * scores.entropy) * weights).sum() + (scores.logits.square().mean(-1)).sum()
+    loss = ((scores.log_probs + 2 * scores.entropy) * weights).sum() + (
+        scores.logits.square().mean(-1)
+    ).sum()
     values = [scores.log_probs, scores.entropy, scores.real, scores.logits]
     if routed:
         values.append(scores.router_loss)
         loss = loss + 24 * scores.router_loss
     loss.div(24).backward()
-    return [v.detach() for v in values], {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
+    return [v.detach() for v in values], {
+        n: p.grad for n, p in actor.named_parameters() if p.grad is not None
+    }
 
 
-def test_score_actions_packed_equals_padded_with_gradients(family: str, causal_lm: MakeModel, ragged: Batch) -> None:
+def test_score_actions_packed_equals_padded_with_gradients(
+    family: str, causal_lm: MakeModel, ragged: Batch
+) -> None:
     padded, padded_grads = scores_and_gradients(Actor(causal_lm(family)), ragged)
-    packed, packed_grads = scores_and_gradients(Actor(causal_lm(family), packing_samples=True), ragged)
+    packed, packed_grads = scores_and_gradients(
+        Actor(causal_lm(family), packing_samples=True), ragged
+    )
     assert padded[3].shape == (24, 48)
     for a, b in zip(padded, packed, strict=True):
         torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-5)
@@ -243,7 +283,9 @@ def test_score_actions_packed_equals_padded_with_gradients(family: str, causal_l
 
 
 @pytest.mark.parametrize("packing_samples", [False, True])
-def test_scores_have_gradients_where_asked(packing_samples: bool, causal_lm: MakeModel, ragged: Batch) -> None:
+def test_scores_have_gradients_where_asked(
+    packing_samples: bool, causal_lm: MakeModel, ragged: Batch
+) -> None:
     sequences, mask, num_actions = ragged
     actor = Actor(causal_lm(), packing_samples=packing_samples)
     plain = actor.score_actions(sequences, num_actions, mask)
@@ -277,7 +319,8 @@ def test_scores_without_mask_and_without_real_actions(causal_lm: MakeModel) -> N
         scores = actor.score_actions(row, 2, torch.tensor([[1, 0, 0]]), **ALL_SCORES)
         assert scores.log_probs.tolist() == scores.entropy.tolist() == [[0, 0]]
         assert scores.logits.shape == (0, 48)
-        (scores.log_probs.sum() + scores.entropy.sum() + scores.logits.sum()).backward()  # every rank runs a backward
+        # every rank runs a backward
+        (scores.log_probs.sum() + scores.entropy.sum() + scores.logits.sum()).backward()
         assert all(float(p.grad.abs().max()) == 0 for p in actor.parameters() if p.grad is not None)
 
 
@@ -329,13 +372,22 @@ def test_router_loss_that_cannot_be(causal_lm: MakeModel, ragged: Batch) -> None
     reentrant.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match="--gradient_checkpointing_use_reentrant"):
         reentrant.score_actions(sequences, num_actions, mask, router_loss=True)
-    silent = Actor(causal_lm("mixtral"))  # as AFMoE and Zaya, which take the flag and have no such loss
-    silent.model.register_forward_hook(lambda module, inputs, output: output.__setitem__("aux_loss", 0))
+    # as AFMoE and Zaya, which take the flag and have no such loss
+    silent = Actor(causal_lm("mixtral"))
+    silent.model.register_forward_hook(
+        lambda module, inputs, output: output.__setitem__("aux_loss", 0)
+    )
     with pytest.raises(ValueError, match="--aux_loss_coef: MixtralForCausalLM"):
         silent.score_actions(sequences, num_actions, mask, router_loss=True)
 
 
-_SMALL = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+_SMALL = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
 
 
 def _eager(config: PretrainedConfig) -> PretrainedConfig:
@@ -345,13 +397,21 @@ def _eager(config: PretrainedConfig) -> PretrainedConfig:
 
 UNPACKABLE: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
     # makes no mask from position ids, and its eager attention takes no lengths: only the probe can tell
-    "opt": (lambda: _eager(OPTConfig(**_SMALL, ffn_dim=48, word_embed_proj_dim=32)), "sees its neighbour"),
+    "opt": (
+        lambda: _eager(OPTConfig(**_SMALL, ffn_dim=48, word_embed_proj_dim=32)),
+        "sees its neighbour",
+    ),
     "recurrent_gemma": (
-        lambda: RecurrentGemmaConfig(**_SMALL, intermediate_size=48, lru_width=32, attention_window_size=8),
+        lambda: RecurrentGemmaConfig(
+            **_SMALL, intermediate_size=48, lru_width=32, attention_window_size=8
+        ),
         "sees its neighbour|linear_attention",  # transformers names its layers since 5.23
     ),
     "bloom": (lambda: BloomConfig(**_SMALL), "takes no position_ids"),
-    "llama": (lambda: LlamaConfig(**_SMALL, layer_types=["full_attention", "linear_attention"]), "linear_attention"),
+    "llama": (
+        lambda: LlamaConfig(**_SMALL, layer_types=["full_attention", "linear_attention"]),
+        "linear_attention",
+    ),
 }
 
 
@@ -410,11 +470,17 @@ def further(name: str) -> PreTrainedModel:
     return model
 
 
-def scored_with_gradients(actor: Actor, batch: Batch, logits: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def scored_with_gradients(
+    actor: Actor, batch: Batch, logits: bool
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     sequences, mask, num_actions = batch
     actor.train().zero_grad()
-    scores = actor.score_actions(sequences, num_actions, mask, entropy=True, entropy_grad=True, logits=logits)
-    ((scores.log_probs + 2 * scores.entropy) * torch.linspace(-1, 1, 40).view(4, 10)).sum().backward()
+    scores = actor.score_actions(
+        sequences, num_actions, mask, entropy=True, entropy_grad=True, logits=logits
+    )
+    (
+        (scores.log_probs + 2 * scores.entropy) * torch.linspace(-1, 1, 40).view(4, 10)
+    ).sum().backward()
     gradients = {n: p.grad.clone() for n, p in actor.named_parameters() if p.grad is not None}
     return scores.log_probs.detach(), scores.entropy.detach(), gradients
 
@@ -439,7 +505,9 @@ def test_both_ways_agree(
     family: str, packing_samples: bool, chunk: int, causal_lm: MakeModel, ragged: Batch, monkeypatch
 ) -> None:
     monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", chunk)
-    actor = Actor(causal_lm(family), temperature=0.7, packing_samples=packing_samples, valid_vocab_size=47)
+    actor = Actor(
+        causal_lm(family), temperature=0.7, packing_samples=packing_samples, valid_vocab_size=47
+    )
     sequences, mask, num_actions = ragged
     assert_both_ways_agree(actor, (sequences % 47, mask, num_actions))
     assert actor.head_is_last is (family != "gemma2")
@@ -455,7 +523,9 @@ def test_bias_and_scaled_logits(name: str, ragged: Batch) -> None:
 def test_a_model_that_takes_no_places(causal_lm: MakeModel, ragged: Batch, monkeypatch) -> None:
     """Its head is given all positions; those that predict actions are chosen inside."""
     takes = actor_module.takes
-    monkeypatch.setattr(actor_module, "takes", lambda module, name: name != "logits_to_keep" and takes(module, name))
+    monkeypatch.setattr(
+        actor_module, "takes", lambda module, name: name != "logits_to_keep" and takes(module, name)
+    )
     for packing_samples in (False, True):
         actor = Actor(causal_lm(), packing_samples=packing_samples)
         assert_both_ways_agree(actor, ragged)
@@ -463,7 +533,9 @@ def test_a_model_that_takes_no_places(causal_lm: MakeModel, ragged: Batch, monke
 
 
 @pytest.mark.parametrize("packing_samples", [False, True])
-def test_no_more_logits_than_one_chunk(packing_samples: bool, causal_lm: MakeModel, ragged: Batch, monkeypatch) -> None:
+def test_no_more_logits_than_one_chunk(
+    packing_samples: bool, causal_lm: MakeModel, ragged: Batch, monkeypatch
+) -> None:
     """24 real actions in chunks of 5 tokens over a vocabulary of 47; besides, only the weight has a dimension of 47."""
     monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 5 * 48)
     sequences, mask, num_actions = ragged
@@ -476,14 +548,21 @@ def test_no_more_logits_than_one_chunk(packing_samples: bool, causal_lm: MakeMod
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             for x in out if isinstance(out, tuple) else (out,):
-                if isinstance(x, Tensor) and x.shape[-1:] == (47,) and x.untyped_storage().data_ptr() != weight:
+                if (
+                    isinstance(x, Tensor)
+                    and x.shape[-1:] == (47,)
+                    and x.untyped_storage().data_ptr() != weight
+                ):
                     rows.append(x[..., 0].numel())
             return out
 
     actor = Actor(model, packing_samples=packing_samples, valid_vocab_size=47)
-    actor.score_actions(sequences % 47, num_actions, mask)  # tries packing, with logits of nine tokens
+    # tries packing, with logits of nine tokens
+    actor.score_actions(sequences % 47, num_actions, mask)
     with Watch():
-        actor.score_actions(sequences % 47, num_actions, mask, entropy=True).log_probs.sum().backward()
+        actor.score_actions(
+            sequences % 47, num_actions, mask, entropy=True
+        ).log_probs.sum().backward()
     assert max(rows) == 5
     with Watch():
         actor.score_actions(sequences % 47, num_actions, mask, logits=True)
@@ -501,7 +580,9 @@ def test_logits_that_are_changed_are_found_out_once(causal_lm: MakeModel, ragged
             assert len(calls) == expected, name
 
 
-@pytest.mark.parametrize("change", [lambda x: x.mul_(2), lambda x: x + 0, lambda x: x[..., :1], lambda x: None])
+@pytest.mark.parametrize(
+    "change", [lambda x: x.mul_(2), lambda x: x + 0, lambda x: x[..., :1], lambda x: None]
+)
 def test_any_change_is_found_out(
     change: Callable[[Tensor], Tensor | None], causal_lm: MakeModel, ragged: Batch
 ) -> None:
@@ -510,7 +591,12 @@ def test_any_change_is_found_out(
     for tokens in (3, 0):
         labels, hidden = torch.zeros(tokens, dtype=torch.long), torch.randn(1, tokens, 32)
         for calls in (0, 1, 2):
-            with torch.no_grad(), scores_from_head(model.lm_head, lambda x: x[0], labels, 1.0, entropy=True) as answer:
+            with (
+                torch.no_grad(),
+                scores_from_head(
+                    model.lm_head, lambda x: x[0], labels, 1.0, entropy=True
+                ) as answer,
+            ):
                 scores = torch.zeros(1, tokens, 2)
                 for _ in range(calls):
                     scores = model.lm_head(hidden)
@@ -559,12 +645,18 @@ def test_nothing_is_left_behind(causal_lm: MakeModel, ragged: Batch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_at_every_zero_stage(world_size: int, causal_lm: MakeModel, ragged: Batch, tmp_path: Path) -> None:
+def test_gradients_at_every_zero_stage(
+    world_size: int, causal_lm: MakeModel, ragged: Batch, tmp_path: Path
+) -> None:
     spec = importlib.util.spec_from_file_location("scoring_head_worker", WORKER)
     worker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(worker)
     sequences, mask, num_actions = ragged
-    batch = {"sequences": sequences % 40, "mask": mask, "weights": torch.linspace(-0.1, 0.1, 40).view(4, 10)}
+    batch = {
+        "sequences": sequences % 40,
+        "mask": mask,
+        "weights": torch.linspace(-0.1, 0.1, 40).view(4, 10),
+    }
     torch.save({"batch": batch, "num_actions": num_actions}, tmp_path / "batch.pt")
     expected = {}
     for name in {name for name, _ in worker.CASES}:
@@ -582,5 +674,9 @@ def test_gradients_at_every_zero_stage(world_size: int, causal_lm: MakeModel, ra
         assert found[name, stage].keys() == expected[name].keys()
         for parameter, gradient in expected[name].items():
             torch.testing.assert_close(
-                found[name, stage][parameter], gradient, atol=2e-5, rtol=1e-4, msg=f"{name} {stage} {parameter}"
+                found[name, stage][parameter],
+                gradient,
+                atol=2e-5,
+                rtol=1e-4,
+                msg=f"{name} {stage} {parameter}",
             )

@@ -16,7 +16,9 @@ from lightppo.models.actor import Actor
 from lightppo.models.cpu import CPULinear, accelerate_on_cpu, packed_weights
 from lightppo.models.critic import Critic
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN")
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"
+)
 
 
 @pytest.mark.parametrize("packing_samples", [True, False])
@@ -42,11 +44,15 @@ def test_same_log_probs_and_gradients(
     for name, gradient in results[0][1].items():
         assert (gradient is None) == (results[1][1][name] is None)
         if gradient is not None:
-            torch.testing.assert_close(gradient, results[1][1][name], rtol=1e-3, atol=1e-3, msg=name)
+            torch.testing.assert_close(
+                gradient, results[1][1][name], rtol=1e-3, atol=1e-3, msg=name
+            )
 
 
 def test_the_head_still_gives_log_probs_itself(
-    causal_lm: Callable[..., PreTrainedModel], ragged: tuple[Tensor, Tensor, int], monkeypatch: pytest.MonkeyPatch
+    causal_lm: Callable[..., PreTrainedModel],
+    ragged: tuple[Tensor, Tensor, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
     sequences, mask, actions = ragged
@@ -56,7 +62,9 @@ def test_the_head_still_gives_log_probs_itself(
     assert actor.head_is_last
 
 
-def test_copies_and_names(classifier: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_and_names(
+    classifier: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
     plain = classifier()
     names = list(plain.state_dict())
@@ -88,7 +96,8 @@ def test_weights_are_packed_for_decoding_only(
     causal_lm: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
-    model = Actor(causal_lm("qwen2")).model  # its head is tied to the embedding, its layers have biases
+    # its head is tied to the embedding, its layers have biases
+    model = Actor(causal_lm("qwen2")).model
     ids = torch.tensor([[4, 5, 6], [7, 8, 9]])
     layers = [module for module in model.modules() if type(module) is CPULinear]
 

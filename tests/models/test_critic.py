@@ -45,13 +45,21 @@ def test_batch_equals_single_unpadded_rows(
             real = mask[b].bool()
             expected = torch.zeros(sequences.shape[1])
             expected[real] = plain_values(critic.model, sequences[b][real])
-            torch.testing.assert_close(values[b], expected[-num_actions - 1 :], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(critic(sequences, num_actions, mask), values[:, :-1], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                values[b], expected[-num_actions - 1 :], atol=1e-5, rtol=1e-5
+            )
+        torch.testing.assert_close(
+            critic(sequences, num_actions, mask), values[:, :-1], atol=1e-5, rtol=1e-5
+        )
 
 
-def test_packed_equals_padded_with_gradients(family: str, attention: str, classifier: MakeModel, ragged: Batch) -> None:
+def test_packed_equals_padded_with_gradients(
+    family: str, attention: str, classifier: MakeModel, ragged: Batch
+) -> None:
     padded, padded_grads = values_and_gradients(Critic(classifier(family, attention)), ragged)
-    packed, packed_grads = values_and_gradients(Critic(classifier(family, attention), packing_samples=True), ragged)
+    packed, packed_grads = values_and_gradients(
+        Critic(classifier(family, attention), packing_samples=True), ragged
+    )
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=0)
     assert padded_grads.keys() == packed_grads.keys()
     assert max(float(g.abs().max()) for g in padded_grads.values()) > 1e-2
@@ -66,7 +74,9 @@ def test_value_comes_before_the_action(classifier: MakeModel) -> None:
     with torch.no_grad():
         scores = plain_values(critic.model, row[0])
         torch.testing.assert_close(critic(row, 2)[0], scores[2:4], atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(critic(row, 2, include_last=True)[0], scores[2:5], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            critic(row, 2, include_last=True)[0], scores[2:5], atol=1e-6, rtol=1e-6
+        )
         torch.testing.assert_close(critic(row)[0], scores, atol=1e-6, rtol=1e-6)
 
 
@@ -76,15 +86,21 @@ def test_rows_packed_by_the_caller(classifier: MakeModel, ragged: Batch) -> None
     row, lengths, actions = sequences[mask.bool()][None], [11, 15, 8, 19], [10, 1, 3, 10]
     with torch.no_grad():
         every = critic(sequences, attention_mask=mask)  # (B, S)
-        torch.testing.assert_close(critic(row, packed_seq_lens=lengths)[0], every[mask.bool()], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            critic(row, packed_seq_lens=lengths)[0], every[mask.bool()], atol=1e-5, rtol=1e-5
+        )
         real = mask[:, -num_actions:].bool()
         before = every[:, -num_actions - 1 : -1][real]
-        torch.testing.assert_close(critic(row, actions, packed_seq_lens=lengths)[0], before, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            critic(row, actions, packed_seq_lens=lengths)[0], before, atol=1e-5, rtol=1e-5
+        )
         assert critic(row, actions, packed_seq_lens=lengths, include_last=True).shape == (1, 24 + 4)
 
 
 @pytest.mark.parametrize("packing_samples", [False, True])
-def test_return_output_gives_the_base_model_output(packing_samples: bool, classifier: MakeModel, ragged: Batch) -> None:
+def test_return_output_gives_the_base_model_output(
+    packing_samples: bool, classifier: MakeModel, ragged: Batch
+) -> None:
     sequences, mask, num_actions = ragged
     critic = Critic(classifier(), packing_samples=packing_samples)
     values, output = critic(sequences, num_actions, mask, return_output=True)
@@ -99,19 +115,26 @@ def test_critic_from_a_causal_lm_saves_as_a_plain_classifier(
     causal_lm(family).save_pretrained(tmp_path / "lm")
     critic = Critic(str(tmp_path / "lm"))
     critic.model.save_pretrained(tmp_path / "critic")
-    options = {"output_loading_info": True, "attn_implementation": critic.hf_model.config._attn_implementation}
+    options = {
+        "output_loading_info": True,
+        "attn_implementation": critic.hf_model.config._attn_implementation,
+    }
     plain, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", **options)
     assert plain.config.num_labels == 1
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     row = sequences[3][mask[3].bool()]
     with torch.no_grad():
-        torch.testing.assert_close(plain(row[None]).logits[0], critic(row[None])[0, -1:], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            plain(row[None]).logits[0], critic(row[None])[0, -1:], atol=1e-6, rtol=1e-6
+        )
         again = Critic(str(tmp_path / "critic"))  # and its head is kept, not drawn again
         torch.testing.assert_close(again(row[None]), critic(row[None]), atol=1e-6, rtol=1e-6)
 
 
-def test_new_head_is_normal_with_the_documented_variance(causal_lm: MakeModel, tmp_path: Path) -> None:
+def test_new_head_is_normal_with_the_documented_variance(
+    causal_lm: MakeModel, tmp_path: Path
+) -> None:
     causal_lm().save_pretrained(tmp_path)
     torch.manual_seed(123)
     first = Critic(str(tmp_path), seed=7).model.score.weight
@@ -123,14 +146,20 @@ def test_new_head_is_normal_with_the_documented_variance(causal_lm: MakeModel, t
     torch.testing.assert_close(first, expected)
 
 
-def test_critic_from_a_reward_model_keeps_or_renews_the_head(classifier: MakeModel, tmp_path: Path) -> None:
+def test_critic_from_a_reward_model_keeps_or_renews_the_head(
+    classifier: MakeModel, tmp_path: Path
+) -> None:
     model = classifier()
     model.save_pretrained(tmp_path)
     assert torch.equal(Critic(str(tmp_path)).model.score.weight, model.score.weight)
-    assert not torch.equal(Critic(str(tmp_path), init_value_head=True).model.score.weight, model.score.weight)
+    assert not torch.equal(
+        Critic(str(tmp_path), init_value_head=True).model.score.weight, model.score.weight
+    )
 
 
-def test_normalize_reward_uses_the_statistics_of_the_reward_model(classifier: MakeModel, tmp_path: Path) -> None:
+def test_normalize_reward_uses_the_statistics_of_the_reward_model(
+    classifier: MakeModel, tmp_path: Path
+) -> None:
     model = classifier()
     model.config.mean, model.config.std = 0.5, 2.0
     model.save_pretrained(tmp_path / "rm")
@@ -143,7 +172,9 @@ def test_normalize_reward_uses_the_statistics_of_the_reward_model(classifier: Ma
         torch.testing.assert_close(Critic(other, normalize_reward=True)(row), Critic(other)(row))
 
 
-def test_gradient_checkpointing_gives_the_same_gradients(classifier: MakeModel, ragged: Batch) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients(
+    classifier: MakeModel, ragged: Batch
+) -> None:
     critic = Critic(classifier())
     critic.gradient_checkpointing_enable()
     calls = []
@@ -179,7 +210,8 @@ def test_score_is_at_the_last_real_token(family: str, classifier: MakeModel, rag
         scores = model(sequences, mask)
         for b in range(len(sequences)):
             row = sequences[b][mask[b].bool()]
-            expected = model.model(input_ids=row[None]).logits[0, 0]  # what transformers itself says
+            # what transformers itself says
+            expected = model.model(input_ids=row[None]).logits[0, 0]
             torch.testing.assert_close(scores[b], expected, atol=1e-5, rtol=1e-5)
     assert scores.dtype == torch.float32
 
@@ -202,7 +234,9 @@ def test_normalize_reward(classifier: MakeModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         raw = RewardModel(str(tmp_path))(row)
-        torch.testing.assert_close(RewardModel(str(tmp_path), normalize_reward=True)(row), (raw - 0.5) / 2.0)
+        torch.testing.assert_close(
+            RewardModel(str(tmp_path), normalize_reward=True)(row), (raw - 0.5) / 2.0
+        )
     model.config.std = 0.0
     with pytest.raises(ModelLoadError, match=r"--normalize_reward: .* std 0\.0"):
         RewardModel(model, normalize_reward=True)
@@ -212,7 +246,8 @@ def test_a_causal_lm_is_not_a_reward_model(causal_lm: MakeModel, tmp_path: Path)
     causal_lm().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=r"--reward_pretrain .* score\.weight"):
         RewardModel(str(tmp_path))
-    assert RewardModel(str(tmp_path), init_value_head=True)(torch.tensor([[5, 6]])).shape == (1,)  # to be trained
+    # to be trained
+    assert RewardModel(str(tmp_path), init_value_head=True)(torch.tensor([[5, 6]])).shape == (1,)
 
 
 @pytest.mark.parametrize("prefix", ["value_head", "v_head.summary"])
@@ -220,7 +255,9 @@ def test_head_under_another_name(prefix: str, classifier: MakeModel, tmp_path: P
     model = classifier()
     model.save_pretrained(tmp_path)
     rename_head(tmp_path, prefix)
-    with pytest.raises(ModelLoadError, match=rf"--reward_pretrain .*{prefix}\.weight: .*--value_head_prefix"):
+    with pytest.raises(
+        ModelLoadError, match=rf"--reward_pretrain .*{prefix}\.weight: .*--value_head_prefix"
+    ):
         RewardModel(str(tmp_path))
     loaded = RewardModel(str(tmp_path), value_head_prefix=prefix)
     assert torch.equal(loaded.model.score.weight, model.score.weight)
@@ -241,7 +278,9 @@ def test_several_labels_are_refused(classifier: MakeModel, tmp_path: Path) -> No
         RewardModel(str(tmp_path))
 
 
-def test_packed_rows_that_share_prompts_have_the_scores_of_padded_ones(family, attention, classifier, ragged) -> None:
+def test_packed_rows_that_share_prompts_have_the_scores_of_padded_ones(
+    family, attention, classifier, ragged
+) -> None:
     """Two answers to each prompt, with the gradients."""
     sequences, mask, num_actions = ragged
     sequences, mask = sequences.repeat(2, 1), mask.repeat(2, 1)
@@ -252,7 +291,10 @@ def test_packed_rows_that_share_prompts_have_the_scores_of_padded_ones(family, a
         model = RewardModel(classifier(family, attention), packing_samples=packing)
         scores = model.train()(sequences, mask, num_actions)
         (scores * torch.linspace(-1, 1, 8)).sum().backward()
-        found[packing] = scores.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found[packing] = (
+            scores.detach(),
+            {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        )
     assert found[True][0].shape == (8,)
     torch.testing.assert_close(found[True][0], found[False][0], atol=1e-5, rtol=1e-5)
     assert found[True][1].keys() == found[False][1].keys()

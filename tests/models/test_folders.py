@@ -90,7 +90,10 @@ def test_a_folder_without_the_files_of_a_tokenizer(model):
     assert "has no files of a tokenizer" in refusal(model, tokenizer=True)
     assert refusal(model, tokenizer=True).endswith("or set --tokenizer_path")
     check_model(str(model), "--critic_pretrain")
-    with pytest.raises(ModelLoadError, match=r"--tokenizer_path .* has no files of a tokenizer.* name another folder"):
+    with pytest.raises(
+        ModelLoadError,
+        match=r"--tokenizer_path .* has no files of a tokenizer.* name another folder",
+    ):
         check_tokenizer(str(model), "--tokenizer_path")
     with pytest.raises(ModelLoadError, match=r"--pretrain .* has no files of a tokenizer"):
         get_tokenizer(str(model))
@@ -115,7 +118,9 @@ def test_the_hub_is_asked_once(monkeypatch, load):
         raise ConnectionError("no network")
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
-    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", lambda *_, **__: pytest.fail("the loader asks"))
+    monkeypatch.setattr(
+        "transformers.utils.hub.hf_hub_download", lambda *_, **__: pytest.fail("the loader asks")
+    )
     message = r"--x org/no: no such folder here, not in the hub's cache, and ConnectionError: the hub cannot be reached"
     with pytest.raises(ModelLoadError, match=message):
         load("org/no", flag="--x")

@@ -35,7 +35,11 @@ CALLS: dict[str, tuple[Call, Call, list[tuple[int, ...]]]] = {
 
 
 def results(
-    call: Call, shapes: list[tuple[int, ...]], dtype: torch.dtype, wide: bool = False, device: str = "cpu"
+    call: Call,
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    wide: bool = False,
+    device: str = "cpu",
 ) -> list[Tensor]:
     """Outputs and gradients of inputs in ``dtype``; ``wide``: the same numbers in float64."""
     generator = torch.Generator().manual_seed(3)
@@ -51,7 +55,9 @@ def results(
 @pytest.mark.parametrize("name", CALLS)
 def test_as_transformers_computes_it(name: str) -> None:
     ours, theirs, shapes = CALLS[name]
-    for mine, its in zip(results(ours, shapes, torch.float32), results(theirs, shapes, torch.float32)):
+    for mine, its in zip(
+        results(ours, shapes, torch.float32), results(theirs, shapes, torch.float32)
+    ):
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=2e-6)
 
 
@@ -87,7 +93,8 @@ def test_rows_of_zeros_and_frozen_weights() -> None:
     torch.testing.assert_close(x.grad, torch.full((2, 4), EPS**-0.5))  # ∂ x/√ε
     learns = torch.ones(4, requires_grad=True)
     rms_norm(torch.full((2, 4), 2.0), learns, 0.0).sum().backward()
-    torch.testing.assert_close(learns.grad, torch.full((4,), 2.0))  # each of two rows is 1 everywhere
+    # each of two rows is 1 everywhere
+    torch.testing.assert_close(learns.grad, torch.full((4,), 2.0))
 
 
 def test_without_gradient_to_the_bit() -> None:
@@ -124,7 +131,10 @@ def test_the_same_model(
     for apply in (fuse, lambda model: None):
         monkeypatch.setattr(wrapper, "fuse", apply)
         plain = causal_lm(family)
-        names, kinds = list(plain.state_dict()), [type(module).__name__ for module in plain.modules()]
+        names, kinds = (
+            list(plain.state_dict()),
+            [type(module).__name__ for module in plain.modules()],
+        )
         actor = Actor(plain, packing_samples=True)
         assert fused_kinds(actor) == (KINDS[family] if apply is fuse else set())
         assert (list(actor.model.state_dict()), class_names(actor.model)) == (names, kinds)
@@ -135,12 +145,16 @@ def test_the_same_model(
     for name, gradient in results[0][1].items():
         assert (gradient is None) == (results[1][1][name] is None)
         if gradient is not None:
-            torch.testing.assert_close(gradient, results[1][1][name], rtol=1e-3, atol=1e-3, msg=name)
+            torch.testing.assert_close(
+                gradient, results[1][1][name], rtol=1e-3, atol=1e-3, msg=name
+            )
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_with_checkpointing(
-    use_reentrant: bool, causal_lm: Callable[..., PreTrainedModel], ragged: tuple[Tensor, Tensor, int]
+    use_reentrant: bool,
+    causal_lm: Callable[..., PreTrainedModel],
+    ragged: tuple[Tensor, Tensor, int],
 ) -> None:
     sequences, mask, actions = ragged
     gradients = []
@@ -211,11 +225,15 @@ def test_a_norm_with_other_constants_stays() -> None:
     assert torch.equal(model(x), expected)
 
 
-def test_others_kernels_stay(causal_lm: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_kernels_stay(
+    causal_lm: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Liger puts its own functions and classes into transformers' modules before a model is fused."""
     model = causal_lm()
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
-    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, hidden_states: hidden_states)
+    monkeypatch.setattr(
+        modeling_llama.LlamaRMSNorm, "forward", lambda self, hidden_states: hidden_states
+    )
     fuse(model)
     assert fused_kinds(model) == set()
 

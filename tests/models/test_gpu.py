@@ -17,7 +17,10 @@ from transformers.utils import is_flash_attn_2_available
 from lightppo.models import packing
 from lightppo.models.actor import Actor
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "flash_attention_2"])
@@ -34,7 +37,10 @@ def test_packed_equals_padded_in_bfloat16(
     results = []
     for packing_samples in (False, True):
         actor = Actor(
-            str(tmp_path), bf16=True, attn_implementation=attn_implementation, packing_samples=packing_samples
+            str(tmp_path),
+            bf16=True,
+            attn_implementation=attn_implementation,
+            packing_samples=packing_samples,
         ).cuda()
         with torch.no_grad():
             results.append(actor(sequences, num_actions, mask))
@@ -42,7 +48,9 @@ def test_packed_equals_padded_in_bfloat16(
     torch.testing.assert_close(results[0], results[1], atol=0.15, rtol=0)
 
 
-def test_shared_prompts_equal_padded_in_bfloat16(causal_lm: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+def test_shared_prompts_equal_padded_in_bfloat16(
+    causal_lm: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
     """By torch's kernel for packed rows, whose causal window has to end at the lower right; gradients too."""
     causal_lm("qwen2").save_pretrained(tmp_path)
     draw = torch.Generator().manual_seed(0)
@@ -53,7 +61,9 @@ def test_shared_prompts_equal_padded_in_bfloat16(causal_lm: Callable[..., PreTra
     mask[3:, :2] = 0
     results, gradients = [], []
     for packing_samples in (False, True):
-        actor = Actor(str(tmp_path), bf16=True, attn_implementation="sdpa", packing_samples=packing_samples).cuda()
+        actor = Actor(
+            str(tmp_path), bf16=True, attn_implementation="sdpa", packing_samples=packing_samples
+        ).cuda()
         results.append(actor(sequences, 7, mask))
         results[-1].sum().backward()
         gradients.append(torch.cat([p.grad.flatten().float() for p in actor.parameters()]))
@@ -64,13 +74,18 @@ def test_shared_prompts_equal_padded_in_bfloat16(causal_lm: Callable[..., PreTra
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 40])
-def test_no_packed_row_needs_the_slow_kernel(dtype: torch.dtype, window: int | None, monkeypatch) -> None:
+def test_no_packed_row_needs_the_slow_kernel(
+    dtype: torch.dtype, window: int | None, monkeypatch
+) -> None:
     """Without torch's kernel for packed rows: shared prompts, fewer keys than queries, values narrower than keys."""
     monkeypatch.setattr(packing, "varlen_options", lambda *_: None)
     mask = packing.segments_as_mask([64, 33, 48, 80], [-1, 0, 0, -1], "cuda")
     shapes = (8, 64), (2, 64), (2, 32)
-    q, k, v = (torch.randn(1, h, 225, d, device="cuda", dtype=dtype, requires_grad=True) for h, d in shapes)
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # an error where neither fits
+    q, k, v = (
+        torch.randn(1, h, 225, d, device="cuda", dtype=dtype, requires_grad=True) for h, d in shapes
+    )
+    # an error where neither fits
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         out, _ = packing.packed_attention(torch.nn.Module(), q, k, v, mask, sliding_window=window)
         out.sum().backward()
 
@@ -117,4 +132,6 @@ def test_weights_in_4_bits_are_the_same_numbers_on_both_devices(dtype: torch.dty
         dense_weight(layer).cpu(), on_cpu, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0
     )
     layer(x.cuda()).sum().backward()
-    torch.testing.assert_close(x.grad, gradient, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.05)
+    torch.testing.assert_close(
+        x.grad, gradient, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.05
+    )

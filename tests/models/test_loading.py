@@ -48,7 +48,9 @@ from lightppo.plugins.kernels.layers import compile_layers, use_liger_kernels
 MakeModel = Callable[..., PreTrainedModel]
 
 
-@pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "a/b/c", "~/nowhere", "s3://bucket/model"])
+@pytest.mark.parametrize(
+    "path", ["/nowhere/model", "./nowhere", "a/b/c", "~/nowhere", "s3://bucket/model"]
+)
 def test_missing_model_path_names_path_and_flag(path: str) -> None:
     with pytest.raises(ModelLoadError, match=f"--pretrain {path}"):
         load_causal_lm(path)
@@ -56,7 +58,9 @@ def test_missing_model_path_names_path_and_flag(path: str) -> None:
         load_sequence_classifier(path, kind="critic")
 
 
-def test_unknown_hub_id_and_empty_path_and_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_hub_id_and_empty_path_and_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelLoadError, match="--pretrain nobody/no-such-model"):
         load_causal_lm("nobody/no-such-model")
@@ -66,7 +70,9 @@ def test_unknown_hub_id_and_empty_path_and_empty_folder(tmp_path: Path, monkeypa
         load_causal_lm(str(tmp_path))
 
 
-def test_home_folder_is_expanded(causal_lm: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_folder_is_expanded(
+    causal_lm: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     causal_lm().save_pretrained(tmp_path / "lm")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_causal_lm("~/lm").config.model_type == "llama"
@@ -83,7 +89,9 @@ def test_missing_weights_are_not_made_up(causal_lm: MakeModel, tmp_path: Path) -
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for load in (load_causal_lm, Critic):
-        with pytest.raises(ModelLoadError, match=r"--\w*pretrain .* 1 weights .*layers\.1\.mlp\.up_proj\.weight"):
+        with pytest.raises(
+            ModelLoadError, match=r"--\w*pretrain .* 1 weights .*layers\.1\.mlp\.up_proj\.weight"
+        ):
             load(str(tmp_path))
 
 
@@ -94,7 +102,9 @@ def test_a_classifier_is_not_an_actor(classifier: MakeModel, tmp_path: Path) -> 
 
 
 def test_a_family_without_a_classifier_or_lm_is_an_error(tmp_path: Path) -> None:
-    BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1).save_pretrained(tmp_path)
+    BertConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
+    ).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(ModelLoadError, match=f"--pretrain {tmp_path}"):
         load_causal_lm(str(tmp_path), init_from_scratch=True)
@@ -115,20 +125,34 @@ def test_tied_embeddings_stay_tied(family: str, causal_lm: MakeModel, tmp_path: 
     assert torch.equal(again.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
-def test_dropout_is_off_in_config_and_modules(family: str, causal_lm: MakeModel, tmp_path: Path) -> None:
+def test_dropout_is_off_in_config_and_modules(
+    family: str, causal_lm: MakeModel, tmp_path: Path
+) -> None:
     causal_lm(family).save_pretrained(tmp_path)
-    for model in (Actor(str(tmp_path)).model, Actor(causal_lm(family)).model, Critic(str(tmp_path)).model):
+    for model in (
+        Actor(str(tmp_path)).model,
+        Actor(causal_lm(family)).model,
+        Critic(str(tmp_path)).model,
+    ):
         for module in model.modules():
             rates = {k: v for k, v in vars(module).items() if "drop" in k or "jitter" in k}
-            assert not any(isinstance(v, float) and v for v in rates.values()), (type(module), rates)
+            assert not any(isinstance(v, float) and v for v in rates.values()), (
+                type(module),
+                rates,
+            )
             assert not isinstance(module, torch.nn.Dropout) or module.p == 0.0
 
 
 def test_attention_and_dtype_are_the_ones_asked_for(causal_lm: MakeModel, tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path)
     for name in ("eager", "sdpa"):
-        assert load_causal_lm(str(tmp_path), attn_implementation=name).config._attn_implementation == name
-        critic = load_sequence_classifier(str(tmp_path), kind="critic", attn_implementation=name, dtype=torch.bfloat16)
+        assert (
+            load_causal_lm(str(tmp_path), attn_implementation=name).config._attn_implementation
+            == name
+        )
+        critic = load_sequence_classifier(
+            str(tmp_path), kind="critic", attn_implementation=name, dtype=torch.bfloat16
+        )
         assert critic.config._attn_implementation == name
         assert {p.dtype for p in critic.parameters()} == {torch.bfloat16}
     assert load_causal_lm(str(tmp_path)).config._attn_implementation == "sdpa"
@@ -145,14 +169,26 @@ def test_attention_choice_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_capped_scores_are_never_left_out(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
-    config = Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, attn_logit_softcapping=0.01)
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    config = Gemma2Config(
+        **sizes, num_attention_heads=2, num_key_value_heads=1, attn_logit_softcapping=0.01
+    )
     model = Gemma2ForCausalLM(config).eval()
     model.set_attn_implementation("eager")
     ids, mask = torch.randint(32, (2, 9)), torch.ones(2, 9, dtype=torch.long)
-    expected = model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    expected = (
+        model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    )
     model.save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"--attn_implementation sdpa .*attn_logit_softcapping"):
+    with pytest.raises(
+        ModelLoadError, match=r"--attn_implementation sdpa .*attn_logit_softcapping"
+    ):
         Actor(str(tmp_path), attn_implementation="sdpa")
     actor = Actor(str(tmp_path), packing_samples=None)
     assert "not eager" in actor.try_packing(torch.device("cpu"))
@@ -184,23 +220,43 @@ def test_attention_choice_with_flash_attention(monkeypatch: pytest.MonkeyPatch) 
 
     # torch's own kernel for packed rows comes first: it also shares prompts
     monkeypatch.setattr(loading, "VARLEN_TAKES", {"scale", "window_size"})
-    assert resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM, LlamaConfig()) is None
-    assert resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM) == "flash_attention_2"
-    # it leaves out Gemma 2's soft capping
-    assert resolve_attn_implementation("auto", torch.bfloat16, Gemma2ForCausalLM, Gemma2Config()) == "flash_attention_2"
-    monkeypatch.setattr(loading, "VARLEN_TAKES", {"is_causal"})
-    assert resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM, LlamaConfig()) == "flash_attention_2"
-    assert resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM) == "flash_attention_2"
     assert (
-        resolve_attn_implementation("flash_attention_2", torch.bfloat16, None) == "flash_attention_2"
+        resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM, LlamaConfig()) is None
+    )
+    assert (
+        resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM)
+        == "flash_attention_2"
+    )
+    # it leaves out Gemma 2's soft capping
+    assert (
+        resolve_attn_implementation("auto", torch.bfloat16, Gemma2ForCausalLM, Gemma2Config())
+        == "flash_attention_2"
+    )
+    monkeypatch.setattr(loading, "VARLEN_TAKES", {"is_causal"})
+    assert (
+        resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM, LlamaConfig())
+        == "flash_attention_2"
+    )
+    assert (
+        resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM)
+        == "flash_attention_2"
+    )
+    assert (
+        resolve_attn_implementation("flash_attention_2", torch.bfloat16, None)
+        == "flash_attention_2"
     )  # custom code: try
     assert resolve_attn_implementation("auto", torch.float32, LlamaForCausalLM) is None
     assert resolve_attn_implementation("auto", torch.bfloat16, Unable) is None
     assert resolve_attn_implementation("auto", torch.bfloat16, None) is None
     # transformers would look for its kernels on the hub
-    assert resolve_attn_implementation("auto", torch.bfloat16, GptOssForCausalLM, GptOssConfig()) is None
+    assert (
+        resolve_attn_implementation("auto", torch.bfloat16, GptOssForCausalLM, GptOssConfig())
+        is None
+    )
     with pytest.raises(ModelLoadError, match=r"GptOssForCausalLM takes kernels-community/.* only"):
-        resolve_attn_implementation("flash_attention_2", torch.bfloat16, GptOssForCausalLM, GptOssConfig())
+        resolve_attn_implementation(
+            "flash_attention_2", torch.bfloat16, GptOssForCausalLM, GptOssConfig()
+        )
     with pytest.raises(ModelLoadError, match=r"--attn_implementation .*Unable"):
         resolve_attn_implementation("flash_attention_2", torch.bfloat16, Unable)
     monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: False)
@@ -208,7 +264,9 @@ def test_attention_choice_with_flash_attention(monkeypatch: pytest.MonkeyPatch) 
         resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM)
 
 
-def test_init_from_scratch_needs_only_a_config_and_is_seeded(causal_lm: MakeModel, tmp_path: Path) -> None:
+def test_init_from_scratch_needs_only_a_config_and_is_seeded(
+    causal_lm: MakeModel, tmp_path: Path
+) -> None:
     model = causal_lm()
     model.config.save_pretrained(tmp_path)
     state = torch.get_rng_state()
@@ -240,12 +298,20 @@ def test_override_config(causal_lm: MakeModel, tmp_path: Path) -> None:
         # frequency i of D/2 is θ^(−2i/D): the first is halved by the scaling, the others also shrink with θ
         powers = torch.arange(len(plain)) / len(plain)
         assert torch.allclose(model.model.rotary_emb.inv_freq, plain / 2 * 4.0**-powers)
-    assert load_causal_lm(str(tmp_path), override_config={"rope_theta": 9.0}).config.rope_parameters["rope_theta"] == 9
+    assert (
+        load_causal_lm(str(tmp_path), override_config={"rope_theta": 9.0}).config.rope_parameters[
+            "rope_theta"
+        ]
+        == 9
+    )
     with pytest.raises(ModelLoadError, match=r"--override_config of --pretrain .*factor"):
         load_causal_lm(str(tmp_path), override_config={"rope_scaling": {"rope_type": "linear"}})
-    with pytest.raises(ModelLoadError, match=r"--override_config: .*'rms_norm_epz'.*'rms_norm_eps'"):
+    with pytest.raises(
+        ModelLoadError, match=r"--override_config: .*'rms_norm_epz'.*'rms_norm_eps'"
+    ):
         load_causal_lm(str(tmp_path), override_config={"rms_norm_epz": 0.5})
-    with pytest.raises(ModelLoadError, match=f"--pretrain {tmp_path}"):  # other shapes than the checkpoint's
+    # other shapes than the checkpoint's
+    with pytest.raises(ModelLoadError, match=f"--pretrain {tmp_path}"):
         load_causal_lm(str(tmp_path), override_config={"intermediate_size": 40})
 
 
@@ -275,7 +341,9 @@ def test_dropout_modules_keep_the_rate_of_override_config(tmp_path: Path) -> Non
     assert (block.attn.attn_dropout.p, model.transformer.drop.p) == (0.0, 0.0)
 
 
-def test_external_lib_is_imported_first(causal_lm: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_lib_is_imported_first(
+    causal_lm: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     causal_lm().save_pretrained(tmp_path)
     (tmp_path / "lib_for_models.py").write_text(
         "from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM\n"
@@ -290,7 +358,10 @@ def test_external_lib_is_imported_first(causal_lm: MakeModel, tmp_path: Path, mo
     with pytest.raises(ModelLoadError, match="--external_lib lib_for_models"):
         load_causal_lm(str(tmp_path), external_lib="lib_for_models")
     monkeypatch.syspath_prepend(tmp_path)
-    assert type(load_causal_lm(str(tmp_path), external_lib="json, lib_for_models")).__name__ == "MyModel"
+    assert (
+        type(load_causal_lm(str(tmp_path), external_lib="json, lib_for_models")).__name__
+        == "MyModel"
+    )
 
 
 def test_sharded_and_torch_checkpoints_are_read(classifier: MakeModel, tmp_path: Path) -> None:
@@ -306,19 +377,25 @@ def test_sharded_and_torch_checkpoints_are_read(classifier: MakeModel, tmp_path:
         RewardModel(str(tmp_path / "shards"))
 
 
-def test_critic_refuses_a_foreign_head_it_was_not_told_of(classifier: MakeModel, tmp_path: Path) -> None:
+def test_critic_refuses_a_foreign_head_it_was_not_told_of(
+    classifier: MakeModel, tmp_path: Path
+) -> None:
     classifier().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["value_head.weight"] = weights.pop("score.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"--critic_pretrain .*value_head\.weight: .*--value_head_prefix"):
+    with pytest.raises(
+        ModelLoadError, match=r"--critic_pretrain .*value_head\.weight: .*--value_head_prefix"
+    ):
         Critic(str(tmp_path))
     with pytest.raises(ModelLoadError, match=r"--critic_pretrain .*value_head\.weight"):
         Critic(str(tmp_path), init_value_head=False)
     assert Critic(str(tmp_path), init_value_head=True)(torch.tensor([[5, 6]])).shape == (1, 2)
 
 
-def test_a_new_head_replaces_one_with_several_outputs_but_nothing_else(classifier: MakeModel, tmp_path: Path) -> None:
+def test_a_new_head_replaces_one_with_several_outputs_but_nothing_else(
+    classifier: MakeModel, tmp_path: Path
+) -> None:
     classifier(num_labels=3).save_pretrained(tmp_path)
     assert Critic(str(tmp_path), init_value_head=True).model.score.weight.shape == (1, 32)
     wider = {"intermediate_size": 40}
@@ -335,7 +412,9 @@ def test_init_value_head_false_needs_a_head(causal_lm: MakeModel, tmp_path: Path
 def test_the_seed_constructor(causal_lm: MakeModel, classifier: MakeModel, tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path / "lm")
     classifier().save_pretrained(tmp_path / "rm")
-    assert isinstance(get_llm_for_sequence_regression(str(tmp_path / "lm"), "critic", seed=1), Critic)
+    assert isinstance(
+        get_llm_for_sequence_regression(str(tmp_path / "lm"), "critic", seed=1), Critic
+    )
     assert isinstance(get_llm_for_sequence_regression(str(tmp_path / "rm"), "reward"), RewardModel)
     with pytest.raises(ValueError, match=r"model_type .*'value'"):
         get_llm_for_sequence_regression(str(tmp_path / "lm"), "value")
@@ -343,7 +422,9 @@ def test_the_seed_constructor(causal_lm: MakeModel, classifier: MakeModel, tmp_p
         get_llm_for_sequence_regression(str(tmp_path / "lm"), "critic", lora_rnk=1)
 
 
-def test_loading_is_quiet(causal_lm: MakeModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_is_quiet(
+    causal_lm: MakeModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     causal_lm().save_pretrained(tmp_path)
     Critic(str(tmp_path))  # a package that is imported only now may warn of something
     capfd.readouterr()
@@ -357,7 +438,8 @@ def test_stage_3_before_the_process_group_is_an_error(causal_lm: MakeModel, tmp_
     causal_lm().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=r"strategy\.setup_distributed"):
         Actor(str(tmp_path), ds_config={"zero_optimization": {"stage": 3}})
-    actor = Actor(str(tmp_path), ds_config={"zero_optimization": {"stage": 2}})  # not sharded at load time
+    # not sharded at load time
+    actor = Actor(str(tmp_path), ds_config={"zero_optimization": {"stage": 2}})
     assert actor.ds_config == {"zero_optimization": {"stage": 2}}
 
 
@@ -405,7 +487,9 @@ def test_loading_under_zero3(
         for name in (*models, "critic", "scratch"):
             assert seen[name]["held"] == 0, name  # no full parameter stays on a rank
             # a shard is half of a parameter; odd sizes are padded by one element
-            assert seen[name]["total"] / 2 <= seen[name]["shards"] < seen[name]["total"] * 0.51, name
+            assert seen[name]["total"] / 2 <= seen[name]["shards"] < seen[name]["total"] * 0.51, (
+                name
+            )
         for name, model in models.items():
             assert seen[name]["weights"].keys() == dict(model.named_parameters()).keys(), name
             for key, weight in model.named_parameters():
@@ -413,7 +497,8 @@ def test_loading_under_zero3(
         for name in ("critic", "scratch"):
             for key, weight in ranks[0][name]["weights"].items():
                 assert torch.equal(seen[name]["weights"][key], weight), (name, key)
-        assert torch.equal(seen["critic"]["weights"]["score.weight"], seen["plain_head"])  # as without sharding
+        # as without sharding
+        assert torch.equal(seen["critic"]["weights"]["score.weight"], seen["plain_head"])
         assert seen["bf16_buffers"].pop("embedding") == torch.bfloat16
         for key, buffer in models["llama"].named_buffers():  # frequencies of rotary embeddings
             assert torch.equal(seen["bf16_buffers"][key], buffer), key
@@ -435,7 +520,9 @@ def test_loading_under_zero3(
             gradients = seen[f"{name}_grads"]
             assert len(gradients) == 3
             for key, gradient in gradients.items():
-                torch.testing.assert_close(gradient, wrapper.model.get_parameter(key).grad, atol=1e-4, rtol=1e-5)
+                torch.testing.assert_close(
+                    gradient, wrapper.model.get_parameter(key).grad, atol=1e-4, rtol=1e-5
+                )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -447,18 +534,28 @@ FULL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 
 
 def llama(rows: int) -> PreTrainedModel:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=rows, **sizes))
 
 
 def test_padding_side_and_ids(save_tokenizer: Save) -> None:
     tokenizer = get_tokenizer(save_tokenizer(**FULL))
     # 4 special tokens, then the digits: "1" is 5
-    assert tokenizer(["1", "1+2"], padding=True, add_special_tokens=False).input_ids == [[0, 0, 5], [5, 14, 6]]
+    assert tokenizer(["1", "1+2"], padding=True, add_special_tokens=False).input_ids == [
+        [0, 0, 5],
+        [5, 14, 6],
+    ]
     assert get_tokenizer(save_tokenizer(**FULL), padding_side="right").padding_side == "right"
 
 
-def test_eos_pads_where_there_is_no_pad_token(save_tokenizer: Save, caplog: pytest.LogCaptureFixture) -> None:
+def test_eos_pads_where_there_is_no_pad_token(
+    save_tokenizer: Save, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="lightppo.models.loading"):
         tokenizer = get_tokenizer(save_tokenizer(eos_token="</s>"))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
@@ -496,8 +593,12 @@ def test_tokenizer_must_fit_the_embedding(save_tokenizer: Save) -> None:
     assert valid_vocab_size(get_tokenizer(path, padded)) == 19 < padded.config.vocab_size
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, Actor, nn.DataParallel], ids=["hf", "actor", "engine"])
-def test_the_model_learns_the_pad_token(save_tokenizer: Save, wrap: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, Actor, nn.DataParallel], ids=["hf", "actor", "engine"]
+)
+def test_the_model_learns_the_pad_token(
+    save_tokenizer: Save, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
     model = llama(32)
     assert model.config.pad_token_id is None
     get_tokenizer(save_tokenizer(**FULL), wrap(model))
@@ -561,7 +662,9 @@ def test_compiled_layers_give_the_same(packing: bool, causal_lm: MakeModel, ragg
     assert names == [name for name, _ in actor.named_parameters()]
 
 
-def test_layers_are_found_by_the_names_that_transformers_gives(family: str, causal_lm: MakeModel) -> None:
+def test_layers_are_found_by_the_names_that_transformers_gives(
+    family: str, causal_lm: MakeModel
+) -> None:
     assert len(decoder_layers(causal_lm(family))) == 2
 
 
@@ -589,7 +692,11 @@ def test_offloaded_activations_give_the_same(
             return kept
 
     monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", Watched)
-    for model in (Actor(causal_lm()), Actor(causal_lm(), packing_samples=True), Critic(classifier())):
+    for model in (
+        Actor(causal_lm()),
+        Actor(causal_lm(), packing_samples=True),
+        Critic(classifier()),
+    ):
         plain = gradients_of(model, ragged)
         model.activation_offload = True
         moved.clear()

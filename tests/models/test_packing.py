@@ -125,7 +125,9 @@ MakeModel = Callable[..., PreTrainedModel]
 Batch = tuple[torch.Tensor, torch.Tensor, int]
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], window: int | None) -> torch.Tensor:
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], window: int | None
+) -> torch.Tensor:
     """The definition: softmax over the earlier positions of the same sequence, head by head. (1, T, H, D)"""
     total, heads = q.shape[2], q.shape[1]
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -138,11 +140,15 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int],
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("window", [None, 3])
-def test_outputs_and_gradients_are_those_of_the_definition(kv_heads: int, window: int | None) -> None:
+def test_outputs_and_gradients_are_those_of_the_definition(
+    kv_heads: int, window: int | None
+) -> None:
     torch.manual_seed(0)
     lengths = [5, 1, 7]
     q, k, v = (torch.randn(1, h, 13, 8, requires_grad=True) for h in (4, kv_heads, kv_heads))
-    out, weights = packed_attention(nn.Module(), q, k, v, segments_as_mask(lengths), scaling=0.5, sliding_window=window)
+    out, weights = packed_attention(
+        nn.Module(), q, k, v, segments_as_mask(lengths), scaling=0.5, sliding_window=window
+    )
     expected = plain(q, k, v, lengths, window)
     assert weights is None
     torch.testing.assert_close(out, expected)
@@ -152,7 +158,12 @@ def test_outputs_and_gradients_are_those_of_the_definition(kv_heads: int, window
 
 
 def continued(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], parents: list[int], window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    parents: list[int],
+    window: int | None,
 ) -> torch.Tensor:
     """The definition: each segment behind the one it continues, by ``plain``. (1, T, H, D)"""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -185,7 +196,9 @@ def test_segments_continue_their_parents(kv_heads: int, window: int | None) -> N
     torch.testing.assert_close(got, torch.autograd.grad((expected * factor).sum(), (q, k, v)))
 
 
-def lower_right(qkv: tuple, cu_q: torch.Tensor, cu_k: torch.Tensor, scale: float, back: int = -1) -> torch.Tensor:
+def lower_right(
+    qkv: tuple, cu_q: torch.Tensor, cu_k: torch.Tensor, scale: float, back: int = -1
+) -> torch.Tensor:
     """What torch says of its kernel for packed rows: (T, H, D) and borders; windows end at the lower right."""
     assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
     assert len({x.shape[2] for x in qkv}) == 1
@@ -203,14 +216,26 @@ def lower_right(qkv: tuple, cu_q: torch.Tensor, cu_k: torch.Tensor, scale: float
     return torch.cat(outputs, 1).transpose(0, 1)
 
 
-def kernel_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+def kernel_2_10(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None
+):
     assert (is_causal, query.shape[1]) == (True, key.shape[1])
     assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
     return lower_right((query, key, value), cu_seq_q, cu_seq_k, query.shape[2] ** -0.5)
 
 
 def kernel_2_11(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
 ):
     assert window_size[1] == 0  # and fewer keys than queries, with no word about it
     return lower_right((query, key, value), cu_seq_q, cu_seq_k, scale, window_size[0])
@@ -319,7 +344,9 @@ def test_expanded_keys_give_the_same(window: int | None, monkeypatch: pytest.Mon
     expected, _ = packed_attention(nn.Module(), q, k, v, mask, sliding_window=window)
     heads: list[tuple[int, bool]] = []
 
-    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, enable_gqa: bool, **options: Any) -> torch.Tensor:
+    def sdpa(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, enable_gqa: bool, **options: Any
+    ) -> torch.Tensor:
         heads.append((k.shape[1], enable_gqa))
         return nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
@@ -330,7 +357,10 @@ def test_expanded_keys_give_the_same(window: int | None, monkeypatch: pytest.Mon
     torch.testing.assert_close(out, expected)
 
 
-KINDS = {"actor": (Actor, AutoModelForCausalLM), "critic": (Critic, AutoModelForSequenceClassification)}
+KINDS = {
+    "actor": (Actor, AutoModelForCausalLM),
+    "critic": (Critic, AutoModelForSequenceClassification),
+}
 
 
 def waits_of_a_step(model: Actor | Critic, batch: Batch) -> Counter[str]:
@@ -348,7 +378,8 @@ def waits_of_a_step(model: Actor | Critic, batch: Batch) -> Counter[str]:
 @pytest.mark.parametrize("varlen", [False, True], ids=["by sequence", "varlen"])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 @pytest.mark.parametrize(
-    ("kind", "reentrant"), [("actor", None), ("actor", False), ("actor", True), ("critic", None), ("critic", False)]
+    ("kind", "reentrant"),
+    [("actor", None), ("actor", False), ("actor", True), ("critic", None), ("critic", False)],
 )
 def test_no_layer_waits_for_the_gpu(
     kind: str, reentrant: bool | None, shared: bool, varlen: bool, with_kernel: Callable
@@ -357,12 +388,18 @@ def test_no_layer_waits_for_the_gpu(
     prompts = [[5, 6, 7], [8, 9]] if not shared else [[5, 6, 7]] * 2
     batch = batch_of([(prompts[0], [10, 11]), (prompts[1], [12, 13, 14]), ([20], [21])])
     if varlen:
-        with_kernel(lambda q, k, v, cu_q, cu_k, n, m, *, scale, window_size, enable_gqa: q + 0 * (k.sum() + v.sum()))
+        with_kernel(
+            lambda q, k, v, cu_q, cu_k, n, m, *, scale, window_size, enable_gqa: (
+                q + 0 * (k.sum() + v.sum())
+            )
+        )
     waits = []
     for layers in (1, 3):
         config = LlamaConfig(**{**COMMON, "num_hidden_layers": layers}, **KV, num_labels=1)
         wrapper, family = KINDS[kind]
-        model = wrapper(family.from_config(config, attn_implementation="sdpa"), packing_samples=True).train()
+        model = wrapper(
+            family.from_config(config, attn_implementation="sdpa"), packing_samples=True
+        ).train()
         if reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         waits.append(waits_of_a_step(model, batch))
@@ -389,7 +426,9 @@ def with_flash_attn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], lis
             return kernel((q, k, v), cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size[0])
 
         monkeypatch.setattr(utils, "_loaded_implementation", None)
-        monkeypatch.setattr(utils, "_lazy_imports", lambda *_, **__: (None, varlen, None, None, None))
+        monkeypatch.setattr(
+            utils, "_lazy_imports", lambda *_, **__: (None, varlen, None, None, None)
+        )
         return calls
 
     return use
@@ -405,8 +444,12 @@ def flash_model(kind: str, layers: int = 2) -> Actor | Critic:
 
 
 @pytest.mark.parametrize("kind", ["actor", "critic"])
-@pytest.mark.parametrize("rows", [[([5, 6], [10]), ([8, 9], [12, 13, 14])], [([8, 9], [12, 13])]], ids=["two", "one"])
-def test_flash_attn_is_told_the_borders_once_for_all_layers(kind: str, rows: Rows, with_flash_attn: Callable) -> None:
+@pytest.mark.parametrize(
+    "rows", [[([5, 6], [10]), ([8, 9], [12, 13, 14])], [([8, 9], [12, 13])]], ids=["two", "one"]
+)
+def test_flash_attn_is_told_the_borders_once_for_all_layers(
+    kind: str, rows: Rows, with_flash_attn: Callable
+) -> None:
     calls = with_flash_attn(lower_right)
     torch.manual_seed(0)
     model, batch = flash_model(kind), batch_of(rows)
@@ -424,7 +467,9 @@ def test_flash_attn_is_told_the_borders_once_for_all_layers(kind: str, rows: Row
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("kind", ["actor", "critic"])
-def test_no_layer_with_flash_attn_waits_for_the_gpu(kind: str, reentrant: bool | None, with_flash_attn) -> None:
+def test_no_layer_with_flash_attn_waits_for_the_gpu(
+    kind: str, reentrant: bool | None, with_flash_attn
+) -> None:
     def kernel(qkv: tuple, *_: Any) -> torch.Tensor:
         q, k, v = qkv
         return q + 0 * (k.sum() + v.sum())
@@ -452,7 +497,9 @@ def varlen_operator() -> Callable:
         return tuple(x.contiguous() for x in torch.func.vjp(attend, q, k, v)[1](grad))
 
     inputs = "Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, SymInt n, SymInt m, float scale, SymInt back"
-    op = library.custom_op("lightppo_tests::varlen", forward, mutates_args=(), schema=f"({inputs}) -> Tensor")
+    op = library.custom_op(
+        "lightppo_tests::varlen", forward, mutates_args=(), schema=f"({inputs}) -> Tensor"
+    )
     back_op = library.custom_op(
         "lightppo_tests::varlen_backward",
         backward,
@@ -467,7 +514,8 @@ def varlen_operator() -> Callable:
         ctx.rest = inputs[5:]
 
     op.register_autograd(
-        lambda ctx, grad: (*back_op(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 6), setup_context=setup
+        lambda ctx, grad: (*back_op(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 6),
+        setup_context=setup,
     )
 
     def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
@@ -490,10 +538,14 @@ def test_layers_are_compiled_once_for_all_rows(varlen: bool, with_kernel: Callab
     """Without a break, for any number of sequences, with shared prompts and without."""
     if varlen:
         if packing.varlen_attn is None:
-            pytest.skip("torch before 2.10 has no kernel for packed rows, which an operator stands for")
+            pytest.skip(
+                "torch before 2.10 has no kernel for packed rows, which an operator stands for"
+            )
         with_kernel(varlen_operator())
     config = LlamaConfig(**{**COMMON, "num_hidden_layers": 1}, **KV)
-    plain = Actor(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), packing_samples=True)
+    plain = Actor(
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), packing_samples=True
+    )
     actor = Actor(copy.deepcopy(plain.hf_model), packing_samples=True)
     compiler = CompileCounterWithBackend("eager" if varlen else "aot_eager")
     compile_layers(actor.hf_model, backend=compiler)
@@ -501,7 +553,9 @@ def test_layers_are_compiled_once_for_all_rows(varlen: bool, with_kernel: Callab
     compiled = []
     for rows in (3, 5, 2):
         prompt = [draw.randrange(3, 48) for _ in range(rows)]
-        batch = batch_of([(prompt, [draw.randrange(3, 48)] * draw.randint(1, 6)) for _ in range(rows)])
+        batch = batch_of(
+            [(prompt, [draw.randrange(3, 48)] * draw.randint(1, 6)) for _ in range(rows)]
+        )
         for sequences, mask, actions in (batch, (batch[0].flip(1), batch[1].flip(1), 3)):
             results = []
             for model in (plain, actor):
@@ -549,12 +603,21 @@ def windowed(kind: str) -> PreTrainedModel:
     configs = {
         "mistral": lambda: MistralConfig(**COMMON, **KV, sliding_window=3),
         "qwen2": lambda: Qwen2Config(
-            **COMMON, num_key_value_heads=2, use_sliding_window=True, sliding_window=3, max_window_layers=1
+            **COMMON,
+            num_key_value_heads=2,
+            use_sliding_window=True,
+            sliding_window=3,
+            max_window_layers=1,
         ),
         "opt": lambda: OPTConfig(
-            **{**COMMON, "initializer_range": 0.02}, init_std=0.2, ffn_dim=48, word_embed_proj_dim=32
+            **{**COMMON, "initializer_range": 0.02},
+            init_std=0.2,
+            ffn_dim=48,
+            word_embed_proj_dim=32,
         ),  # no window; makes no mask from position ids
-        "gemma2": lambda: Gemma2Config(**COMMON, **KV, sliding_window=3, attn_logit_softcapping=None),
+        "gemma2": lambda: Gemma2Config(
+            **COMMON, **KV, sliding_window=3, attn_logit_softcapping=None
+        ),
     }
     return from_config(AutoModelForCausalLM, configs[kind](), "sdpa")
 
@@ -577,7 +640,9 @@ def test_windows_and_gradient_checkpointing(kind: str, checkpointing: bool, ragg
     torch.testing.assert_close(gradients[0], gradients[1], atol=2e-4, rtol=1e-3)
 
 
-def test_no_mask_of_the_whole_row_is_made(causal_lm: MakeModel, classifier: MakeModel, ragged: Batch) -> None:
+def test_no_mask_of_the_whole_row_is_made(
+    causal_lm: MakeModel, classifier: MakeModel, ragged: Batch
+) -> None:
     """What the layers get is as long as there are sequences, in actor and critic."""
     sequences, mask, num_actions = ragged
     seen: list[torch.Size] = []
@@ -585,9 +650,14 @@ def test_no_mask_of_the_whole_row_is_made(causal_lm: MakeModel, classifier: Make
     def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
         seen.append(kwargs["attention_mask"].shape)
 
-    for model in (Actor(causal_lm(), packing_samples=True), Critic(classifier(), packing_samples=True)):
+    for model in (
+        Actor(causal_lm(), packing_samples=True),
+        Critic(classifier(), packing_samples=True),
+    ):
         model(sequences, num_actions, mask)  # the first call also compares packed with alone
-        hook = model.hf_model.base_model.layers[0].self_attn.register_forward_pre_hook(note, with_kwargs=True)
+        hook = model.hf_model.base_model.layers[0].self_attn.register_forward_pre_hook(
+            note, with_kwargs=True
+        )
         model(sequences, num_actions, mask)
         hook.remove()
     assert seen == [torch.Size([1, 1, 2, 4])] * 2
@@ -650,7 +720,9 @@ def test_each_row_is_found_in_its_places() -> None:
     number = lambda low, high: int(torch.randint(low, high, (1,), generator=draw))  # noqa: E731
     for _ in range(20):
         prompts = [[number(0, 3) for _ in range(number(1, 4))] for _ in range(3)]
-        rows = [(prompts[number(0, 3)], [number(0, 9) for _ in range(number(1, 6))]) for _ in range(8)]
+        rows = [
+            (prompts[number(0, 3)], [number(0, 9) for _ in range(number(1, 6))]) for _ in range(8)
+        ]
         sequences, mask, actions = batch_of(rows)
         row = pack_shared(sequences, mask, actions)
         assert row is not None
@@ -658,7 +730,9 @@ def test_each_row_is_found_in_its_places() -> None:
         real = mask.bool()
         assert torch.equal(row.input_ids[0, row.slots[real]], sequences[real])
         assert torch.equal(row.position_ids[0, row.slots[real]], alone.position_ids[0])
-        tokens = sum(map(len, {tuple(p): p for p, _ in rows}.values())) + sum(len(r) for _, r in rows)
+        tokens = sum(map(len, {tuple(p): p for p, _ in rows}.values())) + sum(
+            len(r) for _, r in rows
+        )
         assert row.input_ids.shape[1] == tokens == int(row.segments[0, 0, 0].sum())
         assert sorted(set(row.slots[real].tolist())) == list(range(tokens))
         for b, (_, response) in enumerate(rows):  # a response follows itself without a gap
@@ -710,8 +784,16 @@ def make(family: str, usual: MakeModel, kind: Any = AutoModelForCausalLM) -> Pre
     if family != "opt":
         return usual(family, "sdpa")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 1}
-    config = OPTConfig(**sizes, vocab_size=48, max_position_embeddings=64, word_embed_proj_dim=32, init_std=0.2)
+    sizes = {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_labels": 1,
+    }
+    config = OPTConfig(
+        **sizes, vocab_size=48, max_position_embeddings=64, word_embed_proj_dim=32, init_std=0.2
+    )
     return kind.from_config(config, attn_implementation="sdpa")
 
 
@@ -739,11 +821,15 @@ def counted(model: Actor | Critic) -> Iterator[list[int]]:
         hook.remove()
 
 
-def scores_and_gradients(actor: Actor, batch: Batch, **asked: bool) -> tuple[list[torch.Tensor], dict]:
+def scores_and_gradients(
+    actor: Actor, batch: Batch, **asked: bool
+) -> tuple[list[torch.Tensor], dict]:
     sequences, mask, num_actions = batch
     actor.train()
     actor.zero_grad()
-    scores = actor.score_actions(sequences, num_actions, mask, entropy=True, entropy_grad=True, **asked)
+    scores = actor.score_actions(
+        sequences, num_actions, mask, entropy=True, entropy_grad=True, **asked
+    )
     weights = torch.linspace(-1, 1, scores.log_probs.numel()).view_as(scores.log_probs)
     loss = ((scores.log_probs + 2 * scores.entropy) * weights).sum()
     values = [scores.log_probs, scores.entropy]
@@ -751,7 +837,9 @@ def scores_and_gradients(actor: Actor, batch: Batch, **asked: bool) -> tuple[lis
         values.append(scores.logits)
         loss = loss + scores.logits.square().mean(-1).sum()
     loss.div(int(scores.real.sum())).backward()
-    return [v.detach() for v in values], {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
+    return [v.detach() for v in values], {
+        n: p.grad for n, p in actor.named_parameters() if p.grad is not None
+    }
 
 
 def assert_same(found: tuple[list, dict], expected: tuple[list, dict]) -> None:
@@ -764,7 +852,9 @@ def assert_same(found: tuple[list, dict], expected: tuple[list, dict]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_actor_says_the_same(family: str, checkpointing: bool, causal_lm: MakeModel, groups: Batch) -> None:
+def test_actor_says_the_same(
+    family: str, checkpointing: bool, causal_lm: MakeModel, groups: Batch
+) -> None:
     expected = scores_and_gradients(Actor(make(family, causal_lm)), groups)
     actor = Actor(make(family, causal_lm), packing_samples=True)
     if checkpointing:
@@ -779,25 +869,40 @@ def test_actor_says_the_same(family: str, checkpointing: bool, causal_lm: MakeMo
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_actor_gives_the_same_logits(family: str, causal_lm: MakeModel, groups: Batch) -> None:
     expected = scores_and_gradients(Actor(causal_lm(family)), groups, logits=True)
-    assert_same(scores_and_gradients(Actor(causal_lm(family), packing_samples=True), groups, logits=True), expected)
+    assert_same(
+        scores_and_gradients(Actor(causal_lm(family), packing_samples=True), groups, logits=True),
+        expected,
+    )
     sequences, mask, num_actions = groups
-    _, output = Actor(causal_lm(family), packing_samples=True)(sequences, num_actions, mask, return_output=True)
-    assert output.logits.shape == (1, ACTIONS, 48)  # one for each action, also of the shared last prompt token
+    _, output = Actor(causal_lm(family), packing_samples=True)(
+        sequences, num_actions, mask, return_output=True
+    )
+    # one for each action, also of the shared last prompt token
+    assert output.logits.shape == (1, ACTIONS, 48)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("include_last", [False, True])
-def test_critic_says_the_same(family: str, include_last: bool, classifier: MakeModel, groups: Batch) -> None:
+def test_critic_says_the_same(
+    family: str, include_last: bool, classifier: MakeModel, groups: Batch
+) -> None:
     sequences, mask, num_actions = groups
     results = []
     for packs in (False, True):
-        critic = Critic(make(family, classifier, AutoModelForSequenceClassification), packing_samples=packs).train()
+        critic = Critic(
+            make(family, classifier, AutoModelForSequenceClassification), packing_samples=packs
+        ).train()
         critic(sequences, num_actions, mask)
         with counted(critic) as tokens:
             values = critic(sequences, num_actions, mask, include_last=include_last)
         weights = torch.linspace(-1, 1, values.numel()).view_as(values)
         (values * weights).sum().div(ACTIONS).backward()
-        results.append(([values.detach()], {n: p.grad for n, p in critic.named_parameters() if p.grad is not None}))
+        results.append(
+            (
+                [values.detach()],
+                {n: p.grad for n, p in critic.named_parameters() if p.grad is not None},
+            )
+        )
     assert tokens == [SHARED_TOKENS]
     assert_same(results[1], results[0])
 
@@ -831,15 +936,21 @@ def test_rows_are_shared_only_where_asked_and_possible(causal_lm: MakeModel, gro
         assert actor.shares_prompts == shares
         with counted(actor) as tokens:
             actor(sequences, num_actions, mask)
-        assert tokens == [SHARED_TOKENS if shares else real if actor.packing_samples else sequences.numel()]
+        assert tokens == [
+            SHARED_TOKENS if shares else real if actor.packing_samples else sequences.numel()
+        ]
     assert real > SHARED_TOKENS
 
 
-def test_an_attention_that_cannot_share_says_so_once(causal_lm: MakeModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_attention_that_cannot_share_says_so_once(
+    causal_lm: MakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
     warn_that_nothing_is_shared.cache_clear()
     for _ in range(2):
         Actor(causal_lm(attention="eager"), packing_samples=True)
-    assert [record.getMessage() for record in caplog.records if "share_prompts" in record.getMessage()] == [
+    assert [
+        record.getMessage() for record in caplog.records if "share_prompts" in record.getMessage()
+    ] == [
         "--share_prompts needs --attn_implementation sdpa; with eager every sample brings its prompt along"
     ]
     caplog.clear()
@@ -849,9 +960,13 @@ def test_an_attention_that_cannot_share_says_so_once(causal_lm: MakeModel, caplo
     assert not caplog.records
 
 
-def test_packing_is_tried_and_then_as_if_asked_for(family: str, causal_lm: MakeModel, groups: Batch) -> None:
+def test_packing_is_tried_and_then_as_if_asked_for(
+    family: str, causal_lm: MakeModel, groups: Batch
+) -> None:
     sequences, mask, num_actions = groups
-    tried, asked = (Actor(causal_lm(family, "sdpa"), packing_samples=packs) for packs in (None, True))
+    tried, asked = (
+        Actor(causal_lm(family, "sdpa"), packing_samples=packs) for packs in (None, True)
+    )
     with torch.no_grad():
         padded = tried(sequences, num_actions, mask)
         assert not tried.packing_samples
@@ -867,12 +982,17 @@ def test_packing_is_tried_and_then_as_if_asked_for(family: str, causal_lm: MakeM
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda make: make(attention="eager"), "--attn_implementation sdpa or flash_attention_2, not eager"),
+        (
+            lambda make: make(attention="eager"),
+            "--attn_implementation sdpa or flash_attention_2, not eager",
+        ),
         (lambda make: AutoModelForCausalLM.from_config(LFM2), "layers of type conv"),
         (lambda make: make(), "sees its neighbour"),
     ],
 )
-def test_why_packing_is_not_done(model, reason, causal_lm: MakeModel, groups: Batch, monkeypatch) -> None:
+def test_why_packing_is_not_done(
+    model, reason, causal_lm: MakeModel, groups: Batch, monkeypatch
+) -> None:
     """It stays padded, with the numbers of one for which it was never tried."""
     sequences, mask, num_actions = groups
     actor = Actor(model(causal_lm).eval(), packing_samples=None)
@@ -890,7 +1010,9 @@ def test_the_load_balancing_loss_counts_every_sample(causal_lm: MakeModel, group
     losses = []
     for packs in (False, True):
         actor = Actor(causal_lm("mixtral"), packing_samples=packs).eval()
-        losses.append(actor.score_actions(sequences, num_actions, mask, router_loss=True).router_loss)
+        losses.append(
+            actor.score_actions(sequences, num_actions, mask, router_loss=True).router_loss
+        )
     torch.testing.assert_close(losses[1], losses[0], atol=1e-5, rtol=1e-5)
 
 
@@ -920,13 +1042,20 @@ def test_padded_by_tokens_counts_the_padding() -> None:
     # 2 × (longest prompt 4 + longest response 9) = 26; 3 × (4 + 4) = 24
     assert micro_batches(LENGTHS, MicroBatchSpec(26, "tokens"), packed=False) == [[1, 4], [3, 0, 2]]
     # 2 × (longest prompt 4 + longest response 8) = 24
-    assert micro_batches(LENGTHS, MicroBatchSpec(24, "tokens"), packed=False) == [[1], [4, 3], [0, 2]]
+    assert micro_batches(LENGTHS, MicroBatchSpec(24, "tokens"), packed=False) == [
+        [1],
+        [4, 3],
+        [0, 2],
+    ]
 
 
 def test_a_row_beyond_the_budget_is_alone() -> None:
     for packed in (False, True):
         assert [1] in micro_batches(LENGTHS, MicroBatchSpec(12, "tokens"), packed=packed)
-        assert micro_batches([(5, 5), (6, 6)], MicroBatchSpec(1, "tokens"), packed=packed) == [[1], [0]]
+        assert micro_batches([(5, 5), (6, 6)], MicroBatchSpec(1, "tokens"), packed=packed) == [
+            [1],
+            [0],
+        ]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -955,8 +1084,14 @@ PROMPTS = ["a", "b", "a", "b", "c", "a"]  # 3 + 8, 4 + 13, 2 + 8 tokens
 
 def test_rows_of_a_prompt_stay_together() -> None:
     # groups by their tokens, and the rows of one by theirs: b 17, a 11, c 10
-    assert micro_batches(SHARED, MicroBatchSpec(9), packed=True, prompts=PROMPTS) == [[1, 3, 5, 0, 2, 4]]
-    assert micro_batches(SHARED, MicroBatchSpec(2), packed=True, prompts=PROMPTS) == [[1, 3], [5, 0], [2, 4]]
+    assert micro_batches(SHARED, MicroBatchSpec(9), packed=True, prompts=PROMPTS) == [
+        [1, 3, 5, 0, 2, 4]
+    ]
+    assert micro_batches(SHARED, MicroBatchSpec(2), packed=True, prompts=PROMPTS) == [
+        [1, 3],
+        [5, 0],
+        [2, 4],
+    ]
     # 38 tokens, 21 a part: b | a and c
     budget = MicroBatchSpec(21, "tokens")
     assert micro_batches(SHARED, budget, packed=True, prompts=PROMPTS) == [[1, 3], [5, 0, 2, 4]]
@@ -988,7 +1123,9 @@ def test_shared_rows_once_and_within_the_budget(budget: int) -> None:
         longest = {name: draw.randint(1, 40) for name in "abcdefgh"}
         prompts = [draw.choice("abcdefgh") for _ in range(count)]
         lengths = [(longest[name], draw.randint(1, 60)) for name in prompts]
-        parts = micro_batches(lengths, MicroBatchSpec(budget, "tokens"), packed=True, prompts=prompts)
+        parts = micro_batches(
+            lengths, MicroBatchSpec(budget, "tokens"), packed=True, prompts=prompts
+        )
         assert sorted(i for part in parts for i in part) == list(range(count))
         assert all(len(part) == 1 or tokens_of(part, lengths, prompts) <= budget for part in parts)
         for name in set(prompts):  # together wherever all of one prompt fit

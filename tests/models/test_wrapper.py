@@ -29,7 +29,10 @@ PARTS = {
 
 def names(model: nn.Module, modules: list[nn.Module]) -> list[str]:
     of = {module: name for name, module in model.named_modules()}
-    return [of[module].split(".", 3)[-1] if "layers." in of[module] else of[module] for module in modules]
+    return [
+        of[module].split(".", 3)[-1] if "layers." in of[module] else of[module]
+        for module in modules
+    ]
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -39,12 +42,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def assert_same_gradients(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            a[name], b[name], rtol=1e-4, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def count_rows(module: nn.Module, seen: list[int]) -> None:
     """Positions that the weights of a module see."""
-    linear = next(m for m in module.modules() if any(p.dim() == 2 for p in m.parameters(recurse=False)))
+    linear = next(
+        m for m in module.modules() if any(p.dim() == 2 for p in m.parameters(recurse=False))
+    )
     before = linear.forward
     linear.forward = lambda x: seen.append(x.reshape(-1, x.shape[-1]).shape[0]) or before(x)
 
@@ -56,7 +63,10 @@ def test_the_parts(family: str, causal_lm: Callable[..., PreTrainedModel]) -> No
 
 
 def test_actor(
-    family: str, causal_lm: Callable[..., PreTrainedModel], ragged: tuple[Tensor, Tensor, int], monkeypatch
+    family: str,
+    causal_lm: Callable[..., PreTrainedModel],
+    ragged: tuple[Tensor, Tensor, int],
+    monkeypatch,
 ) -> None:
     sequences, mask, actions = ragged
     weights = torch.randn(4, actions, generator=torch.Generator().manual_seed(2))
@@ -85,7 +95,10 @@ def predictors(mask: Tensor, actions: int) -> int:
 
 
 def test_critic(
-    family: str, classifier: Callable[..., PreTrainedModel], ragged: tuple[Tensor, Tensor, int], monkeypatch
+    family: str,
+    classifier: Callable[..., PreTrainedModel],
+    ragged: tuple[Tensor, Tensor, int],
+    monkeypatch,
 ) -> None:
     sequences, mask, actions = ragged
     weights = torch.randn(4, actions + 1, generator=torch.Generator().manual_seed(2))
@@ -111,7 +124,10 @@ def test_opt_flattens_its_rows(ragged: tuple[Tensor, Tensor, int], monkeypatch) 
     for share in (0.0, 10.0):
         monkeypatch.setattr(wrapper, "READ_SHARE", share)
         torch.manual_seed(0)
-        actor = Actor(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), packing_samples=True)
+        actor = Actor(
+            AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"),
+            packing_samples=True,
+        )
         log_probs = actor(sequences, actions, mask)
         assert len(actor.last_layer_parts) == 4  # queries, output, fc1, fc2
         log_probs.sum().backward()
@@ -128,7 +144,10 @@ def test_a_compiled_layer_runs_whole(causal_lm: Callable[..., PreTrainedModel]) 
 
 @pytest.mark.parametrize("reason", ["checkpointing", "whole output", "router"])
 def test_the_layer_runs_whole(
-    reason: str, causal_lm: Callable[..., PreTrainedModel], ragged: tuple[Tensor, Tensor, int], monkeypatch
+    reason: str,
+    causal_lm: Callable[..., PreTrainedModel],
+    ragged: tuple[Tensor, Tensor, int],
+    monkeypatch,
 ) -> None:
     sequences, mask, actions = ragged
     monkeypatch.setattr(wrapper, "READ_SHARE", 10.0)
@@ -155,7 +174,9 @@ def test_the_layer_runs_whole(
         assert seen[1] < mask.sum()
 
 
-def test_a_module_that_is_given_more_or_returns_more(causal_lm: Callable[..., PreTrainedModel]) -> None:
+def test_a_module_that_is_given_more_or_returns_more(
+    causal_lm: Callable[..., PreTrainedModel],
+) -> None:
     class Routed(nn.Module):
         def forward(self, hidden: Tensor, scale: Tensor | None = None) -> object:
             return hidden * scale if scale is not None else (2 * hidden, "routes")

@@ -17,7 +17,11 @@ from lightppo.models.critic import Critic, RewardModel
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1_000_000},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "reduce_bucket_size": 1_000_000,
+    },
     "zero_allow_untested_optimizer": True,
 }
 
@@ -40,7 +44,9 @@ def look(model: nn.Module) -> dict[str, object]:
 def main(folder: Path, rank: int) -> None:
     # No kernel is compiled for two CPU ranks on one machine (see FACTS of DeepSpeed's shared-memory op).
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
     deepspeed.init_distributed("gloo")
     torch.manual_seed(1000 + rank)  # ranks whose generators disagree must still load the same
     seen: dict[str, object] = {}
@@ -50,12 +56,21 @@ def main(folder: Path, rank: int) -> None:
     seen["llama"] = look(actor.model)
     for name in ("qwen2", "mixtral"):  # tied embeddings; experts that are merged while loading
         seen[name] = look(Actor(f"{folder}/{name}", ds_config=DS_CONFIG).model)
-    rough = Actor(f"{folder}/llama", dtype=torch.bfloat16, ds_config=DS_CONFIG | {"bf16": {"enabled": True}})
-    seen["bf16_buffers"] = {"embedding": next(rough.parameters()).dtype, **dict(rough.hf_model.named_buffers())}
-    seen["scratch"] = look(Actor(f"{folder}/llama", ds_config=DS_CONFIG, init_from_scratch=True).model)
+    rough = Actor(
+        f"{folder}/llama", dtype=torch.bfloat16, ds_config=DS_CONFIG | {"bf16": {"enabled": True}}
+    )
+    seen["bf16_buffers"] = {
+        "embedding": next(rough.parameters()).dtype,
+        **dict(rough.hf_model.named_buffers()),
+    }
+    seen["scratch"] = look(
+        Actor(f"{folder}/llama", ds_config=DS_CONFIG, init_from_scratch=True).model
+    )
     critic = Critic(f"{folder}/llama", ds_config=DS_CONFIG, seed=7, packing_samples=True)
     seen["critic"] = look(critic.model)
-    seen["reward"] = look(RewardModel(f"{folder}/reward", ds_config=DS_CONFIG, value_head_prefix="value_head").model)
+    seen["reward"] = look(
+        RewardModel(f"{folder}/reward", ds_config=DS_CONFIG, value_head_prefix="value_head").model
+    )
     plain = Critic(f"{folder}/llama", seed=7)
     seen["zero3_after_plain"] = is_deepspeed_zero3_enabled()
     seen["plain_head"] = plain.model.score.weight.detach().clone()
@@ -64,7 +79,9 @@ def main(folder: Path, rank: int) -> None:
     for wrapper, inner in ((actor, True), (critic, False)):
         module = wrapper.model if inner else wrapper
         engine, *_ = deepspeed.initialize(
-            model=module, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3), config=DS_CONFIG
+            model=module,
+            optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3),
+            config=DS_CONFIG,
         )
         if inner:
             actor.model, run = engine, actor
@@ -74,7 +91,12 @@ def main(folder: Path, rank: int) -> None:
         engine.train()
         out = run(batch["sequences"], batch["num_actions"], batch["mask"])
         engine.backward((out * batch["weights"]).sum())
-        names = ("lm_head.weight", "score.weight", "layers.0.input_layernorm.weight", "layers.1.mlp.up_proj.weight")
+        names = (
+            "lm_head.weight",
+            "score.weight",
+            "layers.0.input_layernorm.weight",
+            "layers.1.mlp.up_proj.weight",
+        )
         seen[f"{type(wrapper).__name__}_out"] = out.detach()
         seen[f"{type(wrapper).__name__}_grads"] = {
             name: deepspeed.utils.safe_get_full_grad(parameter)

@@ -15,7 +15,9 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 @pytest.fixture
 def score(make_rollout):
     def run(example, response, label):
-        source = build_reward_source(reward_fn=str(ROOT / "examples" / "reward_functions" / example))
+        source = build_reward_source(
+            reward_fn=str(ROOT / "examples" / "reward_functions" / example)
+        )
         rollout = make_rollout(0, label=label)
         rollout.response_text = response
         return source.score([rollout]).scores[0]
@@ -81,7 +83,9 @@ def test_gsm8k_gold_answers_score_one(make_rollout):
     source = build_reward_source(reward_fn=str(ROOT / "examples" / "reward_functions" / "gsm8k.py"))
     answers = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
     rollouts = [make_rollout(i, response=answer, label=answer) for i, answer in enumerate(answers)]
-    rotated = [make_rollout(i, response=answers[i - 1], label=answer) for i, answer in enumerate(answers)]
+    rotated = [
+        make_rollout(i, response=answers[i - 1], label=answer) for i, answer in enumerate(answers)
+    ]
     assert source.score(rollouts).scores == [1.0] * 1319
     wrong = source.score(rotated).scores
     assert sum(wrong) < 100  # another row's answer is seldom the same number

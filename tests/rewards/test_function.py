@@ -28,7 +28,11 @@ def test_gets_queries_prompts_labels(rollouts):
     assert source.name == "reward_func"
     assert source.score(rollouts).scores == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert seen == [
-        ([f"question {i}: answer {i}" for i in range(5)], [f"question {i}: " for i in range(5)], list("01234"))
+        (
+            [f"question {i}: answer {i}" for i in range(5)],
+            [f"question {i}: " for i in range(5)],
+            list("01234"),
+        )
     ]
 
 
@@ -38,7 +42,9 @@ def test_extra_has_columns_and_the_sample(make_rollout):
         make_rollout(1, data_source="gsm8k"),
     ]
     seen = {}
-    FunctionReward(lambda queries, prompts, labels, **extra: seen.update(extra) or [0, 0]).score(rollouts)
+    FunctionReward(lambda queries, prompts, labels, **extra: seen.update(extra) or [0, 0]).score(
+        rollouts
+    )
     assert seen == {
         "level": [3, None],
         "responses": ["answer 0", "answer 1"],  # the sample's; the column of that name is in extras
@@ -52,7 +58,9 @@ def test_extra_has_columns_and_the_sample(make_rollout):
 
 def test_only_named_extra_is_passed(make_rollout):
     rollouts = [make_rollout(0, extra={"level": 3, "other": 1})]
-    assert FunctionReward(lambda q, p, labels, level, data_sources: level).score(rollouts).scores == [3]
+    assert FunctionReward(lambda q, p, labels, level, data_sources: level).score(
+        rollouts
+    ).scores == [3]
     assert FunctionReward(lambda q, p, labels, *, level=None: level).score(rollouts).scores == [3]
     assert FunctionReward(partial(lambda k, q, p, labels: [k], 5.0)).score(rollouts).scores == [5.0]
 
@@ -85,7 +93,11 @@ def test_tensor_and_dict_forms(rollouts, dtype):
     values = torch.arange(5, dtype=dtype)
     score_rollouts(FunctionReward(lambda q, p, labels: values, "f"), rollouts)
     assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    result = {"rewards": values, "scores": np.ones(5), "extra_logs": {"len": values, "share": torch.tensor(0.5)}}
+    result = {
+        "rewards": values,
+        "scores": np.ones(5),
+        "extra_logs": {"len": values, "share": torch.tensor(0.5)},
+    }
     score_rollouts(FunctionReward(lambda q, p, labels: result, "f"), rollouts)
     assert rollouts[3].extras == {"score": 1.0, "len": 3.0, "share": 0.5}
 
@@ -99,7 +111,10 @@ def test_tensor_and_dict_forms(rollouts, dtype):
         (None, "the result .* NoneType"),
         ({"reward": [1.0] * 5}, r"'rewards' .*\['reward'\]"),
         ({"rewards": [1.0] * 5, "logs": {}}, r"\['rewards', 'logs'\]"),
-        ({"rewards": [1.0] * 5, "scores": [1.0] * 5, "extra_logs": {"score": 1}}, "'extra_logs' .*'score'"),
+        (
+            {"rewards": [1.0] * 5, "scores": [1.0] * 5, "extra_logs": {"score": 1}},
+            "'extra_logs' .*'score'",
+        ),
         ({"rewards": [1.0] * 5, "extra_logs": {"a": "x"}}, r"extra_logs\['a'\]"),
         ([1.0, 1.0, float("nan"), 1.0, 1.0], r"score of sample 2 \(prompt row 102, .* is nan"),
     ],
@@ -130,15 +145,23 @@ def test_a_score_that_cannot_be_read_is_a_failure_of_its_sample(rollouts, rows, 
     def whole(queries, prompts, labels):
         return [1.0, 1.0, bad, 1.0, 1.0]
 
-    with pytest.raises(RewardError, match=r"sample 1 \(prompt row 101.*: it returned 1.*ValueError: boom in __float__"):
+    with pytest.raises(
+        RewardError,
+        match=r"sample 1 \(prompt row 101.*: it returned 1.*ValueError: boom in __float__",
+    ):
         FunctionReward(per_sample).score(rows)
-    with pytest.raises(RewardError, match=r"score of sample 2 \(prompt row 102.* is 1.*ValueError: boom in __float__"):
+    with pytest.raises(
+        RewardError,
+        match=r"score of sample 2 \(prompt row 102.* is 1.*ValueError: boom in __float__",
+    ):
         FunctionReward(whole).score(rollouts)
     for manager, fn, samples, scores in (
         ("naive", per_sample, rows, [1.0, None]),
         ("batch", whole, rollouts, [1.0, 1.0, None, 1.0, 1.0]),
     ):
-        output = FunctionReward(fn, reward_manager=manager, on_reward_failure="unscored").score(samples)
+        output = FunctionReward(fn, reward_manager=manager, on_reward_failure="unscored").score(
+            samples
+        )
         assert output.scores == scores
         assert output.metrics["failures"] == [float(score is None) for score in scores]
 
@@ -160,13 +183,18 @@ def test_a_number_is_what_its_float_says(rollouts):
         {"rewards": [raising("__repr__", object)()] * 5},
         {"rewards": [1.0] * 5, "extra_logs": {"a": raising("__float__")(1.0)}},
         {"rewards": [1.0] * 5, "extra_logs": raising("items", dict)(a=1.0)},
-        {"rewards": [1.0] * 5, "token_scores": [[raising("__float__")(1.0)], None, None, None, None]},
+        {
+            "rewards": [1.0] * 5,
+            "token_scores": [[raising("__float__")(1.0)], None, None, None, None],
+        },
     ],
 )
 def test_an_answer_whose_own_methods_raise_is_a_failure(rollouts, answer):
     with pytest.raises(RewardError, match="reward function f"):
         FunctionReward(lambda q, p, labels: answer, "f").score(rollouts)
-    output = FunctionReward(lambda q, p, labels: answer, "f", on_reward_failure="unscored").score(rollouts)
+    output = FunctionReward(lambda q, p, labels: answer, "f", on_reward_failure="unscored").score(
+        rollouts
+    )
     assert output.metrics["failures"] in ([1.0] * 5, [0.0] * 5)
     assert set(output.scores) <= {None, 1.0}
 
@@ -175,9 +203,14 @@ def test_an_answer_whose_own_methods_raise_is_a_failure(rollouts, answer):
 def test_an_exception_without_a_text_is_a_failure_too(rows, tmp_path, manager):
     (tmp_path / "mute.py").write_text(MUTE)
     fn = load_python_function(f"{tmp_path}/mute.py", "compute_score")
-    options = {"reward_manager": manager, "reward_timeout": 60.0, "spec": f"{tmp_path}/mute.py:compute_score"}
+    options = {
+        "reward_manager": manager,
+        "reward_timeout": 60.0,
+        "spec": f"{tmp_path}/mute.py:compute_score",
+    }
     with pytest.raises(
-        RewardError, match=r"Mute \(and ValueError while its text was made\).*mute.py:6 in compute_score"
+        RewardError,
+        match=r"Mute \(and ValueError while its text was made\).*mute.py:6 in compute_score",
     ):
         FunctionReward(fn, **options).score(rows)
 
@@ -196,7 +229,9 @@ def test_an_exception_is_an_error_with_its_cause(rollouts):
     def broken(queries, prompts, labels):
         raise KeyError("gold")
 
-    with pytest.raises(RewardError, match=r"reward function broken .* batch of 5: KeyError: 'gold'") as caught:
+    with pytest.raises(
+        RewardError, match=r"reward function broken .* batch of 5: KeyError: 'gold'"
+    ) as caught:
         FunctionReward(broken).score(rollouts)
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(RewardError, match=r"reward function f.*'level'"):
@@ -207,9 +242,13 @@ def test_no_sample_no_call():
     assert FunctionReward(lambda q, p, labels: 1 / 0, "f").score([]).scores == []
 
 
-@pytest.mark.parametrize("fn", [lambda queries, prompts: [], lambda *, queries, prompts, labels: []])
+@pytest.mark.parametrize(
+    "fn", [lambda queries, prompts: [], lambda *, queries, prompts, labels: []]
+)
 def test_a_function_of_another_shape_is_refused(fn):
-    with pytest.raises(ValueError, match=r"reward function f.*\(queries, prompts, labels, \*\*extra\)"):
+    with pytest.raises(
+        ValueError, match=r"reward function f.*\(queries, prompts, labels, \*\*extra\)"
+    ):
         FunctionReward(fn, "f")
 
 
@@ -222,7 +261,10 @@ Make = Callable[..., Rollout]
 @pytest.fixture
 def rows(make_rollout):
     """Two samples: a verl row, and a chat with columns of its own."""
-    verl_row = {"reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"split": "train", "index": 7}}
+    verl_row = {
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 7},
+    }
     chat = [{"role": "user", "content": "question 1"}]
     return [
         make_rollout(0, "it is 4", label="4", data_source="openai/gsm8k", extra=verl_row),
@@ -246,7 +288,8 @@ def test_verl(rows):
     always = {"num_turns": None, "rollout_reward_scores": {}}
     assert seen == [
         ("openai/gsm8k", "it is 4", "4", always | {"split": "train", "index": 7}),
-        ("default", "it is 5", "6", always | {"solution": "6", "level": 3}),  # no such column: all that there is
+        # no such column: all that there is
+        ("default", "it is 5", "6", always | {"solution": "6", "level": 3}),
     ]
     assert "mine" not in rows[0].prompt.extra["extra_info"]
 
@@ -265,7 +308,10 @@ def test_verl(rows):
     ],
 )
 def test_verl_results(rows, result, reward, extras):
-    score_rollouts(FunctionReward(lambda data_source, solution_str, ground_truth, extra_info: result, "f"), rows)
+    score_rollouts(
+        FunctionReward(lambda data_source, solution_str, ground_truth, extra_info: result, "f"),
+        rows,
+    )
     assert [rollout.reward for rollout in rows] == [reward, reward]
     assert [rollout.extras for rollout in rows] == [extras, extras]
     texts = {"pred": "4"} if isinstance(result, dict) and "pred" in result else {}
@@ -274,12 +320,16 @@ def test_verl_results(rows, result, reward, extras):
 
 def test_a_list_of_texts_is_kept_and_must_be_whole(rows):
     def answered(texts):
-        return FunctionReward(lambda queries, prompts, labels: {"rewards": [1, 0], "extra_logs": {"pred": texts}}, "f")
+        return FunctionReward(
+            lambda queries, prompts, labels: {"rewards": [1, 0], "extra_logs": {"pred": texts}}, "f"
+        )
 
     score_rollouts(answered(["4", None]), rows)
     assert [rollout.texts for rollout in rows] == [{"pred": "4"}, {}]
     for texts in (["4"], ["4", 5]):
-        with pytest.raises(RewardError, match="'pred' must be a text or None for each of 2 samples"):
+        with pytest.raises(
+            RewardError, match="'pred' must be a text or None for each of 2 samples"
+        ):
             answered(texts).score(rows)
 
 
@@ -290,28 +340,39 @@ def test_a_metric_of_some_samples(rows):
     assert FunctionReward(compute_score).score(rows).metrics == {"acc": [1.0, None]}
 
 
-@pytest.mark.parametrize("result", ["1.0", float("nan"), float("inf"), {}, {"reward": 1.0}, [], object(), 10**400])
+@pytest.mark.parametrize(
+    "result", ["1.0", float("nan"), float("inf"), {}, {"reward": 1.0}, [], object(), 10**400]
+)
 def test_verl_garbage_is_an_error_that_names_the_sample(rows, result):
     def f(data_source, solution_str, ground_truth, extra_info):
         return 1.0 if ground_truth == "4" else result
 
-    with pytest.raises(RewardError, match=r"reward function f .*sample 1 \(prompt row 101.*: it returned") as caught:
+    with pytest.raises(
+        RewardError, match=r"reward function f .*sample 1 \(prompt row 101.*: it returned"
+    ) as caught:
         FunctionReward(f).score(rows)
-    assert type(caught.value) is (NonFiniteRewardError if isinstance(result, float) else RewardError)
+    assert type(caught.value) is (
+        NonFiniteRewardError if isinstance(result, float) else RewardError
+    )
 
 
 def test_verl_with_fewer_names_and_with_filled_in_ones(rows):
     def countdown(solution_str, ground_truth, method="strict", score=1.0):
         return score if method == "flexible" else 0.0
 
-    assert FunctionReward(functools.partial(countdown, method="flexible", score=3.0), "f").score(rows).scores == [3, 3]
+    assert FunctionReward(functools.partial(countdown, method="flexible", score=3.0), "f").score(
+        rows
+    ).scores == [3, 3]
 
     def needy(data_source, solution_str, ground_truth, extra_info, sandbox):
         return 1.0
 
     with pytest.raises(RewardError, match=r"'sandbox'; .* data_source"):
         FunctionReward(needy).score(rows)
-    assert FunctionReward(functools.partial(needy, sandbox=None), "f").score(rows).scores == [1.0, 1.0]
+    assert FunctionReward(functools.partial(needy, sandbox=None), "f").score(rows).scores == [
+        1.0,
+        1.0,
+    ]
 
 
 def test_verl_with_names_of_its_own(rows):
@@ -321,10 +382,15 @@ def test_verl_with_names_of_its_own(rows):
     output = FunctionReward(compute_score).score(rows)
     assert output.scores == [1.0, 0.0]
     assert output.metrics["n"] == [float(len(row.prompt.data_source)) for row in rows]
-    two = FunctionReward(lambda predict_str, ground_truth, **more: float(predict_str.endswith(ground_truth)), "f")
+    two = FunctionReward(
+        lambda predict_str, ground_truth, **more: float(predict_str.endswith(ground_truth)), "f"
+    )
     assert two.score(rows).scores == [1.0, 0.0]
     batch = FunctionReward(
-        lambda predicts, ground_truths: [float(p[-1:] == g) for p, g in zip(predicts, ground_truths)], "f"
+        lambda predicts, ground_truths: [
+            float(p[-1:] == g) for p, g in zip(predicts, ground_truths)
+        ],
+        "f",
     )
     assert batch.score(rows).scores == [1.0, 0.0]
 
@@ -333,12 +399,17 @@ def test_verl_batch(rows):
     def compute_score_batched(data_sources, solution_strs, ground_truths, extra_infos):
         assert data_sources == ["openai/gsm8k", "default"]
         assert extra_infos[0]["index"] == 7
-        return [{"score": float(s.endswith(g)), "n": len(s)} for s, g in zip(solution_strs, ground_truths)]
+        return [
+            {"score": float(s.endswith(g)), "n": len(s)}
+            for s, g in zip(solution_strs, ground_truths)
+        ]
 
     output = FunctionReward(compute_score_batched).score(rows)
     assert output.scores == [1.0, 0.0]
     assert output.metrics == {"n": [7.0, 7.0]}
-    short = FunctionReward(lambda data_sources, solution_strs, ground_truths, extra_infos: [1.0], "f")
+    short = FunctionReward(
+        lambda data_sources, solution_strs, ground_truths, extra_infos: [1.0], "f"
+    )
     with pytest.raises(RewardError, match=r"f .*batch of 2: .*\[1.0\]"):
         short.score(rows)
     arrays = FunctionReward(lambda solution_strs, ground_truths: np.ones(2), "f")
@@ -365,7 +436,8 @@ def test_trl(rows):
     assert seen.pop("log_metric") is seen.pop("log_extra")
     assert seen == {
         "prompts": ["question 0: ", [{"role": "user", "content": "question 1"}]],
-        "completions": ["it is 4", [{"role": "assistant", "content": "it is 5"}]],  # a chat answers a chat
+        # a chat answers a chat
+        "completions": ["it is 4", [{"role": "assistant", "content": "it is 5"}]],
         "completion_ids": [[3], [3, 3]],
         "reward_model": [{"style": "rule", "ground_truth": "4"}, None],
         "extra_info": [{"split": "train", "index": 7}, None],
@@ -376,7 +448,10 @@ def test_trl(rows):
 
 def test_trl_functions_that_name_columns(rows):
     def accuracy(completions, solution, log_extra=None, **kwargs):
-        return [None if gold is None else float(gold in str(text)) for text, gold in zip(completions, solution)]
+        return [
+            None if gold is None else float(gold in str(text))
+            for text, gold in zip(completions, solution)
+        ]
 
     assert FunctionReward(accuracy).score(rows).scores == [None, 0.0]
     assert FunctionReward(lambda completions: [1.0, 0.5], "f").score(rows).scores == [1.0, 0.5]
@@ -416,7 +491,13 @@ def test_areal(rows):
     assert FunctionReward(gsm8k_reward_fn, reward_workers=1).score(rows).scores == [1.0, 0.0]
     assert seen == [
         ("question 0: ", "it is 4", [10], [3], rows[0].prompt.extra),
-        ("question 1: ", "it is 5", [11], [3, 3], {"level": 3, "messages": rows[1].prompt.messages}),
+        (
+            "question 1: ",
+            "it is 5",
+            [11],
+            [3, 3],
+            {"level": 3, "messages": rows[1].prompt.messages},
+        ),
     ]
 
 
@@ -425,7 +506,10 @@ def test_areal(rows):
 
 def test_openrlhf(rows):
     def reward_func(queries, prompts, labels, **kwargs):
-        right = [float(query[len(prompt) :].endswith(label)) for query, prompt, label in zip(queries, prompts, labels)]
+        right = [
+            float(query[len(prompt) :].endswith(label))
+            for query, prompt, label in zip(queries, prompts, labels)
+        ]
         reward = torch.tensor(right)
         return {"rewards": reward, "scores": reward, "extra_logs": {"accuracy": reward.mean()}}
 
@@ -508,7 +592,19 @@ def areal_2(prompt, completions, prompt_ids, completion_ids): ...
 def verl_batch_1(data_sources, solution_strs, ground_truths, extra_infos, **kwargs): ...
 
 
-KNOWN = [queries_1, queries_2, queries_3, verl_1, verl_2, verl_3, verl_4, verl_5, verl_6, verl_batch_1, verl_batch_2]
+KNOWN = [
+    queries_1,
+    queries_2,
+    queries_3,
+    verl_1,
+    verl_2,
+    verl_3,
+    verl_4,
+    verl_5,
+    verl_6,
+    verl_batch_1,
+    verl_batch_2,
+]
 KNOWN += [trl_1, trl_2, trl_3, trl_4, trl_5, areal_1, areal_2]
 
 
@@ -542,9 +638,13 @@ def test_the_style_may_be_named(rows):
 
     assert FunctionReward(f, reward_fn_style="trl").score(rows).scores == [1.0, 0.0]
     assert BoundFunction(f, "f", "trl").style is STYLES["trl"]
-    with pytest.raises(ValueError, match=r"--reward_fn_style .* auto, queries, verl, verl_batch, trl, areal"):
+    with pytest.raises(
+        ValueError, match=r"--reward_fn_style .* auto, queries, verl, verl_batch, trl, areal"
+    ):
         FunctionReward(f, reward_fn_style="openrlhf")
-    with pytest.raises(ValueError, match=r"\(prompt, completions, prompt_ids, completion_ids, \*\*row\)"):
+    with pytest.raises(
+        ValueError, match=r"\(prompt, completions, prompt_ids, completion_ids, \*\*row\)"
+    ):
         FunctionReward(f, reward_fn_style="areal")
 
 

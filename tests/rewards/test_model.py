@@ -11,7 +11,11 @@ from safetensors.torch import load_file, save_file
 from support.ranks import run_ranks
 from support.tiny import CHARACTERS, save_reward_model, save_tokenizer, tiny_config
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaForSequenceClassification,
+)
 
 from lightppo.errors import RewardError
 from lightppo.models.critic import RewardModel
@@ -39,7 +43,9 @@ class LastToken(nn.Module):
 
 
 def source(*models, **options):
-    return RewardModelSource(models, **({"device": "cpu", "pad_token_id": PAD, "micro_batch_size": 2} | options))
+    return RewardModelSource(
+        models, **({"device": "cpu", "pad_token_id": PAD, "micro_batch_size": 2} | options)
+    )
 
 
 def test_scores_prompt_and_response_ids(make_rollout):
@@ -51,7 +57,10 @@ def test_scores_prompt_and_response_ids(make_rollout):
     assert output.scores == pytest.approx([3.2, 3.3, 7.2], abs=0.02)
     assert output.metrics == {}
     # longest first, so that rows of one forward are of like lengths
-    assert model.seen == [([[11, 3, 3], [10, 3, PAD]], [[1, 1, 1], [1, 1, 0]]), ([[12, 7]], [[1, 1]])]
+    assert model.seen == [
+        ([[11, 3, 3], [10, 3, PAD]], [[1, 1, 1], [1, 1, 0]]),
+        ([[12, 7]], [[1, 1]]),
+    ]
 
 
 def test_batches_are_of_like_lengths_and_scores_in_the_order_of_the_samples(
@@ -61,7 +70,9 @@ def test_batches_are_of_like_lengths_and_scores_in_the_order_of_the_samples(
     model = LastToken()
     output = source(model).score(rollouts)
     assert [[sum(row) for row in mask] for _, mask in model.seen] == [[7, 6], [3, 2]]
-    assert output.scores == source(LastToken(), micro_batch_size=1).score(rollouts[::-1]).scores[::-1]
+    assert (
+        output.scores == source(LastToken(), micro_batch_size=1).score(rollouts[::-1]).scores[::-1]
+    )
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 100])
@@ -85,7 +96,8 @@ def test_several_models_are_combined_over_the_whole_batch(rollouts):
 
     score_rollouts(source(length, four, reward_fn=combine), rollouts)
     assert calls == [[((5,), torch.float32)] * 2]
-    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 2.0, 3.0, 4.0]  # 2 − 4/2, 3 − 4/2, …
+    # 2 − 4/2, 3 − 4/2, …
+    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert rollouts[1].extras == {"reward_model_0": 3.0, "reward_model_1": 4.0}
 
 
@@ -105,7 +117,9 @@ def test_every_rank_does_the_same_number_of_forwards(rollouts, n):
             return 4  # another rank has four micro batches
 
     alone = source(LastToken()).score(rollouts[:n]).scores if n else []
-    output = source(*models, reward_fn=lambda scores: scores[0], ranks=OneOfMany()).score(rollouts[:n])
+    output = source(*models, reward_fn=lambda scores: scores[0], ranks=OneOfMany()).score(
+        rollouts[:n]
+    )
     assert asked == [(n + 1) // 2] * 2  # of each model
     assert [len(model.seen) for model in models] == [4, 4]
     assert models[0].seen[0] == ([[PAD]], [[1]])
@@ -128,7 +142,9 @@ def test_no_sample_anywhere_no_forward():
 )
 def test_a_model_of_another_shape_is_an_error(rollouts, answer, got):
     models = (LastToken(), answer)
-    with pytest.raises(RewardError, match=rf"model 1 must return a tensor of shape \(2,\), got {got}"):
+    with pytest.raises(
+        RewardError, match=rf"model 1 must return a tensor of shape \(2,\), got {got}"
+    ):
         source(*models, reward_fn=lambda scores: scores[0]).score(rollouts)
 
 
@@ -171,15 +187,25 @@ def test_bad_options_are_refused(n_models, options, named):
 
 
 def test_long_rows_are_an_error_or_cut_and_counted(rollouts):
-    with pytest.raises(RewardError, match=r"sample 3 \(prompt row 103, .* 5 tokens .* --reward_max_length 4"):
+    with pytest.raises(
+        RewardError, match=r"sample 3 \(prompt row 103, .* 5 tokens .* --reward_max_length 4"
+    ):
         source(LastToken(), reward_max_length=4).score(rollouts)
     model = LastToken()
     inputs = [SameIds(PAD, bos_token_id=13)]  # the prompt of sample 3 is the one id 13
-    options = {"inputs": inputs, "reward_max_length": 4, "reward_truncation": "left", "micro_batch_size": 5}
+    options = {
+        "inputs": inputs,
+        "reward_max_length": 4,
+        "reward_truncation": "left",
+        "micro_batch_size": 5,
+    }
     output = source(model, **options).score(rollouts)
     assert output.metrics == {"input_truncated": [0.0, 0.0, 0.0, 1.0, 1.0]}
-    assert model.seen[0][0][:3] == [[12, 3, 3, 3], [13, 3, 3, 3], [3, 3, 3, 3]]  # begin-of-text stays
-    assert source(LastToken(), reward_max_length=6).score(rollouts).metrics == {"input_truncated": [0.0] * 5}
+    # begin-of-text stays
+    assert model.seen[0][0][:3] == [[12, 3, 3, 3], [13, 3, 3, 3], [3, 3, 3, 3]]
+    assert source(LastToken(), reward_max_length=6).score(rollouts).metrics == {
+        "input_truncated": [0.0] * 5
+    }
 
 
 def test_each_model_has_its_own_inputs(rollouts):
@@ -188,8 +214,13 @@ def test_each_model_has_its_own_inputs(rollouts):
             return [row[::-1] for row in super().encode(rollouts)]
 
     models = [LastToken(), LastToken()]
-    source(*models, inputs=[SameIds(PAD), Reversed(77)], reward_fn=lambda scores: scores[0]).score(rollouts[:2])
-    assert [model.seen[0][0] for model in models] == [[[11, 3, 3], [10, 3, PAD]], [[3, 3, 11], [3, 10, 77]]]
+    source(*models, inputs=[SameIds(PAD), Reversed(77)], reward_fn=lambda scores: scores[0]).score(
+        rollouts[:2]
+    )
+    assert [model.seen[0][0] for model in models] == [
+        [[11, 3, 3], [10, 3, PAD]],
+        [[3, 3, 11], [3, 10, 77]],
+    ]
 
 
 # --- what they read
@@ -213,7 +244,9 @@ def save_other_tokenizer(folder, template=TEMPLATE, bos=True):
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     if bos:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<s>",
@@ -238,7 +271,9 @@ def judge(tmp_path_factory):
     folder = tmp_path_factory.mktemp("judge")
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        config = tiny_config(num_labels=1, vocab_size=len(CHARACTERS) + 8, initializer_range=0.3, pad_token_id=2)
+        config = tiny_config(
+            num_labels=1, vocab_size=len(CHARACTERS) + 8, initializer_range=0.3, pad_token_id=2
+        )
         LlamaForSequenceClassification(config).save_pretrained(folder)
     save_other_tokenizer(folder)
     return str(folder)
@@ -279,7 +314,10 @@ def scored_directly(folder, texts):
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        rows = [tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"] for text in texts]
+        rows = [
+            tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            for text in texts
+        ]
         return [model(input_ids=row).logits[0, 0].item() for row in rows]
 
 
@@ -308,15 +346,21 @@ def test_scores_are_those_of_the_text_scored_directly(judge, other, asked, micro
 
 
 def test_plain_text_in_other_ids(judge, other, asked, tmp_path):
-    texts = ["<s>question 0 a longer answer</s>", "<s>question 1 cut off her"]  # cut: no end-of-text
-    asked[1].prompt.text = "<s>" + asked[1].prompt.text  # a template put begin-of-text there: still once
+    # cut: no end-of-text
+    texts = ["<s>question 0 a longer answer</s>", "<s>question 1 cut off her"]
+    # a template put begin-of-text there: still once
+    asked[1].prompt.text = "<s>" + asked[1].prompt.text
     rows = PlainText(other).encode(asked[:2])
     assert [other.decode(row) for row in rows] == texts
-    assert judged(judge, PlainText(other), asked[:2]) == pytest.approx(scored_directly(judge, texts), abs=1e-5)
+    assert judged(judge, PlainText(other), asked[:2]) == pytest.approx(
+        scored_directly(judge, texts), abs=1e-5
+    )
     # a tokenizer without a template reads plain-text prompts that way
     bare = save_other_tokenizer(tmp_path, template=None)
     assert Retemplated(bare).encode(asked[:2]) == rows
-    with pytest.raises(RewardError, match=r"--reward_input_tokenizer: sample 0 \(prompt row 102.* no chat template"):
+    with pytest.raises(
+        RewardError, match=r"--reward_input_tokenizer: sample 0 \(prompt row 102.* no chat template"
+    ):
         Retemplated(bare).encode([asked[2]])
 
 
@@ -344,7 +388,9 @@ def test_a_value_head_model_with_statistics(judge, other, asked, tmp_path):
     weights["value_head.weight"] = weights.pop("score.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     reward = RewardModel(str(tmp_path), value_head_prefix="value_head", normalize_reward=True)
-    source = RewardModelSource([reward], device="cpu", micro_batch_size=2, inputs=[Retemplated(other)])
+    source = RewardModelSource(
+        [reward], device="cpu", micro_batch_size=2, inputs=[Retemplated(other)]
+    )
     expected = [(score - 0.25) / 4.0 for score in scored_directly(judge, TEXTS)]
     assert source.score(asked).scores == pytest.approx(expected, abs=1e-5)
 
@@ -365,7 +411,11 @@ def test_uneven_ranks_under_zero3(judge, other, asked, tmp_path):
         rollout.response_ids = tokenizer.encode(rollout.response_text)
     rows = [
         {"text": r.prompt.text, "ids": r.prompt.token_ids, "messages": r.prompt.messages}
-        | {"response": r.response_text, "response_ids": r.response_ids, "finish_reason": r.finish_reason}
+        | {
+            "response": r.response_text,
+            "response_ids": r.response_ids,
+            "finish_reason": r.finish_reason,
+        }
         for r in asked
     ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
@@ -374,7 +424,10 @@ def test_uneven_ranks_under_zero3(judge, other, asked, tmp_path):
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     expected = judged(judge, Retemplated(other), asked)
     with torch.no_grad():
-        one_by_one = [RewardModel(plain)(torch.tensor([r.prompt.token_ids + r.response_ids])).item() for r in asked]
+        one_by_one = [
+            RewardModel(plain)(torch.tensor([r.prompt.token_ids + r.response_ids])).item()
+            for r in asked
+        ]
     for i, split in enumerate(splits):
         mine, theirs = ranks[0]["outputs"][i], ranks[1]["outputs"][i]
         assert (len(mine["judge"]), len(theirs["judge"])) == (split, 6 - split)

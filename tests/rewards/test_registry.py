@@ -67,7 +67,8 @@ def score_batch(queries, prompts, labels):
 
 def test_urls_make_a_remote_source():
     source = build_reward_source(
-        remote_rm_url=[URL, "https://host/rm"], remote_options={"timeout": 7.0, "retries": 9, "token": "t"}
+        remote_rm_url=[URL, "https://host/rm"],
+        remote_options={"timeout": 7.0, "retries": 9, "token": "t"},
     )
     assert isinstance(source, RemoteReward)
     assert (source.urls, source.timeout, source.retries) == ([URL, "https://host/rm"], 7.0, 9)
@@ -123,13 +124,19 @@ def test_one_reward_model_needs_no_reward_fn(rollouts):
     [
         ({}, "--remote_rm_url .*--reward_fn or --reward_pretrain"),
         ({"remote_rm_url": []}, "--remote_rm_url .*--reward_fn or --reward_pretrain"),
-        ({"remote_rm_url": [URL], "reward_models": [length]}, "--remote_rm_url and --reward_pretrain"),
+        (
+            {"remote_rm_url": [URL], "reward_models": [length]},
+            "--remote_rm_url and --reward_pretrain",
+        ),
         ({"remote_rm_url": [URL], "reward_fn": score_batch}, "--remote_rm_url and --reward_fn"),
         ({"remote_rm_url": ["x.py"], "reward_fn": "y.py"}, "--remote_rm_url and --reward_fn"),
         ({"reward_models": [length, length], "model_options": {"pad_token_id": 0}}, "--reward_fn"),
         ({"reward_models": [length]}, "pad_token_id"),
         (
-            {"reward_models": [length], "reward_fn": CombinedReward({FunctionReward(score_batch): 1.0})},
+            {
+                "reward_models": [length],
+                "reward_fn": CombinedReward({FunctionReward(score_batch): 1.0}),
+            },
             "--reward_fn .*--reward_pretrain",
         ),
         ({"reward_fn": 3}, "--reward_fn: 3 "),
@@ -142,11 +149,17 @@ def test_one_reward_model_needs_no_reward_fn(rollouts):
         ({"remote_rm_url": [URL, "x.py"]}, "--remote_rm_url: 'x.py'"),
         ({"remote_rm_url": ["x.py", "y.py"]}, "--remote_rm_url: 'x.py'"),
         ({"remote_rm_url": "host"}, "--remote_rm_url: 'host'"),
-        ({"reward_fn": "{module}:rewrad"}, "--reward_fn: .*'rewrad'.* reward_func, two, reward_fn, Source"),
+        (
+            {"reward_fn": "{module}:rewrad"},
+            "--reward_fn: .*'rewrad'.* reward_func, two, reward_fn, Source",
+        ),
         ({"remote_rm_url": ["{module}:number"]}, "--remote_rm_url: 3 "),
         ({"reward_fn": "{module}:Source"}, "--reward_fn: .*Source'> "),
         ({"reward_fn": "{module}:reward_fn"}, r"--reward_fn: .*reward_fn\(scores\) must take"),
-        ({"reward_fn": "{module}:number", "reward_models": [length]}, "--reward_fn: .*:number' .* int"),
+        (
+            {"reward_fn": "{module}:number", "reward_models": [length]},
+            "--reward_fn: .*:number' .* int",
+        ),
     ],
 )
 def test_contradictions_and_unknown_forms_name_the_flag(module, options, named):
@@ -154,7 +167,9 @@ def test_contradictions_and_unknown_forms_name_the_flag(module, options, named):
         return value.replace("{module}", module) if isinstance(value, str) else value
 
     for name, value in options.items():
-        options = options | {name: [written(item) for item in value] if isinstance(value, list) else written(value)}
+        options = options | {
+            name: [written(item) for item in value] if isinstance(value, list) else written(value)
+        }
     with pytest.raises(ValueError, match=named):
         build_reward_source(**options)
 
@@ -245,7 +260,11 @@ def test_one_source_is_itself(source):
 
 def test_weights_add_up(source):
     both = source(reward_source=["math=2", "format=0.5", "function=-1"])
-    assert scores(both, GOOD, "the answer is 4", "<think>a</think><answer>5</answer>") == [-0.5, -1.0, -2.5]
+    assert scores(both, GOOD, "the answer is 4", "<think>a</think><answer>5</answer>") == [
+        -0.5,
+        -1.0,
+        -2.5,
+    ]
     assert scores(source(reward_source=["function=0.5"]), "a") == [1.5]
     three = source(reward_source=["model=0.5", "function=10", "math"])
     assert scores(three, "4") == [0.5 * 5 + 10 * 3 + 1]
@@ -259,12 +278,19 @@ def test_routes_by_data_source_and_by_label(source):
     assert scores(routed, GOOD, data_source="chat") == [13.0]
     with pytest.raises(RewardError, match="'code'"):
         scores(routed, GOOD, data_source="code")
-    by_label = source(reward_routes=json.dumps({"4": {"math": 1}, "*": {"model": 1}}), reward_routes_by="label")
+    by_label = source(
+        reward_routes=json.dumps({"4": {"math": 1}, "*": {"model": 1}}), reward_routes_by="label"
+    )
     assert scores(by_label, GOOD) == [1.0]
 
 
 def test_options_of_mathematics(source):
-    options = {"reward_timeout": 2.5, "reward_workers": 3, "reward_retries": 4, "on_reward_failure": "error"}
+    options = {
+        "reward_timeout": 2.5,
+        "reward_workers": 3,
+        "reward_retries": 4,
+        "on_reward_failure": "error",
+    }
     math = source(reward_source=["math"], math_unmarked=False, **options)
     assert (math.math_unmarked, math.reward_retries, math.on_reward_failure) == (False, 4, "error")
     assert scores(math, "I guess 4") == [0.0]  # not marked
@@ -277,11 +303,18 @@ def test_options_of_formats(source):
     assert scores(checked, GOOD, "<think>a</think><answer>5</answer>", "5") == [1.0, -0.8, -1.0]
     with pytest.raises(ConfigError, match=r"--check_xml_format.*--reward_minimum"):
         source(reward_source=["function"], check_xml_format=True)
-    assert source(reward_source=["function"], check_xml_format=True, reward_minimum=3.0).wrong == 3.0
+    assert (
+        source(reward_source=["function"], check_xml_format=True, reward_minimum=3.0).wrong == 3.0
+    )
 
 
 def test_options_of_functions():
-    options = {"reward_fn_style": "trl", "reward_manager": "prime", "reward_workers": 2, "reward_timeout": 3.0}
+    options = {
+        "reward_fn_style": "trl",
+        "reward_manager": "prime",
+        "reward_workers": 2,
+        "reward_timeout": 3.0,
+    }
     config = PPOConfig.from_flat(**options, reward_retries=1, on_reward_failure="unscored")
     asked = RewardRequest(config, None).options_of(FunctionReward)
     assert asked == options | {"reward_retries": 1, "on_reward_failure": "unscored"}
@@ -300,7 +333,9 @@ def test_options_of_servers(source):
 
 def test_verls_function_name_is_found(source, tmp_path):
     parameters = "data_source, solution_str, ground_truth, extra_info=None"
-    (tmp_path / "verl.py").write_text(f"def compute_score({parameters}):\n    return len(solution_str)\n")
+    (tmp_path / "verl.py").write_text(
+        f"def compute_score({parameters}):\n    return len(solution_str)\n"
+    )
     function = source(reward_fn=str(tmp_path / "verl.py"), reward_workers=1)
     assert function.name == "verl.py:compute_score"
     assert scores(function, "abc") == [3.0]
@@ -312,7 +347,11 @@ def reward_model(tmp_path):
 
 
 def test_a_model_of_the_same_tokenizer_reads_the_ids(source, reward_model, tiny_tokenizer):
-    options = {"reward_pretrain": [str(reward_model)], "reward_max_length": 4, "reward_truncation": "left"}
+    options = {
+        "reward_pretrain": [str(reward_model)],
+        "reward_max_length": 4,
+        "reward_truncation": "left",
+    }
     model = source(length, tokenizer=tiny_tokenizer, **options)
     assert isinstance(model.inputs[0], SameIds)
     output = model.score([fakes.make_rollout([5, 6], [7]), fakes.make_rollout([5, 6, 7], [8, 9])])
@@ -326,7 +365,9 @@ def test_another_tokenizer_is_refused_or_used(source, reward_model, tmp_path, ti
     vocabulary["0"], vocabulary["9"] = vocabulary["9"], vocabulary["0"]
     path.write_text(json.dumps(tokenizer))
     options = {"reward_pretrain": [str(reward_model)], "tokenizer": tiny_tokenizer}
-    with pytest.raises(ConfigError, match=r"--reward_pretrain .*rm .*2 of .*--reward_input_tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"--reward_pretrain .*rm .*2 of .*--reward_input_tokenizer"
+    ):
         source(length, **options)
     other = shutil.copytree(reward_model, tmp_path / "tokenizer")
     model = source(length, **options, reward_input_tokenizer=[str(other)])

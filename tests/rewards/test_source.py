@@ -35,7 +35,9 @@ class Fixed:
 
 def test_check_makes_plain_floats(rollouts):
     output = RewardOutput(
-        [True, np.float32(0.5), torch.tensor(2.0), None, 3], {"m": torch.arange(5)}, [[1]] + [None] * 4
+        [True, np.float32(0.5), torch.tensor(2.0), None, 3],
+        {"m": torch.arange(5)},
+        [[1]] + [None] * 4,
     )
     checked = check_output(output, rollouts, "s")
     assert checked.scores == [1.0, 0.5, 2.0, None, 3.0]
@@ -50,14 +52,16 @@ class Unreadable(float):
 
 
 @pytest.mark.parametrize(
-    "bad", [Unreadable(1.0), math.nan, math.inf, -math.inf, "1.0", [1.0], 10**400, torch.tensor(math.nan)]
+    "bad",
+    [Unreadable(1.0), math.nan, math.inf, -math.inf, "1.0", [1.0], 10**400, torch.tensor(math.nan)],
 )
 @pytest.mark.parametrize("where", ["score", "metric"])
 def test_check_names_source_sample_and_prompt_of_a_bad_number(rollouts, bad, where):
     values = [0.0, 0.0, bad, 0.0, 0.0]
     output = RewardOutput(values) if where == "score" else RewardOutput([0.0] * 5, {"len": values})
     with pytest.raises(
-        RewardError, match=rf"^judge: the {where}.* of sample 2 \(prompt row 102, .*'question 2: '\) is"
+        RewardError,
+        match=rf"^judge: the {where}.* of sample 2 \(prompt row 102, .*'question 2: '\) is",
     ):
         check_output(output, rollouts, "judge")
 
@@ -71,8 +75,14 @@ def test_check_names_source_sample_and_prompt_of_a_bad_number(rollouts, bad, whe
         (RewardOutput(torch.zeros(5, 1)), r"judge: scores .*\(5, 1\)"),
         (RewardOutput(0.5), "judge: scores .* float"),
         (RewardOutput([1.0] * 5, {}, [None]), "1 rows of token scores for 5 samples"),
-        (RewardOutput([1.0] * 5, {}, [None, [1.0], None, None, None]), "1 token scores for the 2 response tokens"),
-        (RewardOutput([1.0] * 5, {}, [None, [1.0, math.nan], None, None, None]), "token score 1 of sample 1 .* is nan"),
+        (
+            RewardOutput([1.0] * 5, {}, [None, [1.0], None, None, None]),
+            "1 token scores for the 2 response tokens",
+        ),
+        (
+            RewardOutput([1.0] * 5, {}, [None, [1.0, math.nan], None, None, None]),
+            "token score 1 of sample 1 .* is nan",
+        ),
         ([1.0] * 5, "judge: .*RewardOutput.* list"),
     ],
 )
@@ -92,7 +102,9 @@ def test_score_rollouts_writes_into_the_samples(rollouts):
     assert rollouts[1].token_rewards is None
 
 
-@pytest.mark.parametrize(("scores", "kind"), [([1.0, -math.inf], NonFiniteRewardError), ([math.nan, "x"], RewardError)])
+@pytest.mark.parametrize(
+    ("scores", "kind"), [([1.0, -math.inf], NonFiniteRewardError), ([math.nan, "x"], RewardError)]
+)
 def test_numbers_that_are_not_finite_have_an_error_of_their_own(make_rollout, scores, kind):
     """What is worse comes first; all sources are asked before: on other ranks they may act together."""
     asked = []
@@ -102,7 +114,10 @@ def test_numbers_that_are_not_finite_have_an_error_of_their_own(make_rollout, sc
             asked.append(self.name)
             return super().score(rollouts)
 
-    sources = {Asked("bad", RewardOutput(scores)): 1.0, Asked("good", RewardOutput([1.0, 1.0])): 1.0}
+    sources = {
+        Asked("bad", RewardOutput(scores)): 1.0,
+        Asked("good", RewardOutput([1.0, 1.0])): 1.0,
+    }
     with pytest.raises(RewardError, match=r"^bad: the score of sample 1") as caught:
         score_rollouts(CombinedReward(sources), [make_rollout(i) for i in range(2)])
     assert type(caught.value) is kind
@@ -117,24 +132,40 @@ def test_score_rollouts_changes_nothing_on_error(rollouts):
 
 def test_combined_is_the_weighted_sum(make_rollout):
     rollouts = [make_rollout(i) for i in range(3)]
-    task = Fixed("task", RewardOutput([1.0, 0.0, None], {"acc": [1.0, 0.0, None]}, texts={"pred": ["4", None, "5"]}))
+    task = Fixed(
+        "task",
+        RewardOutput([1.0, 0.0, None], {"acc": [1.0, 0.0, None]}, texts={"pred": ["4", None, "5"]}),
+    )
     style = Fixed("style", RewardOutput([0.5, -2.0, 1.0], {}, [None, [1.0, 2.0], None]))
     output = CombinedReward({task: 2.0, style: 0.5}).score(rollouts)
     # 2·1 + 0.5·0.5 = 2.25; 2·0 + 0.5·(−2) = −1; unscored by task
     assert output.scores == [2.25, -1.0, None]
-    assert output.metrics == {"task": [1.0, 0.0, None], "task/acc": [1.0, 0.0, None], "style": [0.5, -2.0, 1.0]}
+    assert output.metrics == {
+        "task": [1.0, 0.0, None],
+        "task/acc": [1.0, 0.0, None],
+        "style": [0.5, -2.0, 1.0],
+    }
     assert output.token_scores == [None, [0.5, 1.0], None]  # 0.5·[1, 2]
     assert output.texts == {"task/pred": ["4", None, "5"]}
-    assert join_outputs([RewardOutput([0.0]), output]).texts == {"task/pred": [None, "4", None, "5"]}
+    assert join_outputs([RewardOutput([0.0]), output]).texts == {
+        "task/pred": [None, "4", None, "5"]
+    }
 
 
 def test_combined_adds_token_scores(make_rollout):
-    a, b = Fixed("a", RewardOutput([0.0], {}, [[1.0]])), Fixed("b", RewardOutput([0.0], {}, [[3.0]]))
-    assert CombinedReward({a: 2.0, b: -1.0}).score([make_rollout(0)]).token_scores == [[-1.0]]  # 2·1 − 1·3
+    a, b = (
+        Fixed("a", RewardOutput([0.0], {}, [[1.0]])),
+        Fixed("b", RewardOutput([0.0], {}, [[3.0]])),
+    )
+    # 2·1 − 1·3
+    assert CombinedReward({a: 2.0, b: -1.0}).score([make_rollout(0)]).token_scores == [[-1.0]]
 
 
 def test_combined_blames_the_source_that_is_wrong(rollouts):
-    sources = {Fixed("fine", RewardOutput([1.0] * 5)): 1.0, Fixed("broken", RewardOutput([1.0])): 0.0}
+    sources = {
+        Fixed("fine", RewardOutput([1.0] * 5)): 1.0,
+        Fixed("broken", RewardOutput([1.0])): 0.0,
+    }
     with pytest.raises(RewardError, match=r"^broken: 1 scores for 5 samples"):
         CombinedReward(sources).score(rollouts)
 
@@ -172,7 +203,9 @@ class Length:
     def score(self, rollouts):
         self.calls.append((self.name, [rollout.prompt.index for rollout in rollouts]))
         metrics = {name: [value] * len(rollouts) for name, value in self.more.items()}
-        return RewardOutput([self.factor * len(rollout.response_ids) for rollout in rollouts], metrics)
+        return RewardOutput(
+            [self.factor * len(rollout.response_ids) for rollout in rollouts], metrics
+        )
 
 
 @pytest.fixture
@@ -185,7 +218,9 @@ def mixed(make_rollout):
 def test_each_data_source_has_its_weighted_sources(mixed):
     calls = []
     judge, style = Length("judge", 1.0, calls, acc=0.5), Length("style", 10.0, calls)
-    reward = RoutedReward({"math": [(judge, 2.0)], "code": [(style, 0.5), (judge, -1.0)], "*": [(style, 1.0)]})
+    reward = RoutedReward(
+        {"math": [(judge, 2.0)], "code": [(style, 0.5), (judge, -1.0)], "*": [(style, 1.0)]}
+    )
     output = reward.score(mixed)
     # math: 2·1 and 2·3; code: 0.5·20 − 1·2; chat takes "*": 1·40
     assert output.scores == [2.0, 8.0, 6.0, 40.0]
@@ -194,7 +229,8 @@ def test_each_data_source_has_its_weighted_sources(mixed):
         "judge/acc": [0.5, 0.5, 0.5, None],
         "style": [None, 20.0, None, 40.0],
     }
-    assert calls == [("judge", [100, 101, 102]), ("style", [101, 103])]  # each once, with all its samples
+    # each once, with all its samples
+    assert calls == [("judge", [100, 101, 102]), ("style", [101, 103])]
 
 
 def test_the_order_of_samples_changes_nothing(mixed):
@@ -204,7 +240,11 @@ def test_the_order_of_samples_changes_nothing(mixed):
 
 def test_label_routes_by_its_text(mixed):
     mixed[3].prompt.label = "one"
-    routes = {"0": [(Length("even"), 1.0)], "1": [(Length("odd"), -1.0)], "one": [(Length("word"), 0.5)]}
+    routes = {
+        "0": [(Length("even"), 1.0)],
+        "1": [(Length("odd"), -1.0)],
+        "one": [(Length("word"), 0.5)],
+    }
     reward = RoutedReward(routes, by="label")
     assert reward.score(mixed).scores == [1.0, -2.0, 3.0, 2.0]
 
@@ -217,8 +257,12 @@ def test_any_column_routes(mixed):
 
 
 def test_an_unknown_route_is_named(mixed):
-    reward = RoutedReward({"math": [(Length("a"), 1.0)], "code": [(Length("b"), 1.0)]}, name="by_task")
-    with pytest.raises(RewardError, match=r"^by_task: .* data source 'chat' of sample 3 .* 'math', 'code'"):
+    reward = RoutedReward(
+        {"math": [(Length("a"), 1.0)], "code": [(Length("b"), 1.0)]}, name="by_task"
+    )
+    with pytest.raises(
+        RewardError, match=r"^by_task: .* data source 'chat' of sample 3 .* 'math', 'code'"
+    ):
         score_rollouts(reward, mixed)
     assert mixed[0].reward is None
 
@@ -250,13 +294,19 @@ def test_token_scores_take_the_weight_of_the_route(mixed):
             return RewardOutput([0.0] * len(rows), {}, rows)
 
     dense, judge = Dense("dense"), Length("judge")
-    output = RoutedReward({"math": [(dense, 2.0)], "code": [(dense, -1.0)], "*": [(judge, 1.0)]}).score(mixed)
+    output = RoutedReward(
+        {"math": [(dense, 2.0)], "code": [(dense, -1.0)], "*": [(judge, 1.0)]}
+    ).score(mixed)
     assert output.token_scores == [[2.0], [-1.0, -1.0], [2.0] * 3, None]
 
 
 def test_failures_are_added_up_over_the_sources(mixed):
-    inner = CombinedReward({Length("a", failures=1.0): 1.0, Length("b", failures=2.0, timeouts=1.0): 1.0}, "inner")
-    output = RoutedReward({"math": [(inner, 1.0), (Length("c", failures=4.0), 1.0)], "*": [(Length("d"), 1.0)]})
+    inner = CombinedReward(
+        {Length("a", failures=1.0): 1.0, Length("b", failures=2.0, timeouts=1.0): 1.0}, "inner"
+    )
+    output = RoutedReward(
+        {"math": [(inner, 1.0), (Length("c", failures=4.0), 1.0)], "*": [(Length("d"), 1.0)]}
+    )
     metrics = output.score(mixed).metrics
     assert metrics["inner/failures"] == [3.0, None, 3.0, None]  # 1 + 2
     assert metrics["failures"] == [7.0, 0, 7.0, 0]  # 3 + 4; d counts none
@@ -379,7 +429,9 @@ def test_several_workers_score_at_the_same_time(rollouts, closing):
     assert scorer.collect().scores == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("error", [RewardError("the judge is ill"), ZeroDivisionError("oops"), SystemExit(3)])
+@pytest.mark.parametrize(
+    "error", [RewardError("the judge is ill"), ZeroDivisionError("oops"), SystemExit(3)]
+)
 def test_errors_come_up_when_collected(rollouts, closing, error):
     class Failing(Gated):
         def score(self, rollouts):
@@ -397,7 +449,8 @@ def test_errors_come_up_when_collected(rollouts, closing, error):
     assert caught.value is error
     assert [rollout.reward for rollout in rollouts] == [None] * 5  # all or none
     scorer.submit(rollouts[2:3])
-    assert scorer.collect().scores == [3.0]  # the thread lives on, and the error is not raised again
+    # the thread lives on, and the error is not raised again
+    assert scorer.collect().scores == [3.0]
 
 
 def test_what_is_no_answer_is_an_error(rollouts, closing):
@@ -444,7 +497,9 @@ def test_what_is_left_at_the_end_is_not_scored_silently(rollouts):
 
 
 def test_sources_of_all_ranks_are_refused():
-    model = RewardModelSource([lambda s, m: s[:, 0]], device="cpu", pad_token_id=0, micro_batch_size=1)
+    model = RewardModelSource(
+        [lambda s, m: s[:, 0]], device="cpu", pad_token_id=0, micro_batch_size=1
+    )
     for source in (model, CombinedReward({Gated(): 1.0, model: 1.0})):
         with pytest.raises(ValueError, match=r"^--async_rewards: "):
             AsyncScorer(source)

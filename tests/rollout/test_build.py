@@ -13,7 +13,10 @@ from lightppo.trainer.build import build_rollout_engine
 
 
 def test_engines_beside_the_core_are_names_of_the_option():
-    assert EngineConfig.options()["rollout_engine"].type_text == "one of hf, vllm, vllm_server, path.py:name"
+    assert (
+        EngineConfig.options()["rollout_engine"].type_text
+        == "one of hf, vllm, vllm_server, path.py:name"
+    )
     with pytest.raises(ConfigError, match="--rollout_engine: unknown name 'vlm'"):
         PPOConfig.from_flat(rollout_engine="vlm")
 

@@ -37,7 +37,12 @@ HEADS, WIDTH = 2, 3
 
 
 def config(**changes):
-    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": HEADS}
+    sizes = {
+        "hidden_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": HEADS,
+    }
     return MistralConfig(**{**sizes, "sliding_window": None, **changes})
 
 
@@ -56,14 +61,19 @@ def column(rows: int, value: float) -> torch.Tensor:
 def step(cache: SlotCache, value: float) -> list[torch.Tensor]:
     """One forward's writes; the keys that each layer's attention looks at."""
     looked_at = [
-        cache.update(column(cache.span.rows, value), column(cache.span.rows, -value), i)[0] for i in range(len(cache))
+        cache.update(column(cache.span.rows, value), column(cache.span.rows, -value), i)[0]
+        for i in range(len(cache))
     ]
     cache.span.end += 1
     return looked_at
 
 
-def slot_cache(model_config, slots: int = 4, prompt: int = 5, most: int = 40, tight: bool = True) -> SlotCache:
-    return SlotCache(model_config, slots=slots, prompt_columns=prompt, max_columns=most, tight=tight)
+def slot_cache(
+    model_config, slots: int = 4, prompt: int = 5, most: int = 40, tight: bool = True
+) -> SlotCache:
+    return SlotCache(
+        model_config, slots=slots, prompt_columns=prompt, max_columns=most, tight=tight
+    )
 
 
 def test_prompts_are_right_aligned_and_repeated():
@@ -71,7 +81,8 @@ def test_prompts_are_right_aligned_and_repeated():
     cache.append(source, [1, 1, 0], width=3)
     for layer, prompts in zip(cache.layers, source.layers):
         keys = layer.buffers[0]
-        assert torch.equal(keys[:3, :, 2:5], prompts.keys[[1, 1, 0], :, 1:])  # the last three columns of four
+        # the last three columns of four
+        assert torch.equal(keys[:3, :, 2:5], prompts.keys[[1, 1, 0], :, 1:])
         assert not keys[:3, :, :2].any()
         assert not keys[:3, :, 5:].any()
 
@@ -88,7 +99,8 @@ def test_a_step_writes_in_place_and_gives_views():
     cache.span.whole = True
     keys = step(cache, 8.0)[1]
     assert keys.shape == (3, HEADS, 5 + CPU_COLUMNS, WIDTH)
-    assert (keys[:, :, 5:8, 0] == torch.tensor([7.0, 8.0, 0.0])).all()  # written, new, not in use: finite
+    # written, new, not in use: finite
+    assert (keys[:, :, 5:8, 0] == torch.tensor([7.0, 8.0, 0.0])).all()
 
 
 @pytest.mark.parametrize("window", [2, 3, 9])
@@ -149,7 +161,9 @@ def test_which_models_can():
     assert can_use_slots(LlamaConfig())
     assert can_use_slots(Qwen2Config())
     assert can_use_slots(config(sliding_window=4))
-    assert not can_use_slots(Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]))
+    assert not can_use_slots(
+        Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    )
     chunked = LlamaConfig()
     chunked.attention_chunk_size = 8
     assert not can_use_slots(chunked)
@@ -183,7 +197,9 @@ def test_prompts_and_masks_of_transformers_go_to_sdpa():
     output, _ = slot_attention(module, query, key, value, None)
     causal = scaled_dot_product_attention(query, key, value, is_causal=True)
     torch.testing.assert_close(output, causal.transpose(1, 2))
-    seen = torch.tensor([[True, True, False, True, True], [False, True, True, True, True]])[:, None, None]
+    seen = torch.tensor([[True, True, False, True, True], [False, True, True, True, True]])[
+        :, None, None
+    ]
     output, _ = slot_attention(module, query[:, :, :1], key, value, seen)
     expected = scaled_dot_product_attention(query[:, :, :1], key, value, attn_mask=seen)
     torch.testing.assert_close(output, expected.transpose(1, 2))
@@ -227,10 +243,13 @@ def full_logits(model, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"), [*((name, "sdpa") for name in BUILD), ("llama", "eager"), ("gemma2", "eager")]
+    ("name", "attention"),
+    [*((name, "sdpa") for name in BUILD), ("llama", "eager"), ("gemma2", "eager")],
 )
 class TestEveryKindOfModel:
-    def test_greedy_equals_generate_with_slots_filled_again(self, name, attention, generate, prompts):
+    def test_greedy_equals_generate_with_slots_filled_again(
+        self, name, attention, generate, prompts
+    ):
         model = build(name, attention)
         rollouts, stats = generate(model, prompts, 3, max_new_tokens=40, temperature=0.0)
         assert model.config._attn_implementation == attention
@@ -239,7 +258,11 @@ class TestEveryKindOfModel:
         for rollout in rollouts:
             ids = torch.tensor([rollout.prompt.token_ids])
             expected = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, pad_token_id=0
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=40,
+                do_sample=False,
+                pad_token_id=0,
             )
             assert rollout.response_ids == expected[0, ids.shape[1] :].tolist()
 
@@ -249,7 +272,8 @@ class TestEveryKindOfModel:
         model = build(name, attention)
         prompts, sampling = prompts[:6], {"max_new_tokens": 30, "n": 3, "seed": 4}
         rollouts, _ = generate(model, prompts, 4, **sampling)
-        assert len({len(r.response_ids) for r in rollouts}) > 1  # rows come and go at different times
+        # rows come and go at different times
+        assert len({len(r.response_ids) for r in rollouts}) > 1
         for slots in (1, 18):
             assert by_key(generate(model, prompts[::-1], slots, **sampling)[0]) == by_key(rollouts)
         for rollout in rollouts:
@@ -280,7 +304,13 @@ def test_views_of_wide_buffers_as_on_a_gpu(generate, prompts, monkeypatch):
 def test_history_follows_its_row(generate, prompts):
     """Penalties and bans look at the right ids, whatever row and column they have moved to."""
     model = build("llama")
-    sampling = {"max_new_tokens": 40, "n": 2, "seed": 4, "repetition_penalty": 1.3, "bad_words": ("ab", "c")}
+    sampling = {
+        "max_new_tokens": 40,
+        "n": 2,
+        "seed": 4,
+        "repetition_penalty": 1.3,
+        "bad_words": ("ab", "c"),
+    }
     sampling |= {"presence_penalty": 0.5, "frequency_penalty": 0.3}
     alone, _ = generate(model, prompts, 1, **sampling)
     for slots in (3, 7):
@@ -317,10 +347,13 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> tuple[float, flo
 def test_distribution_of_whole_responses_with_slots_filled_again(generate, tokenizer):
     """Every response of up to three tokens over a vocabulary of 4, against its probability by the model."""
     torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 4, "initializer_range": 0.1})).eval()
+    model = LlamaForCausalLM(
+        LlamaConfig(**{**SIZES, "vocab_size": 4, "initializer_range": 0.1})
+    ).eval()
     prompt, n = Prompt("x", [3, 2, 3, 0, 2]), 6000
     rollouts, stats = generate(model, [prompt], 64, max_new_tokens=3, n=n, seed=9)
-    assert stats["decode_positions"] < 5 + 2 * n  # the prompt once; the last token of a response is not needed
+    # the prompt once; the last token of a response is not needed
+    assert stats["decode_positions"] < 5 + 2 * n
     probabilities = {}
     for length in (1, 2, 3):
         for response in itertools.product(range(4), repeat=length):
@@ -328,7 +361,9 @@ def test_distribution_of_whole_responses_with_slots_filled_again(generate, token
             if EOS_ID in response[:-1] or not ended:
                 continue
             log_probs = full_logits(model, [*prompt.token_ids, *response])[4:-1].log_softmax(-1)
-            probabilities[response] = sum(log_probs[i, token].item() for i, token in enumerate(response))
+            probabilities[response] = sum(
+                log_probs[i, token].item() for i, token in enumerate(response)
+            )
     responses = list(probabilities)
     expected = n * torch.tensor([probabilities[r] for r in responses]).exp()
     assert expected.sum().item() == pytest.approx(n, rel=1e-4)
@@ -362,7 +397,9 @@ class TestWork:
         in_prompts, in_steps = self.watch(model)
         rollouts, stats = generate(model, prompts, 8, max_new_tokens=40, n=8)
         # Each prompt once, and of each response all but the last token, which nothing is predicted from.
-        real = sum(len(p.token_ids) for p in prompts) + sum(len(r.response_ids) - 1 for r in rollouts)
+        real = sum(len(p.token_ids) for p in prompts) + sum(
+            len(r.response_ids) - 1 for r in rollouts
+        )
         assert stats["decode_positions"] == sum(in_prompts) + sum(in_steps)
         assert stats["decode_steps"] == len(in_prompts) + len(in_steps)
         assert real <= stats["decode_positions"] <= 1.1 * real

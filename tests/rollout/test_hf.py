@@ -11,7 +11,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from lightppo.data.records import Prompt
 from lightppo.models.actor import Actor
@@ -74,7 +81,9 @@ def test_hf_engine_is_a_rollout_engine(llama, tokenizer, actor_of):
 
 def test_protocol_module_loads_neither_torch_nor_transformers():
     code = "import sys, lightppo.rollout.engine as e; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.split()[-2:] == ["False", "False"]
 
 
@@ -84,7 +93,9 @@ EOS_ID = 1
 @pytest.fixture
 def engine_of(tokenizer, actor_of):
     def build(model, micro_batch: int = 8, **options) -> HFRolloutEngine:
-        return HFRolloutEngine(actor_of(model), tokenizer, micro_rollout_batch_size=micro_batch, **options)
+        return HFRolloutEngine(
+            actor_of(model), tokenizer, micro_rollout_batch_size=micro_batch, **options
+        )
 
     return build
 
@@ -98,7 +109,12 @@ def trainer_log_probs(model, rollout, temperature: float) -> torch.Tensor:
     prompt, response = rollout.prompt.token_ids, rollout.response_ids
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)
+    return (
+        (logits / temperature)
+        .log_softmax(-1)
+        .gather(1, torch.tensor(response).unsqueeze(1))
+        .squeeze(1)
+    )
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
@@ -114,23 +130,34 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> tuple[float, flo
 
 class TestAgainstTheModel:
     def test_greedy_equals_generate(self, model, engine_of, prompts):
-        rollouts = engine_of(model, 4).generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0))
-        assert len({len(r.response_ids) for r in rollouts}) > 1  # some end early, so that rows leave the batch
+        rollouts = engine_of(model, 4).generate(
+            prompts, SamplingParams(max_new_tokens=12, temperature=0.0)
+        )
+        # some end early, so that rows leave the batch
+        assert len({len(r.response_ids) for r in rollouts}) > 1
         for rollout in rollouts:
             ids = torch.tensor([rollout.prompt.token_ids])
             expected = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=12,
+                do_sample=False,
+                pad_token_id=0,
             )
             assert rollout.response_ids == expected[0, ids.shape[1] :].tolist()
 
     def test_log_probs_equal_a_full_forward(self, model, engine_of, prompts):
-        sampling = SamplingParams(max_new_tokens=12, temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.1, n=2)
+        sampling = SamplingParams(
+            max_new_tokens=12, temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.1, n=2
+        )
         for rollout in engine_of(model).generate(prompts, sampling):
             expected = trainer_log_probs(model, rollout, 0.7)
             torch.testing.assert_close(torch.tensor(rollout.log_probs), expected, atol=1e-4, rtol=0)
 
     def test_greedy_log_probs_have_temperature_one(self, model, engine_of, prompts):
-        for rollout in engine_of(model).generate(prompts, SamplingParams(max_new_tokens=5, do_sample=False)):
+        for rollout in engine_of(model).generate(
+            prompts, SamplingParams(max_new_tokens=5, do_sample=False)
+        ):
             expected = trainer_log_probs(model, rollout, 1.0)
             torch.testing.assert_close(torch.tensor(rollout.log_probs), expected, atol=1e-4, rtol=0)
 
@@ -146,7 +173,9 @@ class TestAgainstTheModel:
             second = first @ (model(continued).logits[:, -1] / 0.8).softmax(-1)  # Σ_i p(i) p(·|i)
             colder = (model(continued[:1, :-1]).logits[0, -1] / 0.7).softmax(-1)
         for position, probs in enumerate((first, second)):
-            statistic, bound = chi_square(torch.bincount(sampled[:, position], minlength=30), n * probs)
+            statistic, bound = chi_square(
+                torch.bincount(sampled[:, position], minlength=30), n * probs
+            )
             assert statistic < bound
         statistic, bound = chi_square(torch.bincount(sampled[:, 0], minlength=30), n * colder)
         assert statistic > bound  # the test would see a temperature that is off by .1
@@ -164,7 +193,9 @@ class TestAgainstTheModel:
 
 
 class TestIndependenceOfTheBatch:
-    sampling = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, repetition_penalty=1.2, n=3, seed=5)
+    sampling = SamplingParams(
+        max_new_tokens=12, temperature=0.9, top_p=0.95, repetition_penalty=1.2, n=3, seed=5
+    )
 
     @pytest.fixture
     def reference(self, model, engine_of, prompts):
@@ -172,7 +203,9 @@ class TestIndependenceOfTheBatch:
 
     @pytest.mark.parametrize("micro_batch", [1, 3, 64])
     def test_micro_batch_size(self, model, engine_of, prompts, reference, micro_batch):
-        assert ids_by_key(engine_of(model, micro_batch).generate(prompts, self.sampling)) == ids_by_key(reference)
+        assert ids_by_key(
+            engine_of(model, micro_batch).generate(prompts, self.sampling)
+        ) == ids_by_key(reference)
 
     def test_order_and_ranks(self, model, engine_of, prompts, reference):
         engine = engine_of(model, 8)
@@ -181,20 +214,34 @@ class TestIndependenceOfTheBatch:
         halves = [engine.generate(half, self.sampling) for half in (prompts[:5], prompts[5:])]
         assert ids_by_key(halves[0] + halves[1]) == ids_by_key(reference)
 
-    def test_other_seed_other_samples_same_seed_same_samples(self, model, engine_of, prompts, reference):
-        assert ids_by_key(engine_of(model).generate(prompts, self.sampling)) == ids_by_key(reference)
-        other = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, repetition_penalty=1.2, n=3, seed=6)
+    def test_other_seed_other_samples_same_seed_same_samples(
+        self, model, engine_of, prompts, reference
+    ):
+        assert ids_by_key(engine_of(model).generate(prompts, self.sampling)) == ids_by_key(
+            reference
+        )
+        other = SamplingParams(
+            max_new_tokens=12, temperature=0.9, top_p=0.95, repetition_penalty=1.2, n=3, seed=6
+        )
         assert ids_by_key(engine_of(model).generate(prompts, other)) != ids_by_key(reference)
 
-    def test_global_random_state_is_neither_read_nor_changed(self, model, engine_of, prompts, reference):
+    def test_global_random_state_is_neither_read_nor_changed(
+        self, model, engine_of, prompts, reference
+    ):
         torch.manual_seed(123)
         before = torch.get_rng_state()
-        assert ids_by_key(engine_of(model).generate(prompts, self.sampling)) == ids_by_key(reference)
+        assert ids_by_key(engine_of(model).generate(prompts, self.sampling)) == ids_by_key(
+            reference
+        )
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_a_prompt_given_twice_is_a_prompt_with_twice_the_samples(self, model, engine_of, prompts):
+    def test_a_prompt_given_twice_is_a_prompt_with_twice_the_samples(
+        self, model, engine_of, prompts
+    ):
         once = engine_of(model).generate(prompts[:1], SamplingParams(max_new_tokens=8, n=4))
-        twice = engine_of(model).generate([prompts[0], prompts[0]], SamplingParams(max_new_tokens=8, n=2))
+        twice = engine_of(model).generate(
+            [prompts[0], prompts[0]], SamplingParams(max_new_tokens=8, n=2)
+        )
         assert [r.response_ids for r in twice] == [r.response_ids for r in once]
         assert [r.sample_index for r in twice] == [0, 1, 0, 1]
 
@@ -267,7 +314,9 @@ class TestRecords:
         greedy = {"max_new_tokens": 4, "do_sample": False, "ignore_eos": True}
         free = engine_of(model, 4).generate(prompts, SamplingParams(**greedy))
         last = next(r.response_ids[3] for r in free if r.response_ids[3] not in r.response_ids[:3])
-        stopped = engine_of(model, 4).generate(prompts, SamplingParams(stop_token_ids=(last,), **greedy))
+        stopped = engine_of(model, 4).generate(
+            prompts, SamplingParams(stop_token_ids=(last,), **greedy)
+        )
         assert any(len(r.response_ids) == 4 and r.finish_reason == "stop" for r in stopped)
         assert all((r.finish_reason == "stop") == (r.response_ids[-1] == last) for r in stopped)
 
@@ -289,7 +338,9 @@ class TestRecords:
 
     def test_decoding_ends_when_every_row_has_ended(self, llama, engine_of, prompts):
         engine = engine_of(llama, 10)
-        rollouts = engine.generate(prompts, SamplingParams(max_new_tokens=50, stop_token_ids=tuple(range(2, 30))))
+        rollouts = engine.generate(
+            prompts, SamplingParams(max_new_tokens=50, stop_token_ids=tuple(range(2, 30)))
+        )
         assert all(len(r.response_ids) == 1 for r in rollouts)
         assert engine.last_stats["decode_steps"] == 1
 
@@ -302,8 +353,12 @@ class TestRecords:
 
 
 class TestLimitsAndStops:
-    def test_stop_string_cuts_the_text_and_keeps_the_ids(self, llama, engine_of, prompts, tokenizer):
-        free = engine_of(llama).generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
+    def test_stop_string_cuts_the_text_and_keeps_the_ids(
+        self, llama, engine_of, prompts, tokenizer
+    ):
+        free = engine_of(llama).generate(
+            prompts, SamplingParams(max_new_tokens=12, ignore_eos=True)
+        )
         stopped = engine_of(llama).generate(
             prompts, SamplingParams(max_new_tokens=12, ignore_eos=True, stop=("a", "7"))
         )
@@ -324,7 +379,8 @@ class TestLimitsAndStops:
     def test_minimum_length(self, llama, engine_of, prompts):
         sampling = SamplingParams(max_new_tokens=8, min_new_tokens=4, stop_token_ids=(5,), n=4)
         rollouts = engine_of(llama).generate(prompts, sampling)
-        assert min(len(r.response_ids) for r in rollouts) == 5  # four others, then at the soonest a stop id
+        # four others, then at the soonest a stop id
+        assert min(len(r.response_ids) for r in rollouts) == 5
         assert not any({EOS_ID, 5} & set(r.response_ids[:4]) for r in rollouts)
 
     def test_bad_words(self, llama, engine_of, prompts, tokenizer):
@@ -334,7 +390,8 @@ class TestLimitsAndStops:
             return Counter(pair for r in rollouts for pair in pairwise(r.response_ids))
 
         free = sampled_pairs()
-        pair = max((p for p in free if min(p) > 2), key=free.__getitem__)  # ids 0, 1, 2 have no text
+        # ids 0, 1, 2 have no text
+        pair = max((p for p in free if min(p) > 2), key=free.__getitem__)
         b_id = tokenizer.encode("b")[0]
         assert free[pair] >= 5
         assert any(b_id in p for p in free)
@@ -348,12 +405,18 @@ class TestLimitsAndStops:
         assert len(tokenizer) == 30
         rollouts = engine_of(model).generate(prompts, SamplingParams(max_new_tokens=12, n=4))
         assert max(i for r in rollouts for i in r.response_ids) < 30
-        rollouts = engine_of(model, valid_vocab_size=10).generate(prompts, SamplingParams(max_new_tokens=12, n=4))
+        rollouts = engine_of(model, valid_vocab_size=10).generate(
+            prompts, SamplingParams(max_new_tokens=12, n=4)
+        )
         assert max(i for r in rollouts for i in r.response_ids) == 9
-        rollouts = engine_of(model, valid_vocab_size=64).generate(prompts, SamplingParams(max_new_tokens=12, n=4))
+        rollouts = engine_of(model, valid_vocab_size=64).generate(
+            prompts, SamplingParams(max_new_tokens=12, n=4)
+        )
         assert max(i for r in rollouts for i in r.response_ids) > 30
 
-    def test_log_probs_are_over_the_vocabulary_that_the_actor_trains(self, make_llama, engine_of, prompts):
+    def test_log_probs_are_over_the_vocabulary_that_the_actor_trains(
+        self, make_llama, engine_of, prompts
+    ):
         model = make_llama(vocab_size=64)
         engine = engine_of(model)
         engine.actor.valid_vocab_size = 28  # two fewer than the tokenizer's
@@ -367,8 +430,16 @@ class TestLimitsAndStops:
 
     def test_prompt_beyond_the_positions_of_the_model(self, model, engine_of, tokenizer):
         long = Prompt("a" * 60, tokenizer.encode("a" * 60), index=17)
-        assert len(engine_of(model).generate([long], SamplingParams(max_new_tokens=4, ignore_eos=True))) == 1  # 64 fit
-        with pytest.raises(ValueError, match=r"prompt 17 .*64 positions.*--prompt_max_len.*--generate_max_len"):
+        # 64 fit
+        assert (
+            len(
+                engine_of(model).generate([long], SamplingParams(max_new_tokens=4, ignore_eos=True))
+            )
+            == 1
+        )
+        with pytest.raises(
+            ValueError, match=r"prompt 17 .*64 positions.*--prompt_max_len.*--generate_max_len"
+        ):
             engine_of(model).generate([long], SamplingParams(max_new_tokens=5))
 
     def test_empty_prompt_is_named(self, llama, engine_of):
@@ -398,7 +469,11 @@ class TestModelState:
         during = []
         handle = llama.register_forward_hook(
             lambda module, args, output: during.append(
-                (module.training, any(m.gradient_checkpointing for m in checkpointing), output.logits.requires_grad)
+                (
+                    module.training,
+                    any(m.gradient_checkpointing for m in checkpointing),
+                    output.logits.requires_grad,
+                )
             )
         )
         engine_of(llama).generate(prompts[:2], SamplingParams(max_new_tokens=3, ignore_eos=True))
@@ -418,7 +493,9 @@ class TestModelState:
             engine_of(llama).generate(prompts, SamplingParams(max_new_tokens=2))
         assert all(m.training for m in llama.modules())
 
-    def test_deepspeed_engine_is_unwrapped_and_sync_takes_a_new_actor(self, make_llama, engine_of, prompts, actor_of):
+    def test_deepspeed_engine_is_unwrapped_and_sync_takes_a_new_actor(
+        self, make_llama, engine_of, prompts, actor_of
+    ):
         sampling = SamplingParams(max_new_tokens=6)
         first, second = make_llama(seed=0), make_llama(seed=1)
         engine = engine_of(actor_of(first).__class__(module=first))
@@ -430,7 +507,9 @@ class TestModelState:
         assert after != before
 
     @pytest.mark.parametrize("count", [0, 1, 10])
-    def test_parameters_are_gathered_once_also_without_prompts(self, llama, engine_of, prompts, count):
+    def test_parameters_are_gathered_once_also_without_prompts(
+        self, llama, engine_of, prompts, count
+    ):
         events = []
 
         @contextlib.contextmanager
@@ -441,7 +520,9 @@ class TestModelState:
 
         llama.register_forward_pre_hook(lambda *_: events.append("forward"))
         engine = engine_of(llama, 2, gather_parameters=gather)
-        rollouts = engine.generate(prompts[:count], SamplingParams(max_new_tokens=2, ignore_eos=True))
+        rollouts = engine.generate(
+            prompts[:count], SamplingParams(max_new_tokens=2, ignore_eos=True)
+        )
         assert len(rollouts) == count
         micro_batches = -(-count // 2)
         assert events == ["enter"] + ["forward"] * (2 * micro_batches) + ["leave"]
@@ -484,6 +565,9 @@ def test_rollouts_are_those_of_the_merged_model(make_llama, tokenizer, prompts, 
 
     actor.eval()
     ids = torch.tensor([prompts[2].token_ids])
-    reference, separate = AdaptersOff(actor).score_actions(ids, 5), Actor(make_llama()).eval().score_actions(ids, 5)
+    reference, separate = (
+        AdaptersOff(actor).score_actions(ids, 5),
+        Actor(make_llama()).eval().score_actions(ids, 5),
+    )
     assert torch.equal(reference.log_probs, separate.log_probs)
     assert not torch.equal(actor.score_actions(ids, 5).log_probs, reference.log_probs)

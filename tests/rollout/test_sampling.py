@@ -21,7 +21,9 @@ from lightppo.rollout.sampling import (
 )
 
 
-def draw(params: SamplingParams, logits: torch.Tensor, uniforms, *, history=None, step=0, **options):
+def draw(
+    params: SamplingParams, logits: torch.Tensor, uniforms, *, history=None, step=0, **options
+):
     sampler = TokenSampler(params, **{"valid_vocab_size": logits.shape[-1], **options})
     u = torch.as_tensor(uniforms, dtype=torch.float64)
     return sampler(logits, u, step, history)
@@ -55,7 +57,9 @@ class TestRequestUniforms:
         assert request_uniforms(7, 42, 3, 1)[0] == (word >> 12) / 2**52
 
     def test_a_longer_request_begins_with_the_same_numbers(self):
-        np.testing.assert_array_equal(request_uniforms(0, 1, 2, 5), request_uniforms(0, 1, 2, 500)[:5])
+        np.testing.assert_array_equal(
+            request_uniforms(0, 1, 2, 5), request_uniforms(0, 1, 2, 500)[:5]
+        )
 
     @pytest.mark.parametrize("other", [(1, 1, 1), (0, 2, 1), (0, 1, 2), (0, 11, 1)])
     def test_seed_prompt_and_sample_each_change_the_numbers(self, other):
@@ -107,11 +111,15 @@ class TestInverseCdf:
     def test_zero_mass_is_never_drawn_at_the_borders_of_blocks(self):
         generator = torch.Generator().manual_seed(0)
         probs = torch.zeros(3000, 2000)
-        places = torch.tensor([3, 511, 512, 1023, 1540, 1990])  # in the first, second and last block; one has none
+        # in the first, second and last block; one has none
+        places = torch.tensor([3, 511, 512, 1023, 1540, 1990])
         probs[:, places] = torch.rand(3000, 6, generator=generator)
         cdf = probs[:, places].double().cumsum(-1)
         borders = (cdf / cdf[:, -1:])[:, :-1].T.flatten()
-        for u in (torch.zeros(3000).double(), torch.full((3000,), 1 - 2.0**-52, dtype=torch.float64)):
+        for u in (
+            torch.zeros(3000).double(),
+            torch.full((3000,), 1 - 2.0**-52, dtype=torch.float64),
+        ):
             assert (probs.gather(1, inverse_cdf(probs, u).unsqueeze(1)) > 0).all()
         for shift in (0.0, 1e-16, -1e-16):
             u = (borders + shift).clamp(0, 1 - 2.0**-52)
@@ -141,11 +149,15 @@ class TestTokenSampler:
         token, log_prob = draw(SamplingParams(), logits, [1 - 2.0**-52], valid_vocab_size=2)
         assert token.item() == 1
         assert log_prob.item() == pytest.approx(-np.log(2 + np.exp(9)), abs=1e-5)
-        assert draw(SamplingParams(do_sample=False), logits, [0.0], valid_vocab_size=2)[0].item() == 0
+        assert (
+            draw(SamplingParams(do_sample=False), logits, [0.0], valid_vocab_size=2)[0].item() == 0
+        )
 
     def test_log_probs_are_over_the_vocabulary_of_the_trainer(self):
         logits = torch.tensor([[0.0, 0.0, 9.0]])
-        _, log_prob = draw(SamplingParams(), logits, [0.0], valid_vocab_size=2, log_prob_vocab_size=2)
+        _, log_prob = draw(
+            SamplingParams(), logits, [0.0], valid_vocab_size=2, log_prob_vocab_size=2
+        )
         assert log_prob.item() == pytest.approx(np.log(0.5), abs=1e-6)
 
     def test_top_p_keeps_the_smallest_set_with_that_mass(self):
@@ -161,8 +173,11 @@ class TestTokenSampler:
     )  # fmt: skip
     def test_filters_keep_so_many_tokens_and_no_more(self, options, kept):
         uniforms = np.linspace(0, 1, 100, endpoint=False)
-        logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(100, 4)  # cumulated, by rank: .5 .8 .95 1
-        assert set(draw(SamplingParams(**options), logits, uniforms)[0].tolist()) == set([1, 3, 0, 2][:kept])
+        # cumulated, by rank: .5 .8 .95 1
+        logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(100, 4)
+        assert set(draw(SamplingParams(**options), logits, uniforms)[0].tolist()) == set(
+            [1, 3, 0, 2][:kept]
+        )
 
     def test_temperature_comes_before_top_p(self):
         logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
@@ -186,20 +201,25 @@ class TestTokenSampler:
         shares = torch.tensor([1.75, 1.25, 1.0, 0.0]).softmax(0).cumsum(0).tolist()
         for token, share in enumerate(shares[:3]):
             u = [share - 1e-6, share + 1e-6]
-            tokens, log_probs = draw(params, logits.expand(2, 4), u, history=history.expand(2, 7), step=3)
+            tokens, log_probs = draw(
+                params, logits.expand(2, 4), u, history=history.expand(2, 7), step=3
+            )
             assert tokens.tolist() == [token, token + 1]
             assert torch.allclose(log_probs, logits[0].log_softmax(0)[tokens])  # without penalties
         rows = torch.tensor([[3.0, 2.9], [3.0, 2.9]])
         ages = torch.tensor([1, 2])  # the first row's response is id 1, the second's are both
         greedy = SamplingParams(do_sample=False, presence_penalty=-0.2)
-        drawn = draw(greedy, rows, [0.0] * 2, history=torch.tensor([[0, 0, 1], [1, 1, 0]]), step=ages)[0]
+        drawn = draw(
+            greedy, rows, [0.0] * 2, history=torch.tensor([[0, 0, 1], [1, 1, 0]]), step=ages
+        )[0]
         assert drawn.tolist() == [1, 0]
 
     @pytest.mark.parametrize(("options", "kept"), [({"min_p": 0.2}, 3), ({"min_p": 0.5}, 2), ({"min_p": 1.0}, 1),
                                                    ({"min_p": 0.2, "temperature": 0.5}, 2)])  # fmt: skip
     def test_min_p_is_a_share_of_the_likeliest_at_the_temperature(self, options, kept):
         uniforms = torch.linspace(0, 1 - 1e-9, 100, dtype=torch.float64)
-        logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(100, 4)  # shares .3 1 .1 .6; at ½: .09 1 .01 .36
+        # shares .3 1 .1 .6; at ½: .09 1 .01 .36
+        logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(100, 4)
         tokens, log_probs = draw(SamplingParams(**options), logits, uniforms)
         assert set(tokens.tolist()) == set([1, 3, 0, 2][:kept])
         scaled = (logits[0] / options.get("temperature", 1.0)).log_softmax(0)
@@ -210,14 +230,25 @@ class TestTokenSampler:
         params = SamplingParams(do_sample=False, repetition_penalty=1.5)
         bad_words = [[2, 2, 0]]  # completed by 0 only behind 2 2
         unpadded = draw(params, logits, [0.0], history=torch.tensor([[2]]), bad_word_ids=bad_words)
-        padded = draw(params, logits, [0.0], history=torch.tensor([[NO_TOKEN] * 3 + [2]]), bad_word_ids=bad_words)
+        padded = draw(
+            params,
+            logits,
+            [0.0],
+            history=torch.tensor([[NO_TOKEN] * 3 + [2]]),
+            bad_word_ids=bad_words,
+        )
         assert unpadded[0].item() == padded[0].item() == 0
-        banned = draw(params, logits, [0.0], history=torch.tensor([[1, 2, 2]]), bad_word_ids=bad_words)
+        banned = draw(
+            params, logits, [0.0], history=torch.tensor([[1, 2, 2]]), bad_word_ids=bad_words
+        )
         assert banned[0].item() == 1
 
     def test_stop_ids_are_suppressed_until_the_minimum(self):
         params = SamplingParams(do_sample=False, min_new_tokens=2)
-        tokens = [draw(params, self.logits, [0.0], step=step, suppressed_ids=[1, 7])[0].item() for step in range(3)]
+        tokens = [
+            draw(params, self.logits, [0.0], step=step, suppressed_ids=[1, 7])[0].item()
+            for step in range(3)
+        ]
         assert tokens == [0, 0, 1]
 
     @pytest.mark.parametrize("do_sample", [True, False])
@@ -235,7 +266,9 @@ class TestFirstTokenTemperature:
     LOGITS = torch.tensor([[0.8, 0.2]]).log()
     PARAMS = SamplingParams(first_token_temperature=2.0)
 
-    @pytest.mark.parametrize(("u", "first", "later"), [(0.6, 0, 0), (0.7, 1, 0), (0.79, 1, 0), (0.81, 1, 1)])
+    @pytest.mark.parametrize(
+        ("u", "first", "later"), [(0.6, 0, 0), (0.7, 1, 0), (0.79, 1, 0), (0.81, 1, 1)]
+    )
     def test_only_the_first_token_is_drawn_at_it(self, u, first, later):
         assert draw(self.PARAMS, self.LOGITS, [u])[0].item() == first
         assert draw(self.PARAMS, self.LOGITS, [u], step=1)[0].item() == later
@@ -245,13 +278,18 @@ class TestFirstTokenTemperature:
         assert token.item() == 1
         assert log_prob.exp().item() == pytest.approx(0.2)
         # at temperature ½ the odds are 16: 1/17
-        token, log_prob = draw(SamplingParams(temperature=0.5, first_token_temperature=2.0), self.LOGITS, [0.7])
+        token, log_prob = draw(
+            SamplingParams(temperature=0.5, first_token_temperature=2.0), self.LOGITS, [0.7]
+        )
         assert token.item() == 1
         assert log_prob.exp().item() == pytest.approx(1 / 17)
 
     def test_it_goes_before_the_filters(self):
         # top_p 0.7 keeps one token of 0.8, and at 2/3 needs the second as well
-        cold, hot = SamplingParams(top_p=0.7), SamplingParams(top_p=0.7, first_token_temperature=2.0)
+        cold, hot = (
+            SamplingParams(top_p=0.7),
+            SamplingParams(top_p=0.7, first_token_temperature=2.0),
+        )
         assert draw(cold, self.LOGITS, [0.99])[0].item() == 0
         assert draw(hot, self.LOGITS, [0.99])[0].item() == 1
 
@@ -291,7 +329,9 @@ def lengths_until_end(stop: StopCriteria, ids: list[int]) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("configured", "expected"), [(None, [1]), (1, [1]), (5, [1, 5]), ([7, 5, 1], [1, 5, 7])], ids=str
+    ("configured", "expected"),
+    [(None, [1]), (1, [1]), (5, [1, 5]), ([7, 5, 1], [1, 5, 7])],
+    ids=str,
 )
 def test_end_of_text_ids_of_tokenizer_and_model(tokenizer, configured, expected):
     assert end_of_text_ids(tokenizer, SimpleNamespace(eos_token_id=configured)) == expected

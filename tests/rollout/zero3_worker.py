@@ -15,11 +15,15 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 
 def main(folder: str, texts: list[str], splits: list[int]) -> None:
-    strategy = DeepspeedStrategy(zero_stage=3, micro_train_batch_size=1, train_batch_size=2, max_norm=0.0)
+    strategy = DeepspeedStrategy(
+        zero_stage=3, micro_train_batch_size=1, train_batch_size=2, max_norm=0.0
+    )
     strategy.setup_distributed()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    engine, optimizer, _ = strategy.prepare((model, strategy.create_optimizer(model, lr=1e-2), None))
+    engine, optimizer, _ = strategy.prepare(
+        (model, strategy.create_optimizer(model, lr=1e-2), None)
+    )
     rollouts = HFRolloutEngine(
         SimpleNamespace(model=engine),
         tokenizer,
@@ -35,7 +39,9 @@ def main(folder: str, texts: list[str], splits: list[int]) -> None:
         return [r.response_ids for r in sampler.generate(mine, sampling)]
 
     before = [sample(split) for split in splits]
-    sharded = [p.numel() for p in engine.module.parameters()] == [0] * len(list(engine.module.parameters()))
+    sharded = [p.numel() for p in engine.module.parameters()] == [0] * len(
+        list(engine.module.parameters())
+    )
     ids = torch.tensor([tokenizer.encode("abcdef")])
     loss = engine(input_ids=ids, labels=ids).loss
     strategy.backward(loss, engine, optimizer)
@@ -46,7 +52,13 @@ def main(folder: str, texts: list[str], splits: list[int]) -> None:
         plain.load_state_dict(module.state_dict())
     alone = HFRolloutEngine(SimpleNamespace(model=plain), tokenizer)
     expected = sample(splits[0], alone)
-    seen = {"before": before, "trained": trained, "expected": expected, "loss": loss.item(), "sharded": sharded}
+    seen = {
+        "before": before,
+        "trained": trained,
+        "expected": expected,
+        "loss": loss.item(),
+        "sharded": sharded,
+    }
     with open(os.path.join(folder, f"rank{rank}.json"), "w") as file:
         json.dump(seen, file)
     strategy.barrier()

@@ -45,7 +45,8 @@ def test_every_option_changes_the_configuration(monkeypatch):
         {"overlap_comm": True},
     ):
         assert train_config(**(base | option)) != plain, option
-    assert train_config(**base, grad_accum_dtype="fp32") == plain  # the default adds micro batches up in fp32
+    # the default adds micro batches up in fp32
+    assert train_config(**base, grad_accum_dtype="fp32") == plain
     monkeypatch.setattr("lightppo.strategy.deepspeed.on_cuda", lambda: True)
     assert train_config(**base) != plain
 
@@ -72,8 +73,12 @@ def test_small_buckets_are_for_cpus_alone(gpu):
 
 @pytest.mark.parametrize("option", ["", "bf16", "fp16"])
 def test_fp32_on_a_gpu_is_told_at_the_start(gpu, option, monkeypatch, caplog):
-    monkeypatch.setattr("lightppo.strategy.distributed.DistributedStrategy.setup_distributed", lambda *_: None)
-    monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda _: True)
+    monkeypatch.setattr(
+        "lightppo.strategy.distributed.DistributedStrategy.setup_distributed", lambda *_: None
+    )
+    monkeypatch.setattr(
+        "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda _: True
+    )
     with caplog.at_level("WARNING"):
         DeepspeedStrategy(zero_stage=2, **({option: True} if option else {})).setup_distributed()
     assert ("10 times as long as --bf16 (or --fp16)" in caplog.text) == (gpu and not option)
@@ -82,7 +87,9 @@ def test_fp32_on_a_gpu_is_told_at_the_start(gpu, option, monkeypatch, caplog):
 def test_offload_pins_memory_only_where_there_is_a_gpu(gpu):
     config = train_config(adam_offload=True, param_offload=True)
     zero = config["zero_optimization"]
-    assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": gpu}
+    assert (
+        zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": gpu}
+    )
     assert config["zero_force_ds_cpu_optimizer"] is False
 
 
@@ -98,7 +105,10 @@ def test_offload_pins_memory_only_where_there_is_a_gpu(gpu):
         ({"zero_stage": 0, "bf16": True}, "--bf16 .*--zero_stage"),
         ({"zero_stage": 0, "fp16": True}, "--fp16 .*--zero_stage"),
         ({"zero_stage": 2, "fp16": True, "bf16": True}, "--bf16 .*--fp16"),
-        ({"zero_stage": 2, "bf16": True, "grad_accum_dtype": "fp16"}, "--grad_accum_dtype .*'fp16'"),
+        (
+            {"zero_stage": 2, "bf16": True, "grad_accum_dtype": "fp16"},
+            "--grad_accum_dtype .*'fp16'",
+        ),
         ({"zero_stage": 2, "grad_accum_dtype": "bf16"}, "--grad_accum_dtype .*--bf16"),
     ],
 )
@@ -110,12 +120,16 @@ def test_contradictions_name_the_flags(options, flags):
 def test_evaluation_shards_only_at_stage_3_or_for_offload(gpu):
     stages = [DeepspeedStrategy(zero_stage=stage).get_ds_eval_config() for stage in range(4)]
     assert [config["zero_optimization"]["stage"] for config in stages] == [0, 0, 0, 3]
-    offloaded = DeepspeedStrategy(zero_stage=0).get_ds_eval_config(offload=True)["zero_optimization"]
+    offloaded = DeepspeedStrategy(zero_stage=0).get_ds_eval_config(offload=True)[
+        "zero_optimization"
+    ]
     assert offloaded["stage"] == 3
     assert offloaded["offload_param"] == {"device": "cpu", "pin_memory": gpu}
     # the EMA is written into the shards, so every parameter must be a shard
     assert offloaded["stage3_param_persistence_threshold"] == 0
-    assert DeepspeedStrategy(zero_stage=3, bf16=True).get_ds_eval_config()["bf16"]["enabled"] is True
+    assert (
+        DeepspeedStrategy(zero_stage=3, bf16=True).get_ds_eval_config()["bf16"]["enabled"] is True
+    )
     assert "managed_gradient_accumulation" not in stages[3]
 
 

@@ -37,7 +37,8 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 @pytest.fixture
 def no_launcher(monkeypatch):
     for name in VARIABLES:
-        monkeypatch.setenv(name, "to be removed")  # so that monkeypatch restores what the function sets
+        # so that monkeypatch restores what the function sets
+        monkeypatch.setenv(name, "to be removed")
         monkeypatch.delenv(name)
 
 
@@ -89,7 +90,12 @@ def test_the_interface_that_leads_to_the_other_nodes(no_launcher, monkeypatch, o
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     monkeypatch.setattr(socket, "socket", Way)
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
+    variables = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "node-a",
+        "MASTER_PORT": "29500",
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "set by the user")
@@ -97,7 +103,9 @@ def test_the_interface_that_leads_to_the_other_nodes(no_launcher, monkeypatch, o
     assert os.environ["GLOO_SOCKET_IFNAME"] == "set by the user"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     if chosen is None:
-        with pytest.raises(LaunchError, match=r"127.0.1.1, .* interfaces docker0, eth0: set GLOO_SOCKET_IFNAME"):
+        with pytest.raises(
+            LaunchError, match=r"127.0.1.1, .* interfaces docker0, eth0: set GLOO_SOCKET_IFNAME"
+        ):
             choose_gloo_interface()
         return
     choose_gloo_interface()
@@ -125,19 +133,27 @@ def test_gloo_needs_its_interface_with_gpus_too(no_launcher, monkeypatch, caplog
             strategy.setup_distributed()
         return
     strategy.setup_distributed()
-    assert "GLOO_SOCKET_IFNAME; NCCL does not need it, vLLM in the training processes does" in caplog.text
+    assert (
+        "GLOO_SOCKET_IFNAME; NCCL does not need it, vLLM in the training processes does"
+        in caplog.text
+    )
     assert strategy.device == torch.device("cuda", 0)
 
 
 def test_strategy_from_any_object_with_attributes():
-    args = SimpleNamespace(seed=3, zero_stage=3, zpg=2, bf16=True, max_norm=0.1, train_batch_size=8, dist_timeout=5)
+    args = SimpleNamespace(
+        seed=3, zero_stage=3, zpg=2, bf16=True, max_norm=0.1, train_batch_size=8, dist_timeout=5
+    )
     strategy = get_strategy(args)
     assert strategy.args is args
     assert (strategy.seed, strategy.zero_stage, strategy.timeout_minutes) == (3, 3, 5)
     assert strategy.micro_train_batch_size == 1  # absent, so the default
     assert strategy.get_ds_train_config()["zero_optimization"]["zero_hpz_partition_size"] == 2
     # hpZ belongs to stage 3: a critic at another stage goes without
-    assert "zero_hpz_partition_size" not in strategy.get_ds_train_config(zero_stage=2)["zero_optimization"]
+    assert (
+        "zero_hpz_partition_size"
+        not in strategy.get_ds_train_config(zero_stage=2)["zero_optimization"]
+    )
     assert strategy.get_ds_train_config(zero_stage=1)["zero_optimization"]["stage"] == 1
     assert strategy.get_ds_eval_config(dtype=torch.float32)["bf16"]["enabled"] is False
     assert strategy.accumulated_gradient == 8
@@ -170,9 +186,12 @@ def test_seeding_repeats_and_full_determinism_switches_torch(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "of_node", "own"), [(None, "4", 2), (None, "16", 1), (None, None, 6), ("3", "4", 6), ("3", None, 6)]
+    ("said", "of_node", "own"),
+    [(None, "4", 2), (None, "16", 1), (None, None, 6), ("3", "4", 6), ("3", None, 6)],
 )
-def test_ranks_share_the_cores_of_their_host_and_gloo_takes_one_for_each_thread(monkeypatch, said, of_node, own):
+def test_ranks_share_the_cores_of_their_host_and_gloo_takes_one_for_each_thread(
+    monkeypatch, said, of_node, own
+):
     set_to, while_gathering = [], []
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, value in (("OMP_NUM_THREADS", said), ("LOCAL_SIZE", of_node)):
@@ -183,7 +202,8 @@ def test_ranks_share_the_cores_of_their_host_and_gloo_takes_one_for_each_thread(
     monkeypatch.setattr(distributed.dist, "get_world_size", lambda: int(of_node or 1))
 
     def gather(of_ranks, own, async_op):
-        while_gathering.append((set_to[-1], len(of_ranks), async_op, len(own) > 1 << 15))  # torch's grain size
+        # torch's grain size
+        while_gathering.append((set_to[-1], len(of_ranks), async_op, len(own) > 1 << 15))
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(distributed.dist, "all_gather", gather)
@@ -214,7 +234,11 @@ print(without[-1], [faults() for _ in range(3)][-1])
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a function of glibc")
 def test_freed_memory_is_kept():
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+    }
     output = subprocess.check_output([sys.executable, "-c", FREED], env=env, text=True, timeout=300)
     without, kept = map(int, output.split())
     assert 10 * kept < without  # 80,000 pages of 4 KiB, or 160 of 2 MiB
@@ -223,7 +247,9 @@ def test_freed_memory_is_kept():
 def test_what_the_user_says_about_freed_memory_stands(monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
     called = []
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *args: called.append(args)))
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *args: called.append(args))
+    )
     keep_freed_memory()
     assert not called
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
@@ -267,7 +293,9 @@ dist.destroy_process_group()
         ("pt_gloo_runloop", "0", True, False), ("python", "0", False, False), ("python", "0", True, True),
         ("python", "do_epoll_wait", False, True),
     ])  # fmt: skip
-    def test_without_a_gpu_one_without_a_name_counts_too(self, tmp_path, monkeypatch, name, waits_at, on_gpu, rests):
+    def test_without_a_gpu_one_without_a_name_counts_too(
+        self, tmp_path, monkeypatch, name, waits_at, on_gpu, rests
+    ):
         task = tmp_path / "1"
         task.mkdir()
         (task / "status").write_text(f"Name: {name}\nState: R (running)\nvoluntary_ctxt_switches: 1\n"

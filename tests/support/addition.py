@@ -44,7 +44,10 @@ def warm_start(folder: Path, seed: int = 1, head_dim: int = 16, smoothing: float
     task = quickstart("task")
     rows = task.labelled_prompts(task.split_pairs()[0])
     tokenizer = character_tokenizer(task.CHARACTERS)
-    texts = [tokenizer(row["input"] + row["label"])["input_ids"] + [tokenizer.eos_token_id] for row in rows]
+    texts = [
+        tokenizer(row["input"] + row["label"])["input_ids"] + [tokenizer.eos_token_id]
+        for row in rows
+    ]
     with torch.random.fork_rng():
         model = small_llama(tokenizer, seed, head_dim=head_dim)
         _teach(model, torch.tensor(texts), torch.Generator().manual_seed(seed), smoothing)

@@ -33,7 +33,9 @@ def on_tokens(text: str) -> Tensor:
 
 
 def close(got: Tensor | float, expected: Tensor | float, atol: float = 5e-8) -> None:
-    torch.testing.assert_close(torch.as_tensor(got).double(), torch.as_tensor(expected).double(), rtol=0, atol=atol)
+    torch.testing.assert_close(
+        torch.as_tensor(got).double(), torch.as_tensor(expected).double(), rtol=0, atol=atol
+    )
 
 
 def differs(ours: Tensor | float, theirs: Tensor | float, by: float) -> None:
@@ -53,11 +55,22 @@ REFERENCE = rows("""-1.27 -2.26 -2.83 -2.06 -.54  -1.71 -1.16 -2.15  -.28 -1.83 
     -1.06 -1.94 -2.98 -1.05 -.78  -2.77""")
 ROLLOUT = rows("""-2.06 -1.34 -2.77 -1.12 -.53  -1.43 -1.19 -.89  -.28 -1.01 -2.12 -.8  -1.17 -2.13
     -.86 -1.97 -.78 -.96 -2.62  -2.05""")
-REWARDS = rows("-.05 -.14 -.73 .27 -.65  -.03 -.07 .33  -.16 .43 -.4 .31  .15 0  .39 -.15 -.8 .37 -.08  .19")
-VALUES = rows(".05 0 .58 -.57 .53  -.03 -.58 .11  .51 .39 -.46 -.19  .1 -.34  -.32 -.05 .34 .7 .79  .02")
-NEW_VALUES = rows("-.51 .43 .16 0 .95  -.18 -.81 .3  1.28 -.71 -.52 -.41  -.04 -.62  -.32 -1.24 .12 1.3 1.02  .43")
+REWARDS = rows(
+    "-.05 -.14 -.73 .27 -.65  -.03 -.07 .33  -.16 .43 -.4 .31  .15 0  .39 -.15 -.8 .37 -.08  .19"
+)
+VALUES = rows(
+    ".05 0 .58 -.57 .53  -.03 -.58 .11  .51 .39 -.46 -.19  .1 -.34  -.32 -.05 .34 .7 .79  .02"
+)
+NEW_VALUES = rows(
+    "-.51 .43 .16 0 .95  -.18 -.81 .3  1.28 -.71 -.52 -.41  -.04 -.62  -.32 -1.24 .12 1.3 1.02  .43"
+)
 RETURNS = rows(".3 .2 -.4 .6 1  .1 -.2 .4  .9 .5 -.1 .2  -.6 -.3  .5 1.1 .8 1.5 2  .7")
-ADVANTAGES = rows("-2.33 .39 -.55 -.04 .1  -.24 1.66 -.66  1.05 -1.21 .71 .45  .26 .78  -1.9 .76 -1.01 -.66 .6  .64")
-ROW_ADVANTAGES = on_tokens("1.2 -.7 .4 -1.5 .9 -.6")  # for losses that are defined with one advantage per sequence
+ADVANTAGES = rows(
+    "-2.33 .39 -.55 -.04 .1  -.24 1.66 -.66  1.05 -1.21 .71 .45  .26 .78  -1.9 .76 -1.01 -.66 .6  .64"
+)
+# for losses that are defined with one advantage per sequence
+ROW_ADVANTAGES = on_tokens("1.2 -.7 .4 -1.5 .9 -.6")
 OUTCOME = compute_token_rewards(SCORES, MASK)  # the score at the last token
-TOKEN_REWARDS = compute_token_rewards(SCORES, MASK, kl=approx_kl(LOG_PROBS, REFERENCE, "k1"), kl_coef=0.1)
+TOKEN_REWARDS = compute_token_rewards(
+    SCORES, MASK, kl=approx_kl(LOG_PROBS, REFERENCE, "k1"), kl_coef=0.1
+)

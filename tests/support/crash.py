@@ -35,7 +35,8 @@ class Moment:
 class DiskLog:
     root: Path
     moments: list[Moment] = field(default_factory=list)
-    nodes: dict[int, int] = field(default_factory=dict)  # inode → node; inodes are used again, nodes are not
+    # inode → node; inodes are used again, nodes are not
+    nodes: dict[int, int] = field(default_factory=dict)
     last: int = 0
 
     def note(self, what: str, synced: int | None = None) -> None:
@@ -94,18 +95,28 @@ class DiskLog:
         moment, found = self.moments[now], {}
 
         def data_of(node: int) -> bytes:
-            written = next(m.data[node] for m in reversed(self.moments[: now + 1]) if node in m.data)
+            written = next(
+                m.data[node] for m in reversed(self.moments[: now + 1]) if node in m.data
+            )
             synced = moment.synced_data.get(node)
             if synced == written or content == "kept":
                 return written
-            kept = synced if synced and written.startswith(synced) else b""  # of a file that has grown
-            return (synced or b"") if content == "lost" else written[: (len(kept) + len(written)) // 2]
+            # of a file that has grown
+            kept = synced if synced and written.startswith(synced) else b""
+            return (
+                (synced or b"") if content == "lost" else written[: (len(kept) + len(written)) // 2]
+            )
 
         def walk(folder: int, path: str) -> None:
             first = moment.synced_at.get(folder, now)
             at = {"lost": first, "kept": now, "any": draw.randint(first, now)}[names]
             there = next(
-                (self.moments[i].folders[folder] for i in range(at, -1, -1) if folder in self.moments[i].folders), {}
+                (
+                    self.moments[i].folders[folder]
+                    for i in range(at, -1, -1)
+                    if folder in self.moments[i].folders
+                ),
+                {},
             )
             for name, node in there.items():
                 if any(node in m.folders for m in self.moments[: now + 1]):
@@ -114,7 +125,11 @@ class DiskLog:
                     found[f"{path}{name}"] = data_of(node)
             found[f"{path}."] = b""  # the folder itself
 
-        root = next(node for node in moment.folders if all(node not in n.values() for n in moment.folders.values()))
+        root = next(
+            node
+            for node in moment.folders
+            if all(node not in n.values() for n in moment.folders.values())
+        )
         walk(root, "")
         return found
 
@@ -141,7 +156,9 @@ def logged(root: Path) -> Iterator[DiskLog]:
             log.note("written")
             _original(handle)
             number = handle if isinstance(handle, int) else handle.fileno()
-            log.note(f"fsync {os.readlink(f'/proc/self/fd/{number}')}", synced=os.fstat(number).st_ino)
+            log.note(
+                f"fsync {os.readlink(f'/proc/self/fd/{number}')}", synced=os.fstat(number).st_ino
+            )
 
         patch.setattr(os, "fsync", fsync)
         yield log

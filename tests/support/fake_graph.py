@@ -22,11 +22,15 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple] = []
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # what was there when it was first written to
+        # what was there when it was first written to
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         name = func.overloadpacket.__name__
-        if name in _WAITS or (name == "lift_fresh" and args[0].dim()):  # the latter: of torch.tensor
+        # the latter: of torch.tensor
+        if name in _WAITS or (name == "lift_fresh" and args[0].dim()):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         if func._schema.is_mutable:
             for x in tensors((args, kwargs)):
@@ -41,7 +45,10 @@ class Recording(TorchDispatchMode):
             x.untyped_storage().copy_(old)
         for _, args, _, out in self.operations:
             for x in tensors(out):
-                if place(x) not in {*map(place, tensors(args)), *self.before} and x.is_floating_point():
+                if (
+                    place(x) not in {*map(place, tensors(args)), *self.before}
+                    and x.is_floating_point()
+                ):
                     x.fill_(torch.nan)
 
     def replay(self) -> None:

@@ -32,7 +32,12 @@ class Communicator:
 
 class Member:
     def __init__(self, communicator, rank):
-        self.communicator, self.rank, self.calls, self.aborted = communicator, rank, itertools.count(), False
+        self.communicator, self.rank, self.calls, self.aborted = (
+            communicator,
+            rank,
+            itertools.count(),
+            False,
+        )
 
     def meet(self, content=None):
         return self.communicator.meet(next(self.calls), self, content)
@@ -43,7 +48,9 @@ class FakeNCCL:
 
     def __init__(self):
         self.communicators, self.members, self.streams, self._lock = {}, {}, [], threading.Lock()
-        self.functions = {name: getattr(self, name) for name in dir(self) if name.startswith("nccl")}
+        self.functions = {
+            name: getattr(self, name) for name in dir(self) if name.startswith("nccl")
+        }
 
     def ncclGetErrorString(self, result):
         return b"aborted"

@@ -19,7 +19,9 @@ MEETING_SECONDS = 60  # a rank that never comes to a collective fails the test i
 class FakeStrategy:
     """Collectives of one rank alone, or of several ranks that are threads; see :func:`on_ranks`."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, exchange: Callable[[int, Any], list] | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, exchange: Callable[[int, Any], list] | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device("cpu")
@@ -78,9 +80,19 @@ class FakeStrategy:
 def _reduced(parts: Sequence[Any], op: str) -> Any:
     if isinstance(parts[0], torch.Tensor):
         stacked = torch.stack(list(parts))
-        reducers = {"sum": stacked.sum, "mean": stacked.mean, "max": stacked.amax, "min": stacked.amin}
+        reducers = {
+            "sum": stacked.sum,
+            "mean": stacked.mean,
+            "max": stacked.amax,
+            "min": stacked.amin,
+        }
         return reducers[op](0)
-    return {"sum": sum(parts), "mean": sum(parts) / len(parts), "max": max(parts), "min": min(parts)}[op]
+    return {
+        "sum": sum(parts),
+        "mean": sum(parts) / len(parts),
+        "max": max(parts),
+        "min": min(parts),
+    }[op]
 
 
 def on_ranks(world_size: int, fn: Callable[[FakeStrategy], T]) -> list[T]:
@@ -107,7 +119,9 @@ def on_ranks(world_size: int, fn: Callable[[FakeStrategy], T]) -> list[T]:
             errors.append(error)
             meeting.abort()
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -119,7 +133,11 @@ def on_ranks(world_size: int, fn: Callable[[FakeStrategy], T]) -> list[T]:
 
 
 def make_rollout(
-    prompt_ids: Sequence[int] = (5,), response_ids: Sequence[int] = (6, 7), *, sample_index: int = 0, **fields: Any
+    prompt_ids: Sequence[int] = (5,),
+    response_ids: Sequence[int] = (6, 7),
+    *,
+    sample_index: int = 0,
+    **fields: Any,
 ) -> Rollout:
     """A finished rollout; ``index``, ``data_source`` and ``label`` go into its prompt."""
     own = {name: fields.pop(name) for name in ("index", "data_source", "label") if name in fields}

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-FAR = torch.device("lazy")  # what a far tensor says of its place; its numbers are in a tensor on the CPU
+# what a far tensor says of its place; its numbers are in a tensor on the CPU
+FAR = torch.device("lazy")
 SIZES_FROM_VALUES = (  # the result is as long as the values say
     *("nonzero", "masked_select", "masked_scatter_backward", "repeat_interleave"),
     *("unique_dim", "_unique2", "unique_consecutive"),
@@ -26,13 +27,20 @@ class FarTensor(Tensor):
     @staticmethod
     def __new__(cls, near: Tensor) -> FarTensor:
         far = Tensor._make_wrapper_subclass(
-            cls, near.shape, strides=near.stride(), dtype=near.dtype, device=FAR, requires_grad=near.requires_grad
+            cls,
+            near.shape,
+            strides=near.stride(),
+            dtype=near.dtype,
+            device=FAR,
+            requires_grad=near.requires_grad,
         )
         far.near = near.detach()
         return far
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         raise RuntimeError(f"{func} outside of a FarDevice")
 
 
@@ -46,7 +54,9 @@ class _Tensors(TorchFunctionMode):
     def has_pinned(self, x: Tensor) -> bool:
         return not isinstance(x, FarTensor) and _place(x) in map(_place, self.pinned)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func is Tensor.tolist and isinstance(args[0], FarTensor):
             return args[0].to("cpu").tolist()
         if func is Tensor.pin_memory:
@@ -59,7 +69,11 @@ class _Tensors(TorchFunctionMode):
         if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[0], FarTensor):
             # lists become tensors on the CPU below all modes
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
-            args = (args[0], tuple(torch.tensor(x) if isinstance(x, list) else x for x in places), *args[2:])
+            args = (
+                args[0],
+                tuple(torch.tensor(x) if isinstance(x, list) else x for x in places),
+                *args[2:],
+            )
         makes = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
         if makes and torch.device((kwargs or {}).get("device") or "cpu") == FAR:
             return func(*args, **{**kwargs, "device": "cpu"}).to(FAR)
@@ -76,8 +90,10 @@ class FarDevice(TorchDispatchMode):
         self.tensors = _Tensors()
 
     def __enter__(self) -> FarDevice:
-        torch.lazy = SimpleNamespace(_initialized=False)  # checkpointing asks for the device's random state
-        self.casts = casts = torch.is_autocast_enabled  # transformers asks; torch 2.6 answers for its own devices only
+        # checkpointing asks for the device's random state
+        torch.lazy = SimpleNamespace(_initialized=False)
+        # transformers asks; torch 2.6 answers for its own devices only
+        self.casts = casts = torch.is_autocast_enabled
         torch.is_autocast_enabled = lambda *kind: casts(*kind) if kind != (FAR.type,) else False
         self.tensors.__enter__()
         return super().__enter__()
@@ -92,7 +108,9 @@ class FarDevice(TorchDispatchMode):
         """A tensor, or a module in place, to the far device."""
         return x._apply(FarTensor) if isinstance(x, torch.nn.Module) else FarTensor(x)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
@@ -110,22 +128,34 @@ class FarDevice(TorchDispatchMode):
             crosses = was_far != is_far and (was_far or near)
             if crosses and not (kwargs.get("non_blocking") or args[-1] is True):
                 self.waits[name] += 1
-            elif crosses and not was_far and source.nbytes > self.kept_aside and not self.tensors.has_pinned(source):
+            elif (
+                crosses
+                and not was_far
+                and source.nbytes > self.kept_aside
+                and not self.tensors.has_pinned(source)
+            ):
                 self.waits["copy from memory that is not pinned"] += 1
         elif far and near and name in _INDEXING and isinstance(args[0], FarTensor):
             self.waits[name] += 1  # places on the CPU are copied
         elif far and near:
             raise RuntimeError(f"{func} of tensors on two devices")
         elif (
-            far and name == "cumsum" and tensors[0].is_floating_point() and torch.are_deterministic_algorithms_enabled()
+            far
+            and name == "cumsum"
+            and tensors[0].is_floating_point()
+            and torch.are_deterministic_algorithms_enabled()
         ):
             raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
-        elif far and (name in (*SIZES_FROM_VALUES, "_local_scalar_dense", "equal") or _by_mask(name, args)):
+        elif far and (
+            name in (*SIZES_FROM_VALUES, "_local_scalar_dense", "equal") or _by_mask(name, args)
+        ):
             self.waits[name] += 1
         out = func(*tree_map(_near, args), **tree_map(_near, kwargs))
         if func._schema.is_mutable and not name.startswith("_"):
             return args[0]
-        return tree_map(lambda x: FarTensor(x) if isinstance(x, Tensor) else x, out) if stays else out
+        return (
+            tree_map(lambda x: FarTensor(x) if isinstance(x, Tensor) else x, out) if stays else out
+        )
 
 
 def _place(x: Tensor) -> int:
@@ -138,4 +168,6 @@ def _near(x: Any) -> Any:
 
 def _by_mask(name: str, args: tuple) -> bool:
     """Indexing with a mask looks for its places first."""
-    return name in _INDEXING and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return name in _INDEXING and any(
+        i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+    )

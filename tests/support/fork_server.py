@@ -36,13 +36,17 @@ GRACE = 10  # seconds that ranks have after one has failed, to say why they fail
 def main() -> None:
     control = Connection(int(sys.argv[1]))
     for name in sys.argv[2:]:
-        with suppress(ImportError):  # of an extra that is not installed; a script that needs it says so
+        # of an extra that is not installed; a script that needs it says so
+        with suppress(ImportError):
             importlib.import_module(name)
     # Arrow's jemalloc stops its thread before a fork, and starts it after one.
     threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
-    assert len(threads - {"jemalloc_bg_thd"}) == 1, f"an import started threads, which forks would lack: {threads}"
+    assert len(threads - {"jemalloc_bg_thd"}) == 1, (
+        f"an import started threads, which forks would lack: {threads}"
+    )
     if report := sys.modules.get("lightppo.plugins.report.page"):
-        report.FEWEST_STEPS = math.inf  # no picture at the end of a run, which takes as long as the run
+        # no picture at the end of a run, which takes as long as the run
+        report.FEWEST_STEPS = math.inf
     gc.freeze()  # no rank copies what it never touches
     gc.unfreeze = lambda: None  # which vLLM calls, and collects garbage seven times for each engine
     staying: list[ForkProcess] = []
@@ -57,7 +61,10 @@ def main() -> None:
             control.send(process.exitcode)
             continue
         start = multiprocessing.get_context("fork").Process
-        ranks = [start(target=run, args=(control, job, environment)) for environment in job["environments"]]
+        ranks = [
+            start(target=run, args=(control, job, environment))
+            for environment in job["environments"]
+        ]
         for rank in ranks:
             rank.start()
         if job["timeout"] is None:
@@ -77,9 +84,12 @@ def run(control: Connection, job: dict[str, Any], environment: dict[str, str]) -
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(job["folder"])
-    if job["timeout"] is None:  # what it starts by spawning is forked too, and what it would become it is at once
+    # what it starts by spawning is forked too, and what it would become it is at once
+    if job["timeout"] is None:
         real = multiprocessing.get_context
-        multiprocessing.get_context = lambda method=None: real("fork" if method == "spawn" else method)
+        multiprocessing.get_context = lambda method=None: real(
+            "fork" if method == "spawn" else method
+        )
         os.execve = become
     sys.argv = [job["script"], *job["words"]]
     sys.path[:1] = [str(Path(job["script"]).parent), *environment["PYTHONPATH"].split(os.pathsep)]
@@ -109,7 +119,9 @@ def watch(ranks: list[ForkProcess], control: Connection, timeout: float) -> int 
         # of all, before the wait: one may have left `running` a moment after its pipe told that it ends
         if not first and (first := next((rank.exitcode for rank in ranks if rank.exitcode), 0)):
             deadline = min(deadline, time.monotonic() + GRACE)
-        ready = wait([control, *(rank.sentinel for rank in running)], max(0, deadline - time.monotonic()))
+        ready = wait(
+            [control, *(rank.sentinel for rank in running)], max(0, deadline - time.monotonic())
+        )
         if not ready or control in ready:
             first = first or None
             break

@@ -21,4 +21,6 @@ class Payload:
 
 def poison(file: Path, mark: Path) -> None:
     """Adds the payload to what a file holds, which stays readable for all that does not look."""
-    torch.save(torch.load(file, map_location="cpu", weights_only=False) | {"more": Payload(mark)}, file)
+    torch.save(
+        torch.load(file, map_location="cpu", weights_only=False) | {"more": Payload(mark)}, file
+    )

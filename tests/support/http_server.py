@@ -36,7 +36,9 @@ class JsonServer:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
+                body = json.loads(
+                    self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null"
+                )
                 with server.lock:
                     server.requests.append((self.path, body))
                     server.headers.append(dict(self.headers))
@@ -65,7 +67,9 @@ class JsonServer:
         self._http.daemon_threads = True
         self._http.handle_error = lambda request, address: None  # a client that did not wait
         self.url = f"http://127.0.0.1:{self._http.server_port}"
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
         self._thread.start()
 
     def reset(self) -> JsonServer:

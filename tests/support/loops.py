@@ -82,7 +82,8 @@ class IdleLoop(TrainingLoop):
             self.last_saved = start_step
         self.set_cadences()
         for callback in self.callbacks:
-            if not isinstance(callback, StopAtSignal):  # a loop that its test does not end would keep the signals
+            # a loop that its test does not end would keep the signals
+            if not isinstance(callback, StopAtSignal):
                 callback.on_start(self)
 
     @property
@@ -96,7 +97,9 @@ class IdleLoop(TrainingLoop):
         """One more step, with these numbers."""
         step = self.state.global_step + 1
         self.state.finish_step(1, step % self.per_episode == 0)
-        return self.finish_step(step, {"reward": float(step), "time_step": 0.5} if status is None else status)
+        return self.finish_step(
+            step, {"reward": float(step), "time_step": 0.5} if status is None else status
+        )
 
     def run(self, last: int) -> None:
         """Steps until this one."""
@@ -117,7 +120,9 @@ class IdleLoop(TrainingLoop):
         return [step for _, step, _ in self.checkpointer.saved]
 
 
-def idle_loop(folder: Path, strategy: Any = None, evaluates: bool = True, **options: Any) -> IdleLoop:
+def idle_loop(
+    folder: Path, strategy: Any = None, evaluates: bool = True, **options: Any
+) -> IdleLoop:
     """A loop whose records are in this folder; ``options`` of the config, and of :class:`IdleLoop`."""
     names = ("start_step", "checkpointer", "callbacks", "before", "per_episode")
     own = {name: options.pop(name) for name in names if name in options}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-Changes = list[tuple[dict[str, Any], dict[str, Any]]]  # (options of both runs, name → another value)
+# (options of both runs, name → another value)
+Changes = list[tuple[dict[str, Any], dict[str, Any]]]
 
 ON = {"eval_data": "@prompts"}
 GROUPS = ON | {"n_samples_per_prompt": 2}
@@ -13,7 +14,12 @@ ZERO = ON | {"zero_stage": 3, "save_steps": 1}
 REWARD_MODEL = ON | {"reward_fn": None, "reward_pretrain": ("@reward_model",)}
 MATH = ON | {"reward_fn": None, "reward_source": ("math",)}
 TEXT = ON | {"pretrain_data": "@text"}
-CHATS = {"pretrain": "@chat_model", "prompt_data": "@chats", "eval_data": "@chats", "prompt_max_len": 30}
+CHATS = {
+    "pretrain": "@chat_model",
+    "prompt_data": "@chats",
+    "eval_data": "@chats",
+    "prompt_max_len": 30,
+}
 COLUMNS = ON | {"prompt_data": "@columns", "eval_data": "@columns"}
 CODE = {"reward_source": ("code",), "reward_fn": None, "allow_unsafe_code_execution": True}
 FUSION = CODE | {"sandbox_fusion_url": "http://127.0.0.1:9"}
@@ -141,7 +147,10 @@ BUILT: Changes = [
     ),
     (ON | {"train_batch_size": 2}, {"rollout_batch_size": 2}),
     (ON | {"reward_timeout": 5.0}, {"reward_manager": "prime"}),
-    (ON | {"reward_fn": None}, {"remote_rm_url": ("http://127.0.0.1:9/score",), "reward_source": ("math",)}),
+    (
+        ON | {"reward_fn": None},
+        {"remote_rm_url": ("http://127.0.0.1:9/score",), "reward_source": ("math",)},
+    ),
     (REWARD_MODEL, {"reward_pretrain": ("@other_reward_model",)}),
     (ON | {"eval_temperature": 1.0}, {"eval_top_p": 0.5, "eval_top_k": 3}),
     (ON | {"critic_pretrain": "@reward_model"}, {"value_head_prefix": "other"}),
@@ -157,7 +166,13 @@ BUILT: Changes = [
     ),
     (
         ON | {"zero_stage": 2},
-        {"bf16": True, "fp16": True, "adam_offload": True, "critic_adam_offload": True, "overlap_comm": True},
+        {
+            "bf16": True,
+            "fp16": True,
+            "adam_offload": True,
+            "critic_adam_offload": True,
+            "overlap_comm": True,
+        },
     ),
     (ON | {"zero_stage": 2, "bf16": True}, {"grad_accum_dtype": "bf16"}),
     (ON | {"gradient_checkpointing": True}, {"gradient_checkpointing_use_reentrant": True}),
@@ -166,14 +181,25 @@ BUILT: Changes = [
     (ON | {"eval_data": "@splits"}, {"eval_split": "other"}),
     (
         COLUMNS,
-        {"prompt_metadata": "@metadata", "input_key": "question", "label_key": "answer", "data_source_key": "origin"},
+        {
+            "prompt_metadata": "@metadata",
+            "input_key": "question",
+            "label_key": "answer",
+            "data_source_key": "origin",
+        },
     ),
     (ON, {"pretrain_data": "@text"}),
     (TEXT, {"pretrain_split": "other"}),
     (ON | {"pretrain_data": "@text,@columns"}, {"pretrain_data_probs": "0.25,0.75"}),
     (ON | {"pretrain": "@chat_model"}, {"apply_chat_template": True}),
     (
-        ON | {"pretrain": "@chat_model", "prompt_data": "@chats", "eval_data": "@chats", "prompt_max_len": 30},
+        ON
+        | {
+            "pretrain": "@chat_model",
+            "prompt_data": "@chats",
+            "eval_data": "@chats",
+            "prompt_max_len": 30,
+        },
         {"system_prompt": "be"},
     ),
     (ON | {"prompt_data": "@too_long"}, {"truncation": "left"}),
@@ -183,14 +209,22 @@ BUILT: Changes = [
     (GROUPS | {"generation_size": 4}, {"best_of_n_tie": "longer"}),
     (
         GROUPS | {"dynamic_sampling": True},
-        {"filter_metric": "acc", "filter_range": (0.25, 0.75), "max_num_gen_batches": 3, "on_exhausted": "raise"},
+        {
+            "filter_metric": "acc",
+            "filter_range": (0.25, 0.75),
+            "max_num_gen_batches": 3,
+            "on_exhausted": "raise",
+        },
     ),
     (ON, {"dataset_filter_threshold": 0.5}),
     (ON | {"dataset_filter_threshold": 0.5}, {"dataset_max_filter_percentage": 0.5}),
     (ON, {"fire_sampling": True}),
     (ON | {"fire_sampling": True}, {"fire_temperature": 2.0}),
     (ON | {"reward_fn": "@rewards:per_token"}, {"use_dense_reward": True}),
-    (COLUMNS | {"reward_routes": '{"0": {"math": 1}, "*": {"function": 1}}'}, {"reward_routes_by": "origin"}),
+    (
+        COLUMNS | {"reward_routes": '{"0": {"math": 1}, "*": {"function": 1}}'},
+        {"reward_routes_by": "origin"},
+    ),
     (MATH, {"check_verifier_status": True}),
     (ON | {"check_verifier_status": True, "reward_minimum": 0.0}, {"reward_minimum": -1.0}),
     (MATH, {"math_unmarked": False}),
@@ -215,7 +249,12 @@ BUILT: Changes = [
 SHORT = {"max_samples": 8}
 TWO_EPISODES = SHORT | ON | {"num_episodes": 2}
 CHECKPOINTS = SHORT | {"save_steps": 1}
-NEARER = SHORT | {"advantage_estimator": "grpo", "n_samples_per_prompt": 2, "use_kl_loss": True, "init_kl_coef": 0.5}
+NEARER = SHORT | {
+    "advantage_estimator": "grpo",
+    "n_samples_per_prompt": 2,
+    "use_kl_loss": True,
+    "init_kl_coef": 0.5,
+}
 DISTILLED = SHORT | TEACHER
 
 RAN: Changes = [
@@ -253,7 +292,10 @@ RAN: Changes = [
     (SHORT | {"value_norm": "exp"}, {"value_norm_beta": 0.1}),
     (DISTILLED, {"distill_by": "loss", "distill_coef": 0.5, "distill_discount": 0.5}),
     (DISTILLED | {"distill_by": "loss"}, {"distill_beta": 0.5}),
-    (SHORT | ON | {"reward_fn": "@rewards:per_token", "use_dense_reward": True}, {"reward_delta": True}),
+    (
+        SHORT | ON | {"reward_fn": "@rewards:per_token", "use_dense_reward": True},
+        {"reward_delta": True},
+    ),
     (SHORT | {"kl_target": 0.001}, {"kl_horizon": 100}),
 ]
 
@@ -333,12 +375,23 @@ STEP: Changes = [
     (GAE | {"value_norm": "exp"}, {"value_norm_eps": 9.0}),
     (
         GAE | {"rollout_correction": "tis"},
-        {"correction_low": 0.9, "correction_high": 0.1, "correction_veto": 0.5, "correction_batch_norm": True},
+        {
+            "correction_low": 0.9,
+            "correction_high": 0.1,
+            "correction_veto": 0.5,
+            "correction_batch_norm": True,
+        },
     ),
     (TWO_STEPS, {"dual_clip": 1.0001}),
     (TWO_STEPS | {"policy_loss": "sapo"}, {"sapo_tau_pos": 0.1, "sapo_tau_neg": 9.0}),
     (
-        TWO_STEPS | {"policy_loss": "clip_cov", "clip_cov_low": 1e-9, "clip_cov_high": 9.0, "clip_cov_ratio": 0.9},
+        TWO_STEPS
+        | {
+            "policy_loss": "clip_cov",
+            "clip_cov_low": 1e-9,
+            "clip_cov_high": 9.0,
+            "clip_cov_ratio": 0.9,
+        },
         {"clip_cov_ratio": 0.3, "clip_cov_low": 8.0, "clip_cov_high": 1e-6},
     ),
     (TWO_STEPS | {"policy_loss": "kl_cov"}, {"kl_cov_ratio": 0.9, "kl_cov_coef": 9.0}),
@@ -428,7 +481,15 @@ SUPERVISED: dict[str, Changes] = {
         (ON_PAIRS, {"margin_key": "margin"}),
     ],
     "dpo": [
-        (ON_PAIRS, {"preference_loss": "ipo", "beta": 0.9, "average_log_probs": True, "label_smoothing": 0.3}),
+        (
+            ON_PAIRS,
+            {
+                "preference_loss": "ipo",
+                "beta": 0.9,
+                "average_log_probs": True,
+                "label_smoothing": 0.3,
+            },
+        ),
     ],
 }
 
@@ -439,7 +500,8 @@ ELSEWHERE = {
     "dataloader_pin_memory": "trainer/test_build.py",
     "debug": "trainer/test_failing_rewards.py",
     "load_checkpoint": "trainer/test_resume.py",
-    "local_rank": "config/test_cli.py",  # the launcher's: accepted, while ranks come from the environment
+    # the launcher's: accepted, while ranks come from the environment
+    "local_rank": "config/test_cli.py",
     "logp_diff_tolerance": "plugins/vllm/test_rollout_check.py",
     "mlflow_experiment": "plugins/records/test_loggers.py",
     "reshape_ckpt": "trainer/test_checkpointing.py",

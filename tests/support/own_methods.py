@@ -8,7 +8,12 @@ from torch.utils.data import DataLoader
 
 from lightppo import DistributedSampler, PPOTrainer, compute_approx_kl, masked_mean
 
-KL_LOSS = {"use_kl_loss": True, "use_kl_in_reward": False, "init_kl_coef": 0.3, "kl_estimator": "k3"}
+KL_LOSS = {
+    "use_kl_loss": True,
+    "use_kl_in_reward": False,
+    "init_kl_coef": 0.3,
+    "kl_estimator": "k3",
+}
 
 
 class OwnSteps(PPOTrainer):
@@ -27,7 +32,11 @@ class OwnSteps(PPOTrainer):
             logps_allgather=True,
             packed_seq_lens=None,
         )
-        old, advantages, mask = experience.action_log_probs, experience.advantages, experience.action_mask
+        old, advantages, mask = (
+            experience.action_log_probs,
+            experience.advantages,
+            experience.action_mask,
+        )
         loss = actor_loss = self.actor_loss_fn(log_probs, old, advantages, action_mask=mask)
         if self.args.use_kl_loss:
             base = experience.base_action_log_probs
@@ -38,8 +47,12 @@ class OwnSteps(PPOTrainer):
         if self.aux_loss:
             loss = loss + output.aux_loss * self.args.aux_loss_coef
         self.strategy.backward(loss, self.actor, self.actor_optim)
-        done = self.strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
-        status = {"policy_loss": actor_loss.item()} | ({} if done is None else {"actor_norm": done.grad_norm})
+        done = self.strategy.optimizer_step(
+            self.actor_optim, self.actor, self.actor_scheduler, name="actor"
+        )
+        status = {"policy_loss": actor_loss.item()} | (
+            {} if done is None else {"actor_norm": done.grad_norm}
+        )
         lengths = experience.info["response_length"]
         for name, values in experience.info.items():
             if name == "kl":
@@ -62,8 +75,12 @@ class OwnSteps(PPOTrainer):
         old, returns, mask = experience.values, experience.returns, experience.action_mask
         loss = self.critic_loss_fn(values, old, returns, action_mask=mask)
         self.strategy.backward(loss, self.critic, self.critic_optim)
-        done = self.strategy.optimizer_step(self.critic_optim, self.critic, self.critic_scheduler, name="critic")
-        return {"critic_loss": loss.item()} | ({} if done is None else {"critic_norm": done.grad_norm})
+        done = self.strategy.optimizer_step(
+            self.critic_optim, self.critic, self.critic_scheduler, name="critic"
+        )
+        return {"critic_loss": loss.item()} | (
+            {} if done is None else {"critic_norm": done.grad_norm}
+        )
 
 
 class OwnTraining(PPOTrainer):
@@ -71,7 +88,9 @@ class OwnTraining(PPOTrainer):
 
     def ppo_train(self, global_steps=0):
         buffer, found = self.replay_buffer, []
-        loader = DataLoader(buffer, buffer.sample_batch_size, drop_last=True, collate_fn=buffer.collate_fn)
+        loader = DataLoader(
+            buffer, buffer.sample_batch_size, drop_last=True, collate_fn=buffer.collate_fn
+        )
         for _ in range(self.max_epochs):
             for experience in loader:
                 status = self.training_step(experience, global_steps)
@@ -91,7 +110,10 @@ class OwnCheckpoints(PPOTrainer):
 
     def _save_checkpoint(self, args, tag, client_states):
         limits = (args.max_ckpt_num, args.max_ckpt_mem)
-        actor, critic = os.path.join(args.ckpt_path, "_actor"), os.path.join(args.ckpt_path, "_critic")
+        actor, critic = (
+            os.path.join(args.ckpt_path, "_actor"),
+            os.path.join(args.ckpt_path, "_critic"),
+        )
         self.strategy.save_ckpt(self.actor.model, actor, tag, *limits, client_states)
         self.strategy.save_ckpt(self.critic, critic, tag, *limits)
 
@@ -99,24 +121,40 @@ class OwnCheckpoints(PPOTrainer):
 class OwnFit(PPOTrainer):
     """The seed's loop over prompts."""
 
-    def fit(self, args, prompts_dataloader, pretrain_dataloader, consumed_samples=0, num_update_steps_per_episodes=1):
+    def fit(
+        self,
+        args,
+        prompts_dataloader,
+        pretrain_dataloader,
+        consumed_samples=0,
+        num_update_steps_per_episodes=1,
+    ):
         self.prompts_dataloader, self.pretrain_dataloader = prompts_dataloader, pretrain_dataloader
         batch, updates = args.rollout_batch_size, num_update_steps_per_episodes
-        per_episode = updates * args.train_batch_size // self.max_epochs // batch // args.n_samples_per_prompt
+        per_episode = (
+            updates * args.train_batch_size // self.max_epochs // batch // args.n_samples_per_prompt
+        )
         steps = consumed_samples // batch + 1
-        first, consumed_samples = consumed_samples // batch // per_episode, consumed_samples % (per_episode * batch)
+        first, consumed_samples = (
+            consumed_samples // batch // per_episode,
+            consumed_samples % (per_episode * batch),
+        )
         for episode in range(first, args.num_episodes):
             assert isinstance(self.prompts_dataloader.sampler, DistributedSampler)
             self.prompts_dataloader.sampler.set_epoch(episode, consumed_samples=consumed_samples)
             consumed_samples = 0
             for texts, labels in self.prompts_dataloader:
-                made = self.experience_maker.make_experience_list(texts, labels, **self.generate_kwargs)
+                made = self.experience_maker.make_experience_list(
+                    texts, labels, **self.generate_kwargs
+                )
                 for experience in made:
                     self.replay_buffer.append(experience)
                 self.replay_buffer.normalize("advantages", self.strategy)
                 status = self.ppo_train(steps)
                 self.replay_buffer.clear()
-                self.kl_ctl.update(status["kl"], args.rollout_batch_size * args.n_samples_per_prompt)
+                self.kl_ctl.update(
+                    status["kl"], args.rollout_batch_size * args.n_samples_per_prompt
+                )
                 states = {"consumed_samples": steps * args.rollout_batch_size}
                 self.save_logs_and_checkpoints(args, steps, None, status, states)
                 steps += 1

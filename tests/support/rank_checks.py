@@ -45,7 +45,9 @@ class TinyCritic(nn.Module):
         self.model, self.ds_config = model, ds_config
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model.score(self.model.model(input_ids=ids, use_cache=False).last_hidden_state).squeeze(-1)
+        return self.model.score(
+            self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+        ).squeeze(-1)
 
 
 def llama_config(tied: bool) -> LlamaConfig:
@@ -75,12 +77,16 @@ def sequence_classifier(seed: int = 0) -> LlamaForSequenceClassification:
 
 
 def batch(step: int, rows: int = 8, length: int = 10) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(100 + step))
+    return torch.randint(
+        3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(100 + step)
+    )
 
 
 def nll_sum(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Negative log likelihood of the next tokens, summed; the caller divides by their number."""
-    return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    return nn.functional.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+    )
 
 
 def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
@@ -88,7 +94,8 @@ def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 
 def make_strategy(zero_stage: int = 2, **options) -> DeepspeedStrategy:
-    if options.get("fp16"):  # torch computes in it on every CPU; DeepSpeed trains in it only where it is fast
+    # torch computes in it on every CPU; DeepSpeed trains in it only where it is fast
+    if options.get("fp16"):
         type(get_accelerator()).is_fp16_supported = lambda _: True
     return DeepspeedStrategy(seed=7, max_norm=MAX_NORM, zero_stage=zero_stage, **options)
 
@@ -108,7 +115,14 @@ def trained_actor(strategy: DeepspeedStrategy, seed: int = 0, persist: bool = Fa
     return strategy.prepare((actor, optimizer, halving(optimizer)))
 
 
-def train_step(strategy: DeepspeedStrategy, actor, optimizer, scheduler, step: int, poison: float | bool = False):
+def train_step(
+    strategy: DeepspeedStrategy,
+    actor,
+    optimizer,
+    scheduler,
+    step: int,
+    poison: float | bool = False,
+):
     """One optimizer step on this rank's rows, in micro batches of 1 row and the rest; returns global loss and outcome.
 
     poison: the last rank's loss is not finite, or so many times as large.

@@ -22,7 +22,14 @@ import pytest
 REPO = Path(__file__).parents[2]
 WITH_SUPPORT = {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
 """For scripts that import from tests/."""
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
@@ -51,7 +58,11 @@ WITH_VLLM = (
     "lightppo.plugins.vllm.worker",
 )
 # While it is imported. It compiles a comparison of log probs, which takes longer than an engine's whole start.
-READ_BY_VLLM = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER": "0", "TORCH_COMPILE_DISABLE": "1"}
+READ_BY_VLLM = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "TORCH_COMPILE_DISABLE": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -70,9 +81,11 @@ def free_port() -> int:
     """
     first = 15_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 16)
     while True:
-        port = random.SystemRandom().randrange(first, first + 1000)  # SystemRandom: tests seed the other
+        # SystemRandom: tests seed the other
+        port = random.SystemRandom().randrange(first, first + 1000)
         with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: not one that has just closed
+            # as servers do: not one that has just closed
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 sock.bind(("", port))
             except OSError:
@@ -80,14 +93,26 @@ def free_port() -> int:
             return port
 
 
-def launch_command(launcher: str, world_size: int, script: Path | str, args: list[str]) -> list[str]:
+def launch_command(
+    launcher: str, world_size: int, script: Path | str, args: list[str]
+) -> list[str]:
     """A script by its path, a module by its name."""
     bin_dir = Path(sys.executable).parent
     match launcher:
         case "deepspeed":
-            start = [str(bin_dir / "deepspeed"), "--num_gpus", str(world_size), "--master_port", str(free_port())]
+            start = [
+                str(bin_dir / "deepspeed"),
+                "--num_gpus",
+                str(world_size),
+                "--master_port",
+                str(free_port()),
+            ]
         case "torchrun":
-            start = [str(bin_dir / "torchrun"), f"--nproc_per_node={world_size}", f"--master_port={free_port()}"]
+            start = [
+                str(bin_dir / "torchrun"),
+                f"--nproc_per_node={world_size}",
+                f"--master_port={free_port()}",
+            ]
         case "python":
             start = [sys.executable]
         case _:
@@ -122,7 +147,9 @@ def run_ranks(
     """
     words = [str(arg) for arg in args]
     marker = f"lightppo-test-{uuid.uuid4()}"
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
+    }
     environment |= {"LIGHTPPO_TEST_RUN": marker, **ENVIRONMENT, **(env or {})}
     try:
         if launcher == "fork":
@@ -135,7 +162,9 @@ def run_ranks(
         kill_marked(marker)
     if code is None or (check and code != 0):
         end = f"took longer than {timeout} s" if code is None else f"ended with {code}"
-        pytest.fail(f"{launcher}, {world_size} ranks of {script} {' '.join(words)}: {end}:\n{output[-6000:]}")
+        pytest.fail(
+            f"{launcher}, {world_size} ranks of {script} {' '.join(words)}: {end}:\n{output[-6000:]}"
+        )
     return RanksResult(code, output)
 
 
@@ -162,23 +191,41 @@ def run_launcher(
 
 
 def run_forked(
-    script: Path, words: list[str], world_size: int, environment: dict[str, str], timeout: float, vllm: bool
+    script: Path,
+    words: list[str],
+    world_size: int,
+    environment: dict[str, str],
+    timeout: float,
+    vllm: bool,
 ) -> tuple[int | None, str]:
     """As :func:`run_launcher`, with the variables that a launcher sets; a single rank has none."""
     ranks = [environment]
     if world_size > 1:
         shared = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
-        ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+        ranks = [
+            shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)
+        ]
     with tempfile.NamedTemporaryFile("r", prefix="lightppo-ranks-", errors="replace") as log:
         return ask_fork_server(script, words, ranks, log.name, timeout, vllm), log.read()
 
 
 def ask_fork_server(
-    script: Path, words: list[str], environments: list[dict[str, str]], log: str, timeout: float | None, vllm: bool
+    script: Path,
+    words: list[str],
+    environments: list[dict[str, str]],
+    log: str,
+    timeout: float | None,
+    vllm: bool,
 ) -> int | None:
     """What support/fork_server.py answers to a job."""
-    job = {"script": str(script), "words": words, "environments": environments, "folder": os.getcwd(), "log": log}
+    job = {
+        "script": str(script),
+        "words": words,
+        "environments": environments,
+        "folder": os.getcwd(),
+        "log": log,
+    }
     return tell_fork_server(job | {"timeout": timeout}, vllm)
 
 
@@ -199,8 +246,16 @@ def fork_server(vllm: bool) -> Connection:
     ours, its = multiprocessing.Pipe()
     with its:
         modules = PRELOADED + WITH_VLLM * vllm
-        command = [sys.executable, "-u", str(Path(__file__).with_name("fork_server.py")), str(its.fileno()), *modules]
-        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        command = [
+            sys.executable,
+            "-u",
+            str(Path(__file__).with_name("fork_server.py")),
+            str(its.fileno()),
+            *modules,
+        ]
+        environment = {
+            name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
+        }
         environment |= ENVIRONMENT | (READ_BY_VLLM if vllm else {})
         subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], start_new_session=True)
     return ours

@@ -32,17 +32,28 @@ def logged(run: Any) -> list[dict[str, Any]]:
 
 def numbers(run: Any, namespaces: tuple[str, ...] = NUMBERS) -> list[dict[str, Any]]:
     """All logged rows, without what a clock measured."""
-    return [{k: v for k, v in row.items() if k == "step" or k.startswith(namespaces)} for row in logged(run)]
+    return [
+        {k: v for k, v in row.items() if k == "step" or k.startswith(namespaces)}
+        for row in logged(run)
+    ]
 
 
 def trained_rows(run: Any, namespaces: tuple[str, ...] = NUMBERS) -> list[dict[str, Any]]:
     """Metrics of the training steps, without what a clock measured."""
-    return [row for row in numbers(run, namespaces) if "rollout/reward" in row or "train/policy_loss" in row]
+    return [
+        row
+        for row in numbers(run, namespaces)
+        if "rollout/reward" in row or "train/policy_loss" in row
+    ]
 
 
 def forget_checkpoints(folder: Path, after: int) -> None:
     """Removes those of later steps: the run goes on from ``after`` when it is started again."""
-    later = [path for path in folder.glob("_*/global_step*") if int(path.name.removeprefix("global_step")) > after]
+    later = [
+        path
+        for path in folder.glob("_*/global_step*")
+        if int(path.name.removeprefix("global_step")) > after
+    ]
     assert later, f"{folder} has no checkpoint after step {after}"
     for path in later:
         shutil.rmtree(path)

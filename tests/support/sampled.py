@@ -27,7 +27,9 @@ class OneBatch:
 
 def sample(trainer: PPOTrainer, prompts: Any = None, step: int = 1) -> Any:
     """Fill the trainer's buffer with the experience of one step; what was collected."""
-    source = prompts if hasattr(prompts, "take") else OneBatch(PROMPTS if prompts is None else prompts)
+    source = (
+        prompts if hasattr(prompts, "take") else OneBatch(PROMPTS if prompts is None else prompts)
+    )
     found = trainer.sampler.collect(source, step)
     trainer.make_experience(found, step)
     return found

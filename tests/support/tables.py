@@ -26,16 +26,22 @@ class TablePolicy(nn.Module):
     def __init__(self, table: dict[int, float]) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.tensor([table.get(i, NAN) for i in range(100)]))
-        self.calls: list[tuple[tuple[int, ...], bool, bool]] = []  # shape, training mode, gradients on
+        # shape, training mode, gradients on
+        self.calls: list[tuple[tuple[int, ...], bool, bool]] = []
 
     def forward(self, sequences: Tensor, num_actions: int, attention_mask: Tensor) -> Tensor:
         self.calls.append((tuple(sequences.shape), self.training, torch.is_grad_enabled()))
         actions = slice(sequences.size(1) - num_actions, None)
         return self.table[sequences[:, actions]].where(attention_mask[:, actions].bool(), NAN)
 
-    def score_actions(self, sequences: Tensor, num_actions: int, attention_mask: Tensor, **_: bool) -> ActionScores:
+    def score_actions(
+        self, sequences: Tensor, num_actions: int, attention_mask: Tensor, **_: bool
+    ) -> ActionScores:
         real = attention_mask[:, -num_actions:].bool()
-        log_probs, logits = self(sequences, num_actions, attention_mask), torch.zeros(int(real.sum()), 2)
+        log_probs, logits = (
+            self(sequences, num_actions, attention_mask),
+            torch.zeros(int(real.sum()), 2),
+        )
         return ActionScores(log_probs, real, logits=logits)
 
 
@@ -47,10 +53,15 @@ class TableCritic(nn.Module):
         self.calls: list[tuple[tuple[int, ...], bool, bool]] = []
 
     def forward(
-        self, sequences: Tensor, num_actions: int, attention_mask: Tensor, include_last: bool = False
+        self,
+        sequences: Tensor,
+        num_actions: int,
+        attention_mask: Tensor,
+        include_last: bool = False,
     ) -> Tensor:
         self.calls.append((tuple(sequences.shape), self.training, torch.is_grad_enabled()))
-        values = (sequences / 100).where(attention_mask.bool(), NAN)[:, -num_actions - 1 :]  # (B, A + 1)
+        # (B, A + 1)
+        values = (sequences / 100).where(attention_mask.bool(), NAN)[:, -num_actions - 1 :]
         return values if include_last else values[:, :-1]
 
 
@@ -76,7 +87,9 @@ def maker(
         TablePolicy(REFERENCE) if reference else None,
         strategy or FakeStrategy(),
         SimpleNamespace(value=coef),
-        PPOConfig.from_flat({"gamma": 1.0, "lambd": 0.5, "reward_clip_range": None} | options).resolved(),
+        PPOConfig.from_flat(
+            {"gamma": 1.0, "lambd": 0.5, "reward_clip_range": None} | options
+        ).resolved(),
         teacher=TablePolicy(TEACHER) if teacher else None,
     )
 

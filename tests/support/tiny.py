@@ -26,7 +26,11 @@ def save_tokenizer(folder: Path) -> Any:
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
     )
     tokenizer.save_pretrained(folder)
     return tokenizer
@@ -64,7 +68,9 @@ def save_causal_lm(folder: Path, seed: int = 0, **changes: Any) -> str:
     return str(folder)
 
 
-def save_reward_model(folder: Path, seed: int = 1, mean: float | None = None, std: float | None = None) -> str:
+def save_reward_model(
+    folder: Path, seed: int = 1, mean: float | None = None, std: float | None = None
+) -> str:
     """A random one-output classifier with its tokenizer; ``mean`` and ``std`` go into its config."""
     import torch
     from transformers import LlamaForSequenceClassification
@@ -92,4 +98,6 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
 
 def sums(count: int) -> list[dict[str, str]]:
     """``{"input": "03+05=", "label": "8"}`` and so on, all different, of different lengths."""
-    return [{"input": f"{a}+{b}=", "label": str(a + b)} for a in range(count) for b in (a * 37 % 100,)]
+    return [
+        {"input": f"{a}+{b}=", "label": str(a + b)} for a in range(count) for b in (a * 37 % 100,)
+    ]

@@ -25,9 +25,19 @@ TEXT = {
 
 def gemma3() -> Any:
     """``AutoModelForCausalLM`` reads it with its tower."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma3TextConfig,
+        SiglipVisionConfig,
+    )
 
-    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     text = Gemma3TextConfig(**TEXT, sliding_window=8)
     vision = SiglipVisionConfig(**tower, image_size=8, patch_size=4)
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
@@ -40,7 +50,13 @@ def qwen3_5() -> Any:
 
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    tower = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+    }
     config = Qwen3_5Config(
         text_config=TEXT | heads | {"layer_types": ["linear_attention", "full_attention"]},
         vision_config=tower | {"patch_size": 4, "num_position_embeddings": 16},

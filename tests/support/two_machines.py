@@ -52,7 +52,9 @@ def two_machines(folder: Path) -> Iterator[TwoMachines]:
         link = ["ip", "link", "add", "eth0", "netns", names[0], "type", "veth"]
         subprocess.run([*link, "peer", "name", "eth0", "netns", names[1]], check=True)
         for name, address in zip(names, ADDRESSES):
-            subprocess.run(["ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0"], check=True)
+            subprocess.run(
+                ["ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0"], check=True
+            )
             for device in ("lo", "eth0"):
                 subprocess.run(["ip", "-n", name, "link", "set", device, "up"], check=True)
         yield TwoMachines(names, folder)
@@ -74,8 +76,20 @@ def why_not() -> str | None:
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return "needs ip (iproute2) and unshare (util-linux)"
     tried = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add type veth && mount --bind / /mnt"],
+        [
+            "unshare",
+            "--net",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            "ip link add type veth && mount --bind / /mnt",
+        ],
         capture_output=True,
         text=True,
     )
-    return None if tried.returncode == 0 else f"network namespaces are not permitted: {tried.stderr.strip()}"
+    return (
+        None
+        if tried.returncode == 0
+        else f"network namespaces are not permitted: {tried.stderr.strip()}"
+    )

@@ -37,23 +37,39 @@ class Servers:
     """
 
     def __init__(self, models: list[str], log_folder: Path, more: list[list[str]]) -> None:
-        self.sockets = Path(tempfile.mkdtemp(prefix="lppo-", dir="/tmp"))  # pytest's folders are too long for sockets
+        # pytest's folders are too long for sockets
+        self.sockets = Path(tempfile.mkdtemp(prefix="lppo-", dir="/tmp"))
         environment = os.environ | ENVIRONMENT
         environment |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_RPC_BASE_PATH": str(self.sockets),
             KEY_VARIABLE: KEY,
         }
-        shared = ["--dtype=float32", f"--kv-cache-memory-bytes={32 << 20}", "--max-model-len=128", "--block-size=32"]
+        shared = [
+            "--dtype=float32",
+            f"--kv-cache-memory-bytes={32 << 20}",
+            "--max-model-len=128",
+            "--block-size=32",
+        ]
         self.urls, self.logs, self.pids = [], [], []
         for model, own in zip(models, more):
             port = free_port()
             self.urls.append(f"http://127.0.0.1:{port}")
             self.logs.append(log_folder / f"server-{port}.log")
             self.logs[-1].touch()
-            words = [f"--model={model}", f"--port={port}", f"--api_key_env={KEY_VARIABLE}", *shared, *own]
+            words = [
+                f"--model={model}",
+                f"--port={port}",
+                f"--api_key_env={KEY_VARIABLE}",
+                *shared,
+                *own,
+            ]
             log = str(self.logs[-1])
-            self.pids.append(ask_fork_server(SERVE, [*words, "--max-num-seqs=32"], [environment], log, None, vllm=True))
+            self.pids.append(
+                ask_fork_server(
+                    SERVE, [*words, "--max-num-seqs=32"], [environment], log, None, vllm=True
+                )
+            )
 
     def wait(self) -> None:
         """Until all are up."""
@@ -62,7 +78,12 @@ class Servers:
 
     def terminate(self) -> int | None:
         """Ends the first one as a user would; its exit code. vLLM's queues go at Python's own end, which forks lack."""
-        queues = {path for process in self._own() for path in shared_memory_of(process) if path.name.startswith("psm_")}
+        queues = {
+            path
+            for process in self._own()
+            for path in shared_memory_of(process)
+            if path.name.startswith("psm_")
+        }
         os.kill(self.pids[0], signal.SIGTERM)
         code = tell_fork_server(self.pids[0], vllm=True)
         for path in queues:
@@ -97,7 +118,9 @@ class Servers:
         return own
 
 
-def wait_until_up(url: str, is_running: Callable[[], bool], log: Path | None = None, seconds: float = 900) -> None:
+def wait_until_up(
+    url: str, is_running: Callable[[], bool], log: Path | None = None, seconds: float = 900
+) -> None:
     deadline = time.monotonic() + seconds
     while True:
         with suppress(requests.RequestException):
@@ -117,11 +140,17 @@ def _is_running(pid: int) -> bool:
 def shared_memory_of(process: psutil.Process) -> set[Path]:
     """Files in shared memory that a process has mapped."""
     try:
-        lines = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+        lines = [
+            line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        ]
     except OSError:  # it has ended
         return set()
     # By number: a semaphore is mapped under the name that it had before its own.
-    mapped = {int(words[4]) for words in lines if len(words) > 5 and words[5].startswith(f"{SHARED_MEMORY}/")}
+    mapped = {
+        int(words[4])
+        for words in lines
+        if len(words) > 5 and words[5].startswith(f"{SHARED_MEMORY}/")
+    }
     return {path for path in SHARED_MEMORY.iterdir() if path.stat().st_ino in mapped}
 
 

@@ -26,7 +26,8 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        vars(groups).update(remembered)  # DeepSpeed keeps groups for ever; the next world has others
+        # DeepSpeed keeps groups for ever; the next world has others
+        vars(groups).update(remembered)
         comm.comm.cdb = None
         os.environ.clear()
         os.environ.update(environment)

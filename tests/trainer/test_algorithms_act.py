@@ -67,7 +67,9 @@ def test_forms_of_whitening(trainer_with):
     by_group = collected(trainer_with(adv_norm_scope="group"), "advantages")
     for rows in (slice(0, 2), slice(2, 4)):
         part = raw[rows]
-        assert torch.allclose(by_group[rows], (part - part.mean()) / (part.std(correction=0) + 1e-5), atol=1e-5)
+        assert torch.allclose(
+            by_group[rows], (part - part.mean()) / (part.std(correction=0) + 1e-5), atol=1e-5
+        )
 
 
 def test_group_advantages_without_the_standard_deviation(trainer_with):
@@ -89,20 +91,29 @@ class Sources:
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         own = len(rollouts) - len(self.greedy)
         scores = [SCORES[r.prompt.index, r.sample_index] for r in rollouts[:own]]
-        return RewardOutput(scores + [self.greedy[r.prompt.index] for r in rollouts[own:]], token_scores=self.tokens)
+        return RewardOutput(
+            scores + [self.greedy[r.prompt.index] for r in rollouts[own:]], token_scores=self.tokens
+        )
 
 
 def test_remax_compares_with_the_greedy_answer(trainer_with):
-    trainer = trainer_with(Sources({0: 0.25, 1: 4.0}), advantage_estimator="remax", init_kl_coef=0.0)
+    trainer = trainer_with(
+        Sources({0: 0.25, 1: 4.0}), advantage_estimator="remax", init_kl_coef=0.0
+    )
     assert collected(trainer, "advantages")[:, 0].tolist() == [-0.25, 0.75, -1.0, 3.0]
-    (sampled, _), (greedy, sampling) = trainer.rollout_engine.calls[0], trainer.rollout_engine.calls[1]
+    (sampled, _), (greedy, sampling) = (
+        trainer.rollout_engine.calls[0],
+        trainer.rollout_engine.calls[1],
+    )
     assert sampled == greedy == [0, 1]
     assert (sampling.n, sampling.temperature) == (1, 0.0)
     assert trainer.ppo_train(1)["reward/greedy_baseline"] == 2.125
 
 
 def test_a_group_whose_baseline_is_unscored_is_left_out_and_counted():
-    sampler = RolloutSampler(FakeEngine(), Sources({0: None, 1: 1.0}), SamplingParams(n=2), greedy_baseline=True)
+    sampler = RolloutSampler(
+        FakeEngine(), Sources({0: None, 1: 1.0}), SamplingParams(n=2), greedy_baseline=True
+    )
     batch = sampler.score(sampler.generate(PROMPTS, step=1))
     assert [r.prompt.index for r in batch.rollouts] == [1, 1]
     assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (0, 2)
@@ -114,9 +125,19 @@ TOKENS = [[0.0, 1.0], [2.0, 3.0], [0.0, 0.0], [1.0, 5.0]]
 def test_dense_rewards_are_what_is_trained_on(trainer_with):
     options = {"advantage_estimator": "reinforce", "init_kl_coef": 0.0, "adv_norm": False}
     trainer = trainer_with(Sources({}, TOKENS), **options, use_dense_reward=True)
-    assert collected(trainer, "advantages").tolist() == [[1.0, 1.0], [5.0, 3.0], [0.0, 0.0], [6.0, 5.0]]
+    assert collected(trainer, "advantages").tolist() == [
+        [1.0, 1.0],
+        [5.0, 3.0],
+        [0.0, 0.0],
+        [6.0, 5.0],
+    ]
     delta = trainer_with(Sources({}, TOKENS), **options, use_dense_reward=True, reward_delta=True)
-    assert collected(delta, "advantages").tolist() == [[1.0, 1.0], [3.0, 1.0], [0.0, 0.0], [5.0, 4.0]]
+    assert collected(delta, "advantages").tolist() == [
+        [1.0, 1.0],
+        [3.0, 1.0],
+        [0.0, 0.0],
+        [5.0, 4.0],
+    ]
 
 
 def test_token_scores_and_the_flag_belong_together(trainer_with):
@@ -152,14 +173,18 @@ def test_the_on_policy_shortcut_changes_nothing_but_the_number_of_passes(trainer
     options = {"advantage_estimator": "reinforce", "adv_norm": False} | kl
     found = []
     for source in ("auto", "forward"):
-        trainer = trainer_with(**options, **ONE_STEP, micro_train_batch_size=3, old_log_probs=source)
+        trainer = trainer_with(
+            **options, **ONE_STEP, micro_train_batch_size=3, old_log_probs=source
+        )
         hook = actor.hf_model.register_forward_hook(lambda *_: passes.append(1))
         before = weights_of(actor)
         optimizer.state.clear()  # Adam starts anew
         sample(trainer, PROMPTS, step=1)
         status = trainer.ppo_train(1)
         hook.remove()
-        change = {name: (p - before[name]) / status["actor_lr"] for name, p in weights_of(actor).items()}
+        change = {
+            name: (p - before[name]) / status["actor_lr"] for name, p in weights_of(actor).items()
+        }
         found.append((status, change, len(passes)))
         passes.clear()
         put_back(actor, before)
@@ -188,12 +213,17 @@ def test_a_step_too_far_from_the_sampling_policy_is_not_taken(trainer_with, part
     actor = parts["actor"][0]
     trainer = trainer_with(**options)
     sample(trainer, PROMPTS, step=1)
-    for item in trainer.replay_buffer.items:  # as if the policy had moved: ρ = e^3 ≈ 20, its KL e^3 - 1 - 3
+    # as if the policy had moved: ρ = e^3 ≈ 20, its KL e^3 - 1 - 3
+    for item in trainer.replay_buffer.items:
         item.action_log_probs = item.action_log_probs - 3.0
     before = weights_of(actor)
     status = trainer.ppo_train(1)
     same = all(torch.equal(before[name], p) for name, p in weights_of(actor).items())
-    assert (same, status["actor_stopped"], trainer.state.stopped_optimizer_steps) == (stops, float(stops), int(stops))
+    assert (same, status["actor_stopped"], trainer.state.stopped_optimizer_steps) == (
+        stops,
+        float(stops),
+        int(stops),
+    )
     assert status["critic_skipped"] == 0  # the critic goes on
     # the gradient is gone: the next step is that of its own samples alone
     if stops:
@@ -216,7 +246,9 @@ def test_the_reference_follows_the_actor(trainer_with, parts):
         torch.testing.assert_close(p, start[name] + 0.25)
     resets = trainer_with(ref_reset_steps=3)
     resets.move_reference(2)
-    assert not torch.allclose(weights_of(reference)["lm_head.weight"], weights_of(actor)["lm_head.weight"])
+    assert not torch.allclose(
+        weights_of(reference)["lm_head.weight"], weights_of(actor)["lm_head.weight"]
+    )
     resets.move_reference(3)
     assert all(torch.equal(p, weights_of(actor)[name]) for name, p in weights_of(reference).items())
     assert trainer_with().checkpointer.models.keys() == {"actor", "critic"}
@@ -246,7 +278,9 @@ class RecordingEngine(FakeEngine):
 def test_rejections_in_training(trainer_with, options, share):
     """Of the answers of prompt 0 the engine thought more by 0.3 per token; the first has A < 0, which opsm wants."""
     engine = RecordingEngine()
-    of_the_actor = collected(trainer_with(rollout_engine=engine, **GRPO, old_log_probs="forward"), "action_log_probs")
+    of_the_actor = collected(
+        trainer_with(rollout_engine=engine, **GRPO, old_log_probs="forward"), "action_log_probs"
+    )
     engine.log_probs = (of_the_actor + torch.tensor([0.3, 0.3, 0.0, 0.0])[:, None]).tolist()
     trainer = trainer_with(rollout_engine=engine, **GRPO, **ONE_STEP, **options)
     sample(trainer, PROMPTS, step=1)
@@ -256,7 +290,9 @@ def test_rejections_in_training(trainer_with, options, share):
 
 
 def test_rejections_before_training(trainer_with):
-    trainer = trainer_with(rollout_engine=RecordingEngine(), **GRPO, **ONE_STEP, rollout_rejection=["token_ratio=1e-9"])
+    trainer = trainer_with(
+        rollout_engine=RecordingEngine(), **GRPO, **ONE_STEP, rollout_rejection=["token_ratio=1e-9"]
+    )
     sample(trainer, PROMPTS, step=1)
     status = trainer.ppo_train(1)
     assert status["loss_weight_zero"] == 1
@@ -270,7 +306,9 @@ def test_the_optimal_token_baseline_of_a_model(trainer_with, parts):
     got = collected(trainer, "advantages")
     batch = Experience.collate(trainer.replay_buffer.items)
     with torch.no_grad():
-        scores = parts["actor"][0].score_actions(batch.sequences, batch.num_actions, batch.attention_mask, logits=True)
+        scores = parts["actor"][0].score_actions(
+            batch.sequences, batch.num_actions, batch.attention_mask, logits=True
+        )
     p = scores.logits.double().softmax(-1).view(4, 2, -1)
     chosen = batch.sequences[:, -2:, None]
     one_hot = torch.zeros_like(p).scatter(-1, chosen, 1.0)
@@ -278,7 +316,9 @@ def test_the_optimal_token_baseline_of_a_model(trainer_with, parts):
     rewards = torch.tensor([0.0, 1.0, 3.0, 7.0])[:, None]
     for rows in (slice(0, 2), slice(2, 4)):
         w, r = energy[rows], rewards[rows]
-        torch.testing.assert_close(got[rows].double(), r - (w * r).sum(0) / w.sum(0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            got[rows].double(), r - (w * r).sum(0) / w.sum(0), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("estimator", ["abs", "k2"])
@@ -300,7 +340,9 @@ def test_the_adaptive_coefficient_gets_the_true_kl(trainer_with, parts, estimato
 def test_every_loss_trains_and_its_metrics_are_documented(trainer_with, name):
     trainer = trainer_with(policy_loss=name)
     sample(trainer)
-    assert (trainer.replay_buffer[0].selected is not None) == (POLICY_LOSSES[name].selection is not None)
+    assert (trainer.replay_buffer[0].selected is not None) == (
+        POLICY_LOSSES[name].selection is not None
+    )
     status = trainer.ppo_train(1)
     assert with_namespace(status).keys() <= METRICS.keys()
     assert status["actor_grad_norm"] > 0
@@ -366,17 +408,25 @@ def one_row(ids: list[int], seed: int) -> Experience:
     mask[0, 1] = False
     normal = lambda: torch.randn(1, a, generator=generator)  # noqa: E731
     ones = torch.ones(1, a + 1, dtype=torch.long)
-    return Experience(torch.tensor([[1, *ids]]), ones, mask, action_log_probs=normal(), advantages=normal())
+    return Experience(
+        torch.tensor([[1, *ids]]), ones, mask, action_log_probs=normal(), advantages=normal()
+    )
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_the_selection_depends_on_the_tokens_not_on_ranks_or_order(name):
     rows = lambda: [one_row([5 + i, 6, 7 + 2 * i, 8], seed=i) for i in range(12)]  # noqa: E731
-    options = {"clip_cov_ratio": 0.1, "clip_cov_low": -9.0, "clip_cov_high": 9.0} if name == "clip_cov" else {}
+    options = (
+        {"clip_cov_ratio": 0.1, "clip_cov_low": -9.0, "clip_cov_high": 9.0}
+        if name == "clip_cov"
+        else {}
+    )
     options = options or {"kl_cov_ratio": 0.1}
     loss = PolicyLoss(policy_loss=name, options=options)
 
-    def chosen(items: list[Experience], strategy: FakeStrategy, seed: int = 3) -> dict[tuple, list[bool]]:
+    def chosen(
+        items: list[Experience], strategy: FakeStrategy, seed: int = 3
+    ) -> dict[tuple, list[bool]]:
         select_tokens(items, loss, strategy, seed)
         return {tuple(item.sequences[0].tolist()): item.selected[0].tolist() for item in items}
 
@@ -405,7 +455,9 @@ def mixture(tmp_path_factory) -> str:
              "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")  # fmt: skip
     own = {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
     torch.manual_seed(0)
-    MixtralForCausalLM(MixtralConfig(**{name: llama[name] for name in names}, **own)).save_pretrained(folder)
+    MixtralForCausalLM(
+        MixtralConfig(**{name: llama[name] for name in names}, **own)
+    ).save_pretrained(folder)
     save_tokenizer(folder)
     return str(folder)
 
@@ -416,15 +468,25 @@ def test_the_load_balancing_loss_of_a_mixture(make_config, mixture):
     grpo = {**GRPO, "n_samples_per_prompt": 2, "total_training_steps": 1}
     found = []
     for coef, micro in ((0.5, 8), (0.5, 1), (0.0, 8)):
-        options = {"save_path": f"{make_config().checkpoint.save_path}{len(found)}", "micro_train_batch_size": micro}
-        config = make_config(pretrain=mixture, aux_loss_coef=coef, actor_learning_rate=0.0, **grpo, **options)
+        options = {
+            "save_path": f"{make_config().checkpoint.save_path}{len(found)}",
+            "micro_train_batch_size": micro,
+        }
+        config = make_config(
+            pretrain=mixture, aux_loss_coef=coef, actor_learning_rate=0.0, **grpo, **options
+        )
         trainer = PPOTrainer.from_config(config)
-        prompts = [Prompt(text, trainer.tokenizer(text)["input_ids"], "1", i) for i, text in enumerate(("1+", "2+3"))]
+        prompts = [
+            Prompt(text, trainer.tokenizer(text)["input_ids"], "1", i)
+            for i, text in enumerate(("1+", "2+3"))
+        ]
         sample(trainer, prompts, step=1)
         found.append(trainer.ppo_train(1))
     whole, cut_up, without = found
-    assert whole["aux_loss"] >= 0.9  # 1 where the experts share evenly, per the formula of the models
-    assert cut_up["aux_loss"] == pytest.approx(whole["aux_loss"], rel=0.2)  # a product of means: near, not equal
+    # 1 where the experts share evenly, per the formula of the models
+    assert whole["aux_loss"] >= 0.9
+    # a product of means: near, not equal
+    assert cut_up["aux_loss"] == pytest.approx(whole["aux_loss"], rel=0.2)
     assert "aux_loss" not in without
     assert whole["actor_grad_norm"] != without["actor_grad_norm"]
 

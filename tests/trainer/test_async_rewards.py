@@ -17,13 +17,19 @@ pytestmark = pytest.mark.usefixtures("world")
 def test_the_run_is_the_same(make_config, tmp_path):
     def trainer_of(name: str, **options) -> PPOTrainer:
         paths = {"save_path": str(tmp_path / name), "ckpt_path": str(tmp_path / f"{name}_ckpt")}
-        options |= {"advantage_estimator": "remax", "micro_rollout_batch_size": 2, "total_training_steps": 2}
+        options |= {
+            "advantage_estimator": "remax",
+            "micro_rollout_batch_size": 2,
+            "total_training_steps": 2,
+        }
         return PPOTrainer.from_config(make_config(**options, **paths))
 
     after, beside = trainer_of("after"), trainer_of("beside", async_rewards=True)
     scored = threading.Semaphore(0)
     score, generate = beside.reward_source.score, beside.rollout_engine.generate
-    beside.sampler.sampler.scorer.source.score = lambda rollouts: scored.release() or score(rollouts)
+    beside.sampler.sampler.scorer.source.score = lambda rollouts: (
+        scored.release() or score(rollouts)
+    )
     parts: list[int] = []
 
     def slow_generate(prompts, sampling, on_finished):

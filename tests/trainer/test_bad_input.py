@@ -80,7 +80,9 @@ def edited_tokenizer(folder: Path, *missing: str) -> str:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).exists():
             values = json.loads((folder / name).read_text())
-            (folder / name).write_text(json.dumps({k: v for k, v in values.items() if k not in missing}))
+            (folder / name).write_text(
+                json.dumps({k: v for k, v in values.items() if k not in missing})
+            )
     return str(folder)
 
 
@@ -113,7 +115,9 @@ def test_data_that_is_not_there(refused, tmp_path, flag):
 
 def test_data_of_no_known_format(refused, tmp_path):
     (tmp_path / "rows.docx").write_text("hello")
-    refused(f"--prompt_data {tmp_path}/rows.docx:", ".jsonl", prompt_data=str(tmp_path / "rows.docx"))
+    refused(
+        f"--prompt_data {tmp_path}/rows.docx:", ".jsonl", prompt_data=str(tmp_path / "rows.docx")
+    )
 
 
 def test_an_empty_dataset(refused, tmp_path):
@@ -144,10 +148,18 @@ def test_a_bad_row_is_named_by_file_and_line(refused, tmp_path, bad, named):
 
 
 def test_bad_rows_are_skipped_and_counted_if_asked_to(make_config, tmp_path, capsys):
-    data = prompts(tmp_path, {"input": "1+1="}, {"input": ""}, {"input": "0123456789abc"}, {"input": "1+2="})
+    data = prompts(
+        tmp_path, {"input": "1+1="}, {"input": ""}, {"input": "0123456789abc"}, {"input": "1+2="}
+    )
     trainer = PPOTrainer.from_config(make_config(**data, on_bad_row="skip"))
-    assert "4 rows: 2 kept, 0 of them truncated; dropped: 1 empty, 1 overlong" in capsys.readouterr().out
-    assert [p.text for batch in trainer.prompts_dataloader for p in batch] in (["1+1=", "1+2="], ["1+2=", "1+1="])
+    assert (
+        "4 rows: 2 kept, 0 of them truncated; dropped: 1 empty, 1 overlong"
+        in capsys.readouterr().out
+    )
+    assert [p.text for batch in trainer.prompts_dataloader for p in batch] in (
+        ["1+1=", "1+2="],
+        ["1+2=", "1+1="],
+    )
 
 
 def test_a_broken_line_of_the_file(refused, tmp_path):
@@ -159,18 +171,32 @@ def test_a_broken_line_of_the_file(refused, tmp_path):
 @pytest.mark.parametrize("data", ["prompt_data", "eval_data", "pretrain_data"])
 def test_the_last_row_is_checked_before_any_model_loads(refused, monkeypatch, tmp_path, data):
     """The first rows are right, so that only reading them all can tell."""
-    monkeypatch.setattr("lightppo.trainer.build.build_models", lambda *_: pytest.fail("models load"))
+    monkeypatch.setattr(
+        "lightppo.trainer.build.build_models", lambda *_: pytest.fail("models load")
+    )
     rows = [{"input": "1+1="}] * 40 + [{"input": 7}]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     refused(
-        f"{path}:41: ", "'input'", "int 7", **{data: path}, **({"ptx_coef": 0.1} if data == "pretrain_data" else {})
+        f"{path}:41: ",
+        "'input'",
+        "int 7",
+        **{data: path},
+        **({"ptx_coef": 0.1} if data == "pretrain_data" else {}),
     )
 
 
 def test_the_reward_file_runs_before_any_model_loads(refused, monkeypatch, tmp_path):
-    monkeypatch.setattr("lightppo.trainer.build.build_models", lambda *_: pytest.fail("models load"))
-    (tmp_path / "mine.py").write_text("def reward_func(queries, prompts, labels): pass\nraise OSError('no disk')")
-    refused(f"{tmp_path}/mine.py:2 in <module>: raise", "OSError: no disk", reward_fn=str(tmp_path / "mine.py"))
+    monkeypatch.setattr(
+        "lightppo.trainer.build.build_models", lambda *_: pytest.fail("models load")
+    )
+    (tmp_path / "mine.py").write_text(
+        "def reward_func(queries, prompts, labels): pass\nraise OSError('no disk')"
+    )
+    refused(
+        f"{tmp_path}/mine.py:2 in <module>: raise",
+        "OSError: no disk",
+        reward_fn=str(tmp_path / "mine.py"),
+    )
 
 
 # -- rewards ---------------------------------------------------------------------------------------------------------
@@ -204,7 +230,12 @@ def test_a_reward_function_that_gives_no_usable_scores(make_config, tmp_path, bo
 
 def test_a_reward_file_that_is_not_there(refused, tmp_path):
     reward_file(tmp_path, "return []")
-    refused("--reward_fn:", f"{tmp_path}/my_rewards.py", " my_reward.py", reward_fn=str(tmp_path / "my_rewards.py"))
+    refused(
+        "--reward_fn:",
+        f"{tmp_path}/my_rewards.py",
+        " my_reward.py",
+        reward_fn=str(tmp_path / "my_rewards.py"),
+    )
     path = str(tmp_path / "no" / "file.py")
     refused("--remote_rm_url:", path, reward_fn=None, remote_rm_url=[path])
 
@@ -213,14 +244,21 @@ def test_a_reward_file_without_the_function_or_that_fails(refused, tmp_path):
     path = reward_file(tmp_path, "return []")
     refused("--reward_fn:", path, "'score'", "reward_func", reward_fn=f"{path}:score")
     Path(path).write_text("import no_such_module\ndef reward_func(queries, prompts, labels): pass")
-    refused("--reward_fn:", f"{path}:1 in <module>: import no_such_module", "ModuleNotFoundError", reward_fn=path)
+    refused(
+        "--reward_fn:",
+        f"{path}:1 in <module>: import no_such_module",
+        "ModuleNotFoundError",
+        reward_fn=path,
+    )
 
 
 def test_a_reward_server_that_cannot_be_reached(make_config):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/score"
-        trainer = PPOTrainer.from_config(make_config(reward_fn=None, remote_rm_url=url, remote_rm_retries=0))
+        trainer = PPOTrainer.from_config(
+            make_config(reward_fn=None, remote_rm_url=url, remote_rm_retries=0)
+        )
         with pytest.raises(UserError, match=url):
             trainer.fit()
 
@@ -281,7 +319,9 @@ def test_several_reward_models_without_a_function_to_combine_them(refused, tmp_p
 # -- the constructor -------------------------------------------------------------------------------------------------
 
 
-def construct(tokenizer: Any, *, critic: Any = None, reward_model: Any = None, **options: Any) -> PPOTrainer:
+def construct(
+    tokenizer: Any, *, critic: Any = None, reward_model: Any = None, **options: Any
+) -> PPOTrainer:
     """A trainer by the seed's constructor, with stand-ins for its models."""
     defaults = {} if "config" in options else {"init_kl_coef": 0.0}
     models = (SimpleNamespace(), critic, reward_model, None, None)
@@ -300,14 +340,21 @@ def construct(tokenizer: Any, *, critic: Any = None, reward_model: Any = None, *
         ({"reward_source": None, "reward_model": [len, len]}, "--reward_fn"),
         ({"reward_source": None}, "--remote_rm_url"),
         ({"reward_source": 7}, r"reward_source: 7 is neither .*name and score\)"),
-        ({"eval_prompts": [], "eval_reward_fn": 7}, "--eval_reward_fn: 7 is neither a function nor"),
+        (
+            {"eval_prompts": [], "eval_reward_fn": 7},
+            "--eval_reward_fn: 7 is neither a function nor",
+        ),
         ({"config": PPOConfig(), "eps_clip": 0.1}, "eps_clip.*config"),
         ({"max_norm": 7.0}, "max_norm 7"),
     ],
     ids=str,
 )
 def test_the_constructor_refuses(tiny_tokenizer, options, named):
-    given = {"critic": SimpleNamespace(), "reward_source": FakeReward({}), "tokenizer": tiny_tokenizer} | options
+    given = {
+        "critic": SimpleNamespace(),
+        "reward_source": FakeReward({}),
+        "tokenizer": tiny_tokenizer,
+    } | options
     with pytest.raises(ValueError, match=named):
         construct(**given)
 
@@ -332,11 +379,20 @@ def test_fit_needs_prompts(tiny_tokenizer):
 
 def run_script(*flags: str) -> subprocess.CompletedProcess:
     """``python examples/train_ppo.py``, in an environment that no launcher touched."""
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+    launcher = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "LOCAL_WORLD_SIZE",
+    )
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
     environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(REPO / "examples" / "train_ppo.py"), *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_a_wrong_flag_ends_the_script_with_2():
@@ -360,7 +416,10 @@ def test_a_missing_model_ends_the_script_with_2_and_one_line(assets, tmp_path):
 
 
 def test_a_stop_token_beyond_the_vocabulary(refused):
-    refused("--stop_token_ids 43 99999: the tokenizer has no such id, its largest is 42", stop_token_ids=[2, 43, 99999])
+    refused(
+        "--stop_token_ids 43 99999: the tokenizer has no such id, its largest is 42",
+        stop_token_ids=[2, 43, 99999],
+    )
 
 
 def test_a_bad_word_without_tokens(refused):
@@ -375,8 +434,13 @@ def test_a_tokenizer_that_makes_no_tokens_of_a_text(refused, make_config, tmp_pa
     tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     data = prompts(tmp_path, {"input": "1+1="}, {"input": "aaa"})
-    refused(f"{data['prompt_data']}:2: the tokenizer makes no tokens of the prompt", **data, pretrain=str(model))
-    PPOTrainer.from_config(make_config(pretrain=str(model)))  # rows without that letter are as before
+    refused(
+        f"{data['prompt_data']}:2: the tokenizer makes no tokens of the prompt",
+        **data,
+        pretrain=str(model),
+    )
+    # rows without that letter are as before
+    PPOTrainer.from_config(make_config(pretrain=str(model)))
 
 
 @pytest.mark.parametrize("name", ["prompt_split", "eval_split", "pretrain_split"])
@@ -401,7 +465,11 @@ def test_the_same_rows_for_training_and_evaluation_are_told(make_config, tmp_pat
     def told(**options: Any) -> list[str]:
         caplog.clear()
         preflight(make_config(**options).resolved())
-        return [record.getMessage() for record in caplog.records if "learned by heart" in record.getMessage()]
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if "learned by heart" in record.getMessage()
+        ]
 
     (line,) = told(prompt_data=data, eval_data=str(tmp_path / "linked.jsonl"))
     assert line.startswith(f"--prompt_data and --eval_data both have the rows of {data}: ")
@@ -411,8 +479,9 @@ def test_the_same_rows_for_training_and_evaluation_are_told(make_config, tmp_pat
 
 def test_a_rollout_of_more_prompts_than_there_are_is_told(make_config, capsys):
     PPOTrainer.from_config(make_config(rollout_batch_size=16, train_batch_size=16))
-    assert "warning: --rollout_batch_size 16 is more than the 12 prompts: every step has all of them" in (
-        capsys.readouterr().out
+    assert (
+        "warning: --rollout_batch_size 16 is more than the 12 prompts: every step has all of them"
+        in (capsys.readouterr().out)
     )
 
 
@@ -420,7 +489,9 @@ def test_a_rollout_of_more_prompts_than_there_are_is_told(make_config, capsys):
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_folder_that_cannot_be_made(refused, tmp_path, name, dry_run):
     folder = str(tmp_path / "new" / ("x" * 300))
-    refused(f"--{name} {folder}: {tmp_path} cannot be written to", **{name: folder}, dry_run=dry_run)
+    refused(
+        f"--{name} {folder}: {tmp_path} cannot be written to", **{name: folder}, dry_run=dry_run
+    )
     assert not (tmp_path / "new").exists()  # what was tried leaves nothing
 
 
@@ -429,7 +500,9 @@ def test_no_optimizer_step_names_the_reward_that_was_no_number(make_config, tmp_
     code = "def reward_func(queries, prompts, labels):\n    return [float('nan')] * len(queries)\n"
     (tmp_path / "nan.py").write_text(code)
     config = make_config(reward_fn=str(tmp_path / "nan.py"), benchmark_steps=1)
-    with pytest.raises(TrainingError, match=r"no optimizer step was taken .*nan\.py:reward_func: the score of"):
+    with pytest.raises(
+        TrainingError, match=r"no optimizer step was taken .*nan\.py:reward_func: the score of"
+    ):
         PPOTrainer.from_config(config).fit()
 
 

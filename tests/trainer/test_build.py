@@ -67,11 +67,19 @@ def test_strategy_gets_its_options(make_config, flag, value, attribute):
 
 
 def test_strategy_offloads_and_shards(make_config):
-    options = {"adam_offload": True, "param_offload": True, "zpg": 2, "bf16": True, "overlap_comm": True}
+    options = {
+        "adam_offload": True,
+        "param_offload": True,
+        "zpg": 2,
+        "bf16": True,
+        "overlap_comm": True,
+    }
     strategy = build.build_strategy(make_config(zero_stage=3, **options))
     zero = strategy.get_ds_train_config()["zero_optimization"]
     assert zero["overlap_comm"]
-    assert not strategy.get_ds_train_config(zero_stage=1, param_offload=False)["zero_optimization"]["overlap_comm"]
+    assert not strategy.get_ds_train_config(zero_stage=1, param_offload=False)["zero_optimization"][
+        "overlap_comm"
+    ]
     assert (zero["offload_optimizer"]["device"], zero["offload_param"]["device"]) == ("cpu", "cpu")
     assert zero["zero_hpz_partition_size"] == 2
     assert strategy.get_ds_train_config()["bf16"]["enabled"]
@@ -98,17 +106,26 @@ def zero_of(monkeypatch, make_config, reward_model):
         monkeypatch.setattr(build, name, Loaded)
 
     def roles(**options) -> dict[str, dict]:
-        config = make_config(reward_pretrain=[reward_model], reward_fn=None, enable_ema=True, **options)
+        config = make_config(
+            reward_pretrain=[reward_model], reward_fn=None, enable_ema=True, **options
+        )
         config.validate()
         models = models_of(config)
-        parts = {"actor": models.actor, "critic": models.critic, "ref": models.reference, "ema": models.ema}
+        parts = {
+            "actor": models.actor,
+            "critic": models.critic,
+            "ref": models.reference,
+            "ema": models.ema,
+        }
         parts["reward"] = models.reward_models[0]
         return {name: model.ds_config["zero_optimization"] for name, model in parts.items()}
 
     return roles
 
 
-def test_each_model_goes_to_its_place_before_the_next_one_loads(monkeypatch, make_config, reward_model):
+def test_each_model_goes_to_its_place_before_the_next_one_loads(
+    monkeypatch, make_config, reward_model
+):
     """Below ZeRO-3 a host holds one whole model per rank, not all of them."""
     events: list[str] = []
     config = make_config(
@@ -138,7 +155,13 @@ def stages(zero: dict[str, dict]) -> dict[str, int]:
 
 
 def test_frozen_models_are_sharded_with_the_actor_only_at_stage_3(zero_of):
-    assert stages(zero_of(zero_stage=2)) == {"actor": 2, "critic": 2, "ref": 0, "ema": 0, "reward": 0}
+    assert stages(zero_of(zero_stage=2)) == {
+        "actor": 2,
+        "critic": 2,
+        "ref": 0,
+        "ema": 0,
+        "reward": 0,
+    }
     assert set(stages(zero_of(zero_stage=3)).values()) == {3}
 
 
@@ -147,8 +170,15 @@ def test_each_role_has_a_stage_of_its_own(zero_of):
     assert stages(zero_of(zero_stage=2, critic_zero_stage=1)) == base | {"critic": 1}
     assert stages(zero_of(zero_stage=2, reward_zero_stage=3)) == base | {"reward": 3}
     # the reward models follow the reference where nothing is said
-    assert stages(zero_of(zero_stage=2, ref_zero_stage=3)) == base | {"ref": 3, "ema": 3, "reward": 3}
-    assert stages(zero_of(zero_stage=2, ref_zero_stage=3, reward_zero_stage=0)) == base | {"ref": 3, "ema": 3}
+    assert stages(zero_of(zero_stage=2, ref_zero_stage=3)) == base | {
+        "ref": 3,
+        "ema": 3,
+        "reward": 3,
+    }
+    assert stages(zero_of(zero_stage=2, ref_zero_stage=3, reward_zero_stage=0)) == base | {
+        "ref": 3,
+        "ema": 3,
+    }
 
 
 @pytest.mark.parametrize(
@@ -168,11 +198,20 @@ def test_each_role_has_a_stage_of_its_own(zero_of):
 )
 def test_each_role_is_offloaded_by_its_own_flag(zero_of, options, expected):
     zero = zero_of(zero_stage=3, **options)
-    assert {(name, key) for name, section in zero.items() for key in section if key.startswith("offload")} == expected
+    assert {
+        (name, key)
+        for name, section in zero.items()
+        for key in section
+        if key.startswith("offload")
+    } == expected
 
 
 def test_a_critic_and_a_reward_model_load_at_stages_of_their_own(make_config, reward_model):
-    models = models_of(make_config(reward_pretrain=[reward_model], reward_fn=None, zero_stage=1, reward_zero_stage=3))
+    models = models_of(
+        make_config(
+            reward_pretrain=[reward_model], reward_fn=None, zero_stage=1, reward_zero_stage=3
+        )
+    )
     assert all(hasattr(p, "ds_tensor") for p in models.reward_models[0].parameters())
     assert not any(hasattr(p, "ds_tensor") for p in models.critic.parameters())
 
@@ -185,7 +224,9 @@ def test_models_of_a_run(make_config):
     assert same_weights(models.actor, models.reference)
     assert (models.critic is not None, models.reward_models, models.ema) == (True, [], None)
     assert models_of(make_config(init_kl_coef=0)).reference is None
-    grpo = models_of(make_config(advantage_estimator="grpo", n_samples_per_prompt=2, enable_ema=True))
+    grpo = models_of(
+        make_config(advantage_estimator="grpo", n_samples_per_prompt=2, enable_ema=True)
+    )
     assert grpo.critic is None
     assert same_weights(grpo.actor, grpo.ema)
 
@@ -214,11 +255,14 @@ def test_critic_starts_from_the_reward_model_or_from_the_actor(make_config, rewa
 def test_random_weights_are_for_models_without_a_checkpoint_of_their_own(make_config, tmp_path):
     other = save_causal_lm(tmp_path / "other", seed=9)
     loaded = models_of(make_config(ref_pretrain=other, critic_pretrain=other))
-    scratch = models_of(make_config(init_from_scratch=True, ref_pretrain=other, critic_pretrain=other))
+    scratch = models_of(
+        make_config(init_from_scratch=True, ref_pretrain=other, critic_pretrain=other)
+    )
     assert not same_weights(scratch.actor, loaded.actor)
     assert same_weights(scratch.reference, loaded.reference)
     assert same_weights(scratch.critic.hf_model.base_model, loaded.critic.hf_model.base_model)
-    alike = models_of(make_config(init_from_scratch=True))  # random too: the reference is the actor's own start
+    # random too: the reference is the actor's own start
+    alike = models_of(make_config(init_from_scratch=True))
     assert same_weights(alike.reference, alike.actor)
     assert not same_weights(alike.critic.hf_model.base_model, loaded.critic.hf_model.base_model)
 
@@ -226,10 +270,15 @@ def test_random_weights_are_for_models_without_a_checkpoint_of_their_own(make_co
 def test_random_weights_overridden_configs_and_eager_attention(make_config):
     loaded, scratch = models_of(make_config()), models_of(make_config(init_from_scratch=True))
     assert not same_weights(loaded.actor, scratch.actor)
-    models = models_of(make_config(override_config='{"rms_norm_eps": 0.25}', attn_implementation="eager"))
+    models = models_of(
+        make_config(override_config='{"rms_norm_eps": 0.25}', attn_implementation="eager")
+    )
     config = models.actor.hf_model.config
     assert (config.rms_norm_eps, config._attn_implementation) == (0.25, "eager")
-    assert (models.critic.hf_model.config.rms_norm_eps, models.reference.hf_model.config.rms_norm_eps) == (0.25, 0.25)
+    assert (
+        models.critic.hf_model.config.rms_norm_eps,
+        models.reference.hf_model.config.rms_norm_eps,
+    ) == (0.25, 0.25)
 
 
 def test_value_head_by_its_name(make_config, tmp_path):
@@ -251,7 +300,9 @@ def test_normalized_rewards(make_config, tmp_path):
     folder = save_reward_model(tmp_path / "rm", mean=3.0, std=2.0)
     ids = torch.tensor([[5, 6, 7]])
     raw, normalized = (
-        models_of(make_config(reward_pretrain=[folder], reward_fn=None, normalize_reward=on)).reward_models[0](ids)
+        models_of(
+            make_config(reward_pretrain=[folder], reward_fn=None, normalize_reward=on)
+        ).reward_models[0](ids)
         for on in (False, True)
     )
     assert torch.allclose(normalized, (raw - 3) / 2)
@@ -263,9 +314,14 @@ def test_temperature_and_packing_reach_the_models(make_config):
     assert models.actor.packing_samples
     assert models.critic.packing_samples
     assert models.actor.shares_prompts
-    for options in ({"share_prompts": False, "n_samples_per_prompt": 2}, {"n_samples_per_prompt": 1}):
+    for options in (
+        {"share_prompts": False, "n_samples_per_prompt": 2},
+        {"n_samples_per_prompt": 1},
+    ):
         apart = models_of(make_config(packing_samples=True, **options))
-        assert not any(model.shares_prompts for model in (apart.actor, apart.critic, apart.reference))
+        assert not any(
+            model.shares_prompts for model in (apart.actor, apart.critic, apart.reference)
+        )
     # greedy sampling divides by nothing: the loss is that of temperature 1
     assert models_of(make_config(temperature=0)).actor.temperature == 1
 
@@ -273,7 +329,10 @@ def test_temperature_and_packing_reach_the_models(make_config):
 @pytest.mark.parametrize(("flag", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_16_bits_are_the_type_of_all_but_the_moving_average(make_config, flag, half):
     models = models_of(make_config(**{flag: True}, zero_stage=1, enable_ema=True))
-    kinds = {name: next(getattr(models, name).parameters()).dtype for name in ("actor", "critic", "reference", "ema")}
+    kinds = {
+        name: next(getattr(models, name).parameters()).dtype
+        for name in ("actor", "critic", "reference", "ema")
+    }
     assert kinds == {"actor": half, "critic": half, "reference": half, "ema": torch.float32}
 
 
@@ -292,7 +351,10 @@ def test_gradient_checkpointing_runs_the_layers_again(make_config):
     models = models_of(make_config())
     assert (layer_calls(models.actor), layer_calls(models.critic)) == (1, 1)
     for reentrant in (False, True):
-        options = {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": reentrant}
+        options = {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_use_reentrant": reentrant,
+        }
         models = models_of(make_config(**options))
         for model in (models.actor, models.critic):
             layer = model.hf_model.base_model.layers[0]
@@ -313,7 +375,9 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 def test_code_of_a_checkpoint_runs_only_if_asked_to(make_config, tmp_path, monkeypatch):
     for module in ("dynamic_module_utils", "utils.hub"):
-        monkeypatch.setattr(f"transformers.{module}.HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
+        monkeypatch.setattr(
+            f"transformers.{module}.HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False
+        )
     folder = Path(save_causal_lm(tmp_path / "model"))
     (folder / "own.py").write_text(REMOTE_MODEL)
     config = json.loads((folder / "config.json").read_text())
@@ -324,7 +388,9 @@ def test_code_of_a_checkpoint_runs_only_if_asked_to(make_config, tmp_path, monke
     with pytest.raises(ModelLoadError, match=r"(?s)--pretrain .*trust_remote_code"):
         models_of(make_config(**options))
     models = models_of(make_config(**options, trust_remote_code=True))
-    assert {type(model.hf_model).__name__ for model in (models.actor, models.reference)} == {"OwnForCausalLM"}
+    assert {type(model.hf_model).__name__ for model in (models.actor, models.reference)} == {
+        "OwnForCausalLM"
+    }
 
 
 def test_tokenizers_in_python(make_config, tmp_path):
@@ -370,7 +436,9 @@ def splits(tmp_path) -> str:
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("train", "test", "validation"):
-        write_jsonl(folder / f"{name}.jsonl", [{"input": f"{name} {i}", "label": str(i)} for i in range(3)])
+        write_jsonl(
+            folder / f"{name}.jsonl", [{"input": f"{name} {i}", "label": str(i)} for i in range(3)]
+        )
     return str(folder)
 
 
@@ -391,7 +459,10 @@ def test_number_of_rows(make_config, tokenizer, splits):
 
 
 def test_overlong_prompts_are_dropped_cut_or_refused(make_config, tokenizer, splits, capsys):
-    options = {"prompt_data": f"{splits}/train.jsonl,{splits}/validation.jsonl", "prompt_max_len": 8}
+    options = {
+        "prompt_data": f"{splits}/train.jsonl,{splits}/validation.jsonl",
+        "prompt_max_len": 8,
+    }
     # "validation 0" has 12 characters
     assert len(prompts_of(make_config(**options, filter_overlong_prompts=True), tokenizer)) == 3
     assert "6 rows: 3 kept, 0 of them truncated; dropped: 3 overlong" in capsys.readouterr().out
@@ -403,38 +474,58 @@ def test_overlong_prompts_are_dropped_cut_or_refused(make_config, tokenizer, spl
 
 def test_columns_and_templates(make_config, tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"task": "1+1=", "gold": "2"}])
-    config = make_config(prompt_data=path, input_key="task", label_key="gold", input_template="sum {}")
+    config = make_config(
+        prompt_data=path, input_key="task", label_key="gold", input_template="sum {}"
+    )
     dataset = build.build_prompts(config, tokenizer, DeepspeedStrategy())
     assert (dataset[0].text, dataset[0].label) == ("sum 1+1=", "2")
 
 
 def test_columns_of_the_data_source_and_of_routes(make_config, tokenizer, tmp_path):
-    rows = [{"input": "1+1=", "origin": {"set": "sums"}, "task": "math"}, {"input": "2", "origin": {"set": None}}]
+    rows = [
+        {"input": "1+1=", "origin": {"set": "sums"}, "task": "math"},
+        {"input": "2", "origin": {"set": None}},
+    ]
     rows[1]["task"] = None
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     config = make_config(prompt_data=path, data_source_key="origin.set")
     dataset = build.build_prompts(config, tokenizer, DeepspeedStrategy())
     assert [dataset[i].data_source for i in range(2)] == ["sums", "default"]
     with pytest.raises(DataError, match=r"--data_source_key 'source' .*: input, origin, task"):
-        build.build_prompts(config.with_options(data_source_key="source"), tokenizer, DeepspeedStrategy())
-    tests = write_jsonl(tmp_path / "tests.jsonl", [{"query_id": n, "level": n + 1} for n in range(2)])
-    path_of_ids = write_jsonl(tmp_path / "ids.jsonl", [{"input": "1+1=", "query_id": str(n)} for n in range(2)])
+        build.build_prompts(
+            config.with_options(data_source_key="source"), tokenizer, DeepspeedStrategy()
+        )
+    tests = write_jsonl(
+        tmp_path / "tests.jsonl", [{"query_id": n, "level": n + 1} for n in range(2)]
+    )
+    path_of_ids = write_jsonl(
+        tmp_path / "ids.jsonl", [{"input": "1+1=", "query_id": str(n)} for n in range(2)]
+    )
     joined = make_config(prompt_data=path_of_ids, prompt_metadata=tests)
-    assert build.build_prompts(joined, tokenizer, DeepspeedStrategy())[1].extra == {"query_id": "1", "level": 2}
+    assert build.build_prompts(joined, tokenizer, DeepspeedStrategy())[1].extra == {
+        "query_id": "1",
+        "level": 2,
+    }
     routes = {"reward_fn": None, "reward_routes": '{"math": {"format": 1}, "*": {"format": 2}}'}
     by_task = make_config(**routes, prompt_data=path, reward_routes_by="task")
     assert build.build_prompts(by_task, tokenizer, DeepspeedStrategy())[0].extra["task"] == "math"
     source = build.build_rewards(by_task, [], tokenizer, DeepspeedStrategy())[0]
     assert source.by == "task"
     with pytest.raises(ConfigError, match=r"--reward_routes_by 'tusk'"):
-        build.build_prompts(by_task.with_options(reward_routes_by="tusk"), tokenizer, DeepspeedStrategy())
+        build.build_prompts(
+            by_task.with_options(reward_routes_by="tusk"), tokenizer, DeepspeedStrategy()
+        )
 
 
 def test_probabilities_of_the_sources(make_config, tokenizer, splits):
     options = {"prompt_data": f"{splits}/train.jsonl,{splits}/test.jsonl"}
     assert len(prompts_of(make_config(**options), tokenizer)) == 6
     texts = prompts_of(make_config(**options, prompt_data_probs="0.9,0.1"), tokenizer)
-    assert sum(text.startswith("train") for text in texts) > sum(text.startswith("test") for text in texts) >= 3
+    assert (
+        sum(text.startswith("train") for text in texts)
+        > sum(text.startswith("test") for text in texts)
+        >= 3
+    )
 
 
 def test_tokenising_processes(make_config, tokenizer, monkeypatch):
@@ -454,24 +545,43 @@ def test_tokenising_processes(make_config, tokenizer, monkeypatch):
 
 def pretrain_texts(config: PPOConfig, tokenizer: Any) -> list[str]:
     loader = build.build_pretrain(config, tokenizer, DeepspeedStrategy())
-    return sorted(tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in loader.dataset)
+    return sorted(
+        tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in loader.dataset
+    )
 
 
 def test_pretraining_data(make_config, tokenizer, splits):
     assert build.build_pretrain(make_config(), tokenizer, DeepspeedStrategy()) is None
-    assert build.build_pretrain(make_config(pretrain_data=splits, ptx_coef=0), tokenizer, DeepspeedStrategy()) is None
-    assert pretrain_texts(make_config(pretrain_data=splits), tokenizer) == ["train 0", "train 1", "train 2"]
+    assert (
+        build.build_pretrain(
+            make_config(pretrain_data=splits, ptx_coef=0), tokenizer, DeepspeedStrategy()
+        )
+        is None
+    )
+    assert pretrain_texts(make_config(pretrain_data=splits), tokenizer) == [
+        "train 0",
+        "train 1",
+        "train 2",
+    ]
     config = make_config(pretrain_data=splits, pretrain_split="test")
     assert pretrain_texts(config, tokenizer) == ["test 0", "test 1", "test 2"]
     files = f"{splits}/train.jsonl,{splits}/test.jsonl"
-    texts = pretrain_texts(make_config(pretrain_data=files, pretrain_data_probs="0.9,0.1"), tokenizer)
-    assert sum(text.startswith("train") for text in texts) > sum(text.startswith("test") for text in texts) >= 3
+    texts = pretrain_texts(
+        make_config(pretrain_data=files, pretrain_data_probs="0.9,0.1"), tokenizer
+    )
+    assert (
+        sum(text.startswith("train") for text in texts)
+        > sum(text.startswith("test") for text in texts)
+        >= 3
+    )
 
 
 def test_pretraining_answers_have_a_loss_of_their_own(make_config, tokenizer, splits):
     config = make_config(pretrain_data=f"{splits}/train.jsonl", output_key="label")
     row = build.build_pretrain(config, tokenizer, DeepspeedStrategy()).dataset[1]
-    assert tokenizer.decode(row["input_ids"][row["labels"] != -100], skip_special_tokens=True) == "1"
+    assert (
+        tokenizer.decode(row["input_ids"][row["labels"] != -100], skip_special_tokens=True) == "1"
+    )
 
 
 def test_batches_are_pinned_only_where_there_is_a_gpu(make_config, tokenizer, splits, monkeypatch):
@@ -490,7 +600,10 @@ def test_rollout_batches(make_config, tokenizer):
     def batches(**options: Any) -> list[list[int]]:
         config = make_config(**options)
         prompts = build.build_prompts(config, tokenizer, DeepspeedStrategy())
-        return [[p.index for p in batch] for batch in build.prompts_dataloader(config, prompts, DeepspeedStrategy())]
+        return [
+            [p.index for p in batch]
+            for batch in build.prompts_dataloader(config, prompts, DeepspeedStrategy())
+        ]
 
     assert [len(batch) for batch in batches(rollout_batch_size=5)] == [5, 5, 2]
     assert sorted(i for batch in batches() for i in batch) == list(range(12))
@@ -511,22 +624,30 @@ def test_rollout_batches(make_config, tokenizer):
         ({"train_batch_size": 4, "max_epochs": 2}, 12),
         ({"train_batch_size": 4, "num_episodes": 5}, 30),
         ({"train_batch_size": 4, "num_episodes": 5, "total_training_steps": 7}, 14),
-        ({"train_batch_size": 4, "num_episodes": 5, "benchmark_steps": 7}, 30),  # stops early, the schedule stays
+        # stops early, the schedule stays
+        ({"train_batch_size": 4, "num_episodes": 5, "benchmark_steps": 7}, 30),
     ],
     ids=str,
 )
 def test_optimizer_steps_of_a_run(make_config, options, expected):
-    config = make_config(**{"n_samples_per_prompt": 2, "train_batch_size": None, **options}).resolved()
+    config = make_config(
+        **{"n_samples_per_prompt": 2, "train_batch_size": None, **options}
+    ).resolved()
     assert build.optimizer_steps(config, 3) == expected
     epochs = config.training.max_epochs
     assert build.optimizer_steps(config, 3, "critic") == expected
     config = config.with_options(critic_max_epochs=3 * epochs)
-    assert [build.optimizer_steps(config, 3, role) for role in ("actor", "critic")] == [expected, 3 * expected]
+    assert [build.optimizer_steps(config, 3, role) for role in ("actor", "critic")] == [
+        expected,
+        3 * expected,
+    ]
 
 
 def rates(config: PPOConfig, steps: int = 10, role: str = "actor") -> list[float]:
     """Learning rate of each optimizer step."""
-    _, optimizer, scheduler = build.with_optimizer(nn.Linear(2, 2), 1.0, steps, config, DeepspeedStrategy(), role)
+    _, optimizer, scheduler = build.with_optimizer(
+        nn.Linear(2, 2), 1.0, steps, config, DeepspeedStrategy(), role
+    )
     seen = []
     for _ in range(steps + 1):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -539,7 +660,9 @@ def test_warm_up(make_config):
     constant = {"lr_scheduler": "constant"}
     assert rates(make_config(**constant, lr_warmup_ratio=0))[:3] == [1, 1, 1]
     # a share of 0.35 of 10 steps, rounded up: 4
-    assert rates(make_config(**constant, lr_warmup_ratio=0.35))[:6] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
+    assert rates(make_config(**constant, lr_warmup_ratio=0.35))[:6] == pytest.approx(
+        [0, 0.25, 0.5, 0.75, 1, 1]
+    )
     # steps win over the share
     config = make_config(**constant, lr_warmup_ratio=0.5, lr_warmup_steps=2)
     assert rates(config)[:4] == pytest.approx([0, 0.5, 1, 1])
@@ -568,13 +691,16 @@ def test_adamw(make_config):
     config = make_config(adam_betas=(0.5, 0.6), l2=0.125)
     _, optimizer, _ = build.with_optimizer(model, 0.25, 10, config, DeepspeedStrategy())
     assert {group["betas"] for group in optimizer.param_groups} == {(0.5, 0.6)}
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.125, 0]  # vectors do not decay
+    # vectors do not decay
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.125, 0]
     assert optimizer.param_groups[0]["initial_lr"] == 0.25
     assert build.with_optimizer(None, 0.25, 10, config, DeepspeedStrategy()) == (None, None, None)
 
 
 def test_the_critic_may_have_a_schedule_and_an_optimizer_of_its_own(make_config):
-    config = make_config(lr_warmup_steps=2, lr_scheduler="constant", l2=0.125, adam_betas=(0.5, 0.6)).resolved()
+    config = make_config(
+        lr_warmup_steps=2, lr_scheduler="constant", l2=0.125, adam_betas=(0.5, 0.6)
+    ).resolved()
     assert rates(config, role="critic") == rates(config) == pytest.approx([0, 0.5] + [1] * 9)
     own = config.with_options(
         critic_lr_scheduler="cosine_with_min_lr", critic_min_lr_ratio=0.4, critic_lr_warmup_steps=0
@@ -582,12 +708,17 @@ def test_the_critic_may_have_a_schedule_and_an_optimizer_of_its_own(make_config)
     assert rates(own) == rates(config)
     seen = rates(own, role="critic")
     assert (seen[0], seen[5], seen[10]) == pytest.approx((1, 0.7, 0.4))
-    share = make_config(lr_warmup_steps=2, critic_lr_warmup_ratio=0.35, lr_scheduler="constant").resolved()
-    assert rates(share, role="critic")[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1])  # the actor's steps do not win
+    share = make_config(
+        lr_warmup_steps=2, critic_lr_warmup_ratio=0.35, lr_scheduler="constant"
+    ).resolved()
+    # the actor's steps do not win
+    assert rates(share, role="critic")[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
 
     def optimizer(role: str, **options: Any) -> tuple[Any, Any]:
         config_ = config.with_options(**options)
-        group = build.with_optimizer(nn.Linear(2, 2), 1.0, 10, config_, DeepspeedStrategy(), role)[1].param_groups[0]
+        group = build.with_optimizer(nn.Linear(2, 2), 1.0, 10, config_, DeepspeedStrategy(), role)[
+            1
+        ].param_groups[0]
         return group["weight_decay"], group["betas"]
 
     assert optimizer("critic") == (0.125, (0.5, 0.6))
@@ -607,10 +738,14 @@ def test_the_critic_may_have_another_largest_gradient_and_checkpointing(world, m
     config = make_config(**options).resolved()
     strategy = build.build_strategy(config)
     models = build.build_models(config, strategy)
-    checkpointing = [model.hf_model.is_gradient_checkpointing for model in (models.actor, models.critic)]
+    checkpointing = [
+        model.hf_model.is_gradient_checkpointing for model in (models.actor, models.critic)
+    ]
     assert checkpointing == [False, True]
     assert models.actor.ds_config["gradient_clipping"] == 8
-    critic, optimizer, _ = strategy.prepare(build.with_optimizer(models.critic, 0.1, 9, config, strategy, "critic"))
+    critic, optimizer, _ = strategy.prepare(
+        build.with_optimizer(models.critic, 0.1, 9, config, strategy, "critic")
+    )
     if stage == 2:
         assert find_engine(critic).gradient_clipping() == 0.25
         return
@@ -629,15 +764,22 @@ def test_hf_cuda_graphs_reach_the_engine_and_are_refused_without_a_gpu(make_conf
 
     config, strategy = make_config(hf_cuda_graphs=True), FakeStrategy()
     with pytest.raises(ConfigError, match="--hf_cuda_graphs: there is no CUDA device"):
-        build.Building(given=config, asked=config, config=config.resolved(), strategy=strategy).check("options")
+        build.Building(
+            given=config, asked=config, config=config.resolved(), strategy=strategy
+        ).check("options")
     for asked, runner in ((config, CUDAGraphs), (make_config(), type(None))):
-        assert isinstance(build.build_rollout_engine(asked.resolved(), strategy, nn.Linear(1, 1), None).runner, runner)
+        assert isinstance(
+            build.build_rollout_engine(asked.resolved(), strategy, nn.Linear(1, 1), None).runner,
+            runner,
+        )
 
 
 # -- rows that decode together ---------------------------------------------------------------------------------------
 
 
-def test_rows_of_the_hf_engine_follow_the_gpu_with_least_room_unless_they_are_set(make_config, monkeypatch):
+def test_rows_of_the_hf_engine_follow_the_gpu_with_least_room_unless_they_are_set(
+    make_config, monkeypatch
+):
     from support.fakes import FakeStrategy
 
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 30, 2 << 30))
@@ -650,9 +792,15 @@ def test_rows_of_the_hf_engine_follow_the_gpu_with_least_room_unless_they_are_se
             return 16  # of another rank
 
     def rows(strategy: Any, **options: Any) -> int:
-        options = {"rollout_batch_size": 64, "train_batch_size": 64, "micro_rollout_batch_size": None} | options
+        options = {
+            "rollout_batch_size": 64,
+            "train_batch_size": 64,
+            "micro_rollout_batch_size": None,
+        } | options
         config = make_config(**options).resolved()
-        return build.build_rollout_engine(config, strategy, nn.Linear(1, 1), None).micro_rollout_batch_size
+        return build.build_rollout_engine(
+            config, strategy, nn.Linear(1, 1), None
+        ).micro_rollout_batch_size
 
     (ranks := Ranks()).device = torch.device("cuda", 0)
     assert rows(ranks) == 16
@@ -682,7 +830,8 @@ def test_the_options_that_were_set_are_described(make_config):
     asked = make_config(gamma=0.5, adv_norm=False, policy_loss="ppo")
     text = build.described(asked)
     set_there = {name for name, value in asked.flat().items() if value != PPOConfig().flat()[name]}
-    assert set(re.findall(r"(\w+)=", text)) == set_there - {"policy_loss"}  # which it would be without the option
+    # which it would be without the option
+    assert set(re.findall(r"(\w+)=", text)) == set_there - {"policy_loss"}
     assert "algorithm: gamma=0.5 adv_norm=False" in text
 
 
@@ -700,9 +849,15 @@ def test_sizes_of_the_models_and_places_are_said(make_config, parts, tmp_path):
     finally:
         for parameter in frozen:
             parameter.requires_grad_(True)
-    assert build.places(make_config()) == f"model and logs in {tmp_path}/run, no checkpoints (--save_steps)"
+    assert (
+        build.places(make_config())
+        == f"model and logs in {tmp_path}/run, no checkpoints (--save_steps)"
+    )
     where = build.places(make_config(save_epochs=1, use_tensorboard="tb", profile_steps=[2]))
-    assert f"checkpoints in {tmp_path}/ckpt, TensorBoard in tb, profiles in {tmp_path}/run/profile" in where
+    assert (
+        f"checkpoints in {tmp_path}/ckpt, TensorBoard in tb, profiles in {tmp_path}/run/profile"
+        in where
+    )
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(make_config, tmp_path):
@@ -710,7 +865,9 @@ def test_a_run_folder_that_cannot_be_written_is_named(make_config, tmp_path):
 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=f"--save_path {tmp_path}/file/run"):
-        run_folder.save_run_config(make_config(save_path=str(tmp_path / "file" / "run")), DeepspeedStrategy())
+        run_folder.save_run_config(
+            make_config(save_path=str(tmp_path / "file" / "run")), DeepspeedStrategy()
+        )
 
 
 # -- what makes models faster or smaller -----------------------------------------------------------------------------
@@ -719,7 +876,9 @@ def test_a_run_folder_that_cannot_be_written_is_named(make_config, tmp_path):
 def test_torch_compile_reaches_actor_critic_and_reference(make_config):
     models = models_of(make_config(torch_compile=True, packing_samples=True))
     for model in (models.actor, models.critic, models.reference):
-        assert all(layer._compiled_call_impl is not None for layer in model.hf_model.base_model.layers)
+        assert all(
+            layer._compiled_call_impl is not None for layer in model.hf_model.base_model.layers
+        )
     models = models_of(make_config())
     assert models.actor.hf_model.base_model.layers[0]._compiled_call_impl is None
 
@@ -733,7 +892,10 @@ def test_what_needs_a_gpu_is_refused_without(make_config, option):
 
 @pytest.mark.parametrize(
     "options",
-    [{"zero_stage": 3}, {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": True}],
+    [
+        {"zero_stage": 3},
+        {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": True},
+    ],
     ids=str,
 )
 def test_torch_compile_where_it_cannot_work(make_config, options):
@@ -745,7 +907,9 @@ def test_a_run_says_where_its_checkpoints_are(tmp_path):
     """Also one that goes on from some, or was stopped: it writes one at its end, without --save_steps too."""
     config = PPOConfig.from_flat(save_path=str(tmp_path)).resolved()
     assert "no checkpoints (--save_steps)" in build.places(config)
-    assert f"checkpoints in {tmp_path}/checkpoints_ppo" in build.places(config.with_options(save_steps=2))
+    assert f"checkpoints in {tmp_path}/checkpoints_ppo" in build.places(
+        config.with_options(save_steps=2)
+    )
     (tmp_path / "checkpoints_ppo" / "_actor" / "global_step2").mkdir(parents=True)
     assert f"checkpoints in {tmp_path}/checkpoints_ppo" in build.places(config)
     assert "no checkpoints" in build.places(config.with_options(resume="never"))

@@ -60,7 +60,9 @@ mine = Mine()
 
 def test_the_times_of_a_run(make_config, tmp_path, assets, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
-    config = make_config(callback=(f"{tmp_path}/mine.py:mine",), eval_data=assets["prompt_data"], eval_steps=2)
+    config = make_config(
+        callback=(f"{tmp_path}/mine.py:mine",), eval_data=assets["prompt_data"], eval_steps=2
+    )
     trainer = PPOTrainer.from_config(config.with_options(val_before_train=False))
     mine = next(callback for callback in trainer.callbacks if type(callback).__name__ == "Mine")
     trainer.fit()
@@ -77,7 +79,9 @@ def test_the_times_of_a_run(make_config, tmp_path, assets, monkeypatch):
         "end None",
     ]
     trained = [row for row in trained_rows(tmp_path / "run") if "rollout/reward" in row]
-    assert [row["train/of_reward"] for row in trained] == [2 * row["rollout/reward"] for row in trained]
+    assert [row["train/of_reward"] for row in trained] == [
+        2 * row["rollout/reward"] for row in trained
+    ]
     assert len(trained) == 2  # it voted to stop
     assert (tmp_path / "run" / "config.json").is_file()  # and the model is saved all the same
 
@@ -99,9 +103,15 @@ def test_an_error_reaches_the_end(make_config):
 
 @pytest.mark.parametrize(
     ("spec", "says"),
-    [("mine.py:Other", "Other"), ("none.py:Mine", "none.py"), ("mine.py:text", "is no lightppo.Callback")],
+    [
+        ("mine.py:Other", "Other"),
+        ("none.py:Mine", "none.py"),
+        ("mine.py:text", "is no lightppo.Callback"),
+    ],
 )
-def test_a_wrong_callback_is_refused_before_anything_loads(make_config, tmp_path, monkeypatch, spec, says):
+def test_a_wrong_callback_is_refused_before_anything_loads(
+    make_config, tmp_path, monkeypatch, spec, says
+):
     (tmp_path / "mine.py").write_text(MINE + "\ntext = 'text'\n")
     monkeypatch.setattr("lightppo.trainer.build.begin", lambda *_: pytest.fail("it is built"))
     with pytest.raises(ConfigError, match=rf"--callback .*{says}"):

@@ -57,12 +57,16 @@ class SavingStrategy(FakeStrategy):
         torch.save(client_state, save_dir / tag / "state.pt")
         durable.seal(save_dir / tag, **(facts or {}))
         tags = list_tags(save_dir)
-        for old in [t for t in tags if t != tag and t not in protected_tags][: max(0, len(tags) - max_num)]:
+        for old in [t for t in tags if t != tag and t not in protected_tags][
+            : max(0, len(tags) - max_num)
+        ]:
             for file in (save_dir / old).iterdir():
                 file.unlink()
             (save_dir / old).rmdir()
 
-    def load_ckpt(self, model: str, load_dir: Path, tag: str, checked: bool, reshape: bool) -> tuple[str, Any]:
+    def load_ckpt(
+        self, model: str, load_dir: Path, tag: str, checked: bool, reshape: bool
+    ) -> tuple[str, Any]:
         path = load_dir / tag
         assert json.loads((path / "content.json").read_text())["model"] == model
         return str(path), torch.load(path / "state.pt", weights_only=False)
@@ -74,9 +78,17 @@ class SavingStrategy(FakeStrategy):
         os.utime(output_dir, ns=(age, age))
 
 
-def checkpointer(strategy: FakeStrategy | None = None, ema: bool = False, critic: bool = True, **options: Any):
-    models = {"actor": "ACTOR"} | ({"critic": "CRITIC"} if critic else {}) | ({"ema": "EMA"} if ema else {})
-    return RunCheckpointer(strategy or SavingStrategy(), CheckpointConfig(**options), models, "TOKENIZER")
+def checkpointer(
+    strategy: FakeStrategy | None = None, ema: bool = False, critic: bool = True, **options: Any
+):
+    models = (
+        {"actor": "ACTOR"}
+        | ({"critic": "CRITIC"} if critic else {})
+        | ({"ema": "EMA"} if ema else {})
+    )
+    return RunCheckpointer(
+        strategy or SavingStrategy(), CheckpointConfig(**options), models, "TOKENIZER"
+    )
 
 
 # -- finding ---------------------------------------------------------------------------------------------------------
@@ -111,7 +123,9 @@ def test_a_save_that_was_interrupted_is_no_checkpoint(tmp_path):
     make_checkpoints(tmp_path, 5)
     for part in ("actor", "critic"):
         make_part(tmp_path, part, 10)
-        (tmp_path / f"_{part}" / "global_step10").rename(tmp_path / f"_{part}" / "global_step10.incomplete")
+        (tmp_path / f"_{part}" / "global_step10").rename(
+            tmp_path / f"_{part}" / "global_step10.incomplete"
+        )
     assert checkpointer().find(tmp_path) == "global_step5"
 
 
@@ -211,7 +225,9 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_taken(tmp_path, p
     (tmp_path / "_critic" / "global_step5" / "states.pt").unlink()
 
     def start(strategy: FakeStrategy) -> tuple[str | None, str]:
-        mine = checkpointer(SavingStrategy(strategy.rank, world, strategy.exchange), ckpt_path=str(tmp_path))
+        mine = checkpointer(
+            SavingStrategy(strategy.rank, world, strategy.exchange), ckpt_path=str(tmp_path)
+        )
         return resumed(tmp_path, mine)
 
     starts = on_ranks(world, start)
@@ -250,7 +266,8 @@ def test_without_a_whole_one_nothing_is_renamed_and_nothing_starts_anew(tmp_path
     (tmp_path / "_actor" / "global_step5" / "states.pt").unlink()
     for _ in range(2):
         with pytest.raises(
-            CheckpointError, match=r"_actor: states.pt is missing; no whole one is left.*--resume never"
+            CheckpointError,
+            match=r"_actor: states.pt is missing; no whole one is left.*--resume never",
         ):
             resumed(tmp_path)
 
@@ -259,15 +276,22 @@ def test_a_named_folder_is_only_read(tmp_path):
     make_checkpoints(tmp_path, 4, 5)
     seal_all(tmp_path)
     (tmp_path / "_actor" / "global_step5" / "states.pt").unlink()
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}/global_step5 is damaged: _actor: states.pt is missing"):
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path}/global_step5 is damaged: _actor: states.pt is missing"
+    ):
         resumed(tmp_path, checkpointer(resume=str(tmp_path)))
-    tag, said = resumed(tmp_path, checkpointer(resume=str(tmp_path)), before=9)  # a replay passes it over
+    # a replay passes it over
+    tag, said = resumed(tmp_path, checkpointer(resume=str(tmp_path)), before=9)
     assert tag == "global_step4"
-    assert said.startswith(f"{tmp_path}: global_step5 is damaged: _actor: states.pt is missing; going on from global_")
+    assert said.startswith(
+        f"{tmp_path}: global_step5 is damaged: _actor: states.pt is missing; going on from global_"
+    )
     assert (tmp_path / "_actor" / "global_step5").is_dir()
 
 
-def test_one_of_an_older_version_is_taken_without_a_manifest_but_not_one_that_lost_it(tmp_path, caplog):
+def test_one_of_an_older_version_is_taken_without_a_manifest_but_not_one_that_lost_it(
+    tmp_path, caplog
+):
     make_checkpoints(tmp_path, 4, 5)
     with caplog.at_level("INFO"):
         assert resumed(tmp_path)[0] == "global_step5"
@@ -304,14 +328,20 @@ def test_a_mark_with_a_flipped_bit_is_named_and_the_last_whole_checkpoint_taken(
             assert f"{tmp_path}/latest names" in caplog.text
     (tmp_path / "latest").write_bytes(b"\xe7lobal_step2")
     assert started(tmp_path)["trainer"] == {"global_step": 2}
-    assert f"{tmp_path}/latest names '\\\\xe7lobal_step2'; the last whole checkpoint is global_step2" in caplog.text
+    assert (
+        f"{tmp_path}/latest names '\\\\xe7lobal_step2'; the last whole checkpoint is global_step2"
+        in caplog.text
+    )
 
 
 def test_a_mark_that_names_an_earlier_checkpoint_of_the_run_is_told(tmp_path, caplog):
     saved_run(tmp_path, 1, 2, 3)
     (tmp_path / "latest").write_text("global_step2")
     assert started(tmp_path)["trainer"] == {"global_step": 2}
-    assert f"{tmp_path}/latest names global_step2, but the later global_step3 of the same run is whole" in caplog.text
+    assert (
+        f"{tmp_path}/latest names global_step2, but the later global_step3 of the same run is whole"
+        in caplog.text
+    )
     saved_run(tmp_path, 1)  # another run, started anew beside what the old one left
     caplog.clear()
     assert started(tmp_path)["trainer"] == {"global_step": 1}
@@ -324,15 +354,21 @@ def test_a_folder_in_place_of_a_mark_is_refused_before_training(tmp_path, name, 
     saved_run(tmp_path, 1)
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).mkdir()
-    with pytest.raises(CheckpointError, match=f"^{tmp_path / name} is a folder, and must be a file with the name of"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"^{tmp_path / name} is a folder, and must be a file with the name of",
+    ):
         started(tmp_path, resume=resume)
 
 
 @pytest.mark.parametrize("link", [False, True])
 def test_what_stands_in_the_place_of_a_part_is_refused_before_training(tmp_path, link):
-    (tmp_path / "_ema").symlink_to(tmp_path / "nowhere") if link else (tmp_path / "_ema").write_text("")
+    (tmp_path / "_ema").symlink_to(tmp_path / "nowhere") if link else (
+        tmp_path / "_ema"
+    ).write_text("")
     with pytest.raises(
-        CheckpointError, match=f"^{tmp_path}/_ema is no folder, and checkpoints are to be written there"
+        CheckpointError,
+        match=f"^{tmp_path}/_ema is no folder, and checkpoints are to be written there",
     ):
         started(tmp_path)
 
@@ -380,11 +416,12 @@ def test_a_part_of_another_step_is_refused(tmp_path, part):
 @pytest.mark.parametrize("part", ["actor", "critic", "ema"])
 def test_a_part_of_another_run_is_refused(tmp_path, part):
     mine, other = saved_run(tmp_path / "mine", 2), saved_run(tmp_path / "other", 2)
-    put(tmp_path / "other" / f"_{part}" / "global_step2", tmp_path / "mine" / f"_{part}" / "global_step2")
-    rest = [name for name in ("actor", "critic", "ema") if name != part]
-    told = (
-        f"_{part} is the {part} of step 2 of run {other.run}; _{rest[0]} is the {rest[0]} of step 2 of run {mine.run}; "
+    put(
+        tmp_path / "other" / f"_{part}" / "global_step2",
+        tmp_path / "mine" / f"_{part}" / "global_step2",
     )
+    rest = [name for name in ("actor", "critic", "ema") if name != part]
+    told = f"_{part} is the {part} of step 2 of run {other.run}; _{rest[0]} is the {rest[0]} of step 2 of run {mine.run}; "
     for options in ({}, {"resume": str(tmp_path / "mine")}):
         with pytest.raises(CheckpointError, match=told):
             started(tmp_path / "mine", **options)
@@ -393,10 +430,11 @@ def test_a_part_of_another_run_is_refused(tmp_path, part):
 
 def test_of_two_parts_of_two_runs_both_are_named(tmp_path):
     mine, other = (saved_run(tmp_path / name, 2, ema=False) for name in ("mine", "other"))
-    put(tmp_path / "other" / "_actor" / "global_step2", tmp_path / "mine" / "_actor" / "global_step2")
-    told = (
-        f"_critic is the critic of step 2 of run {mine.run}; _actor is the actor of step 2 of run {other.run}. Restore"
+    put(
+        tmp_path / "other" / "_actor" / "global_step2",
+        tmp_path / "mine" / "_actor" / "global_step2",
     )
+    told = f"_critic is the critic of step 2 of run {mine.run}; _actor is the actor of step 2 of run {other.run}. Restore"
     with pytest.raises(CheckpointError, match=told):
         started(tmp_path / "mine", ema=False)
 
@@ -409,14 +447,19 @@ def test_a_part_of_an_earlier_save_of_the_same_step_is_refused(tmp_path, part):
     mine.models = {name: f"{model} later" for name, model in mine.models.items()}
     mine.save(tmp_path, 2, {})
     put(tmp_path / "before" / f"_{part}" / "global_step2", tmp_path / f"_{part}" / "global_step2")
-    with pytest.raises(CheckpointError, match=f"_{part} is of another save, the {part} of step 2 of run {mine.run}; _"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"_{part} is of another save, the {part} of step 2 of run {mine.run}; _",
+    ):
         started(tmp_path)
 
 
 def test_one_part_in_the_place_of_another_is_refused(tmp_path):
     run = saved_run(tmp_path, 2).run
     put(tmp_path / "_critic" / "global_step2", tmp_path / "_ema" / "global_step2")
-    with pytest.raises(CheckpointError, match=f"checkpoints: _ema is the critic of step 2 of run {run}; _actor is"):
+    with pytest.raises(
+        CheckpointError, match=f"checkpoints: _ema is the critic of step 2 of run {run}; _actor is"
+    ):
         started(tmp_path)
 
 
@@ -426,7 +469,9 @@ def test_parts_of_an_older_version_fit_together_but_not_to_newer_ones(tmp_path):
         durable.seal(folder)  # without facts
     assert started(tmp_path)["trainer"] == {"global_step": 2}
     put(tmp_path / "_critic" / "global_step1", tmp_path / "_critic" / "global_step2")
-    with pytest.raises(CheckpointError, match=r"_critic is the critic of step 1 of run \w+; _actor is of an older"):
+    with pytest.raises(
+        CheckpointError, match=r"_critic is the critic of step 1 of run \w+; _actor is of an older"
+    ):
         started(tmp_path)
 
 
@@ -435,7 +480,9 @@ def test_all_ranks_refuse_a_mixture_alike(tmp_path):
     put(tmp_path / "_critic" / "global_step1", tmp_path / "_critic" / "global_step2")
 
     def start(strategy: FakeStrategy) -> str:
-        mine = checkpointer(SavingStrategy(strategy.rank, 2, strategy.exchange), ckpt_path=str(tmp_path))
+        mine = checkpointer(
+            SavingStrategy(strategy.rank, 2, strategy.exchange), ckpt_path=str(tmp_path)
+        )
         with pytest.raises(CheckpointError) as error:
             mine.resume(PPOConfig().flat(), {})
         return str(error.value)
@@ -446,7 +493,10 @@ def test_all_ranks_refuse_a_mixture_alike(tmp_path):
 
 def test_a_resumed_run_keeps_its_name_and_one_that_goes_on_from_a_path_has_its_own(tmp_path):
     first = saved_run(tmp_path, 1)
-    resumed_run, branch = checkpointer(ema=True, ckpt_path=str(tmp_path)), checkpointer(ema=True, resume=str(tmp_path))
+    resumed_run, branch = (
+        checkpointer(ema=True, ckpt_path=str(tmp_path)),
+        checkpointer(ema=True, resume=str(tmp_path)),
+    )
     for mine in (resumed_run, branch):
         mine.resume(PPOConfig().flat(), {})
     assert resumed_run.run == first.run
@@ -473,7 +523,8 @@ def test_every_part_is_saved_under_one_tag_and_marked(tmp_path):
         "critic": False,
         "ema": False,
     }
-    assert {content["max_mem"] for content in contents.values()} == {30.0}  # --max_ckpt_mem is for all parts together
+    # --max_ckpt_mem is for all parts together
+    assert {content["max_mem"] for content in contents.values()} == {30.0}
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -518,7 +569,10 @@ def test_with_other_ranks_the_generators_are_seeded_by_seed_step_and_rank(tmp_pa
     def drawn(rank: int, step: int, seed: int = 42) -> tuple[float, ...]:
         mine = SavingStrategy(rank, world_size=2)
         mine.seed, mine.set_seed = seed, DistributedStrategy().set_seed
-        assert checkpointer(mine, reshape_ckpt=True).load(tmp_path, f"global_step{step}")["world_size"] == 1
+        assert (
+            checkpointer(mine, reshape_ckpt=True).load(tmp_path, f"global_step{step}")["world_size"]
+            == 1
+        )
         return random.random(), float(numpy.random.rand()), torch.rand(()).item()
 
     found = [drawn(0, 2), drawn(1, 2), drawn(0, 3), drawn(0, 2, seed=43)]

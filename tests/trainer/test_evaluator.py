@@ -13,11 +13,22 @@ from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
 from lightppo.experience.sampler import seed_of_step
 from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer.evaluator import EvalSample, Evaluator, by_source, eval_metrics, pass_at_k, table
+from lightppo.trainer.evaluator import (
+    EvalSample,
+    Evaluator,
+    by_source,
+    eval_metrics,
+    pass_at_k,
+    table,
+)
 
 
-def sample(index: int, score: float | None, source: str = "default", length: int = 2, finish: str = "stop"):
-    rollout = make_rollout([1], range(length), reward=score, index=index, data_source=source, finish_reason=finish)
+def sample(
+    index: int, score: float | None, source: str = "default", length: int = 2, finish: str = "stop"
+):
+    rollout = make_rollout(
+        [1], range(length), reward=score, index=index, data_source=source, finish_reason=finish
+    )
     return EvalSample.of(rollout)
 
 
@@ -32,7 +43,11 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_answer(n):
 
 
 def test_one_sample_per_prompt():
-    samples = [sample(0, 1.0, length=2), sample(1, 0.0, length=6, finish="length"), sample(2, 0.5, length=4)]
+    samples = [
+        sample(0, 1.0, length=2),
+        sample(1, 0.0, length=6, finish="length"),
+        sample(2, 0.5, length=4),
+    ]
     assert eval_metrics(samples, threshold=0.5) == pytest.approx(
         {
             "eval/accuracy": 2 / 3,  # 1 and 0.5 reach the threshold
@@ -47,7 +62,9 @@ def test_one_sample_per_prompt():
 
 def test_four_samples_per_prompt():
     scores = {0: [1.0, 0.0, 0.0, 0.25], 1: [0.5, 1.0, 0.75, 0.0], 2: [0.0, 0.0, 0.0, 0.25]}
-    metrics = eval_metrics([sample(i, s) for i, group in scores.items() for s in group], threshold=0.5)
+    metrics = eval_metrics(
+        [sample(i, s) for i, group in scores.items() for s in group], threshold=0.5
+    )
     expected = {
         "eval/accuracy": 4 / 12,
         "eval/mean@4": 3.75 / 12,
@@ -64,17 +81,26 @@ def test_four_samples_per_prompt():
 def judged(index: int, score: float | None = 0.0, **extras: float | str) -> EvalSample:
     texts = {name: value for name, value in extras.items() if isinstance(value, str)}
     numbers = {name: value for name, value in extras.items() if name not in texts}
-    return EvalSample.of(make_rollout([1], [2], reward=score, index=index, extras=numbers, texts=texts))
+    return EvalSample.of(
+        make_rollout([1], [2], reward=score, index=index, extras=numbers, texts=texts)
+    )
 
 
 def test_the_worst_answer_and_the_spread():
-    metrics = eval_metrics([sample(i, s) for i, s in [(0, 1.0), (0, 0.0), (1, 0.5), (1, 0.5)]], threshold=0.5)
+    metrics = eval_metrics(
+        [sample(i, s) for i, s in [(0, 1.0), (0, 0.0), (1, 0.5), (1, 0.5)]], threshold=0.5
+    )
     assert metrics["eval/worst@2"] == (0 + 0.5) / 2
     assert metrics["eval/std@2"] == (0.5 + 0) / 2  # of the scores themselves: divided by n
 
 
 def test_acc_of_the_reward_source_is_the_accuracy():
-    samples = [judged(0, -1.0, acc=1.0), judged(0, 5.0, acc=0.0), judged(1, 0.2, accuracy=1.0), judged(1, 0.7)]
+    samples = [
+        judged(0, -1.0, acc=1.0),
+        judged(0, 5.0, acc=0.0),
+        judged(1, 0.2, accuracy=1.0),
+        judged(1, 0.7),
+    ]
     metrics = eval_metrics(samples, threshold=0.5)
     assert metrics["eval/accuracy"] == (1 + 0 + 1 + 1) / 4  # the last has its score alone
     assert metrics["eval/pass@1"] == (0.5 + 1) / 2
@@ -96,21 +122,31 @@ def test_half_right_counts_for_pass_at_k():
 def test_extras_are_means_and_never_take_a_name_of_the_evaluation():
     samples = [judged(0, 1.0, steps=3.0, reward=9.0), judged(1, 0.0, steps=5.0, pred="x")]
     metrics = eval_metrics([*samples, judged(2, None, timeouts=1.0)], threshold=0.5)
-    assert (metrics["eval/steps"], metrics["eval/timeouts"], metrics["eval/reward"]) == (4.0, 1.0, 0.5)
+    assert (metrics["eval/steps"], metrics["eval/timeouts"], metrics["eval/reward"]) == (
+        4.0,
+        1.0,
+        0.5,
+    )
     assert "eval/pred" not in metrics
-    assert not [name for name in metrics if name.startswith("eval/maj@")]  # one sample has no majority
+    # one sample has no majority
+    assert not [name for name in metrics if name.startswith("eval/maj@")]
 
 
 def test_the_majority_decides():
     right = [judged(0, acc=float(text == "7"), pred=text) for text in ("7", "3", "7", "4")]
-    tie = [judged(1, acc=acc, pred=text) for acc, text in [(1.0, "7"), (0.0, "3"), (1.0, "7"), (0.0, "3")]]
+    tie = [
+        judged(1, acc=acc, pred=text)
+        for acc, text in [(1.0, "7"), (0.0, "3"), (1.0, "7"), (0.0, "3")]
+    ]
     wrong = [judged(2, acc=float(text == "7"), pred=text) for text in ("3", "3", "7")] + [judged(2)]
     silent = [judged(3) for _ in range(4)]
     metrics = eval_metrics([*right, *tie, *wrong, *silent], threshold=0.5)
     assert metrics["eval/maj@4"] == (1 + 0.5 + 0 + 0) / 4
     assert metrics["eval/mean@4"] == 0
     assert "eval/maj@4" not in eval_metrics(silent, threshold=0.5)
-    combined = eval_metrics([judged(0, 1.0, **{"math/pred": "7"}), judged(0, 1.0, **{"math/pred": "7"})], threshold=0.5)
+    combined = eval_metrics(
+        [judged(0, 1.0, **{"math/pred": "7"}), judged(0, 1.0, **{"math/pred": "7"})], threshold=0.5
+    )
     assert combined["eval/maj@2"] == 1
 
 
@@ -121,14 +157,21 @@ def test_each_data_source_has_its_own_metrics():
     assert metrics["eval/math/accuracy"] == 0.5
     assert metrics["eval/code/accuracy"] == 1.0
     assert metrics["eval/math/samples"] == 2.0
-    assert not [name for name in eval_metrics(samples[:2], 0.5) if name.startswith("eval/math")]  # one source: once
+    # one source: once
+    assert not [name for name in eval_metrics(samples[:2], 0.5) if name.startswith("eval/math")]
     assert by_source(metrics)["math"]["accuracy"] == 0.5
-    assert by_source(metrics)["all"] == {name[5:]: value for name, value in metrics.items() if name.count("/") == 1}
+    assert by_source(metrics)["all"] == {
+        name[5:]: value for name, value in metrics.items() if name.count("/") == 1
+    }
 
 
 def test_the_table_has_a_line_per_source():
     """One of the sources begins with the other's name; three samples: pass@3 too."""
-    samples = [sample(i, float(i + j == 0), source) for i, source in enumerate(("a", "a/b")) for j in range(3)]
+    samples = [
+        sample(i, float(i + j == 0), source)
+        for i, source in enumerate(("a", "a/b"))
+        for j in range(3)
+    ]
     metrics = eval_metrics(samples, threshold=0.5)
     assert table(metrics | {"perf/time_eval": 1.0}) == [
         "     accuracy  reward  mean@3  best@3  pass@1  pass@2  pass@3  response_length  truncated  samples",
@@ -139,7 +182,14 @@ def test_the_table_has_a_line_per_source():
 
 
 def test_unscored_samples_are_counted_and_count_nowhere_else():
-    samples = [sample(0, 1.0), sample(0, None), sample(1, 0.0), sample(1, 1.0), sample(2, None), sample(2, None)]
+    samples = [
+        sample(0, 1.0),
+        sample(0, None),
+        sample(1, 0.0),
+        sample(1, 1.0),
+        sample(2, None),
+        sample(2, None),
+    ]
     metrics = eval_metrics(samples, threshold=0.5)
     assert metrics["eval/unscored"] == 3.0
     assert metrics["eval/samples"] == 6.0
@@ -155,19 +205,32 @@ def test_a_source_that_is_unscored_as_a_whole_has_no_metrics():
     assert metrics["eval/unscored"] == 1.0
 
 
-@pytest.mark.parametrize("samples", [[], [sample(0, None), sample(1, None)]], ids=["none", "unscored"])
+@pytest.mark.parametrize(
+    "samples", [[], [sample(0, None), sample(1, None)]], ids=["none", "unscored"]
+)
 def test_evaluation_without_a_score_is_an_error(samples):
     with pytest.raises(RewardError, match=f"{len(samples)} samples"):
         eval_metrics(samples, 0.5)
 
 
-PROMPTS = [Prompt(f"prompt {i}", [i + 1], index=i, label={"gold": i}, data_source="ab"[i % 2]) for i in range(5)]
+PROMPTS = [
+    Prompt(f"prompt {i}", [i + 1], index=i, label={"gold": i}, data_source="ab"[i % 2])
+    for i in range(5)
+]
 SCORES = {(i, j): (i + j) / 5 for i in range(5) for j in range(2)}
 
 
 def evaluator(strategy, folder=None, scores=SCORES, threshold=0.5) -> Evaluator:
     sampling = SamplingParams(n=2, seed=42, temperature=0.6)
-    return Evaluator(FakeEngine(), FakeReward(scores), PROMPTS, sampling, strategy, threshold=threshold, folder=folder)
+    return Evaluator(
+        FakeEngine(),
+        FakeReward(scores),
+        PROMPTS,
+        sampling,
+        strategy,
+        threshold=threshold,
+        folder=folder,
+    )
 
 
 def test_prompts_are_shared_out_and_every_rank_gets_all_metrics(tmp_path):
@@ -198,10 +261,14 @@ def test_more_ranks_than_prompts():
 def test_all_samples_are_kept_in_the_order_of_prompts(tmp_path):
     evaluator(FakeStrategy(), tmp_path).evaluate(7)
     rows = read_jsonl(tmp_path / "step7.jsonl")
-    assert [(row["index"], row["score"]) for row in rows] == [(i, (i + j) / 5) for i in range(5) for j in range(2)]
+    assert [(row["index"], row["score"]) for row in rows] == [
+        (i, (i + j) / 5) for i in range(5) for j in range(2)
+    ]
     metrics = json.loads((tmp_path / "step7.json").read_text())
     assert metrics["all"]["samples"] == 10
-    assert metrics["b"]["reward"] == pytest.approx(sum(r["score"] for r in rows if r["data_source"] == "b") / 4)
+    assert metrics["b"]["reward"] == pytest.approx(
+        sum(r["score"] for r in rows if r["data_source"] == "b") / 4
+    )
     assert rows[3] == {
         "prompt": "prompt 1",
         "response": "answer 1.1",
@@ -217,7 +284,9 @@ def test_all_samples_are_kept_in_the_order_of_prompts(tmp_path):
 
 def test_labels_that_are_no_json_are_written_as_text(tmp_path):
     prompts = [Prompt("p", [1], label={1, 2}, index=0)]
-    Evaluator(FakeEngine(), FakeReward(SCORES), prompts, SamplingParams(), FakeStrategy(), folder=tmp_path).evaluate(0)
+    Evaluator(
+        FakeEngine(), FakeReward(SCORES), prompts, SamplingParams(), FakeStrategy(), folder=tmp_path
+    ).evaluate(0)
     assert json.loads((tmp_path / "step0.jsonl").read_text())["label"] == "{1, 2}"
 
 

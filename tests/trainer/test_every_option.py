@@ -55,12 +55,17 @@ __all__ = ["option_files"]
 KINDS = {"ppo": PPOConfig, **COMMANDS}
 ROOT = Path(__file__).parents[1]
 
-Look = Callable[..., Any]  # of options: what is seen of a run with them, or the text of why there is none
+# of options: what is seen of a run with them, or the text of why there is none
+Look = Callable[..., Any]
 
 
 def cases(changes: Changes) -> list[Any]:
     """One for each option of a table."""
-    return [pytest.param(base, name, value, id=name) for base, more in changes for name, value in more.items()]
+    return [
+        pytest.param(base, name, value, id=name)
+        for base, more in changes
+        for name, value in more.items()
+    ]
 
 
 def check_differs(seen: Look, base: dict[str, Any], name: str, value: Any) -> None:
@@ -102,7 +107,9 @@ def config_of(option_files, tmp_path_factory) -> Callable[..., Any]:
             shutil.rmtree(root / folder, ignore_errors=True)
         small = of_all | of_data
         if command == "ppo":
-            small = of_all | of_ppo | {"train_batch_size": 4 * options.get("n_samples_per_prompt", 1)}
+            small = (
+                of_all | of_ppo | {"train_batch_size": 4 * options.get("n_samples_per_prompt", 1)}
+            )
         values = {name: named(value, files) for name, value in (small | options).items()}
         return KINDS[command].from_flat(values)
 
@@ -173,10 +180,19 @@ def left_by(config: Any, kind: type, capsys: pytest.CaptureFixture[str]) -> Any:
     capsys.readouterr()
     fitted(config, kind)
     root = Path(config.checkpoint.save_path).parent
-    text = "\n".join(line for line in capsys.readouterr().out.splitlines() if not _is_of_options(line))
+    text = "\n".join(
+        line for line in capsys.readouterr().out.splitlines() if not _is_of_options(line)
+    )
     rows = logged(config) if (root / "run" / "metrics.jsonl").exists() else []
-    kept = [{n: v for n, v in row.items() if n != "time" and not n.startswith("perf/")} for row in rows]
-    return _without_times(text), sorted({name for row in rows for name in row}), repr(kept), dict(_files(root))
+    kept = [
+        {n: v for n, v in row.items() if n != "time" and not n.startswith("perf/")} for row in rows
+    ]
+    return (
+        _without_times(text),
+        sorted({name for row in rows for name in row}),
+        repr(kept),
+        dict(_files(root)),
+    )
 
 
 def _is_of_options(line: str) -> bool:
@@ -221,7 +237,12 @@ def test_the_reward_source_is_another(config_of, parts, base, name, value):
 
 @pytest.mark.parametrize(("base", "name", "value"), cases(VLLM))
 def test_the_arguments_of_vllm_are_others(config_of, base, name, value):
-    check_differs(lambda **options: engine_arguments(config_of(**options).resolved(), None, True), base, name, value)
+    check_differs(
+        lambda **options: engine_arguments(config_of(**options).resolved(), None, True),
+        base,
+        name,
+        value,
+    )
 
 
 # -- training on data ------------------------------------------------------------------------------------------------
@@ -251,7 +272,9 @@ class Engine(FakeEngine):
     def generate(self, prompts, sampling):
         return [
             dataclasses.replace(
-                rollout, log_probs=[-1.0, -1.5], finish_reason="length" if rollout.sample_index else "stop"
+                rollout,
+                log_probs=[-1.0, -1.5],
+                finish_reason="length" if rollout.sample_index else "stop",
             )
             for rollout in super().generate(prompts, sampling)
         ]

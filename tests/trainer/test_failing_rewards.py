@@ -41,7 +41,9 @@ def failing(tmp_path) -> dict:
 
 @pytest.mark.parametrize("manager", ["naive", "prime"])
 def test_the_run_finishes_and_failures_are_counted(make_config, failing, manager):
-    config = make_config(**failing, reward_manager=manager, on_reward_failure="unscored", reward_workers=4)
+    config = make_config(
+        **failing, reward_manager=manager, on_reward_failure="unscored", reward_workers=4
+    )
     PPOTrainer.from_config(config).fit()
     metrics = read_jsonl(Path(config.checkpoint.save_path, "metrics.jsonl"))
     rows = [row for row in metrics if "rollout/reward" in row]
@@ -51,29 +53,50 @@ def test_the_run_finishes_and_failures_are_counted(make_config, failing, manager
         assert row["rollout/samples"] == 16 - row["rollout/unscored"] - row["rollout/small_group"]
         assert row["reward/failures"] >= row["reward/timeouts"]
     assert sum(row["rollout/unscored"] for row in rows) > 0
-    assert sum(row["reward/failures"] for row in rows) > sum(row["reward/timeouts"] for row in rows) > 0
-    samples = [json.loads(line) for path in Path(failing["rollout_data_dir"]).rglob("*.jsonl") for line in path.open()]
+    assert (
+        sum(row["reward/failures"] for row in rows)
+        > sum(row["reward/timeouts"] for row in rows)
+        > 0
+    )
+    samples = [
+        json.loads(line)
+        for path in Path(failing["rollout_data_dir"]).rglob("*.jsonl")
+        for line in path.open()
+    ]
     assert samples
     assert all(sample["score"] is None or sample["score"] >= 1 for sample in samples)
 
 
 @pytest.mark.parametrize("manager", ["naive", "prime"])
 @pytest.mark.parametrize("labelled", [True, False])
-def test_the_error_shows_the_users_line_and_that_there_are_no_labels(make_config, tmp_path, manager, labelled):
+def test_the_error_shows_the_users_line_and_that_there_are_no_labels(
+    make_config, tmp_path, manager, labelled
+):
     source = "def compute_score(data_source, solution_str, ground_truth):\n    return float(ground_truth) / 0\n"
     (tmp_path / "mine.py").write_text(source)
     rows = [{"input": f"{i}+1="} | ({"label": "1"} if labelled else {}) for i in range(4)]
-    options = {"reward_fn": str(tmp_path / "mine.py"), "reward_manager": manager, "reward_timeout": 60}
+    options = {
+        "reward_fn": str(tmp_path / "mine.py"),
+        "reward_manager": manager,
+        "reward_timeout": 60,
+    }
     with pytest.raises(RewardError) as error:
-        PPOTrainer.from_config(make_config(**options, prompt_data=write_jsonl(tmp_path / "rows.jsonl", rows))).fit()
+        PPOTrainer.from_config(
+            make_config(**options, prompt_data=write_jsonl(tmp_path / "rows.jsonl", rows))
+        ).fit()
     place = f"({tmp_path}/mine.py:2 in compute_score: return float(ground_truth) / 0)"
     assert (f"ZeroDivisionError: float division by zero {place}" in str(error.value)) is labelled
-    assert str(error.value).endswith(place if labelled else f"{place}. rows have no label: set --label_key")
-    assert 'mine.py", line 2, in compute_score' in "".join(traceback.format_exception(error.value))  # for --debug
+    assert str(error.value).endswith(
+        place if labelled else f"{place}. rows have no label: set --label_key"
+    )
+    # for --debug
+    assert 'mine.py", line 2, in compute_score' in "".join(traceback.format_exception(error.value))
 
 
 def test_by_default_the_first_failure_ends_the_run(make_config, failing):
-    with pytest.raises(RewardError, match=r"reward function failing.py:compute_score .* on sample \d+ \(prompt row"):
+    with pytest.raises(
+        RewardError, match=r"reward function failing.py:compute_score .* on sample \d+ \(prompt row"
+    ):
         PPOTrainer.from_config(make_config(**failing, reward_manager="naive")).fit()
 
 
@@ -86,7 +109,9 @@ def server():
 
 @pytest.mark.parametrize("where", ["rollout", "evaluation"])
 @pytest.mark.parametrize("status", [401, 404, 302])
-def test_a_reward_server_that_refuses_ends_the_run_at_once(make_config, server, tmp_path, status, where):
+def test_a_reward_server_that_refuses_ends_the_run_at_once(
+    make_config, server, tmp_path, status, where
+):
     """The first step is good. The second step, or the evaluation after the first one, is refused."""
     evaluated = write_jsonl(tmp_path / "eval.jsonl", [{"input": "9+9=", "label": "18"}])
     server.location = f"{server.url}/elsewhere"
@@ -96,8 +121,16 @@ def test_a_reward_server_that_refuses_ends_the_run_at_once(make_config, server, 
         return (status, b"no") if refused else ok(rewards=[1.0] * len(body["query"]))
 
     server.reply = reply
-    asked = {"reward_fn": None, "remote_rm_url": [f"{server.url}/score"], "on_reward_failure": "unscored"}
-    options = {"eval_data": evaluated, "eval_steps": 1, "val_before_train": False} if where == "evaluation" else {}
+    asked = {
+        "reward_fn": None,
+        "remote_rm_url": [f"{server.url}/score"],
+        "on_reward_failure": "unscored",
+    }
+    options = (
+        {"eval_data": evaluated, "eval_steps": 1, "val_before_train": False}
+        if where == "evaluation"
+        else {}
+    )
     config = make_config(**asked, **options, save_steps=1)
     with pytest.raises(RewardError, match=f"{server.url}/score: HTTP {status}"):
         PPOTrainer.from_config(config).fit()

@@ -40,7 +40,13 @@ from lightppo.strategy.deepspeed import StepOutcome
 from lightppo.strategy.zero3 import moving_average
 from lightppo.trainer import update
 
-TINY = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "pad_token_id": 0}
+TINY = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "pad_token_id": 0,
+}
 
 
 @pytest.fixture
@@ -77,14 +83,17 @@ class FarStrategy(FakeStrategy):
         self.left[id(model)] = micro_batches
         self.before = Counter(self.far.waits)
 
-    def completes_step(self, model: nn.Module) -> bool:  # asked behind each micro batch of the actor
+    # asked behind each micro batch of the actor
+    def completes_step(self, model: nn.Module) -> bool:
         self.between.append(Counter(self.far.waits) - self.before)
         return self.left[id(model)] == 1
 
     def backward(self, loss: Tensor, model: nn.Module, optim: Any = None) -> None:
         loss.backward()
 
-    def optimizer_step(self, optim: Any, model: nn.Module, scheduler: Any = None, name: str = "") -> StepOutcome | None:
+    def optimizer_step(
+        self, optim: Any, model: nn.Module, scheduler: Any = None, name: str = ""
+    ) -> StepOutcome | None:
         self.left[id(model)] -= 1
         if self.left[id(model)]:
             return None
@@ -102,7 +111,11 @@ def samples() -> list[Rollout]:
         for j in range(2):
             ids = [10 + i + j + k for k in range(2 + i + j)]
             facts = {"reward": float(i + j), "log_probs": [-3.5 - k / 10 for k in range(len(ids))]}
-            facts |= {"finish_reason": ("stop", "length")[j], "token_rewards": [0.1] * len(ids), "baseline": baseline}
+            facts |= {
+                "finish_reason": ("stop", "length")[j],
+                "token_rewards": [0.1] * len(ids),
+                "baseline": baseline,
+            }
             found.append(make_rollout(prompt, ids, index=i, sample_index=j, **facts))
     return found
 
@@ -110,16 +123,38 @@ def samples() -> list[Rollout]:
 @pytest.fixture
 def trainer(far: FarDevice, tmp_path: Path) -> Callable[..., PPOTrainer]:
     def make(packs: bool = True, **options: Any) -> PPOTrainer:
-        small = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "prompt_max_len": 12, "generate_max_len": 5}
-        small |= {"train_batch_size": 4, "micro_train_batch_size": 1, "micro_rollout_batch_size": 2, "num_examine": 0}
+        small = {
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 2,
+            "prompt_max_len": 12,
+            "generate_max_len": 5,
+        }
+        small |= {
+            "train_batch_size": 4,
+            "micro_train_batch_size": 1,
+            "micro_rollout_batch_size": 2,
+            "num_examine": 0,
+        }
         small |= {"packing_samples": packs, "pretrain": "tiny", "zero_stage": 0}
         paths = {"save_path": str(tmp_path / "run"), "ckpt_path": str(tmp_path / "ckpt")}
         config = PPOConfig.from_flat(small | paths | options)
         actor, reference = model(Actor, far, packs), model(Actor, far, packs)
         critic = model(Critic, far, packs) if needs_critic(config) else None
-        optim = [x and torch.optim.AdamW(x.parameters(), lr=1e-3, foreach=False) for x in (actor, critic)]
-        tokenizer = type("Tokenizer", (), {"pad_token_id": 0, "decode": staticmethod(str), "__len__": lambda _: 48})()
-        models = (actor, critic, None, reference if config.algorithm.init_kl_coef > 0 else None, None)
+        optim = [
+            x and torch.optim.AdamW(x.parameters(), lr=1e-3, foreach=False) for x in (actor, critic)
+        ]
+        tokenizer = type(
+            "Tokenizer",
+            (),
+            {"pad_token_id": 0, "decode": staticmethod(str), "__len__": lambda _: 48},
+        )()
+        models = (
+            actor,
+            critic,
+            None,
+            reference if config.algorithm.init_kl_coef > 0 else None,
+            None,
+        )
         return PPOTrainer(FarStrategy(far), *models, *optim, None, None, config=config, tokenizer=tokenizer,
                           rollout_engine=FakeEngine(), reward_source=FakeReward({}))  # fmt: skip
 
@@ -136,7 +171,9 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_the_host_does_not_wait_between_micro_batches(trainer: Callable, name: str, monkeypatch: Any) -> None:
+def test_the_host_does_not_wait_between_micro_batches(
+    trainer: Callable, name: str, monkeypatch: Any
+) -> None:
     run = trainer(**STEPS[name])
     monkeypatch.setattr(packing, "_KEPT_ASIDE", 0)  # as if its tensors were large
     run.strategy.far.kept_aside = 0
@@ -171,15 +208,29 @@ def test_a_loop_of_ones_own_gets_numbers(trainer: Callable) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"kl_estimator": name} | kind for name in ("k1", "full") for kind in ({}, GRPO | {"use_kl_loss": True})),
+        *(
+            {"kl_estimator": name} | kind
+            for name in ("k1", "full")
+            for kind in ({}, GRPO | {"use_kl_loss": True})
+        ),
         *({"policy_loss": name} | GRPO for name in ("clip_cov", "kl_cov")),
         {"high_entropy_token_ratio": 0.5},
         {"use_dense_reward": True, "reward_delta": True},
         {"overlong_buffer_len": 2, "reward_running_norm": True},
-        {"mask_too_long": True, "adv_norm": True, "adv_norm_scope": "group", "advantage_clip": 1.0} | GRPO,
-        {"rollout_correction": "tis", "correction_batch_norm": True, "correction_veto": 0.1, "full_determinism": True},
+        {"mask_too_long": True, "adv_norm": True, "adv_norm_scope": "group", "advantage_clip": 1.0}
+        | GRPO,
+        {
+            "rollout_correction": "tis",
+            "correction_batch_norm": True,
+            "correction_veto": 0.1,
+            "full_determinism": True,
+        },
         {"rollout_rejection": ["m2po=0.1", "seq_mean_k1=9.0", "opsm=9.0"]},
-        {"buffer_cpu_offload": False, "max_tokens_per_micro_batch": 16, "micro_batch_specs": ["critic_train=1"]},
+        {
+            "buffer_cpu_offload": False,
+            "max_tokens_per_micro_batch": 16,
+            "micro_batch_specs": ["critic_train=1"],
+        },
     ],
     ids=lambda options: " ".join(map(str, options)) if isinstance(options, dict) else str(options),
 )
@@ -198,9 +249,17 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_policy_losses(name: str, far: FarDevice) -> None:
-    log_probs, old, mask = (far.move(x) for x in (TOKENS.clone().requires_grad_(), TOKENS - 0.1, MASK))
-    chosen = {} if POLICY_LOSSES.find(name).selection is None else {"selected": far.move(MASK & (TOKENS < -1))}
-    loss, metrics = PolicyLoss(policy_loss=name)(log_probs, old, old, mask, LossNormalizer(5, 2), **chosen)
+    log_probs, old, mask = (
+        far.move(x) for x in (TOKENS.clone().requires_grad_(), TOKENS - 0.1, MASK)
+    )
+    chosen = (
+        {}
+        if POLICY_LOSSES.find(name).selection is None
+        else {"selected": far.move(MASK & (TOKENS < -1))}
+    )
+    loss, metrics = PolicyLoss(policy_loss=name)(
+        log_probs, old, old, mask, LossNormalizer(5, 2), **chosen
+    )
     loss.backward()
     assert {x.device for x in (loss, *metrics.values())} == {FAR}
     assert far.waits == {}
@@ -208,7 +267,9 @@ def test_policy_losses(name: str, far: FarDevice) -> None:
 
 def test_value_loss(far: FarDevice) -> None:
     values, mask = far.move(TOKENS.clone().requires_grad_()), far.move(MASK)
-    loss, _ = ValueLoss(0.2, huber_delta=1.0)(values, values.detach(), values.detach() + 1, mask, LossNormalizer(5, 2))
+    loss, _ = ValueLoss(0.2, huber_delta=1.0)(
+        values, values.detach(), values.detach() + 1, mask, LossNormalizer(5, 2)
+    )
     loss.backward()
     assert far.waits == {}
 
@@ -226,9 +287,19 @@ def deterministic() -> Iterator[None]:
 def test_estimators(name: str, gamma: float, far: FarDevice, deterministic: None) -> None:
     """Once for a rollout, so that some waits do no harm."""
     tokens, mask, rows = far.move(TOKENS), far.move(MASK), far.move(torch.tensor([1.0, 2.0]))
-    inputs = {"values": tokens, "baseline_scores": rows, "group_ids": far.move(torch.tensor([4, 4]))}
+    inputs = {
+        "values": tokens,
+        "baseline_scores": rows,
+        "group_ids": far.move(torch.tensor([4, 4])),
+    }
     found = ADVANTAGE_ESTIMATORS.find(name).fn(
-        token_rewards=tokens, action_mask=mask, scores=rows, score_norms=tokens.abs(), gamma=gamma, lambd=0.9, **inputs
+        token_rewards=tokens,
+        action_mask=mask,
+        scores=rows,
+        score_norms=tokens.abs(),
+        gamma=gamma,
+        lambd=0.9,
+        **inputs,
     )
     assert {x.device for x in found} == {FAR}
     assert far.waits.total() <= 12
@@ -244,7 +315,8 @@ def test_corrections_and_rejections(name: str, far: FarDevice) -> None:
         both = rejections_of(config, in_training=True) + rejections_of(config, in_training=False)
         found = rejection_mask(both, tokens, other, mask, advantages=tokens)
     assert found.device == FAR
-    assert far.waits.total() <= (2 * 64 if name == "m2po" else 2)  # m2po compares all ranks' tokens, bit by bit
+    # m2po compares all ranks' tokens, bit by bit
+    assert far.waits.total() <= (2 * 64 if name == "m2po" else 2)
 
 
 def test_whitening_and_the_mismatch_of_engines(far: FarDevice) -> None:
@@ -262,15 +334,22 @@ def test_a_moving_average(far: FarDevice) -> None:
 
 
 def test_a_reward_model_is_waited_for_once_per_micro_batch(far: FarDevice) -> None:
-    source = RewardModelSource([model(RewardModel, far)], device=FAR, pad_token_id=0, micro_batch_size=2)
+    source = RewardModelSource(
+        [model(RewardModel, far)], device=FAR, pad_token_id=0, micro_batch_size=2
+    )
     source.score(samples())
     far.waits.clear()
     source.score(samples())
     assert far.waits.total() == 2
 
 
-PAIRS = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0], [5, 6, 9, 9], [5, 6, 7, 0]])  # chosen, then rejected
-OBJECTIVES = {"SFT": (Actor, {}), "RewardModelling": (NewRewardModel, {}), "DPO": (Actor, {"beta": 0.1})}
+# chosen, then rejected
+PAIRS = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0], [5, 6, 9, 9], [5, 6, 7, 0]])
+OBJECTIVES = {
+    "SFT": (Actor, {}),
+    "RewardModelling": (NewRewardModel, {}),
+    "DPO": (Actor, {"beta": 0.1}),
+}
 
 
 @pytest.mark.parametrize("kind", OBJECTIVES)
@@ -281,10 +360,16 @@ def test_supervised_losses_wait_for_nothing(kind: str, far: FarDevice) -> None:
     batch = {"sequences": PAIRS, "attention_mask": real, "action_mask": real[:, 2:].bool()}
     if kind == "SFT":
         objective.loss_fn = GPTLMLoss()
-        batch = {"input_ids": PAIRS, "attention_mask": real, "labels": PAIRS.masked_fill(real == 0, -100)}
+        batch = {
+            "input_ids": PAIRS,
+            "attention_mask": real,
+            "labels": PAIRS.masked_fill(real == 0, -100),
+        }
     if kind == "DPO":
         objective.loss_fn = partial(PREFERENCE_LOSSES.find("dpo").fn, beta=0.1, label_smoothing=0.0)
-        objective.config = SimpleNamespace(preference=SimpleNamespace(beta=0.1, average_log_probs=False))
+        objective.config = SimpleNamespace(
+            preference=SimpleNamespace(beta=0.1, average_log_probs=False)
+        )
     for _ in range(2):  # the first pass also tries what the model can do
         far.waits.clear()
         moved = {name: to_device(tensor, FAR) for name, tensor in batch.items()}

@@ -35,8 +35,12 @@ def test_samples_and_statistics(found, estimator, spread):
         assert rows.keys() == expected.keys()
         for key, row in expected.items():
             for name, numbers in row.items():
-                torch.testing.assert_close(rows[key][name], numbers, rtol=1e-5, atol=1e-6, msg=f"{key} {name}")
-        assert ranks[f"status {step}"] == pytest.approx(alone[f"status {step}"], rel=1e-6, abs=1e-7, nan_ok=True)
+                torch.testing.assert_close(
+                    rows[key][name], numbers, rtol=1e-5, atol=1e-6, msg=f"{key} {name}"
+                )
+        assert ranks[f"status {step}"] == pytest.approx(
+            alone[f"status {step}"], rel=1e-6, abs=1e-7, nan_ok=True
+        )
         assert sum(int(row["selected"].sum()) for row in expected.values()) > 0
     assert ranks["kl coefficient"] == pytest.approx(alone["kl coefficient"], rel=1e-9)
     assert alone["kl coefficient"] != 0.1

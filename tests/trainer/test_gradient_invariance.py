@@ -40,7 +40,9 @@ def plain(script, tiny_model) -> dict[str, dict[str, torch.Tensor]]:
     for s in samples:
         tokens += int(s.action_mask.sum())
         logits = actor(s.sequences).logits[:, -s.num_actions - 1 : -1] / script.TEMPERATURE
-        log_probs = logits.log_softmax(-1).gather(2, s.sequences[:, -s.num_actions :, None]).squeeze(2)
+        log_probs = (
+            logits.log_softmax(-1).gather(2, s.sequences[:, -s.num_actions :, None]).squeeze(2)
+        )
         ratio = (log_probs - s.action_log_probs).exp()
         token_loss = -torch.minimum(ratio * s.advantages, ratio.clamp(0.7, 1.3) * s.advantages)
         d = log_probs - s.base_action_log_probs
@@ -53,7 +55,9 @@ def plain(script, tiny_model) -> dict[str, dict[str, torch.Tensor]]:
         value = value + 0.5 * errors[s.action_mask].sum()
     texts = script.pretrain_batches(1, 0, 1)[0]
     logits = actor(texts["input_ids"]).logits[:, :-1]
-    ptx = torch.nn.functional.cross_entropy(logits.flatten(0, 1), texts["labels"][:, 1:].flatten(), ignore_index=-100)
+    ptx = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), texts["labels"][:, 1:].flatten(), ignore_index=-100
+    )
     losses = {"policy": policy / tokens, "kl": kl / tokens, "ptx": ptx, "value": value / tokens}
     (losses["policy"] + 0.1 * losses["kl"] + 0.5 * losses["ptx"]).backward()
     losses["value"].backward()
@@ -77,18 +81,26 @@ def found(tiny_model, tmp_path_factory) -> dict:
 
 ROWS = {False: "padded", True: "packed", "shared": "shared"}
 CASES = [(w, 0, micro, packed) for w in (1, 2) for micro in (1, 2, 4, "40t") for packed in ROWS]
-CASES += [(w, stage, 2, packed) for w in (1, 2) for stage, packed in ((2, False), (3, True), (3, "shared"))]
+CASES += [
+    (w, stage, 2, packed)
+    for w in (1, 2)
+    for stage, packed in ((2, False), (3, True), (3, "shared"))
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"ranks{c[0]}-zero{c[1]}-micro{c[2]}-{ROWS[c[3]]}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: f"ranks{c[0]}-zero{c[1]}-micro{c[2]}-{ROWS[c[3]]}"
+)
 def test_gradient_is_that_of_plain_torch(case, found, plain):
     for name in ("actor", "critic"):
         gradients = found[case][name]
         assert gradients.keys() == plain[name].keys()
         assert max(g.abs().max() for g in gradients.values()) > 1e-3
         for parameter, expected in plain[name].items():
-            torch.testing.assert_close(gradients[parameter], expected, rtol=1e-4, atol=1e-5, msg=parameter)
+            torch.testing.assert_close(
+                gradients[parameter], expected, rtol=1e-4, atol=1e-5, msg=parameter
+            )
 
 
 @pytest.mark.slow
@@ -102,7 +114,9 @@ def test_logged_losses_are_those_of_the_whole_step(case, found, plain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "stage", "micro"), [(1, 0, 4), (1, 0, 2), (1, 3, 2), (2, 0, 4), (2, 3, 2)])
+@pytest.mark.parametrize(
+    ("world", "stage", "micro"), [(1, 0, 4), (1, 0, 2), (1, 3, 2), (2, 0, 4), (2, 3, 2)]
+)
 def test_fewer_tokens_go_through_the_models_where_prompts_are_shared(world, stage, micro, found):
     for name in ("actor_tokens", "critic_tokens"):
         assert found[world, stage, micro, "shared"][name] < found[world, stage, micro, True][name]
@@ -118,14 +132,26 @@ def test_every_loss_has_one_gradient_however_it_is_cut_up(script, found):
     for name in script.VARIANTS:
         whole = found[name, 1, 4, False]
         assert max(g.abs().max() for g in whole["actor"].values()) > 1e-4, name
-        for world, (micro, packed) in ((world, way) for world, ways in script.WAYS.items() for way in ways):
+        for world, (micro, packed) in (
+            (world, way) for world, ways in script.WAYS.items() for way in ways
+        ):
             case = found[name, world, micro, packed]
             for parameter, expected in whole["actor"].items():
                 torch.testing.assert_close(
-                    case["actor"][parameter], expected, rtol=1e-4, atol=2e-6, msg=f"{name} {world} {micro} {parameter}"
+                    case["actor"][parameter],
+                    expected,
+                    rtol=1e-4,
+                    atol=2e-6,
+                    msg=f"{name} {world} {micro} {parameter}",
                 )
-            status = {k: v for k, v in whole["actor_status"].items() if k not in ("actor_lr", "actor_grad_norm")}
-            assert {k: case["actor_status"][k] for k in status} == pytest.approx(status, abs=2e-5), name
+            status = {
+                k: v
+                for k, v in whole["actor_status"].items()
+                if k not in ("actor_lr", "actor_grad_norm")
+            }
+            assert {k: case["actor_status"][k] for k in status} == pytest.approx(
+                status, abs=2e-5
+            ), name
 
 
 @pytest.mark.slow
@@ -134,7 +160,9 @@ def test_the_variants_differ(script, found):
     norms = {}
     for name in script.VARIANTS:
         changes = found[name, 1, 4, False]["actor"]
-        norms[name] = round(sum(float(g.double().square().sum()) for g in changes.values()) ** 0.5, 6)
+        norms[name] = round(
+            sum(float(g.double().square().sum()) for g in changes.values()) ** 0.5, 6
+        )
     straight_through = {norms.pop("kl k1+"), norms.pop("kl k3+")}
     assert straight_through == {norms["kl k2"]}  # other values, the gradient of k2
     assert len(set(norms.values())) == len(norms), norms

@@ -18,17 +18,29 @@ from lightppo.trainer.build import check_lengths
 @pytest.fixture
 def paths(tmp_path) -> dict[str, str]:
     (tmp_path / "data.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n")
-    return {"data": str(tmp_path / "data.jsonl"), "reward": str(tmp_path / "reward.py"), "no": str(tmp_path / "no")}
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n"
+    )
+    return {
+        "data": str(tmp_path / "data.jsonl"),
+        "reward": str(tmp_path / "reward.py"),
+        "no": str(tmp_path / "no"),
+    }
 
 
 def config_of(paths: dict[str, str], **changes: Any) -> PPOConfig:
-    return PPOConfig.from_flat({"prompt_data": paths["data"], "reward_fn": paths["reward"], **changes})
+    return PPOConfig.from_flat(
+        {"prompt_data": paths["data"], "reward_fn": paths["reward"], **changes}
+    )
 
 
 def test_a_token_that_is_not_set_names_the_flag(paths, monkeypatch):
     monkeypatch.delenv("RM_TOKEN", raising=False)
-    options = {"reward_fn": None, "remote_rm_url": ("http://127.0.0.1:1/reward",), "remote_rm_token_env": "RM_TOKEN"}
+    options = {
+        "reward_fn": None,
+        "remote_rm_url": ("http://127.0.0.1:1/reward",),
+        "remote_rm_token_env": "RM_TOKEN",
+    }
     with pytest.raises(ConfigError, match=r"--remote_rm_token_env.*RM_TOKEN"):
         check_tokens(SimpleNamespace(config=config_of(paths, **options)))
     monkeypatch.setenv("RM_TOKEN", "abc")
@@ -39,7 +51,9 @@ class ModelConfig:
     """As transformers' configs of a decoder, ``positions`` ``None``: without a limit."""
 
     def __init__(self, positions: int | None) -> None:
-        self.text = SimpleNamespace(**({} if positions is None else {"max_position_embeddings": positions}))
+        self.text = SimpleNamespace(
+            **({} if positions is None else {"max_position_embeddings": positions})
+        )
 
     def get_text_config(self, decoder: bool) -> SimpleNamespace:
         assert decoder
@@ -50,7 +64,9 @@ def test_prompt_and_response_must_fit_the_positions_of_the_model():
     config = PPOConfig.from_flat(pretrain="models/tiny", prompt_max_len=100, generate_max_len=29)
     check_lengths(config, ModelConfig(129))
     check_lengths(config, ModelConfig(None))
-    with pytest.raises(ConfigError, match=r"--prompt_max_len 100.*--generate_max_len 29.*129.*models/tiny.*128"):
+    with pytest.raises(
+        ConfigError, match=r"--prompt_max_len 100.*--generate_max_len 29.*129.*models/tiny.*128"
+    ):
         check_lengths(config, ModelConfig(128))
 
 
@@ -67,7 +83,9 @@ GB = 10**9
 PARAMETERS = {"actor": GB, "critic": GB, "ema": GB}
 
 
-def needs(monkeypatch, tmp_path: Path, parameters: dict[str, int] = PARAMETERS, **options: Any) -> float | None:
+def needs(
+    monkeypatch, tmp_path: Path, parameters: dict[str, int] = PARAMETERS, **options: Any
+) -> float | None:
     """GB that the check asks for, or ``None`` where it asks for none."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=-1))
     config = PPOConfig.from_flat(ckpt_path=str(tmp_path / "not" / "yet" / "made"), **options)
@@ -118,8 +136,12 @@ def test_enough_room_passes_to_the_byte_and_the_message_says_what_to_do(monkeypa
 
 def test_the_disk_of_the_nearest_folder_that_exists_is_asked(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr("shutil.disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=10**18))
-    check_disk_space(PPOConfig.from_flat(ckpt_path=str(tmp_path / "a" / "b"), save_steps=5), {"actor": 1})
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=10**18)
+    )
+    check_disk_space(
+        PPOConfig.from_flat(ckpt_path=str(tmp_path / "a" / "b"), save_steps=5), {"actor": 1}
+    )
     assert asked == [tmp_path]
 
 

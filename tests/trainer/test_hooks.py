@@ -19,11 +19,48 @@ from lightppo.rewards.source import RewardOutput
 
 # Of the seed's trainer, options and objects alike.
 SEED_ATTRIBUTES = (
-    *("strategy", "args", "save_hf_ckpt", "disable_ds_ckpt", "micro_rollout_batch_size", "max_epochs", "tokenizer"),
-    *("generate_kwargs", "dataloader_pin_memory", "max_norm", "ptx_coef", "micro_train_batch_size", "kl_target"),
-    *("prompt_max_len", "ema_beta", "gradient_checkpointing", "reward_fn", "actor", "critic", "reward_model"),
-    *("remote_rm_url", "initial_model", "ema_model", "actor_optim", "critic_optim", "actor_scheduler"),
-    *("critic_scheduler", "actor_loss_fn", "critic_loss_fn", "ptx_loss_fn", "freezing_actor_steps", "aux_loss"),
+    *(
+        "strategy",
+        "args",
+        "save_hf_ckpt",
+        "disable_ds_ckpt",
+        "micro_rollout_batch_size",
+        "max_epochs",
+        "tokenizer",
+    ),
+    *(
+        "generate_kwargs",
+        "dataloader_pin_memory",
+        "max_norm",
+        "ptx_coef",
+        "micro_train_batch_size",
+        "kl_target",
+    ),
+    *(
+        "prompt_max_len",
+        "ema_beta",
+        "gradient_checkpointing",
+        "reward_fn",
+        "actor",
+        "critic",
+        "reward_model",
+    ),
+    *(
+        "remote_rm_url",
+        "initial_model",
+        "ema_model",
+        "actor_optim",
+        "critic_optim",
+        "actor_scheduler",
+    ),
+    *(
+        "critic_scheduler",
+        "actor_loss_fn",
+        "critic_loss_fn",
+        "ptx_loss_fn",
+        "freezing_actor_steps",
+        "aux_loss",
+    ),
     *("kl_ctl", "experience_maker", "replay_buffer", "_wandb", "_tensorboard", "_save_checkpoint"),
     *("prompts_dataloader", "pretrain_dataloader"),
 )
@@ -40,18 +77,23 @@ def test_fit_runs_every_override_for_every_micro_batch(made):
 
         def training_step(self, experience, global_steps, entropy_mask=None):
             calls.append(f"training_step of {len(experience)}")
-            return super().training_step(experience, global_steps) | {"my_metric": float(len(calls))}
+            return super().training_step(experience, global_steps) | {
+                "my_metric": float(len(calls))
+            }
 
         def training_step_actor(self, experience):
             calls.append("actor")
-            assert experience.action_log_probs is not None  # though one step per rollout would need none
+            # though one step per rollout would need none
+            assert experience.action_log_probs is not None
             return super().training_step_actor(experience)
 
         def training_step_critic(self, experience):
             calls.append("critic")
             return super().training_step_critic(experience)
 
-        def save_logs_and_checkpoints(self, args, global_step, step_bar, logs_dict=None, client_states=None):
+        def save_logs_and_checkpoints(
+            self, args, global_step, step_bar, logs_dict=None, client_states=None
+        ):
             calls.append("save_logs")
             super().save_logs_and_checkpoints(args, global_step, step_bar, logs_dict, client_states)
 
@@ -65,7 +107,8 @@ def test_fit_runs_every_override_for_every_micro_batch(made):
     assert calls == [*step, *step, "global_step2"]
     assert trainer.actor_scheduler.last_epoch == schedule + 2  # one optimizer step per 4 samples
     logged = trained_rows(_folder(trainer))
-    assert [row["train/my_metric"] for row in logged] == [(4 + 7) / 2, (12 + 15) / 2]  # after each micro batch
+    # after each micro batch
+    assert [row["train/my_metric"] for row in logged] == [(4 + 7) / 2, (12 + 15) / 2]
     assert trainer.args.save_steps == 2
     assert trainer.args.eval_steps == 1  # once per episode
 
@@ -80,10 +123,14 @@ def test_a_training_step_of_the_users_own_entirely(made):
     class Mine(PPOTrainer):
         def training_step_actor(self, experience):
             self.actor.train()
-            log_probs = self.actor(experience.sequences, experience.action_mask.size(1), experience.attention_mask)
+            log_probs = self.actor(
+                experience.sequences, experience.action_mask.size(1), experience.attention_mask
+            )
             loss = -(log_probs * experience.advantages * experience.action_mask).mean()
             self.strategy.backward(loss, self.actor, self.actor_optim)
-            self.strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
+            self.strategy.optimizer_step(
+                self.actor_optim, self.actor, self.actor_scheduler, name="actor"
+            )
             return {"policy_loss": loss.item(), "actor_lr": self.actor_scheduler.get_last_lr()[0]}
 
     trainer = made(Mine)
@@ -91,7 +138,10 @@ def test_a_training_step_of_the_users_own_entirely(made):
     trainer.fit(trainer.args, [PROMPTS])
     assert trainer.actor_scheduler.last_epoch == schedule + 2
     assert not all(torch.equal(a, b) for a, b in zip(before, _weights(trainer)))
-    assert all("train/policy_loss" in row and "train/entropy" not in row for row in trained_rows(_folder(trainer)))
+    assert all(
+        "train/policy_loss" in row and "train/entropy" not in row
+        for row in trained_rows(_folder(trainer))
+    )
 
 
 def _weights(trainer: PPOTrainer) -> list[torch.Tensor]:
@@ -126,7 +176,10 @@ def test_a_loss_that_replaces_the_trainers_is_the_one_that_trains(made):
 
     def loss(log_probs, old_log_probs, advantages, action_mask, normalizer, **rest):
         seen.append(log_probs.shape)
-        return (log_probs * action_mask).sum() / 100, {"ratio": torch.ones(()), "approx_kl": torch.zeros(())}
+        return (log_probs * action_mask).sum() / 100, {
+            "ratio": torch.ones(()),
+            "approx_kl": torch.zeros(()),
+        }
 
     trainer.actor_loss_fn = loss
     sample(trainer)
@@ -139,7 +192,11 @@ def test_the_seeds_attributes_are_there(made):
     missing = [name for name in SEED_ATTRIBUTES if not hasattr(trainer, name)]
     assert not missing
     assert trainer.args is trainer.strategy.args
-    assert (trainer.micro_train_batch_size, trainer.prompt_max_len, trainer.kl_target) == (2, 12, 0.1)
+    assert (trainer.micro_train_batch_size, trainer.prompt_max_len, trainer.kl_target) == (
+        2,
+        12,
+        0.1,
+    )
     assert trainer.generate_kwargs["temperature"] == 0.7
     assert trainer._wandb is None
 
@@ -161,11 +218,16 @@ def test_experience_of_texts_with_options_of_generation(made):
     class Engine(FakeEngine):
         def generate(self, prompts, sampling):
             found = super().generate([replace(p, index=0) for p in prompts], sampling)
-            return [replace(r, prompt=p) for p, r in zip([p for p in prompts for _ in range(sampling.n)], found)]
+            return [
+                replace(r, prompt=p)
+                for p, r in zip([p for p in prompts for _ in range(sampling.n)], found)
+            ]
 
     source = SimpleNamespace(name="ones", score=score)
     trainer = made(PPOTrainer, reward_source=source, rollout_engine=Engine())
-    batches = trainer.experience_maker.make_experience_list(["1+1=", "2+2="], ["2", "4"], temperature=0.5)
+    batches = trainer.experience_maker.make_experience_list(
+        ["1+1=", "2+2="], ["2", "4"], temperature=0.5
+    )
     assert sum(len(batch) for batch in batches) == 4
     assert labels == ["2", "2", "4", "4"]
     assert trainer.rollout_engine.calls[-1][1].temperature == 0.5
@@ -181,6 +243,8 @@ def test_texts_need_something_to_sample_them_with():
     from lightppo.ranks import Alone
 
     config = PPOConfig.from_flat(advantage_estimator="reinforce", init_kl_coef=0.0).resolved()
-    maker = ExperienceMaker(torch.nn.Linear(1, 1), None, None, Alone(), FixedKLController(0.0), config)
+    maker = ExperienceMaker(
+        torch.nn.Linear(1, 1), None, None, Alone(), FixedKLController(0.0), config
+    )
     with pytest.raises(ValueError, match="scored rollouts"):
         maker.make_experience_list(["1+1="])

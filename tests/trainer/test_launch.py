@@ -18,7 +18,9 @@ def events(monkeypatch):
     events = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "barrier", lambda: events.append("all ranks meet"))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: events.append("groups are destroyed"))
+    monkeypatch.setattr(
+        dist, "destroy_process_group", lambda: events.append("groups are destroyed")
+    )
     return events
 
 
@@ -27,7 +29,9 @@ def test_all_ranks_meet_after_the_work_and_before_the_groups_are_destroyed(event
     assert events == ["main", "all ranks meet", "groups are destroyed"]
 
 
-@pytest.mark.parametrize(("error", "end"), [(RolloutError("no answer"), SystemExit), (KeyError("a bug"), KeyError)])
+@pytest.mark.parametrize(
+    ("error", "end"), [(RolloutError("no answer"), SystemExit), (KeyError("a bug"), KeyError)]
+)
 def test_after_an_error_nobody_waits_for_the_other_ranks(events, error, end):
     def main():
         raise error

@@ -34,7 +34,9 @@ class Observer(Callback):
     def entropy_rows(self, run: Any, experience: Experience) -> tuple[int, ...]:
         return self.rows
 
-    def on_micro_batch(self, run: Any, experience: Experience, log_probs: Any, entropy: Any) -> None:
+    def on_micro_batch(
+        self, run: Any, experience: Experience, log_probs: Any, entropy: Any
+    ) -> None:
         masks = experience.attention_mask.bool(), experience.action_mask.bool()
         for ids, real, trained, values in zip(experience.sequences, *masks, entropy):
             self.seen[tuple(ids[real].tolist())] = values[trained].tolist()
@@ -52,7 +54,9 @@ class Exponentials(TorchDispatchMode):
 
 
 @pytest.fixture
-def trained(trainer_with: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def trained(
+    trainer_with: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
     """``trained(stride, **options)``: entropy, its callback and the exponentials of one step."""
 
     def train(
@@ -84,7 +88,10 @@ def values_of(observer: Observer) -> list[float]:
 def of_sample(seen: dict[tuple[int, ...], list[float]], stride: int) -> float:
     """By hand, from the entropies of all tokens."""
     chosen = [
-        value for ids, values in seen.items() for n, value in enumerate(values, 1) if (n + sum(ids)) % stride == 0
+        value
+        for ids, values in seen.items()
+        for n, value in enumerate(values, 1)
+        if (n + sum(ids)) % stride == 0
     ]
     return stride * sum(chosen) / sum(map(len, seen.values()))
 
@@ -120,17 +127,24 @@ def test_rows_that_somebody_reads_are_whole(trained):
     assert mean == pytest.approx(of_sample(every, 3), rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"entropy_coef": 0.01}, {"weights": [lambda rows, **_: rows.action_mask.float()]}])
+@pytest.mark.parametrize(
+    "options", [{"entropy_coef": 0.01}, {"weights": [lambda rows, **_: rows.action_mask.float()]}]
+)
 def test_what_trains_on_the_entropy_gets_it_of_all_tokens(trained, options):
     _, observer, _ = trained(stride=3, **options)
     assert all(map(math.isfinite, values_of(observer)))
 
 
 def test_a_small_step_is_no_sample():
-    rows = Experience(torch.ones(1, 5, dtype=torch.long), torch.ones(1, 5, dtype=torch.long), torch.ones(1, 4).bool())
+    rows = Experience(
+        torch.ones(1, 5, dtype=torch.long),
+        torch.ones(1, 5, dtype=torch.long),
+        torch.ones(1, 4).bool(),
+    )
     assert entropy_sample(rows, tokens=4095.0) is None
     assert entropy_sample(rows, tokens=4096.0).stride == 2
     assert entropy_sample(rows, tokens=1e9).stride == 8
     cut = replace(rows, action_mask=torch.tensor([[True, False, True, True]]))
-    assert entropy_sample(cut, tokens=4096.0).counted.tolist() == [[True, False, False, True]]  # 1 + 5 and 3 + 5
+    # 1 + 5 and 3 + 5
+    assert entropy_sample(cut, tokens=4096.0).counted.tolist() == [[True, False, False, True]]
     assert LossNormalizer.from_masks([cut.action_mask]).tokens == 3

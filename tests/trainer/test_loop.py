@@ -19,7 +19,9 @@ from lightppo.trainer.callbacks import Callback
 def test_logs_have_namespaces_and_come_every_n_steps(tmp_path):
     mine = idle_loop(tmp_path, evaluates=False, logging_steps=2)
     mine.run(5)
-    assert [(row["step"], row["rollout/reward"], row["perf/time_step"]) for row in logged(tmp_path)] == [
+    assert [
+        (row["step"], row["rollout/reward"], row["perf/time_step"]) for row in logged(tmp_path)
+    ] == [
         (2, 2.0, 0.5),
         (4, 4.0, 0.5),
     ]
@@ -30,7 +32,9 @@ def test_a_line_for_each_logged_step_and_alarms_when_they_begin(tmp_path):
     mine.total_steps = 6
     for step in range(1, 7):
         mine.step({"reward": 0.5, "policy_kl": 2.0 if step == 3 else 0.0, "time_step": 0.5})
-    lines = [line.rpartition(" · ETA")[0] or line.partition(":")[0] for line in mine.strategy.printed]
+    lines = [
+        line.rpartition(" · ETA")[0] or line.partition(":")[0] for line in mine.strategy.printed
+    ]
     told = [f"step {step}/6 · reward 0.5 · 0.5 s" for step in (2, 4, 6)]
     assert lines == [told[0], "[step 3] ALARM kl_explosion", *told[1:]]
     assert [row["alarm/kl_explosion"] for row in logged(tmp_path)] == [0.0, 0.0, 0.0]
@@ -40,7 +44,10 @@ def test_what_saving_took_is_logged_with_the_next_step_and_an_evaluation_with_it
     mine = idle_loop(tmp_path, save_steps=2, hf_save_steps=3, eval_steps=4)
     mine.run(4)
     timed = [
-        (row["step"], name) for row in logged(tmp_path) for name in row if name in ("perf/time_eval", "perf/time_save")
+        (row["step"], name)
+        for row in logged(tmp_path)
+        for name in row
+        if name in ("perf/time_eval", "perf/time_save")
     ]
     assert timed == [(3, "perf/time_save"), (4, "perf/time_save"), (4, "perf/time_eval")]
     assert len(logged(tmp_path)) == 5  # no row that a kill after a save could take
@@ -64,9 +71,16 @@ def test_a_step_is_evaluated_once(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, [3, 6]), ({"eval_steps": 2}, [2, 4, 6]), ({"eval_seconds": 1e6}, []), ({"eval_steps": 0}, [])],
+    [
+        ({}, [3, 6]),
+        ({"eval_steps": 2}, [2, 4, 6]),
+        ({"eval_seconds": 1e6}, []),
+        ({"eval_steps": 0}, []),
+    ],
 )
-def test_evaluation_comes_every_episode_unless_steps_or_seconds_are_set(tmp_path, options, expected):
+def test_evaluation_comes_every_episode_unless_steps_or_seconds_are_set(
+    tmp_path, options, expected
+):
     mine = idle_loop(tmp_path, **options)
     mine.run(7)
     assert mine.evaluator.steps == expected
@@ -95,7 +109,10 @@ def test_checkpoints_and_exports_come_at_their_times(tmp_path, options, saved, e
     mine.run(7)
     assert mine.saved_steps == saved
     assert [step for _, step in mine.checkpointer.exported] == exported
-    assert all(root == "CKPT" and state["trainer"]["global_step"] == n for root, n, state in mine.checkpointer.saved)
+    assert all(
+        root == "CKPT" and state["trainer"]["global_step"] == n
+        for root, n, state in mine.checkpointer.saved
+    )
 
 
 def test_seconds_since_the_last_checkpoint(tmp_path):
@@ -159,7 +176,9 @@ class Numbers:
         return [everything[rank::world_size] for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["registered before the resume", "and after it"])
+@pytest.mark.parametrize(
+    "early", [True, False], ids=["registered before the resume", "and after it"]
+)
 def test_a_state_of_each_rank_comes_back_to_it(tmp_path, early):
     def saved(strategy: FakeStrategy) -> dict[str, Any]:
         mine = idle_loop(tmp_path / f"rank{strategy.rank}", strategy)
@@ -191,12 +210,21 @@ def test_callbacks_vote_and_add_numbers(tmp_path):
 
         def votes(self, run: Any) -> dict[str, float]:
             last = self.seen[-1]
-            return {"save": float(last == 2), "evaluate": float(last == 3), "stop": float(last == 4)}
+            return {
+                "save": float(last == 2),
+                "evaluate": float(last == 3),
+                "stop": float(last == 4),
+            }
 
     mine = idle_loop(tmp_path, callbacks=[Mine()], eval_steps=0)
     assert [mine.step() for _ in range(4)] == [False, False, False, True]
     assert (mine.saved_steps, mine.evaluator.steps) == ([2], [3])
-    assert [row["mine/twice"] for row in logged(tmp_path) if "mine/twice" in row] == [2.0, 4.0, 6.0, 8.0]
+    assert [row["mine/twice"] for row in logged(tmp_path) if "mine/twice" in row] == [
+        2.0,
+        4.0,
+        6.0,
+        8.0,
+    ]
 
 
 def test_a_vote_of_any_rank_counts(tmp_path):
@@ -304,9 +332,14 @@ def recorded(tmp_path):
 
 LOST = {
     "nothing": (lambda folder: None, None),
-    "metrics deleted": (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
+    "metrics deleted": (
+        lambda folder: (folder / "metrics.jsonl").unlink(),
+        "metrics.jsonl is missing",
+    ),
     "metrics torn": (
-        lambda folder: (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes()[:40]),
+        lambda folder: (folder / "metrics.jsonl").write_bytes(
+            (folder / "metrics.jsonl").read_bytes()[:40]
+        ),
         r"metrics.jsonl has 40 bytes, \d+ were written",
     ),
     "a number altered": (
@@ -317,7 +350,10 @@ LOST = {
         lambda folder: altered(folder / "metrics.jsonl", b'"step": 1', b'"step": "'),
         "metrics.jsonl has other content than was written",
     ),
-    "an evaluation deleted": (lambda folder: (folder / "eval/step1.json").unlink(), "eval/step1.json is missing"),
+    "an evaluation deleted": (
+        lambda folder: (folder / "eval/step1.json").unlink(),
+        "eval/step1.json is missing",
+    ),
     "samples torn": (
         lambda folder: (folder / "rollouts/step2.jsonl.gz").write_text("sam"),
         "rollouts/step2.jsonl.gz has 3 bytes, 9 were written",
@@ -338,13 +374,17 @@ def altered(path: Path, old: bytes, new: bytes) -> None:
 def test_a_resume_says_which_records_are_lost(recorded, tmp_path, caplog, case):
     change, told = LOST[case]
     recorded(change)
-    said = [record.getMessage() for record in caplog.records if "was recorded" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "was recorded" in record.getMessage()
+    ]
     if told is None:
         assert said == []
         return
     assert len(said) == 1
     begin = f"{tmp_path}/run: of what was recorded until step 2, "
-    assert re.match(begin + told + r"\. The run goes on without it; to have it back, stop, restore", said[0]), said
+    assert re.match(
+        begin + told + r"\. The run goes on without it; to have it back, stop, restore", said[0]
+    ), said
 
 
 @pytest.mark.parametrize("options", [{"resume": "/another/run"}, {"val_only": True}])

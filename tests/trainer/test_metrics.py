@@ -28,15 +28,23 @@ def rows(masked: bool = False) -> list[Experience]:
             make_rollout([1, 2, 3], [4], log_probs=[-3.0]),
         ]
     )
-    batch.action_log_probs = torch.tensor([[-1.5, -2.0], [-4.0, NAN]])  # differ from the engine's by 0.5, 0, 1
+    # differ from the engine's by 0.5, 0, 1
+    batch.action_log_probs = torch.tensor([[-1.5, -2.0], [-4.0, NAN]])
     batch.base_action_log_probs = batch.action_log_probs - torch.tensor([[0.3, 0.1], [0.5, NAN]])
     batch.loss_weights = torch.tensor([[1.0, 0.5], [0.0, NAN]])
     batch.kl = torch.tensor([[0.2, 0.4], [0.9, NAN]])
     batch.advantages = torch.tensor([[1.0, -2.0], [4.0, NAN]])
     batch.returns = torch.tensor([[1.0, 2.0], [3.0, NAN]])
     batch.values = torch.tensor([[1.0, 1.0], [3.0, NAN]])
-    batch.info |= {"reward": torch.tensor([1.0, 3.0]), "return": torch.tensor([0.5, 2.5]), "kl": torch.zeros(2)}
-    batch.info |= {"reward/format": torch.tensor([NAN, 1.0]), "prompt_clip_ratio": torch.tensor([0.0, 1.0])}
+    batch.info |= {
+        "reward": torch.tensor([1.0, 3.0]),
+        "return": torch.tensor([0.5, 2.5]),
+        "kl": torch.zeros(2),
+    }
+    batch.info |= {
+        "reward/format": torch.tensor([NAN, 1.0]),
+        "prompt_clip_ratio": torch.tensor([0.0, 1.0]),
+    }
     if masked:
         batch.action_mask[0, 1] = False
     return batch.split()
@@ -53,7 +61,9 @@ def test_summary_leaves_nan_out():
     assert summary.variance == pytest.approx(8 / 3)  # biased: (4 + 0 + 4)/3
 
 
-@pytest.mark.parametrize("values", [torch.tensor([]), torch.tensor([NAN, NAN])], ids=["empty", "nan"])
+@pytest.mark.parametrize(
+    "values", [torch.tensor([]), torch.tensor([NAN, NAN])], ids=["empty", "nan"]
+)
 def test_summary_of_nothing(values):
     summary = Summary.of(values)
     assert summary == Summary()
@@ -136,7 +146,9 @@ def test_untrained_tokens_count_nowhere():
 def test_what_a_run_does_not_have_is_not_reported():
     items = rows()
     for item in items:
-        item.kl = item.values = item.rollout_log_probs = item.base_action_log_probs = item.loss_weights = None
+        item.kl = item.values = item.rollout_log_probs = item.base_action_log_probs = (
+            item.loss_weights
+        ) = None
     names = status_of(items).keys()
     absent = ("kl", "value", "vf", "logp", "mismatch", "policy", "loss")
     assert not {name for name in names if name.split("_")[0] in absent}
@@ -147,7 +159,9 @@ def test_log_probs_that_came_with_the_training_pass_give_the_kl():
     for item in items:
         item.kl = None
     assert status_of(items)["kl"] == status_of(items)["policy_kl"] == pytest.approx(0.3)
-    squared = m.rollout_summaries(items, sampled_kl=lambda log_probs, reference: (log_probs - reference).square() / 2)
+    squared = m.rollout_summaries(
+        items, sampled_kl=lambda log_probs, reference: (log_probs - reference).square() / 2
+    )
     assert squared["kl"].mean == pytest.approx((0.3**2 + 0.1**2 + 0.5**2) / 6)
     assert squared["policy_kl"].mean == pytest.approx(0.3)
 
@@ -184,8 +198,12 @@ def test_every_name_of_a_rollout_is_documented_and_every_documented_name_exists(
 
 def test_a_status_is_the_mean_over_micro_batches_and_ranks_then_over_steps():
     def status(strategy: FakeStrategy) -> dict[str, float]:
-        first = ([{"loss": 1.0, "lr": 0.1}, {"loss": 3.0, "norm": NAN}], [{"loss": 8.0, "mine": 2.0}])[strategy.rank]
-        second = ([{"loss": 5.0, "norm": 4.0}], [])[strategy.rank]  # a rank without samples in this step
+        first = (
+            [{"loss": 1.0, "lr": 0.1}, {"loss": 3.0, "norm": NAN}],
+            [{"loss": 8.0, "mine": 2.0}],
+        )[strategy.rank]
+        # a rank without samples in this step
+        second = ([{"loss": 5.0, "norm": 4.0}], [])[strategy.rank]
         return m.optimizer_status([first, second], strategy)
 
     # loss: ((1 + 3 + 8)/3 + 5)/2; the norm of the first step is left out
@@ -197,9 +215,16 @@ def test_a_status_is_the_mean_over_micro_batches_and_ranks_then_over_steps():
 def test_the_status_of_a_micro_batch_has_the_seeds_means_and_its_metrics_at_scale():
     item = Experience.collate(rows())
     item.info["kl"] = torch.tensor([0.3, 0.9])
-    status = m.checked_status(m.micro_batch_status({"policy_loss": torch.tensor(0.25, requires_grad=True)}, item, 2.0))
+    status = m.checked_status(
+        m.micro_batch_status({"policy_loss": torch.tensor(0.25, requires_grad=True)}, item, 2.0)
+    )
     assert status["policy_loss"] == 0.5
-    assert (status["reward"], status["return"], status["response_length"], status["total_length"]) == (2, 1.5, 1.5, 3.5)
+    assert (
+        status["reward"],
+        status["return"],
+        status["response_length"],
+        status["total_length"],
+    ) == (2, 1.5, 1.5, 3.5)
     assert status["kl"] == pytest.approx((2 * 0.3 + 1 * 0.9) / 3)
 
 
@@ -270,7 +295,13 @@ def test_no_phase_waits_for_a_gpu(monkeypatch):
 
 def test_speed_by_hand():
     perf = perf_metrics(
-        {"time_rollout": 2.0, "time_reference": 0.1, "time_actor_update": 2.0, "time_train": 4.0, "time_step": 7.0},
+        {
+            "time_rollout": 2.0,
+            "time_reference": 0.1,
+            "time_actor_update": 2.0,
+            "time_train": 4.0,
+            "time_step": 7.0,
+        },
         {"samples": 8, "response_length": 10.0, "total_length": 25.0, "generated_tokens": 80.0},
         epochs={"actor_update": 2, "critic_update": 1},
         world_size=4,
@@ -298,10 +329,20 @@ def test_speed_by_hand():
 
 
 def test_speed_of_a_step_without_samples_or_peak():
-    assert perf_metrics({}, {}, epochs={"actor_update": 1}, world_size=1, parameters=1, peak_tflops=1.0) == {}
+    assert (
+        perf_metrics(
+            {}, {}, epochs={"actor_update": 1}, world_size=1, parameters=1, peak_tflops=1.0
+        )
+        == {}
+    )
     status = {"samples": 1, "response_length": 1.0, "total_length": 1.0}
     perf = perf_metrics(
-        {"time_train": 1.0}, status, epochs={"actor_update": 1}, world_size=1, parameters=1, peak_tflops=None
+        {"time_train": 1.0},
+        status,
+        epochs={"actor_update": 1},
+        world_size=1,
+        parameters=1,
+        peak_tflops=None,
     )
     assert "mfu" not in perf
     assert "rollout_tokens_per_second" not in perf
@@ -310,10 +351,21 @@ def test_speed_of_a_step_without_samples_or_peak():
 def test_the_line_of_a_step(monkeypatch):
     now = iter([0.0, 2.0, 3.0, 13.0, 90000.0])
     pace = m.Pace(4, clock=lambda: next(now))
-    status = {"rollout/reward": 0.6123, "rollout/kl": -1e-9, "train/entropy": 1.25, "perf/time_step": 0.94}
-    assert pace.line(5, 100, status) == "step 5/100 · reward 0.612 · kl 0 · entropy 1.25 · 0.9 s · ETA 3:10"  # 95 · 2 s
-    assert pace.line(6, 100, {"train/loss": 1.5}) == "step 6/100 · loss 1.5 · 1.0 s · ETA 2:21"  # 94 · 3/2 s
-    assert pace.line(9, None, {"response_length": 3.4}) == "step 9 · len 3.4 · 3.3 s"  # 10 s for 3 steps
+    status = {
+        "rollout/reward": 0.6123,
+        "rollout/kl": -1e-9,
+        "train/entropy": 1.25,
+        "perf/time_step": 0.94,
+    }
+    # 95 · 2 s
+    assert (
+        pace.line(5, 100, status)
+        == "step 5/100 · reward 0.612 · kl 0 · entropy 1.25 · 0.9 s · ETA 3:10"
+    )
+    # 94 · 3/2 s
+    assert pace.line(6, 100, {"train/loss": 1.5}) == "step 6/100 · loss 1.5 · 1.0 s · ETA 2:21"
+    # 10 s for 3 steps
+    assert pace.line(9, None, {"response_length": 3.4}) == "step 9 · len 3.4 · 3.3 s"
     assert pace.line(10, 11, {}).endswith("ETA 4:10:00")  # 90000 s for 6 steps
 
 
@@ -337,7 +389,9 @@ def test_bars_are_for_terminals_and_fit_80_columns(monkeypatch):
             bar.update()
         lines = re.split(r"[\r\n]+", file.getvalue())
         assert max(map(len, lines)) <= 80
-        assert any(line.startswith("step 124/123456 |") for line in lines) == (shown and file.isatty())
+        assert any(line.startswith("step 124/123456 |") for line in lines) == (
+            shown and file.isatty()
+        )
 
 
 def test_a_profile_is_a_trace_with_the_phases(tmp_path):
@@ -346,7 +400,9 @@ def test_a_profile_is_a_trace_with_the_phases(tmp_path):
     with m.profile(path, timer), PhaseTimer()("reference"):
         torch.ones(3) + 1
     assert timer.reset().keys() == {"time_start_profile", "time_stop_profile"}
-    names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    names = {
+        event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    }
     assert {"reference", "aten::add"} <= names
 
 

@@ -112,8 +112,12 @@ def test_optimizer_steps_per_rollout(trainer_with):
 
 
 @pytest.mark.parametrize(("actor", "critic"), [(1, 3), (3, 1), (2, None)])
-def test_actor_and_critic_may_train_for_different_numbers_of_epochs(trainer_with, monkeypatch, actor, critic):
-    trainer = trainer_with(train_batch_size=2, max_epochs=actor, critic_max_epochs=critic, ptx_coef=0.0)
+def test_actor_and_critic_may_train_for_different_numbers_of_epochs(
+    trainer_with, monkeypatch, actor, critic
+):
+    trainer = trainer_with(
+        train_batch_size=2, max_epochs=actor, critic_max_epochs=critic, ptx_coef=0.0
+    )
     steps = {"actor": 0, "critic": 0}
     step = trainer.strategy.optimizer_step
 
@@ -135,7 +139,9 @@ def prompts_of_steps(trainer: PPOTrainer, monkeypatch) -> list[list[int]]:
     steps: list[list[int]] = []
 
     def note(minibatch: Any, global_steps: int = 0) -> list[dict[str, float]]:
-        steps.append(sorted(i for part in minibatch.micro_batches for i in part.sequences[:, 0].tolist()))
+        steps.append(
+            sorted(i for part in minibatch.micro_batches for i in part.sequences[:, 0].tolist())
+        )
         return []
 
     monkeypatch.setattr(trainer, "train_minibatch", note)
@@ -185,11 +191,18 @@ def test_packing_where_it_is_exact(make_config, tmp_path, monkeypatch, capsys, e
         paths = {"save_path": str(tmp_path / name), "ckpt_path": str(tmp_path / f"{name}-ckpt")}
         steps = {"total_training_steps": 2, "n_samples_per_prompt": 2, "rollout_batch_size": 4}
         trainer = PPOTrainer.from_config(make_config(**paths, **steps, **options))
-        assert [m.packing_samples for m in (trainer.actor, trainer.critic, trainer.initial_model)] == [exact] * 3
+        assert [
+            m.packing_samples for m in (trainer.actor, trainer.critic, trainer.initial_model)
+        ] == [exact] * 3
         assert trainer.experience_maker.batching.packed == exact
         trainer.fit()
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        rows.append([{k: v for k, v in json.loads(line).items() if k.startswith(("train/", "ro"))} for line in lines])
+        rows.append(
+            [
+                {k: v for k, v in json.loads(line).items() if k.startswith(("train/", "ro"))}
+                for line in lines
+            ]
+        )
         is_told = "batches are padded: --packing_samples does not" in capsys.readouterr().out
         assert is_told == (name == "auto" and not exact)
     assert rows[0] == rows[1]
@@ -222,15 +235,24 @@ def test_samples_are_shown(trainer_with, capsys):
     for shown in (0, 1, 3):
         show(trainer_with(num_examine=shown), step=7)
         expected = [("a", "0.0", 0), ("a", "0.1", 1), ("b", "1.0", 3)][:shown]
-        samples = [f"[step 7] prompt: {p}\n  answer: answer {a}\n  score {score}\n" for p, a, score in expected]
+        samples = [
+            f"[step 7] prompt: {p}\n  answer: answer {a}\n  score {score}\n"
+            for p, a, score in expected
+        ]
         assert capsys.readouterr().out == "".join(samples)
 
 
 def test_samples_of_each_data_source_are_shown(trainer_with, capsys):
-    prompts = [Prompt("a", [5], index=0, data_source="x"), Prompt("b", [7], index=1, data_source="y")]
+    prompts = [
+        Prompt("a", [5], index=0, data_source="x"),
+        Prompt("b", [7], index=1, data_source="y"),
+    ]
     show(trainer_with(num_examine=1), prompts)
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "prompt" in line] == ["[step 1] prompt: a", "[step 1] prompt: b"]
+    assert [line for line in lines if "prompt" in line] == [
+        "[step 1] prompt: a",
+        "[step 1] prompt: b",
+    ]
 
 
 # -- when: evaluation, checkpoints, exports --------------------------------------------------------------------------
@@ -305,7 +327,11 @@ def test_best_metric_keeps_the_best_evaluation_apart_from_rotation(parts, tmp_pa
                 (folder / name).write_text(text)
             exports.append(folder)
 
-    options = {"save_path": str(tmp_path / "run"), "ckpt_path": str(tmp_path / "ckpt"), "eval_steps": 1}
+    options = {
+        "save_path": str(tmp_path / "run"),
+        "ckpt_path": str(tmp_path / "ckpt"),
+        "eval_steps": 1,
+    }
     config = PPOConfig.from_flat(**options, best_metric="eval/accuracy")
     checkpointer = RunCheckpointer(Strategy(), config.checkpoint, {"actor": "actor"}, None)
     best = tmp_path / "ckpt" / "best_hf" / "best.json"
@@ -338,11 +364,17 @@ def test_dropout_of_override_config_acts_in_training_alone(make_config, tmp_path
     def first_step(name: str, rate: float) -> dict[str, Any]:
         folder = str(tmp_path / name)
         override = json.dumps({"attention_dropout": rate})
-        config = make_config(override_config=override, save_path=folder, benchmark_steps=1, init_kl_coef=0.1)
+        config = make_config(
+            override_config=override, save_path=folder, benchmark_steps=1, init_kl_coef=0.1
+        )
         fitted(config)
         return next(row for row in logged(config) if "train/actor_grad_norm" in row)
 
-    plain, dropping, again = first_step("plain", 0.0), first_step("dropping", 0.3), first_step("again", 0.3)
+    plain, dropping, again = (
+        first_step("plain", 0.0),
+        first_step("dropping", 0.3),
+        first_step("again", 0.3),
+    )
     for of_rollout in ("rollout/reward", "rollout/response_length"):
         assert dropping[of_rollout] == plain[of_rollout]
     assert dropping["train/actor_grad_norm"] != plain["train/actor_grad_norm"]
@@ -360,7 +392,9 @@ def test_runs_end_early_and_the_schedule_knows_or_does_not(make_config, tmp_path
     assert rates() == pytest.approx([0.01, 0.02 / 3, 0.01 / 3])
     assert rates(benchmark_steps=2) == pytest.approx([0.01, 0.02 / 3])
     assert rates(total_training_steps=2) == pytest.approx([0.01, 0.005])
-    assert rates(num_episodes=2, benchmark_steps=4) == pytest.approx([0.01, 0.05 / 6, 0.04 / 6, 0.03 / 6])
+    assert rates(num_episodes=2, benchmark_steps=4) == pytest.approx(
+        [0.01, 0.05 / 6, 0.04 / 6, 0.03 / 6]
+    )
 
 
 @pytest.fixture
@@ -382,7 +416,13 @@ def test_evaluation_options(make_config, eval_data, parts, trainer_with, tmp_pat
     assert {"eval/mean@1", "eval/accuracy"} <= one.keys()
     assert not any(name.startswith("eval/pass@") for name in one)
     several = evaluated(eval_n_samples=4)
-    assert {"eval/mean@4", "eval/best@4", "eval/pass@1", "eval/pass@2", "eval/pass@4"} <= several.keys()
+    assert {
+        "eval/mean@4",
+        "eval/best@4",
+        "eval/pass@1",
+        "eval/pass@2",
+        "eval/pass@4",
+    } <= several.keys()
     assert several["eval/samples"] == 24
     assert evaluated(eval_max_samples=2)["eval/samples"] == 2
 
@@ -400,7 +440,8 @@ def test_evaluation_options(make_config, eval_data, parts, trainer_with, tmp_pat
     sampled = {"eval_temperature": 1.0}
     assert greedy != responses(**sampled) != responses(**sampled, seed=1)
     assert greedy == responses(**sampled, eval_top_p=1e-6)  # only the likeliest token is left
-    assert greedy == responses(**sampled, eval_top_k=1) != responses(**sampled, top_k=1)  # training's is not taken
+    # training's is not taken
+    assert greedy == responses(**sampled, eval_top_k=1) != responses(**sampled, top_k=1)
 
 
 LENGTHS = """
@@ -411,7 +452,9 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 def test_an_evaluation_may_have_a_reward_of_its_own(make_config, eval_data, tmp_path):
     (tmp_path / "judge.py").write_text(LENGTHS)
-    config = make_config(eval_data=eval_data, eval_reward_fn=f"{tmp_path / 'judge.py'}:score", eval_n_samples=2)
+    config = make_config(
+        eval_data=eval_data, eval_reward_fn=f"{tmp_path / 'judge.py'}:score", eval_n_samples=2
+    )
     trainer = fitted(config)
     assert trainer.evaluator.reward_source is not trainer.reward_source
     trained = [row["rollout/reward"] for row in logged(config) if "rollout/reward" in row]
@@ -421,8 +464,13 @@ def test_an_evaluation_may_have_a_reward_of_its_own(make_config, eval_data, tmp_
     assert all(row["eval/accuracy"] > 0.9 and "eval/maj@2" in row for row in evaluated)
     line = (Path(config.checkpoint.save_path) / "eval" / "step3.jsonl").read_text().splitlines()[0]
     assert json.loads(line)["extras"].keys() == {"acc", "pred"}
-    format_judge = make_config(eval_data=eval_data, eval_reward_source=("format",), val_only=True).resolved()
-    assert build.build_rewards(format_judge, [], trainer.tokenizer, trainer.strategy)[1].name == "format"
+    format_judge = make_config(
+        eval_data=eval_data, eval_reward_source=("format",), val_only=True
+    ).resolved()
+    assert (
+        build.build_rewards(format_judge, [], trainer.tokenizer, trainer.strategy)[1].name
+        == "format"
+    )
 
 
 def test_evaluation_before_during_and_after(make_config, eval_data, tmp_path):
@@ -455,26 +503,43 @@ def test_what_is_saved_at_the_end(make_config, tmp_path):
     def weights(path: str) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(path).lm_head.weight
 
-    trainer = fitted(make_config(benchmark_steps=1, lr_warmup_steps=0, save_value_network=True, enable_ema=True))
+    trainer = fitted(
+        make_config(benchmark_steps=1, lr_warmup_steps=0, save_value_network=True, enable_ema=True)
+    )
     critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run_critic")
-    assert torch.equal(critic.score.weight, trainer.strategy.unwrap_model(trainer.critic).model.score.weight)
-    ema, actor = (trainer.strategy.unwrap_model(model).lm_head.weight for model in (trainer.ema_model, trainer.actor))
+    assert torch.equal(
+        critic.score.weight, trainer.strategy.unwrap_model(trainer.critic).model.score.weight
+    )
+    ema, actor = (
+        trainer.strategy.unwrap_model(model).lm_head.weight
+        for model in (trainer.ema_model, trainer.actor)
+    )
     assert torch.equal(weights(tmp_path / "run"), ema)
     assert not torch.equal(actor, ema)
 
     other = make_config(benchmark_steps=1, save_path=str(tmp_path / "other"))
     trainer = fitted(other)
-    assert torch.equal(weights(tmp_path / "other"), trainer.strategy.unwrap_model(trainer.actor).lm_head.weight)
+    assert torch.equal(
+        weights(tmp_path / "other"), trainer.strategy.unwrap_model(trainer.actor).lm_head.weight
+    )
     assert not (tmp_path / "other_critic").exists()
 
 
 def test_what_checkpoints_hold(make_config, tmp_path):
     def files(**options: Any) -> set[str]:
         folder = tmp_path / str(options)
-        fitted(make_config(benchmark_steps=2, save_path=str(folder / "run"), ckpt_path=str(folder / "ckpt"), **options))
-        return {str(path.relative_to(folder / "ckpt")) for path in (folder / "ckpt").glob("*/global_step*")} | {
-            path.name for path in (folder / "ckpt").glob("global_step*")
-        }
+        fitted(
+            make_config(
+                benchmark_steps=2,
+                save_path=str(folder / "run"),
+                ckpt_path=str(folder / "ckpt"),
+                **options,
+            )
+        )
+        return {
+            str(path.relative_to(folder / "ckpt"))
+            for path in (folder / "ckpt").glob("*/global_step*")
+        } | {path.name for path in (folder / "ckpt").glob("global_step*")}
 
     whole = {f"{part}/global_step{step}" for part in ("_actor", "_critic") for step in (1, 2)}
     assert files(save_steps=1) == whole
@@ -484,7 +549,10 @@ def test_what_checkpoints_hold(make_config, tmp_path):
     assert files(save_steps=1, save_hf_ckpt=True, enable_ema=True) == {
         *whole, "_ema/global_step1", "_ema/global_step2", "global_step1_hf", "global_step2_hf"
     }  # fmt: skip
-    assert files(save_steps=1, save_hf_ckpt=True, disable_ds_ckpt=True) == {"global_step1_hf", "global_step2_hf"}
+    assert files(save_steps=1, save_hf_ckpt=True, disable_ds_ckpt=True) == {
+        "global_step1_hf",
+        "global_step2_hf",
+    }
     assert files(hf_save_steps=2) == {"global_step2_hf"}
     assert files() == set()
 
@@ -497,7 +565,10 @@ def test_what_goes_to_weights_and_biases(make_config, monkeypatch):
         return SimpleNamespace(id="run-7", define_metric=lambda *a, **k: None, finish=lambda: None,
                                log=lambda metrics, **k: logged.append(metrics))  # fmt: skip
 
-    logged_in = {"setup": lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")), "login": lambda **_: True}
+    logged_in = {
+        "setup": lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")),
+        "login": lambda **_: True,
+    }
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, **logged_in))
     trainer = fitted(make_config(use_wandb=True, wandb_org="an org", wandb_group="a group", wandb_project="a project",
                                  wandb_run_name="a name", benchmark_steps=1, gamma=0.5))  # fmt: skip
@@ -590,7 +661,11 @@ def rows_of_calls(trainer: PPOTrainer) -> dict[str, list[int]]:
 
 
 def test_micro_batch_specs_and_token_budgets_are_kept(trainer_with):
-    forward = {"old_log_probs": "forward", "micro_rollout_batch_size": 4, "micro_train_batch_size": 4}
+    forward = {
+        "old_log_probs": "forward",
+        "micro_rollout_batch_size": 4,
+        "micro_train_batch_size": 4,
+    }
     calls = {"actor", "reference", "critic", "actor_train", "critic_train"}
     assert rows_of_calls(trainer_with(**forward)) == {call: [4] for call in calls}
     own = ["actor=1", "reference=3", "critic_train=2"]
@@ -599,15 +674,21 @@ def test_micro_batch_specs_and_token_budgets_are_kept(trainer_with):
     assert found["reference"] == [3, 1]
     assert (found["critic"], found["actor_train"], found["critic_train"]) == ([4], [4], [2, 2])
     # a budget that no sample fits in: each is alone; and one that holds all of them
-    assert set(map(len, rows_of_calls(trainer_with(**forward, max_tokens_per_micro_batch=1)).values())) == {4}
-    assert set(map(len, rows_of_calls(trainer_with(**forward, max_tokens_per_micro_batch=4096)).values())) == {1}
+    assert set(
+        map(len, rows_of_calls(trainer_with(**forward, max_tokens_per_micro_batch=1)).values())
+    ) == {4}
+    assert set(
+        map(len, rows_of_calls(trainer_with(**forward, max_tokens_per_micro_batch=4096)).values())
+    ) == {1}
 
 
 # -- dry runs --------------------------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_trains_once_and_leaves_nothing(make_config, tmp_path, capsys):
-    config = make_config(dry_run=True, save_steps=1, hf_save_steps=1, eval_data=make_config().data.prompt_data)
+    config = make_config(
+        dry_run=True, save_steps=1, hf_save_steps=1, eval_data=make_config().data.prompt_data
+    )
     before = sorted(tmp_path.rglob("*"))
     trainer = fitted(config)
     assert trainer.state.global_step == 1
@@ -618,5 +699,7 @@ def test_a_dry_run_trains_once_and_leaves_nothing(make_config, tmp_path, capsys)
     assert "[step 1] " in out  # a sample with its reward
     assert "evaluation: " in out
     assert not [
-        path for path in Path(trainer.config.checkpoint.save_path).rglob("*") if "step" in path.name and path.is_dir()
+        path
+        for path in Path(trainer.config.checkpoint.save_path).rglob("*")
+        if "step" in path.name and path.is_dir()
     ]

@@ -68,7 +68,9 @@ def test_a_killed_run_goes_on_from_its_last_whole_checkpoint(plain, make_config,
     assert list(folder.glob("_critic/*.damaged"))
 
 
-def test_plain_checkpoints_and_those_with_sums_take_each_others_place(make_config, tmp_path, monkeypatch):
+def test_plain_checkpoints_and_those_with_sums_take_each_others_place(
+    make_config, tmp_path, monkeypatch
+):
     options = {"save_path": str(tmp_path / "run"), "save_steps": 1, "num_episodes": 2}
     folder = tmp_path / "ckpt"
     with monkeypatch.context() as without:
@@ -86,7 +88,9 @@ def test_plain_checkpoints_and_those_with_sums_take_each_others_place(make_confi
 def test_another_stage_asks_for_the_plugin(plain, make_config, tmp_path):
     options = {"save_path": str(tmp_path / "run"), "save_steps": 1}
     fitted(make_config(**options, zero_stage=0))
-    with pytest.raises(CheckpointError, match=r"other ranks or another ZeRO stage: .* lightppo\.plugins\.reshape"):
+    with pytest.raises(
+        CheckpointError, match=r"other ranks or another ZeRO stage: .* lightppo\.plugins\.reshape"
+    ):
         fitted(make_config(**options, zero_stage=2, reshape_ckpt=True, num_episodes=2))
 
 

@@ -26,11 +26,16 @@ def frozen_first_layer():
 
 def test_a_preparation_changes_what_trains(world, make_config, tiny_model, frozen_first_layer):
     trainer = fitted(make_config(advantage_estimator="gae", num_episodes=1))
-    assert frozen_first_layer == [(role, tiny_model, "cpu") for role in ("actor", "critic", "reference")]
+    assert frozen_first_layer == [
+        (role, tiny_model, "cpu") for role in ("actor", "critic", "reference")
+    ]
     before = load_causal_lm(tiny_model).model.layers
     after = trainer.actor.hf_model.model.layers
     unchanged = [
-        all(torch.equal(old, new) for old, new in zip(before[i].parameters(), after[i].parameters())) for i in range(2)
+        all(
+            torch.equal(old, new) for old, new in zip(before[i].parameters(), after[i].parameters())
+        )
+        for i in range(2)
     ]
     assert unchanged == [True, False]
 

@@ -17,7 +17,9 @@ from lightppo.trainer.prompts import PromptFilter, too_well_solved
 def loader(rows: list[int]) -> SimpleNamespace:
     """A dataloader whose prompts come from these rows."""
     dataset = SimpleNamespace(positions_of=lambda indices: [rows.index(i) for i in indices])
-    return SimpleNamespace(dataset=dataset, batch_sampler=RolloutBatchSampler(len(rows), 2, shuffle=False))
+    return SimpleNamespace(
+        dataset=dataset, batch_sampler=RolloutBatchSampler(len(rows), 2, shuffle=False)
+    )
 
 
 def test_the_highest_go_first_and_at_most_the_share():
@@ -45,7 +47,9 @@ def test_prompts_leave_at_the_end_of_the_episode():
     # the share is of those that are left
     assert own.after_step(prompts, state, {20: 1.0, 30: 1.0}, True) == {"left_out_prompts": 3}
     assert prompts.batch_sampler.order() == [2]
-    assert own.strategy.printed[-1] == ("--dataset_filter_threshold 0.5: 1 prompts left out after episode 2, 1 stay")
+    assert own.strategy.printed[-1] == (
+        "--dataset_filter_threshold 0.5: 1 prompts left out after episode 2, 1 stay"
+    )
 
     again = loader(rows)
     own.restore(again, TrainerState(**asdict(state)))

@@ -34,17 +34,25 @@ def test_prompts_stay_as_they_are():
     assert prompts_of([]) == []  # a rank's empty share of the last batch
 
 
-@pytest.mark.parametrize("batch", [["ab", "c"], ("ab", "c"), (["ab", "c"],)], ids=["list", "tuple", "one column"])
+@pytest.mark.parametrize(
+    "batch", [["ab", "c"], ("ab", "c"), (["ab", "c"],)], ids=["list", "tuple", "one column"]
+)
 def test_strings(batch):
     first, second = prompts_of(batch)
-    assert (first.text, first.token_ids) == ("ab", [97, 98])  # no special tokens: the template has put them
+    # no special tokens: the template has put them
+    assert (first.text, first.token_ids) == ("ab", [97, 98])
     assert (second.text, second.token_ids) == ("c", [99])
     assert (first.label, first.data_source) == (None, "default")
 
 
 @pytest.mark.parametrize(
     "batch",
-    [(["ab", "c"], ["1", "2"]), [["ab", "c"], ["1", "2"]], [("ab", "c"), ("1", "2")], (("ab", "c"), ("1", "2"), None)],
+    [
+        (["ab", "c"], ["1", "2"]),
+        [["ab", "c"], ["1", "2"]],
+        [("ab", "c"), ("1", "2")],
+        (("ab", "c"), ("1", "2"), None),
+    ],
 )
 def test_prompts_and_labels(batch):
     assert [(p.text, p.label, p.data_source) for p in prompts_of(batch)] == [
@@ -64,7 +72,9 @@ def test_prompts_labels_and_references(kind):
 
 
 def test_references_without_labels():
-    assert [(p.label, p.data_source) for p in prompts_of((["a"], None, ["x"]))] == [("x", "default")]
+    assert [(p.label, p.data_source) for p in prompts_of((["a"], None, ["x"]))] == [
+        ("x", "default")
+    ]
 
 
 def test_equal_texts_are_one_group_and_others_are_not():
@@ -103,7 +113,10 @@ def test_anything_else_is_refused(batch):
 
 @pytest.mark.parametrize(
     ("batch", "message"),
-    [((["a", "b"], ["1"]), "2 prompts has 1 labels"), ((["a"], ["s"], ["1", "2"]), "1 prompts has 2 references")],
+    [
+        ((["a", "b"], ["1"]), "2 prompts has 1 labels"),
+        ((["a"], ["s"], ["1", "2"]), "1 prompts has 2 references"),
+    ],
 )
 def test_columns_of_other_lengths_are_refused(batch, message):
     with pytest.raises(ValueError, match=message):
@@ -124,7 +137,9 @@ def episode(dataloader, number: int, consumed_prompts: int) -> list[tuple[list, 
     return found
 
 
-def loader(batch_size: int = 4, rank: int = 0, world_size: int = 1, samples: int = 10) -> DataLoader:
+def loader(
+    batch_size: int = 4, rank: int = 0, world_size: int = 1, samples: int = 10
+) -> DataLoader:
     sampler = RolloutBatchSampler(samples, batch_size, rank=rank, world_size=world_size, seed=1)
     return DataLoader(range(samples), batch_sampler=sampler, collate_fn=list)
 

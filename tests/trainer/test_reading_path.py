@@ -30,8 +30,16 @@ def reading_path() -> dict[str, list[str]]:
 def functions_of(file: str) -> set[str]:
     """Qualified names of its functions."""
     tree = ast.parse(path_of(file).read_text(encoding="utf-8"))
-    homes = [("", tree), *((f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef))]
-    return {prefix + node.name for prefix, home in homes for node in home.body if isinstance(node, ast.FunctionDef)}
+    homes = [
+        ("", tree),
+        *((f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef)),
+    ]
+    return {
+        prefix + node.name
+        for prefix, home in homes
+        for node in home.body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_the_way_has_at_most_15_files_and_names_functions_of_theirs():
@@ -44,8 +52,11 @@ def test_the_way_has_at_most_15_files_and_names_functions_of_theirs():
 
 @pytest.mark.usefixtures("world")
 def test_a_run_enters_them_in_this_order(make_config, monkeypatch):
-    for probe in ("check_padding", "check_decoding"):  # which go the way in small before the first step
-        monkeypatch.setattr(f"lightppo.plugins.checks.building.{probe}", lambda *args, **options: None)
+    # which go the way in small before the first step
+    for probe in ("check_padding", "check_decoding"):
+        monkeypatch.setattr(
+            f"lightppo.plugins.checks.building.{probe}", lambda *args, **options: None
+        )
     entered: dict[tuple[str, str], None] = {}  # in the order of the first call
 
     def note(code: CodeType) -> None:
@@ -59,7 +70,11 @@ def test_a_run_enters_them_in_this_order(make_config, monkeypatch):
         PPOTrainer.from_config(config).fit()
     finally:
         sys.setprofile(before)
-    expected = [(str(path_of(file)), name) for file, names in list(reading_path().items())[1:] for name in names]
+    expected = [
+        (str(path_of(file)), name)
+        for file, names in list(reading_path().items())[1:]
+        for name in names
+    ]
     assert [step for step in expected if step not in entered] == []
     first = {file: names[0] for file, names in list(reading_path().items())[1:]}
     places = [list(entered).index((str(path_of(file)), name)) for file, name in first.items()]

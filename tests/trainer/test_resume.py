@@ -60,7 +60,9 @@ def everything(make_config, tmp_path):
             clip_cov_ratio=0.2,
             clip_cov_low=-9.0,
             # 5 texts in batches of 2 are 3 batches: no step starts where another one did
-            pretrain_data=write_jsonl(tmp_path / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(5)]),
+            pretrain_data=write_jsonl(
+                tmp_path / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(5)]
+            ),
             save_path=str(tmp_path / folder / "run"),
             ckpt_path=str(tmp_path / folder / "ckpt"),
             **{"save_steps": 1} | options,
@@ -72,7 +74,8 @@ def everything(make_config, tmp_path):
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, caplog, zero_stage):
     straight = fitted(everything("straight", zero_stage=zero_stage, benchmark_steps=4))
-    for start, stop in ((0, 2), (2, 3), (3, 4)):  # stops inside an episode; at its end; in the next one
+    # stops inside an episode; at its end; in the next one
+    for start, stop in ((0, 2), (2, 3), (3, 4)):
         capsys.readouterr()
         torch.rand(7)  # whatever the process did in between
         resumed = fitted(everything("resumed", zero_stage=zero_stage, benchmark_steps=stop))
@@ -92,7 +95,8 @@ def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, caplog, zero
         assert ours[name] is not None
         assert ours[name] == theirs[name]
     assert resumed.state == straight.state
-    assert resumed.states["alarms"].state_dict() == straight.states["alarms"].state_dict()  # of all four steps
+    # of all four steps
+    assert resumed.states["alarms"].state_dict() == straight.states["alarms"].state_dict()
     assert len(resumed.states["alarms"].state_dict()["rollout/reward"]) == 4
     assert resumed.state.episode == 1
     # 4 steps × 2 epochs × 2 optimizer steps × 2 micro batches
@@ -104,7 +108,9 @@ def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, caplog, zero
     assert "was recorded" not in caplog.text  # nothing is missed that is there
 
 
-def test_a_part_of_another_checkpoint_is_refused_and_lost_records_are_told(everything, tmp_path, caplog):
+def test_a_part_of_another_checkpoint_is_refused_and_lost_records_are_told(
+    everything, tmp_path, caplog
+):
     """Actor, critic, moving average and reference, each of the step before: a resume trained on with it."""
     config = everything("run", benchmark_steps=2)
     run = fitted(config).checkpointer.run
@@ -124,13 +130,13 @@ def test_a_part_of_another_checkpoint_is_refused_and_lost_records_are_told(every
     (tmp_path / "run" / "run" / "metrics.jsonl").unlink()
     (tmp_path / "run" / "run" / "rollouts" / "step1.jsonl.gz").unlink()
     resumed.fit()
-    told = (
-        "of what was recorded until step 2, metrics.jsonl is missing; rollouts/step1.jsonl.gz is missing. The run goes"
-    )
+    told = "of what was recorded until step 2, metrics.jsonl is missing; rollouts/step1.jsonl.gz is missing. The run goes"
     assert f"{tmp_path}/run/run: {told}" in caplog.text
 
 
-def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_nothing_had_happened(everything, tmp_path, capsys):
+def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_nothing_had_happened(
+    everything, tmp_path, capsys
+):
     """Also one that keeps no checkpoints; an evaluation that was due when the signal came is made by the next start,
     and a signal during an evaluation waits for its end only."""
     order = tmp_path / "stop"  # the reward function takes it
@@ -149,10 +155,19 @@ def reward_func(queries, prompts, labels):
     return [float(query.count("1") + query.count("2")) for query in queries]
 """)
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"input": "1+1=", "label": "2"}])
-    options = {"reward_fn": str(reward), "benchmark_steps": 3, "save_steps": -1, "eval_data": held_out, "eval_steps": 1}
+    options = {
+        "reward_fn": str(reward),
+        "benchmark_steps": 3,
+        "save_steps": -1,
+        "eval_data": held_out,
+        "eval_steps": 1,
+    }
     straight = fitted(everything("straight", **options))
     # In the first step's scoring; in the evaluation of the second step, after that of the first one.
-    for number, (step, code, at) in {signal.SIGTERM: (1, 143, "0 8"), signal.SIGUSR1: (2, 138, "1 1")}.items():
+    for number, (step, code, at) in {
+        signal.SIGTERM: (1, 143, "0 8"),
+        signal.SIGUSR1: (2, 138, "1 1"),
+    }.items():
         order.write_text(f"{int(number)} {at}")
         config = everything("stopped", **options)
         with pytest.raises(SystemExit) as caught:
@@ -160,14 +175,20 @@ def reward_func(queries, prompts, labels):
         assert caught.value.code == code
         said = capsys.readouterr().out
         where = config.checkpoint.ckpt_path
-        assert f"stopped by {number.name} after step {step} of 3; saved in {where}: the same command goes on" in said
+        assert (
+            f"stopped by {number.name} after step {step} of 3; saved in {where}: the same command goes on"
+            in said
+        )
         assert Path(where, "latest").read_text() == f"global_step{step}"
     resumed = fitted(everything("stopped", **options))
     assert "resumed from" in capsys.readouterr().out
 
     assert trained_rows(resumed.config) == trained_rows(straight.config)
     evaluated = [
-        [{n: x for n, x in row.items() if n == "step" or "eval/" in n} for row in logged(run.config)]
+        [
+            {n: x for n, x in row.items() if n == "step" or "eval/" in n}
+            for row in logged(run.config)
+        ]
         for run in (resumed, straight)
     ]
     evaluated = [[row for row in rows if "eval/reward" in row] for rows in evaluated]
@@ -204,7 +225,10 @@ def test_a_finished_run_does_nothing_and_says_so(make_config, tmp_path, capsys, 
     assert "run complete" not in out
     assert more.state.global_step == 6
     assert [row["step"] for row in trained_rows(config)] == [1, 2, 3, 4, 5, 6]
-    client, ids = mlflow.MlflowClient(str(tmp_path / "mlruns")), more.states["trackers"].state_dict()
+    client, ids = (
+        mlflow.MlflowClient(str(tmp_path / "mlruns")),
+        more.states["trackers"].state_dict(),
+    )
     points = client.get_metric_history(ids["mlflow"], "rollout/reward")
     assert ids == first.states["trackers"].state_dict()
     assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
@@ -219,7 +243,10 @@ def test_a_finished_run_does_nothing_and_says_so(make_config, tmp_path, capsys, 
 def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Time and bytes of every file, and times of the folders; not of the lock, which names its holder."""
     return {
-        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        str(path.relative_to(folder)): (
+            path.stat().st_mtime_ns,
+            path.read_bytes() if path.is_file() else b"",
+        )
         for path in (folder, *folder.rglob("*"))
         if path.name != ".lock"
     }
@@ -231,26 +258,40 @@ def test_a_finished_command_run_again_changes_nothing(make_config, assets, tmp_p
     config = make_config(save_steps=2, ckpt_path=None, **options)
     fitted(config)
     before = files_of(tmp_path)
-    assert {"run/model.safetensors", "run_critic/model.safetensors", "run/metrics.jsonl"} < before.keys()
+    assert {
+        "run/model.safetensors",
+        "run_critic/model.safetensors",
+        "run/metrics.jsonl",
+    } < before.keys()
     release([config.checkpoint.save_path, config.resolved().checkpoint.ckpt_path])
     capsys.readouterr()
     fitted(config)
     after = files_of(tmp_path)
-    assert [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)] == []
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run complete")]
-    assert said == ["run complete: 3 steps; raise --num_episodes 1 to go on, or start anew with --resume never"]
+    assert [
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    ] == []
+    said = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("run complete")
+    ]
+    assert said == [
+        "run complete: 3 steps; raise --num_episodes 1 to go on, or start anew with --resume never"
+    ]
 
-    (tmp_path / "run" / "model.safetensors").unlink()  # not complete: its model is made again, no evaluation is
+    # not complete: its model is made again, no evaluation is
+    (tmp_path / "run" / "model.safetensors").unlink()
     fitted(config)
     after = files_of(tmp_path)
     changed = {name for name in before if before[name][1] != after[name][1]}
-    assert not changed - {"run/plot.png", "run/run_metadata.jsonl"}, changed  # the start is recorded
+    # the start is recorded
+    assert not changed - {"run/plot.png", "run/run_metadata.jsonl"}, changed
 
 
 def test_one_altered_byte_sends_the_run_back_by_one_checkpoint(make_config, tmp_path, capsys):
     """All the way: the numbers are those of the run whose files were left alone."""
     straight = fitted(
-        make_config(save_path=str(tmp_path / "straight"), ckpt_path=str(tmp_path / "other"), save_steps=1)
+        make_config(
+            save_path=str(tmp_path / "straight"), ckpt_path=str(tmp_path / "other"), save_steps=1
+        )
     )
     config = make_config(save_steps=1)
     fitted(config.with_options(benchmark_steps=2))
@@ -262,7 +303,9 @@ def test_one_altered_byte_sends_the_run_back_by_one_checkpoint(make_config, tmp_
     resumed = fitted(config)
     out = capsys.readouterr().out
     text = f"_critic: {states.name} has other content than was written; going on from global_step1"
-    assert f"{tmp_path}/ckpt: global_step2 is damaged, kept as global_step2.damaged: {text}\n" in out
+    assert (
+        f"{tmp_path}/ckpt: global_step2 is damaged, kept as global_step2.damaged: {text}\n" in out
+    )
     assert f"resumed from {tmp_path}/ckpt/global_step1" in out
     assert trained_rows(config) == trained_rows(straight.config)
     ours, theirs = whole_weights(resumed), whole_weights(straight)
@@ -274,13 +317,17 @@ def test_exports_that_a_kill_took_are_made_by_the_next_start(make_config, tmp_pa
     fitted(config)
     ckpt = tmp_path / "ckpt"
     export = {path.name: path.read_bytes() for path in (ckpt / "global_step2_hf").iterdir()}
-    (ckpt / "global_step2_hf").rename(ckpt / ".global_step2_hf.saving")  # killed in the middle of it
+    # killed in the middle of it
+    (ckpt / "global_step2_hf").rename(ckpt / ".global_step2_hf.saving")
     (ckpt / ".global_step2_hf.saving" / "config.json").unlink()
     (ckpt / ".global_step7_hf.saving").mkdir()  # of a step that is not there
     (tmp_path / "run" / durable.MANIFEST).unlink()  # and before the model
     capsys.readouterr()
     fitted(config)
-    assert f"{ckpt}/global_step2_hf was not written before the run ended: it is now" in capsys.readouterr().out
+    assert (
+        f"{ckpt}/global_step2_hf was not written before the run ended: it is now"
+        in capsys.readouterr().out
+    )
     assert {path.name: path.read_bytes() for path in (ckpt / "global_step2_hf").iterdir()} == export
     assert list(ckpt.glob(".*saving")) == []
     assert durable.manifest(tmp_path / "run")["facts"] == {"step": 2}
@@ -315,9 +362,12 @@ def test_options_that_make_another_run_are_refused(make_config, tmp_path):
     assert "--gamma 1.0 → 0.9, --actor_learning_rate 0.01 → 0.5" in str(error.value)
     assert "Set that back, or start anew: with another --save_path" in str(error.value)
     assert "benchmark_steps" not in str(error.value)
-    assert (tmp_path / "run" / "run_config.yaml").read_text() == kept  # that of the run that is there
+    # that of the run that is there
+    assert (tmp_path / "run" / "run_config.yaml").read_text() == kept
 
-    anew = PPOTrainer.from_config(changed.with_options(resume="never", ckpt_path=str(tmp_path / "other")))
+    anew = PPOTrainer.from_config(
+        changed.with_options(resume="never", ckpt_path=str(tmp_path / "other"))
+    )
     assert anew.state.global_step == 0
 
 
@@ -383,8 +433,11 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(make_config, small_disk
     text = r"_critic: the disk is full: 2\d\d\.\d kB are needed, \d\d\.\d kB are free: lower --max_ckpt_num"
     with pytest.raises(StorageError, match=text):
         trainer.fit()
-    assert sorted(path.name for path in (small_disk / "_critic").iterdir() if path.is_dir()) == ["global_step1"]
-    with pytest.raises(StorageError, match=r"/model: the disk is full: [\d.]+ kB are needed"):  # told by safetensors
+    assert sorted(path.name for path in (small_disk / "_critic").iterdir() if path.is_dir()) == [
+        "global_step1"
+    ]
+    # told by safetensors
+    with pytest.raises(StorageError, match=r"/model: the disk is full: [\d.]+ kB are needed"):
         trainer.save_model(small_disk / "model")
     filler.unlink()
     release([config.checkpoint.save_path, config.checkpoint.ckpt_path])
@@ -392,7 +445,9 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(make_config, small_disk
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_takes_nothing_stops_the_run_with_a_checkpoint(make_config, tmp_path, monkeypatch, number):
+def test_a_disk_that_takes_nothing_stops_the_run_with_a_checkpoint(
+    make_config, tmp_path, monkeypatch, number
+):
     config = make_config(save_steps=1, max_ckpt_num=1)
     trainer = PPOTrainer.from_config(config)
     fsync = os.fsync
@@ -403,7 +458,11 @@ def test_a_disk_that_takes_nothing_stops_the_run_with_a_checkpoint(make_config, 
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", refuse)
-    told = "the disk is full: .* lower --max_ckpt_num" if number == errno.ENOSPC else r"cannot be written \(Read-only"
+    told = (
+        "the disk is full: .* lower --max_ckpt_num"
+        if number == errno.ENOSPC
+        else r"cannot be written \(Read-only"
+    )
     with pytest.raises(StorageError, match=rf"{tmp_path}/ckpt/_actor: {told}.*--ckpt_path"):
         trainer.fit()
     monkeypatch.undo()

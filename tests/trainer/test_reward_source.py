@@ -24,7 +24,9 @@ def always(score: float) -> Any:
     "options", [{}, {"async_rewards": True, "micro_rollout_batch_size": 2}], ids=["after", "async"]
 )
 def test_what_follows_is_scored_by_another_source(make_config, assets, options):
-    config = make_config(total_training_steps=1, eval_data=assets["prompt_data"], eval_steps=1, **options)
+    config = make_config(
+        total_training_steps=1, eval_data=assets["prompt_data"], eval_steps=1, **options
+    )
     trainer = PPOTrainer.from_config(config)
     trainer.reward_source = always(7.0)
     assert trainer.reward_source.name == "reward"

@@ -54,15 +54,23 @@ def test_a_run_scores_by_what_it_was_given(make_config, reward, expected):
     rows = rewards_of(config.checkpoint.save_path)
     assert [row["rollout/reward"] for row in rows] == [expected] * len(rows)
     assert rows
-    kept = yaml.safe_load(Path(config.checkpoint.save_path, "run_config.yaml").read_text())["reward_fn"]
+    kept = yaml.safe_load(Path(config.checkpoint.save_path, "run_config.yaml").read_text())[
+        "reward_fn"
+    ]
     assert kept == {-1.0: "<minus of __main__>", 5.0: f"<Five of {__name__}>"}[expected]
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"reward_fn": 3}, "--reward_fn must be .*path.py:name, or in Python the function or object itself, not 3"),
-        ({"reward_fn": object()}, "--reward_fn: <object.* scores nothing: give a function, or an object with name"),
+        (
+            {"reward_fn": 3},
+            "--reward_fn must be .*path.py:name, or in Python the function or object itself, not 3",
+        ),
+        (
+            {"reward_fn": object()},
+            "--reward_fn: <object.* scores nothing: give a function, or an object with name",
+        ),
         ({"reward_fn": Five}, "--reward_fn: .*Five.* scores nothing"),
         (
             {"reward_fn": ones, "eval_data": "rows", "eval_reward_fn": object()},
@@ -91,8 +99,12 @@ def only_even(prompt):
 
 
 def test_a_source_of_a_plugin_has_a_name(own_source):
-    config = PPOConfig.from_flat(pretrain="model", prompt_data="rows", reward_source=["five=0.5", "function"])
-    with pytest.raises(ConfigError, match="names 'function', which is what --reward_fn gives: set --reward_fn"):
+    config = PPOConfig.from_flat(
+        pretrain="model", prompt_data="rows", reward_source=["five=0.5", "function"]
+    )
+    with pytest.raises(
+        ConfigError, match="names 'function', which is what --reward_fn gives: set --reward_fn"
+    ):
         config.validate()
     source = built(reward_source=["five=0.5", "function"], reward_fn=ones)
     assert source.score([fakes.make_rollout(response_text="121")]).scores == [0.5 * 5 + 2]
@@ -113,9 +125,13 @@ def test_its_own_look_at_rows(own_source):
 
 def test_a_maker_must_make_a_source(monkeypatch):
     monkeypatch.setitem(REWARDS, "nothing", RewardEntry(lambda request: 3))
-    with pytest.raises(ConfigError, match="--reward_source nothing: its function gives 3, and not an object with"):
+    with pytest.raises(
+        ConfigError, match="--reward_source nothing: its function gives 3, and not an object with"
+    ):
         built(reward_source=["nothing"])
-    with pytest.raises(TypeError, match=r"--reward_source mine: register a RewardEntry, as RewardEntry"):
+    with pytest.raises(
+        TypeError, match=r"--reward_source mine: register a RewardEntry, as RewardEntry"
+    ):
         REWARDS.register("mine", Five)
 
 
@@ -141,5 +157,7 @@ def test_a_manager_of_a_plugin_calls_the_function(monkeypatch):
     rollouts = [fakes.make_rollout(response_text=text) for text in ("a", "bb")]
     assert source.score(rollouts).scores == [1.0, 2.0]
     assert source._runner.order == ["bb", "a"]
-    with pytest.raises(ConfigError, match="--reward_manager backwards: reward function ones takes a whole batch"):
+    with pytest.raises(
+        ConfigError, match="--reward_manager backwards: reward function ones takes a whole batch"
+    ):
         built(reward_fn=ones, reward_manager="backwards")

@@ -63,18 +63,39 @@ def config_of(make_config, tmp_path):
 
 def samples_of(config: PPOConfig) -> list[list[dict[str, Any]]]:
     """The samples of each step."""
-    files = sorted(Path(config.sampling.rollout_data_dir).iterdir(), key=lambda path: int(path.stem[4:]))
+    files = sorted(
+        Path(config.sampling.rollout_data_dir).iterdir(), key=lambda path: int(path.stem[4:])
+    )
     return [read_jsonl(path) for path in files]
 
 
-SELECTION = {"dynamic_sampling": True, "filter_metric": "acc", "gen_batch_size": 5, "max_num_gen_batches": 0}
+SELECTION = {
+    "dynamic_sampling": True,
+    "filter_metric": "acc",
+    "gen_batch_size": 5,
+    "max_num_gen_batches": 0,
+}
 
 
 OF_SELECTION = {
     f"rollout/{name}"
     for name in (
-        *("not_best", "num_gen_batches", "trained_groups", "reused_groups", "stale_groups", "staleness"),
-        *("surplus_groups", "kept_share", "rejected_equal", "rejected_low", "rejected_high", "rejected_unmeasured"),
+        *(
+            "not_best",
+            "num_gen_batches",
+            "trained_groups",
+            "reused_groups",
+            "stale_groups",
+            "staleness",
+        ),
+        *(
+            "surplus_groups",
+            "kept_share",
+            "rejected_equal",
+            "rejected_low",
+            "rejected_high",
+            "rejected_unmeasured",
+        ),
         "left_out_prompts",
     )
 }
@@ -112,9 +133,14 @@ def test_each_accepted_prompt_is_trained_on_once_per_episode(config_of):
     assert trainer.state.episode == 2
     rows, steps = numbers(config), samples_of(config)
     for row, samples in zip(rows, steps, strict=True):
-        groups = {s["index"]: [t["score"] for t in samples if t["index"] == s["index"]] for s in samples}
+        groups = {
+            s["index"]: [t["score"] for t in samples if t["index"] == s["index"]] for s in samples
+        }
         assert all(len(scores) == 3 and len(set(scores)) == 2 for scores in groups.values())
-        assert (row["rollout/samples"], row["rollout/trained_groups"]) == (3 * len(groups), len(groups))
+        assert (row["rollout/samples"], row["rollout/trained_groups"]) == (
+            3 * len(groups),
+            len(groups),
+        )
         assert len(groups) <= 2
     # each prompt is sampled once in each episode: 12 prompts, 3 samples, 2 episodes
     assert sum(row["rollout/generated_samples"] for row in rows) == 2 * 12 * 3
@@ -129,7 +155,11 @@ def test_each_accepted_prompt_is_trained_on_once_per_episode(config_of):
 
 
 def test_what_is_logged_is_documented_and_only_of_selection_where_there_is_any(config_of):
-    everything = SELECTION | {"generation_size": 4, "dataset_filter_threshold": 0.99, "total_training_steps": 1}
+    everything = SELECTION | {
+        "generation_size": 4,
+        "dataset_filter_threshold": 0.99,
+        "total_training_steps": 1,
+    }
     with_selection = set(numbers(fitted(config_of("with", **everything)).config)[0])
     without = set(numbers(fitted(config_of("without", total_training_steps=1)).config)[0])
     assert with_selection - without == OF_SELECTION
@@ -137,17 +167,24 @@ def test_what_is_logged_is_documented_and_only_of_selection_where_there_is_any(c
 
 
 def test_steps_without_a_group_train_nothing_and_the_run_goes_on_to_its_error(config_of, tmp_path):
-    (tmp_path / "same.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n")
-    config = config_of(dynamic_sampling=True, max_num_gen_batches=2, reward_fn=str(tmp_path / "same.py"))
+    (tmp_path / "same.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n"
+    )
+    config = config_of(
+        dynamic_sampling=True, max_num_gen_batches=2, reward_fn=str(tmp_path / "same.py")
+    )
     trainer = PPOTrainer.from_config(config)
     before = whole_weights(trainer)
-    with pytest.raises(TrainingError, match=r"no optimizer step was taken in 3 steps.*--filter_range"):
+    with pytest.raises(
+        TrainingError, match=r"no optimizer step was taken in 3 steps.*--filter_range"
+    ):
         trainer.fit()
     rows = numbers(config)
     assert [row["step"] for row in rows] == [1, 2, 3]  # two batches of two prompts each
-    assert {(row["rollout/samples"], row["train/optimizer_steps"], row["rollout/kept_share"]) for row in rows} == {
-        (0, 0, 0)
-    }
+    assert {
+        (row["rollout/samples"], row["train/optimizer_steps"], row["rollout/kept_share"])
+        for row in rows
+    } == {(0, 0, 0)}
     after = whole_weights(trainer)
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(RewardError, match=r"0 of 2 groups.*--on_exhausted"):
@@ -155,10 +192,17 @@ def test_steps_without_a_group_train_nothing_and_the_run_goes_on_to_its_error(co
 
 
 def test_reused_groups_have_the_advantages_of_their_own_group(config_of):
-    options = {"dynamic_sampling": True, "max_num_gen_batches": 1, "gen_batch_size": 10, "rollout_batch_size": 30}
+    options = {
+        "dynamic_sampling": True,
+        "max_num_gen_batches": 1,
+        "gen_batch_size": 10,
+        "rollout_batch_size": 30,
+    }
     found = {}
     for policy in ("train_short", "reuse"):
-        trainer = PPOTrainer.from_config(config_of(policy, on_exhausted=policy, train_batch_size=90, **options))
+        trainer = PPOTrainer.from_config(
+            config_of(policy, on_exhausted=policy, train_batch_size=90, **options)
+        )
         whole = len(sample(trainer, episode_of(trainer)).rollouts)
         found[policy] = trainer.replay_buffer.items
     short, reused = found["train_short"], found["reuse"]
@@ -180,16 +224,27 @@ def test_groups_are_judged_by_the_metric_and_the_range(config_of):
         for rollout in collected.rollouts:
             sums_[rollout.prompt.index] = sums_.get(rollout.prompt.index, 0) + rollout.reward
         assert all(limits[0] < 2 / 3 * total < limits[1] for total in sums_.values())
-        assert collected.counts["rejected_low"] + collected.counts["rejected_high"] == 12 - len(sums_)
+        assert collected.counts["rejected_low"] + collected.counts["rejected_high"] == 12 - len(
+            sums_
+        )
         assert (collected.counts["rejected_high"] > 0) == (limits[1] < 2)
 
 
 def test_best_of_n_trains_on_the_best(config_of):
-    options = {"generation_size": 6, "n_samples_per_prompt": 2, "train_batch_size": 4, "total_training_steps": 1}
+    options = {
+        "generation_size": 6,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 4,
+        "total_training_steps": 1,
+    }
     config = config_of(best_of_n_tie="longer", stop_token_ids=tuple(range(10, 25)), **options)
     trainer = fitted(config)
     (row,), (samples,) = numbers(config), samples_of(config)
-    assert (row["rollout/generated_samples"], row["rollout/not_best"], row["rollout/samples"]) == (12, 8, 4)
+    assert (row["rollout/generated_samples"], row["rollout/not_best"], row["rollout/samples"]) == (
+        12,
+        8,
+        4,
+    )
     assert sampling_params(trainer.config).n == 6
     assert eval_sampling_params(trainer.config).n == 1
     assert {s["score"] for s in samples} == {1.0}  # among six there are two
@@ -205,7 +260,8 @@ def test_best_of_n_trains_on_the_best(config_of):
 def test_a_replayed_run_is_the_run(config_of, tmp_path, monkeypatch):
     options = SELECTION | {"skip_rollout": str(tmp_path / "saved")}
     first = fitted(config_of("first", **options))
-    monkeypatch.setattr("lightppo.rollout.hf.HFRolloutEngine.generate", None)  # nothing is sampled now
+    # nothing is sampled now
+    monkeypatch.setattr("lightppo.rollout.hf.HFRolloutEngine.generate", None)
     again = fitted(config_of("again", **options))
     assert str(numbers(again.config)) == str(numbers(first.config))
     ours, theirs = whole_weights(again), whole_weights(first)
@@ -242,16 +298,21 @@ def test_an_engine_that_cannot_heat_the_first_token_is_refused(trainer_with):
 
 
 def test_easy_prompts_leave_the_further_episodes(config_of, tmp_path):
-    config = config_of(dataset_filter_threshold=0.99, dataset_max_filter_percentage=0.4, num_episodes=2)
+    config = config_of(
+        dataset_filter_threshold=0.99, dataset_max_filter_percentage=0.4, num_episodes=2
+    )
     trainer = fitted(config)
     rows, steps = numbers(config), samples_of(config)
-    assert [row["rollout/left_out_prompts"] for row in rows] == [0] * 5 + [4] * 4 + [4 + 3]  # 40% of 12, of 8
+    # 40% of 12, of 8
+    assert [row["rollout/left_out_prompts"] for row in rows] == [0] * 5 + [4] * 4 + [4 + 3]
     seen = {s["index"]: s for samples in steps[6:] for s in samples}
     first = trainer.state.left_out_prompts[:4]
     assert not set(first) & seen.keys()
     assert len(seen) == 8
     labels = {s["index"]: int(s["ground_truth"]) for samples in steps for s in samples}
-    means = {i: [s["score"] for samples in steps[:6] for s in samples if s["index"] == i] for i in labels}
+    means = {
+        i: [s["score"] for samples in steps[:6] for s in samples if s["index"] == i] for i in labels
+    }
     assert all(min(means[i]) == 1.0 for i in first)
 
 
@@ -271,7 +332,12 @@ def test_prompts_of_dropped_rows_are_found(config_of, tmp_path):
 
 def test_groups_that_were_left_over_have_log_probs_of_the_policy_that_trains(make_config, caplog):
     """With ``--gen_batch_size`` alone: of 6 prompts a step trains on 4, the other 2 wait while the policy moves on."""
-    options = {"gen_batch_size": 6, "num_episodes": 1, "total_training_steps": 2, "lr_warmup_steps": 0}
+    options = {
+        "gen_batch_size": 6,
+        "num_episodes": 1,
+        "total_training_steps": 2,
+        "lr_warmup_steps": 0,
+    }
     trainer = PPOTrainer.from_config(make_config(**options))
     make, compared = trainer.experience_maker.make_experience_list, []
 

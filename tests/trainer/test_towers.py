@@ -74,7 +74,9 @@ def test_merge_refuses_it(whole, tmp_path, capsys):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(whole), LoraConfig(r=2, target_modules=["down_proj"]))
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(whole), LoraConfig(r=2, target_modules=["down_proj"])
+    )
     adapted.save_pretrained(tmp_path / "adapter")
     with pytest.raises(SystemExit) as exit_info:
         main(["merge", str(tmp_path / "adapter"), str(tmp_path / "out"), "--base", whole])
@@ -83,16 +85,33 @@ def test_merge_refuses_it(whole, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_only_reads_may_have_a_tower_and_the_language_model_alone_trains(whole, make_config, tmp_path, capsys):
+def test_what_only_reads_may_have_a_tower_and_the_language_model_alone_trains(
+    whole, make_config, tmp_path, capsys
+):
     text = save_text(whole)
     reward = save_reward_model(tmp_path / "reward")
-    options = {"pretrain": text, "critic_pretrain": reward, "ref_pretrain": whole, "init_kl_coef": 0.1}
+    options = {
+        "pretrain": text,
+        "critic_pretrain": reward,
+        "ref_pretrain": whole,
+        "init_kl_coef": 0.1,
+    }
     fitted(make_config(**options, total_training_steps=1, lr_warmup_ratio=0.0, save_steps=1))
-    before, after = (load_file(Path(folder) / "model.safetensors") for folder in (text, tmp_path / "run"))
-    assert {name: t.shape for name, t in after.items()} == {name: t.shape for name, t in before.items()}
+    before, after = (
+        load_file(Path(folder) / "model.safetensors") for folder in (text, tmp_path / "run")
+    )
+    assert {name: t.shape for name, t in after.items()} == {
+        name: t.shape for name, t in before.items()
+    }
     assert any(not torch.equal(after[name], before[name]) for name in before)
-    config, start = (json.loads((Path(folder) / "config.json").read_text()) for folder in (tmp_path / "run", text))
-    assert (config["architectures"], config["model_type"]) == (start["architectures"], start["model_type"])
+    config, start = (
+        json.loads((Path(folder) / "config.json").read_text())
+        for folder in (tmp_path / "run", text)
+    )
+    assert (config["architectures"], config["model_type"]) == (
+        start["architectures"],
+        start["model_type"],
+    )
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit_info:  # of a base whose tower the export would not have
         main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--base", whole])
@@ -103,6 +122,11 @@ def test_what_only_reads_may_have_a_tower_and_the_language_model_alone_trains(wh
 
 def test_an_evaluation_only_reads(whole, make_config, tmp_path):
     prompts = write_jsonl(tmp_path / "prompts.jsonl", sums(3))
-    options = {"pretrain": whole, "val_only": True, "eval_data": prompts, "advantage_estimator": "reinforce"}
+    options = {
+        "pretrain": whole,
+        "val_only": True,
+        "eval_data": prompts,
+        "advantage_estimator": "reinforce",
+    }
     fitted(make_config(**options, eval_max_samples=2))
     assert (tmp_path / "run" / "metrics.jsonl").exists()

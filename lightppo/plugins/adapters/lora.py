@@ -26,7 +26,13 @@ from transformers.pytorch_utils import Conv1D
 from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import ActionScores, Actor
-from lightppo.models.loading import head_names, load_causal_lm, load_config, load_sequence_classifier, value_head
+from lightppo.models.loading import (
+    head_names,
+    load_causal_lm,
+    load_config,
+    load_sequence_classifier,
+    value_head,
+)
 from lightppo.models.preparation import Role
 from lightppo.models.wrapper import PretrainedWrapper
 from lightppo.plugins.adapters.quantised import check_bitsandbytes, dense_weight, quantised_layers
@@ -43,14 +49,18 @@ class LoraOptions:
 
     rank: int  # r, of A (r, in) and B (out, r)
     alpha: float = 16.0
-    dropout: float = 0.0  # on x before A, in training: its log probs, and the ratios, differ by the noise
-    target_modules: tuple[str, ...] = ()  # ends of the names of linear layers; empty, or all-linear: all but the head
+    # on x before A, in training: its log probs, and the ratios, differ by the noise
+    dropout: float = 0.0
+    # ends of the names of linear layers; empty, or all-linear: all but the head
+    target_modules: tuple[str, ...] = ()
 
 
 def check_peft() -> None:
     """ModelLoadError if peft is not installed; imports nothing."""
     if importlib.util.find_spec("peft") is None:
-        raise ModelLoadError("--lora_rank and adapters need peft: pip install 'lightppo[lora]', or pip install peft")
+        raise ModelLoadError(
+            "--lora_rank and adapters need peft: pip install 'lightppo[lora]', or pip install peft"
+        )
 
 
 def prepare(
@@ -62,7 +72,9 @@ def prepare(
     """Adapters, where ``--lora_rank`` asks for them; from here on only these train."""
     asked = config.adapter
     if asked.lora_rank > 0 and role in ("actor", "critic"):
-        options = LoraOptions(asked.lora_rank, asked.lora_alpha, asked.lora_dropout, asked.target_modules)
+        options = LoraOptions(
+            asked.lora_rank, asked.lora_alpha, asked.lora_dropout, asked.target_modules
+        )
         add_adapters(model, options, config.strategy.seed)
 
 
@@ -111,15 +123,21 @@ def add_adapters(
 def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
     """The layers that get an adapter: ends of their names if these fit no other layer, else whole names."""
     heads = head_names(model)
-    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))
+    ]
     unknown: list[str] = []
     if wanted in ((), ("all-linear",)):
         chosen = {name for name in linear if name not in heads}
     else:
-        of_end = {end: {name for name in linear if f".{name}".endswith(f".{end}")} for end in wanted}
+        of_end = {
+            end: {name for name in linear if f".{name}".endswith(f".{end}")} for end in wanted
+        }
         chosen = set().union(*of_end.values())
         # The critic takes the same options, but has no lm_head.
-        unknown = [end for end in wanted if not of_end[end] and (end != "lm_head" or model.can_generate())]
+        unknown = [
+            end for end in wanted if not of_end[end] and (end != "lm_head" or model.can_generate())
+        ]
     if unknown or not chosen:
         raise ModelLoadError(
             f"--target_modules {' '.join(unknown or wanted) or 'all-linear'}: {type(model).__name__} has none; "
@@ -127,13 +145,19 @@ def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[
         )
     for name in heads & chosen:
         if not model.can_generate():
-            raise ModelLoadError(f"--target_modules {name}: the value head trains as a whole; leave it out")
+            raise ModelLoadError(
+                f"--target_modules {name}: the value head trains as a whole; leave it out"
+            )
         if model.config.get_text_config().tie_word_embeddings:
             raise ModelLoadError(
                 f"--target_modules {name}: it is the embedding, with an adapter it could not be merged"
             )
     ends = set(map(_end, chosen))
-    return sorted(ends if {name for name, _ in model.named_modules() if _end(name) in ends} == chosen else chosen)
+    return sorted(
+        ends
+        if {name for name, _ in model.named_modules() if _end(name) in ends} == chosen
+        else chosen
+    )
 
 
 def _end(name: str) -> str:
@@ -219,11 +243,19 @@ def load_merged(
 
     config = PeftConfig.from_pretrained(str(adapter))
     if (base := base or config.base_model_name_or_path) is None:
-        raise ModelLoadError(f"{adapter}: adapter_config.json does not name the base model: set {flag}")
+        raise ModelLoadError(
+            f"{adapter}: adapter_config.json does not name the base model: set {flag}"
+        )
     options = {"flag": flag, "trust_remote_code": trust_remote_code}
     if getattr(load_config(base, **options), "quantization_config", None) is not None:
-        raise ModelLoadError(f"{flag} {base} is quantised, and cannot hold a merged adapter: name the dense model")
-    load = partial(load_sequence_classifier, kind="critic") if config.task_type == "SEQ_CLS" else load_causal_lm
+        raise ModelLoadError(
+            f"{flag} {base} is quantised, and cannot hold a merged adapter: name the dense model"
+        )
+    load = (
+        partial(load_sequence_classifier, kind="critic")
+        if config.task_type == "SEQ_CLS"
+        else load_causal_lm
+    )
     model = load(base, dtype="auto", **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys")
@@ -234,7 +266,11 @@ def load_merged(
         except (UserWarning, RuntimeError, ValueError) as error:
             reason = textwrap.shorten(str(error), 500, placeholder=" …")
             raise ModelLoadError(f"{adapter} does not fit {flag} {base}: {reason}") from error
-    for layer in [module for module in wrapped.modules() if hasattr(module, "lora_A") and hasattr(module, "merge")]:
+    for layer in [
+        module
+        for module in wrapped.modules()
+        if hasattr(module, "lora_A") and hasattr(module, "merge")
+    ]:
         dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
         layer.float().merge(safe_merge=True)
         for name, dtype in dtypes.items():
@@ -261,7 +297,11 @@ class LoraExport:
         self.scaling = {name: layer.scaling[_NAME] for name, layer in layers.items()}
         self.in_4bit = quantised_layers(model)
         self.transposed = {name for name, layer in layers.items() if layer.fan_in_fan_out}
-        self.transposed |= {name.removesuffix(_BASE[:-1]) for name, layer in self.in_4bit.items() if layer.transposed}
+        self.transposed |= {
+            name.removesuffix(_BASE[:-1])
+            for name, layer in self.in_4bit.items()
+            if layer.transposed
+        }
 
     def __str__(self) -> str:
         targets = ", ".join(sorted(self.config.target_modules))
@@ -279,8 +319,12 @@ class LoraExport:
                 tensor = dense_weight(self.in_4bit[layer], tensor)
             owner, _, kind = name.rpartition(_BASE)
             if owner and kind == "weight":
-                lora_a, lora_b = (state_dict[f"{owner}.lora_{side}.{_NAME}.weight"] for side in "AB")
-                tensor = merge(tensor, lora_a, lora_b, self.scaling[owner], transposed=owner in self.transposed)
+                lora_a, lora_b = (
+                    state_dict[f"{owner}.lora_{side}.{_NAME}.weight"] for side in "AB"
+                )
+                tensor = merge(
+                    tensor, lora_a, lora_b, self.scaling[owner], transposed=owner in self.transposed
+                )
             result[name.replace(_BASE, ".")] = tensor
         return result
 
@@ -301,7 +345,11 @@ class LoraExport:
 
 def _layers(model: nn.Module) -> dict[str, Any]:
     """Layers with an adapter, by name."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "_disable_adapters")}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "_disable_adapters")
+    }
 
 
 def _is_adapter(name: str) -> bool:

@@ -27,7 +27,9 @@ BLOCK = 64  # weights of a row that share a scale
 def check_bitsandbytes() -> None:
     """ModelLoadError if bitsandbytes is not installed; imports nothing."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelLoadError("--load_in_4bit needs bitsandbytes: pip install 'lightppo[qlora]', or bitsandbytes alone")
+        raise ModelLoadError(
+            "--load_in_4bit needs bitsandbytes: pip install 'lightppo[qlora]', or bitsandbytes alone"
+        )
 
 
 def quantise_body(model: PreTrainedModel) -> None:
@@ -43,20 +45,26 @@ def quantise(model: PreTrainedModel, heads: set[str]) -> None:
     """
     check_bitsandbytes()
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise ModelLoadError("--load_in_4bit: the model is sharded already; load it with load_in_4bit=True")
+        raise ModelLoadError(
+            "--load_in_4bit: the model is sharded already; load it with load_in_4bit=True"
+        )
     model.requires_grad_(False)
     for name in fitting_layers(model, heads):
         try:
             quantised = _quantised(model.get_submodule(name))
         except (RuntimeError, ImportError) as error:
-            raise ModelLoadError(f"--load_in_4bit: bitsandbytes cannot pack {name}: {error}") from error
+            raise ModelLoadError(
+                f"--load_in_4bit: bitsandbytes cannot pack {name}: {error}"
+            ) from error
         model.set_submodule(name, quantised)  # frees the dense weight before the next is packed
 
 
 def quantised_layers(model: nn.Module) -> dict[str, Linear4bit]:
     """A model's layers in 4 bits, by name."""
     return {
-        name: layer for name, layer in model.named_modules() if hasattr(layer._parameters.get("weight"), "quant_state")
+        name: layer
+        for name, layer in model.named_modules()
+        if hasattr(layer._parameters.get("weight"), "quant_state")
     }
 
 
@@ -75,10 +83,20 @@ def _quantised(layer: nn.Linear | Conv1D) -> Linear4bit:
 
     transposed = isinstance(layer, Conv1D)
     weight = layer.weight.detach().T if transposed else layer.weight.detach()  # (out, in)
-    result = Linear4bit(*weight.T.shape, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+    result = Linear4bit(
+        *weight.T.shape, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
+    )
     # A GPU is quicker at packing; the engine moves the model there later.
-    place = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else weight.device
-    result.weight = Params4bit(weight, blocksize=BLOCK, quant_type="nf4", module=result).to(place).to(weight.device)
+    place = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else weight.device
+    )
+    result.weight = (
+        Params4bit(weight, blocksize=BLOCK, quant_type="nf4", module=result)
+        .to(place)
+        .to(weight.device)
+    )
     result.bias = layer.bias
     result.transposed = transposed
     result.support_avx512bf16_for_cpu = False
@@ -106,9 +124,14 @@ def _leave_scales_out(
 def fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
     """Names of the layers that can be held in 4 bits; an error if they have less than half of the body's weights."""
     modules = dict(model.named_modules())
-    plain = {name: module for name, module in modules.items() if is_plain_linear(module) or type(module) is Conv1D}
+    plain = {
+        name: module
+        for name, module in modules.items()
+        if is_plain_linear(module) or type(module) is Conv1D
+    }
     widths = {
-        name: layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features for name, layer in plain.items()
+        name: layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
+        for name, layer in plain.items()
     }
     fitting = [name for name in plain if name not in heads and widths[name] % BLOCK == 0]
     outside = {
@@ -116,7 +139,9 @@ def fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
         for module_name, layer in modules.items()
         if module_name in heads or isinstance(layer, nn.Embedding)
     }
-    body = {name: weight.numel() for name, weight in model.named_parameters() if name not in outside}
+    body = {
+        name: weight.numel() for name, weight in model.named_parameters() if name not in outside
+    }
     held = {f"{name}.weight": modules[name].weight.numel() for name in fitting}
     share = sum(held.values()) / sum(body.values())
     if share < 0.5:

@@ -13,21 +13,31 @@ class AdapterConfig(Section, of="weights"):
     """LoRA: small trained matrices next to frozen weights (arXiv:2106.09685); docs/lora.md."""
 
     lora_rank: int = option(0, "LoRA rank for actor and critic. 0: train all weights.", ge=0)
-    lora_alpha: float | None = lora(None, "Scale the adapters by this / --lora_rank. None: 16.", gt=0, off=(16,))
+    lora_alpha: float | None = lora(
+        None, "Scale the adapters by this / --lora_rank. None: 16.", gt=0, off=(16,)
+    )
     lora_dropout: float | None = lora(
         None, "Dropout before the adapters, in training only. None: 0.", ge=0, lt=1, off=(0,)
     )
-    load_in_4bit: bool = lora(False, "QLoRA: keep the frozen weights in 4 bits (NF4, bitsandbytes).")
+    load_in_4bit: bool = lora(
+        False, "QLoRA: keep the frozen weights in 4 bits (NF4, bitsandbytes)."
+    )
     target_modules: tuple[str, ...] = lora(
         (),
         "Layers with adapters, by the end of their names. None or all-linear: all linear layers but the head.",
         off=(("all-linear",),),
     )
 
-    conditions = {"own_reference": "a reference model of its own (no --lora_rank, or another --ref_pretrain)"}
+    conditions = {
+        "own_reference": "a reference model of its own (no --lora_rank, or another --ref_pretrain)"
+    }
     exclusive = (
         ("lora_rank", "enable_ema", "are of adapters, and of an average of all weights"),
-        ("lora_rank", "ref_ema_eta ref_reset_steps", "cannot go together: the reference is the actor without adapters"),
+        (
+            "lora_rank",
+            "ref_ema_eta ref_reset_steps",
+            "cannot go together: the reference is the actor without adapters",
+        ),
     )
 
     @staticmethod
@@ -40,11 +50,15 @@ class AdapterConfig(Section, of="weights"):
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
-        if not o.facts.get("own_reference", True) and o.ref_zero_stage != (3 if o.zero_stage == 3 else 0):
+        if not o.facts.get("own_reference", True) and o.ref_zero_stage != (
+            3 if o.zero_stage == 3 else 0
+        ):
             yield f"--ref_zero_stage needs {AdapterConfig.conditions['own_reference']}"
 
 
 def reference_is_actor(config: Any) -> bool:
     """Whether the reference is the actor with its adapters off, and no model of its own."""
     trains_adapters, compares = config.adapter.lora_rank > 0, config.algorithm.init_kl_coef > 0
-    return trains_adapters and compares and config.model.ref_pretrain in (None, config.model.pretrain)
+    return (
+        trains_adapters and compares and config.model.ref_pretrain in (None, config.model.pretrain)
+    )

@@ -18,19 +18,27 @@ def register() -> None:
         POLICY_LOSSES.register(name, entry)
     TABLES.extend((tables.CORRECTIONS, tables.REJECTIONS))
 
-    correction = TokenWeight(f"{_WEIGHTS}:correction", needs_rollout_log_probs=True, flag="rollout_correction")
-    rejection = TokenWeight(f"{_WEIGHTS}:rejection", needs_rollout_log_probs=True, flag="rollout_rejection")
+    correction = TokenWeight(
+        f"{_WEIGHTS}:correction", needs_rollout_log_probs=True, flag="rollout_correction"
+    )
+    rejection = TokenWeight(
+        f"{_WEIGHTS}:rejection", needs_rollout_log_probs=True, flag="rollout_rejection"
+    )
     in_training = TokenWeight(
         f"{_WEIGHTS}:rejection_in_training",
         in_training=True,
         needs_rollout_log_probs=True,
         flag="rollout_rejection",
     )
-    high_entropy = TokenWeight(f"{_WEIGHTS}:high_entropy", needs_entropy=True, flag="high_entropy_token_ratio")
+    high_entropy = TokenWeight(
+        f"{_WEIGHTS}:high_entropy", needs_entropy=True, flag="high_entropy_token_ratio"
+    )
     TOKEN_WEIGHTS.register("correction", correction)
     TOKEN_WEIGHTS.register("rejection", rejection)
     TOKEN_WEIGHTS.register("rejection_in_training", in_training)
     TOKEN_WEIGHTS.register("high_entropy", high_entropy)
     register_section("correction", "lightppo.plugins.algorithms.sections:CorrectionConfig")
-    register_section("high_entropy", "lightppo.plugins.algorithms.sections:HighEntropyConfig", adds_to="loss")
+    register_section(
+        "high_entropy", "lightppo.plugins.algorithms.sections:HighEntropyConfig", adds_to="loss"
+    )
     TEACHERS.register("servers", Entry("lightppo.plugins.algorithms.teacher:TeacherServers"))

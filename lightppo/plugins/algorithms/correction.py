@@ -117,13 +117,17 @@ def correction_weights(
         veto: rows with a token of ρ < veto get weight 0; ``None``: no veto.
     """
     correction = CORRECTIONS.find(name)
-    low, high = (own if x is None else x for x, own in ((low, correction.low), (high, correction.high)))
+    low, high = (
+        own if x is None else x for x, own in ((low, correction.low), (high, correction.high))
+    )
     mask = kept = action_mask.bool()
     log_ratio = log_ratio_of(log_probs, rollout_log_probs, mask)
     if veto is not None:
         kept = mask & ~(log_ratio < math.log(veto)).any(dim=1, keepdim=True)
     weights = correction.fn(limited(log_ratio), action_mask=mask, low=low, high=high)
-    dtype = torch.promote_types(at_least_float32(log_probs).dtype, at_least_float32(rollout_log_probs).dtype)
+    dtype = torch.promote_types(
+        at_least_float32(log_probs).dtype, at_least_float32(rollout_log_probs).dtype
+    )
     return torch.where(kept, weights, 0.0).to(dtype)
 
 
@@ -161,7 +165,9 @@ def opsm(values: Tensor, *, advantages: Tensor, **more: Any) -> Tensor:
     return (advantages >= 0) | of_means(values, **more)
 
 
-def m2po(values: Tensor, *, action_mask: Tensor, high: float, all_reduce_sum: AllReduceSum, **_) -> Tensor:
+def m2po(
+    values: Tensor, *, action_mask: Tensor, high: float, all_reduce_sum: AllReduceSum, **_
+) -> Tensor:
     """The tokens of the smallest d², as many as have a mean of at most high over all ranks; equal ones stay together.
 
     ``values`` are d²/2. Source: Zheng et al. 2025 (arXiv:2510.01161), whose threshold is 0.04; AReaL.
@@ -189,14 +195,19 @@ def rejection_mask(
         advantages: (B, A), as trained on; for rejections judged in training.
         all_reduce_sum: for rejections that compare all tokens of the rollout.
     """
-    require_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, action_mask=action_mask)
+    require_same_shape(
+        log_probs=log_probs, rollout_log_probs=rollout_log_probs, action_mask=action_mask
+    )
     kept = mask = action_mask.bool()
     log_ratio = limited((log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0.0))
     context = {"action_mask": mask, "advantages": advantages, "all_reduce_sum": all_reduce_sum}
     for rejection in rejections:
         measure, low, high = rejection.entry.measure, rejection.low, rejection.high
         if measure == "ratio":  # compared as logs, which add up
-            values, (low, high) = log_ratio, (None if x is None else math.log(x) for x in (low, high))
+            values, (low, high) = (
+                log_ratio,
+                (None if x is None else math.log(x) for x in (low, high)),
+            )
         else:
             values = KL_ESTIMATORS[measure].fn(-log_ratio)
         kept = kept & rejection.entry.fn(values, low=low, high=high, **context)
@@ -204,9 +215,13 @@ def rejection_mask(
 
 
 @torch.no_grad()
-def normalize_weights(weights: Tensor, mask: Tensor, all_reduce_sum: AllReduceSum = identity) -> Tensor:
+def normalize_weights(
+    weights: Tensor, mask: Tensor, all_reduce_sum: AllReduceSum = identity
+) -> Tensor:
     """Weights (B, A) divided by their mean over the trained tokens of all ranks, to keep the step size the same."""
     require_same_shape(weights=weights, mask=mask)
     kept = zero_where_masked(weights, mask)
-    total, count = all_reduce_sum(torch.stack([kept.double().sum(), mask.bool().sum().double()])).tolist()
+    total, count = all_reduce_sum(
+        torch.stack([kept.double().sum(), mask.bool().sum().double()])
+    ).tolist()
     return kept if total == 0 else (kept.double() * (count / total)).to(kept.dtype)

@@ -13,10 +13,17 @@ from lightppo.algorithms.advantages import (
     number_groups,
     reward_to_go,
 )
-from lightppo.algorithms.masking import AllReduceSum, identity, require_same_shape, zero_where_masked
+from lightppo.algorithms.masking import (
+    AllReduceSum,
+    identity,
+    require_same_shape,
+    zero_where_masked,
+)
 
 
-def on_policy_distill(*, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_) -> tuple[Tensor, Tensor]:
+def on_policy_distill(
+    *, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_
+) -> tuple[Tensor, Tensor]:
     """A_t = 0: what is learned is the teacher's term alone (:func:`teacher_advantages`); scores are only recorded."""
     returns = reward_to_go(token_rewards, action_mask, gamma)
     return torch.zeros_like(returns), returns
@@ -46,7 +53,9 @@ def optimal_token_baseline(
     at t, a sample has A_t = 0. Source: Li et al. 2026 (richardli.xyz/optimal-token-baseline); verl.
     """
     if score_norms is None:
-        raise ValueError("--advantage_estimator optimal_token_baseline needs score_norms: of a pass over the rollout")
+        raise ValueError(
+            "--advantage_estimator optimal_token_baseline needs score_norms: of a pass over the rollout"
+        )
     require_same_shape(score_norms=score_norms, action_mask=action_mask)
     index, count = number_groups(group_ids, action_mask, min_size=2)
     mask, width = action_mask.bool(), action_mask.shape[1]
@@ -54,7 +63,8 @@ def optimal_token_baseline(
     groups = Groups((index.unsqueeze(1) * width + mask.cumsum(1) - 1)[mask], count * width)
     # on the CPU: cumsum of floats is refused on GPUs under --full_determinism
     energy = zero_where_masked(score_norms, mask).double().cpu().cumsum(1).to(mask.device)[mask]
-    advantages = groups.deviation(returns[mask].double(), energy.clamp(min=1e-12))  # 0 where all is certain
+    # 0 where all is certain
+    advantages = groups.deviation(returns[mask].double(), energy.clamp(min=1e-12))
     return torch.zeros_like(returns).masked_scatter(mask, advantages.to(returns.dtype)), returns
 
 
@@ -72,13 +82,17 @@ def gpg(groups: ScoreGroups, *, all_reduce_sum: AllReduceSum = identity, **_) ->
     α makes up for samples without a signal. Source: Chu et al. 2025 (arXiv:2504.02546), §2.2, which counts groups
     instead: B/(B - M) with M groups of equal scores.
     """
-    counts = torch.stack([torch.ones_like(groups.scores).sum(), groups.scores.count_nonzero().double()])
+    counts = torch.stack(
+        [torch.ones_like(groups.scores).sum(), groups.scores.count_nonzero().double()]
+    )
     samples, nonzero = all_reduce_sum(counts).tolist()
     alpha = samples / nonzero if nonzero else 1.0  # the same on every rank
     return groups.advantage * alpha
 
 
-def grpo_passk(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
+def grpo_passk(
+    groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_
+) -> Tensor:
     """A = (max_G s - max of the other samples' s) / (std_G + std_eps): what a sample adds to the best of the group.
 
     The best sample gets max - second and all others 0; if several share the maximum, all get 0.

@@ -9,7 +9,8 @@ import torch
 from lightppo.algorithms.kl import limited
 from lightppo.algorithms.losses import LossInputs, TokenLoss
 
-DRIFT_SLOPE_LIMIT = 2.0  # cpgd: the drift pulls a token back with at most this times its coefficient
+# cpgd: the drift pulls a token back with at most this times its coefficient
+DRIFT_SLOPE_LIMIT = 2.0
 
 
 def gmpo_policy_loss(x: LossInputs) -> TokenLoss:
@@ -21,7 +22,8 @@ def gmpo_policy_loss(x: LossInputs) -> TokenLoss:
     Source: Zhao et al. 2025 (arXiv:2507.20673).
     """
     within, sign = limited(x.log_ratio), x.advantages.sign()
-    clipped = sign * torch.minimum(sign * within, sign * within.clamp(-x.eps_low, x.eps_high))  # (B, A)
+    # (B, A)
+    clipped = sign * torch.minimum(sign * within, sign * within.clamp(-x.eps_low, x.eps_high))
     row = x.row_mean(clipped.detach())  # (B, 1)
     loss = -(row + (clipped - clipped.detach())).exp() * x.advantages
     lost = (clipped != x.log_ratio) & (x.advantages != 0)
@@ -33,7 +35,8 @@ def sapo_policy_loss(x: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: float)
 
     Its slope in ρ, 4σ(1 - σ), is 1 at ρ = 1 and falls to 0 on both sides, faster for larger τ; ``sapo_gate`` logs it.
     """
-    tau = torch.full_like(x.log_ratio, sapo_tau_neg).masked_fill(x.advantages > 0, sapo_tau_pos)  # (B, A)
+    # (B, A)
+    tau = torch.full_like(x.log_ratio, sapo_tau_neg).masked_fill(x.advantages > 0, sapo_tau_pos)
     gate = torch.sigmoid(tau * (x.ratio - 1.0))
     metrics = x.metrics(x.beyond_limit(x.log_ratio), sapo_gate=4.0 * gate * (1.0 - gate))
     return -(4.0 / tau) * gate * x.advantages, metrics
@@ -55,7 +58,9 @@ def kl_cov_policy_loss(x: LossInputs, *, kl_cov_coef: float, **_) -> TokenLoss:
     The slope of |x| at 0 is 0: no effect in the first optimizer step on a rollout.
     """
     penalty = (kl_cov_coef * x.log_ratio.abs()).masked_fill(~x.selected, 0.0)
-    return -x.ratio * x.advantages + penalty, x.metrics(x.beyond_limit(x.log_ratio), selected_ratio=x.selected)
+    return -x.ratio * x.advantages + penalty, x.metrics(
+        x.beyond_limit(x.log_ratio), selected_ratio=x.selected
+    )
 
 
 def gpg_policy_loss(x: LossInputs) -> TokenLoss:

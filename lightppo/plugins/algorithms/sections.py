@@ -18,13 +18,23 @@ class CorrectionConfig(Section, of="training"):
         "none", "How to weight tokens by π_old / π_rollout (trainer / engine).", names=CORRECTIONS
     )
     correction_low: float | None = corrected(
-        None, "Lower bound of the weight. None: the correction's default.", ge=0, below="correction_high"
+        None,
+        "Lower bound of the weight. None: the correction's default.",
+        ge=0,
+        below="correction_high",
     )
-    correction_high: float | None = corrected(None, "Upper bound of the weight. None: the correction's default.", gt=0)
+    correction_high: float | None = corrected(
+        None, "Upper bound of the weight. None: the correction's default.", gt=0
+    )
     correction_veto: float | None = corrected(
-        None, "Do not train on a response with a token weight below this; 1e-4 is usual. None: off.", gt=0, lt=1
+        None,
+        "Do not train on a response with a token weight below this; 1e-4 is usual. None: off.",
+        gt=0,
+        lt=1,
     )
-    correction_batch_norm: bool = corrected(False, "Divide weights by their mean over the rollout batch of all ranks.")
+    correction_batch_norm: bool = corrected(
+        False, "Divide weights by their mean over the rollout batch of all ranks."
+    )
     rollout_rejection: tuple[str, ...] = option(
         (),
         "Leave tokens out of the policy loss unless all of these are within bounds, NAME=HIGH or NAME=LOW:HIGH "

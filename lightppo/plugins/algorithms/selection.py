@@ -23,7 +23,9 @@ def top_share(values: Tensor, ratio: float, all_reduce_sum: AllReduceSum = ident
     if (total := _rankable(values, all_reduce_sum)) == 0:  # the same on every rank
         return torch.zeros_like(values, dtype=torch.bool)
     # rounded, because 0.07 · 100 is 7.000000000000001
-    return values >= _kth_largest(values, max(1, math.ceil(round(ratio * total, 6))), all_reduce_sum)
+    return values >= _kth_largest(
+        values, max(1, math.ceil(round(ratio * total, 6))), all_reduce_sum
+    )
 
 
 @torch.no_grad()
@@ -34,7 +36,9 @@ def first_above_mean(values: Tensor, most: float, all_reduce_sum: AllReduceSum =
 
     def is_above(key: int) -> bool:
         inside = values[keys <= key]
-        count, total = all_reduce_sum(torch.stack([inside.new_tensor(len(inside)), inside.sum()])).tolist()
+        count, total = all_reduce_sum(
+            torch.stack([inside.new_tensor(len(inside)), inside.sum()])
+        ).tolist()
         return total > most * count
 
     infinite = 0x7FF << 52  # the key of inf
@@ -78,7 +82,9 @@ def select_kl_cov(
 
 
 @torch.no_grad()
-def covariance(log_probs: Tensor, advantages: Tensor, all_reduce_sum: AllReduceSum = identity) -> Tensor:
+def covariance(
+    log_probs: Tensor, advantages: Tensor, all_reduce_sum: AllReduceSum = identity
+) -> Tensor:
     """(log_prob - mean)·(advantage - mean) of each token (N,), over all ranks; high values make the entropy fall.
 
     In float64, so that the number of ranks does not change the rounding. Source: Cui et al. 2025 (arXiv:2505.22617).
@@ -87,14 +93,18 @@ def covariance(log_probs: Tensor, advantages: Tensor, all_reduce_sum: AllReduceS
     exact_log_probs, exact_advantages = log_probs.double(), advantages.double()
     sums = all_reduce_sum(torch.stack([exact_log_probs.sum(), exact_advantages.sum()]))
     if not sums.isfinite().all():  # the same on every rank
-        raise ValueError(f"log probs or advantages are not finite: their sums over all ranks are {sums.tolist()}")
+        raise ValueError(
+            f"log probs or advantages are not finite: their sums over all ranks are {sums.tolist()}"
+        )
     means = sums / max(1, _total(log_probs, all_reduce_sum))
     product = (exact_log_probs - means[0]) * (exact_advantages - means[1])
     return product.to(at_least_float32(log_probs).dtype)
 
 
 def _total(tokens: Tensor, all_reduce_sum: AllReduceSum) -> int:
-    return int(all_reduce_sum(torch.tensor(tokens.numel(), dtype=torch.float64, device=tokens.device)))
+    return int(
+        all_reduce_sum(torch.tensor(tokens.numel(), dtype=torch.float64, device=tokens.device))
+    )
 
 
 def _floor_share(ratio: float, total: int) -> int:
@@ -104,7 +114,9 @@ def _floor_share(ratio: float, total: int) -> int:
 
 def _rankable(values: Tensor, all_reduce_sum: AllReduceSum) -> int:
     """ΣN; refuses NaN on every rank at once, so that no rank is left waiting in a collective."""
-    counts = torch.stack([values.new_tensor(values.numel(), dtype=torch.float64), values.isnan().sum().double()])
+    counts = torch.stack(
+        [values.new_tensor(values.numel(), dtype=torch.float64), values.isnan().sum().double()]
+    )
     total, missing = map(int, all_reduce_sum(counts).tolist())
     if missing:
         raise ValueError(f"{missing} of {total} tokens are NaN: cannot rank them")
@@ -119,13 +131,16 @@ def _kth_largest(values: Tensor, k: int, all_reduce_sum: AllReduceSum) -> Tensor
     keys = raw ^ ((raw >> (bits - 1)) & most)  # whole numbers in the order of the values
     inside = torch.ones_like(keys, dtype=torch.bool)
     for shift in range(bits - 8, -1, -8):
-        digits = ((keys >> shift) & 255) ^ (128 if shift == bits - 8 else 0)  # 128: negative ones are the smaller
+        # 128: negative ones are the smaller
+        digits = ((keys >> shift) & 255) ^ (128 if shift == bits - 8 else 0)
         counts, digit = all_reduce_sum(torch.bincount(digits[inside], minlength=256)).tolist(), 255
         while counts[digit] < k:
             k, digit = k - counts[digit], digit - 1
         inside, found = inside & (digits == digit), found << 8 | digit
     key = found - most - 1
-    return torch.tensor(key ^ ((key >> (bits - 1)) & most), dtype=kind, device=values.device).view(values.dtype)
+    return torch.tensor(key ^ ((key >> (bits - 1)) & most), dtype=kind, device=values.device).view(
+        values.dtype
+    )
 
 
 def _first(keys: Tensor, tie_keys: Tensor, count: int, all_reduce_sum: AllReduceSum) -> Tensor:
@@ -134,6 +149,7 @@ def _first(keys: Tensor, tie_keys: Tensor, count: int, all_reduce_sum: AllReduce
     if total <= count:
         return torch.ones_like(keys, dtype=torch.bool)
     threshold = _kth_largest(keys, count, all_reduce_sum)
-    rest = count - int(all_reduce_sum((keys > threshold).sum()))  # 1 or more of the tokens at the threshold
+    # 1 or more of the tokens at the threshold
+    rest = count - int(all_reduce_sum((keys > threshold).sum()))
     tie_threshold = _kth_largest(tie_keys[keys == threshold], rest, all_reduce_sum)
     return (keys > threshold) | ((keys == threshold) & (tie_keys >= tie_threshold))

@@ -26,20 +26,27 @@ ESTIMATORS = {
     "opo": _of_group(f"{_ESTIMATORS}:opo"),
     "gpg": _of_group(f"{_ESTIMATORS}:gpg", policy_loss="gpg"),
     "optimal_token_baseline": EstimatorEntry(
-        f"{_ESTIMATORS}:optimal_token_baseline", min_group_size=2, discounted=True, needs_score_norms=True
+        f"{_ESTIMATORS}:optimal_token_baseline",
+        min_group_size=2,
+        discounted=True,
+        needs_score_norms=True,
     ),
     "grpo_passk": _over_std(f"{_ESTIMATORS}:grpo_passk"),
     "cpgd": _over_std(f"{_ESTIMATORS}:cpgd", policy_loss="cpgd"),
     "group_adv_norm": EstimatorEntry(
         f"{_ESTIMATORS}:group_adv_norm", min_group_size=2, discounted=True, kl_in_loss=True
     ),
-    "on_policy_distill": EstimatorEntry(f"{_ESTIMATORS}:on_policy_distill", of_teacher=True, kl_in_loss=True),
+    "on_policy_distill": EstimatorEntry(
+        f"{_ESTIMATORS}:on_policy_distill", of_teacher=True, kl_in_loss=True
+    ),
 }
 
 _SELECTED = {"selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently"}
 
 POLICY_LOSSES = {
-    "gmpo": PolicyLossEntry(f"{_LOSSES}:gmpo_policy_loss", eps_clip=(0.4, 0.4), loss_agg_mode="seq-mean-token-mean"),
+    "gmpo": PolicyLossEntry(
+        f"{_LOSSES}:gmpo_policy_loss", eps_clip=(0.4, 0.4), loss_agg_mode="seq-mean-token-mean"
+    ),
     "sapo": PolicyLossEntry(
         f"{_LOSSES}:sapo_policy_loss",
         eps_clip=None,
@@ -55,7 +62,13 @@ POLICY_LOSSES = {
         eps_clip=(1.0, 1.0),
         options=(
             Option("clip_cov_ratio", float, 2e-4, "share of tokens without gradient.", gt=0, le=1),
-            Option("clip_cov_low", float, 1.0, "lower bound of these tokens' covariance.", below="clip_cov_high"),
+            Option(
+                "clip_cov_low",
+                float,
+                1.0,
+                "lower bound of these tokens' covariance.",
+                below="clip_cov_high",
+            ),
             Option("clip_cov_high", float, 5.0, "upper bound of these tokens' covariance."),
         ),
         selection=f"{_SELECTION}:select_clip_cov",
@@ -91,7 +104,8 @@ POLICY_LOSSES = {
 class CorrectionEntry(Entry):
     """An off-policy correction; the function is a :data:`.correction.CorrectionFn`."""
 
-    low: float | None = None  # bound of the weight where --correction_low says nothing; None: it has no such bound
+    # bound of the weight where --correction_low says nothing; None: it has no such bound
+    low: float | None = None
     high: float | None = None
 
 
@@ -99,10 +113,12 @@ class CorrectionEntry(Entry):
 class RejectionEntry(Entry):
     """What tokens have no policy loss; the function is a :data:`.correction.RejectionFn`."""
 
-    measure: str = "k1"  # what is bounded: "ratio", or one of KL_ESTIMATORS, of KL(π_rollout ‖ π_old) at a token
+    # what is bounded: "ratio", or one of KL_ESTIMATORS, of KL(π_rollout ‖ π_old) at a token
+    measure: str = "k1"
     two_sided: bool = False  # it may have a lower bound
     in_training: bool = False  # the policy is the one in training; else the one before the update
-    over_rollout: bool = False  # it compares all tokens of the rollout, and so cannot be judged in training
+    # it compares all tokens of the rollout, and so cannot be judged in training
+    over_rollout: bool = False
 
 
 CORRECTIONS: Table[CorrectionEntry] = Table(
@@ -121,7 +137,12 @@ CORRECTIONS: Table[CorrectionEntry] = Table(
     },
 )
 
-_LEVELS = {"token": "of_tokens", "seq_sum": "of_sums", "seq_mean": "of_means", "seq_max": "of_worst_tokens"}
+_LEVELS = {
+    "token": "of_tokens",
+    "seq_sum": "of_sums",
+    "seq_mean": "of_means",
+    "seq_max": "of_worst_tokens",
+}
 
 REJECTIONS: Table[RejectionEntry] = Table(
     "--rollout_rejection",
@@ -158,12 +179,18 @@ class Rejection:
         entry = REJECTIONS.find(name)
         low, colon, high = bounds.rpartition(":")
         try:
-            rejection = cls(name, low=float(low) if low else None, high=float(high) if high else None)
+            rejection = cls(
+                name, low=float(low) if low else None, high=float(high) if high else None
+            )
         except ValueError:
-            raise ConfigError(f"--rollout_rejection {text!r}: write NAME=HIGH or NAME=LOW:HIGH, in numbers") from None
+            raise ConfigError(
+                f"--rollout_rejection {text!r}: write NAME=HIGH or NAME=LOW:HIGH, in numbers"
+            ) from None
         known = [bound for bound in (rejection.low, rejection.high) if bound is not None]
         if colon and not entry.two_sided:
-            raise ConfigError(f"--rollout_rejection {text!r}: {name} has an upper bound alone: {name}=HIGH")
+            raise ConfigError(
+                f"--rollout_rejection {text!r}: {name} has an upper bound alone: {name}=HIGH"
+            )
         if not known or not all(map(math.isfinite, known)) or known != sorted(set(known)):
             raise ConfigError(
                 f"--rollout_rejection {text!r}: write {name}=HIGH or {name}=LOW:HIGH, the lower one first"

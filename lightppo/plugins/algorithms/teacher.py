@@ -38,8 +38,15 @@ class TeacherServers:
     def __init__(self, config: PPOConfig, tokenizer: Any, ranks: Ranks) -> None:
         d, self.ranks = config.distill, ranks
         key = read_token(env=d.teacher_api_key_env, option="--teacher_api_key_env")
-        options = {"timeout": _SECONDS, "connect_timeout": 10.0, "retries": 2, "retry_timeouts": False}
-        self.servers = [HTTPClient(url.rstrip("/"), "teacher", token=key, **options) for url in d.teacher_url]
+        options = {
+            "timeout": _SECONDS,
+            "connect_timeout": 10.0,
+            "retries": 2,
+            "retry_timeouts": False,
+        }
+        self.servers = [
+            HTTPClient(url.rstrip("/"), "teacher", token=key, **options) for url in d.teacher_url
+        ]
         problem = self._problem(tokenizer) if ranks.get_rank() == 0 else None
         if problem := ranks.broadcast_object(problem):
             raise ConfigError(f"--teacher_url: {problem}")
@@ -62,10 +69,14 @@ class TeacherServers:
     def eval(self) -> None:
         """Servers do not train."""
 
-    def score_actions(self, sequences: Tensor, num_actions: int, attention_mask: Tensor) -> ActionScores:
+    def score_actions(
+        self, sequences: Tensor, num_actions: int, attention_mask: Tensor
+    ) -> ActionScores:
         """Log probs (B, A) of the last tokens of each row. Collective."""
         real = real_actions(attention_mask, num_actions)  # (B, A)
-        rows = [ids[mask].tolist() for ids, mask in zip(sequences.cpu(), attention_mask.bool().cpu())]
+        rows = [
+            ids[mask].tolist() for ids, mask in zip(sequences.cpu(), attention_mask.bool().cpu())
+        ]
         log_probs, failure, answers = torch.zeros(real.shape), None, [[] for _ in rows]
         try:
             share = _OF_SERVER * len(self.servers) // self.ranks.world_size
@@ -77,7 +88,9 @@ class TeacherServers:
                 row[kept] = torch.tensor(answer)[-int(kept.sum()) :]
         except Exception as error:
             failure = error
-        failures = self.ranks.all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}")
+        failures = self.ranks.all_gather_object(
+            None if failure is None else f"{type(failure).__name__}: {failure}"
+        )
         for rank, text in enumerate(failures):
             if text is not None:
                 for server in self.servers:
@@ -88,7 +101,9 @@ class TeacherServers:
     def _score(self, first: int, rows: list[list[int]]) -> list[list[float]]:
         """One row after the other, by the server whose turn it is, or by the next that can."""
         answers: list[list[float]] = []
-        servers = self.servers[first % len(self.servers) :] + self.servers[: first % len(self.servers)]
+        servers = (
+            self.servers[first % len(self.servers) :] + self.servers[: first % len(self.servers)]
+        )
         for ids in rows:
             for server in servers:
                 try:

@@ -11,7 +11,11 @@ from torch import Tensor
 from lightppo.algorithms.masking import AllReduceSum
 from lightppo.config.rules import Options
 from lightppo.experience.experience import Experience
-from lightppo.plugins.algorithms.correction import correction_weights, normalize_weights, rejection_mask
+from lightppo.plugins.algorithms.correction import (
+    correction_weights,
+    normalize_weights,
+    rejection_mask,
+)
 from lightppo.plugins.algorithms.selection import top_share
 from lightppo.plugins.algorithms.tables import Rejection
 
@@ -24,7 +28,9 @@ def correction(config: Options) -> Weigh | None:
     if options.rollout_correction == "none":
         return None
 
-    def weigh(experience: Experience, *, log_probs: Tensor, all_reduce_sum: AllReduceSum, **_: Any) -> Tensor:
+    def weigh(
+        experience: Experience, *, log_probs: Tensor, all_reduce_sum: AllReduceSum, **_: Any
+    ) -> Tensor:
         weights = correction_weights(
             options.rollout_correction,
             log_probs,
@@ -47,7 +53,9 @@ def rejection(config: Options) -> Weigh | None:
     if not rejections:
         return None
 
-    def weigh(experience: Experience, *, log_probs: Tensor, all_reduce_sum: AllReduceSum, **_: Any) -> Tensor:
+    def weigh(
+        experience: Experience, *, log_probs: Tensor, all_reduce_sum: AllReduceSum, **_: Any
+    ) -> Tensor:
         return rejection_mask(
             rejections,
             log_probs,
@@ -68,7 +76,9 @@ def rejection_in_training(config: Options) -> Weigh | None:
     def weigh(experience: Experience, *, log_probs: Tensor, **_: Any) -> Tensor:
         if experience.rollout_log_probs is None:
             if experience.action_mask.any():
-                raise ValueError(f"--rollout_rejection {rejections[0].name} needs rollout_log_probs")
+                raise ValueError(
+                    f"--rollout_rejection {rejections[0].name} needs rollout_log_probs"
+                )
             return experience.action_mask  # a placeholder
         return rejection_mask(
             rejections,
@@ -97,7 +107,9 @@ def high_entropy(config: Options) -> Weigh | None:
     if ratio is None:
         return None
 
-    def weigh(experience: Experience, *, entropy: Tensor, all_reduce_sum: AllReduceSum, **_: Any) -> Tensor:
+    def weigh(
+        experience: Experience, *, entropy: Tensor, all_reduce_sum: AllReduceSum, **_: Any
+    ) -> Tensor:
         mask = experience.action_mask
         kept = torch.zeros_like(mask)
         kept[mask] = top_share(entropy[mask], ratio, all_reduce_sum)

@@ -1,6 +1,15 @@
 """What can be known before a run: options, files, memory, a rehearsal."""
 
-from lightppo.plugin import BEFORE_IMPORTS, CALLBACKS, CHECKS, COMMANDS, FITTED, CallbackEntry, Check, Command
+from lightppo.plugin import (
+    BEFORE_IMPORTS,
+    CALLBACKS,
+    CHECKS,
+    COMMANDS,
+    FITTED,
+    CallbackEntry,
+    Check,
+    Command,
+)
 from lightppo.table import Entry
 
 
@@ -9,16 +18,29 @@ def register() -> None:
     COMMANDS.register(
         "memory",
         Command(
-            "lightppo.plugins.checks.memory:main", about="what a run needs of GPUs and hosts, before anything loads"
+            "lightppo.plugins.checks.memory:main",
+            about="what a run needs of GPUs and hosts, before anything loads",
         ),
     )
     BEFORE_IMPORTS.register("files", Entry("lightppo.plugins.checks.preflight:look"))
-    FITTED.register("micro_rollout_batch_size", Entry("lightppo.plugins.checks.budget:rows_that_fit"))
+    FITTED.register(
+        "micro_rollout_batch_size", Entry("lightppo.plugins.checks.budget:rows_that_fit")
+    )
     CHECKS.register("files", Check("lightppo.plugins.checks.building:check_files"))
-    CHECKS.register("memory", Check("lightppo.plugins.checks.building:tell_memory_of", when="folders"))
-    CHECKS.register("dry_run", Check("lightppo.plugins.checks.building:become_dry_run", when="folders"))
+    CHECKS.register(
+        "memory", Check("lightppo.plugins.checks.building:tell_memory_of", when="folders")
+    )
+    CHECKS.register(
+        "dry_run", Check("lightppo.plugins.checks.building:become_dry_run", when="folders")
+    )
     CHECKS.register("rows", Check("lightppo.plugins.checks.building:look_at_rows", when="data"))
     CHECKS.register("disk", Check("lightppo.plugins.checks.building:check_disk", when="models"))
-    CHECKS.register("padding", Check("lightppo.plugins.checks.building:check_padded_batches", when="models"))
-    CHECKS.register("decoding", Check("lightppo.plugins.checks.building:check_decoding_of", when="engine"))
-    CALLBACKS.register("dry_run", CallbackEntry("lightppo.plugins.checks.building:dry_run", after_yours=True))
+    CHECKS.register(
+        "padding", Check("lightppo.plugins.checks.building:check_padded_batches", when="models")
+    )
+    CHECKS.register(
+        "decoding", Check("lightppo.plugins.checks.building:check_decoding_of", when="engine")
+    )
+    CALLBACKS.register(
+        "dry_run", CallbackEntry("lightppo.plugins.checks.building:dry_run", after_yours=True)
+    )

@@ -36,8 +36,19 @@ from lightppo.plugins.adapters.quantised import fitting_layers
 from lightppo.plugins.vllm.weights import BUCKET_BYTES
 from lightppo.strategy.deepspeed import CPU_BUCKET_ELEMENTS
 
-LOADING, ROLLOUT, SCORING, SYNC, SAVE = "loading", "rollout", "scoring", "weights to the engine", "saving"
-ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP = "actor: training", "actor: step", "critic: training", "critic: step"
+LOADING, ROLLOUT, SCORING, SYNC, SAVE = (
+    "loading",
+    "rollout",
+    "scoring",
+    "weights to the engine",
+    "saving",
+)
+ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP = (
+    "actor: training",
+    "actor: step",
+    "critic: training",
+    "critic: step",
+)
 PHASES = (LOADING, ROLLOUT, SCORING, ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP, SYNC, SAVE)
 TRAINING = {ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP}
 
@@ -57,16 +68,24 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device, self.live, self.peak = device, 0, 0
-        self.curve: list[tuple[int, int]] = []  # bytes of finished gradients, and the most alive until then
+        # bytes of finished gradients, and the most alive until then
+        self.curve: list[tuple[int, int]] = []
         self._holders: dict[int, weakref.ref] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.ops.aten._unique2.default and args[0].is_meta:  # places to read: all are distinct here
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        # places to read: all are distinct here
+        if func is torch.ops.aten._unique2.default and args[0].is_meta:
             return args[0].clone(), args[0].new_empty(0), args[0].new_empty(0)
         old = {_holder(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.device.type == self.device and _holder(x) not in old | self._holders.keys():
+            if (
+                isinstance(x, Tensor)
+                and x.device.type == self.device
+                and _holder(x) not in old | self._holders.keys()
+            ):
                 self._add(_holder(x), x)
         return result
 
@@ -103,7 +122,14 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         batch, heads, length, _ = query.shape
         output = query.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, bias, output, query.new_empty(batch, heads, length, dtype=torch.float))
+        ctx.save_for_backward(
+            query,
+            key,
+            value,
+            bias,
+            output,
+            query.new_empty(batch, heads, length, dtype=torch.float),
+        )
         return output
 
     @staticmethod
@@ -112,24 +138,37 @@ class _Attention(torch.autograd.Function):
 
 
 def _counted_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: str = "fused", **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kind: str = "fused",
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """``kind``: a fused kernel, or torch's for rows one by one ("apart"), or with padding and a mask ("masked")."""
     bias = None
-    if kind == "masked":  # transformers repeats keys and values, torch turns the mask into numbers, in each layer
+    # transformers repeats keys and values, torch turns the mask into numbers, in each layer
+    if kind == "masked":
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         bias = query.new_empty(query.shape[0], 1, query.shape[2], key.shape[2])
     output = _Attention.apply(query, key, value, bias)
     return (output.contiguous() if kind == "apart" else output).transpose(1, 2), None
 
 
-def _counted_experts(module: nn.Module, config: PretrainedConfig, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+def _counted_experts(
+    module: nn.Module, config: PretrainedConfig, hidden: Tensor, *_: Any, **__: Any
+) -> Tensor:
     """A mixture of experts, each token through its number of them: (T, H) -> (T, H)."""
     up, down = module.gate_up_proj[0], module.down_proj[0]
     rows = hidden.repeat_interleave(getattr(config, "num_experts_per_tok", 1), 0)
     gate, value = (rows @ (up if up.shape[0] == rows.shape[1] else up.T)).chunk(2, -1)
     inner = nn.functional.silu(gate) * value
-    return (inner @ (down if down.shape[0] == inner.shape[1] else down.T)).view(len(hidden), -1, hidden.shape[1]).sum(1)
+    return (
+        (inner @ (down if down.shape[0] == inner.shape[1] else down.T))
+        .view(len(hidden), -1, hidden.shape[1])
+        .sum(1)
+    )
 
 
 transformers.AttentionInterface.register(_COUNTED, _counted_attention)
@@ -188,13 +227,17 @@ def built(shape: Shape) -> Actor | Critic:
     if shape.scores:
         config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
     options = {"dtype": shape.dtype, "attn_implementation": "eager"}
-    hf_deepspeed.unset_hf_deepspeed_config()  # of an earlier run in this process: nothing is sharded here
+    # of an earlier run in this process: nothing is sharded here
+    hf_deepspeed.unset_hf_deepspeed_config()
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=shape.trust_remote_code, **options)
         if not shape.eager and model._supports_attention_backend:
             model.set_attn_implementation(_COUNTED)
         for module in model.modules():
-            if all(isinstance(getattr(module, name, None), Tensor) for name in ("gate_up_proj", "down_proj")):
+            if all(
+                isinstance(getattr(module, name, None), Tensor)
+                for name in ("gate_up_proj", "down_proj")
+            ):
                 module.forward = partial(_counted_experts, module, config.get_text_config())
         wrapper = (Critic if shape.scores else Actor)(model)
         if shape.adapters is not None:
@@ -209,24 +252,43 @@ def sizes(shape: Shape) -> Sizes:
     """Numbers of parameters, and bytes."""
     model, width = built(shape).hf_model, shape.dtype.itemsize
     named = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
-    trained, total = (sum(p.numel() for p in named.values() if p.requires_grad or kept) for kept in (False, True))
+    trained, total = (
+        sum(p.numel() for p in named.values() if p.requires_grad or kept) for kept in (False, True)
+    )
     small = 0
     if shape.in_4bit:
         bare = built(dataclasses.replace(shape, adapters=None, in_4bit=False)).hf_model
-        small = sum(named[f"{name}.weight"].numel() for name in fitting_layers(bare, loading.head_names(bare)))
+        small = sum(
+            named[f"{name}.weight"].numel()
+            for name in fitting_layers(bare, loading.head_names(bare))
+        )
     return Sizes(total, trained, int((total - small) * width + small * NF4_BYTES), width)
 
 
 @lru_cache(maxsize=256)
 def pass_bytes(
-    shape: Shape, rows: Rows, *, kind: str, trains: bool = False, checkpoints: bool = False, entropy: bool = False
+    shape: Shape,
+    rows: Rows,
+    *,
+    kind: str,
+    trains: bool = False,
+    checkpoints: bool = False,
+    entropy: bool = False,
 ) -> PassBytes:
     """One pass on the meta device: forward through body and head, in training the backward too."""
     wrapper, model, live = built(shape), built(shape).hf_model, LiveBytes("meta")
     transformers.AttentionInterface.register(_COUNTED, partial(_counted_attention, kind=kind))
     model.train(trains)
-    (wrapper.gradient_checkpointing_enable if checkpoints else wrapper.gradient_checkpointing_disable)()
-    hooks = [p.register_post_accumulate_grad_hook(live.finish) for p in model.parameters() if p.requires_grad]
+    (
+        wrapper.gradient_checkpointing_enable
+        if checkpoints
+        else wrapper.gradient_checkpointing_disable
+    )()
+    hooks = [
+        p.register_post_accumulate_grad_hook(live.finish)
+        for p in model.parameters()
+        if p.requires_grad
+    ]
     partly = rows.packed and rows.read < READ_SHARE * rows.length and not checkpoints
     with torch.device("meta"), live, torch.set_grad_enabled(trains):
         places = torch.zeros(rows.read // rows.batch, dtype=torch.long)
@@ -240,7 +302,9 @@ def pass_bytes(
     return PassBytes(tuple(live.curve), cache)
 
 
-def _scores(shape: Shape, rows: Rows, places: Tensor, kind: str, entropy: bool) -> tuple[Tensor, int]:
+def _scores(
+    shape: Shape, rows: Rows, places: Tensor, kind: str, entropy: bool
+) -> tuple[Tensor, int]:
     """Log probs, or values, at the places that are read; and the bytes of the cache where there is one."""
     model, ids = built(shape).hf_model, torch.zeros(rows.batch, rows.length, dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": kind == "cache"}
@@ -249,7 +313,9 @@ def _scores(shape: Shape, rows: Rows, places: Tensor, kind: str, entropy: bool) 
     if takes(model, "attention_mask"):  # four dimensions: taken as it is
         whole = shape.eager or kind == "masked"
         mask_type = model.dtype if shape.eager else torch.bool
-        mask = torch.zeros(rows.batch, 1, *((rows.length,) * 2 if whole else (2, 1)), dtype=mask_type)
+        mask = torch.zeros(
+            rows.batch, 1, *((rows.length,) * 2 if whole else (2, 1)), dtype=mask_type
+        )
         inputs["attention_mask"] = mask
     if shape.scores:
         hidden = model.base_model(**inputs).last_hidden_state
@@ -258,14 +324,18 @@ def _scores(shape: Shape, rows: Rows, places: Tensor, kind: str, entropy: bool) 
         inputs["logits_to_keep"] = places
     if kind == "cache":
         output = model(**inputs)
-        return output.logits, sum(x.nbytes for one in output.past_key_values.layers for x in (one.keys, one.values))
+        return output.logits, sum(
+            x.nbytes for one in output.past_key_values.layers for x in (one.keys, one.values)
+        )
     labels, trains = torch.zeros(rows.read, dtype=torch.long), torch.is_grad_enabled()
 
     def select(hidden: Tensor) -> Tensor:
         return (hidden if in_model else hidden[:, places]).reshape(rows.read, -1).clone()
 
     if (head := scoring_head(model)) is not None:
-        with scores_from_head(head, select, labels, 1.0, entropy=trains, entropy_grad=entropy) as made:
+        with scores_from_head(
+            head, select, labels, 1.0, entropy=trains, entropy_grad=entropy
+        ) as made:
             output = model(**inputs)
         if is_untouched(made, output.logits):
             return output.logits, 0
@@ -315,7 +385,10 @@ class Estimate:
     def peak(self, of_host: bool = False, sure: bool = False) -> tuple[str, int]:
         """The phase that needs most of a GPU, or of a host, and how much; without GPUs always of a host."""
         place = int(of_host or not self.machine.gpus)
-        return max(((phase, self.of_phase(phase, sure)[place]) for phase in PHASES), key=lambda item: item[1])
+        return max(
+            ((phase, self.of_phase(phase, sure)[place]) for phase in PHASES),
+            key=lambda item: item[1],
+        )
 
     @property
     def fits(self) -> bool:
@@ -323,14 +396,24 @@ class Estimate:
         return self.machine.device_bytes is None or self.peak()[1] <= self.machine.device_bytes
 
 
-def estimate(config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None) -> Estimate:
+def estimate(
+    config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
+) -> Estimate:
     """What a run of a resolved config needs, part by part.
 
     Args:
         configs: model configs by path; others are read from their folder or the hub.
     """
     roles = shapes(config, configs or {})
-    parts = [Part("CUDA", "context, NCCL, gaps", frozenset(PHASES), gpu=CUDA_BYTES * machine.gpus, sure=False)]
+    parts = [
+        Part(
+            "CUDA",
+            "context, NCCL, gaps",
+            frozenset(PHASES),
+            gpu=CUDA_BYTES * machine.gpus,
+            sure=False,
+        )
+    ]
     for role, shape in roles.items():
         trains = role in ("actor", "critic") and not config.evaluation.val_only
         stage, offload = _placed(role, config)
@@ -338,7 +421,10 @@ def estimate(config: PPOConfig, machine: Machine, configs: Mapping[str, Pretrain
         parts += _trained(role, shape, stage, config, machine) if trains else ()
     parts += _loading(roles, config, machine)
     parts += [*_scoring(roles, config, machine), *_rollout(roles["actor"], config, machine)]
-    r, samples = config.rollout, config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    r, samples = (
+        config.rollout,
+        config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt,
+    )
     # A row: ids, masks, about nine numbers of each token of the response.
     row = 16 * config.data.prompt_max_len + 53 * r.generate_max_len
     rows = math.ceil(samples / machine.world_size) * row
@@ -347,8 +433,17 @@ def estimate(config: PPOConfig, machine: Machine, configs: Mapping[str, Pretrain
     parts += [Part("experience", "rows", kept, gpu=on_device, host=rows - on_device, sure=False)]
     parts += [Part("experience", "on the device", frozenset({SCORING}), gpu=rows, sure=False)]
     if config.engine.rollout_engine != "hf":
-        parts += [Part("engine", "two buckets of weights", frozenset({SYNC}), gpu=2 * BUCKET_BYTES, sure=False)]
-    of_rank = sizes(roles["actor"]).bytes // min(machine.world_size, machine.per_node)  # rank 0 alone has one
+        parts += [
+            Part(
+                "engine",
+                "two buckets of weights",
+                frozenset({SYNC}),
+                gpu=2 * BUCKET_BYTES,
+                sure=False,
+            )
+        ]
+    # rank 0 alone has one
+    of_rank = sizes(roles["actor"]).bytes // min(machine.world_size, machine.per_node)
     parts += [Part("actor", "copy for files", frozenset({SAVE}), host=of_rank)]
     return Estimate(machine, tuple(part for part in parts if part.gpu or part.host))
 
@@ -361,9 +456,13 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
 
     own_dtype = getattr(torch, rules.compute_dtype(config))
 
-    def shape(path: str, flag: str, scores: bool = False, dtype: torch.dtype = own_dtype, **more: Any) -> Shape:
+    def shape(
+        path: str, flag: str, scores: bool = False, dtype: torch.dtype = own_dtype, **more: Any
+    ) -> Shape:
         found = configs.get(path) or loading.load_config(stage_to_local(path), flag=flag, **options)
-        eager = m.attn_implementation == "eager" or (m.attn_implementation == "auto" and loading.caps_scores(found))
+        eager = m.attn_implementation == "eager" or (
+            m.attn_implementation == "auto" and loading.caps_scores(found)
+        )
         more |= {"eager": eager, "trust_remote_code": m.trust_remote_code}
         return Shape(found, found.to_json_string(), scores, dtype, **more)
 
@@ -375,7 +474,9 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
         roles["critic"] = shape(m.critic_pretrain, "--critic_pretrain", True, **own)
     if rules.needs_reference(config) and rules.facts_of(config).get("own_reference", True):
         dtype = torch.float32 if rules.moves_reference(config) else own_dtype
-        roles["reference"] = shape(m.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=a.load_in_4bit)
+        roles["reference"] = shape(
+            m.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=a.load_in_4bit
+        )
     if config.algorithm.enable_ema:
         roles["moving average"] = shape(m.pretrain, "--pretrain", dtype=torch.float32)
     if config.distill.teacher_pretrain is not None and rules.needs_teacher(config):
@@ -399,7 +500,9 @@ def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
     return 3 if offload else stage, offload
 
 
-def _weights(role: str, shape: Shape, stage: int, offload: bool, config: PPOConfig, machine: Machine) -> Iterator[Part]:
+def _weights(
+    role: str, shape: Shape, stage: int, offload: bool, config: PPOConfig, machine: Machine
+) -> Iterator[Part]:
     n, always = sizes(shape), frozenset(PHASES)
     held = n.bytes if stage != 3 else math.ceil(n.bytes / machine.world_size)
     yield Part(role, "weights", always, *((0, held) if offload else (held, 0)))
@@ -413,7 +516,9 @@ def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
     for role, shape in roles.items():
         n, scratch = sizes(shape), config.model.init_from_scratch
         # A checkpoint in the run's own type is mapped from its file, once for all ranks of a host.
-        mapped = shape.config.dtype is built(shape).hf_model.dtype and not (shape.in_4bit or scratch)
+        mapped = shape.config.dtype is built(shape).hf_model.dtype and not (
+            shape.in_4bit or scratch
+        )
         ranks = min(machine.world_size, machine.per_node) if mapped else 1
         what = "mapped from the file" if mapped else "whole on the host"
         if _placed(role, config)[0] != 3:
@@ -423,13 +528,16 @@ def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
         yield max(found, key=lambda part: part.host)
 
 
-def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine) -> Iterator[Part]:
+def _trained(
+    role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine
+) -> Iterator[Part]:
     """fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
     s, n, critic, always = config.strategy, sizes(shape), role == "critic", frozenset(PHASES)
     offload = s.critic_adam_offload if critic else s.adam_offload
     train, step = (CRITIC, CRITIC_STEP) if critic else (ACTOR, ACTOR_STEP)
     accumulated = 2 if s.grad_accum_dtype == "bf16" else 4  # bytes of a number
-    apart = n.width == 2 and accumulated == 4  # gradients are summed in another type than they are made in
+    # gradients are summed in another type than they are made in
+    apart = n.width == 2 and accumulated == 4
     elements = GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS
     twice = bool(s.overlap_comm) and stage == 2  # stage 3 overlaps from one buffer
     bucket, total = n.width * elements * (1 + twice), n.width * n.trained
@@ -442,10 +550,14 @@ def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Ma
     whole = stage == 1 and shape.dtype is torch.bfloat16 and apart and not offload
     # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
     copies = (machine.world_size > 1) * (1 + 0.5 * apart) * 4 * min(n.trained, GPU_BUCKET_ELEMENTS)
-    again = 0 if apart and many else shard * accumulated  # a shard of this pass, beside that of earlier ones
+    # a shard of this pass, beside that of earlier ones
+    again = 0 if apart and many else shard * accumulated
 
-    def part(what: str, phases: Iterable[str], size: float, host: bool = False, sure: bool = True) -> Part:
-        return Part(role, what, frozenset(phases), *((0, int(size)) if host else (int(size), 0)), sure)
+    def part(
+        what: str, phases: Iterable[str], size: float, host: bool = False, sure: bool = True
+    ) -> Part:
+        on_gpu, on_host = (0, int(size)) if host else (int(size), 0)
+        return Part(role, what, frozenset(phases), on_gpu, on_host, sure)
 
     def beside(made: int) -> float:
         """Gradients and buffers when so many bytes of gradients have been made, beyond the parts below."""
@@ -456,7 +568,9 @@ def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Ma
         return 0 if stage == 3 else (made > 0) * bucket + (made >= min(bucket, total)) * again
 
     e = config.engine
-    leaves = machine.gpus > 0 and not offload and e.rollout_engine == "vllm" and e.offload_during_rollout
+    leaves = (
+        machine.gpus > 0 and not offload and e.rollout_engine == "vllm" and e.offload_during_rollout
+    )
     there = always - ({ROLLOUT} if leaves else set())
     if leaves:
         of_number = 8 + 4 * (stage > 0) + accumulated * (stage == 3)
@@ -477,7 +591,8 @@ def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Ma
         yield part("gradients", until_step if many else {step}, size, sure=many or stage > 0)
     if stage > 0 and not offload and (stage == 3 or not apart):
         yield part("flat gradients", [step], 4 * shard, sure=False)
-    if stage > 0 and not whole and (critic or not rules.needs_critic(config)):  # of the engine that is made last
+    # of the engine that is made last
+    if stage > 0 and not whole and (critic or not rules.needs_critic(config)):
         yield part("first gradients", [LOADING], 4 * shard, offload, sure=False)
     options = {"checkpoints": rules.of_role(config, role).gradient_checkpointing}
     options["entropy"] = config.loss.entropy_coef > 0 and not critic
@@ -490,24 +605,44 @@ def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Ma
 
 def _joint(config: PPOConfig) -> bool:
     """Whether actor and critic take each micro batch in turn."""
-    actor, critic = (rules.micro_batch_spec(config, call) for call in ("actor_train", "critic_train"))
+    actor, critic = (
+        rules.micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
+    )
     return rules.needs_critic(config) and actor == critic
 
 
 def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[Rows, str]:
     """A full micro batch of a call, and how it attends."""
-    t, prompt, response = config.training, config.data.prompt_max_len, config.rollout.generate_max_len
+    t, prompt, response = (
+        config.training,
+        config.data.prompt_max_len,
+        config.rollout.generate_max_len,
+    )
     attention, n = config.model.attn_implementation, config.rollout.n_samples_per_prompt
     spec, samples = rules.micro_batch_spec(config, call), config.rollout.rollout_batch_size * n
     packed = attention != "eager" and t.packing_samples is not False and call != "reward"
-    whole_groups = not call.endswith("train") or t.shuffle == "groups" or t.train_batch_size >= samples
-    shared = n if packed and t.share_prompts and whole_groups and attention != "flash_attention_2" else 1
-    per_rank = max(1, min(samples, t.train_batch_size if call.endswith("train") else samples) // machine.world_size)
-    fitting = spec.size if spec.unit == "samples" else max(1, math.floor(spec.size / (prompt / shared + response)))
+    whole_groups = (
+        not call.endswith("train") or t.shuffle == "groups" or t.train_batch_size >= samples
+    )
+    shared = (
+        n if packed and t.share_prompts and whole_groups and attention != "flash_attention_2" else 1
+    )
+    per_rank = max(
+        1,
+        min(samples, t.train_batch_size if call.endswith("train") else samples)
+        // machine.world_size,
+    )
+    fitting = (
+        spec.size
+        if spec.unit == "samples"
+        else max(1, math.floor(spec.size / (prompt / shared + response)))
+    )
     count = min(fitting, per_rank)
     if not packed:
         return Rows(count, prompt + response, count * response, False), "masked"
-    fused = attention == "flash_attention_2" or (machine.gpus and rules.compute_dtype(config) != "float32")
+    fused = attention == "flash_attention_2" or (
+        machine.gpus and rules.compute_dtype(config) != "float32"
+    )
     tokens = math.ceil(count / shared) * prompt + count * response
     return Rows(1, tokens, count * response, True), "fused" if fused else "apart"
 
@@ -529,16 +664,32 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
     for role, shape in roles.items():
         if (call := "reward" if role.startswith("reward") else calls.get(role)) is not None:
             rows, kind = _rows(config, call, machine)
-            gathered = min(sizes(shape).total, LIVE_ELEMENTS) * sizes(shape).width * (_placed(role, config)[0] == 3)
+            gathered = (
+                min(sizes(shape).total, LIVE_ELEMENTS)
+                * sizes(shape).width
+                * (_placed(role, config)[0] == 3)
+            )
             found.append((pass_bytes(shape, rows, kind=kind).peak() + gathered, role))
     if found:
-        yield Part(max(found)[1], "pass without gradients", frozenset({SCORING}), gpu=max(found)[0], sure=False)
+        yield Part(
+            max(found)[1],
+            "pass without gradients",
+            frozenset({SCORING}),
+            gpu=max(found)[0],
+            sure=False,
+        )
 
 
 def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """The KV cache of the HF engine, or vLLM's share."""
     e, r, n, prompt = config.engine, config.rollout, sizes(shape), config.data.prompt_max_len
-    slots = max(1, min(rules.rollout_rows(config), r.rollout_batch_size * r.n_samples_per_prompt // machine.world_size))
+    slots = max(
+        1,
+        min(
+            rules.rollout_rows(config),
+            r.rollout_batch_size * r.n_samples_per_prompt // machine.world_size,
+        ),
+    )
     prompts = max(1, slots // r.n_samples_per_prompt)
     run = pass_bytes(shape, Rows(prompts, prompt, prompts, False), kind="cache")
     of_token = run.cache / (prompts * prompt)
@@ -550,15 +701,28 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
         if e.kv_cache_memory_bytes is not None:
             share = n.total * n.width + e.kv_cache_memory_bytes
         elif machine.gpus:
-            share = max(n.total * n.width + slots * of_token, e.gpu_memory_utilization * (machine.device_bytes or 0))
-        yield Part("vLLM", "its share", frozenset({ROLLOUT, SYNC} if sleeps else PHASES), gpu=int(share))
+            share = max(
+                n.total * n.width + slots * of_token,
+                e.gpu_memory_utilization * (machine.device_bytes or 0),
+            )
+        yield Part(
+            "vLLM", "its share", frozenset({ROLLOUT, SYNC} if sleeps else PHASES), gpu=int(share)
+        )
         if sleeps and e.sleep_level == 1:
             yield Part("vLLM", "weights, asleep", frozenset(PHASES), host=n.bytes)
     elif e.rollout_engine == "hf":
         if config.strategy.zero_stage == 3:
-            yield Part("actor", "gathered for generation", frozenset({ROLLOUT}), gpu=n.total * n.width)
+            yield Part(
+                "actor", "gathered for generation", frozenset({ROLLOUT}), gpu=n.total * n.width
+            )
         columns = prompt + r.generate_max_len + (128 if machine.gpus else 16)
-        yield Part("HF engine", "KV cache", frozenset({ROLLOUT}), gpu=int(slots * columns * of_token), sure=False)
+        yield Part(
+            "HF engine",
+            "KV cache",
+            frozenset({ROLLOUT}),
+            gpu=int(slots * columns * of_token),
+            sure=False,
+        )
         yield Part("HF engine", "prompts", frozenset({ROLLOUT}), gpu=run.peak(), sure=False)
         if e.hf_cuda_graphs:  # what a step needs for a moment, they hold
             held = slots * SAMPLER_BYTES * shape.config.get_text_config().vocab_size
@@ -570,7 +734,9 @@ SAMPLER_BYTES = 24  # of a logit, in float32: its filters sort
 MOST_ROWS = 512
 
 
-def decoding_rows(config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None) -> int:
+def decoding_rows(
+    config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
+) -> int:
     """Rows that the HF engine can decode together beside all that a run holds then: a multiple of 8, at least 8.
 
     A step of decoding launches the same kernels for any number of rows.
@@ -592,17 +758,22 @@ def rows_that_fit(config: PPOConfig, strategy: Any) -> int:
     try:
         rows = decoding_rows(config, Machine(strategy.world_size, device_bytes=size))
     except Exception as error:  # of the model's own code, on a device that holds no data
-        strategy.print(f"note: the memory of decoding cannot be computed: {type(error).__name__}: {error}")
+        strategy.print(
+            f"note: the memory of decoding cannot be computed: {type(error).__name__}: {error}"
+        )
         rows = rules.rollout_rows(config)
     rows = strategy.all_reduce(rows, "min")
-    strategy.print(f"HF engine: {rows} rows at a time, by the GPU's memory (--micro_rollout_batch_size sets it)")
+    strategy.print(
+        f"HF engine: {rows} rows at a time, by the GPU's memory (--micro_rollout_batch_size sets it)"
+    )
     return rows
 
 
 # -- what to say of it -------------------------------------------------------------------------------------------------
 
 _BOTH = ("", "critic_")
-REMEDIES: tuple[dict[str, Any], ...] = (  # the cheapest for a run first; those of parts that it lacks are left out
+# the cheapest for a run first; those of parts that it lacks are left out
+REMEDIES: tuple[dict[str, Any], ...] = (
     {"bf16": True},
     {f"{role}gradient_checkpointing": True for role in _BOTH},
     {"max_tokens_per_micro_batch": None, "micro_train_batch_size": 1},
@@ -617,7 +788,9 @@ REMEDIES: tuple[dict[str, Any], ...] = (  # the cheapest for a run first; those 
 )
 
 
-def advice(config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None) -> list[str]:
+def advice(
+    config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
+) -> list[str]:
     """For a run that does not fit: what each remedy saves by itself, and the first ones that are enough together."""
     start = best = estimate(config, machine, configs).peak()[1]
     now, lines = config, []
@@ -626,7 +799,11 @@ def advice(config: PPOConfig, machine: Machine, configs: Mapping[str, Pretrained
 
     def peak(base: PPOConfig, changes: Mapping[str, Any]) -> tuple[float, PPOConfig]:
         flat, critic = base.flat(), rules.needs_critic(base)
-        changes = {n: v for n, v in changes.items() if n not in idle and (critic or not n.startswith("critic_"))}
+        changes = {
+            n: v
+            for n, v in changes.items()
+            if n not in idle and (critic or not n.startswith("critic_"))
+        }
         changes = {n: v for n, v in changes.items() if flat[n] != v}
         try:
             changed = base.with_options(**changes)
@@ -638,7 +815,9 @@ def advice(config: PPOConfig, machine: Machine, configs: Mapping[str, Pretrained
 
     def flags(changed: PPOConfig) -> str:
         before, after = config.flat(), changed.flat()
-        return " ".join(f"--{n}" + f" {v}" * (v is not True) for n, v in after.items() if before[n] != v)
+        return " ".join(
+            f"--{n}" + f" {v}" * (v is not True) for n, v in after.items() if before[n] != v
+        )
 
     for remedy in REMEDIES:
         alone, changed = peak(config, remedy)
@@ -647,7 +826,11 @@ def advice(config: PPOConfig, machine: Machine, configs: Mapping[str, Pretrained
         if best > 0.9 * machine.device_bytes:  # the estimate may be 10% off
             together, changed = peak(now, remedy)
             now, best = (changed, together) if together < 0.99 * best else (now, best)
-    fits = "fits" if best <= machine.device_bytes else "does not fit either: more GPUs, or a smaller model"
+    fits = (
+        "fits"
+        if best <= machine.device_bytes
+        else "does not fit either: more GPUs, or a smaller model"
+    )
     if now is config:
         return [*lines, f"  no option saves enough: {gigabytes(best)}, which {fits}"]
     return [*lines, f"  together {flags(now)}: {gigabytes(best)}, which {fits}"]
@@ -664,18 +847,30 @@ def table(found: Estimate) -> list[str]:
         f"GB of {found.machine.world_size} ranks, {ranks} on a host{'':<26}{'GPU' if gpus else 'rank':>12}{'host':>10}"
     ]
     for p in found.parts:
-        when = ", ".join(phase for phase in PHASES if phase in p.phases) if len(p.phases) < 8 else ""
-        lines.append(f"  {p.owner:<16}{p.what:<32}{p.gpu / 1e9:>10.2f}{p.host * ranks / 1e9:>10.2f}   {when}".rstrip())
+        when = (
+            ", ".join(phase for phase in PHASES if phase in p.phases) if len(p.phases) < 8 else ""
+        )
+        lines.append(
+            f"  {p.owner:<16}{p.what:<32}{p.gpu / 1e9:>10.2f}{p.host * ranks / 1e9:>10.2f}   {when}".rstrip()
+        )
     lines.append("in each phase")
-    for phase in [one for one in PHASES if "critic" not in one or any(p.owner == "critic" for p in found.parts)]:
+    for phase in [
+        one
+        for one in PHASES
+        if "critic" not in one or any(p.owner == "critic" for p in found.parts)
+    ]:
         of_gpu, host = found.of_phase(phase)
-        lines.append(f"  {phase:<48}{(of_gpu if gpus else host / ranks) / 1e9:>10.2f}{host / 1e9:>10.2f}")
+        lines.append(
+            f"  {phase:<48}{(of_gpu if gpus else host / ranks) / 1e9:>10.2f}{host / 1e9:>10.2f}"
+        )
     (phase, size), (host_phase, host) = found.peak(), found.peak(of_host=True)
     of_gpu = f"{gigabytes(size)} of a GPU ({phase}), " if gpus else ""
     return [*lines, f"peak: {of_gpu}{gigabytes(host)} of a host ({host_phase})"]
 
 
-def check_memory(config: PPOConfig, world_size: int, device_bytes: int | None, per_node: int = 8) -> list[str]:
+def check_memory(
+    config: PPOConfig, world_size: int, device_bytes: int | None, per_node: int = 8
+) -> list[str]:
     """What to print of a resolved config before anything loads; ``device_bytes`` None: ranks on a CPU.
 
     Raises:

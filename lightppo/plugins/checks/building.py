@@ -49,7 +49,9 @@ def _refusal(config: PPOConfig) -> str | None:
 def tell_memory_of(building: Building) -> None:
     """The memory of a run that has a GPU, or is only tried. Collective."""
     config, strategy = building.config, building.strategy
-    if isinstance(config, PPOConfig) and (config.training.dry_run or strategy.device.type == "cuda"):
+    if isinstance(config, PPOConfig) and (
+        config.training.dry_run or strategy.device.type == "cuda"
+    ):
         tell_memory(config, strategy)
 
 
@@ -78,7 +80,9 @@ def become_dry_run(building: Building) -> None:
 
 def look_at_rows(building: Building) -> Iterator[str]:
     """What a dry run says of rows and scores; else whether there are enough rows for a step. Collective."""
-    rows = next((building.rows[name] for name in ("prompt_data", "dataset") if name in building.rows), None)
+    rows = next(
+        (building.rows[name] for name in ("prompt_data", "dataset") if name in building.rows), None
+    )
     if rows is None:
         return
     if building.keeps:
@@ -87,7 +91,9 @@ def look_at_rows(building: Building) -> Iterator[str]:
         return
     rehearse(building.asked, rows, building.held_out, building.reward_source, building.strategy)
     if isinstance(building.config, PPOConfig) and building.held_out is not None:
-        building.held_out = build_prompts(building.config, building.tokenizer, building.strategy, evaluation=True)
+        building.held_out = build_prompts(
+            building.config, building.tokenizer, building.strategy, evaluation=True
+        )
 
 
 def check_disk(building: Building) -> None:
@@ -137,13 +143,17 @@ def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
         except ConfigError as error:
             answer = error
         except Exception as error:  # of the model's own code, on a device that holds no data
-            answer = f"note: the memory of this run cannot be computed: {type(error).__name__}: {error}"
+            answer = (
+                f"note: the memory of this run cannot be computed: {type(error).__name__}: {error}"
+            )
     if isinstance(answer := strategy.broadcast_object(answer), ConfigError):
         raise answer
     strategy.print(answer)
 
 
-def check_disk_space(config: OptionSet, parameters: dict[str, int], exported: int | None = None) -> None:
+def check_disk_space(
+    config: OptionSet, parameters: dict[str, int], exported: int | None = None
+) -> None:
     """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
 
     Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
@@ -163,11 +173,17 @@ def check_disk_space(config: OptionSet, parameters: dict[str, int], exported: in
     weight = 4 if compute_dtype(config) == "float32" else 2
     state = export = 0
     if saves and not checkpoint.disable_ds_ckpt:
-        state = sum(n * (4 if part in ("ema", "reference") else weight + 12) for part, n in parameters.items())
+        state = sum(
+            n * (4 if part in ("ema", "reference") else weight + 12)
+            for part, n in parameters.items()
+        )
     if (saves and checkpoint.save_hf_ckpt) or exports:
         export = (parameters["actor"] if exported is None else exported) * weight
     # One more than are kept: an old checkpoint goes only when the new one is whole.
-    needed = min((checkpoint.max_ckpt_num + 1) * (state + export), checkpoint.max_ckpt_mem * 1e9 + state + export)
+    needed = min(
+        (checkpoint.max_ckpt_num + 1) * (state + export),
+        checkpoint.max_ckpt_mem * 1e9 + state + export,
+    )
     folder = local_folder(checkpoint.ckpt_path).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -206,7 +222,10 @@ def _cost(run: Any) -> str:
     """What the step took."""
     if isinstance(run.config, PPOConfig):
         return dry_run_cost(run.config)
-    rows = [json.loads(row) for row in Path(run.config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(row)
+        for row in Path(run.config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
+    ]
     loss = next(row["train/loss"] for row in rows if "train/loss" in row)
     return f"one step of the {len(run.train_dataloader.dataset)} longest rows, loss {loss:.4f}"
 
@@ -214,7 +233,9 @@ def _cost(run: Any) -> str:
 def dry_run_cost(config: PPOConfig) -> str:
     """What the step of a dry run took."""
     rollout = config.rollout
-    rows = map(json.loads, Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines())
+    rows = map(
+        json.loads, Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
+    )
     times = next(row for row in rows if "perf/time_step" in row)
     names = ("rollout", "reward", "experience", "train", "sync")
     parts = ", ".join(f"{name} {times[f'perf/time_{name}']:.1f}" for name in names)

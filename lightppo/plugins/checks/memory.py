@@ -24,12 +24,17 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
         allow_abbrev=False,
         epilog="All options of lightppo ppo, too; only --pretrain is required.",
     )
-    parser.add_argument("--gpus", type=int, help="GPUs per node; 0: ranks on the CPU. Default: as on this machine")
+    parser.add_argument(
+        "--gpus", type=int, help="GPUs per node; 0: ranks on the CPU. Default: as on this machine"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes; default: 1")
     parser.add_argument(
-        "--gpu_memory", help="memory per GPU, such as 80GB or 24GiB; default: as on this machine, or 80GB"
+        "--gpu_memory",
+        help="memory per GPU, such as 80GB or 24GiB; default: as on this machine, or 80GB",
     )
-    parser.add_argument("--json", action="store_true", help="parts, phases and peak as JSON, in bytes")
+    parser.add_argument(
+        "--json", action="store_true", help="parts, phases and peak as JSON, in bytes"
+    )
     args, flags = parser.parse_known_args(argv)
     with exit_on_mistakes(prog):
         for name, least in {"gpus": 0, "nodes": 1}.items():
@@ -54,8 +59,15 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
         except UserError as error:
             raise ConfigError(str(error)) from error
     if args.json:
-        phases = {phase: dict(zip(("gpu", "host"), found.of_phase(phase))) for phase in budget.PHASES}
-        shown = asdict(found) | {"phases": phases, "peak": found.peak(), "fits": found.fits, "advice": advice}
+        phases = {
+            phase: dict(zip(("gpu", "host"), found.of_phase(phase))) for phase in budget.PHASES
+        }
+        shown = asdict(found) | {
+            "phases": phases,
+            "peak": found.peak(),
+            "fits": found.fits,
+            "advice": advice,
+        }
         print(json.dumps(shown, default=sorted, indent=1))
     else:
         print("\n".join(budget.table(found)))
@@ -86,5 +98,9 @@ def parse_size(text: str | None) -> int | None:
     if size > 0:
         return size
     is_number = form is not None and not form[2]
-    example = f"{form[1]}GB, or {form[1]}GiB: a number alone has no unit" if is_number else "80GB, or 24GiB"
+    example = (
+        f"{form[1]}GB, or {form[1]}GiB: a number alone has no unit"
+        if is_number
+        else "80GB, or 24GiB"
+    )
     raise ConfigError(f"--gpu_memory {text}: write {example}")

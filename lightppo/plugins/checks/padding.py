@@ -100,7 +100,12 @@ def distance(
     """How far outputs are apart: a causal LM's in nats, others in parts of their size."""
     pairs = [(output.float(), other.float()) for output, other in zip(outputs, expected)]
     if wrapper.hf_model.can_generate():
-        nats = max((output.log_softmax(-1) - other.log_softmax(-1)).abs().max().item() for output, other in pairs)
+        nats = max(
+            (output.log_softmax(-1) - other.log_softmax(-1)).abs().max().item()
+            for output, other in pairs
+        )
         return f"log probs differ by up to {nats:.2g} nats"
-    share = max(((output - other).abs().mean() / other.abs().mean()).item() for output, other in pairs)
+    share = max(
+        ((output - other).abs().mean() / other.abs().mean()).item() for output, other in pairs
+    )
     return f"hidden states differ by {100 * share:.2g}%"

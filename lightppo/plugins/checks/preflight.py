@@ -62,7 +62,11 @@ NOTHING_KEPT = {  # options of a dry run
     **{"best_metric": None, "save_steps": -1, "hf_save_steps": -1},
     **dict.fromkeys(("save_epochs", "save_seconds", "hf_save_epochs", "hf_save_seconds")),
 }
-SPLITS = {"prompt_split": "prompt_data", "eval_split": "eval_data", "pretrain_split": "pretrain_data"}
+SPLITS = {
+    "prompt_split": "prompt_data",
+    "eval_split": "eval_data",
+    "pretrain_split": "pretrain_data",
+}
 SPLITS_OF_ROWS = {"dataset_split": "dataset", "eval_split": "eval_dataset"}
 _DRY_SAMPLES, _DRY_TOKENS = 4, 32  # of a dry run: at most, per prompt and per response
 
@@ -78,15 +82,30 @@ def preflight(config: PPOConfig) -> None:
     models += [("teacher_pretrain", config.distill.teacher_pretrain)] * needs_teacher(config)
     models += [("critic_pretrain", m.critic_pretrain)] * needs_critic(config)
     first_flags = {path: flag for flag, path in reversed(models) if path}
-    folders = {"save_path": c.save_path, "ckpt_path": c.ckpt_path, "use_tensorboard": config.logging.use_tensorboard}
-    folders |= {"rollout_data_dir": config.sampling.rollout_data_dir, "skip_rollout": config.sampling.skip_rollout}
+    folders = {
+        "save_path": c.save_path,
+        "ckpt_path": c.ckpt_path,
+        "use_tensorboard": config.logging.use_tensorboard,
+    }
+    folders |= {
+        "rollout_data_dir": config.sampling.rollout_data_dir,
+        "skip_rollout": config.sampling.skip_rollout,
+    }
     checks = [_model_check(config, path, flag) for path, flag in first_flags.items()]
     tokenizers = [("--tokenizer_path", path) for path in (m.tokenizer_path,) if path]
-    tokenizers += [("--reward_input_tokenizer", path) for path in config.reward.reward_input_tokenizer]
+    tokenizers += [
+        ("--reward_input_tokenizer", path) for path in config.reward.reward_input_tokenizer
+    ]
     checks += [partial(check_tokenizer, path, flag) for flag, path in tokenizers]
-    checks += [partial(check_writable, folder, f"--{flag}") for flag, folder in folders.items() if folder]
+    checks += [
+        partial(check_writable, folder, f"--{flag}") for flag, folder in folders.items() if folder
+    ]
     checks.append(partial(check_places, config))
-    checks += [partial(_check_lengths, config), partial(_check_resume, c.resume), partial(_check_shape, config)]
+    checks += [
+        partial(_check_lengths, config),
+        partial(_check_resume, c.resume),
+        partial(_check_shape, config),
+    ]
     used = {"--prompt_data": d.prompt_data, "--eval_data": d.eval_data}
     checks.append(partial(_check_splits, config, SPLITS))
     if not config.evaluation.val_only:
@@ -103,7 +122,12 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     c, d, flat = config.checkpoint, config.data, config.flat()
     is_pairs = not hasattr(d, "output_key")
     fields = {"input_key": d.input_key} | (
-        {"pairs": True, "label_key": flat.get("margin_key"), "chosen_key": d.chosen_key, "rejected_key": d.rejected_key}
+        {
+            "pairs": True,
+            "label_key": flat.get("margin_key"),
+            "chosen_key": d.chosen_key,
+            "rejected_key": d.rejected_key,
+        }
         if is_pairs
         else {"output_key": d.output_key, "supervised": True}
     )
@@ -129,9 +153,14 @@ def preflight_supervised(config: SupervisedConfig) -> None:
         _check_rows(flag, paths, split, fields, render, d.on_bad_row)
 
     models = {name: flat[name] for name in ("pretrain", "ref_pretrain") if flat.get(name)}
-    folders = {name: flat[name] for name in ("save_path", "ckpt_path", "use_tensorboard") if flat[name]}
+    folders = {
+        name: flat[name] for name in ("save_path", "ckpt_path", "use_tensorboard") if flat[name]
+    }
     folders |= {"log_file": os.path.dirname(flat["log_file"]) or "."} if flat["log_file"] else {}
-    used = {"--dataset": (d.dataset, d.dataset_split), "--eval_dataset": (d.eval_dataset, d.eval_split)}
+    used = {
+        "--dataset": (d.dataset, d.dataset_split),
+        "--eval_dataset": (d.eval_dataset, d.eval_split),
+    }
     checks = [_model_check(config, path, name) for name, path in models.items()]
     if config.model.tokenizer_path:
         checks.append(partial(check_tokenizer, config.model.tokenizer_path, "--tokenizer_path"))
@@ -148,7 +177,9 @@ def preflight_supervised(config: SupervisedConfig) -> None:
 def look(config: OptionSet, prog: str) -> None:
     """What a command looks at before it imports anything heavy."""
     is_ppo = isinstance(config, PPOConfig)
-    before_imports(lambda: preflight(config.resolved()) if is_ppo else preflight_supervised(config), prog)
+    before_imports(
+        lambda: preflight(config.resolved()) if is_ppo else preflight_supervised(config), prog
+    )
 
 
 def before_imports(check: Callable[[], None], prog: str) -> None:
@@ -162,15 +193,39 @@ def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig
     """``--dry_run``: one step of few, short samples, whose files are all in ``folder``. Of and to a resolved config."""
     r, e = config.rollout, config.evaluation
     samples = max(estimator_entry(config).min_group_size, min(r.n_samples_per_prompt, _DRY_SAMPLES))
-    prompts, tokens = min(r.rollout_batch_size, 2 * world_size), min(r.generate_max_len, _DRY_TOKENS)
-    sizes = {"rollout_batch_size": prompts, "gen_batch_size": prompts, "train_batch_size": prompts * samples}
-    sizes |= {"n_samples_per_prompt": samples, "generation_size": samples, "ppo_n_minibatches": None, "max_epochs": 1}
-    sizes |= {"generate_max_len": tokens, "min_new_tokens": min(r.min_new_tokens, tokens), "benchmark_steps": 1}
+    prompts, tokens = (
+        min(r.rollout_batch_size, 2 * world_size),
+        min(r.generate_max_len, _DRY_TOKENS),
+    )
+    sizes = {
+        "rollout_batch_size": prompts,
+        "gen_batch_size": prompts,
+        "train_batch_size": prompts * samples,
+    }
+    sizes |= {
+        "n_samples_per_prompt": samples,
+        "generation_size": samples,
+        "ppo_n_minibatches": None,
+        "max_epochs": 1,
+    }
+    sizes |= {
+        "generate_max_len": tokens,
+        "min_new_tokens": min(r.min_new_tokens, tokens),
+        "benchmark_steps": 1,
+    }
     if config.reward.overlong_buffer_len is not None:
         sizes["overlong_buffer_len"] = min(config.reward.overlong_buffer_len, tokens)
-    sizes |= {"eval_max_samples": 2 * world_size, "eval_n_samples": min(e.eval_n_samples, _DRY_SAMPLES)}
+    sizes |= {
+        "eval_max_samples": 2 * world_size,
+        "eval_n_samples": min(e.eval_n_samples, _DRY_SAMPLES),
+    }
     # The one step trains the actor on what it has sampled itself, whatever that is worth.
-    sizes |= {"freezing_actor_steps": 0, "dynamic_sampling": False, "skip_rollout": None, "buffer_limit": 0}
+    sizes |= {
+        "freezing_actor_steps": 0,
+        "dynamic_sampling": False,
+        "skip_rollout": None,
+        "buffer_limit": 0,
+    }
     folders = {"save_path": folder, "ckpt_path": f"{folder}/checkpoints", "rollout_data_dir": None}
     return config.with_options(**sizes, **folders, **NOTHING_KEPT, num_examine=1)
 
@@ -202,16 +257,23 @@ def _model_check(config: OptionSet, path: str, flag: str) -> Callable[[], Any]:
 def _check_lengths(config: PPOConfig) -> None:
     """Of a local folder whose config names its positions as most do; of any other model after the imports."""
     try:
-        model = json.loads((Path(config.model.pretrain).expanduser() / "config.json").read_text(encoding="utf-8"))
+        model = json.loads(
+            (Path(config.model.pretrain).expanduser() / "config.json").read_text(encoding="utf-8")
+        )
         model |= model.get("text_config") or {}
         model |= json.loads(config.model.override_config or "{}")
-    except (OSError, ValueError, TypeError, AttributeError):  # the loader says what is wrong with it
+    except (OSError, ValueError, TypeError, AttributeError):
+        # the loader says what is wrong with it
         return
     check_positions(config, model.get("max_position_embeddings"))
 
 
 def _check_resume(resume: str) -> None:
-    if resume not in ("auto", "never") and "://" not in resume and not any(Path(resume, "_actor").glob("*/")):
+    if (
+        resume not in ("auto", "never")
+        and "://" not in resume
+        and not any(Path(resume, "_actor").glob("*/"))
+    ):
         raise CheckpointError(
             f"--resume {resume}: not a folder of checkpoints (it has no _actor with one inside); name the --ckpt_path "
             "of the run to go on with, or leave --resume at auto"
@@ -229,8 +291,15 @@ def _check_shape(config: PPOConfig) -> None:
         saved = json.loads(Path(root, "_actor", tag, "lightppo_checkpoint.json").read_text())
     except (OSError, ValueError):
         return
-    now = {"world_size": int(os.environ.get("WORLD_SIZE", "1")), "zero_stage": config.strategy.zero_stage}
-    if others := [f"{name}={saved.get(name)}, not {value}" for name, value in now.items() if saved.get(name) != value]:
+    now = {
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "zero_stage": config.strategy.zero_stage,
+    }
+    if others := [
+        f"{name}={saved.get(name)}, not {value}"
+        for name, value in now.items()
+        if saved.get(name) != value
+    ]:
         raise CheckpointError(
             f"{root}/{tag} was saved with {'; '.join(others)}: set --reshape_ckpt to go on with it here, or take the "
             "same number of processes and --zero_stage"
@@ -255,13 +324,19 @@ def _check_splits(config: OptionSet, splits: Mapping[str, str]) -> None:
 def _warn_of_same_rows(config: OptionSet, training: str, evaluation: str) -> None:
     """Says where evaluations are of rows that are trained on."""
     flat = config.flat()
-    split_of = {source: flat.get(name) for table in (SPLITS, SPLITS_OF_ROWS) for name, source in table.items()}
+    split_of = {
+        source: flat.get(name)
+        for table in (SPLITS, SPLITS_OF_ROWS)
+        for name, source in table.items()
+    }
     both = {_place(path, split_of[training]) for path in _sources(flat[training])}
     both &= {_place(path, split_of[evaluation]) for path in _sources(flat[evaluation])}
     if both:
         path, _ = sorted(both)[0]
         told = "evaluations measure what was learned by heart: hold some rows out"
-        logger.warning("--%s and --%s both have the rows of %s: %s", training, evaluation, path, told)
+        logger.warning(
+            "--%s and --%s both have the rows of %s: %s", training, evaluation, path, told
+        )
 
 
 def _sources(paths: str | None) -> list[str]:
@@ -302,10 +377,15 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
 
     prompts: list[Prompt] = []
     fields = {"input_key": d.input_key, "label_key": d.label_key}
-    for rows, known in _check_rows(flag, paths, split, fields, render, d.on_bad_row, d.prompt_metadata):
+    for rows, known in _check_rows(
+        flag, paths, split, fields, render, d.on_bad_row, d.prompt_metadata
+    ):
         for number, row in enumerate(rows):
             chat, key = read_prompt(row, known)
-            more = {"extra": other_columns(row, key), "messages": chat if isinstance(chat, list) else None}
+            more = {
+                "extra": other_columns(row, key),
+                "messages": chat if isinstance(chat, list) else None,
+            }
             prompts.append(Prompt("", [], label=read_label(row, known), **more))
             try:
                 check_label(scoring or config, prompts[-1])
@@ -314,7 +394,9 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
     if function and prompts:  # only made: refused where an argument is missing
         function.calls([Rollout(prompt, 0, [], "", "stop") for prompt in prompts])
     if reads_labels and prompts and all(prompt.label is None for prompt in prompts):
-        logger.warning("%s %s: %s; the reward function reads %s", flag, paths, NO_LABELS, reads_labels)
+        logger.warning(
+            "%s %s: %s; the reward function reads %s", flag, paths, NO_LABELS, reads_labels
+        )
 
 
 def check_label(config: PPOConfig, prompt: Prompt) -> None:
@@ -330,7 +412,12 @@ def _check_pretraining(config: PPOConfig) -> None:
     d = config.data
     fields = {"input_key": d.input_key, "output_key": d.output_key, "supervised": True}
     check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
-    source = ("--pretrain_data", d.pretrain_data, d.pretrain_split, fields | {"documents": d.output_key is None})
+    source = (
+        "--pretrain_data",
+        d.pretrain_data,
+        d.pretrain_split,
+        fields | {"documents": d.output_key is None},
+    )
     _check_rows(*source, read_example, d.on_bad_row)
 
 
@@ -362,7 +449,9 @@ def _check_rows(
             except DataError as error:
                 raise DataError(f"{flag} {source}: {error}") from error
             read = known.columns_in(rows.column_names)
-            prepare_rows(rows, read, lambda chunk, known=known: [outcome(row, known) for row in chunk])
+            prepare_rows(
+                rows, read, lambda chunk, known=known: [outcome(row, known) for row in chunk]
+            )
             found.append((rows, known))
     return found
 
@@ -372,4 +461,6 @@ def _tokenizer(folder: str) -> Any:
     settings = Path(folder).expanduser() / "tokenizer_config.json"
     shown = not settings.is_file() or '"chat_template"' in settings.read_text(encoding="utf-8")
     has_template = shown or any(settings.parent.glob("*chat_template*"))
-    return SimpleNamespace(name_or_path=folder, chat_template=has_template, apply_chat_template=lambda *a, **b: "")
+    return SimpleNamespace(
+        name_or_path=folder, chat_template=has_template, apply_chat_template=lambda *a, **b: ""
+    )

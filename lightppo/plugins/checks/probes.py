@@ -44,9 +44,15 @@ def _check_one(flag: str, wrapper: Any, strategy: Ranks) -> None:
     for name in other_attentions(wrapper.hf_model):
         with attending(wrapper.hf_model, name):
             right += [] if _agreed(strategy, padding_problem(wrapper, strategy.device)) else [name]
-    advice = f"set --attn_implementation {right[0]}" if right else "no other attention helps: choose another model"
+    advice = (
+        f"set --attn_implementation {right[0]}"
+        if right
+        else "no other attention helps: choose another model"
+    )
     kind = wrapper.hf_model.config.get_text_config().model_type
-    raise ModelLoadError(f"{flag}: transformers' model type {kind!r} is wrong in padded batches: {reason}; {advice}")
+    raise ModelLoadError(
+        f"{flag}: transformers' model type {kind!r} is wrong in padded batches: {reason}; {advice}"
+    )
 
 
 def _agreed(strategy: Ranks, reason: str | None) -> str | None:
@@ -73,7 +79,9 @@ def check_decoding(engine: Any, actor: Any, strategy: Ranks) -> None:
 def decoding_problem(engine: HFRolloutEngine, actor: Any, device: torch.device) -> str | None:
     """Why responses of this engine are not the actor's, of one rank; None: they are. Under ZeRO-3 on all ranks."""
     text = actor.hf_model.config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None) or max(map(len, _PROMPTS)) + _NEW_TOKENS
+    positions = (
+        getattr(text, "max_position_embeddings", None) or max(map(len, _PROMPTS)) + _NEW_TOKENS
+    )
     if positions < max(map(len, _PROMPTS)) + _NEW_TOKENS:
         return None
     vocabulary = actor.valid_vocab_size or text.vocab_size
@@ -102,7 +110,11 @@ def decoding_problem(engine: HFRolloutEngine, actor: Any, device: torch.device) 
 
 
 def _differences(
-    engine: HFRolloutEngine, actor: Any, prompts: list[Prompt], sampling: SamplingParams, device: torch.device
+    engine: HFRolloutEngine,
+    actor: Any,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    device: torch.device,
 ) -> Iterator[torch.Tensor]:
     """For each response |log prob while sampling - log prob of the forward pass| (A,)."""
     for rollout in engine.generate(prompts, sampling):

@@ -37,12 +37,20 @@ _FEWEST = 4  # scores or answers, of which it says something that all are equal
 _FEWEST_PAIRS, _MOSTLY_LONGER = 20, 0.9
 _FEWEST_TOKENS, _GUESSING = 16, 0.95  # of the loss of a model to which all tokens are the same
 _LONGEST_SCORE, _LONGEST_STEP = 15.0, 60.0  # seconds: of one sample, of the rewards of a step
-_RIGHT = ("{}", "The answer is {}", "#### {}", "\\boxed{{{}}}", "<think>\nso\n</think>\n<answer>{}</answer>")
+_RIGHT = (
+    "{}",
+    "The answer is {}",
+    "#### {}",
+    "\\boxed{{{}}}",
+    "<think>\nso\n</think>\n<answer>{}</answer>",
+)
 _WRONG = ("", "I do not know.")
 _MARK = re.compile(r"<\|[^|<>\s]{1,30}\|>|<(?:start|end)_of_turn>")  # as templates write tokens
 
 
-def rehearse(config: OptionSet, rows: Any, held_out: Any, source: RewardSource | None, ranks: Ranks) -> None:
+def rehearse(
+    config: OptionSet, rows: Any, held_out: Any, source: RewardSource | None, ranks: Ranks
+) -> None:
     """Print what to look at. Collective: rank 0 scores.
 
     Args:
@@ -50,7 +58,11 @@ def rehearse(config: OptionSet, rows: Any, held_out: Any, source: RewardSource |
         rows: prompts, or rows to learn from; ``held_out`` likewise, or ``None``.
         source: ``None``: reward models, which score answers of their own; without rewards there is nothing to say.
     """
-    for line in (plain(f"the first row, {rows.origin(0)}"), *described(rows, ids=False), lengths(rows)):
+    for line in (
+        plain(f"the first row, {rows.origin(0)}"),
+        *described(rows, ids=False),
+        lengths(rows),
+    ):
         ranks.print(line)
     some = [rows.examples(position) for position in range(min(_ROWS, len(rows)))]
     told = _settings(config, rows), _prompts(rows, some), _answers(rows, some), _pairs(rows, some)
@@ -65,7 +77,10 @@ def rehearse(config: OptionSet, rows: Any, held_out: Any, source: RewardSource |
 
 def after_step(config: OptionSet, tokenizer: Any) -> Iterator[str]:
     """What the numbers of the step tell; of rank 0."""
-    rows = [json.loads(x) for x in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(x)
+        for x in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
+    ]
     row = next((row for row in rows if row.get("rollout/samples", 0) >= _FEWEST), {})
     if row.get("rollout/reward_std") == 0:
         yield (
@@ -99,7 +114,10 @@ def described(dataset: Any, ids: bool = True) -> Iterator[str]:
         if not answer:
             template = dataset.template.input_template
             of_text = "as it is" if template is None else f"in --input_template {template!r}"
-            chat = prompt.messages and f"chat of {len(prompt.messages)} messages by the tokenizer's chat template"
+            chat = (
+                prompt.messages
+                and f"chat of {len(prompt.messages)} messages by the tokenizer's chat template"
+            )
             source = plain(prompt.data_source)
             yield f"prompt: {chat or f'text {of_text}'}; label: {prompt.label!r}; data source: {source}"
         spans = [(False, list(prompt.token_ids)), (True, list(answer))]
@@ -112,14 +130,19 @@ def _marked(tokenizer: Any, spans: Sequence[tuple[bool, list[int]]], ids: bool) 
     left, right = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
 
     def all_of(text: Callable[[list[int]], str], between: str) -> str:
-        return between.join(f"{left}{text(span)}{right}" if is_trained else text(span) for is_trained, span in spans)
+        return between.join(
+            f"{left}{text(span)}{right}" if is_trained else text(span) for is_trained, span in spans
+        )
 
     def shown(ids: list[int]) -> str:
         return plain(tokenizer.decode(ids))
 
     yield textwrap.indent(all_of(shown, ""), "    ")
     pieces = all_of(lambda span: "|".join(shown([i]).replace("\n", "\\n") for i in span), "|")
-    counts = [len(span) for _, span in spans], [len(span) for is_trained, span in spans if is_trained]
+    counts = (
+        [len(span) for _, span in spans],
+        [len(span) for is_trained, span in spans if is_trained],
+    )
     yield f"{sum(counts[0])} tokens, {sum(counts[1])} of them trained" + f": {pieces}" * ids
     if ids:
         yield f"ids: {all_of(lambda span: ' '.join(map(str, span)), ' ')}"
@@ -127,14 +150,23 @@ def _marked(tokenizer: Any, spans: Sequence[tuple[bool, list[int]]], ids: bool) 
 
 def lengths(rows: Any) -> str:
     """Tokens of the rows."""
-    middle, most, longest = np.percentile(rows.lengths, (50, 95, 100), method="inverted_cdf").astype(int)
+    middle, most, longest = np.percentile(
+        rows.lengths, (50, 95, 100), method="inverted_cdf"
+    ).astype(int)
     return f"tokens: median {middle}, 95% up to {most}, longest {longest}"
 
 
 def _names(config: OptionSet) -> tuple[str, ...]:
     """The options of PPO, or what they are called for training on data."""
     if isinstance(config, PPOConfig):
-        return "actor_learning_rate", "rollout_batch_size", "prompt_max_len", "prompt_data", "eval_data", "prompts"
+        return (
+            "actor_learning_rate",
+            "rollout_batch_size",
+            "prompt_max_len",
+            "prompt_data",
+            "eval_data",
+            "prompts",
+        )
     return "learning_rate", "train_batch_size", "max_len", "dataset", "eval_dataset", "rows"
 
 
@@ -223,12 +255,18 @@ def _answers(rows: Any, some: Sequence[Sequence[Example]]) -> Iterator[str]:
 
 
 def _told(
-    rows: Any, kind: str, some: Sequence[Sequence[Any]], text: Callable[[Any], str], found: dict[str, Any]
+    rows: Any,
+    kind: str,
+    some: Sequence[Sequence[Any]],
+    text: Callable[[Any], str],
+    found: dict[str, Any],
 ) -> Iterator[str]:
     """Each kind of mistake with its number and the first of them."""
     total = sum(map(len, some))
     for what, (is_so, cure) in found.items():
-        if at := [(position, one) for position, of_row in enumerate(some) for one in of_row if is_so(one)]:
+        if at := [
+            (position, one) for position, of_row in enumerate(some) for one in of_row if is_so(one)
+        ]:
             position, first = at[0]
             shown = f"first {rows.origin(position)} ({text(first)})"
             yield f"{len(at)} of {total} {kind} {what}, {shown}: {cure}"
@@ -238,7 +276,10 @@ def _pairs(rows: Any, pairs: Sequence[Sequence[Example]]) -> Iterator[str]:
     """What pairs teach beside what they mean to."""
     if len(pairs[0]) < 2:
         return
-    known = {tuple((tuple(e.prompt.token_ids), tuple(e.answer_ids)) for e in pair): i for i, pair in enumerate(pairs)}
+    known = {
+        tuple((tuple(e.prompt.token_ids), tuple(e.answer_ids)) for e in pair): i
+        for i, pair in enumerate(pairs)
+    }
     both = [(known[pair[::-1]], i) for pair, i in known.items() if known.get(pair[::-1], i) < i]
     if both:
         first, second = map(rows.origin, both[0])
@@ -256,7 +297,9 @@ def _repeated(config: OptionSet, rows: Any, held_out: Any) -> Iterator[str]:
     seen = Counter(tuple(rows.ids_of(position)) for position in range(len(rows)))
     if (more := len(rows) - len(seen)) > 0:
         yield f"{more} of {len(rows)} {what} of --{data} are there before: they count as often"
-    prompts = {tuple(rows.prompt_ids_of(position)) for position in range(len(rows))} if held_out else ()
+    prompts = (
+        {tuple(rows.prompt_ids_of(position)) for position in range(len(rows))} if held_out else ()
+    )
     both = [at for at in range(len(held_out or ())) if tuple(held_out.prompt_ids_of(at)) in prompts]
     if both:
         which = f"{len(both)} of {len(held_out)} prompts of --{eval_data} are in --{data} too"
@@ -271,10 +314,18 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
     if first.messages is None:
         return
     if not rows.report.truncated:
-        system = [m["content"] for m in first.messages if m["role"] == "system"] or [config.data.system_prompt or ""]
+        system = [m["content"] for m in first.messages if m["role"] == "system"] or [
+            config.data.system_prompt or ""
+        ]
         if system[0].strip() not in first.text:
-            name = "--system_prompt" if config.data.system_prompt else f"the system message of {rows.origin(0)}"
-            raise ConfigError(f"{name}: the chat template drops it; put it into the user's message, or use another")
+            name = (
+                "--system_prompt"
+                if config.data.system_prompt
+                else f"the system message of {rows.origin(0)}"
+            )
+            raise ConfigError(
+                f"{name}: the chat template drops it; put it into the user's message, or use another"
+            )
     chat = first.messages
     own = {mark for message in chat for mark in _MARK.findall(message["content"] or "")}
     if foreign := sorted(set(_MARK.findall(first.text)) - own - set(tokenizer.get_vocab())):
@@ -282,10 +333,15 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
     asked = template.chat_text(chat, add_generation_prompt=chat[-1]["role"] != "assistant")
     if chat[-1]["role"] != "assistant" and asked == template.chat_text(chat):
         yield "the chat template has no generation prompt: the model has to write the assistant's header itself"
-    if not isinstance(config, PPOConfig):  # whatever the template writes, rows to learn from end with end-of-text
+    # whatever the template writes, rows to learn from end with end-of-text
+    if not isinstance(config, PPOConfig):
         return
     r, mark = config.rollout, "answer 7"
-    tail = template.chat_text([*chat, {"role": "assistant", "content": mark}]).rpartition(mark)[2].strip()
+    tail = (
+        template.chat_text([*chat, {"role": "assistant", "content": mark}])
+        .rpartition(mark)[2]
+        .strip()
+    )
     from transformers import GenerationConfig
 
     try:
@@ -304,7 +360,9 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
 
 def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[str]:
     """The labels themselves and nonsense as answers: the ones should score higher, in the time there is."""
-    made = [_made_up(prompts.tokenizer, prompts[position]) for position in range(min(8, len(prompts)))]
+    made = [
+        _made_up(prompts.tokenizer, prompts[position]) for position in range(min(8, len(prompts)))
+    ]
     everything = [rollout for right, wrong in made for rollout in (*right, *wrong)]
     try:
         start = time.monotonic()
@@ -332,7 +390,9 @@ def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[s
             f"{source.name} gave {scored[0].reward:g} to all of {len(scored)} made-up answers, right and wrong: does "
             "it read the answer, and in the form in which models give it?"
         )
-    elif (labelled := [both for both in made if both[0] and everything]) and not any(map(_tells, labelled)):
+    elif (labelled := [both for both in made if both[0] and everything]) and not any(
+        map(_tells, labelled)
+    ):
         right = max(labelled[0][0], key=lambda rollout: rollout.reward or 0)
         yield (
             f"{source.name} scores labels as answers no higher than {_WRONG[0]!r} and {_WRONG[1]!r}, such as "

@@ -82,7 +82,15 @@ _GENERATION = [
 ]
 _GENERATION += _SPECIAL
 # What else the constructor takes by name: for the hint at a misspelt one.
-_PARAMETERS = ("config", "tokenizer", "reward_fn", "remote_rm_url", "reward_source", "rollout_engine", "evaluator")
+_PARAMETERS = (
+    "config",
+    "tokenizer",
+    "reward_fn",
+    "remote_rm_url",
+    "reward_source",
+    "rollout_engine",
+    "evaluator",
+)
 
 
 # -- options ---------------------------------------------------------------------------------------------------------
@@ -99,9 +107,13 @@ def constructor_config(
     if config is None:
         if options.get("max_norm", strategy.max_norm) != strategy.max_norm:
             given = options["max_norm"]
-            raise ConfigError(f"max_norm {given} is not the strategy's ({strategy.max_norm}): set it there")
+            raise ConfigError(
+                f"max_norm {given} is not the strategy's ({strategy.max_norm}): set it there"
+            )
         args = getattr(strategy, "args", None)
-        return config_from_options(args, options, tokenizer, strategy.world_size, say=strategy.print)
+        return config_from_options(
+            args, options, tokenizer, strategy.world_size, say=strategy.print
+        )
     if options:
         raise ConfigError(f"options {sorted(options)} beside config: put them into the config")
     config.validate(strategy.world_size, by_hand=True)
@@ -132,7 +144,10 @@ def config_from_options(
         values["eps_clip"] = None  # then what belongs to the loss: 0.2 for PPO's
     config = _with_options(PPOConfig(), values | options, tokenizer)
     if idle := idle_options(config):
-        say("without effect here: " + "; ".join(f"{name} needs {condition}" for name, condition in idle.items()))
+        say(
+            "without effect here: "
+            + "; ".join(f"{name} needs {condition}" for name, condition in idle.items())
+        )
         defaults = PPOConfig().flat()
         config = config.with_options(**{name: defaults[name] for name in idle})
     config.validate(world_size, by_hand=True)
@@ -146,7 +161,9 @@ def idle_options(config: Options) -> dict[str, str]:
         one.name: condition_text(condition)
         for one in all_options()
         for condition in one.needs
-        if condition in ("critic", "discounting", "clipping") and one.is_set(given[one.name]) and not facts[condition]
+        if condition in ("critic", "discounting", "clipping")
+        and one.is_set(given[one.name])
+        and not facts[condition]
     }
 
 
@@ -163,7 +180,15 @@ def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: An
 def take_schedule(config: PPOConfig, args: Any, steps_per_episode: int) -> PPOConfig:
     """The config with the schedule that ``fit(args, ...)`` brings; ``args`` gets what the seed's ``fit`` puts there."""
     given = _options_of(args)
-    names = ("num_episodes", "save_steps", "eval_steps", "logging_steps", "ckpt_path", "max_ckpt_num", "max_ckpt_mem")
+    names = (
+        "num_episodes",
+        "save_steps",
+        "eval_steps",
+        "logging_steps",
+        "ckpt_path",
+        "max_ckpt_num",
+        "max_ckpt_mem",
+    )
     fill_schedule(args, steps_per_episode)
     return config.with_options(**{name: given[name] for name in names if name in given})
 
@@ -186,7 +211,9 @@ def generation_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in _GENERATION}
 
 
-def _refuse_unknown(who: str, options: Iterable[str], known: Sequence[str], hints: Sequence[str] = ()) -> None:
+def _refuse_unknown(
+    who: str, options: Iterable[str], known: Sequence[str], hints: Sequence[str] = ()
+) -> None:
     for name in options:
         if name not in known:
             flags = [f"--{one}" for one in (*known, *hints)]
@@ -202,7 +229,8 @@ def _options_of(args: Any) -> dict[str, Any]:
     for name in ("reward_pretrain", "remote_rm_url"):  # the seed separates them by commas
         if isinstance(values.get(name), str):
             values[name] = tuple(part for part in values[name].split(",") if part)
-    if isinstance(values.get("use_wandb"), str):  # the seed passes the key; wandb takes it from the environment
+    # the seed passes the key; wandb takes it from the environment
+    if isinstance(values.get("use_wandb"), str):
         values["use_wandb"] = bool(values["use_wandb"])
     for name in ("save_steps", "eval_steps"):
         if values.get(name) == float("inf"):
@@ -212,21 +240,30 @@ def _options_of(args: Any) -> dict[str, Any]:
 
 def _with_options(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:
     """``max_new_tokens``, ``max_length``, ``eos_token_id`` and ``pad_token_id`` become options of ours."""
-    config = config.with_options(**{_RENAMED.get(n, n): v for n, v in options.items() if n not in _SPECIAL})
+    config = config.with_options(
+        **{_RENAMED.get(n, n): v for n, v in options.items() if n not in _SPECIAL}
+    )
     values: dict[str, Any] = {}
     if options.get("max_length") is not None and "max_new_tokens" not in options:
         prompt = config.data.prompt_max_len
         values["generate_max_len"] = options["max_length"] - prompt
         if values["generate_max_len"] < 1:
             length = options["max_length"]
-            raise ConfigError(f"max_length {length} leaves no room after prompt_max_len {prompt}: set max_new_tokens")
+            raise ConfigError(
+                f"max_length {length} leaves no room after prompt_max_len {prompt}: set max_new_tokens"
+            )
     eos = options.get("eos_token_id")
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
     known_eos = getattr(tokenizer, "eos_token_id", None)
-    values["stop_token_ids"] = (*config.rollout.stop_token_ids, *(i for i in eos_ids if i != known_eos))
+    values["stop_token_ids"] = (
+        *config.rollout.stop_token_ids,
+        *(i for i in eos_ids if i != known_eos),
+    )
     pad = options.get("pad_token_id")
     if pad is not None and tokenizer is not None and pad != (own := tokenizer.pad_token_id):
-        raise ConfigError(f"pad_token_id {pad} is not the tokenizer's ({own}): set tokenizer.pad_token")
+        raise ConfigError(
+            f"pad_token_id {pad} is not the tokenizer's ({own}): set tokenizer.pad_token"
+        )
     return config.with_options(**values)
 
 
@@ -274,9 +311,13 @@ class PolicyLoss(losses.PolicyLoss):
             kept = entropy_mask.to(log_probs.dtype)
             inputs["weights"] = kept if inputs.get("weights") is None else inputs["weights"] * kept
         if normalizer is not None:
-            return super().__call__(log_probs, old_log_probs, advantages, mask, normalizer, **inputs)
+            return super().__call__(
+                log_probs, old_log_probs, advantages, mask, normalizer, **inputs
+            )
         alone = LossNormalizer.from_masks([mask], scale=self.horizon)
-        loss, metrics = super().__call__(log_probs, old_log_probs, advantages, mask, alone, **inputs)
+        loss, metrics = super().__call__(
+            log_probs, old_log_probs, advantages, mask, alone, **inputs
+        )
         self._stats.clear()
         self._stats.update(metrics)
         return loss
@@ -313,10 +354,14 @@ class ValueLoss(losses.ValueLoss):
         return super().__call__(values, old_values, returns, mask, alone)[0]
 
 
-def of_whole_step(loss: losses.PolicyLoss | losses.ValueLoss, horizon: float) -> PolicyLoss | ValueLoss:
+def of_whole_step(
+    loss: losses.PolicyLoss | losses.ValueLoss, horizon: float
+) -> PolicyLoss | ValueLoss:
     """The same loss, which can also be called in the seed's form."""
     kind = PolicyLoss if isinstance(loss, losses.PolicyLoss) else ValueLoss
-    return kind(**{field.name: getattr(loss, field.name) for field in fields(loss)}, horizon=horizon)
+    return kind(
+        **{field.name: getattr(loss, field.name) for field in fields(loss)}, horizon=horizon
+    )
 
 
 def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -329,7 +374,11 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 def _knows_the_step(fn: Callable[..., Any]) -> bool:
     """Whether a loss takes a ``normalizer``; if its signature does not tell, it does."""
     parameters = _parameters(fn)
-    return "normalizer" in parameters or not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    return (
+        "normalizer" in parameters
+        or not parameters
+        or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    )
 
 
 def sample_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
@@ -337,7 +386,9 @@ def sample_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     return mask.bool().any(dim=1).sum() * (normalizer.dp_size / max(normalizer.sequences, 1.0))
 
 
-def _mean_of(fn: Callable[..., Any], name: str, tensors: Sequence[Tensor], mask: Tensor, **named: Any) -> Any:
+def _mean_of(
+    fn: Callable[..., Any], name: str, tensors: Sequence[Tensor], mask: Tensor, **named: Any
+) -> Any:
     """What a loss in the seed's form says of the rows with a trained token; a 0 with a gradient if there are none."""
     rows = mask.bool().any(dim=1)
     if not rows.any():
@@ -381,12 +432,19 @@ def policy_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metric
             named["entropy_mask"] = weights.bool()
         share = sample_share(mask, normalizer)
         mean = _mean_of(fn, "actor_loss_fn", (log_probs, old_log_probs, advantages), mask, **named)
-        tensors = (zero_where_masked(x.detach(), mask) for x in (log_probs, old_log_probs, advantages))
+        tensors = (
+            zero_where_masked(x.detach(), mask) for x in (log_probs, old_log_probs, advantages)
+        )
         seen = losses.LossInputs(*tensors, action_mask=mask.bool()).metrics()
         seen.pop("clip_ratio")  # which only the loss knows
-        metrics = {name: aggregate_loss(x, mask, "token-mean", normalizer) for name, x in seen.items()}
+        metrics = {
+            name: aggregate_loss(x, mask, "token-mean", normalizer) for name, x in seen.items()
+        }
         stats = fn.get_last_stats() if hasattr(fn, "get_last_stats") and mask.any() else {}
-        metrics |= {name: torch.as_tensor(value, device=mask.device) * share for name, value in stats.items()}
+        metrics |= {
+            name: torch.as_tensor(value, device=mask.device) * share
+            for name, value in stats.items()
+        }
         return mean * share, metrics
 
     return loss
@@ -398,7 +456,11 @@ def value_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics
         return fn
 
     def loss(
-        values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, normalizer: LossNormalizer
+        values: Tensor,
+        old_values: Tensor,
+        returns: Tensor,
+        mask: Tensor,
+        normalizer: LossNormalizer,
     ) -> tuple[Tensor, Metrics]:
         mean = _mean_of(fn, "critic_loss_fn", (values, old_values, returns), mask)
         return mean * sample_share(mask, normalizer), {}
@@ -413,12 +475,20 @@ class _PretrainLoss(losses.GPTLMLoss):
         self.fn = fn
 
     def __call__(
-        self, logits: Tensor, labels: Tensor, normalizer_tokens: float | None = None, dp_size: int = 1
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        normalizer_tokens: float | None = None,
+        dp_size: int = 1,
     ) -> Tensor:
         if normalizer_tokens is None:
             return self.fn(logits, labels)
         tokens = self.num_tokens(labels)
-        return self.fn(logits, labels) * (tokens * dp_size / normalizer_tokens) if tokens else logits.sum() * 0.0
+        return (
+            self.fn(logits, labels) * (tokens * dp_size / normalizer_tokens)
+            if tokens
+            else logits.sum() * 0.0
+        )
 
 
 def pretrain_loss_of(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -449,7 +519,11 @@ class SeedLoader:
     def sampler(self) -> Any:
         """With ``set_epoch(epoch, consumed_samples)``, if the dataloader has such a one."""
         batches = getattr(self.loader, "batch_sampler", None)
-        return _Episodes(batches) if hasattr(batches, "set_epoch") else getattr(self.loader, "sampler", None)
+        return (
+            _Episodes(batches)
+            if hasattr(batches, "set_epoch")
+            else getattr(self.loader, "sampler", None)
+        )
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -457,7 +531,10 @@ class SeedLoader:
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             if isinstance(batch, list) and all(isinstance(prompt, Prompt) for prompt in batch):
-                batch = [[PromptText.of(prompt) for prompt in batch], [prompt.label for prompt in batch]]
+                batch = [
+                    [PromptText.of(prompt) for prompt in batch],
+                    [prompt.label for prompt in batch],
+                ]
             yield batch
 
     def __getattr__(self, name: str) -> Any:
@@ -494,7 +571,9 @@ def accept_seed_calls(model: nn.Module) -> None:
         module.accepts_seed_calls = True
 
 
-def _without_ring(module: nn.Module, values: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _without_ring(
+    module: nn.Module, values: tuple, named: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     if named.get("ring_attn_group") is not None:
         raise ConfigError("ring_attn_group: sequences are not split over ranks here; leave it out")
     return values, {name: value for name, value in named.items() if name not in _RING}
@@ -507,7 +586,9 @@ def give_router_loss(actor: actors.Actor) -> None:
         actor.hf_model.config.output_router_logits = on
 
     before = actor.hf_model.config.output_router_logits
-    actor.register_forward_pre_hook(lambda _, values, named: switch(bool(named.get("return_output"))), with_kwargs=True)
+    actor.register_forward_pre_hook(
+        lambda _, values, named: switch(bool(named.get("return_output"))), with_kwargs=True
+    )
     actor.register_forward_hook(lambda *_: switch(before), always_call=True)
 
 
@@ -564,12 +645,19 @@ def _with_attention(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _adapters(rank: int, alpha: float, dropout: float, targets: str | Sequence[str] | None) -> dict[str, Any]:
+def _adapters(
+    rank: int, alpha: float, dropout: float, targets: str | Sequence[str] | None
+) -> dict[str, Any]:
     """Their options; none without adapters."""
     if rank <= 0:
         return {}
     names = (targets,) if isinstance(targets, str) else tuple(targets or ("all-linear",))
-    return {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": names}
+    return {
+        "lora_rank": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": names,
+    }
 
 
 def _prepare(model: Any, role: Role, **options: Any) -> None:
@@ -610,7 +698,9 @@ class ActorLanguage(Actor):
         **options: Any,
     ) -> None:
         if device_map is not None:
-            raise ConfigError(f"device_map {device_map!r}: leave it out, the launcher gives each process its device")
+            raise ConfigError(
+                f"device_map {device_map!r}: leave it out, the launcher gives each process its device"
+            )
         kinds = {"use_flash_attention_2": use_flash_attention_2, "bf16": bf16}
         if not isinstance(pretrain_or_model, str):  # a model that is built already has its type
             kinds = {name: value for name, value in kinds.items() if value and name != "bf16"}
@@ -620,7 +710,10 @@ class ActorLanguage(Actor):
 
 def check_actor(config: PPOConfig, actor: Any) -> None:
     """ConfigError for an actor with a share of tokens that the loss does not have."""
-    of_actor, of_loss = getattr(actor, "high_entropy_token_ratio", 0.0), config.loss.high_entropy_token_ratio
+    of_actor, of_loss = (
+        getattr(actor, "high_entropy_token_ratio", 0.0),
+        config.loss.high_entropy_token_ratio,
+    )
     if of_actor and of_actor != of_loss:
         name = "high_entropy_token_ratio"
         raise ConfigError(
@@ -649,7 +742,9 @@ def unpacking_samples(values: Tensor, packed_seqlens: Sequence[int]) -> list[Ten
     lengths = [int(length) for length in packed_seqlens]
     values = values.squeeze(0)
     if sum(lengths) > len(values):
-        raise ValueError(f"packed_seqlens sum to {sum(lengths)}, but there are {len(values)} values")
+        raise ValueError(
+            f"packed_seqlens sum to {sum(lengths)}, but there are {len(values)} values"
+        )
     return list(values[: sum(lengths)].split(lengths))
 
 
@@ -666,7 +761,12 @@ def compute_approx_kl(
     """
     if isinstance(kl_estimator, bool):
         kl_estimator, use_kl_estimator_k3 = "k1", kl_estimator
-    return approx_kl(log_probs, log_probs_base, "k3" if use_kl_estimator_k3 else kl_estimator, action_mask=action_mask)
+    return approx_kl(
+        log_probs,
+        log_probs_base,
+        "k3" if use_kl_estimator_k3 else kl_estimator,
+        action_mask=action_mask,
+    )
 
 
 # -- parts by the seed's names ---------------------------------------------------------------------------------------
@@ -688,13 +788,19 @@ class NaiveReplayBuffer(ReplayBuffer):
     """
 
     def __init__(
-        self, sample_batch_size: int, limit: int = 0, cpu_offload: bool = True, packing_samples: bool = False
+        self,
+        sample_batch_size: int,
+        limit: int = 0,
+        cpu_offload: bool = True,
+        packing_samples: bool = False,
     ) -> None:
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         super().__init__(sample_batch_size, limit, cpu_offload, device)
         self.packing_samples, self.target_device = packing_samples, self.device
 
 
-def lone_part(experience: Experience, ranks: Ranks, *, scale: float = 1.0, accumulation: int = 1) -> StepPart:
+def lone_part(
+    experience: Experience, ranks: Ranks, *, scale: float = 1.0, accumulation: int = 1
+) -> StepPart:
     """The part of a micro batch outside a planned step, one of ``accumulation`` that weigh the same. Collective."""
     return StepPart(normalizer_of([experience], ranks, scale), loss_scale=1 / accumulation)

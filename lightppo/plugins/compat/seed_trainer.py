@@ -113,7 +113,8 @@ class SeedUpdate(Update):
         """Micro batches of a step; what an override does with one counts by its share of the step's samples."""
         for experience in micro_batches:
             self.weigh(sample_share(experience.action_mask, experience.part.normalizer))
-            if not experience.part.has_samples:  # a placeholder, from which the seed's status is read as well
+            # a placeholder, from which the seed's status is read as well
+            if not experience.part.has_samples:
                 ones = torch.ones(1, device=experience.action_mask.device)
                 experience = replace(experience, info=dict.fromkeys(SEED_INFO, ones))
             yield experience
@@ -137,12 +138,18 @@ class SeedUpdate(Update):
         if experience.part is not None:
             return experience.part
         scale = float(self.config.rollout.generate_max_len)
-        part = lone_part(experience, self.strategy, scale=scale, accumulation=self.lone_accumulation())
+        part = lone_part(
+            experience, self.strategy, scale=scale, accumulation=self.lone_accumulation()
+        )
         return self.with_pretrain([replace(experience, part=part)])[0].part
 
     def with_kl(self, experience: Experience, log_probs: Tensor) -> Experience:
         """Nobody else gives a loop of the script's own the KL."""
-        return experience if experience.part is not None else self.experience_maker.with_kl(experience, log_probs)
+        return (
+            experience
+            if experience.part is not None
+            else self.experience_maker.with_kl(experience, log_probs)
+        )
 
     def told(self, status: Mapping[str, Any], experience: Experience) -> Mapping[str, Any]:
         """Numbers, unless :meth:`train_minibatch` reads them later; for a loop of a script's own as the seed's."""
@@ -160,7 +167,13 @@ class SeedUpdate(Update):
     def lone_accumulation(self) -> int:
         """Micro batches that hold the ``train_batch_size`` of the strategy."""
         strategy = self.strategy
-        return max(1, -(-strategy.train_batch_size // (strategy.micro_train_batch_size * strategy.world_size)))
+        return max(
+            1,
+            -(
+                -strategy.train_batch_size
+                // (strategy.micro_train_batch_size * strategy.world_size)
+            ),
+        )
 
     def critic_spec(self) -> Any | None:
         """``training_step`` gets one micro batch for both models."""
@@ -180,7 +193,9 @@ def _own_fit(fit: Callable[..., None]) -> Callable[..., None]:
     What its caller leaves out comes from the trainer.
     """
     signature = inspect.signature(fit)
-    ordinary = {n: p.default for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
+    ordinary = {
+        n: p.default for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
+    }
 
     @wraps(fit)
     def run(self: Any, *values: Any, **named: Any) -> None:
@@ -189,7 +204,9 @@ def _own_fit(fit: Callable[..., None]) -> Callable[..., None]:
             return self.close()
         bound = signature.bind_partial(self, *values, **named)
         for name, value in self.fit_arguments().items():
-            missing = name not in bound.arguments and (self.owns_parts or ordinary.get(name) is inspect.Parameter.empty)
+            missing = name not in bound.arguments and (
+                self.owns_parts or ordinary.get(name) is inspect.Parameter.empty
+            )
             if name in ordinary and (missing or bound.arguments.get(name, ...) is None):
                 bound.arguments[name] = value
         loader = bound.arguments.get("prompts_dataloader")
@@ -268,7 +285,9 @@ def _tracker(name: str, of_recorder: str) -> property:
     """Of rank 0: what a script has set, else the recorder's, from the first step on."""
 
     def read(trainer: Any) -> Any:
-        return trainer._trackers.get(name) or (trainer.recorder and getattr(trainer.recorder, of_recorder))
+        return trainer._trackers.get(name) or (
+            trainer.recorder and getattr(trainer.recorder, of_recorder)
+        )
 
     def write(trainer: Any, value: Any) -> None:
         trainer._trackers = trainer._trackers | {name: value}
@@ -309,7 +328,8 @@ class PPOTrainer(core.PPOTrainer):
     _text_step = 0  # number of the last step whose prompts came as texts
     _synced = 0  # optimizer steps of the weights that the engine has
     update_steps = 0  # optimizer steps per episode, where the dataloader has no length
-    _outcomes: Sequence[Mapping[str, float]] = ()  # of optimizer steps that a loop of a script's own has taken
+    # of optimizer steps that a loop of a script's own has taken
+    _outcomes: Sequence[Mapping[str, float]] = ()
     _args_of_fit: Any = None  # that a script gave to fit
     _client_states: Mapping[str, Any] | None = None  # that a script adds to the checkpoint
     _wants_stop = False  # a callback does
@@ -354,7 +374,9 @@ class PPOTrainer(core.PPOTrainer):
         engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
         source = self._reward_source_of(config, strategy, tokenizer, reward_model, reward_source)
         if eval_prompts is not None:
-            judge = source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")
+            judge = (
+                source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")
+            )
             evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
         inputs = PPOInputs(
             strategy, actor, critic, reward_model, initial_model, ema_model,
@@ -364,7 +386,9 @@ class PPOTrainer(core.PPOTrainer):
             evaluator=evaluator, origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
-        super().__init__(assemble(inputs, self.update_class, own_training_step=own_actor_step), callbacks)
+        super().__init__(
+            assemble(inputs, self.update_class, own_training_step=own_actor_step), callbacks
+        )
         self._accept_overrides(config)
 
     def _accept_overrides(self, config: PPOConfig) -> None:
@@ -439,7 +463,9 @@ class PPOTrainer(core.PPOTrainer):
             if prompts_dataloader is not None:
                 self.prompts_dataloader = prompts_dataloader
             if self.prompts is None and not self.only_evaluates:
-                raise ConfigError("fit() needs a prompts_dataloader, unless the trainer was made by from_config()")
+                raise ConfigError(
+                    "fit() needs a prompts_dataloader, unless the trainer was made by from_config()"
+                )
             self.update_steps = num_update_steps_per_episodes
             per_episode = self.steps_per_episode()
             if args is not None:
@@ -451,7 +477,9 @@ class PPOTrainer(core.PPOTrainer):
                 self.pretrain_dataloader = endless(pretrain_dataloader)
             if consumed_samples and self.state.global_step == 0:
                 batch_size = self.config.rollout.rollout_batch_size
-                self.state.become(TrainerState.from_consumed(consumed_samples, per_episode, batch_size))
+                self.state.become(
+                    TrainerState.from_consumed(consumed_samples, per_episode, batch_size)
+                )
             self.started = True
         super().fit()
 
@@ -461,7 +489,10 @@ class PPOTrainer(core.PPOTrainer):
 
     def train(self, step: int) -> dict[str, float]:
         """A subclass's ``ppo_train`` as well runs only where there is something to train on."""
-        if self.overrides("ppo_train") and self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0:
+        if (
+            self.overrides("ppo_train")
+            and self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
+        ):
             return PPOTrainer.ppo_train(self, step)
         return self.ppo_train(step)
 
@@ -496,10 +527,13 @@ class PPOTrainer(core.PPOTrainer):
                 status |= self.training_step_actor(experience, **masked)
         if self.update.critic_trains():
             with self.timer("critic_update"):
-                status = self.training_step_critic(experience) | status  # the actor's pass may know more of the KL
+                # the actor's pass may know more of the KL
+                status = self.training_step_critic(experience) | status
         return status
 
-    def training_step_actor(self, experience: Experience, entropy_mask: Tensor | None = None) -> dict[str, float]:
+    def training_step_actor(
+        self, experience: Experience, entropy_mask: Tensor | None = None
+    ) -> dict[str, float]:
         """One micro batch of the actor; see :meth:`training_step`."""
         if entropy_mask is not None:
             weights = 1.0 if experience.loss_weights is None else experience.loss_weights
@@ -548,7 +582,9 @@ class PPOTrainer(core.PPOTrainer):
         self.start_records()  # a loop of the user's own may come without fit()
         status = logs_dict or {}
         if outcomes := self._take_outcomes():  # of a loop of the script's own
-            status = m.optimizer_status([[outcome] for outcome in outcomes], self.strategy) | dict(status)
+            status = m.optimizer_status([[outcome] for outcome in outcomes], self.strategy) | dict(
+                status
+            )
         if global_step > self.state.global_step:  # of a loop of the user's own
             self.state.global_step = global_step
         before, self._args_of_fit, self._client_states = self._args_of_fit, args, client_states
@@ -559,14 +595,18 @@ class PPOTrainer(core.PPOTrainer):
         """By a subclass's ``_save_checkpoint`` if there is one. Collective."""
         tag, state = f"global_step{step}", self.whole_state()
         added = dict(self._client_states or {})
-        state = state | added | {name: state[name] for name in (*self.states, *self.states_of_ranks)}
+        state = (
+            state | added | {name: state[name] for name in (*self.states, *self.states_of_ranks)}
+        )
         if not self.overrides("_save_checkpoint"):
             return self._save_checkpoint(self._args_of_fit, tag, state)
         state["rng"] = self.strategy.gather_object(rng_state())
         self._save_checkpoint(self._args_of_fit, tag, state)
         self.checkpointer.adopt(self.ckpt_path, tag)
 
-    def _save_checkpoint(self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None) -> None:
+    def _save_checkpoint(
+        self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None
+    ) -> None:
         """Write the checkpoint ``tag``; the seed's name, so that an override acts. Collective."""
         is_whole = client_states is not None and "surplus" in client_states
         state = client_states if is_whole else self.whole_state() | dict(client_states or {})
@@ -582,7 +622,10 @@ class PPOTrainer(core.PPOTrainer):
         """What writes the logs, from the first step on."""
         if not self.started:
             return None
-        return next((callback for callback in self.callbacks if hasattr(callback, "tensorboard_writer")), None)
+        return next(
+            (callback for callback in self.callbacks if hasattr(callback, "tensorboard_writer")),
+            None,
+        )
 
     def start_records(self) -> None:
         """For a loop of a script's own: what ``fit`` does before the first step. Collective."""
@@ -603,7 +646,9 @@ class PPOTrainer(core.PPOTrainer):
     def use_given_trackers(self) -> None:
         """What a script has set takes the place of the recorder's own run or writer."""
         recorder = self.recorder
-        for name, given in self._trackers.items() if recorder is not None and self.strategy.is_rank_0() else ():
+        for name, given in (
+            self._trackers.items() if recorder is not None and self.strategy.is_rank_0() else ()
+        ):
             replaced = [sink for sink in recorder.sinks if _is_tracker(sink, name)]
             for sink in replaced:
                 sink.close()
@@ -646,7 +691,9 @@ class PPOTrainer(core.PPOTrainer):
     def micro_rollout_batch_size(self, value: int) -> None:
         self._set_options(micro_rollout_batch_size=value)
         self.experience_maker.micro_rollout_batch_size = value
-        self.experience_maker.micro_batches = {call: micro_batch_spec(self.config, call) for call in SCORING_CALLS}
+        self.experience_maker.micro_batches = {
+            call: micro_batch_spec(self.config, call) for call in SCORING_CALLS
+        }
         for part in (self.rollout_engine, self.sampler.sampler.engine):
             if hasattr(part, "micro_rollout_batch_size"):
                 part.micro_rollout_batch_size = value
@@ -657,9 +704,15 @@ class PPOTrainer(core.PPOTrainer):
 
     @max_norm.setter
     def max_norm(self, value: float) -> None:
-        roles = {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+        roles = (
+            {"actor": self.actor}
+            if self.critic is None
+            else {"actor": self.actor, "critic": self.critic}
+        )
         same = {role: of_role(self.config, role).max_norm == self.max_norm for role in roles}
-        self._set_options(max_norm=value, **({"critic_max_norm": value} if same.get("critic") else {}))
+        self._set_options(
+            max_norm=value, **({"critic_max_norm": value} if same.get("critic") else {})
+        )
         self.strategy.max_norm = value
         for role, model in roles.items():
             if same[role]:  # a norm of the critic's own stays
@@ -709,9 +762,12 @@ class PPOTrainer(core.PPOTrainer):
     def kl_ctl(self, controller: Any) -> None:
         self.update.kl_ctl = controller
         maker = self.experience_maker
-        getattr(maker, "maker", maker).kl_ctl = controller  # also inside a script's NaiveExperienceMaker
+        # also inside a script's NaiveExperienceMaker
+        getattr(maker, "maker", maker).kl_ctl = controller
         if (states := vars(self).get("states")) is not None:
-            states["kl_ctl"] = controller if hasattr(controller, "state_dict") else _KLState(controller)
+            states["kl_ctl"] = (
+                controller if hasattr(controller, "state_dict") else _KLState(controller)
+            )
 
     @property
     def prompts_dataloader(self) -> Any:
@@ -730,7 +786,9 @@ class PPOTrainer(core.PPOTrainer):
 
     @pretrain_dataloader.setter
     def pretrain_dataloader(self, batches: Any) -> None:
-        self.update.pretrain_batches = pretrain_batches_of(batches) if isinstance(batches, Iterator) else batches
+        self.update.pretrain_batches = (
+            pretrain_batches_of(batches) if isinstance(batches, Iterator) else batches
+        )
 
     # -- what setting an attribute changes -----------------------------------------------------------------------
 
@@ -746,15 +804,21 @@ class PPOTrainer(core.PPOTrainer):
         self.checkpointer.config = config.checkpoint
 
     def _resize_training(self) -> None:
-        self.replay_buffer.sample_batch_size = self.strategy.micro_train_batch_size = self.micro_train_batch_size
+        self.replay_buffer.sample_batch_size = self.strategy.micro_train_batch_size = (
+            self.micro_train_batch_size
+        )
         self.update.accumulate_alone()
 
     def _pin_buffer(self) -> None:
-        self.replay_buffer.pin_memory = self.dataloader_pin_memory and self.replay_buffer.device.type == "cuda"
+        self.replay_buffer.pin_memory = (
+            self.dataloader_pin_memory and self.replay_buffer.device.type == "cuda"
+        )
 
     def _make_kl_controller(self) -> None:
         algorithm = self.config.algorithm
-        self.kl_ctl = make_kl_controller(self.kl_ctl.value, algorithm.kl_target, algorithm.kl_horizon)
+        self.kl_ctl = make_kl_controller(
+            self.kl_ctl.value, algorithm.kl_target, algorithm.kl_horizon
+        )
 
     def _checkpoint_gradients(self) -> None:
         for model in (self.actor, self.critic):
@@ -770,7 +834,8 @@ class PPOTrainer(core.PPOTrainer):
         for model in (self.actor, self.critic) if self.overrides(*methods) else ():
             if model is not None:
                 accept_seed_calls(model)
-        if self.aux_loss and self.overrides("training_step_actor"):  # the seed reads output.aux_loss
+        # the seed reads output.aux_loss
+        if self.aux_loss and self.overrides("training_step_actor"):
             self.actor.check_router()
             give_router_loss(self.actor)
 
@@ -791,7 +856,9 @@ class PPOTrainer(core.PPOTrainer):
             rollout, training = self.config.rollout, self.config.training
             prompts = self.steps_per_episode() * rollout.rollout_batch_size
             samples = prompts * rollout.n_samples_per_prompt * training.max_epochs
-            arguments["num_update_steps_per_episodes"] = math.ceil(samples / training.train_batch_size)
+            arguments["num_update_steps_per_episodes"] = math.ceil(
+                samples / training.train_batch_size
+            )
             arguments["consumed_samples"] = self.state.global_step * rollout.rollout_batch_size
         return arguments
 
@@ -826,7 +893,9 @@ class PPOTrainer(core.PPOTrainer):
         outcomes, self._outcomes = list(self._outcomes), ()
         return outcomes
 
-    def _sample_texts(self, prompts: Sequence[str], labels: Sequence[Any] | None, **options: Any) -> list[Rollout]:
+    def _sample_texts(
+        self, prompts: Sequence[str], labels: Sequence[Any] | None, **options: Any
+    ) -> list[Rollout]:
         """Scored rollouts of prompts as texts, for ``experience_maker.make_experience_list`` in the seed's style."""
         step = self._before_texts()
         batch = list(prompts) if labels is None else (list(prompts), list(labels))
@@ -846,18 +915,26 @@ def _checkpoint_gradients(*models: Any) -> None:
             model.gradient_checkpointing_enable()
 
 
-def _check_models(config: PPOConfig, actor: Any, critic: Any, initial_model: Any, tokenizer: Any, teacher: Any) -> None:
+def _check_models(
+    config: PPOConfig, actor: Any, critic: Any, initial_model: Any, tokenizer: Any, teacher: Any
+) -> None:
     """Raises ConfigError where the options need what the constructor was not given."""
     check_actor(config, actor)
     a = config.algorithm
     if tokenizer is None:
         raise ConfigError("PPOTrainer needs the actor's tokenizer: pass tokenizer=")
     if critic is None and needs_critic(config):
-        raise ConfigError(f"--advantage_estimator {a.advantage_estimator} needs a critic, but critic is None")
+        raise ConfigError(
+            f"--advantage_estimator {a.advantage_estimator} needs a critic, but critic is None"
+        )
     if initial_model is None and needs_reference(config):
-        raise ConfigError(f"init_kl_coef {a.init_kl_coef} needs a reference: pass initial_model, or set init_kl_coef=0")
+        raise ConfigError(
+            f"init_kl_coef {a.init_kl_coef} needs a reference: pass initial_model, or set init_kl_coef=0"
+        )
     if (teacher is not None) != needs_teacher(config):
-        raise ConfigError("pass teacher=, and name it by --teacher_pretrain: one without the other does nothing")
+        raise ConfigError(
+            "pass teacher=, and name it by --teacher_pretrain: one without the other does nothing"
+        )
     if moves_reference(config) and not hasattr(initial_model, "parameters"):
         raise ConfigError(
             "--ref_ema_eta and --ref_reset_steps need a reference with weights of its own, and this one is the actor "

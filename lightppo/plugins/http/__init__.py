@@ -8,9 +8,16 @@ from lightppo.plugin import CHECKS, COMMANDS, REWARDS, Check, Command, RewardEnt
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     COMMANDS.register(
-        "serve-reward", Command("lightppo.plugins.http.serve_reward:main", about="serve rewards over HTTP")
+        "serve-reward",
+        Command("lightppo.plugins.http.serve_reward:main", about="serve rewards over HTTP"),
     )
     CHECKS.register("tokens", Check("lightppo.plugins.http.client:check_tokens"))
-    REWARDS.register("server", RewardEntry("lightppo.plugins.http.remote:server_reward", flag="remote_rm_url"))
-    rewards.PUBLIC.update(RemoteReward="lightppo.plugins.http.remote", read_token="lightppo.plugins.http.client")
-    register_section("reward_server", "lightppo.plugins.http.sections:RewardServerConfig", adds_to="reward")
+    REWARDS.register(
+        "server", RewardEntry("lightppo.plugins.http.remote:server_reward", flag="remote_rm_url")
+    )
+    rewards.PUBLIC.update(
+        RemoteReward="lightppo.plugins.http.remote", read_token="lightppo.plugins.http.client"
+    )
+    register_section(
+        "reward_server", "lightppo.plugins.http.sections:RewardServerConfig", adds_to="reward"
+    )

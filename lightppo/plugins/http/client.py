@@ -17,7 +17,14 @@ from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from lightppo.errors import ConfigError, RefusedError, RequestError, SlowServerError, UnreachableError, UserError
+from lightppo.errors import (
+    ConfigError,
+    RefusedError,
+    RequestError,
+    SlowServerError,
+    UnreachableError,
+    UserError,
+)
 from lightppo.ranks import heartbeat
 from lightppo.terminal import plain
 from lightppo.urls import check_url, is_loopback, shown_url
@@ -57,7 +64,8 @@ class HTTPClient:
     token: str | None = None  # sent as Authorization: Bearer …, never logged; see read_token
     max_concurrent: int | None = None  # requests at a time, others wait
     max_bytes: int = 1 << 28  # the longest answer
-    keep_alive: bool = False  # reuse connections; a request fails if the server closes its idle connection just then
+    # reuse connections; a request fails if the server closes its idle connection just then
+    keep_alive: bool = False
     sleep: Callable[[float], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -99,7 +107,9 @@ class HTTPClient:
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(tries),
             wait=tenacity.wait_exponential(max=_LONGEST_WAIT),
-            retry=tenacity.retry_if_exception(lambda e: isinstance(e, RequestError) and not isinstance(e, final)),
+            retry=tenacity.retry_if_exception(
+                lambda e: isinstance(e, RequestError) and not isinstance(e, final)
+            ),
             sleep=self.sleep or self._wait,
             after=lambda state: on_failure(state.outcome.exception()),
             before_sleep=self._log_retry,
@@ -111,7 +121,9 @@ class HTTPClient:
             return answer
         except RequestError as error:
             if tries > 1:
-                error.args = (f"{error} ({retrying.statistics['attempt_number']} of {tries} tries)",)
+                error.args = (
+                    f"{error} ({retrying.statistics['attempt_number']} of {tries} tries)",
+                )
             raise
 
     def clean(self, text: str) -> str:
@@ -176,7 +188,9 @@ class HTTPClient:
             while chunk := response.raw.read1(_READ_BYTES, decode_content=True):
                 answer += chunk
                 if len(answer) > self.max_bytes:
-                    raise requests.RequestException(f"the answer is longer than {self.max_bytes} bytes")
+                    raise requests.RequestException(
+                        f"the answer is longer than {self.max_bytes} bytes"
+                    )
             return response.status_code, bytes(answer)
 
     def _session(self, connections: int = 1) -> requests.Session:
@@ -193,13 +207,15 @@ class HTTPClient:
     @cached_property
     def _kept(self) -> requests.Session:
         session = self._session(connections=self.max_concurrent or 1024)
-        session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # so that threads can share the session
+        # so that threads can share the session
+        session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         return session
 
     @cached_property
     def _proxies(self) -> dict[str, str] | None:
         host = urlsplit(self.url).hostname or ""
-        return {"no_proxy": host} if is_loopback(host) else None  # a proxy cannot reach this machine's loopback
+        # a proxy cannot reach this machine's loopback
+        return {"no_proxy": host} if is_loopback(host) else None
 
     def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         """Adds the token, if any. Every request gets this, or requests would read ``~/.netrc`` and send it."""
@@ -218,7 +234,9 @@ class HTTPClient:
         quiet = now - self._warned_at.get(says, float("-inf")) < _QUIET_SECONDS
         if not quiet:
             self._warned_at[says] = now
-        logger.log(logging.DEBUG if quiet else logging.WARNING, "%s; next try in %.0f s", error, wait)
+        logger.log(
+            logging.DEBUG if quiet else logging.WARNING, "%s; next try in %.0f s", error, wait
+        )
 
 
 def _by_time_out(error: BaseException | None) -> bool:
@@ -253,7 +271,9 @@ def read_token(*, env: str | None = None, option: str = "--remote_rm_token_env")
 def check_token(token: str, where: str) -> str:
     """Returns the token. Refuses an empty token, or characters other than printable ASCII, without showing them."""
     if not re.fullmatch(r"[!-~]+", token):
-        raise ValueError(f"{where}: the token is empty or has spaces, line ends or non-ASCII characters")
+        raise ValueError(
+            f"{where}: the token is empty or has spaces, line ends or non-ASCII characters"
+        )
     return token
 
 
@@ -275,7 +295,9 @@ def cleaned(text: str, secrets: Sequence[str]) -> str:
     return text if len(text) <= _SNIPPET_CHARS else text[:_SNIPPET_CHARS] + "…"
 
 
-def check_bind(host: str, has_token: bool, token_option: str = "--token_env", port: int = 0) -> None:
+def check_bind(
+    host: str, has_token: bool, token_option: str = "--token_env", port: int = 0
+) -> None:
     """Refuses, with a ``ValueError``, to listen where other machines can connect unless a token keeps strangers out,
     and at a port that another program has; 0: any."""
     if not has_token and not is_loopback(host):
@@ -287,7 +309,9 @@ def check_bind(host: str, has_token: bool, token_option: str = "--token_env", po
         try:
             listener.bind(address)
         except OSError as error:
-            raise ValueError(f"--host {host} --port {port}: {error.strerror}: choose another port") from error
+            raise ValueError(
+                f"--host {host} --port {port}: {error.strerror}: choose another port"
+            ) from error
 
 
 def check_tokens(building: Any) -> None:

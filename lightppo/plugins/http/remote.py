@@ -60,7 +60,8 @@ class RemoteReward:
     _: KW_ONLY
     timeout: float = 60.0  # seconds per request
     retries: int = 3  # further tries after a failed request; see HTTPClient
-    on_reward_failure: OnFailure = "error"  # or "unscored", after the last try; a refusal is always an error
+    # or "unscored", after the last try; a refusal is always an error
+    on_reward_failure: OnFailure = "error"
     token: str | None = None  # sent as Authorization: Bearer …
     sleep: Callable[[float], None] | None = None
     name: str = "remote"
@@ -72,7 +73,12 @@ class RemoteReward:
         for url in self.urls:
             check_url(url)
         check_failure_options(self.on_reward_failure)
-        options = {"timeout": self.timeout, "retries": self.retries, "token": self.token, "sleep": self.sleep}
+        options = {
+            "timeout": self.timeout,
+            "retries": self.retries,
+            "token": self.token,
+            "sleep": self.sleep,
+        }
         self._calls = count()
         self._servers = [HTTPClient(url, "reward server", **options) for url in self.urls]
 
@@ -82,7 +88,8 @@ class RemoteReward:
         # As if the samples of all ranks, equally many, stood in one row: each server has the next n-th part of it.
         edges = [size * ranks.world_size * i // n - size * ranks.get_rank() for i in range(n + 1)]
         parts = [rollouts[max(0, start) : max(0, stop)] for start, stop in pairwise(edges)]
-        turn = next(self._calls)  # a few samples at a time, as they are finished, go to all servers too
+        # a few samples at a time, as they are finished, go to all servers too
+        turn = next(self._calls)
         shares = [(self._servers[(i + turn) % n], part) for i, part in enumerate(parts) if part]
         if not shares:
             return RewardOutput([])
@@ -98,7 +105,9 @@ class RemoteReward:
         for server in self._servers:
             server.close()
 
-    def _ask(self, server: HTTPClient, rollouts: list[Rollout]) -> RewardOutput | RequestError | NonFiniteRewardError:
+    def _ask(
+        self, server: HTTPClient, rollouts: list[Rollout]
+    ) -> RewardOutput | RequestError | NonFiniteRewardError:
         """One server's answer about its share, or why there is none."""
         n = len(rollouts)
         failures: list[RequestError] = []
@@ -117,7 +126,11 @@ class RemoteReward:
             raise RewardError(f"{error}; labels must be text, numbers, lists or objects") from None
         except RequestError as error:
             if self.on_reward_failure == "error" or isinstance(error, RefusedError):
-                return NonFiniteRewardError(str(error)) if error.answer_error is NonFiniteRewardError else error
+                return (
+                    NonFiniteRewardError(str(error))
+                    if error.answer_error is NonFiniteRewardError
+                    else error
+                )
             logger.warning("%s; its %d samples stay unscored", error, n)
             output = RewardOutput([None] * n)
         if self.retries or self.on_reward_failure == "unscored":

@@ -49,7 +49,11 @@ class ScoreRequest(BaseModel):
 
     @model_validator(mode="after")
     def _fit_together(self) -> ScoreRequest:
-        counts = [len(self.query), len(self.prompts), len(self.query if self.labels is None else self.labels)]
+        counts = [
+            len(self.query),
+            len(self.prompts),
+            len(self.query if self.labels is None else self.labels),
+        ]
         if len(set(counts)) > 1:
             raise ValueError(f"query, prompts and labels must be of the same length, got {counts}")
         for i, (query, prompt) in enumerate(zip(self.query, self.prompts)):
@@ -72,13 +76,17 @@ class _Door:
 
     most: int
     seconds: float
-    _waiting: dict[Any, tuple[asyncio.TimerHandle, asyncio.Transport]] = field(default_factory=dict)  # by address
+    # by address
+    _waiting: dict[Any, tuple[asyncio.TimerHandle, asyncio.Transport]] = field(default_factory=dict)
 
     def wait(self, connection: H11Protocol) -> None:
         """Ends the connection after some seconds, unless it is let in."""
         transport = connection.transport
         self.let_in(connection.client)
-        self._waiting[connection.client] = (connection.loop.call_later(self.seconds, transport.abort), transport)
+        self._waiting[connection.client] = (
+            connection.loop.call_later(self.seconds, transport.abort),
+            transport,
+        )
         if len(self._waiting) > self.most:
             oldest = next(iter(self._waiting))
             self._waiting[oldest][1].abort()
@@ -122,7 +130,8 @@ class RewardApp:
     # Requests that the source scores at a time; above 1 the source must be thread-safe. Others wait, and are not scored
     # if their client leaves meanwhile.
     max_concurrent: int = 1
-    max_strangers: int = 100  # connections that have not shown the token; the oldest gives way to a new one
+    # connections that have not shown the token; the oldest gives way to a new one
+    max_strangers: int = 100
     stranger_timeout: float = 10.0  # seconds for a connection to show the token
     body_timeout: float = 60.0  # seconds for the rest of a request
 
@@ -137,7 +146,9 @@ class RewardApp:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
         self.door = _Door(self.max_strangers, self.stranger_timeout)
         seconds = {"seconds": self.body_timeout, "stranger_seconds": self.stranger_timeout / 2}
-        self.app.add_middleware(_Gate, token=self.token, max_bytes=self.max_bytes, door=self.door, **seconds)
+        self.app.add_middleware(
+            _Gate, token=self.token, max_bytes=self.max_bytes, door=self.door, **seconds
+        )
         self.app.add_api_route("/health", self._health, methods=["GET"])
         for path in ("/", "/get_reward"):
             self.app.add_api_route(path, self._score, methods=["POST"], response_model=None)
@@ -169,7 +180,10 @@ class RewardApp:
             for secret in self._secrets:
                 trace = trace.replace(secret, "***")
             logger.error("%d samples not scored:\n%s", n, trace)
-            return _error(500, f"the reward source failed with {type(error).__name__}; the server's log says more")
+            return _error(
+                500,
+                f"the reward source failed with {type(error).__name__}; the server's log says more",
+            )
         logger.info("%d samples scored in %.2f s", n, time.monotonic() - start)
         return JSONResponse(answer)
 
@@ -179,10 +193,13 @@ class RewardApp:
             output = check_output(self.source.score(rollouts), rollouts, name)
         except Exception:
             raise
-        except BaseException as error:  # e.g. sys.exit() in a user's function, which must not end the server
+        except BaseException as error:
+            # e.g. sys.exit() in a user's function, which must not end the server
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         if output.token_scores is not None:
-            raise RewardError(f"{name}: token scores cannot be served, as requests have no token ids")
+            raise RewardError(
+                f"{name}: token scores cannot be served, as requests have no token ids"
+            )
         metrics = dict(output.metrics)
         further = {"scores": metrics.pop("score", None), "extra_logs": metrics | output.texts}
         return {"rewards": output.scores} | {key: value for key, value in further.items() if value}
@@ -232,9 +249,21 @@ class _Gate:
     """Checks the token before anything is read, and length and time while the body is read."""
 
     def __init__(
-        self, app: Any, *, token: str | None, max_bytes: int, door: _Door, seconds: float, stranger_seconds: float
+        self,
+        app: Any,
+        *,
+        token: str | None,
+        max_bytes: int,
+        door: _Door,
+        seconds: float,
+        stranger_seconds: float,
     ) -> None:
-        self._app, self._door, self._seconds, self._stranger_seconds = app, door, seconds, stranger_seconds
+        self._app, self._door, self._seconds, self._stranger_seconds = (
+            app,
+            door,
+            seconds,
+            stranger_seconds,
+        )
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._max_bytes = max_bytes
         self._too_long = f"the request is longer than --max_bytes {max_bytes}"
@@ -243,8 +272,16 @@ class _Gate:
         if scope["type"] != "http" or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return
-        headers, refusal, read, ended, end = dict(scope["headers"]), None, 0, False, time.monotonic() + self._seconds
-        if self._expected is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+        headers, refusal, read, ended, end = (
+            dict(scope["headers"]),
+            None,
+            0,
+            False,
+            time.monotonic() + self._seconds,
+        )
+        if self._expected is not None and not hmac.compare_digest(
+            headers.get(b"authorization", b""), self._expected
+        ):
             logger.warning("a request without the right token was refused")
             refusal = _error(401, "the bearer token is missing or wrong")
             refusal.headers["WWW-Authenticate"] = "Bearer"
@@ -270,7 +307,8 @@ class _Gate:
         if refusal is None:
             await self._app(scope, counted, send)
             return
-        with suppress(HTTPException):  # a client that is cut off while it sends may never read the answer
+        # a client that is cut off while it sends may never read the answer
+        with suppress(HTTPException):
             while (await counted()).get("more_body", False):
                 pass
         refusal.headers["Connection"] = "close"
@@ -284,7 +322,9 @@ def _error(status: int, message: str) -> JSONResponse:
 async def _explain_request(request: Request, error: Exception) -> JSONResponse:
     """Says what is wrong with a request without quoting it: it may be long, or not for the log."""
     assert isinstance(error, RequestValidationError)
-    parts = [f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors()[:3]]
+    parts = [
+        f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors()[:3]
+    ]
     if "application/json" not in request.headers.get("content-type", ""):
         parts = ["the request must be JSON, with Content-Type: application/json"]
     logger.warning("a request was refused: %s", "; ".join(parts))

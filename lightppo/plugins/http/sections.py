@@ -12,4 +12,6 @@ class RewardServerConfig(Section, adds_to="reward"):
 
     remote_rm_timeout: float = safe(60.0, "Timeout of a request.", "seconds", gt=0)
     remote_rm_retries: int = safe(3, "Retries after a failed request.", ge=0)
-    remote_rm_token_env: str | None = safe(None, "Environment variable with the servers' bearer token.", needs="server")
+    remote_rm_token_env: str | None = safe(
+        None, "Environment variable with the servers' bearer token.", needs="server"
+    )

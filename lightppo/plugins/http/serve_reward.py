@@ -24,14 +24,22 @@ PROG = "lightppo serve-reward"
 
 def parse_args(argv: Sequence[str] | None = None, prog: str = PROG) -> argparse.Namespace:
     """The options, checked before anything loads; exit code 2 with a line about a problem."""
-    parser = CommandParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--reward_pretrain", help="reward model: folder or hub id, with its tokenizer")
+    source.add_argument(
+        "--reward_pretrain", help="reward model: folder or hub id, with its tokenizer"
+    )
     source.add_argument("--reward_fn", help="path.py[:name]: a reward function or a reward source")
 
     model = parser.add_argument_group("reward model")
-    model.add_argument("--apply_chat_template", action="store_true", help="render prompt and response as a chat")
-    model.add_argument("--reward_max_length", type=int, help="maximum tokens of prompt and response")
+    model.add_argument(
+        "--apply_chat_template", action="store_true", help="render prompt and response as a chat"
+    )
+    model.add_argument(
+        "--reward_max_length", type=int, help="maximum tokens of prompt and response"
+    )
     model.add_argument(
         "--reward_truncation",
         choices=("error", "left"),
@@ -40,10 +48,16 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = PROG) -> argparse.
     )
     model.add_argument("--micro_batch_size", type=int, default=8, help="samples per forward pass")
     model.add_argument(
-        "--normalize_reward", action="store_true", help="normalise by mean and std from the model's config"
+        "--normalize_reward",
+        action="store_true",
+        help="normalise by mean and std from the model's config",
     )
-    model.add_argument("--value_head_prefix", default="score", help="name of the value head in the checkpoint")
-    model.add_argument("--bf16", action="store_const", dest="dtype", const="bfloat16", default="float32")
+    model.add_argument(
+        "--value_head_prefix", default="score", help="name of the value head in the checkpoint"
+    )
+    model.add_argument(
+        "--bf16", action="store_const", dest="dtype", const="bfloat16", default="float32"
+    )
     model.add_argument("--fp16", action="store_const", dest="dtype", const="float16")
     model.add_argument("--trust_remote_code", action="store_true")
     model.add_argument("--device", help="default: cuda if available")
@@ -56,12 +70,18 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = PROG) -> argparse.
     function.add_argument("--reward_retries", type=int, default=0, help="retries of a failed call")
 
     server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="addresses other than loopback need --token_env")
+    server.add_argument(
+        "--host", default="127.0.0.1", help="addresses other than loopback need --token_env"
+    )
     server.add_argument("--port", type=int, default=5000, help="0: any free port")
-    server.add_argument("--token_env", help="environment variable with the bearer token that clients must send")
+    server.add_argument(
+        "--token_env", help="environment variable with the bearer token that clients must send"
+    )
     server.add_argument("--max_samples", type=int, default=4096, help="maximum samples per request")
     server.add_argument("--max_bytes", type=int, default=64 << 20, help="maximum bytes per request")
-    server.add_argument("--max_concurrent", type=int, default=1, help="requests scored concurrently")
+    server.add_argument(
+        "--max_concurrent", type=int, default=1, help="requests scored concurrently"
+    )
     args = parser.parse_args(argv)
     if args.reward_pretrain is None and args.reward_fn is None:
         parser.error("name what scores: --reward_fn or --reward_pretrain")
@@ -86,10 +106,15 @@ def reward_model(args: argparse.Namespace) -> Any:
         trust_remote_code=args.trust_remote_code,
     )
     tokenizer = get_tokenizer(
-        args.reward_pretrain, model, trust_remote_code=args.trust_remote_code, flag="--reward_pretrain"
+        args.reward_pretrain,
+        model,
+        trust_remote_code=args.trust_remote_code,
+        flag="--reward_pretrain",
     )
     if args.apply_chat_template and not tokenizer.chat_template:
-        raise ValueError(f"--apply_chat_template: the tokenizer of {args.reward_pretrain} has no chat template")
+        raise ValueError(
+            f"--apply_chat_template: the tokenizer of {args.reward_pretrain} has no chat template"
+        )
     return RewardModelSource(
         [model.to(device)],
         device=device,
@@ -104,7 +129,13 @@ def reward_function(args: argparse.Namespace) -> Any:
     """A reward function, or a source, from the file that the user named."""
     from lightppo.rewards import build_reward_source
 
-    names = ("reward_fn_style", "reward_manager", "reward_workers", "reward_timeout", "reward_retries")
+    names = (
+        "reward_fn_style",
+        "reward_manager",
+        "reward_workers",
+        "reward_timeout",
+        "reward_retries",
+    )
     options = {name: getattr(args, name) for name in names}
     return build_reward_source(reward_fn=args.reward_fn, function_options=options)
 

@@ -76,7 +76,9 @@ class CUDAGraphs:
         """What does such a step's work; does not do it yet. Other threads may use the GPU meanwhile."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 step()
         except torch.OutOfMemoryError:
             raise
@@ -130,9 +132,13 @@ class StaticDecoder(SlotDecoder):
     def _start(self, prompts: list[list[int]]) -> PromptQueue:
         queue = super()._start(prompts)
         cache = self.cache
-        self._is_static = self.prepares_masks and (cache.window is None or cache.window >= cache.max_columns)
+        self._is_static = self.prepares_masks and (
+            cache.window is None or cache.window >= cache.max_columns
+        )
         if not self._is_static:
-            self.runner.note("the model attends in its own way, or in a window that is shorter than its rows")
+            self.runner.note(
+                "the model attends in its own way, or in a window that is shorter than its rows"
+            )
             return queue
         cache.fix(self.device)
         self.rows.ids.zero_()  # a slot that nobody has still holds tokens,
@@ -178,7 +184,9 @@ class StaticDecoder(SlotDecoder):
         positions = rows.positions[active].unsqueeze(1)
         logits = self.forward.logits(newest, mask, positions, self.cache)
         at = ages.clamp(max=self.max_new_tokens - 1).unsqueeze(1)  # (b, 1)
-        history = rows.history(active, rows.ids.shape[1] - 1) if self.sampler.needs_history else None
+        history = (
+            rows.history(active, rows.ids.shape[1] - 1) if self.sampler.needs_history else None
+        )
         drawn = self.sampler(logits, rows.uniforms[active].gather(1, at).squeeze(1), ages, history)
         for kept, new in zip((tokens, log_probs), drawn):
             kept.scatter_(1, at, torch.where(runs, new, kept.gather(1, at).squeeze(1)).unsqueeze(1))

@@ -42,8 +42,11 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
     """torch.compile for each layer, in place, for rows of any length; names and weights stay."""
     layers = decoder_layers(model)
     if not layers:
-        raise ModelLoadError(f"--torch_compile: {type(model).__name__} does not say which of its modules are layers")
-    for layer in layers:  # one by one: compiles one block, and leaves out the head, which makes log probs by chunks
+        raise ModelLoadError(
+            f"--torch_compile: {type(model).__name__} does not say which of its modules are layers"
+        )
+    # one by one: compiles one block, and leaves out the head, which makes log probs by chunks
+    for layer in layers:
         layer.compile(dynamic=True, backend=backend)
 
 

@@ -6,7 +6,9 @@ from lightppo.table import Entry
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    CALLBACKS.register("signals", CallbackEntry("lightppo.plugins.ops.ending:StopAtSignal", after_yours=True))
+    CALLBACKS.register(
+        "signals", CallbackEntry("lightppo.plugins.ops.ending:StopAtSignal", after_yours=True)
+    )
     AROUND.register("guard", Entry("lightppo.plugins.ops.guard:guarded"))
     FILES.register("kept", Entry("lightppo.plugins.ops.kept:KeptFiles"))
     CHECKPOINT_CHECKS.register("mixture", Entry("lightppo.plugins.ops.mixtures:mixture"))

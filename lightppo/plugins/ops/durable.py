@@ -100,7 +100,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """The whole text under this name or what was there before, whenever the machine stops."""
     path = Path(path)
     if path.is_dir():
-        raise StorageError(f"{path} is a folder, and a file is to be written there: remove or rename the folder")
+        raise StorageError(
+            f"{path} is a folder, and a file is to be written there: remove or rename the folder"
+        )
     temporary = path.with_name(f".{path.name}.tmp")
     write_file(temporary, lambda file: file.write(text.encode()))
     rename(temporary, path)
@@ -189,7 +191,11 @@ def check(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
     mine = sorted(files, key=lambda name: (-files[name].size, name))[share::shares]
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        return [text for text in pool.map(lambda name: change(folder, name, files[name]), mine) if text is not None]
+        return [
+            text
+            for text in pool.map(lambda name: change(folder, name, files[name]), mine)
+            if text is not None
+        ]
 
 
 def change(folder: Path, name: str, written: Digest, grows: bool = False) -> str | None:
@@ -254,7 +260,8 @@ def problem(error: BaseException, folder: Path, needed: int | None = None) -> St
         needed: bytes that were to be written.
     """
 
-    def is_one(number: int) -> bool:  # Rust's libraries raise errors of their own, with the system's words in them
+    # Rust's libraries raise errors of their own, with the system's words in them
+    def is_one(number: int) -> bool:
         return getattr(error, "errno", None) == number or os.strerror(number) in str(error)
 
     if any(map(is_one, _FULL)):

@@ -42,7 +42,11 @@ class StopAtSignal(Callback):
     def stop(self, run: Any, step: int, number: int) -> None:
         """Save and end the process. Collective."""
         self.stopping = True
-        checkpoint, stop, saved = run.config.checkpoint, signals.Stopped(number, together=True), "nothing is saved"
+        checkpoint, stop, saved = (
+            run.config.checkpoint,
+            signals.Stopped(number, together=True),
+            "nothing is saved",
+        )
         if run.keeps and not checkpoint.disable_ds_ckpt:
             run.save_checkpoint(step)
             saved = f"saved in {run.ckpt_path}: the same command goes on"

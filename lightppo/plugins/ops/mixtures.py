@@ -21,7 +21,10 @@ def mixture(root: Path, tag: str, names: Iterable[str]) -> str | None:
     odd = _of_another_origin(facts, int(tag.removeprefix("global_step")))
     article = "the"
     if not odd:
-        odd, article = _of_another_save(folders, facts["actor"].get("siblings", {})), "of another save, the"
+        odd, article = (
+            _of_another_save(folders, facts["actor"].get("siblings", {})),
+            "of another save, the",
+        )
     if not odd:
         return None
     texts = [f"_{name} is {_origin(facts[name], article)}" for name in sorted(odd)]
@@ -32,9 +35,12 @@ def mixture(root: Path, tag: str, names: Iterable[str]) -> str | None:
 def _of_another_origin(facts: Mapping[str, Mapping[str, Any]], step: int) -> set[str]:
     """Parts of another step, or of another run than most parts are; of as many, than the actor is."""
     origins = {name: (of_part.get("run"), of_part.get("step")) for name, of_part in facts.items()}
-    fitting = [origin for origin in origins.values() if origin[1] in (step, None)]  # None: of an older version
+    # None: of an older version
+    fitting = [origin for origin in origins.values() if origin[1] in (step, None)]
     usual = max(fitting, key=fitting.count, default=None)
-    other_model = {name for name, of_part in facts.items() if of_part.get("part") not in (name, None)}
+    other_model = {
+        name for name, of_part in facts.items() if of_part.get("part") not in (name, None)
+    }
     return other_model | {name for name, origin in origins.items() if origin != usual}
 
 

@@ -25,10 +25,12 @@ from lightppo.ranks import stop_signs
 
 logger = logging.getLogger(__name__)
 
-GRACE = 25.0  # seconds; torchrun, DeepSpeed's launch.py, Slurm and Kubernetes kill 30 s after SIGTERM
+# seconds; torchrun, DeepSpeed's launch.py, Slurm and Kubernetes kill 30 s after SIGTERM
+GRACE = 25.0
 # Launchers add SIGTERM to what they get, so it comes last.
 SIGNALS = {number.name: number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)}
-_MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_SIZE": "deepspeed"}  # variables that launchers set
+# variables that launchers set
+_MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_SIZE": "deepspeed"}
 _REPEAT = 2.0  # seconds in which further signals are the first one, handed on by a launcher
 _LAUNCHER = re.compile(  # python -u -m MODULE, python FOLDER/PROGRAM, PROGRAM
     r"(\S*python\S* (-\S+ )*?)?(-m |\S*/)?"
@@ -75,7 +77,9 @@ class _Watch:
             except ProcessLookupError:
                 gone = name
             except OSError as error:
-                logger.warning("the end of %s (process %d) will not be noticed: %s", name, pid, error.strerror)
+                logger.warning(
+                    "the end of %s (process %d) will not be noticed: %s", name, pid, error.strerror
+                )
         return opened, gone
 
     def restore(self) -> None:
@@ -103,7 +107,8 @@ class _Watch:
         while True:
             left = self.since + self.grace - time.monotonic()
             for stream in (1, 2) if self.number else ():
-                poller.register(stream, 0)  # tells when its reader has ended, as `tee` does at a Ctrl-C
+                # tells when its reader has ended, as `tee` does at a Ctrl-C
+                poller.register(stream, 0)
             if self.number and left <= 0:
                 self._end(f"not at a safe point within {self.grace:g} s (--signal_grace)")
             for descriptor, _ in poller.poll(1000 * left + 1 if self.number else None):
@@ -136,7 +141,9 @@ class _Watch:
                 when = f"when the step under way is done, or in {self.grace:g} s (--signal_grace)"
                 self._say(f"{launcher or name}: stopping {when}; another signal ends at once")
         elif now - self.since <= _REPEAT:
-            self.number = next(known for known in SIGNALS.values() if known in (number, self.number))
+            self.number = next(
+                known for known in SIGNALS.values() if known in (number, self.number)
+            )
         elif not (launcher or self.saved):
             self._end(f"{name} came again")
 
@@ -164,7 +171,11 @@ def watched(to_the_end: bool = False) -> Iterator[None]:
     if to_the_end:
         atexit.register(_leave)  # early, so that it is called last
     interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
-    if _watch is not None or interactive or threading.current_thread() is not threading.main_thread():
+    if (
+        _watch is not None
+        or interactive
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     _watch = _Watch()
@@ -244,7 +255,9 @@ def _launchers() -> tuple[list[tuple[int, str]], str]:
         last, command = found[-1], above[found[-1]][1]
         # On a single node it is `deepspeed` that starts launch.py, and so.
         single = " --enable_each_rank_log=None " in f"{command} " and " --node_rank" not in command
-        gone = "deepspeed" if single and matches[last]["name"] == "deepspeed.launcher.launch" else ""
+        gone = (
+            "deepspeed" if single and matches[last]["name"] == "deepspeed.launcher.launch" else ""
+        )
         named = zip(above[: last + 1], matches)
         return [(pid, match["name"] if match else command) for (pid, command), match in named], gone
     if above and not re.match(r"\S*python", above[0][1]):  # which may be a launcher of its own

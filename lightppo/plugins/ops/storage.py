@@ -30,7 +30,9 @@ _TIMES = ("mtime", "LastModified", "created")  # of a change, as file systems na
 # -- read ------------------------------------------------------------------------------------------------------------
 
 
-def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: float = 3600.0) -> str:
+def stage_to_local(
+    url: str, *, cache_dir: str | Path | None = None, timeout_s: float = 3600.0
+) -> str:
     """Local path of a file or folder; a URL is first copied to this node's cache, unless an equal copy is there.
 
     No half copy is ever used, and a remote file that has changed (size, time, etag) is copied again. ``cache_dir`` is
@@ -47,7 +49,9 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
         info = fs.info(remote)
         is_folder = info["type"] == "directory"
         # find() only for folders: over HTTP it would read a file in search of links
-        found: dict[str, dict[str, Any]] = fs.find(remote, detail=True) if is_folder else {remote: info}
+        found: dict[str, dict[str, Any]] = (
+            fs.find(remote, detail=True) if is_folder else {remote: info}
+        )
     except Exception as error:  # each file system raises its own errors
         raise StagingError(f"{shown_url(url)} cannot be read: {_said(error)}") from error
     if not found:
@@ -106,13 +110,18 @@ def is_in_memory(url: str | os.PathLike[str]) -> bool:
     return is_url(url) and issubclass(check_scheme(os.fspath(url)), MemoryFileSystem)
 
 
-def _copy(fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size: int | None) -> None:
+def _copy(
+    fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size: int | None
+) -> None:
     """Copy under a temporary name beside the target, check, rename. Only the lock's holder may call this."""
     temporary = target.with_name(f".{target.name}.partial")
     _remove(temporary)  # left by a process that was killed
-    logger.info("copying %s (%s bytes) to %s", shown_url(url), "?" if size is None else size, target)
+    logger.info(
+        "copying %s (%s bytes) to %s", shown_url(url), "?" if size is None else size, target
+    )
     try:
-        if not is_folder and any(sign in remote for sign in "*?["):  # get() takes the ? of a query for a pattern
+        # get() takes the ? of a query for a pattern
+        if not is_folder and any(sign in remote for sign in "*?["):
             fs.get_file(remote, str(temporary))
         else:
             fs.get(remote.rstrip("/"), str(temporary), recursive=is_folder)
@@ -121,7 +130,9 @@ def _copy(fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size
             raise OSError(f"got {got} bytes of {size}")
     except Exception as error:  # each file system raises its own errors
         _remove(temporary)
-        raise StagingError(f"copying {shown_url(url)} to {target.parent} failed: {_said(error)}") from error
+        raise StagingError(
+            f"copying {shown_url(url)} to {target.parent} failed: {_said(error)}"
+        ) from error
     os.replace(temporary, target)
 
 
@@ -150,13 +161,18 @@ def content_folder(kind: str, fill: Callable[[Path], object]) -> Path:
                 if not target.exists():  # else another process was first
                     raise
     except OSError as error:
-        raise StagingError(f"{root} cannot be written: {error}; set {CACHE_VARIABLE} to another folder") from error
+        raise StagingError(
+            f"{root} cannot be written: {error}; set {CACHE_VARIABLE} to another folder"
+        ) from error
     return target
 
 
 def _content_key(folder: Path) -> str:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    pairs = [(path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+    pairs = [
+        (path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in files
+    ]
     return hashlib.sha256(repr(pairs).encode()).hexdigest()[:24]
 
 
@@ -188,7 +204,10 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def upload(
-    folder: str | os.PathLike[str], *names: str, last: str | None = None, instead_of: tuple[str, ...] = ()
+    folder: str | os.PathLike[str],
+    *names: str,
+    last: str | None = None,
+    instead_of: tuple[str, ...] = (),
 ) -> None:
     """Send the named files and folders from ``local_folder(folder)``; what is not there goes from the URL too.
 
@@ -201,7 +220,10 @@ def upload(
     def send(fs: Any, root: str) -> None:
         stale = [path for path in (fs.ls(root, detail=False) if instead_of and _exists(fs, root) else ())
                  if any(fnmatch.fnmatch(posixpath.basename(path), p) for p in instead_of)]  # fmt: skip
-        for name in (*names, *(base for path in stale if (base := posixpath.basename(path)) not in names)):
+        for name in (
+            *names,
+            *(base for path in stale if (base := posixpath.basename(path)) not in names),
+        ):
             source, target = local_folder(folder) / name, f"{root}/{name}"
             if not source.is_file() and _exists(fs, target):
                 fs.rm(target, recursive=True)
@@ -251,7 +273,11 @@ def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | 
     files = [path for path in local.rglob("*") if path.is_file() and path.name != besides]
     base, aside = _home() / "unsent" / local.relative_to(_home() / "folders"), None
     if not all(map(_is_sent, files)) or (files and is_forgotten(folder)):
-        aside = next(path for n in itertools.count(1) if not (path := base.with_name(f"{base.name}.{n}")).exists())
+        aside = next(
+            path
+            for n in itertools.count(1)
+            if not (path := base.with_name(f"{base.name}.{n}")).exists()
+        )
     for path in files:
         if aside is not None:
             (target := aside / path.relative_to(local)).parent.mkdir(parents=True, exist_ok=True)
@@ -274,7 +300,11 @@ def is_forgotten(folder: str | os.PathLike[str]) -> bool:
 def unsent(folder: str | os.PathLike[str], paths: Iterable[Path]) -> list[str]:
     """Names of the files at and below these paths that have changed since they were last sent; none if no URL."""
     local = local_folder(folder)
-    files = {path for top in paths for path in (top, *top.rglob("*")) if path.is_file()} if is_url(folder) else set()
+    files = (
+        {path for top in paths for path in (top, *top.rglob("*")) if path.is_file()}
+        if is_url(folder)
+        else set()
+    )
     return sorted(path.relative_to(local).as_posix() for path in files if not _is_sent(path))
 
 
@@ -307,7 +337,9 @@ def probe(folder: str | os.PathLike[str]) -> None:
         _remotely(folder, write)
 
 
-def _remotely(folder: str | os.PathLike[str], action: Callable[[Any, str], None], hint: str = "") -> None:
+def _remotely(
+    folder: str | os.PathLike[str], action: Callable[[Any, str], None], hint: str = ""
+) -> None:
     """Calls ``action`` with the file system of a URL and the path on it; a StagingError if the last try fails too."""
     import fsspec
 
@@ -317,7 +349,9 @@ def _remotely(folder: str | os.PathLike[str], action: Callable[[Any, str], None]
             fs, root = fsspec.core.url_to_fs(url)
             return action(fs, root.rstrip("/"))
         except Exception as error:  # each file system raises its own errors
-            if wait is None or isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
+            if wait is None or isinstance(
+                error, (FileNotFoundError, NotADirectoryError, PermissionError)
+            ):
                 raise StagingError(f"{shown_url(url)}: {_said(error)}{hint}") from error
             logger.warning("%s: %s; next try in %g s", shown_url(url), _said(error), wait)
         file_system.clear_instance_cache()  # a server ends connections that were idle

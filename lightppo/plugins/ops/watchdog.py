@@ -71,7 +71,9 @@ class Watchdog:
         import psutil
 
         seconds, size, process = 0.0, 0, psutil.Process()
-        for one in (process, *process.children(recursive=True)) if heartbeat.phase in _WORKING else ():
+        for one in (
+            (process, *process.children(recursive=True)) if heartbeat.phase in _WORKING else ()
+        ):
             with suppress(psutil.Error, AttributeError):  # it has ended; no such counters here
                 seconds += sum(one.cpu_times()[:2])
                 files = one.io_counters()
@@ -91,7 +93,8 @@ class Watchdog:
             store = _second_connection(dist.distributed_c10d._get_default_store())
             store.set_timeout(timedelta(seconds=_PATIENCE))
             store.set(f"process {self._rank}", json.dumps([socket.gethostname(), os.getpid()]))
-            processes = store.multi_get([f"process {rank}" for rank in range(self._world)])  # one question
+            # one question
+            processes = store.multi_get([f"process {rank}" for rank in range(self._world)])
             for rank, (host, pid) in enumerate(map(json.loads, processes)):
                 if rank != self._rank and host == socket.gethostname():
                     self._peers[rank] = pid
@@ -112,8 +115,15 @@ class Watchdog:
     def _end(self, idle: float) -> None:
         """Rank 0 tells for all; this process ends."""
         main = _stacks()[threading.main_thread().ident]
-        waits = any("torch/distributed" in f.filename or "/deepspeed/" in f.filename for f in main[-8:])
-        own = {"phases": heartbeat.phases, "phase": heartbeat.phase, "waits": waits, "collectives": _collectives()}
+        waits = any(
+            "torch/distributed" in f.filename or "/deepspeed/" in f.filename for f in main[-8:]
+        )
+        own = {
+            "phases": heartbeat.phases,
+            "phase": heartbeat.phase,
+            "waits": waits,
+            "collectives": _collectives(),
+        }
         own["text"] = self._report(idle)
         try:
             told = self._tell(own)
@@ -163,17 +173,34 @@ class Watchdog:
 
     def _report(self, idle: float) -> str:
         hangs = idle >= (heartbeat.limit or 0)
-        since = f"hangs, without a sign of life for {idle:.0f} s" if hangs else "moves, but another rank hangs"
+        since = (
+            f"hangs, without a sign of life for {idle:.0f} s"
+            if hangs
+            else "moves, but another rank hangs"
+        )
         lines = [f"[rank {self._rank}] {since}: step {heartbeat.step}, phase {heartbeat.phase}"]
         places = []
         for ident, stack in _stacks().items():
             if place := _own_code(stack):
                 places.append(place)
             if place or ident == threading.main_thread().ident:
-                name = next((f"thread {t.name}" for t in threading.enumerate() if t.ident == ident), "coroutine")
-                lines += [f"  {name}:", *("  " + line for line in "".join(stack.format()).rstrip().splitlines())]
-        remedy = "; --reward_timeout limits a call" if heartbeat.phase in ("reward", "rollout", "eval") else ""
-        lines += [f"[rank {self._rank}] your code is at {place}{remedy}" for place in dict.fromkeys(places)]
+                name = next(
+                    (f"thread {t.name}" for t in threading.enumerate() if t.ident == ident),
+                    "coroutine",
+                )
+                lines += [
+                    f"  {name}:",
+                    *("  " + line for line in "".join(stack.format()).rstrip().splitlines()),
+                ]
+        remedy = (
+            "; --reward_timeout limits a call"
+            if heartbeat.phase in ("reward", "rollout", "eval")
+            else ""
+        )
+        lines += [
+            f"[rank {self._rank}] your code is at {place}{remedy}"
+            for place in dict.fromkeys(places)
+        ]
         return "\n".join(lines)
 
     # -- errors that only tell of another rank's end ---------------------------------------------------------------
@@ -189,12 +216,20 @@ class Watchdog:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         deadline, ended = time.monotonic() + _PATIENCE, {}
         while not ended and time.monotonic() < deadline:
-            ended = {rank: how for rank, pid in self._peers.items() if (how := _how_it_ended(pid)) is not None}
+            ended = {
+                rank: how
+                for rank, pid in self._peers.items()
+                if (how := _how_it_ended(pid)) is not None
+            }
             time.sleep(0.1)
         told = {rank: how for rank, how in ended.items() if how}
         if told and self._rank == min({self._rank, *self._peers} - ended.keys()):
             for rank, how in told.items():
-                print(f"[rank {rank}] ended without an error of its own: {how}", file=sys.stderr, flush=True)
+                print(
+                    f"[rank {rank}] ended without an error of its own: {how}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         time.sleep(_PATIENCE)
         if ended:
             return "another rank ended, see its error"
@@ -243,9 +278,16 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
     if error is None or isinstance(error, UserError):
         return False
-    of_torch = isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
+    of_torch = isinstance(
+        error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    )
     of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
-    return of_torch or of_gloo or is_lost_connection(error.__cause__) or is_lost_connection(error.__context__)
+    return (
+        of_torch
+        or of_gloo
+        or is_lost_connection(error.__cause__)
+        or is_lost_connection(error.__context__)
+    )
 
 
 def _how_it_ended(pid: int) -> str | None:
@@ -274,7 +316,9 @@ def _stacks() -> dict[int | None, traceback.StackSummary]:
     loops = [frame.f_locals["self"] for top in frames.values() for frame, _ in traceback.walk_stack(top)
              if frame.f_code.co_name == "run_forever" and "self" in frame.f_locals]  # fmt: skip
     tasks = [task for loop in loops for task in sys.modules["asyncio"].all_tasks(loop)]
-    return stacks | {-i: _summary(list(_awaited(task.get_coro()))[::-1]) for i, task in enumerate(tasks, 1)}
+    return stacks | {
+        -i: _summary(list(_awaited(task.get_coro()))[::-1]) for i, task in enumerate(tasks, 1)
+    }
 
 
 def _summary(frames: Iterable[tuple[FrameType, int]]) -> traceback.StackSummary:
@@ -298,7 +342,9 @@ def _in_debugger() -> bool:
 
 def _own_code(stack: traceback.StackSummary) -> str | None:
     """The innermost line of the user's code that this package calls, as ``file:line in function``."""
-    calls = max((i for i, f in enumerate(stack) if f.filename.startswith(_PACKAGE)), default=len(stack))
+    calls = max(
+        (i for i, f in enumerate(stack) if f.filename.startswith(_PACKAGE)), default=len(stack)
+    )
     below = stack[calls + 1 :]
     if not below or below[0].filename.startswith(_LIBRARIES):
         return None

@@ -32,7 +32,9 @@ class Alarm:
 
 def lasting(bad: Callable[..., bool], steps: int = LASTING) -> Callable[..., bool]:
     """Whether numbers are bad in each of the last steps."""
-    return lambda *series: len(series[0]) >= steps and all(bad(*now) for now in zip(*(s[-steps:] for s in series)))
+    return lambda *series: (
+        len(series[0]) >= steps and all(bad(*now) for now in zip(*(s[-steps:] for s in series)))
+    )
 
 
 def falling(values: Sequence[float]) -> bool:
@@ -111,7 +113,9 @@ ALARMS = {
         ("train/actor_skipped", "train/policy_loss", "train/entropy"),
         "a gradient, the loss or the entropy is not finite",
         f"{LESS}; look at the scores for huge ones (--reward_clip_range); fp32 instead of --bf16 or --fp16",
-        lasting(lambda skipped, *numbers: skipped > 0 or not all(map(math.isfinite, numbers)), steps=1),
+        lasting(
+            lambda skipped, *numbers: skipped > 0 or not all(map(math.isfinite, numbers)), steps=1
+        ),
     ),
     "critic_not_finite": Alarm(
         ("train/critic_skipped", "train/critic_loss"),
@@ -157,7 +161,10 @@ ALARMS |= {
 
 def meanings() -> dict[str, str]:
     """What each alarm looks at, when it rings, and what to do."""
-    return {name: f"{alarm.metrics[0]}: {alarm.condition}. Try: {alarm.remedy}" for name, alarm in ALARMS.items()}
+    return {
+        name: f"{alarm.metrics[0]}: {alarm.condition}. Try: {alarm.remedy}"
+        for name, alarm in ALARMS.items()
+    }
 
 
 class Alarms:
@@ -188,7 +195,9 @@ class Alarms:
             seen[f"alarm/{name}"] = float(rings)
             if rings and name not in self.ringing:
                 value = status[alarm.metrics[0]]
-                lines.append(f"ALARM {name}: {alarm.metrics[0]} is {value:.3g}, {alarm.condition}. Try: {alarm.remedy}")
+                lines.append(
+                    f"ALARM {name}: {alarm.metrics[0]} is {value:.3g}, {alarm.condition}. Try: {alarm.remedy}"
+                )
             (self.ringing.add if rings else self.ringing.discard)(name)
         return seen, lines
 

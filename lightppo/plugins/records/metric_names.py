@@ -103,7 +103,10 @@ OPENRLHF: dict[str, tuple[str, ...]] = {
     "perf/time_reward": ("perf/experience_maker/wait_time",),
 }
 # Of sft, rm and dpo; a row of pairs has other names for the loss.
-OF_EXAMPLES = {"train/loss": ("train/gpt_loss", "train/loss_mean"), "eval/loss": ("eval/eval gpt_loss",)}
+OF_EXAMPLES = {
+    "train/loss": ("train/gpt_loss", "train/loss_mean"),
+    "eval/loss": ("eval/eval gpt_loss",),
+}
 OF_PAIRS = {
     "train/loss": ("train/loss", "train/loss_mean"),
     "train/accuracy": ("train/acc", "train/acc_mean"),
@@ -112,7 +115,8 @@ OF_PAIRS = {
     "eval/accuracy": ("eval/acc_mean",),
 }
 NAMES = {"verl": VERL, "openrlhf": OPENRLHF}
-STEPS = {"verl": ("training",), "openrlhf": ("rollout", "train", "eval")}  # that log a global_step of their own
+# that log a global_step of their own
+STEPS = {"verl": ("training",), "openrlhf": ("rollout", "train", "eval")}
 
 
 def renamed(metrics: Mapping[str, float], names: str) -> dict[str, float]:
@@ -139,7 +143,9 @@ def names_of(metric: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ..
 
 def _expression(pattern: str) -> re.Pattern[str]:
     parts = re.split(r"<(\w+)>", pattern)  # every second one is a name
-    return re.compile("".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts)))
+    return re.compile(
+        "".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+    )
 
 
 def _filled(name: str, values: Mapping[str, str]) -> str:
@@ -166,9 +172,15 @@ def page_section() -> str:
         "as `rollout/global_step`, `train/global_step` and `eval/global_step`, which are the x axes (openrlhf).\n"
     ]
     tables = {"verl": VERL, "openrlhf": OPENRLHF}
-    tables |= {"openrlhf, of `lightppo sft`": OF_EXAMPLES, "openrlhf, of `lightppo rm` and `dpo`": OF_PAIRS}
+    tables |= {
+        "openrlhf, of `lightppo sft`": OF_EXAMPLES,
+        "openrlhf, of `lightppo rm` and `dpo`": OF_PAIRS,
+    }
     for title, table in tables.items():
-        rows = "".join(f"`{ours}` | {', '.join(f'`{name}`' for name in theirs)}\n" for ours, theirs in table.items())
+        rows = "".join(
+            f"`{ours}` | {', '.join(f'`{name}`' for name in theirs)}\n"
+            for ours, theirs in table.items()
+        )
         parts.append(f"Ours | {title}\n---|---\n{rows}")
     return "\n".join(parts)
 
@@ -194,7 +206,9 @@ def metrics_page() -> str:
             for name, meaning in METRICS.items()
             if name.startswith(f"{namespace}/")
         ]
-        parts.append(f"## {namespace}/{': ' if about else ''}{about}\n\nName | Meaning\n---|---\n{''.join(rows)}")
+        parts.append(
+            f"## {namespace}/{': ' if about else ''}{about}\n\nName | Meaning\n---|---\n{''.join(rows)}"
+        )
     return "\n".join([*parts, page_section()])
 
 

@@ -54,17 +54,27 @@ class Place:
     def of(cls, given: str) -> Place:
         """``~`` stands for the home folder. StagingError: a URL of an unknown kind."""
         if not is_url(given):
-            return cls(given, "", Path(os.path.realpath(Path(given.split("://", 1)[-1]).expanduser())))
+            return cls(
+                given, "", Path(os.path.realpath(Path(given.split("://", 1)[-1]).expanduser()))
+            )
         file_system = check_scheme(given)
         protocol, host = file_system.protocol, urlsplit(given).hostname or ""
-        path = PurePosixPath(os.path.normpath("/" + str(file_system._strip_protocol(given)).lstrip("/")))
+        path = PurePosixPath(
+            os.path.normpath("/" + str(file_system._strip_protocol(given)).lstrip("/"))
+        )
         if host in path.parts:  # a bucket
             host = ""
-        return cls(shown_url(given), f"{protocol if isinstance(protocol, str) else protocol[0]}://{host}", path)
+        return cls(
+            shown_url(given),
+            f"{protocol if isinstance(protocol, str) else protocol[0]}://{host}",
+            path,
+        )
 
     def shown(self) -> str:
         """As it was given, and where links lead from there."""
-        follows_link = not self.server and os.path.abspath(local_folder(self.text)) != str(self.path)
+        follows_link = not self.server and os.path.abspath(local_folder(self.text)) != str(
+            self.path
+        )
         return f"{self.text} (a link to {self.path})" if follows_link else self.text
 
     def below(self, folder: Place) -> tuple[str, ...] | None:
@@ -92,8 +102,14 @@ def check_places(config: OptionSet) -> None:
         ConfigError: a line for each written place.
     """
     values = config.flat()
-    read = [(flag, place) for flag, text in _named(values, READ) if (place := _place_of(text)) is not None]
-    read = [(flag, place) for flag, place in read if flag != "--resume" or not _is_own(place, values)]
+    read = [
+        (flag, place)
+        for flag, text in _named(values, READ)
+        if (place := _place_of(text)) is not None
+    ]
+    read = [
+        (flag, place) for flag, place in read if flag != "--resume" or not _is_own(place, values)
+    ]
     problems: dict[Place, str] = {}  # by what is written
     for flag, text, names in _written(values):
         written = _place_of(text)
@@ -120,7 +136,9 @@ def overlap(flag: str, text: str, names: Iterable[str], read_flag: str, read: Pl
     for written in _with_copy(text):
         said = f"{flag} {written.shown()}"
         if (inside := read.below(written)) == ():
-            return f"{said} is also {read_flag} {read.text}, and the run would write over it: {remedy}"
+            return (
+                f"{said} is also {read_flag} {read.text}, and the run would write over it: {remedy}"
+            )
         if inside and any(fnmatch(inside[0], name) for name in names):
             return f"{said}: the run writes to {inside[0]} in it, and {read_flag} {read.text} is there: {remedy}"
         if written.below(read):

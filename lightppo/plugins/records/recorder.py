@@ -59,7 +59,9 @@ class JsonlSink:
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         with durable.explained(self.path):
             if not is_at(self.path, self.file):
-                logger.warning("%s was removed: it is made again, without its earlier rows", self.path)
+                logger.warning(
+                    "%s was removed: it is made again, without its earlier rows", self.path
+                )
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.file = self.path.open("a", buffering=1)
             self.file.write(json.dumps({"step": step, "time": time.time(), **row}) + "\n")
@@ -78,7 +80,10 @@ def _cut(path: Path, last: int) -> None:
     with path.open("r+b") as file:
         rows = file.read().splitlines(keepends=True)
         kept = [row.rstrip(b"\n") + b"\n" for row in rows if _step_of(row) <= last]
-        same = next((i for i, (old, new) in enumerate(zip(rows, kept)) if old != new), min(len(rows), len(kept)))
+        same = next(
+            (i for i, (old, new) in enumerate(zip(rows, kept)) if old != new),
+            min(len(rows), len(kept)),
+        )
         file.seek(sum(map(len, rows[:same])))
         file.writelines(kept[same:])
         file.truncate()
@@ -113,7 +118,11 @@ def open_sinks(
 def metrics_file(config: OptionSet) -> Path:
     """Where the rows of a run are: ``metrics.jsonl`` in its folder, or ``--log_file``, which PPO has not."""
     log_file = config.flat().get("log_file")
-    return local_folder(config.checkpoint.save_path) / "metrics.jsonl" if log_file is None else Path(log_file)
+    return (
+        local_folder(config.checkpoint.save_path) / "metrics.jsonl"
+        if log_file is None
+        else Path(log_file)
+    )
 
 
 # -- the callback ------------------------------------------------------------------------------------------------------
@@ -191,7 +200,9 @@ class Recorder(Callback):
                 run_ids=self.trackers.run_ids,
                 path=self.path,
             )
-        self.trackers.run_ids |= {sink.name: sink.run_id for sink in self.sinks if hasattr(sink, "run_id")}
+        self.trackers.run_ids |= {
+            sink.name: sink.run_id for sink in self.sinks if hasattr(sink, "run_id")
+        }
 
     def _tell_lost(self, step: int) -> None:
         """Of the records, what the checkpoint of this step knows and the folder has no longer."""
@@ -227,7 +238,8 @@ class Recorder(Callback):
         logger.info("checkpoint global_step%d written", step)
 
     def on_end(self, run: Any, error: BaseException | None) -> None:
-        if error is None or isinstance(error, SystemExit):  # else a tracker sees that the process failed
+        # else a tracker sees that the process failed
+        if error is None or isinstance(error, SystemExit):
             self.close()
         checkpoint = run.config.checkpoint
         if run.owns_parts:

@@ -39,10 +39,15 @@ class RolloutReplay:
     ) -> list[Rollout]:
         """The saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
         key = "first" if self.reuse else f"step{step}_batch{batch}"
-        path = Path(self.folder) / f"{key}_rank{self.strategy.get_rank()}of{self.strategy.world_size}.json"
+        path = (
+            Path(self.folder)
+            / f"{key}_rank{self.strategy.get_rank()}of{self.strategy.world_size}.json"
+        )
         if self.strategy.all_reduce(int(path.is_file()), "min"):
             groups = [from_plain(values) for values in json.loads(path.read_text())]
-            if not self.reuse and [g[0].prompt.token_ids for g in groups] != [p.token_ids for p in prompts]:
+            if not self.reuse and [g[0].prompt.token_ids for g in groups] != [
+                p.token_ids for p in prompts
+            ]:
                 raise ConfigError(
                     f"--skip_rollout {self.folder}: {path.name} holds other prompts than step {step} has; run with the "
                     "data, --seed and batch sizes it was saved with, name another folder, or set --skip_rollout_reuse"

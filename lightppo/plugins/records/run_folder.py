@@ -92,7 +92,8 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
     problem = next(filter(None, steps), None) if ranks.is_rank_0() else None
     if problem := ranks.broadcast_object(problem):
         raise ConfigError(problem)
-    name = ranks.broadcast_object(f".seen-{uuid.uuid4().hex}")  # which no node has looked for before
+    # which no node has looked for before
+    name = ranks.broadcast_object(f".seen-{uuid.uuid4().hex}")
     for flag, folder in folders.items():
         mark = local_folder(folder) / name
         before = mark.parent.stat() if ranks.is_rank_0() else None
@@ -104,7 +105,9 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
             os.utime(mark.parent, ns=(before.st_atime_ns, before.st_mtime_ns))
 
         ranks.on_rank_0(remove, f"remove {mark}")
-        if blind := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(hosts) if not seen]:
+        if blind := [
+            f"rank {rank} on {host}" for rank, (host, seen) in enumerate(hosts) if not seen
+        ]:
             remedy = "set LIGHTPPO_CACHE to a folder" if is_url(folder) else "name one"
             raise ConfigError(
                 f"{flag} {folder}: {blind[0]} does not see what rank 0 on {hosts[0][0]} writes "
@@ -142,9 +145,16 @@ def _prepare(flag: str, folder: str) -> str | None:
         return None
     try:
         probe(folder)
-        reason = "ended, and its memory with it" if is_forgotten(folder) else "could not send all it wrote"
-        if (aside := set_unsent_aside(folder, besides=_LOCK)) is not None:  # of no run: the URL alone counts
-            logger.warning("%s %s: an earlier process %s; its files are now in %s", flag, folder, reason, aside)
+        reason = (
+            "ended, and its memory with it"
+            if is_forgotten(folder)
+            else "could not send all it wrote"
+        )
+        # of no run: the URL alone counts
+        if (aside := set_unsent_aside(folder, besides=_LOCK)) is not None:
+            logger.warning(
+                "%s %s: an earlier process %s; its files are now in %s", flag, folder, reason, aside
+            )
         download_marks(folder)
         kinds = tuple(name.partition(".")[0] for name in RECORDS)
         download(folder, lambda name: name.startswith(kinds))
@@ -165,7 +175,11 @@ def _lock(file: IO[str], name: str) -> str | None:
         file.seek(0)
         return f"{name} is in use by {file.read() or 'another process'}: wait for it, or choose another --save_path"
     except OSError as error:
-        logger.warning("%s: no locks on this file system (%s): nothing keeps another run out", name, error.strerror)
+        logger.warning(
+            "%s: no locks on this file system (%s): nothing keeps another run out",
+            name,
+            error.strerror,
+        )
         return None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -191,7 +205,10 @@ def hold(folders: Iterable[str | None]) -> None:
     for folder in filter(None, folders):
         path = (local_folder(folder) / _LOCK).resolve()
         if path in _held and not is_at(path, _held[path]):
-            logger.warning("%s was removed while the run goes on: it is made again, what was in it is lost", folder)
+            logger.warning(
+                "%s was removed while the run goes on: it is made again, what was in it is lost",
+                folder,
+            )
             _held.pop(path).close()
             if problem := _claim("the folder", folder):
                 raise ConfigError(problem)
@@ -209,18 +226,27 @@ def release(folders: Iterable[str]) -> None:
 
 def set_aside(*paths: Path) -> None:
     """Number what an earlier run left under these names: ``metrics.jsonl`` becomes ``metrics.1.jsonl``."""
-    found = [path for path in dict.fromkeys(paths) if path.is_file() or (path.is_dir() and any(path.iterdir()))]
+    found = [
+        path
+        for path in dict.fromkeys(paths)
+        if path.is_file() or (path.is_dir() and any(path.iterdir()))
+    ]
 
     def numbered(path: Path, number: int) -> Path:
         return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
-    number = next(i for i in itertools.count(1) if not any(numbered(path, i).exists() for path in paths))
+    number = next(
+        i for i in itertools.count(1) if not any(numbered(path, i).exists() for path in paths)
+    )
     for path in found:
         path.rename(numbered(path, number))
     if found:
         names = [f"{path.name} → {numbered(path, number).name}" for path in found]
         more = f", … ({len(names)} in all)" if len(names) > 6 else ""
-        print(f"{found[0].parent}: an earlier run's files are kept apart: {', '.join(names[:6])}{more}", flush=True)
+        print(
+            f"{found[0].parent}: an earlier run's files are kept apart: {', '.join(names[:6])}{more}",
+            flush=True,
+        )
 
 
 def set_records_aside(config: OptionSet) -> None:
@@ -249,7 +275,8 @@ class RecordSums:
 
     def __init__(self, folder: str, metrics: Path) -> None:
         self.folder, self.metrics = local_folder(folder).absolute(), metrics.absolute()
-        self._known: dict[Path, tuple[tuple[int, int], durable.Digest]] = {}  # by size and time of the last change
+        # by size and time of the last change
+        self._known: dict[Path, tuple[tuple[int, int], durable.Digest]] = {}
 
     def take(self) -> dict[str, tuple[int, str]]:
         """(size, SHA-256) of each file, by its name in the run's folder."""
@@ -282,7 +309,10 @@ def upload_records(folder: str) -> None:
 
 def cut_samples(folder: str, last: int) -> None:
     """Remove the samples of steps after ``last``, which a resumed run does again."""
-    steps = {path: int(path.name[4:-9]) for path in (local_folder(folder) / SAMPLES).glob("step*.jsonl.gz")}
+    steps = {
+        path: int(path.name[4:-9])
+        for path in (local_folder(folder) / SAMPLES).glob("step*.jsonl.gz")
+    }
     late = [path for path, step in steps.items() if step > last]
     for path in late:
         path.unlink()
@@ -316,12 +346,16 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
         own = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_pretrain")
         models = {name: (flat.get(name),) for name in own}
         for name, paths in (models | {"reward_pretrain": flat.get("reward_pretrain", ())}).items():
-            if given := [checkpoint_mark(stage_to_local(path)) for path in paths if path is not None]:
+            if given := [
+                checkpoint_mark(stage_to_local(path)) for path in paths if path is not None
+            ]:
                 marks[name] = " ".join(given)
         marks |= {name: _rows_mark(of_option) for name, of_option in rows.items()}
         c = config.checkpoint  # where one lies from the other: both may have been moved together
         marks["save_path"] = (
-            shown_url(c.save_path) if is_url(c.save_path) else os.path.relpath(c.save_path, c.ckpt_path)
+            shown_url(c.save_path)
+            if is_url(c.save_path)
+            else os.path.relpath(c.save_path, c.ckpt_path)
         )
     return ranks.broadcast_object(marks)
 
@@ -329,7 +363,11 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
 def _rows_mark(rows: Any, batch: int = 1000) -> str:
     digest = hashlib.sha256()
     for start in range(0, len(rows), batch):
-        columns = {name: column for name, column in rows[start : start + batch].items() if name != ORIGIN_COLUMN}
+        columns = {
+            name: column
+            for name, column in rows[start : start + batch].items()
+            if name != ORIGIN_COLUMN
+        }
         digest.update(json.dumps(columns, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
 
@@ -337,10 +375,18 @@ def _rows_mark(rows: Any, batch: int = 1000) -> str:
 def _code_of(config: OptionSet) -> dict[str, Any]:
     """The functions, objects and files with them that a resumed run must find unchanged, by option."""
     flat = config.flat()
-    given = {one.name: flat[one.name] for one in config.all_options() if one.may_be_object and not one.resume_safe}
+    given = {
+        one.name: flat[one.name]
+        for one in config.all_options()
+        if one.may_be_object and not one.resume_safe
+    }
     urls = flat.get("remote_rm_url", ())
     given |= {"remote_rm_url": urls[0] if len(urls) == 1 and "://" not in urls[0] else None}
-    return {name: spec for name, spec in given.items() if is_object(spec) or (isinstance(spec, str) and ".py" in spec)}
+    return {
+        name: spec
+        for name, spec in given.items()
+        if is_object(spec) or (isinstance(spec, str) and ".py" in spec)
+    }
 
 
 def source_of(value: Any) -> str | None:
@@ -375,10 +421,18 @@ def write_run_config(config: OptionSet) -> str | None:
     local = local_folder(folder)
     try:
         local.mkdir(parents=True, exist_ok=True)
-        for name, options in {"run_config": config, "run_config.resolved": config.resolved()}.items():
-            values = {n: list(v) if isinstance(v, tuple) else v for n, v in public_options(options).items()}
+        for name, options in {
+            "run_config": config,
+            "run_config.resolved": config.resolved(),
+        }.items():
+            values = {
+                n: list(v) if isinstance(v, tuple) else v
+                for n, v in public_options(options).items()
+            }
             del values["config"]
-            durable.write_text(local / f"{name}.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+            durable.write_text(
+                local / f"{name}.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+            )
         upload_records(folder)
     except OSError as error:
         return f"--save_path {folder}: cannot be written ({error.strerror or error})"
@@ -386,7 +440,11 @@ def write_run_config(config: OptionSet) -> str | None:
 
 
 def record_start(
-    config: OptionSet, ranks: Ranks, step: int, content: Mapping[str, str], total_steps: int | None = None
+    config: OptionSet,
+    ranks: Ranks,
+    step: int,
+    content: Mapping[str, str],
+    total_steps: int | None = None,
 ) -> None:
     """Add a line to ``run_metadata.jsonl``: what the run goes on with from ``step`` on. Collective.
 
@@ -430,7 +488,8 @@ def claim_folders(building: Any) -> None:
     if not isinstance(config, PPOConfig):
         refuse_overlaps(building.asked, building.strategy)
     folders = {"--save_path": config.checkpoint.save_path}
-    if not config.flat().get("val_only"):  # an evaluation may look at the checkpoints of a run that goes on
+    # an evaluation may look at the checkpoints of a run that goes on
+    if not config.flat().get("val_only"):
         folders["--ckpt_path"] = config.checkpoint.ckpt_path
     claim(folders, building.strategy)
 

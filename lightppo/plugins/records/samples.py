@@ -74,14 +74,18 @@ def row_of(step: int, r: Rollout) -> dict[str, Any]:
 
 def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
     """Writes ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
-    own = [(r.prompt.index, r.sample_index, json.dumps(row_of(step, r), default=str) + "\n") for r in rollouts]
+    own = [
+        (r.prompt.index, r.sample_index, json.dumps(row_of(step, r), default=str) + "\n")
+        for r in rollouts
+    ]
     lines, path = _in_order(own, strategy), Path(folder) / f"step{step}.jsonl"
     strategy.on_rank_0(lambda: write_whole(path, "".join(lines)), f"{path}")
 
 
 def _in_order(own: Sequence[tuple[int, int, str]], strategy: Ranks) -> list[str]:
     """On rank 0 the lines of all ranks by their two numbers; none on the others. Collective."""
-    of_ranks = strategy.exchange_objects({0: own} if own else {})  # a gather pads to the longest, and few may have any
+    # a gather pads to the longest, and few may have any
+    of_ranks = strategy.exchange_objects({0: own} if own else {})
     return [line for *_, line in sorted(chain(*of_ranks), key=itemgetter(0, 1))]
 
 
@@ -97,7 +101,9 @@ def examined(rollout: Rollout) -> str:
     prompt, facts = rollout.prompt, {"score": rollout.reward} | rollout.extras | rollout.texts
     label = "" if prompt.label is None else f"label {prompt.label} · "
     end = prompt.text if len(prompt.text) <= SHOWN_PROMPT else f"…{prompt.text[-SHOWN_PROMPT:]}"
-    numbers = " · ".join(f"{k} {v:.4g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in facts.items())
+    numbers = " · ".join(
+        f"{k} {v:.4g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in facts.items()
+    )
     cut = " (cut by --generate_max_len)" if rollout.truncated else ""
     return plain(f"prompt: {end}\n  answer: {rollout.response_text}{cut}\n  {label}{numbers}")
 
@@ -135,7 +141,9 @@ class Samples(Callback):
             if shown[source] <= config.logging.num_examine:
                 run.strategy.print(f"[step {step}] {examined(rollout)}")
 
-    def on_micro_batch(self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
+    def on_micro_batch(
+        self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor
+    ) -> None:
         self.record.observe(experience, log_probs, entropy)
 
     def entropy_rows(self, run: Any, experience: Experience) -> list[int]:
@@ -186,21 +194,31 @@ class SampleRecord:
         decode: Callable[[list[int]], str],
         sampled_kl: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        self.folder, self.count, self.group_size, self.strategy = folder, count, group_size, strategy
+        self.folder, self.count, self.group_size, self.strategy = (
+            folder,
+            count,
+            group_size,
+            strategy,
+        )
         self.pieces, self.sampled_kl = TokenPieces(decode), sampled_kl
         self.picked: list[tuple[Rollout, Experience | None]] = []
         self.passes: dict[bytes, list[_Pass]] = {}  # by token ids: the first and the last one
 
-    def pick(self, step: int, rollouts: Sequence[Rollout], items: Sequence[Experience], repeated: int = 0) -> None:
+    def pick(
+        self, step: int, rollouts: Sequence[Rollout], items: Sequence[Experience], repeated: int = 0
+    ) -> None:
         """This rank's share of its rollouts of a step.
 
         Args:
             items: the rows for training, in this order, as far as they are there; then ``repeated`` others.
         """
-        sizes = [min(self.group_size, self.count - i) for i in range(0, self.count, self.group_size)]
+        sizes = [
+            min(self.group_size, self.count - i) for i in range(0, self.count, self.group_size)
+        ]
         rank, ranks = self.strategy.get_rank(), self.strategy.world_size
         own = [size for i, size in enumerate(sizes) if (i + step) % ranks == rank]
-        rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))  # a full buffer drops the first
+        # a full buffer drops the first
+        rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))
         chosen = [r for size, group in zip(own, group_by_prompt(rollouts)) for r in group[:size]]
         self.picked = [(r, rows.get(id(r))) for r in chosen]
         self.passes = {_key(r.prompt.token_ids + r.response_ids): [] for r in chosen}
@@ -215,7 +233,9 @@ class SampleRecord:
         """The rows of a micro batch that are picked, each with its passes."""
         if not self.passes:
             return
-        rows = zip(on_cpu(experience.sequences).numpy(), on_cpu(experience.attention_mask).bool().numpy())
+        rows = zip(
+            on_cpu(experience.sequences).numpy(), on_cpu(experience.attention_mask).bool().numpy()
+        )
         for i, (ids, real) in enumerate(rows):
             if (passes := self.passes.get(ids[real].tobytes())) is not None:
                 yield i, passes
@@ -224,7 +244,9 @@ class SampleRecord:
         """Writes the step. Collective, as :meth:`pick` is not."""
         if self.count == 0:
             return
-        own = [(r.prompt.index, r.sample_index, self._line(step, r, item)) for r, item in self.picked]
+        own = [
+            (r.prompt.index, r.sample_index, self._line(step, r, item)) for r, item in self.picked
+        ]
         self.picked, self.passes = [], {}
         if not (lines := _in_order(own, self.strategy)):
             return
@@ -237,8 +259,14 @@ class SampleRecord:
 
     def _line(self, step: int, rollout: Rollout, item: Experience | None) -> str:
         tokens = {"text": self.pieces(rollout.response_ids)}
-        tokens |= {name: _plain(values, len(rollout.response_ids)) for name, values in self._numbers(rollout, item)}
-        return json.dumps(row_of(step, rollout) | {"tokens": tokens}, default=str, ensure_ascii=False) + "\n"
+        tokens |= {
+            name: _plain(values, len(rollout.response_ids))
+            for name, values in self._numbers(rollout, item)
+        }
+        return (
+            json.dumps(row_of(step, rollout) | {"tokens": tokens}, default=str, ensure_ascii=False)
+            + "\n"
+        )
 
     def _numbers(self, rollout: Rollout, item: Experience | None) -> Iterable[tuple[str, Tensor]]:
         """Name and values (A,) of each known quantity."""
@@ -246,9 +274,16 @@ class SampleRecord:
         found = {"rollout_log_prob": rollout.log_probs, "reward": rollout.token_rewards}
         found = {name: torch.tensor(values) for name, values in found.items() if values is not None}
         if item is not None:
-            names = {"kl": "kl", "advantage": "advantages", "value": "values", "loss_weight": "loss_weights"}
+            names = {
+                "kl": "kl",
+                "advantage": "advantages",
+                "value": "values",
+                "loss_weight": "loss_weights",
+            }
             names |= {"log_prob": "action_log_probs", "reference": "base_action_log_probs"}
-            found |= {n: getattr(item, of)[0] for n, of in names.items() if getattr(item, of) is not None}
+            found |= {
+                n: getattr(item, of)[0] for n, of in names.items() if getattr(item, of) is not None
+            }
             if not item.action_mask.all():
                 found["trained"] = item.action_mask[0]
         if passes:
@@ -258,7 +293,9 @@ class SampleRecord:
         reference = found.pop("reference", None)
         if reference is not None and "log_prob" in found and "kl" not in found:
             n = len(reference)
-            found["kl"] = self.sampled_kl(found["log_prob"][:n], reference.to(found["log_prob"].device))
+            found["kl"] = self.sampled_kl(
+                found["log_prob"][:n], reference.to(found["log_prob"].device)
+            )
         return found.items()
 
 
@@ -271,7 +308,11 @@ def _plain(values: Tensor, length: int) -> list[float | int | None]:
     if not values.is_floating_point():
         return values[:length].int().tolist()
     rounded = values[:length].double().cpu().round(decimals=DIGITS) + 0.0  # no -0
-    return rounded.tolist() if rounded.isfinite().all() else [x if math.isfinite(x) else None for x in rounded.tolist()]
+    return (
+        rounded.tolist()
+        if rounded.isfinite().all()
+        else [x if math.isfinite(x) else None for x in rounded.tolist()]
+    )
 
 
 class TokenPieces:
@@ -284,7 +325,9 @@ class TokenPieces:
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
         if not self.before:
-            self.before = [i for i in ids if (text := self.decode([i])).strip() and not text.endswith("\ufffd")][:1]
+            self.before = [
+                i for i in ids if (text := self.decode([i])).strip() and not text.endswith("\ufffd")
+            ][:1]
         pieces, run = [], []
         for token in ids:
             if not run and token not in self.known:

@@ -22,7 +22,9 @@ class TrackerConfig(Section, adds_to="logging", resume_safe=True):
     )
     wandb_org: str | None = wandb(None, "W&B entity.")
     wandb_group: str | None = option(
-        None, "Group in W&B and trackio; a tag in MLflow.", needs="use_wandb or use_trackio or use_mlflow"
+        None,
+        "Group in W&B and trackio; a tag in MLflow.",
+        needs="use_wandb or use_trackio or use_mlflow",
     )
     wandb_project: str = wandb("lightppo", "W&B project.")
     wandb_run_name: str | None = option(
@@ -46,7 +48,9 @@ class TrackerConfig(Section, adds_to="logging", resume_safe=True):
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
         if o.use_mlflow is not None and "@" in urlsplit(o.use_mlflow).netloc:
-            login = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+            login = (
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+            )
             yield f"--use_mlflow: a login in an address would be written into logs: set {login}"
 
     @staticmethod

@@ -24,7 +24,15 @@ MLFLOW_PAUSE = 60.0  # seconds until a server that did not take something is ask
 
 
 _NAMESPACES = ("rollout", "train", "eval", "perf", "reward", "alarm")
-_OF_VERL = ("actor", "critic", "response_length", "prompt_length", "rollout_corr", "timing_s", "timing_per_token_ms")
+_OF_VERL = (
+    "actor",
+    "critic",
+    "response_length",
+    "prompt_length",
+    "rollout_corr",
+    "timing_s",
+    "timing_per_token_ms",
+)
 NAMESPACES = {  # by --metric_names
     "lightppo": _NAMESPACES,
     "verl": (*_NAMESPACES, *_OF_VERL, "val-core", "val-aux"),
@@ -38,12 +46,15 @@ class TensorBoardSink:
     def __init__(self, folder: Path, start_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(log_dir=str(folder), purge_step=start_step + 1 if start_step else None)
+        self.writer = SummaryWriter(
+            log_dir=str(folder), purge_step=start_step + 1 if start_step else None
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
-        self.writer.flush()  # its own thread writes every two minutes, and what it holds dies with the process
+        # its own thread writes every two minutes, and what it holds dies with the process
+        self.writer.flush()
 
     def close(self) -> None:
         self.writer.close()
@@ -54,9 +65,17 @@ class WandbSink:
 
     name = "wandb"
 
-    def __init__(self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None) -> None:
-        where = {"entity": config.wandb_org, "project": config.wandb_project, "group": config.wandb_group}
-        self.run = _package("wandb").init(**where, name=run_name, id=run_id, resume="allow", config=dict(options))
+    def __init__(
+        self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None
+    ) -> None:
+        where = {
+            "entity": config.wandb_org,
+            "project": config.wandb_project,
+            "group": config.wandb_group,
+        }
+        self.run = _package("wandb").init(
+            **where, name=run_name, id=run_id, resume="allow", config=dict(options)
+        )
         self.run_id, self.names = self.run.id, config.metric_names
         self.run.define_metric("global_step")
         own_axes = STEPS["openrlhf"] if self.names == "openrlhf" else ()
@@ -79,11 +98,15 @@ class TrackioSink:
 
     name = "trackio"
 
-    def __init__(self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None) -> None:
+    def __init__(
+        self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None
+    ) -> None:
         self.run_id = run_id or config.wandb_run_name or f"{run_name}-{uuid.uuid4().hex[:6]}"
         shown = {"group": config.wandb_group, "config": dict(options), "embed": False}
         resume = "never" if run_id is None else "allow"
-        self.run = _package("trackio").init(config.use_trackio, name=self.run_id, resume=resume, **shown)
+        self.run = _package("trackio").init(
+            config.use_trackio, name=self.run_id, resume=resume, **shown
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
@@ -100,14 +123,20 @@ class MlflowSink:
 
     name = "mlflow"
 
-    def __init__(self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None) -> None:
+    def __init__(
+        self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None
+    ) -> None:
         self.client, found = open_mlflow(config)
         self.mlflow, self.waiting, self.next_try = import_module("mlflow"), [], 0.0
         if run_id is not None:
             self.client.update_run(run_id, status="RUNNING")
             self.run_id = run_id
             return
-        experiment = found.experiment_id if found else self.client.create_experiment(config.mlflow_experiment)
+        experiment = (
+            found.experiment_id
+            if found
+            else self.client.create_experiment(config.mlflow_experiment)
+        )
         tags = {"group": config.wandb_group} if config.wandb_group else {}
         self.run_id = self.client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
         params = [self.mlflow.entities.Param(name, str(value)) for name, value in options.items()]
@@ -116,12 +145,15 @@ class MlflowSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now, metric = int(1000 * time.time()), self.mlflow.entities.Metric
-        self.waiting += [metric(re.sub(r"[^\w\-. :/]", "_", n), float(v), now, step) for n, v in metrics.items()]
+        self.waiting += [
+            metric(re.sub(r"[^\w\-. :/]", "_", n), float(v), now, step) for n, v in metrics.items()
+        ]
         if time.monotonic() < self.next_try:
             return
         try:
             while self.waiting:
-                self.client.log_batch(self.run_id, metrics=self.waiting[:1000])  # at most, of one call
+                # at most, of one call
+                self.client.log_batch(self.run_id, metrics=self.waiting[:1000])
                 del self.waiting[:1000]
         except self.mlflow.MlflowException as error:
             self.next_try = time.monotonic() + MLFLOW_PAUSE
@@ -136,21 +168,35 @@ class MlflowSink:
         except self.mlflow.MlflowException as error:
             logger.warning("MLflow run %s is not ended there: %s", self.run_id, error)
         if self.waiting:
-            logger.warning("MLflow did not take %d numbers; metrics.jsonl has them", len(self.waiting))
+            logger.warning(
+                "MLflow did not take %d numbers; metrics.jsonl has them", len(self.waiting)
+            )
 
 
 Tracker = TensorBoardSink | WandbSink | TrackioSink | MlflowSink
 
 
 def open_trackers(
-    config: LoggingConfig, run_name: str, options: Mapping[str, Any], start_step: int, run_ids: Mapping[str, str]
+    config: LoggingConfig,
+    run_name: str,
+    options: Mapping[str, Any],
+    start_step: int,
+    run_ids: Mapping[str, str],
 ) -> list[Tracker]:
     """Those that the options name; ``run_ids``: the runs to go on with, by tracker."""
     found: list[Tracker] = []
     if config.use_tensorboard:
         found.append(TensorBoardSink(Path(config.use_tensorboard) / run_name, start_step))
-    wanted = {WandbSink: config.use_wandb, TrackioSink: config.use_trackio, MlflowSink: config.use_mlflow}
-    return found + [one(config, run_name, options, run_ids.get(one.name)) for one, value in wanted.items() if value]
+    wanted = {
+        WandbSink: config.use_wandb,
+        TrackioSink: config.use_trackio,
+        MlflowSink: config.use_mlflow,
+    }
+    return found + [
+        one(config, run_name, options, run_ids.get(one.name))
+        for one, value in wanted.items()
+        if value
+    ]
 
 
 # -- packages, logins, servers ---------------------------------------------------------------------------------------
@@ -170,16 +216,22 @@ def open_mlflow(config: LoggingConfig) -> tuple[Any, Any]:
     """A client of the server or folder, and the experiment, or None where there is none yet."""
     uri = config.use_mlflow
     # Ranks wait meanwhile: by default four minutes for a server that is gone, 16 for one that does not answer.
-    for name, value in {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}.items():
+    for name, value in {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    }.items():
         os.environ.setdefault(name, value)
     if "://" not in uri or uri.startswith("file:"):
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow only maintains it; it needs no server
+        # MLflow only maintains it; it needs no server
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = _package("mlflow")
     try:
         client = mlflow.MlflowClient(uri)
         return client, client.get_experiment_by_name(config.mlflow_experiment)
     except (mlflow.MlflowException, ImportError) as error:  # mlflow-skinny has no sqlalchemy
-        raise ConfigError(f"--use_mlflow {uri}: {error} (a database needs a server: `mlflow server`)") from error
+        raise ConfigError(
+            f"--use_mlflow {uri}: {error} (a database needs a server: `mlflow server`)"
+        ) from error
 
 
 def _package(name: str) -> Any:
@@ -187,7 +239,9 @@ def _package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ConfigError(f"--use_{name} needs {name}: pip install 'lightppo[{name}]' ({error})") from error
+        raise ConfigError(
+            f"--use_{name} needs {name}: pip install 'lightppo[{name}]' ({error})"
+        ) from error
 
 
 def _check_wandb() -> None:
@@ -199,4 +253,6 @@ def _check_wandb() -> None:
             return
     except wandb.Error as error:
         raise ConfigError(f"--use_wandb: {error}") from error
-    raise ConfigError("--use_wandb: not logged in: run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline")
+    raise ConfigError(
+        "--use_wandb: not logged in: run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
+    )

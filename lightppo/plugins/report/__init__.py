@@ -8,16 +8,31 @@ def register() -> None:
     COMMANDS.register(
         "report",
         Command(
-            "lightppo.plugins.report.page:main", about="show what runs did: tables, and a page with curves and samples"
+            "lightppo.plugins.report.page:main",
+            about="show what runs did: tables, and a page with curves and samples",
         ),
     )
     COMMANDS.register(
-        "watch", Command("lightppo.plugins.report.watch:main", about="look at a run in the terminal while it goes on")
+        "watch",
+        Command(
+            "lightppo.plugins.report.watch:main",
+            about="look at a run in the terminal while it goes on",
+        ),
     )
     COMMANDS.register(
-        "replay", Command("lightppo.plugins.report.replay:main", about="do a step of a run again, look at it, debug it")
+        "replay",
+        Command(
+            "lightppo.plugins.report.replay:main",
+            about="do a step of a run again, look at it, debug it",
+        ),
     )
     COMMANDS.register(
-        "diff", Command("lightppo.plugins.report.diff:main", about="name the first number in which two runs differ")
+        "diff",
+        Command(
+            "lightppo.plugins.report.diff:main",
+            about="name the first number in which two runs differ",
+        ),
     )
-    CALLBACKS.register("summary", CallbackEntry("lightppo.plugins.report.page:Summary", after_yours=True))
+    CALLBACKS.register(
+        "summary", CallbackEntry("lightppo.plugins.report.page:Summary", after_yours=True)
+    )

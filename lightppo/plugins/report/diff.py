@@ -11,11 +11,25 @@ from typing import Any
 
 from lightppo.config.cli import CommandParser
 from lightppo.errors import ReportError
-from lightppo.plugins.report.page import facts_of, options_of, read_jsonl, read_metrics, recorded_path
+from lightppo.plugins.report.page import (
+    facts_of,
+    options_of,
+    read_jsonl,
+    read_metrics,
+    recorded_path,
+)
 from lightppo.terminal import plain
 
 # As quantities arise in a step: samples, their scores, what follows from both, losses, gradients. Then as in the row.
-_ORDER = ("rollout/response", "rollout/total", "rollout/generated", "reward/", "rollout/reward", "rollout/", "train/")
+_ORDER = (
+    "rollout/response",
+    "rollout/total",
+    "rollout/generated",
+    "reward/",
+    "rollout/reward",
+    "rollout/",
+    "train/",
+)
 _OF_GRADIENTS = ("_grad_norm", "_skipped", "_stopped", "_lr")
 _CLOCK = ("step", "time", "perf/")  # what a clock measured, and the step's number
 _SHOWN = 20  # characters of two texts from where they differ
@@ -26,7 +40,9 @@ Differences = dict[str, list[tuple[int, Any, Any]]]
 
 def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
     """Compare two runs: exit code 0 where all that both recorded is equal, else 1; 2 without two runs."""
-    parser = CommandParser(prog, description=f"{__doc__.partition(': ')[2]} Exit code 0: equal; 1: different.")
+    parser = CommandParser(
+        prog, description=f"{__doc__.partition(': ')[2]} Exit code 0: equal; 1: different."
+    )
     parser.add_argument("runs", metavar="RUN", type=Path, nargs=2, help="the --save_path of a run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="largest difference, relative to the larger "
                         "number or to 1, that counts as equal; default: 0")  # fmt: skip
@@ -38,7 +54,12 @@ def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
         sample = first_sample([recorded_path(run, "rollout_data_dir") for run in args.runs], common)
         for letter, run, steps in zip("ab", args.runs, (a, b)):
             print(plain(f"{letter}: {run}, steps {min(steps)} to {max(steps)}"))
-        lines = (f"{len(common)} steps in both", *_verdict(found, sample), *_table(found), *_around(args.runs))
+        lines = (
+            f"{len(common)} steps in both",
+            *_verdict(found, sample),
+            *_table(found),
+            *_around(args.runs),
+        )
         print(*map(plain, lines), sep="\n")
     except (ReportError, OSError) as error:
         parser.error(str(error))
@@ -69,7 +90,9 @@ def differences(steps: Sequence[tuple[int, Values, Values]], tolerance: float = 
     for step, a, b in steps:
         for name in sorted({**a, **b}, key=_place):
             x, y = a.get(name, "missing"), b.get(name, "missing")
-            equal = x == y or _apart(x, y) <= tolerance * max([1.0, *(abs(v) for v in (x, y) if isinstance(v, float))])
+            equal = x == y or _apart(x, y) <= tolerance * max(
+                [1.0, *(abs(v) for v in (x, y) if isinstance(v, float))]
+            )
             if not equal and not ("missing" in (x, y) and name.startswith("eval/")):
                 found.setdefault(name, []).append((step, x, y))
     return found
@@ -89,11 +112,17 @@ def first_sample(folders: Sequence[Path | None], steps: Sequence[int]) -> str | 
     """The first sample that differs between two folders of ``--rollout_data_dir``: its step, itself, and in what."""
     for step in steps if None not in folders else ():
         files = [folder / f"step{step}.jsonl" for folder in folders]
-        for x, y in zip_longest(*map(read_jsonl, files), fillvalue={}) if all(map(Path.is_file, files)) else ():
+        for x, y in (
+            zip_longest(*map(read_jsonl, files), fillvalue={})
+            if all(map(Path.is_file, files))
+            else ()
+        ):
             for name in {**x, **y}:
                 if (a := x.get(name)) != (b := y.get(name)):
                     if isinstance(a, str) and isinstance(b, str):
-                        start = next((i for i, (p, q) in enumerate(zip(a, b)) if p != q), min(len(a), len(b)))
+                        start = next(
+                            (i for i, (p, q) in enumerate(zip(a, b)) if p != q), min(len(a), len(b))
+                        )
                         a, b = (text[start : start + _SHOWN] for text in (a, b))
                         name = f"{name} from character {start} on"
                     which = f"prompt {(x or y)['index']}, sample {(x or y)['sample_index']}"
@@ -121,7 +150,9 @@ def _table(found: Differences) -> Iterator[str]:
     for name, steps in found.items():
         step, *there = steps[0]
         at, *most = max(steps, key=lambda difference: _apart(*difference[1:]))
-        there = "".join(f"{x:>14.6g}" if isinstance(x, (int, float)) else f"{x or 'null':>14}" for x in there)
+        there = "".join(
+            f"{x:>14.6g}" if isinstance(x, (int, float)) else f"{x or 'null':>14}" for x in there
+        )
         yield f"{name:<32}{step:>9}{there}{_apart(*most):>14.4g}{at:>9}"
 
 

@@ -42,7 +42,8 @@ class Panel:
 
     title: str
     curves: Mapping[str, str]  # drawn as lines
-    points: Mapping[str, str]  # drawn as points joined by a line, for the few steps with an evaluation
+    # drawn as points joined by a line, for the few steps with an evaluation
+    points: Mapping[str, str]
     unit_interval: bool = False  # the y axis is 0 to 1
 
 
@@ -50,8 +51,14 @@ _TRAINING, _HELD_OUT = "training prompts", "held-out prompts"
 PANELS = (
     Panel("reward", {"rollout/reward": _TRAINING}, {"eval/reward": _HELD_OUT}),
     Panel("KL to the reference (nats per token)", {"rollout/kl": _TRAINING}, {}),
-    Panel("accuracy", {"reward/accuracy": _TRAINING}, {"eval/accuracy": _HELD_OUT}, unit_interval=True),
-    Panel("response length (tokens)", {"rollout/response_length": _TRAINING}, {"eval/response_length": _HELD_OUT}),
+    Panel(
+        "accuracy", {"reward/accuracy": _TRAINING}, {"eval/accuracy": _HELD_OUT}, unit_interval=True
+    ),
+    Panel(
+        "response length (tokens)",
+        {"rollout/response_length": _TRAINING},
+        {"eval/response_length": _HELD_OUT},
+    ),
 )
 
 
@@ -59,7 +66,8 @@ SFT_PANELS = (
     Panel("loss (nats per token)", {"train/loss": "training data"}, {}),
     Panel("gradient norm", {"train/grad_norm": "before clipping"}, {}),
 )
-FEWEST_STEPS = 3  # of a picture at the end of a run: two points are no curve, and the table has them
+# of a picture at the end of a run: two points are no curve, and the table has them
+FEWEST_STEPS = 3
 PICTURE = "plot.png"
 NO_MATPLOTLIB = "no picture: pip install 'lightppo[plots]'"
 REPORT = "report.html"
@@ -88,7 +96,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
                 f"{path}, line {number}: is not JSON ({error}); was the run killed while writing?"
             ) from error
         if not isinstance(row, dict):
-            raise ReportError(f"{path}, line {number}: must be an object, not a {type(row).__name__}")
+            raise ReportError(
+                f"{path}, line {number}: must be an object, not a {type(row).__name__}"
+            )
         rows.append(row)
     if not rows:
         raise ReportError(f"{path} is empty")
@@ -131,7 +141,9 @@ def evaluations(rows: Sequence[Row], metric: str = "eval/accuracy") -> list[Row]
 def before_and_after(rows: Sequence[Row]) -> str:
     """A table: the evaluations, if there are two, and the training: the first and last tenth of its steps, the best."""
     names = sorted({name for row in rows for name in row if name.startswith("eval/")})
-    names = [name for name in names if len(series(rows, name)[0]) > 1 and not name.endswith("/samples")]
+    names = [
+        name for name in names if len(series(rows, name)[0]) > 1 and not name.endswith("/samples")
+    ]
     names += [name for panel in (*PANELS, *SFT_PANELS) for name in panel.curves]
     if not any(series(rows, name)[0] for name in names):  # an evaluation
         return single_values(rows)
@@ -152,7 +164,10 @@ def before_and_after(rows: Sequence[Row]) -> str:
 def single_values(rows: Sequence[Row]) -> str:
     """The numbers of an evaluation without a training."""
     last = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
-    return "\n".join(f"{plain(name):<32}{value:>12.4g}" for name, value in last.items()) or "no numbers were recorded"
+    return (
+        "\n".join(f"{plain(name):<32}{value:>12.4g}" for name, value in last.items())
+        or "no numbers were recorded"
+    )
 
 
 def summary(path: Path) -> str:
@@ -164,10 +179,14 @@ def summary(path: Path) -> str:
         return str(error)
     told = [before_and_after(rows)]
     drawn = {
-        ("curves", "picture", path.with_name(PICTURE)): lambda file: plot_training(rows, file, _name_of(path)),
+        ("curves", "picture", path.with_name(PICTURE)): lambda file: plot_training(
+            rows, file, _name_of(path)
+        ),
         ("report", "report", path.with_name(REPORT)): lambda file: write_report([path], file),
     }
-    for (title, kind, file), draw in drawn.items() if len({row["step"] for row in rows}) >= FEWEST_STEPS else ():
+    for (title, kind, file), draw in (
+        drawn.items() if len({row["step"] for row in rows}) >= FEWEST_STEPS else ()
+    ):
         try:
             draw(file)
             told.append(f"{title}: {file}")
@@ -176,7 +195,9 @@ def summary(path: Path) -> str:
         except (ReportError, OSError) as error:
             told.append(f"no {kind}: {error}")
         except Exception as error:  # the run is trained and saved: a page is no reason to fail it
-            told.append(f"no {kind}: {type(error).__name__}: {error}; lightppo report {path.parent} shows where")
+            told.append(
+                f"no {kind}: {type(error).__name__}: {error}; lightppo report {path.parent} shows where"
+            )
     return "\n".join(told)
 
 
@@ -274,7 +295,9 @@ def recorded_path(run: Path, option: str) -> Path | None:
     options = options_of(run)
     if (value := options.get(option)) is None:
         return None
-    beside = run / (Path(value).name if "://" in value else os.path.relpath(value, options["save_path"]))
+    beside = run / (
+        Path(value).name if "://" in value else os.path.relpath(value, options["save_path"])
+    )
     return next((path for path in (beside, Path(value)) if path.is_dir()), None)
 
 
@@ -288,8 +311,17 @@ def facts_of(run: Path) -> dict[str, str]:
     """Versions, ranks, device and marks of files of a run; with their steps, where a later start had others."""
     found: dict[str, list[str]] = {}
     for start in starts_of(run):
-        content = {f"content of --{name}": mark for name, mark in start["content"].items() if name != "save_path"}
-        for name, value in {**start["versions"], "ranks": start["ranks"], "device": start["device"], **content}.items():
+        content = {
+            f"content of --{name}": mark
+            for name, mark in start["content"].items()
+            if name != "save_path"
+        }
+        for name, value in {
+            **start["versions"],
+            "ranks": start["ranks"],
+            "device": start["device"],
+            **content,
+        }.items():
             seen = found.setdefault(name, [str(value)])
             if seen[-1].partition(" from step ")[0] != str(value):
                 seen.append(f"{value} from step {start['step'] + 1} on")
@@ -301,23 +333,48 @@ def facts_of(run: Path) -> dict[str, str]:
 # Title of a chart → its metrics with their labels; where there is one metric, the title says it all.
 CHARTS = {
     "Reward": {"rollout/reward": "training", "eval/reward": "held out"},
-    "Accuracy": {"reward/accuracy": "training", "train/accuracy": "training", "eval/accuracy": "held out"},
-    "KL to the reference, nats per token": {"rollout/kl": "estimate", "rollout/policy_kl": "unbiased"},
+    "Accuracy": {
+        "reward/accuracy": "training",
+        "train/accuracy": "training",
+        "eval/accuracy": "held out",
+    },
+    "KL to the reference, nats per token": {
+        "rollout/kl": "estimate",
+        "rollout/policy_kl": "unbiased",
+    },
     "Entropy, nats per token": {"train/entropy": "training"},
-    "Response length, tokens": {"rollout/response_length": "training", "eval/response_length": "held out"},
-    "Responses cut by the limit, share": {"rollout/response_clip_ratio": "training", "eval/truncated": "held out"},
+    "Response length, tokens": {
+        "rollout/response_length": "training",
+        "eval/response_length": "held out",
+    },
+    "Responses cut by the limit, share": {
+        "rollout/response_clip_ratio": "training",
+        "eval/truncated": "held out",
+    },
     "Loss": {
-        **{f"train/{n}": n.removesuffix("_loss") for n in ("policy_loss", "critic_loss", "kl_loss", "ptx_loss")},
+        **{
+            f"train/{n}": n.removesuffix("_loss")
+            for n in ("policy_loss", "critic_loss", "kl_loss", "ptx_loss")
+        },
         **{"train/loss": "training", "eval/loss": "held out"},
     },
     "Clipped tokens, share": {"train/clip_ratio": "policy", "train/value_clip_ratio": "value"},
     "KL of an update, nats per token": {"train/approx_kl": "training"},
-    "Gradient norm": {"train/actor_grad_norm": "actor", "train/critic_grad_norm": "critic", "train/grad_norm": "model"},
+    "Gradient norm": {
+        "train/actor_grad_norm": "actor",
+        "train/critic_grad_norm": "critic",
+        "train/grad_norm": "model",
+    },
     "Learning rate": {"train/actor_lr": "actor", "train/critic_lr": "critic", "train/lr": "model"},
     "Log prob, engine against trainer, nats": {"rollout/logp_diff_mean": "mean"},
-    "Tokens per second": {"perf/rollout_tokens_per_second": "generation", "perf/train_tokens_per_second": "training"},
+    "Tokens per second": {
+        "perf/rollout_tokens_per_second": "generation",
+        "perf/train_tokens_per_second": "training",
+    },
 }
-PHASES = {f"perf/time_{phase}": phase for phase in ("rollout", "reward", "experience", "train", "sync")}
+PHASES = {
+    f"perf/time_{phase}": phase for phase in ("rollout", "reward", "experience", "train", "sync")
+}
 
 
 def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_MB) -> None:
@@ -340,14 +397,24 @@ def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_
             run["samples"].setdefault(kind, []).append(step)
             blocks.append(_block(f"{kind}-{number}-{step}", files[kind, step]))
         run["left_out"] = len(files) - sum(map(len, run["samples"].values()))
-    data = {"version": __version__, "time": time.time(), "runs": shown, "charts": CHARTS, "phases": PHASES}
+    data = {
+        "version": __version__,
+        "time": time.time(),
+        "runs": shown,
+        "charts": CHARTS,
+        "phases": PHASES,
+    }
     data["differing"] = {
-        what: _differing([run[what] for run in shown]) for what in ("options", "facts") if len(shown) > 1
+        what: _differing([run[what] for run in shown])
+        for what in ("options", "facts")
+        if len(shown) > 1
     }
     blocks.insert(0, _block("data", _packed(json.dumps(data, default=str))))
     blocks.append(_block("plotly", _packed(get_plotlyjs())))
     title = html.escape(", ".join(run["name"] for run in shown))
-    durable.write_text(out, page.replace("<!--TITLE-->", title, 1).replace("<!--DATA-->", "\n".join(blocks), 1))
+    durable.write_text(
+        out, page.replace("<!--TITLE-->", title, 1).replace("<!--DATA-->", "\n".join(blocks), 1)
+    )
 
 
 def _run(path: Path) -> dict[str, Any]:
@@ -361,10 +428,13 @@ def _run(path: Path) -> dict[str, Any]:
     given = options_of(run, "run_config.yaml") or options
     command = command_of(given)
     defaults = {one.name: one.default for one in KINDS[command].all_options()}
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    plain = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()
+    }
     return {
         "name": run.resolve().name,
-        "command": command if series(rows, "rollout/reward")[0] or command != "ppo" else None,  # no evaluation
+        # no evaluation
+        "command": command if series(rows, "rollout/reward")[0] or command != "ppo" else None,
         "folder": str(run),  # as it was given
         "steps": [rows[0]["step"], rows[-1]["step"]],
         "times": [min(times), max(times)] if times else [],
@@ -382,7 +452,11 @@ def _alarms(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """The alarms that rang, with the first and the last step of each time."""
     for name, alarm in ALARMS.items():
         steps, values = series(rows, f"alarm/{name}")
-        rings = [[step for step, _ in part] for on, part in groupby(zip(steps, values), lambda pair: pair[1] > 0) if on]
+        rings = [
+            [step for step, _ in part]
+            for on, part in groupby(zip(steps, values), lambda pair: pair[1] > 0)
+            if on
+        ]
         if rings:
             yield {"name": name, "metrics": alarm.metrics, "condition": alarm.condition, "remedy": alarm.remedy,
                    "spans": [[part[0], part[-1]] for part in rings]}  # fmt: skip
@@ -392,13 +466,18 @@ def _differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """What is not the same in all runs, by name; None where a run has none."""
     names = dict.fromkeys(name for run in runs for name in run)
     values = {name: [run.get(name) for run in runs] for name in names}
-    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+    return {
+        name: found for name, found in values.items() if any(value != found[0] for value in found)
+    }
 
 
 def _sample_files(run: Path) -> dict[tuple[str, int], bytes]:
     """By kind and step, what a run kept of its samples, as gzip: those with numbers per token where there are any."""
     found: dict[tuple[str, int], bytes] = {}
-    for kind, folder in (("rollouts", recorded_path(run, "rollout_data_dir")), ("eval", run / "eval")):
+    for kind, folder in (
+        ("rollouts", recorded_path(run, "rollout_data_dir")),
+        ("eval", run / "eval"),
+    ):
         for path in folder.glob("step*.jsonl") if folder is not None else ():
             found[kind, _step_of(path)] = gzip.compress(path.read_bytes(), 6)
     for path in (run / "rollouts").glob("step*.jsonl.gz"):
@@ -425,7 +504,9 @@ def _packed(text: str) -> bytes:
 
 
 def _block(name: str, content: bytes) -> str:
-    return f'<script type="application/gzip" id="{name}">{base64.b64encode(content).decode()}</script>'
+    return (
+        f'<script type="application/gzip" id="{name}">{base64.b64encode(content).decode()}</script>'
+    )
 
 
 # -- lightppo report ---------------------------------------------------------------------------------------------------
@@ -436,7 +517,10 @@ def brought(run: str) -> Path:
     if is_url(run):
         from lightppo.plugins.records.places import RECORDS
 
-        kinds, folder = {name.partition(".")[0] for name in RECORDS} - {"profile"}, tempfile.mkdtemp(prefix="lightppo-")
+        kinds, folder = (
+            {name.partition(".")[0] for name in RECORDS} - {"profile"},
+            tempfile.mkdtemp(prefix="lightppo-"),
+        )
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         read_apart(folder)
         download(run, lambda name: name.partition("/")[0].partition(".")[0] in kinds)
@@ -456,14 +540,25 @@ def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
         help="--save_path of a run (folder or URL) with metrics.jsonl; several are compared",
     )
     parser.add_argument(
-        "--out", type=Path, help=f"file of the page; default: RUN/{REPORT}, for several runs {REPORT} here"
+        "--out",
+        type=Path,
+        help=f"file of the page; default: RUN/{REPORT}, for several runs {REPORT} here",
     )
-    parser.add_argument("--picture", type=Path, help="also write the curves of one run to this PNG file")
+    parser.add_argument(
+        "--picture", type=Path, help="also write the curves of one run to this PNG file"
+    )
     parser.add_argument("--rollouts_mb", type=float, default=ROLLOUTS_MB, help="maximum MB of samples in the page; if "
                         "there are more, steps are left out evenly; default: %(default)g")  # fmt: skip
     args = parser.parse_args(argv)
-    out = args.out or (Path() if len(args.runs) > 1 or is_url(args.runs[0]) else local_folder(args.runs[0])) / REPORT
-    for flag, path, kinds in (("--out", args.out, (".html", ".htm")), ("--picture", args.picture, (".png",))):
+    out = (
+        args.out
+        or (Path() if len(args.runs) > 1 or is_url(args.runs[0]) else local_folder(args.runs[0]))
+        / REPORT
+    )
+    for flag, path, kinds in (
+        ("--out", args.out, (".html", ".htm")),
+        ("--picture", args.picture, (".png",)),
+    ):
         if path is not None and path.suffix.lower() not in kinds:
             what = "a page of HTML" if flag == "--out" else "a PNG picture"
             parser.error(f"{flag} {path}: it is {what}: give a name that ends in {kinds[0]}")
@@ -475,7 +570,9 @@ def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
         paths = [brought(run) / "metrics.jsonl" for run in args.runs]
         for path in paths:
             print(
-                *([plain(f"\n{path.parent}")] if len(paths) > 1 else []), before_and_after(read_metrics(path)), sep="\n"
+                *([plain(f"\n{path.parent}")] if len(paths) > 1 else []),
+                before_and_after(read_metrics(path)),
+                sep="\n",
             )
         if args.picture is not None:
             plot_training(read_metrics(paths[0]), args.picture, title=str(args.runs[0]))
@@ -483,6 +580,8 @@ def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
     except (ReportError, StagingError, OSError) as error:
         parser.error(str(error))
     except ModuleNotFoundError as error:
-        parser.exit(message=f"{NO_PLOTLY if (error.name or '').startswith('plotly') else NO_MATPLOTLIB}\n")
+        parser.exit(
+            message=f"{NO_PLOTLY if (error.name or '').startswith('plotly') else NO_MATPLOTLIB}\n"
+        )
     else:
         print(out)

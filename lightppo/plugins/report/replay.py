@@ -37,14 +37,29 @@ from lightppo.urls import GIVE_WHOLE, cut_urls, shown_url
 
 SHOWN_TOKENS = 24
 A_YEAR = 365 * 24 * 60.0  # minutes: nobody's wait for a person at a debugger ends
-SHOWN = ("rollout_log_probs", "action_log_probs", "base_action_log_probs", "values", "returns", "advantages")
+SHOWN = (
+    "rollout_log_probs",
+    "action_log_probs",
+    "base_action_log_probs",
+    "values",
+    "returns",
+    "advantages",
+)
 
 
 def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
     """Replay a step: exit code 1 if it differs from what was recorded, 2 if there is no such run or step."""
-    parser = CommandParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run; you may have moved it")
-    parser.add_argument("--step", type=int, help="step to repeat, also one that failed; default: the step of --batch")
+    parser = CommandParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="folder of the run; you may have moved it"
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        help="step to repeat, also one that failed; default: the step of --batch",
+    )
     parser.add_argument("--pdb", action="store_true", help="open a debugger on rank 0 before the step trains, with "
                         "`trainer`, `rollouts` and `experience`, and again if it fails")  # fmt: skip
     parser.add_argument("--batch", type=Path, help="train only on this file, which a run with non-finite numbers "
@@ -53,9 +68,13 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
                         "a run does not record query strings (?key=…)")  # fmt: skip
     parser.add_argument("--url", nargs="+", default=(), help="full addresses of models, data and other servers that "
                         "the run recorded only in part (…)")  # fmt: skip
-    parser.add_argument("--samples", type=int, default=2, help="samples to show per rank; default: 2")
     parser.add_argument(
-        "--output", type=Path, help="new folder for metrics.jsonl and rollouts/; default: they are not kept"
+        "--samples", type=int, default=2, help="samples to show per rank; default: 2"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="new folder for metrics.jsonl and rollouts/; default: they are not kept",
     )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher
     args = parser.parse_args(argv)
@@ -65,11 +84,15 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
     with exit_on_mistakes(prog):
         check_step(args.run, args.step)
         addresses = address_flags(args)
-    recorded = parse_args(["--config", str(args.run / "run_config.yaml"), *addresses], prog, kind_of(args.run))
+    recorded = parse_args(
+        ["--config", str(args.run / "run_config.yaml"), *addresses], prog, kind_of(args.run)
+    )
     with exit_on_mistakes(prog):
         if args.output is not None and args.output.is_dir() and any(args.output.iterdir()):
             raise ConfigError(f"--output {args.output}: holds files: name a new folder")
-        config = replay_config(args, recorded, args.output or Path(tempfile.gettempdir(), "lightppo-replay"))
+        config = replay_config(
+            args, recorded, args.output or Path(tempfile.gettempdir(), "lightppo-replay")
+        )
 
     from lightppo.plugins.checks.preflight import before_imports, preflight, preflight_supervised
 
@@ -93,10 +116,14 @@ def check_step(run: Path, step: int) -> None:
             f"{run} has no run_config.yaml: name the --save_path of a run of `lightppo ppo`, sft, rm, dpo"
         )
     if yaml.safe_load((run / "run_config.yaml").read_text()).get("val_only"):
-        raise ConfigError(f"{run} is an evaluation (lightppo eval): it has no training step to replay")
+        raise ConfigError(
+            f"{run} is an evaluation (lightppo eval): it has no training step to replay"
+        )
     last = max(recorded_steps(run), default=0)
     if not 1 <= step <= last + 1:
-        raise ConfigError(f"--step {step}: {run} has recorded {last} steps; the next one, {last + 1}, can be tried too")
+        raise ConfigError(
+            f"--step {step}: {run} has recorded {last} steps; the next one, {last + 1}, can be tried too"
+        )
     now = versions()
     for name, version in starts_of(run)[-1]["versions"].items() if starts_of(run) else ():
         if os.environ.get("RANK", "0") == "0" and now.get(name) != version:
@@ -114,7 +141,10 @@ def recorded_steps(run: Path) -> dict[int, dict[str, Any]]:
         rows = steps_of(run) if (run / "metrics.jsonl").is_file() else {}
     except ReportError as error:
         raise ConfigError(str(error)) from error
-    steps = {step: {n: x for n, x in row.items() if not n.startswith("eval/")} for step, row in rows.items()}
+    steps = {
+        step: {n: x for n, x in row.items() if not n.startswith("eval/")}
+        for step, row in rows.items()
+    }
     return {step: row for step, row in steps.items() if row}
 
 
@@ -123,10 +153,17 @@ def replay_config(args: argparse.Namespace, recorded: OptionSet, output: Path) -
     saved = recorded_path(args.run, "ckpt_path")
     if "://" in (url := recorded.resolved().checkpoint.ckpt_path) and saved is None:
         saved = url
-    ours, is_ppo = (CheckpointConfig, EvaluationConfig, LoggingConfig), isinstance(recorded, PPOConfig)
+    ours, is_ppo = (
+        (CheckpointConfig, EvaluationConfig, LoggingConfig),
+        isinstance(recorded, PPOConfig),
+    )
     sections = [section for section in recorded.sections().values() if issubclass(section, ours)]
     changes = {one.name: one.default for section in sections for one in section.options().values()}
-    changes |= {"save_path": str(output), "ckpt_path": str(output / "checkpoints"), "benchmark_steps": args.step}
+    changes |= {
+        "save_path": str(output),
+        "ckpt_path": str(output / "checkpoints"),
+        "benchmark_steps": args.step,
+    }
     changes["reshape_ckpt"] = recorded.checkpoint.reshape_ckpt
     changes |= {"eval_data" if is_ppo else "eval_dataset": None}
     there = saved is not None and (saved == url or any((saved / "_actor").glob("*/")))
@@ -145,7 +182,9 @@ def address_flags(args: argparse.Namespace) -> list[str]:
     """Flags with the whole addresses of what the run has recorded in part, out of ``--remote_rm_url`` and ``--url``."""
     recorded = yaml.safe_load((args.run / "run_config.yaml").read_text())
     servers = recorded.get("remote_rm_url") or []
-    if args.remote_rm_url and list(map(shown_url, args.remote_rm_url)) != list(map(shown_url, servers)):
+    if args.remote_rm_url and list(map(shown_url, args.remote_rm_url)) != list(
+        map(shown_url, servers)
+    ):
         raise ConfigError(f"--remote_rm_url: the run had {', '.join(map(shown_url, servers))}")
     given = {shown_url(url): url for url in (*args.url, *args.remote_rm_url)}
     flags: list[str] = []
@@ -197,7 +236,9 @@ class Replayed:
     def tell(self, *lines: str) -> None:
         """Print what each rank says. Collective."""
         for rank, of_rank in enumerate(self.strategy.all_gather_object("\n".join(lines))):
-            self.strategy.print(f"-- rank {rank}, " * (self.strategy.world_size > 1) + plain(of_rank))
+            self.strategy.print(
+                f"-- rank {rank}, " * (self.strategy.world_size > 1) + plain(of_rank)
+            )
 
     def stop(self, rollouts: Sequence[Any], experience: Sequence[Any]) -> None:
         """With ``--pdb`` a debugger on rank 0, while the others wait; ``q`` ends all of them. Collective."""
@@ -207,7 +248,9 @@ class Replayed:
         if self.strategy.is_rank_0():
             try:
                 pdb.Pdb(nosigint=True).set_trace()
-                print(f"step {trainer.request.step}: {len(rollouts)} samples, trained on in {len(experience)} rows")
+                print(
+                    f"step {trainer.request.step}: {len(rollouts)} samples, trained on in {len(experience)} rows"
+                )
             except BdbQuit:
                 quits = True
         if self.strategy.broadcast_object(quits):
@@ -217,7 +260,9 @@ class Replayed:
         """Of this rank."""
         path = self.request.batch
         if self.strategy.world_size > 1:
-            path = path.with_name(f"{path.stem.rpartition('_rank')[0]}_rank{self.strategy.get_rank()}{path.suffix}")
+            path = path.with_name(
+                f"{path.stem.rpartition('_rank')[0]}_rank{self.strategy.get_rank()}{path.suffix}"
+            )
         if not path.is_file():
             raise ConfigError(f"--batch {path}: no such file")
         return path
@@ -235,17 +280,26 @@ class ReplayedOnData(Replayed):
             return super().training_step(micro_batches)
         if self.request.batch is not None:
             micro_batches, texts = self.kept()
-        lines = [f"step {step}: {len(micro_batches)} micro batches, this rank's means without dropout:"]
+        lines = [
+            f"step {step}: {len(micro_batches)} micro batches, this rank's means without dropout:"
+        ]
         ids = [part.get("sequences", part.get("input_ids")) for part in micro_batches]
         texts = texts or [self.tokenizer.batch_decode(rows) for rows in ids]
-        for number, (part, found) in enumerate(zip(micro_batches, self.looked_at(micro_batches)), start=1):
+        for number, (part, found) in enumerate(
+            zip(micro_batches, self.looked_at(micro_batches)), start=1
+        ):
             values = ", ".join(f"{name} {value:.6g}" for name, value in found.items())
             lines += [f"  micro batch {number}: {len(part['attention_mask'])} rows, {values}"]
-        lines += [f"  {text}" for text in [text for part in texts for text in part][: self.request.samples]]
+        lines += [
+            f"  {text}"
+            for text in [text for part in texts for text in part][: self.request.samples]
+        ]
         self.tell("\n".join(lines))
         self.stop([text for part in texts for text in part], micro_batches)
         status = super().training_step(micro_batches)
-        self.strategy.print("all together: " + ", ".join(f"{name} {value:.6g}" for name, value in status.items()))
+        self.strategy.print(
+            "all together: " + ", ".join(f"{name} {value:.6g}" for name, value in status.items())
+        )
         if self.request.batch is not None:
             raise StopReplay
         return status
@@ -262,9 +316,18 @@ class ReplayedOnData(Replayed):
 
         self.model.eval()
         with torch.no_grad():
-            found = [{name: tensor.to(self.strategy.device) for name, tensor in part.items()} for part in micro_batches]
-            passes = [self.objective.loss(self.model, part, max(1, self.objective.count(part)), 1) for part in found]
-        return [{"loss": float(loss)} | {n: float(x) for n, x in means.items()} for loss, means in passes]
+            found = [
+                {name: tensor.to(self.strategy.device) for name, tensor in part.items()}
+                for part in micro_batches
+            ]
+            passes = [
+                self.objective.loss(self.model, part, max(1, self.objective.count(part)), 1)
+                for part in found
+            ]
+        return [
+            {"loss": float(loss)} | {n: float(x) for n, x in means.items()}
+            for loss, means in passes
+        ]
 
 
 class ReplayedPPO(Replayed):
@@ -276,7 +339,8 @@ class ReplayedPPO(Replayed):
         super().make_experience(collected, step)
         if step == self.request.step:
             rows = list(self.replay_buffer.items)
-            first = max(0, len(collected.rollouts) + len(collected.repeated) - len(rows))  # by --buffer_limit
+            # by --buffer_limit
+            first = max(0, len(collected.rollouts) + len(collected.repeated) - len(rows))
             self.shown = list(zip(collected.rollouts[first:], rows))[: self.request.samples]
             self.tell(self.described(collected.rollouts))
             if self.request.batch is not None:
@@ -288,21 +352,35 @@ class ReplayedPPO(Replayed):
         from lightppo.plugins.records.samples import examined
 
         scores = " ".join(f"{r.prompt.index}.{r.sample_index}:{r.reward:.4g}" for r in rollouts)
-        lines = [f"step {self.request.step}: {len(rollouts)} samples, as prompt.sample:score {scores}"]
+        lines = [
+            f"step {self.request.step}: {len(rollouts)} samples, as prompt.sample:score {scores}"
+        ]
         for rollout, row in self.shown:
             lines.append(f"{_name(rollout)}: {examined(rollout)}")
             tokens = [self.tokenizer.decode([i]) for i in rollout.response_ids[:SHOWN_TOKENS]]
             lines.append(f"  {len(rollout.response_ids)} tokens: {' '.join(map(repr, tokens))}")
-            lines += [f"  {name} {_numbers(x[0])}" for name in SHOWN if (x := getattr(row, name)) is not None]
+            lines += [
+                f"  {name} {_numbers(x[0])}"
+                for name in SHOWN
+                if (x := getattr(row, name)) is not None
+            ]
         return "\n".join(lines)
 
     def train_minibatch(self, minibatch: Any, global_steps: int = 0) -> list[Mapping[str, float]]:
         statuses = super().train_minibatch(minibatch, global_steps)
         if global_steps == self.request.step:
             self.optimizer_steps += 1
-            lines = [", ".join(f"{name} {value:.6g}" for name, value in status.items()) for status in statuses]
-            lines = [f"  micro batch {number}: {line}" for number, line in enumerate(lines, start=1)]
-            self.tell(f"optimizer step {self.optimizer_steps}, pass {self.epoch + 1}, the mean of:", *lines)
+            lines = [
+                ", ".join(f"{name} {value:.6g}" for name, value in status.items())
+                for status in statuses
+            ]
+            lines = [
+                f"  micro batch {number}: {line}" for number, line in enumerate(lines, start=1)
+            ]
+            self.tell(
+                f"optimizer step {self.optimizer_steps}, pass {self.epoch + 1}, the mean of:",
+                *lines,
+            )
         return statuses
 
     def train_alone(self, rollouts: Sequence[Any]) -> None:
@@ -312,12 +390,19 @@ class ReplayedPPO(Replayed):
         path = self.batch_file()
         batch, texts, facts = load_batch(path)
         parts = [*batch.micro_batches, *(batch.critic_micro_batches or ())]
-        lines = [f"  micro batch {i}: not finite: {part.non_finite() or 'none'}" for i, part in enumerate(parts, 1)]
-        self.tell(f"{path}, of step {facts['step']} and rank {facts['rank']}: {len(texts)} samples", *lines)
+        lines = [
+            f"  micro batch {i}: not finite: {part.non_finite() or 'none'}"
+            for i, part in enumerate(parts, 1)
+        ]
+        self.tell(
+            f"{path}, of step {facts['step']} and rank {facts['rank']}: {len(texts)} samples",
+            *lines,
+        )
         for part in parts:
             part.to_device(self.strategy.device)
         self.stop(rollouts, parts)
-        if parts[0].part is None:  # it was left out before there were advantages: all that there is are the passes
+        # it was left out before there were advantages: all that there is are the passes
+        if parts[0].part is None:
             self.experience_maker.run_models(parts[0])
             self.tell(f"run again: not finite: {parts[0].non_finite() or 'none'}")
         else:
@@ -338,10 +423,14 @@ class ReplayedPPO(Replayed):
 
         lines = []
         self.actor.eval()
-        for rollout, row in level(self.shown, self.strategy, lambda: (None, Experience.placeholder())):
+        for rollout, row in level(
+            self.shown, self.strategy, lambda: (None, Experience.placeholder())
+        ):
             row = replace(row).to_device(self.strategy.device)
             with torch.no_grad():
-                new = self.actor.score_actions(row.sequences, row.num_actions, row.attention_mask).log_probs
+                new = self.actor.score_actions(
+                    row.sequences, row.num_actions, row.attention_mask
+                ).log_probs
             old = row.rollout_log_probs if row.action_log_probs is None else row.action_log_probs
             if rollout is not None and old is not None:
                 lines.append(f"  {_name(rollout)}: {_numbers((new - old).exp()[0])}")
@@ -370,7 +459,9 @@ def built(args: argparse.Namespace, config: OptionSet) -> Any:
         return build(config, kind)
     from lightppo.plugins.supervised.trainer import SupervisedTrainer, build
 
-    return build(config, type("ReplayedTrainer", (ReplayedOnData, SupervisedTrainer), {"request": args}))
+    return build(
+        config, type("ReplayedTrainer", (ReplayedOnData, SupervisedTrainer), {"request": args})
+    )
 
 
 def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> None:
@@ -393,7 +484,9 @@ def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> 
     trainer.resume(public_options(recorded.resolved()), before=args.step)
     start = trainer.state.global_step
     check_start(args.run, start, trainer)
-    trainer.strategy.print(f"replay: {args.run} is only read; from step {start + 1} on, to {args.step}")
+    trainer.strategy.print(
+        f"replay: {args.run} is only read; from step {start + 1} on, to {args.step}"
+    )
     try:
         trainer.fit()
     except StopReplay:
@@ -404,10 +497,14 @@ def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> 
             pdb.post_mortem(error.__traceback__)
         raise
     if trainer.state.global_step < args.step:
-        raise ConfigError(f"--step {args.step}: {args.run} ends after step {trainer.state.global_step}")
+        raise ConfigError(
+            f"--step {args.step}: {args.run} ends after step {trainer.state.global_step}"
+        )
     lines, equal = [], True
     if trainer.strategy.is_rank_0():
-        lines, equal = compared(args.run, Path(config.checkpoint.save_path), range(start + 1, args.step + 1))
+        lines, equal = compared(
+            args.run, Path(config.checkpoint.save_path), range(start + 1, args.step + 1)
+        )
     trainer.strategy.print("\n".join(lines))
     if not trainer.strategy.broadcast_object(equal):
         raise SystemExit(1)
@@ -419,18 +516,26 @@ def check_start(run: Path, start: int, trainer: Any) -> None:
     if start or not starts:
         return
     if first := starts[0]["step"]:
-        raise CheckpointError(f"{run} went on from step {first} of another run, and has no checkpoint before this step")
+        raise CheckpointError(
+            f"{run} went on from step {first} of another run, and has no checkpoint before this step"
+        )
     if (ranks := starts[0]["ranks"]) != (now := trainer.strategy.world_size):
-        raise CheckpointError(f"{run} had {ranks} ranks, and this is {now}: torchrun --nproc_per_node {ranks} …")
+        raise CheckpointError(
+            f"{run} had {ranks} ranks, and this is {now}: torchrun --nproc_per_node {ranks} …"
+        )
     content = {name: mark for name, mark in starts[0]["content"].items() if name != "save_path"}
-    if changed := [name for name, mark in content.items() if trainer.content.get(name, mark) != mark]:
+    if changed := [
+        name for name, mark in content.items() if trainer.content.get(name, mark) != mark
+    ]:
         raise ConfigError(f"--{', --'.join(changed)}: other content than {run} had")
 
 
 def compared(run: Path, output: Path, steps: Sequence[int]) -> tuple[list[str], bool]:
     """What to say of the replayed steps beside the recorded ones, and whether they are equal."""
     then, now = recorded_steps(run), recorded_steps(output)
-    found = differences([(step, then[step], now[step]) for step in steps if step in then and step in now])
+    found = differences(
+        [(step, then[step], now[step]) for step in steps if step in then and step in now]
+    )
     lines = [f"step {step} was not recorded" for step in steps[-1:] if step not in then]
     if sample := first_sample([recorded_path(run, "rollout_data_dir"), output / "rollouts"], steps):
         lines.append(f"differs from the recorded samples: {sample}")
@@ -438,5 +543,7 @@ def compared(run: Path, output: Path, steps: Sequence[int]) -> tuple[list[str], 
         name, ((step, a, b), *_) = next(iter(found.items()))
         lines.append(f"step {step} differs from what was recorded: first {name}: was {a}, is {b}")
     elif not lines:
-        lines.append(f"step {steps[-1]} is equal to what was recorded: {len(then[steps[-1]])} numbers")
+        lines.append(
+            f"step {steps[-1]} is equal to what was recorded: {len(then[steps[-1]])} numbers"
+        )
     return lines, not (found or sample)

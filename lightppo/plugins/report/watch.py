@@ -87,16 +87,30 @@ class Watched:
     def holder(self) -> tuple[str, str] | None:
         """Process and machine of the run, by its lock; ``None`` where it has ended. Of another machine nobody knows."""
         found = re.fullmatch(r"process (\d+) on (.*)", _text(self.folder / ".lock"))
-        ended = found and found[2] == socket.gethostname() and not os.path.exists(f"/proc/{found[1]}")
+        ended = (
+            found and found[2] == socket.gethostname() and not os.path.exists(f"/proc/{found[1]}")
+        )
         return None if found is None or ended else (found[1], found[2])
 
     def state(self) -> str:
         """Whether it lives, and its last sign of life."""
-        last = f"last row {_duration(time.time() - self.rows[-1]['time'])} ago" if self.rows else "no row yet"
+        last = (
+            f"last row {_duration(time.time() - self.rows[-1]['time'])} ago"
+            if self.rows
+            else "no row yet"
+        )
         if holder := self.holder():
             process, host = holder
-            return f"running, process {process}, {last}" if host == socket.gethostname() else f"on {host}, {last}"
-        return f"finished, {last}" if self.total is not None and self.step >= self.total else f"ended, {last}"
+            return (
+                f"running, process {process}, {last}"
+                if host == socket.gethostname()
+                else f"on {host}, {last}"
+            )
+        return (
+            f"finished, {last}"
+            if self.total is not None and self.step >= self.total
+            else f"ended, {last}"
+        )
 
     def pace(self) -> str:
         """``step 12/100 · 0.9 s per step · ETA 1:20``; evaluations and saving count."""
@@ -107,29 +121,52 @@ class Watched:
             each = median((ends[b] - ends[a]) / (b - a) for a, b in pairwise(last))
             parts.append(f"{each:.2g} s per step")
             if self.total and self.holder():
-                left = (ends[last[-1]] - ends[last[0]]) / (last[-1] - last[0]) * (self.total - self.step)
+                left = (
+                    (ends[last[-1]] - ends[last[0]])
+                    / (last[-1] - last[0])
+                    * (self.total - self.step)
+                )
                 parts.append(f"ETA {_duration(left)}")
         return " · ".join(parts)
 
     def alarms(self) -> list[str]:
         """Those that ring at the last step which was looked at."""
-        seen = next((row for row in reversed(self.rows) if any(n.startswith("alarm/") for n in row)), {})
-        ringing = [name.partition("/")[2] for name, rings in seen.items() if name.startswith("alarm/") and rings]
+        seen = next(
+            (row for row in reversed(self.rows) if any(n.startswith("alarm/") for n in row)), {}
+        )
+        ringing = [
+            name.partition("/")[2]
+            for name, rings in seen.items()
+            if name.startswith("alarm/") and rings
+        ]
         known = {name: ALARMS[name] for name in ringing if name in ALARMS}
-        return [f"ALARM {name}: {one.metrics[0]} {one.condition}. Try: {one.remedy}" for name, one in known.items()]
+        return [
+            f"ALARM {name}: {one.metrics[0]} {one.condition}. Try: {one.remedy}"
+            for name, one in known.items()
+        ]
 
     def samples(self) -> list[dict[str, Any]]:
         """Some of the latest step that has a file: the best, the worst and what lies between."""
         options = yaml.safe_load(_text(self.folder / "run_config.resolved.yaml")) or {}
-        folders = [self.folder / "rollouts", *map(Path, filter(None, [options.get("rollout_data_dir")]))]
+        folders = [
+            self.folder / "rollouts",
+            *map(Path, filter(None, [options.get("rollout_data_dir")])),
+        ]
         files = {int(found[1]): p for folder in folders for p in folder.glob("step*.jsonl*")
                  if (found := re.fullmatch(r"step(\d+)\.jsonl(\.gz)?", p.name))}  # fmt: skip
         if not files:
             return []
         latest = files[max(files)]
-        text = gzip.decompress(latest.read_bytes()).decode() if latest.suffix == ".gz" else _text(latest)
+        text = (
+            gzip.decompress(latest.read_bytes()).decode()
+            if latest.suffix == ".gz"
+            else _text(latest)
+        )
         rows = sorted(map(json.loads, text.splitlines()), key=lambda row: -(row.get("score") or 0))
-        return [rows[i * (len(rows) - 1) // max(1, _SAMPLES - 1)] for i in range(min(_SAMPLES, len(rows)))]
+        return [
+            rows[i * (len(rows) - 1) // max(1, _SAMPLES - 1)]
+            for i in range(min(_SAMPLES, len(rows)))
+        ]
 
 
 def _text(path: Path) -> str:
@@ -153,19 +190,30 @@ def frame(runs: Sequence[Watched], width: int, height: int | None = None) -> Any
 
     parts: list[Any] = []
     for run in runs:
-        parts += [Text(plain(line), style="bold") for line in (f"{run.folder}  {run.state()}", run.pace())]
+        parts += [
+            Text(plain(line), style="bold") for line in (f"{run.folder}  {run.state()}", run.pace())
+        ]
         parts += [Text(line, style="bold red") for line in run.alarms()]
-    curves = {title: names for title, names in CURVES.items() if any(run.series(n)[0] for run in runs for n in names)}
+    curves = {
+        title: names
+        for title, names in CURVES.items()
+        if any(run.series(n)[0] for run in runs for n in names)
+    }
     columns = max(1, min(len(curves), width // _PLOT[0]))
     grid = Table.grid()
     most = len(curves) if height is None else columns * max(1, (height - 18) // (_PLOT[1] + 1))
-    plots = [_plot(runs, title, names, width // columns) for title, names in list(curves.items())[:most]]
+    plots = [
+        _plot(runs, title, names, width // columns) for title, names in list(curves.items())[:most]
+    ]
     for start in range(0, len(plots), columns):
         grid.add_row(*plots[start : start + columns])
     parts.append(grid if plots else Text("waiting for the first step"))
     for run in runs:
         parts += [Text(plain(run.folder), style="bold")] * (len(runs) > 1)
-        parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in (*_phases(run), *_samples(run))]
+        parts += [
+            Text(line, no_wrap=True, overflow="ellipsis")
+            for line in (*_phases(run), *_samples(run))
+        ]
     return Group(*parts)
 
 
@@ -178,12 +226,23 @@ def _plot(runs: Sequence[Watched], title: str, names: Sequence[str], width: int)
     figure.clear()
     figure.theme("simple")
     figure.plot_size(width, _PLOT[1])
-    lines = [(run, name, *run.series(name)) for run in runs for name in names if run.series(name)[0]]
+    lines = [
+        (run, name, *run.series(name)) for run in runs for name in names if run.series(name)[0]
+    ]
     for (run, name, steps, values), colour in zip(lines, cycle(_COLOURS)):
-        figure.draw(figure.signal(steps, values, marker=plotext.marker("braille", pixel=colour)).lines())
-        which = f"{plain(run.folder.name)} " * (len(runs) > 1) + name.partition("/")[0] * (len(lines) > len(runs))
-        caption.append(f" ● {which}{' ' * bool(which)}{values[-1]:.3g}".replace("  ", " "), style=f"not bold {colour}")
-    ends = sorted({min(steps[0] for *_, steps, _ in lines), max(steps[-1] for *_, steps, _ in lines)})
+        figure.draw(
+            figure.signal(steps, values, marker=plotext.marker("braille", pixel=colour)).lines()
+        )
+        which = f"{plain(run.folder.name)} " * (len(runs) > 1) + name.partition("/")[0] * (
+            len(lines) > len(runs)
+        )
+        caption.append(
+            f" ● {which}{' ' * bool(which)}{values[-1]:.3g}".replace("  ", " "),
+            style=f"not bold {colour}",
+        )
+    ends = sorted(
+        {min(steps[0] for *_, steps, _ in lines), max(steps[-1] for *_, steps, _ in lines)}
+    )
     figure.ruler("x").ticks(ends, list(map(str, ends)))
     caption.truncate(width - 1)
     plot = Text.from_ansi(figure.build().string())
@@ -220,7 +279,9 @@ def _may_be_a_run(folder: Path) -> bool:
 def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
     """Show the runs until Ctrl-C; exit code 2 where there is none, or a package is missing."""
     parser = CommandParser(prog, description="Watch runs in the terminal, from their files.")
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the --save_path of a run")
+    parser.add_argument(
+        "runs", metavar="RUN", type=Path, nargs="+", help="the --save_path of a run"
+    )
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     args = parser.parse_args(argv)
     try:
@@ -230,9 +291,13 @@ def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
     except ImportError as error:
         parser.error(f"{error.name} is missing: pip install 'lightppo[watch]'")
     if missing := [run for run in args.runs if not run.is_dir()]:
-        parser.error(f"{missing[0]}: no such folder{mistyped_path(str(missing[0]))}; give the --save_path of a run")
+        parser.error(
+            f"{missing[0]}: no such folder{mistyped_path(str(missing[0]))}; give the --save_path of a run"
+        )
     if others := [run for run in args.runs if not _may_be_a_run(run)]:
-        parser.error(f"{others[0]} is no run: it has no metrics.jsonl and no run_config.yaml; give a --save_path")
+        parser.error(
+            f"{others[0]} is no run: it has no metrics.jsonl and no run_config.yaml; give a --save_path"
+        )
     runs, console = [Watched(run) for run in args.runs], Console()
 
     def look() -> Any:

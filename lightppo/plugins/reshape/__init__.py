@@ -6,4 +6,6 @@ from lightppo.table import Entry
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    CHECKPOINT_LOADERS.register("reshape", Entry("lightppo.plugins.reshape.checkpoints:load_reshaped"))
+    CHECKPOINT_LOADERS.register(
+        "reshape", Entry("lightppo.plugins.reshape.checkpoints:load_reshaped")
+    )

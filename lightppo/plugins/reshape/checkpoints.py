@@ -32,7 +32,11 @@ from lightppo.strategy.zero3 import (
 )
 
 # Keys of a rank's optimizer state by stage: fp32 weights, and the state_dict of torch's optimizer.
-_MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
+_MASTERS = {
+    1: "single_partition_of_fp32_groups",
+    2: "single_partition_of_fp32_groups",
+    3: "fp32_flat_groups",
+}
 _BASE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
 
 Shapes = Mapping[str, torch.Size]  # of the parameters in one flat tensor, by name, in order
@@ -61,13 +65,22 @@ def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, lis
         for name, size in sizes.items():
             if stage == 3:
                 length = math.ceil(size / ranks)
-                spans = [(rank, rank * length, min((rank + 1) * length, size)) for rank in range(ranks)]
-                found[name] = [Piece(r, group, begin, low, high - low) for r, low, high in spans if low < high]
+                spans = [
+                    (rank, rank * length, min((rank + 1) * length, size)) for rank in range(ranks)
+                ]
+                found[name] = [
+                    Piece(r, group, begin, low, high - low) for r, low, high in spans if low < high
+                ]
                 begin += length
             else:
                 touched = range(begin // length, math.ceil((begin + size) / length))
-                spans = [(r, max(begin, r * length), min(begin + size, (r + 1) * length)) for r in touched]
-                found[name] = [Piece(r, group, lo - r * length, lo - begin, hi - lo) for r, lo, hi in spans]
+                spans = [
+                    (r, max(begin, r * length), min(begin + size, (r + 1) * length))
+                    for r in touched
+                ]
+                found[name] = [
+                    Piece(r, group, lo - r * length, lo - begin, hi - lo) for r, lo, hi in spans
+                ]
                 begin += size
     return found
 
@@ -87,7 +100,9 @@ class SavedOptimizer:
     def __init__(self, path: Path, meta: Mapping[str, Any], names: Iterable[str]) -> None:
         self.stage, ranks = meta["zero_stage"], meta["world_size"]
         if self.stage == 3:
-            files = [path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
+            files = [
+                path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)
+            ]
         else:
             files = [path / "mp_rank_00_model_states.pt"]
         self.models = [_read(file) for file in files]
@@ -99,17 +114,24 @@ class SavedOptimizer:
             ranks, bases, masters = 1, [self.common["optimizer"]], [list(weights.values())]
         else:
             prefix = "bf16_" if meta["bf16"] else ""
-            files = [path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
+            files = [
+                path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+                for rank in range(ranks)
+            ]
             states = [_read(file)["optimizer_state_dict"] for file in files]
             groups = self.common["param_shapes"]
             bases = [state[_BASE[self.stage]] for state in states]
             self.loss_scaler = states[0].get("loss_scaler")
             masters = [state[_MASTERS[self.stage]] for state in states]
-        self.param_groups, self.pieces = bases[0]["param_groups"], pieces_of(self.stage, ranks, groups)
+        self.param_groups, self.pieces = (
+            bases[0]["param_groups"],
+            pieces_of(self.stage, ranks, groups),
+        )
         self.members = members(self.param_groups, groups)
         keys = [key for group in self.param_groups for key in group["params"]]
         self._masters = masters
-        self._states = [[base["state"].get(key, {}) for key in keys] for base in bases]  # of each rank, flat tensor
+        # of each rank, flat tensor
+        self._states = [[base["state"].get(key, {}) for key in keys] for base in bases]
 
     def whole(self, name: str, key: str | None = None) -> Tensor:
         """A parameter's fp32 weights, or its part of the optimizer's state ``key``. (elements,)"""
@@ -123,7 +145,10 @@ class SavedOptimizer:
         """The optimizer's state of a parameter: numbers such as the steps; None for what ``whole`` gives."""
         rank, group, *_ = self.pieces[name][0]
         state = self._states[rank][group].items()
-        return {key: None if isinstance(value, Tensor) and value.dim() else value for key, value in state}
+        return {
+            key: None if isinstance(value, Tensor) and value.dim() else value
+            for key, value in state
+        }
 
     def frozen(self, name: str) -> Tensor | None:
         """The weights of a parameter without optimizer, flat; None if they were not saved, as under adapters."""
@@ -134,7 +159,9 @@ class SavedOptimizer:
         return None if parts[0] is None else torch.cat(parts)
 
 
-def members(param_groups: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]) -> dict[str, tuple[int, torch.Size]]:
+def members(
+    param_groups: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]
+) -> dict[str, tuple[int, torch.Size]]:
     """Each parameter's group in the optimizer, and its shape."""
     numbers = [number for number, group in enumerate(param_groups) for _ in group["params"]]
     return {
@@ -144,7 +171,9 @@ def members(param_groups: Sequence[Mapping[str, Any]], groups: Sequence[Shapes])
     }
 
 
-def load_reshaped(engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool = True) -> None:
+def load_reshaped(
+    engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool = True
+) -> None:
     """Loads a checkpoint, whose ``meta`` says ranks and stage, into an engine with any others. Collective.
 
     Each rank reads the files of all saved ranks: the folder must be shared.
@@ -156,7 +185,9 @@ def load_reshaped(engine: Any, path: Path, meta: Mapping[str, Any], load_lr_sche
 
 
 @torch.no_grad()
-def _load_trained(engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool) -> None:
+def _load_trained(
+    engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool
+) -> None:
     optimizer, stage = engine.optimizer, zero_stage_of(engine)
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -165,19 +196,32 @@ def _load_trained(engine: Any, path: Path, meta: Mapping[str, Any], load_lr_sche
     if stage:
         groups = engine._get_zero_param_shapes()
     else:
-        groups = [{engine.param_names[p]: p.shape} for group in optimizer.param_groups for p in group["params"]]
+        groups = [
+            {engine.param_names[p]: p.shape}
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
     saved = SavedOptimizer(path, meta, [name for shapes in groups for name in shapes])
     here = members(base["param_groups"], groups)
-    if odd := sorted(name for name in here | saved.members if here.get(name) != saved.members.get(name)):
-        raise CheckpointError(f"{path} holds other trained weights: {len(odd)} differ, first {odd[0]!r}")
+    if odd := sorted(
+        name for name in here | saved.members if here.get(name) != saved.members.get(name)
+    ):
+        raise CheckpointError(
+            f"{path} holds other trained weights: {len(odd)} differ, first {odd[0]!r}"
+        )
 
     states = _fill(engine, saved, groups)
     keys = [key for group in base["param_groups"] for key in group["params"]]
     loaded = {
         "state": {key: state for key, state in zip(keys, states, strict=True) if state},
-        "param_groups": [old | {"params": new["params"]} for old, new in zip(saved.param_groups, base["param_groups"])],
+        "param_groups": [
+            old | {"params": new["params"]}
+            for old, new in zip(saved.param_groups, base["param_groups"])
+        ],
     }
-    if stage:  # the masters are in place; this brings the optimizer's state, and what DeepSpeed derives from both
+    # the masters are in place; this brings the optimizer's state, and what DeepSpeed derives from
+    # both
+    if stage:
         live[_BASE[stage]] = loaded
         live["loss_scaler"] = saved.loss_scaler or live.get("loss_scaler")
         optimizer.load_state_dict([live] * dist.get_world_size(), load_from_fp32_weights=True)
@@ -214,8 +258,16 @@ def _fill(engine: Any, saved: SavedOptimizer, groups: Sequence[Shapes]) -> list[
                 "the parameters of one optimizer group have not taken the same number of steps, which only "
                 "--zero_stage 0 can hold: resume with it"
             )
-        copies = {key: torch.zeros_like(master) if value is None else value for key, value in state.items()}
-        states.append({key: value.clone() if isinstance(value, Tensor) else value for key, value in copies.items()})
+        copies = {
+            key: torch.zeros_like(master) if value is None else value
+            for key, value in state.items()
+        }
+        states.append(
+            {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in copies.items()
+            }
+        )
     params = {name: param for param, name in engine.param_names.items()}
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if stage else (1, 0)
     for name, pieces in pieces_of(stage, ranks, groups).items():
@@ -239,12 +291,18 @@ def _load_frozen(engine: Any, path: Path, meta: Mapping[str, Any]) -> None:
         _put(tensors[name], weights)
 
 
-def _frozen_weights(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _frozen_weights(
+    path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """(name, elements, perhaps with padding behind them) of a model saved without optimizer."""
     sharded = meta["zero_stage"] == 3
-    files = [_read(path / FROZEN.format(rank)) for rank in range(meta["world_size"] if sharded else 1)]
+    files = [
+        _read(path / FROZEN.format(rank)) for rank in range(meta["world_size"] if sharded else 1)
+    ]
     if odd := sorted(files[0].keys() ^ tensors.keys()):
-        raise CheckpointError(f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}")
+        raise CheckpointError(
+            f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}"
+        )
     for name, tensor in tensors.items():
         parts = [file[name].reshape(-1) for file in files]
         yield name, torch.cat(parts) if sharded and isinstance(tensor, nn.Parameter) else parts[0]
@@ -261,7 +319,9 @@ def saved_names(path: Path, meta: Mapping[str, Any]) -> set[str]:
 
 
 @torch.no_grad()
-def whole_weights(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def whole_weights(
+    path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """What a checkpoint holds, in type and shape of a model's ``tensors``, which are not sharded: the weights of its
     forward. Under adapters these are the trained ones; of tied weights there is at least one."""
     if not meta["optimizer"]:
@@ -276,8 +336,13 @@ def whole_weights(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Ten
         found |= {name: weights for name, weights in frozen.items() if weights is not None}
     fits = {name: t.numel() <= found[name].numel() for name, t in tensors.items() if name in found}
     if odd := sorted(name for name in found if not fits.get(name)):
-        raise CheckpointError(f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}")
-    return {name: w.reshape(-1)[: (t := tensors[name]).numel()].view(t.shape).to(t.dtype) for name, w in found.items()}
+        raise CheckpointError(
+            f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}"
+        )
+    return {
+        name: w.reshape(-1)[: (t := tensors[name]).numel()].view(t.shape).to(t.dtype)
+        for name, w in found.items()
+    }
 
 
 def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
@@ -294,8 +359,12 @@ def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
     now = module.state_dict(keep_vars=True)
     given = {now[name] for name in weights}
     kept = frozen_names(module) if meta["adapters"] else set()
-    if missing := sorted(name for name, tensor in now.items() if tensor not in given and name not in kept):
-        raise CheckpointError(f"{path} holds another model: it has no {missing[0]!r} ({len(missing)} are missing)")
+    if missing := sorted(
+        name for name, tensor in now.items() if tensor not in given and name not in kept
+    ):
+        raise CheckpointError(
+            f"{path} holds another model: it has no {missing[0]!r} ({len(missing)} are missing)"
+        )
 
 
 def _put(tensor: Tensor, weights: Tensor) -> None:

@@ -35,9 +35,16 @@ def register() -> None:
     from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 
     TABLES.append(PREFERENCE_LOSSES)
-    METRICS.register("train", {name: f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()})
     METRICS.register(
-        "train", {name: f"`lightppo rm`, `dpo`, also in eval/: {meaning}" for name, meaning in PAIRS.items()}
+        "train",
+        {name: f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()},
+    )
+    METRICS.register(
+        "train",
+        {
+            name: f"`lightppo rm`, `dpo`, also in eval/: {meaning}"
+            for name, meaning in PAIRS.items()
+        },
     )
     METRICS.register(
         "eval",

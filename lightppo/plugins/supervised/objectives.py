@@ -90,13 +90,28 @@ class Objective:
     def _loading(self) -> dict[str, Any]:
         """Options of the model that trains."""
         loaded = loading_options(self.config) | {"ds_config": self.strategy.get_ds_train_config()}
-        return loaded | {"dtype": self.strategy.dtype, "packing_samples": self.config.training.packing_samples}
+        return loaded | {
+            "dtype": self.strategy.dtype,
+            "packing_samples": self.config.training.packing_samples,
+        }
 
     def _dataset_options(self) -> dict[str, Any]:
         d = self.config.data
-        names = ("input_key", "input_template", "apply_chat_template", "system_prompt", "truncation", "on_bad_row")
-        names += tuple(name for name in ("output_key", "chosen_key", "rejected_key") if hasattr(d, name))
-        return {name: getattr(d, name) for name in names} | {"num_workers": d.data_num_workers, "ranks": self.strategy}
+        names = (
+            "input_key",
+            "input_template",
+            "apply_chat_template",
+            "system_prompt",
+            "truncation",
+            "on_bad_row",
+        )
+        names += tuple(
+            name for name in ("output_key", "chosen_key", "rejected_key") if hasattr(d, name)
+        )
+        return {name: getattr(d, name) for name in names} | {
+            "num_workers": d.data_num_workers,
+            "ranks": self.strategy,
+        }
 
 
 class SFT(Objective):
@@ -114,7 +129,9 @@ class SFT(Objective):
         return SFTDataset(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
 
     def build_model(self) -> Actor:
-        return Actor(stage_to_local(self.config.model.pretrain), share_prompts=False, **self._loading())
+        return Actor(
+            stage_to_local(self.config.model.pretrain), share_prompts=False, **self._loading()
+        )
 
     def gains_by_packing(self, rows: SFTDataset) -> bool:
         return rows.lengths.mean() < FULL * rows.lengths.max()
@@ -148,7 +165,10 @@ class RewardModelling(Objective):
     def build_model(self) -> NewRewardModel:
         m = self.config.model
         return NewRewardModel(
-            stage_to_local(m.pretrain), value_head_prefix=m.value_head_prefix, flag="--pretrain", **self._loading()
+            stage_to_local(m.pretrain),
+            value_head_prefix=m.value_head_prefix,
+            flag="--pretrain",
+            **self._loading(),
         )
 
     def attach(self, model: Any) -> list[Any]:
@@ -172,7 +192,9 @@ class RewardModelling(Objective):
     def finish(self, model: Any, batches: Iterator[tuple[Batch, bool]]) -> None:
         """Mean and standard deviation of all scores go into the model's config, for ``--normalize_reward``."""
         found = [(torch.cat(self._scores(model, batch)), counts) for batch, counts in batches]
-        scores = self.strategy.all_gather(torch.cat([x if counts else x[:0] for x, counts in found]).double())
+        scores = self.strategy.all_gather(
+            torch.cat([x if counts else x[:0] for x, counts in found]).double()
+        )
         config, std = find_hf_model(model)[0].config, scores.std(unbiased=False).item()
         if std > 0:  # else the model tells no answer from another
             config.mean, config.std = scores.mean().item(), std
@@ -180,7 +202,9 @@ class RewardModelling(Objective):
     @staticmethod
     def _scores(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Of the chosen and the rejected answers, (B,) each, from one pass."""
-        return model(batch["sequences"], batch["attention_mask"], batch["action_mask"].shape[1]).chunk(2)
+        return model(
+            batch["sequences"], batch["attention_mask"], batch["action_mask"].shape[1]
+        ).chunk(2)
 
 
 class DPO(Objective):
@@ -194,13 +218,16 @@ class DPO(Objective):
     config_class = DPOConfig
     unit = "pairs"
     next = "lightppo eval --pretrain {path} --eval_data FILE --reward_fn FILE.py"
-    nll_loss_coef = 0.0  # of the chosen answers' mean negative log prob per token, a part of the loss
+    # of the chosen answers' mean negative log prob per token, a part of the loss
+    nll_loss_coef = 0.0
 
     def __init__(self, config: DPOConfig, strategy: DeepspeedStrategy) -> None:
         super().__init__(config, strategy)
         p = config.preference
         entry = PREFERENCE_LOSSES.find(p.preference_loss)
-        self.loss_fn = partial(entry.fn, beta=p.beta, **{name: getattr(p, name) for name in entry.defaults})
+        self.loss_fn = partial(
+            entry.fn, beta=p.beta, **{name: getattr(p, name) for name in entry.defaults}
+        )
         self.reference: Actor | None = None
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> ReferencedPairs:
@@ -213,8 +240,13 @@ class DPO(Objective):
         m, flag = self.config.model, "--ref_pretrain"
         if m.ref_pretrain in (None, m.pretrain):
             return [model]
-        options = self._loading() | {"ds_config": self.strategy.get_ds_eval_config(), "init_from_scratch": False}
-        self.reference = self.strategy.prepare(Actor(stage_to_local(m.ref_pretrain), flag=flag, **options))
+        options = self._loading() | {
+            "ds_config": self.strategy.get_ds_eval_config(),
+            "init_from_scratch": False,
+        }
+        self.reference = self.strategy.prepare(
+            Actor(stage_to_local(m.ref_pretrain), flag=flag, **options)
+        )
         return [model, self.reference]
 
     @torch.no_grad()
@@ -243,16 +275,21 @@ class DPO(Objective):
         rewards = self.config.preference.beta * change.detach()
         metrics = {"accuracy": (lead > 0).float(), "margin": rewards[:, 0] - rewards[:, 1]}
         for i, name in enumerate(("chosen", "rejected")):
-            metrics |= {f"{name}_reward": rewards[:, i], f"{name}_log_prob": log_probs[:, i].detach()}
+            metrics |= {
+                f"{name}_reward": rewards[:, i],
+                f"{name}_log_prob": log_probs[:, i].detach(),
+            }
         pair_loss = self.loss_fn(lead)
         if self.nll_loss_coef:
-            nll = -answer_log_probs(of_tokens, batch["action_mask"], mean=True)[: len(lead)]  # (B,), of the chosen
+            # (B,), of the chosen
+            nll = -answer_log_probs(of_tokens, batch["action_mask"], mean=True)[: len(lead)]
             pair_loss, metrics["nll_loss"] = pair_loss + self.nll_loss_coef * nll, nll.detach()
         return mean(pair_loss), {name: mean(values) for name, values in metrics.items()}
 
     @staticmethod
     def _token_log_probs(model: Any, batch: Batch) -> Tensor:
-        return model(batch["sequences"], batch["action_mask"].shape[1], batch["attention_mask"])  # (2B, A)
+        # (2B, A)
+        return model(batch["sequences"], batch["action_mask"].shape[1], batch["attention_mask"])
 
     def _of_answers(self, log_probs: Tensor, batch: Batch) -> Tensor:
         """(B, 2): of the chosen and the rejected answer of each pair."""

@@ -39,7 +39,12 @@ class PairDataset(SFTDataset):
         rejected_key: str | None = None,
         **options: Any,
     ) -> None:
-        fields = {"pairs": True, "label_key": margin_key, "chosen_key": chosen_key, "rejected_key": rejected_key}
+        fields = {
+            "pairs": True,
+            "label_key": margin_key,
+            "chosen_key": chosen_key,
+            "rejected_key": rejected_key,
+        }
         super().__init__(dataset, tokenizer, max_len, fields=fields, **options)
 
     @property
@@ -55,7 +60,9 @@ class PairDataset(SFTDataset):
         lengths = int(rows.prompt_lengths[position]), int(rows.first_answers[position])
         parts = ids.split([*lengths, len(ids) - sum(lengths)])
         margin = read_margin(self.dataset[int(rows.row_numbers[position])], self.fields)
-        return dict(zip(("prompt", "chosen", "rejected"), parts)) | ({} if margin is None else {"margin": margin})
+        return dict(zip(("prompt", "chosen", "rejected"), parts)) | (
+            {} if margin is None else {"margin": margin}
+        )
 
     def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """``[left padding | prompt | answer | right padding]``, so that a packed pass has a prompt once for both.
@@ -68,8 +75,15 @@ class PairDataset(SFTDataset):
         answers = [row[name] for name in ("chosen", "rejected") for row in rows]
         sides = {"left": prompts, "right": answers}
         ids = [pad(parts, True, self._pad_id(), padding_side=side) for side, parts in sides.items()]
-        masks = [pad([torch.ones_like(x) for x in parts], True, 0, padding_side=s) for s, parts in sides.items()]
-        batch = {"sequences": torch.cat(ids, 1), "attention_mask": torch.cat(masks, 1), "action_mask": masks[1].bool()}
+        masks = [
+            pad([torch.ones_like(x) for x in parts], True, 0, padding_side=s)
+            for s, parts in sides.items()
+        ]
+        batch = {
+            "sequences": torch.cat(ids, 1),
+            "attention_mask": torch.cat(masks, 1),
+            "action_mask": masks[1].bool(),
+        }
         margins = [row["margin"] for row in rows if "margin" in row]
         return batch | ({"margin": torch.tensor(margins)} if margins else {})
 
@@ -104,4 +118,6 @@ class ReferencedPairs(PairDataset):
 
     def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         references = [row["reference"] for row in rows if "reference" in row]
-        return super().collate_fn(rows) | ({"reference": torch.stack(references)} if references else {})
+        return super().collate_fn(rows) | (
+            {"reference": torch.stack(references)} if references else {}
+        )

@@ -12,7 +12,8 @@ from lightppo.table import Entry, Table
 class PreferenceLossEntry(Entry):
     """A loss of pairs without a reward model: of how far the policy leads its reference, and ``beta``."""
 
-    of_means: bool = False  # log probs of an answer are means over its tokens, where --average_log_probs says nothing
+    # log probs of an answer are means over its tokens, where --average_log_probs says nothing
+    of_means: bool = False
 
 
 _PREFERENCES = "lightppo.plugins.supervised.preferences"

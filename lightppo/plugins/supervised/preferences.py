@@ -35,7 +35,9 @@ def dpo_loss(lead: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tens
     βh = log[(1 - ε) / ε], which it does not run past. Sources: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; cDPO:
     Mitchell 2023, https://ericmitchell.ai/cdpo.pdf.
     """
-    return -(1 - label_smoothing) * logsigmoid(beta * lead) - label_smoothing * logsigmoid(-beta * lead)
+    return -(1 - label_smoothing) * logsigmoid(beta * lead) - label_smoothing * logsigmoid(
+        -beta * lead
+    )
 
 
 def ipo_loss(lead: Tensor, *, beta: float) -> Tensor:
@@ -53,4 +55,6 @@ def pair_mean(pair_loss: Tensor, pairs: float, dp_size: int = 1) -> Tensor:
     Derivation: :func:`~lightppo.algorithms.masking.aggregate_loss`.
     """
     normalizer = LossNormalizer(tokens=pairs, sequences=pairs, dp_size=dp_size)
-    return aggregate_loss(pair_loss[:, None], pair_loss.new_ones(len(pair_loss), 1), "token-mean", normalizer)
+    return aggregate_loss(
+        pair_loss[:, None], pair_loss.new_ones(len(pair_loss), 1), "token-mean", normalizer
+    )

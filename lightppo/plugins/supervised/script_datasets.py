@@ -81,16 +81,21 @@ class SFTDataset(_ScriptRows, datasets.SFTDataset):
         max_len: int | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(input_template, bool):  # pretrain_mode in the place that it has in data.datasets
+        # pretrain_mode in the place that it has in data.datasets
+        if isinstance(input_template, bool):
             input_template, pretrain_mode = None, input_template
         if multiturn and (pretrain_mode or not getattr(tokenizer, "is_fast", False)):
-            raise DataError("multiturn needs chats, so no pretrain_mode, and a fast tokenizer, which tells turns apart")
+            raise DataError(
+                "multiturn needs chats, so no pretrain_mode, and a fast tokenizer, which tells turns apart"
+            )
         self.multiturn = multiturn
         args = _script_args(strategy, tokenizer, multiple_of)
         self.of_script = args is not None
         if self.of_script:
             options = {"truncation": getattr(args, "truncation", None) or "right"} | options
-        chat = setting(strategy, "apply_chat_template", options.get("apply_chat_template"), default=False)
+        chat = setting(
+            strategy, "apply_chat_template", options.get("apply_chat_template"), default=False
+        )
         template = None if pretrain_mode or chat else input_template
         super().__init__(
             dataset,
@@ -118,7 +123,9 @@ class SFTDataset(_ScriptRows, datasets.SFTDataset):
             return
         for _, whole in rendered:
             if whole.messages is None:
-                yield BadRowError("wrong_type", "multiturn: the row is no chat; set apply_chat_template for texts")
+                yield BadRowError(
+                    "wrong_type", "multiturn: the row is no chat; set apply_chat_template for texts"
+                )
                 continue
             try:
                 ids, learnt = self._of_turns(whole.messages)
@@ -136,7 +143,9 @@ class SFTDataset(_ScriptRows, datasets.SFTDataset):
             start = self.template.chat_text(messages[:i], add_generation_prompt=True)
             turn = self.template.chat_text(messages[: i + 1]).rstrip("\n")
             if not (text.startswith(turn) and turn.startswith(start)):
-                raise BadRowError("template", "the chat template writes a turn differently once it is answered")
+                raise BadRowError(
+                    "template", "the chat template writes a turn differently once it is answered"
+                )
             spans.append((len(start), len(turn)))
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, begins = list(found["input_ids"]), [begin for begin, _ in found["offset_mapping"]]
@@ -171,7 +180,9 @@ class RewardDataset(_ScriptRows, ReferencedPairs):
         if self.of_script:
             options = {"truncation": getattr(args, "truncation", None) or "right"} | options
         prompt_key = getattr(args, "prompt_key", None)
-        chat = setting(strategy, "apply_chat_template", options.get("apply_chat_template"), default=False)
+        chat = setting(
+            strategy, "apply_chat_template", options.get("apply_chat_template"), default=False
+        )
         template = None if chat or not prompt_key else input_template
         super().__init__(
             dataset,
@@ -200,7 +211,10 @@ class RewardDataset(_ScriptRows, ReferencedPairs):
         if batch["sequences"].shape[1] > batch["action_mask"].shape[1]:
             return batch
         padded = {"sequences": self._pad_id(), "attention_mask": 0}
-        return batch | {name: torch.nn.functional.pad(batch[name], (1, 0), value=x) for name, x in padded.items()}
+        return batch | {
+            name: torch.nn.functional.pad(batch[name], (1, 0), value=x)
+            for name, x in padded.items()
+        }
 
 
 def _script_args(strategy: Any, tokenizer: Any, multiple_of: int) -> Any:

@@ -64,7 +64,11 @@ LOOP_OPTIONS = [
 # What OpenRLHF's logs call a metric, beside its own name here.
 SCRIPT_NAMES = {
     "sft": {"loss": ("gpt_loss", "loss_mean")},
-    "pairs": {"loss": ("loss_mean",), "accuracy": ("acc", "acc_mean"), "rejected_reward": ("reject_reward",)},
+    "pairs": {
+        "loss": ("loss_mean",),
+        "accuracy": ("acc", "acc_mean"),
+        "rejected_reward": ("reject_reward",),
+    },
 }
 
 
@@ -93,10 +97,15 @@ class ScriptTrainer(SupervisedTrainer):
         """What the script made; ``options`` are options of the config, which win over ``strategy.args``."""
         self.args = strategy.args
         if self.args is None:
-            raise ConfigError(f"{type(self).__name__} reads strategy.args: make the strategy by get_strategy(args)")
+            raise ConfigError(
+                f"{type(self).__name__} reads strategy.args: make the strategy by get_strategy(args)"
+            )
         _refuse(self.args, options.pop("max_norm", None), strategy)
         config = script_config(self.objective_class.config_class, self.args, options)
-        for name, loader in {"train_dataloader": train_dataloader, "eval_dataloader": eval_dataloader}.items():
+        for name, loader in {
+            "train_dataloader": train_dataloader,
+            "eval_dataloader": eval_dataloader,
+        }.items():
             self._check_rows(name, loader)
         objective = self.objective_class(config, strategy)
         parts = (objective, model, optim, scheduler, train_dataloader)
@@ -118,7 +127,9 @@ class ScriptTrainer(SupervisedTrainer):
         fits = isinstance(rows, self.rows_class) and isinstance(rows, PairDataset) == of_pairs
         if loader is not None and not fits:
             needed = "RewardDataset" if of_pairs else "SFTDataset"
-            raise ConfigError(f"{name} has rows of {type(rows).__name__}: make them by lightppo.{needed}")
+            raise ConfigError(
+                f"{name} has rows of {type(rows).__name__}: make them by lightppo.{needed}"
+            )
 
     packing_samples = property(attrgetter("config.training.packing_samples"))
     save_hf_ckpt = property(attrgetter("config.checkpoint.save_hf_ckpt"))
@@ -130,12 +141,18 @@ class ScriptTrainer(SupervisedTrainer):
     @property
     def recorder(self) -> Any | None:
         """What writes the logs."""
-        return next((callback for callback in self.callbacks if hasattr(callback, "tensorboard_writer")), None)
+        return next(
+            (callback for callback in self.callbacks if hasattr(callback, "tensorboard_writer")),
+            None,
+        )
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def fit(
-        self, args: Any = None, consumed_samples: int = 0, num_update_steps_per_epoch: int | None = None
+        self,
+        args: Any = None,
+        consumed_samples: int = 0,
+        num_update_steps_per_epoch: int | None = None,
     ) -> dict[str, float]:
         """Train until all epochs are done; returns the metrics of the last step. Collective.
 
@@ -154,13 +171,19 @@ class ScriptTrainer(SupervisedTrainer):
         _settle_schedule(self.args, num_update_steps_per_epoch)
         if consumed_samples and self.state.global_step == 0:
             batch_size = self.config.training.train_batch_size
-            self.state.become(TrainerState.from_consumed(consumed_samples, self._steps_per_epoch(), batch_size))
+            self.state.become(
+                TrainerState.from_consumed(consumed_samples, self._steps_per_epoch(), batch_size)
+            )
         self._before_training()
         return super().fit()
 
     def _constructor_options(self) -> dict[str, Any]:
         c, t = self.config.checkpoint, self.config.training
-        kept = {"num_epochs": t.num_epochs, "save_hf_ckpt": c.save_hf_ckpt, "disable_ds_ckpt": c.disable_ds_ckpt}
+        kept = {
+            "num_epochs": t.num_epochs,
+            "save_hf_ckpt": c.save_hf_ckpt,
+            "disable_ds_ckpt": c.disable_ds_ckpt,
+        }
         preference = getattr(self.config, "preference", None)
         return kept if preference is None else kept | {"beta": preference.beta}
 
@@ -175,7 +198,9 @@ class ScriptTrainer(SupervisedTrainer):
         if self.args is None:
             return super().finish_step(step, status)
         logs = {name.removeprefix("train/"): value for name, value in status.items()}
-        logs |= {other: logs[name] for name, others in self.script_names.items() for other in others}
+        logs |= {
+            other: logs[name] for name, others in self.script_names.items() for other in others
+        }
         consumed = {"consumed_samples": step * self.config.training.train_batch_size}
         self.save_logs_and_checkpoints(self.args, step, None, logs, consumed)
         return False
@@ -210,7 +235,9 @@ class ScriptTrainer(SupervisedTrainer):
         states = consumed | self.client_states | {"trainer": asdict(self.state)}
         if not c.disable_ds_ckpt:
             limits = {"max_num": c.max_ckpt_num, "max_mem": c.max_ckpt_mem}
-            self.strategy.save_ckpt(self.model, root, f"global_step{step}", **limits, client_state=states)
+            self.strategy.save_ckpt(
+                self.model, root, f"global_step{step}", **limits, client_state=states
+            )
         if c.save_hf_ckpt:
             self.checkpointer.save_hf(root, step)
 
@@ -228,7 +255,9 @@ class _Evaluation:
 
     def evaluate(self, step: int) -> dict[str, float]:
         found = self.trainer.evaluate(self.trainer.eval_dataloader, step) or {}
-        return {name if "/" in name else f"eval/{name}": float(value) for name, value in found.items()}
+        return {
+            name if "/" in name else f"eval/{name}": float(value) for name, value in found.items()
+        }
 
 
 class SFTTrainer(ScriptTrainer):
@@ -371,15 +400,21 @@ class DPOTrainer(ScriptTrainer):
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def script_config(kind: type[SupervisedConfig], args: Any, options: Mapping[str, Any]) -> SupervisedConfig:
+def script_config(
+    kind: type[SupervisedConfig], args: Any, options: Mapping[str, Any]
+) -> SupervisedConfig:
     """The options that the loop reads, from the script's ``args``; ``options`` win over them.
 
     Raises:
         ConfigError: a value out of range.
     """
     known = {option.name: option for option in kind.all_options()}
-    given = {name: value for name, value in vars(args).items() if name in LOOP_OPTIONS and name in known}
-    values = {name: value for name, value in given.items() if value is not None or known[name].may_be_none}
+    given = {
+        name: value for name, value in vars(args).items() if name in LOOP_OPTIONS and name in known
+    }
+    values = {
+        name: value for name, value in given.items() if value is not None or known[name].may_be_none
+    }
     if isinstance(values.get("use_wandb"), str):  # the key; wandb takes it from the environment
         values["use_wandb"] = bool(values["use_wandb"])
     for name in ("save_steps", "eval_steps"):
@@ -400,11 +435,17 @@ def _preference(args: Any) -> dict[str, Any]:
 def _refuse(args: Any, max_norm: float | None, strategy: DeepspeedStrategy) -> None:
     """ConfigError for what a script asks for and lightppo does not have."""
     if max_norm is not None and max_norm != strategy.max_norm:
-        raise ConfigError(f"max_norm {max_norm} is not the strategy's ({strategy.max_norm}): set it there")
+        raise ConfigError(
+            f"max_norm {max_norm} is not the strategy's ({strategy.max_norm}): set it there"
+        )
     if getattr(args, "aux_loss_coef", 0) > 1e-8:
-        raise ConfigError("--aux_loss_coef: supervised training has no load-balancing loss: leave it out")
+        raise ConfigError(
+            "--aux_loss_coef: supervised training has no load-balancing loss: leave it out"
+        )
     if getattr(args, "ring_attn_size", 1) > 1:
-        raise ConfigError(f"--ring_attn_size {args.ring_attn_size}: sequences are not split over ranks: leave it out")
+        raise ConfigError(
+            f"--ring_attn_size {args.ring_attn_size}: sequences are not split over ranks: leave it out"
+        )
 
 
 def _settle_schedule(args: Any, steps_per_epoch: int | None) -> None:

@@ -38,11 +38,15 @@ class SupervisedModelConfig(
 ):
     """Model: where it comes from and how it is loaded."""
 
-    pretrain: str | None = option(None, "Initial model: folder, hub id or fsspec URL.", required=True)
+    pretrain: str | None = option(
+        None, "Initial model: folder, hub id or fsspec URL.", required=True
+    )
 
 
 class SupervisedAdapterConfig(
-    SECTIONS["adapter"].kind, only="lora_rank lora_alpha lora_dropout load_in_4bit target_modules", words=WORDS
+    SECTIONS["adapter"].kind,
+    only="lora_rank lora_alpha lora_dropout load_in_4bit target_modules",
+    words=WORDS,
 ):
     """LoRA: small trained matrices next to frozen weights (arXiv:2106.09685); docs/lora.md."""
 
@@ -57,14 +61,22 @@ class SupervisedDataConfig(
                                  required=True)  # fmt: skip
     dataset_split: str = option("train", "Split of --dataset.")
     eval_dataset: str | None = option(None, "Held-out rows. None: no evaluation.", resume_safe=True)
-    eval_split: str = option("test", "Split of --eval_dataset. Files without splits have only one.", resume_safe=True)
+    eval_split: str = option(
+        "test", "Split of --eval_dataset. Files without splits have only one.", resume_safe=True
+    )
     max_len: int = option(2048, "Maximum length of prompt and answer.", unit="tokens", ge=2)
     truncation: Literal["error", "right", "drop"] = option(
         "error", "If a row is longer: stop, cut the answer, or drop the row. Counted."
     )
-    max_samples: int = option(1_000_000, "Maximum number of rows taken from --dataset.", unit="rows", ge=1)
+    max_samples: int = option(
+        1_000_000, "Maximum number of rows taken from --dataset.", unit="rows", ge=1
+    )
     eval_max_samples: int = option(
-        1_000_000, "Maximum number of rows taken from --eval_dataset.", "rows", ge=1, resume_safe=True
+        1_000_000,
+        "Maximum number of rows taken from --eval_dataset.",
+        "rows",
+        ge=1,
+        resume_safe=True,
     )
 
 
@@ -85,14 +97,17 @@ class RewardDataConfig(PairDataConfig):
     """Data: prompts with a chosen and a rejected answer, and held-out ones; docs/supervised.md."""
 
     margin_key: str | None = option(
-        None, "Column with the margin (≥ 0) by which the chosen answer should lead. None: no margin."
+        None,
+        "Column with the margin (≥ 0) by which the chosen answer should lead. None: no margin.",
     )
 
 
 class RewardModelConfig(SupervisedModelConfig):
     """Model: where it comes from and how it is loaded."""
 
-    value_head_prefix: str = option("score", "Name of the value head in --pretrain, if it is a reward model.")
+    value_head_prefix: str = option(
+        "score", "Name of the value head in --pretrain, if it is a reward model."
+    )
 
 
 class DPOModelConfig(SupervisedModelConfig):
@@ -113,12 +128,21 @@ class SupervisedTrainingConfig(
 ):
     """Training: batches, epochs, optimizer."""
 
-    train_batch_size: int = option(128, "Rows per optimizer step.", unit="rows over all ranks", ge=1)
+    train_batch_size: int = option(
+        128, "Rows per optimizer step.", unit="rows over all ranks", ge=1
+    )
     num_epochs: int | None = option(
-        None, "Passes over the data. None: 1, or as many as --max_steps needs.", ge=1, resume_safe=True
+        None,
+        "Passes over the data. None: 1, or as many as --max_steps needs.",
+        ge=1,
+        resume_safe=True,
     )
     max_steps: int | None = option(
-        None, "Number of steps, instead of --num_epochs.", unit="optimizer steps", ge=1, resume_safe=True
+        None,
+        "Number of steps, instead of --num_epochs.",
+        unit="optimizer steps",
+        ge=1,
+        resume_safe=True,
     )
     learning_rate: float = option(5e-6, "Peak learning rate of AdamW.", gt=0)
 
@@ -174,7 +198,9 @@ class SupervisedLoggingConfig(
 ):
     """Logging."""
 
-    log_file: str | None = option(None, "JSONL file of the metrics. None: SAVE_PATH/metrics.jsonl.", resume_safe=True)
+    log_file: str | None = option(
+        None, "JSONL file of the metrics. None: SAVE_PATH/metrics.jsonl.", resume_safe=True
+    )
 
 
 class SupervisedConfig(OptionSet):
@@ -262,9 +288,12 @@ class PreferenceConfig(Section, own=PREFERENCE_LOSSES):
     """Loss on pairs, without a reward model; docs/supervised.md."""
 
     preference_loss: str = option("dpo", "Loss of a pair.", names=PREFERENCE_LOSSES)
-    beta: float = option(0.1, "β of the loss: how strongly the model is held to the reference.", gt=0)
+    beta: float = option(
+        0.1, "β of the loss: how strongly the model is held to the reference.", gt=0
+    )
     average_log_probs: bool | None = option(
-        None, "Use the mean of an answer's token log probs instead of the sum. None: as the loss defines it; ipo: true."
+        None,
+        "Use the mean of an answer's token log probs instead of the sum. None: as the loss defines it; ipo: true.",
     )
 
 
@@ -287,13 +316,22 @@ class DPOConfig(SupervisedConfig):
     training: DPOTrainingConfig
     checkpoint: DPOCheckpointConfig
 
-    screen: ClassVar[dict[str, str]] = SupervisedConfig.screen | {"Loss": "preference_loss beta label_smoothing"}
+    screen: ClassVar[dict[str, str]] = SupervisedConfig.screen | {
+        "Loss": "preference_loss beta label_smoothing"
+    }
 
     def known(self) -> dict[str, Any]:
         values = super().known()
-        entry, averages = PREFERENCE_LOSSES.find(values["preference_loss"]), values["average_log_probs"]
-        own = entry.completed({name: values[name] for name in entry.defaults}, values["preference_loss"])
-        return values | own | {"average_log_probs": entry.of_means if averages is None else averages}
+        entry, averages = (
+            PREFERENCE_LOSSES.find(values["preference_loss"]),
+            values["average_log_probs"],
+        )
+        own = entry.completed(
+            {name: values[name] for name in entry.defaults}, values["preference_loss"]
+        )
+        return (
+            values | own | {"average_log_probs": entry.of_means if averages is None else averages}
+        )
 
 
 COMMANDS: dict[str, type[SupervisedConfig]] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}

@@ -19,7 +19,8 @@ def train(kind: type[SupervisedConfig], argv: Sequence[str] | None, prog: str) -
         for look in BEFORE_IMPORTS.values():
             look.fn(config, prog)
 
-        from lightppo.plugins.supervised.trainer import SupervisedTrainer  # its imports take seconds
+        # its imports take seconds
+        from lightppo.plugins.supervised.trainer import SupervisedTrainer
 
         SupervisedTrainer.from_config(config).fit()
 

@@ -36,8 +36,15 @@ class HeldOut:
         dataset: the same on every rank; ranks share its rows.
     """
 
-    def __init__(self, objective: Objective, model: Any, dataset: Any, micro_batch_size: int) -> None:
-        self.objective, self.model, self.dataset, self.size = objective, model, dataset, micro_batch_size
+    def __init__(
+        self, objective: Objective, model: Any, dataset: Any, micro_batch_size: int
+    ) -> None:
+        self.objective, self.model, self.dataset, self.size = (
+            objective,
+            model,
+            dataset,
+            micro_batch_size,
+        )
         self.strategy = objective.strategy
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
@@ -58,7 +65,9 @@ class HeldOut:
         means = ranks.all_reduce(dict(sums), op="mean")
         total = means.pop(objective.unit)
         objective.finish(self.model, self.batches())
-        return {f"eval/{name}": x / total for name, x in means.items()} | {f"eval/{objective.unit}": total}
+        return {f"eval/{name}": x / total for name, x in means.items()} | {
+            f"eval/{objective.unit}": total
+        }
 
 
 class SupervisedTrainer(TrainingLoop):
@@ -220,17 +229,28 @@ class SupervisedTrainer(TrainingLoop):
         rows = HeldOut(self.objective, self.model, self.train_dataloader.dataset, size)
         self.objective.finish(self.model, rows.batches())
         self.strategy.save_model(
-            self.model, self.tokenizer, self.config.checkpoint.save_path, step=self.state.global_step
+            self.model,
+            self.tokenizer,
+            self.config.checkpoint.save_path,
+            step=self.state.global_step,
         )
 
     def closing_lines(self) -> list[str]:
         path = self.config.checkpoint.save_path
-        return [f"files: {building.places(self.config)}", f"next: {self.objective.next.format(path=path)}"]
+        return [
+            f"files: {building.places(self.config)}",
+            f"next: {self.objective.next.format(path=path)}",
+        ]
 
-    def _write_batch(self, path: Path, batch: Sequence[Batch], facts: Mapping[str, Any]) -> Mapping[str, int]:
+    def _write_batch(
+        self, path: Path, batch: Sequence[Batch], facts: Mapping[str, Any]
+    ) -> Mapping[str, int]:
         """Keep this rank's micro batches of a step whose gradient is not finite."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        texts = [self.tokenizer.batch_decode(part.get("sequences", part.get("input_ids"))) for part in batch]
+        texts = [
+            self.tokenizer.batch_decode(part.get("sequences", part.get("input_ids")))
+            for part in batch
+        ]
         torch.save({"micro_batches": list(batch), "texts": texts, "facts": dict(facts)}, path)
         return {}
 
@@ -238,12 +258,18 @@ class SupervisedTrainer(TrainingLoop):
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
-def build(config: SupervisedConfig, trainer: type[T] = SupervisedTrainer, callbacks: Iterable[Callback] = ()) -> T:
+def build(
+    config: SupervisedConfig,
+    trainer: type[T] = SupervisedTrainer,
+    callbacks: Iterable[Callback] = (),
+) -> T:
     """Strategy → data → model → trainer; whatever cannot work is an error that names its flag. Collective."""
     callbacks = [*callbacks, *load_callbacks(config.training.callback)]
     run = begin(config)
     config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
-    objective = next(kind for kind in OBJECTIVES if kind.config_class is type(config))(config, strategy)
+    objective = next(kind for kind in OBJECTIVES if kind.config_class is type(config))(
+        config, strategy
+    )
     rows, held_out = read_data(run, objective)
     training, size = config.training, config.training.micro_train_batch_size
     loader = strategy.setup_dataloader(rows, size, pin_memory=True, collate_fn=rows.collate_fn)
@@ -253,9 +279,13 @@ def build(config: SupervisedConfig, trainer: type[T] = SupervisedTrainer, callba
     prepare_model(model, "actor", config, strategy.device)
     counted = parameter_count(model, trained_only=find_adapters(model) is not None)
     run.sizes = {"actor": counted, "export": parameter_count(model)}
-    strategy.print(f"model: {parameter_count(model):,} parameters, {counted:,} train\nfiles: {building.places(config)}")
+    strategy.print(
+        f"model: {parameter_count(model):,} parameters, {counted:,} train\nfiles: {building.places(config)}"
+    )
     steps = schedule_steps(config, loader, strategy)
-    prepared = strategy.prepare(building.with_optimizer(model, training.learning_rate, steps, config, strategy))
+    prepared = strategy.prepare(
+        building.with_optimizer(model, training.learning_rate, steps, config, strategy)
+    )
     models = objective.attach(prepared[0])
     if training.packing_samples is None and not objective.gains_by_packing(rows):
         strategy.print("note: batches are padded: all rows have about the same length")
@@ -300,7 +330,9 @@ def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | 
     config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
 
     def dataset(paths: str, split: str, limit: int, flag: str) -> Any:
-        rows = blending_datasets(paths, None, strategy, config.strategy.seed, train_split=split, flag=flag)
+        rows = blending_datasets(
+            paths, None, strategy, config.strategy.seed, train_split=split, flag=flag
+        )
         read = objective.build_dataset(rows.select(range(min(len(rows), limit))), tokenizer)
         strategy.print(f"{flag} {paths}: {read.report}")
         return read
@@ -311,7 +343,9 @@ def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | 
     data, held_out = config.data, None
     rows = dataset(data.dataset, data.dataset_split, data.max_samples, "--dataset")
     if data.eval_dataset:
-        held_out = dataset(data.eval_dataset, data.eval_split, data.eval_max_samples, "--eval_dataset")
+        held_out = dataset(
+            data.eval_dataset, data.eval_split, data.eval_max_samples, "--eval_dataset"
+        )
     run.rows, run.held_out = {"dataset": rows}, held_out
     building.check_lengths(config, building.model_config(config), int(rows.lengths.max()))
     run.check("data")
@@ -322,8 +356,11 @@ def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | 
     return rows, held_out
 
 
-def schedule_steps(config: SupervisedConfig, train_dataloader: DataLoader, strategy: DeepspeedStrategy) -> int:
+def schedule_steps(
+    config: SupervisedConfig, train_dataloader: DataLoader, strategy: DeepspeedStrategy
+) -> int:
     """Optimizer steps that the schedule of the learning rate stretches over."""
-    t, rows = config.training, train_dataloader.sampler.num_samples  # of this rank, in a whole epoch
+    # of this rank, in a whole epoch
+    t, rows = config.training, train_dataloader.sampler.num_samples
     per_epoch = -(-rows // (strategy.accumulated_gradient * strategy.micro_train_batch_size))
     return t.max_steps or (t.num_epochs or 1) * per_epoch

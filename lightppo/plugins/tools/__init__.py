@@ -7,19 +7,36 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     COMMANDS.register(
         "data",
-        Command("lightppo.plugins.tools.data:main", about="look at rows as a model will see them; convert data sets"),
+        Command(
+            "lightppo.plugins.tools.data:main",
+            about="look at rows as a model will see them; convert data sets",
+        ),
     )
     COMMANDS.register(
-        "chat", Command("lightppo.plugins.tools.chat:main", about="talk to a model, in a terminal or through a pipe")
+        "chat",
+        Command(
+            "lightppo.plugins.tools.chat:main",
+            about="talk to a model, in a terminal or through a pipe",
+        ),
     )
     COMMANDS.register(
         "convert",
-        Command("lightppo.plugins.tools.convert:convert", about="write a training checkpoint as a Hugging Face folder"),
+        Command(
+            "lightppo.plugins.tools.convert:convert",
+            about="write a training checkpoint as a Hugging Face folder",
+        ),
     )
     COMMANDS.register(
-        "merge", Command("lightppo.plugins.tools.convert:merge", about="write a LoRA adapter and its base as one model")
+        "merge",
+        Command(
+            "lightppo.plugins.tools.convert:merge",
+            about="write a LoRA adapter and its base as one model",
+        ),
     )
     COMMANDS.register(
         "tiny-model",
-        Command("lightppo.plugins.tools.tiny_model:main", about="make a small random model to try things with"),
+        Command(
+            "lightppo.plugins.tools.tiny_model:main",
+            about="make a small random model to try things with",
+        ),
     )

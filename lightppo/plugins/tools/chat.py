@@ -33,7 +33,9 @@ def main(argv: Sequence[str], prog: str = "lightppo chat") -> None:
                         "not in it")  # fmt: skip
     for name in SAMPLING:
         option = RolloutConfig.options()[name]
-        parser.add_argument(f"--{name}", default=option.default, help=f"{option.help} Default: {option.default}")
+        parser.add_argument(
+            f"--{name}", default=option.default, help=f"{option.help} Default: {option.default}"
+        )
     parser.add_argument("--seed", default=42, help="sampling seed; default: 42")
     add_base(parser, "base model of an adapter or a checkpoint; default: the one that it names")
     args = parser.parse_args(argv)
@@ -72,12 +74,18 @@ def talk(args: argparse.Namespace) -> None:
             continue
         chat = [*past, {"role": "user", "content": line}]
         try:
-            answer = respond(model, tokenizer, template, chat if template.apply_chat_template else line, args)
+            answer = respond(
+                model, tokenizer, template, chat if template.apply_chat_template else line, args
+            )
             past = [*chat, {"role": "assistant", "content": answer}]
         except (ConfigError, KeyboardInterrupt) as error:
             if not in_terminal:
                 raise
-            print(plain(error) if isinstance(error, ConfigError) else " … stopped; the turn is forgotten")
+            print(
+                plain(error)
+                if isinstance(error, ConfigError)
+                else " … stopped; the turn is forgotten"
+            )
 
 
 def typed() -> Iterator[str]:
@@ -105,7 +113,9 @@ def template_of(args: argparse.Namespace, options: Mapping[str, Any], tokenizer:
     return PromptTemplate(tokenizer, chat, text, system)
 
 
-def respond(model: Any, tokenizer: Any, template: Any, prompt: Any, args: argparse.Namespace) -> str:
+def respond(
+    model: Any, tokenizer: Any, template: Any, prompt: Any, args: argparse.Namespace
+) -> str:
     """The answer, printed while it is made."""
     import torch
     from transformers import GenerationConfig, TextStreamer
@@ -113,10 +123,17 @@ def respond(model: Any, tokenizer: Any, template: Any, prompt: Any, args: argpar
     from lightppo.rollout.sampling import end_of_text_ids
 
     (ids,) = template.encode_rendered([template.render(prompt)])
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize) - len(ids)
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize) - len(
+        ids
+    )
     if room < 1:
-        raise ConfigError(f"{len(ids)} tokens so far, and the model has {len(ids) + room} positions: /reset")
-    sampling = {"do_sample": args.temperature > 0, "max_new_tokens": min(args.generate_max_len, room)}
+        raise ConfigError(
+            f"{len(ids)} tokens so far, and the model has {len(ids) + room} positions: /reset"
+        )
+    sampling = {
+        "do_sample": args.temperature > 0,
+        "max_new_tokens": min(args.generate_max_len, room),
+    }
     if args.temperature > 0:
         sampling |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
     ends = end_of_text_ids(tokenizer, model.generation_config)

@@ -32,8 +32,15 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="--save_path or --ckpt_path of a run, or "
                         "the folder of one checkpoint, such as CKPT_PATH/_actor/global_step20")  # fmt: skip
     parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
-    parser.add_argument("--step", type=int, help="step of the checkpoint, if CHECKPOINT is a run; default: the last")
-    parser.add_argument("--part", choices=PARTS, default="actor", help="model, if CHECKPOINT is a run; default: actor")
+    parser.add_argument(
+        "--step", type=int, help="step of the checkpoint, if CHECKPOINT is a run; default: the last"
+    )
+    parser.add_argument(
+        "--part",
+        choices=PARTS,
+        default="actor",
+        help="model, if CHECKPOINT is a run; default: actor",
+    )
     add_base(parser, "initial model of training, for config and tokenizer, with LoRA also for weights; "
              "default: the one that the checkpoint names")  # fmt: skip
     args = parser.parse_args(argv)
@@ -44,7 +51,9 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
     def model_and_tokenizer() -> tuple[Any, Any]:
         from lightppo.files import stage_to_local
 
-        folder = find_checkpoint(Path(stage_to_local(args.checkpoint)).expanduser(), args.part, args.step)
+        folder = find_checkpoint(
+            Path(stage_to_local(args.checkpoint)).expanduser(), args.part, args.step
+        )
         start = args.base or checkpoint_options(folder).get("pretrain")
         check_output(args.output, {"CHECKPOINT": str(folder), "--base": start})
         print(f"reading {folder}", flush=True)
@@ -59,7 +68,9 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
         prog, description="Merge a LoRA adapter into its base model and write a Hugging Face folder with tokenizer "
         "and generation config. Weights keep their type; they are added in float32."
     )  # fmt: skip
-    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="folder with adapter_config.json")
+    parser.add_argument(
+        "adapter", metavar="ADAPTER", type=Path, help="folder with adapter_config.json"
+    )
     parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
     add_base(parser, "dense base model; default: the one that the adapter's config names")
     args = parser.parse_args(argv)
@@ -70,7 +81,9 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
             check_model(args.base, "--base")
 
     def model_and_tokenizer() -> tuple[Any, Any]:
-        start = args.base or json.loads((args.adapter / "adapter_config.json").read_text()).get(_BASE_KEY)
+        start = args.base or json.loads((args.adapter / "adapter_config.json").read_text()).get(
+            _BASE_KEY
+        )
         check_output(args.output, {"ADAPTER": str(args.adapter), "--base": start})
         run = args.adapter.absolute().parent
         if options_of(run).get("load_in_4bit"):
@@ -88,7 +101,9 @@ def _check_adapter(folder: Path) -> None:
     if (folder / "adapter_config.json").is_file():
         return
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder{mistyped_path(str(folder))}. Name the folder of an adapter")
+        raise ConfigError(
+            f"{folder}: no such folder{mistyped_path(str(folder))}. Name the folder of an adapter"
+        )
     inside = sorted(str(path.parent) for path in folder.glob("**/adapter_config.json"))
     what = f"name {' or '.join(inside[:3])}" if inside else "it is no folder of an adapter"
     raise ConfigError(f"{folder} has no adapter_config.json: {what}")
@@ -97,7 +112,9 @@ def _check_adapter(folder: Path) -> None:
 def add_base(parser: argparse.ArgumentParser, meaning: str) -> None:
     """The options of what a checkpoint or an adapter belongs to."""
     parser.add_argument("--base", metavar="MODEL", help=meaning)
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run Python code that comes with the base"
+    )
 
 
 def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None:
@@ -115,7 +132,9 @@ def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None
 
 
 def _no_such_run(path: str) -> CheckpointError:
-    return CheckpointError(f"{path}: no such folder{mistyped_path(path)}. Name the --save_path of a run")
+    return CheckpointError(
+        f"{path}: no such folder{mistyped_path(path)}. Name the --save_path of a run"
+    )
 
 
 # -- what is where ---------------------------------------------------------------------------------------------------
@@ -137,9 +156,13 @@ def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) ->
         raise _no_such_run(str(path))
     wanted = "" if step is None else f" of step {step}"
     if there := list_tags(folder) if folder.is_dir() else ():
-        raise CheckpointError(f"{path} holds no checkpoint{wanted} of the {part}; it has {', '.join(there)}")
+        raise CheckpointError(
+            f"{path} holds no checkpoint{wanted} of the {part}; it has {', '.join(there)}"
+        )
     if (path / "config.json").is_file() and not (root / "_actor").is_dir():
-        raise CheckpointError(f"{path} is a Hugging Face folder already: there is nothing to convert")
+        raise CheckpointError(
+            f"{path} is a Hugging Face folder already: there is nothing to convert"
+        )
     raise CheckpointError(
         f"{path} holds no checkpoint of the {part}: name the --save_path or --ckpt_path of a run that saved some "
         "(--save_steps)"
@@ -150,8 +173,11 @@ def checkpoint_options(folder: Path) -> dict[str, Any]:
     """The options of the run that saved a checkpoint; none if it does not say them."""
     from lightppo.strategy.checkpoint import read_client_state
 
-    of_actor = folder.absolute().parent.parent / "_actor" / folder.name  # its part knows, the others do not
-    states = [read_client_state(one) for one in (folder, of_actor) if (one / "client_state.pt").is_file()]
+    # its part knows, the others do not
+    of_actor = folder.absolute().parent.parent / "_actor" / folder.name
+    states = [
+        read_client_state(one) for one in (folder, of_actor) if (one / "client_state.pt").is_file()
+    ]
     return next((state["config"] for state in states if "config" in state), {})
 
 
@@ -170,22 +196,34 @@ def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> 
     if found := damage(Alone(), folder):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}")
     options = checkpoint_options(folder)
-    heads = ("model.score.", "model.classifier.")  # of transformers' classifiers in our wrapper; they always train
+    # of transformers' classifiers in our wrapper; they always train
+    heads = ("model.score.", "model.classifier.")
     has_value_head = any(name.startswith(heads) for name in saved_names(folder, meta))
-    start = base or options.get("critic_pretrain" if folder.absolute().parent.name == "_critic" else "pretrain")
+    start = base or options.get(
+        "critic_pretrain" if folder.absolute().parent.name == "_critic" else "pretrain"
+    )
     if start is None:
         raise CheckpointError(f"{folder} does not name the model that it started from: set --base")
     if not options.get("init_from_scratch"):  # a tower would be lost in what is written
-        loading = {"trust_remote_code": trust_remote_code, "external_lib": options.get("external_lib")}
+        loading = {
+            "trust_remote_code": trust_remote_code,
+            "external_lib": options.get("external_lib"),
+        }
         check_text_only(stage_to_local(start), flag="--base", **loading)
     model = _model_for(meta, options, stage_to_local(start), has_value_head, trust_remote_code)
     load_weights(model, folder, meta)
     words = base or options.get("tokenizer_path") or start
-    return model, get_tokenizer(stage_to_local(words), model, trust_remote_code=trust_remote_code, flag="--base")
+    return model, get_tokenizer(
+        stage_to_local(words), model, trust_remote_code=trust_remote_code, flag="--base"
+    )
 
 
 def _model_for(
-    meta: Mapping[str, Any], options: Mapping[str, Any], start: str, has_value_head: bool, trust_remote_code: bool
+    meta: Mapping[str, Any],
+    options: Mapping[str, Any],
+    start: str,
+    has_value_head: bool,
+    trust_remote_code: bool,
 ) -> Any:
     """A model that a checkpoint's weights fit; its own are the base's under adapters, else of no meaning."""
     from contextlib import nullcontext
@@ -199,7 +237,11 @@ def _model_for(
 
     dtype = torch.bfloat16 if meta["bf16"] else torch.float16 if meta.get("fp16") else torch.float32
     settings = {"dtype": dtype, "flag": "--base", "trust_remote_code": trust_remote_code}
-    settings |= {name: options[name] for name in ("external_lib", "init_from_scratch", "seed") if name in options}
+    settings |= {
+        name: options[name]
+        for name in ("external_lib", "init_from_scratch", "seed")
+        if name in options
+    }
     if not meta["adapters"]:
         settings["init_from_scratch"] = True
     if options.get("override_config"):
@@ -216,7 +258,9 @@ def _model_for(
     return model
 
 
-def open_adapter(folder: Path, base: str | None, trust_remote_code: bool = False) -> tuple[Any, Any]:
+def open_adapter(
+    folder: Path, base: str | None, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
     """Merged model and tokenizer; the tokenizer is the base's if the folder has none."""
     from lightppo.models.loading import get_tokenizer
     from lightppo.plugins.adapters.lora import load_merged
@@ -227,7 +271,9 @@ def open_adapter(folder: Path, base: str | None, trust_remote_code: bool = False
     return model, get_tokenizer(path, model, trust_remote_code=trust_remote_code, flag="--base")
 
 
-def open_model(name: str, base: str | None, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
+def open_model(
+    name: str, base: str | None, trust_remote_code: bool
+) -> tuple[Any, Any, dict[str, Any]]:
     """Causal LM, tokenizer, and options of the run that it is of, out of whatever a run has left, or the hub has."""
     from lightppo.files import stage_to_local
     from lightppo.models.loading import get_tokenizer, load_causal_lm
@@ -238,13 +284,16 @@ def open_model(name: str, base: str | None, trust_remote_code: bool) -> tuple[An
         return *open_adapter(path, base, trust_remote_code), options_of(path.absolute().parent)
     if path.is_dir() and not (path / "config.json").is_file():
         folder = find_checkpoint(path)
-        path, options = folder.parent.parent / f"{folder.name}_hf", checkpoint_options(folder)  # of --save_hf_ckpt
+        # of --save_hf_ckpt
+        path, options = folder.parent.parent / f"{folder.name}_hf", checkpoint_options(folder)
         if not (path / "config.json").is_file():
             model, tokenizer = open_checkpoint(folder, base, trust_remote_code)
             return model.hf_model, tokenizer, options
         name = str(path)
     if base is not None:
-        raise ConfigError(f"--base {base}: {name} is a whole model, and needs none: leave --base out")
+        raise ConfigError(
+            f"--base {base}: {name} is a whole model, and needs none: leave --base out"
+        )
     loading = {"flag": "MODEL", "trust_remote_code": trust_remote_code}
     model = load_causal_lm(local := stage_to_local(name), dtype="auto", **loading)
     return model, get_tokenizer(local, model, **loading), options or options_of(path)

@@ -16,23 +16,54 @@ from lightppo.option import Option, Section, option
 from lightppo.plugins.supervised.sections import COMMANDS
 from lightppo.terminal import plain
 
-_NAMES = ("pretrain", "tokenizer_path", "trust_remote_code", "prompt_data", "prompt_data_probs", "prompt_split")
-_NAMES += ("prompt_metadata", "input_key", "label_key", "input_template", "apply_chat_template", "system_prompt")
-_NAMES += ("data_source_key", "max_samples", "prompt_max_len", "truncation", "filter_overlong_prompts", "seed")
-_OF_OTHERS = [option for kind in COMMANDS.values() for option in type(kind().data).options().values()]
-_OF_OTHERS = [option for option in _OF_OTHERS if not option.name.startswith(("eval_", "on_", "data_"))]
+_NAMES = (
+    "pretrain",
+    "tokenizer_path",
+    "trust_remote_code",
+    "prompt_data",
+    "prompt_data_probs",
+    "prompt_split",
+)
+_NAMES += (
+    "prompt_metadata",
+    "input_key",
+    "label_key",
+    "input_template",
+    "apply_chat_template",
+    "system_prompt",
+)
+_NAMES += (
+    "data_source_key",
+    "max_samples",
+    "prompt_max_len",
+    "truncation",
+    "filter_overlong_prompts",
+    "seed",
+)
+_OF_OTHERS = [
+    option for kind in COMMANDS.values() for option in type(kind().data).options().values()
+]
+_OF_OTHERS = [
+    option for option in _OF_OTHERS if not option.name.startswith(("eval_", "on_", "data_"))
+]
 _SHARED = {option.name: replace(option, required=False) for option in (*_OF_OTHERS, *all_options())}
 _SHARED = {name: _SHARED[name] for name in (*_NAMES, *(option.name for option in _OF_OTHERS))}
-_SHARED["for"] = Option("for", Literal[("ppo", *COMMANDS)], "ppo", "The command that will train on the rows.")
+_SHARED["for"] = Option(
+    "for", Literal[("ppo", *COMMANDS)], "ppo", "The command that will train on the rows."
+)
 
 
 class RowsConfig(Section, shared=_SHARED.values()):
     """Show rows as a model will see them, and the lengths and problems of all; exit code 1 if a row has a problem."""
 
-    config: str | None = option(None, "YAML file of a run; only the options that this command has are read.")
+    config: str | None = option(
+        None, "YAML file of a run; only the options that this command has are read."
+    )
     row: tuple[int, ...] = option((), "Numbers of the rows to show, starting at 1.", ge=1)
     rows: int = option(1, "Number of rows to show from the start, without --row.", ge=0)
-    write: str | None = option(None, "Write all rows to this new JSONL file in lightppo's row format.")
+    write: str | None = option(
+        None, "Write all rows to this new JSONL file in lightppo's row format."
+    )
     form: Literal["auto", "gsm8k", "math", "ultrafeedback"] = option(
         "auto", "With --write: the source format. auto: by its columns."
     )
@@ -81,7 +112,12 @@ def read(config: RowsConfig) -> tuple[Any, str]:
     """The rows, and the flag that names them."""
     from lightppo.data.readers import blending_datasets, with_metadata
 
-    paths, probs, split, flag = config.prompt_data, config.prompt_data_probs, config.prompt_split, "--prompt_data"
+    paths, probs, split, flag = (
+        config.prompt_data,
+        config.prompt_data_probs,
+        config.prompt_split,
+        "--prompt_data",
+    )
     if kind_of(config) != "ppo":
         paths, probs, split, flag = config.dataset, None, config.dataset_split, "--dataset"
     rows = blending_datasets(paths, probs, None, config.seed, train_split=split, flag=flag)
@@ -128,16 +164,31 @@ def limit_of(config: RowsConfig) -> str:
 
 def prepare(config: RowsConfig, rows: Any, tokenizer: Any, limited: bool = True) -> Any:
     """The data set that training makes; without its limit, bad rows are counted."""
-    options = {name: getattr(config, name) for name in _SHARED} | {"on_bad_row": "error" if limited else "skip"}
+    options = {name: getattr(config, name) for name in _SHARED} | {
+        "on_bad_row": "error" if limited else "skip"
+    }
     if not limited:
-        options |= {limit_of(config): 2**31 - 1, "truncation": "error", "filter_overlong_prompts": False}
+        options |= {
+            limit_of(config): 2**31 - 1,
+            "truncation": "error",
+            "filter_overlong_prompts": False,
+        }
     if kind_of(config) == "ppo":
         from lightppo.data.datasets import PromptDataset
 
-        names = ("input_key", "label_key", "data_source_key", "input_template", "apply_chat_template", "system_prompt")
+        names = (
+            "input_key",
+            "label_key",
+            "data_source_key",
+            "input_template",
+            "apply_chat_template",
+            "system_prompt",
+        )
         names += ("prompt_max_len", "truncation", "on_bad_row")
         given = {name: options[name] for name in names}
-        return PromptDataset(rows, tokenizer, filter_overlong=options["filter_overlong_prompts"], **given)
+        return PromptDataset(
+            rows, tokenizer, filter_overlong=options["filter_overlong_prompts"], **given
+        )
     from lightppo.plugins.supervised.objectives import OBJECTIVES
 
     kind = COMMANDS[kind_of(config)]
@@ -165,7 +216,12 @@ def _worked(problem: str, solution: str, mark: str, source: str) -> dict[str, An
 
     if mark not in solution:
         raise ValueError(f"the solution has no {mark}")
-    return {"input": problem, "output": solution, "label": gold_answers(solution)[0], "data_source": source}
+    return {
+        "input": problem,
+        "output": solution,
+        "label": gold_answers(solution)[0],
+        "data_source": source,
+    }
 
 
 def ultrafeedback(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -179,7 +235,12 @@ def ultrafeedback(row: Mapping[str, Any]) -> dict[str, Any] | None:
         best, worst = ((row[name], row.get(f"score_{name}")) for name in ("chosen", "rejected"))
         prompt = row["prompt"]
     answers = [text if isinstance(text, str) else text[-1]["content"] for text, _ in (best, worst)]
-    pair = {"input": prompt, "chosen": answers[0], "rejected": answers[1], "data_source": "ultrafeedback"}
+    pair = {
+        "input": prompt,
+        "chosen": answers[0],
+        "rejected": answers[1],
+        "data_source": "ultrafeedback",
+    }
     if best[1] is not None and worst[1] is not None:
         pair["margin"] = best[1] - worst[1]
     return None if pair.get("margin") == 0 or answers[0] == answers[1] else pair
@@ -188,7 +249,10 @@ def ultrafeedback(row: Mapping[str, Any]) -> dict[str, Any] | None:
 FORMS = {  # name → conversion of a row, and the columns that tell it
     "gsm8k": (gsm8k, ({"question", "answer"},)),
     "math": (competition_math, ({"problem", "solution"},)),
-    "ultrafeedback": (ultrafeedback, ({"instruction", "completions"}, {"prompt", "chosen", "rejected"})),
+    "ultrafeedback": (
+        ultrafeedback,
+        ({"instruction", "completions"}, {"prompt", "chosen", "rejected"}),
+    ),
 }
 
 
@@ -200,18 +264,28 @@ def write(config: RowsConfig) -> None:
     if Path(config.write).exists():
         raise ConfigError(f"--write {config.write}: is there already")
     rows, flag = read(config)
-    fits = [name for name, (_, known) in FORMS.items() if any(set(rows.column_names) >= one for one in known)]
+    fits = [
+        name
+        for name, (_, known) in FORMS.items()
+        if any(set(rows.column_names) >= one for one in known)
+    ]
     form = fits[0] if config.form == "auto" and fits else config.form
     if form not in fits:
         columns = ", ".join(name for name in rows.column_names if name != ORIGIN_COLUMN)
-        raise DataError(f"{flag}: its columns, {columns}, are not those of --form {'|'.join(FORMS)}")
+        raise DataError(
+            f"{flag}: its columns, {columns}, are not those of --form {'|'.join(FORMS)}"
+        )
     lines = []
     for number, row in enumerate(rows):
         try:
             lines.append(FORMS[form][0](row))
         except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise DataError(f"{origin_of(row, number)}: no row of {form}: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"{origin_of(row, number)}: no row of {form}: {type(error).__name__}: {error}"
+            ) from error
     kept = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines if line is not None]
     files_in_use().write_text(Path(config.write), "".join(kept))
-    left_out = f"; {len(lines) - len(kept)} pairs without a difference left out" * (len(kept) < len(lines))
+    left_out = f"; {len(lines) - len(kept)} pairs without a difference left out" * (
+        len(kept) < len(lines)
+    )
     print(f"{config.write}: {len(kept)} rows of {form}{left_out}")

@@ -34,7 +34,9 @@ You may always set an option to its default or off value (`--lora_dropout 0`), e
 
 def flags_page() -> str:
     """The page: one list per section."""
-    facts = [f"`{name}`: {text}" for name, text in conditions().items() if not text.startswith("--")]
+    facts = [
+        f"`{name}`: {text}" for name, text in conditions().items() if not text.startswith("--")
+    ]
     parts = [_HEAD, "; ".join(facts) + ".\n"]
     for section in sections().values():
         lines = "\n".join(map(_line, section.options().values()))
@@ -64,13 +66,20 @@ def _line(option: Option) -> str:
 
 def _condition(text: str) -> str:
     """As code, where the head does not explain it as a word."""
-    flag = conditions()[text].replace(" or ", "|").replace(" ", "=") if text in conditions() else f"--{text}"
+    flag = (
+        conditions()[text].replace(" or ", "|").replace(" ", "=")
+        if text in conditions()
+        else f"--{text}"
+    )
     return f"`{flag}`" if flag.startswith("--") else f"`{text}`"
 
 
 def _values(option: Option) -> str:
     """The default as code, and what else may be given as far as the default does not say it."""
-    default, kind = shown_default(option.default), option.type_text.removesuffix(" or None").removeprefix("a ")
+    default, kind = (
+        shown_default(option.default),
+        option.type_text.removesuffix(" or None").removeprefix("a "),
+    )
     kind = kind.removeprefix("list of ").replace("whole number", "integer")
     code = "" if option.default in (None, ()) else f"`{default}`"
     if kind.startswith("one of "):

@@ -24,7 +24,9 @@ def main(argv: Sequence[str], prog: str = "lightppo tiny-model") -> None:
         "one token. The model trains on a CPU in seconds; use it to try out data, rewards and settings.",
     )
     parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
-    parser.add_argument("--characters", default="", help="characters that the model knows, such as '0123456789+='")
+    parser.add_argument(
+        "--characters", default="", help="characters that the model knows, such as '0123456789+='"
+    )
     parser.add_argument(
         "--characters_of",
         metavar="FILE",
@@ -44,7 +46,9 @@ def main(argv: Sequence[str], prog: str = "lightppo tiny-model") -> None:
         _check(args)
         characters = args.characters + "".join(_read(path) for path in args.characters_of)
         if not characters:
-            raise ConfigError("give --characters or --characters_of: the tokenizer has no character yet")
+            raise ConfigError(
+                "give --characters or --characters_of: the tokenizer has no character yet"
+            )
         tokenizer = character_tokenizer(characters)
         model = small_llama(
             tokenizer,
@@ -130,7 +134,8 @@ def small_llama(
         num_key_value_heads=heads,
         head_dim=head_dim or hidden_size // heads,
         max_position_embeddings=positions,
-        initializer_range=0.06,  # the usual 0.02 is for wide models; at width 64 it learns several times slower
+        # the usual 0.02 is for wide models; at width 64 it learns several times slower
+        initializer_range=0.06,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,

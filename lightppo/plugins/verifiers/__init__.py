@@ -18,9 +18,13 @@ from lightppo.table import Entry
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     here = "lightppo.plugins.verifiers"
-    REWARDS.register("math", RewardEntry(f"{here}.math:math_reward", check_prompt=f"{here}.math:check_prompt"))
+    REWARDS.register(
+        "math", RewardEntry(f"{here}.math:math_reward", check_prompt=f"{here}.math:check_prompt")
+    )
     REWARDS.register("format", RewardEntry(f"{here}.formats:format_reward"))
-    REWARDS.register("code", RewardEntry(f"{here}.programs:code_reward", check_prompt=f"{here}.code:find_tests"))
+    REWARDS.register(
+        "code", RewardEntry(f"{here}.programs:code_reward", check_prompt=f"{here}.code:find_tests")
+    )
     REWARD_WRAPPERS.register("check_xml_format", Entry(f"{here}.formats:with_xml_format"))
     for name, calls in {"naive": "sample", "batch": "batch", "dapo": "either"}.items():
         REWARD_MANAGERS.register(name, RewardManager(f"{here}.runners:runner_of", calls=calls))
@@ -28,6 +32,10 @@ def register() -> None:
     REWARD_SUMS.register("weighted", Entry(f"{here}.sums:sum_of"))
     SCORERS.register("async_rewards", Entry(f"{here}.background:scorer_of"))
     SCORED.register("check_verifier_status", Entry(f"{here}.status:status_check"))
-    rewards.PUBLIC.update(AsyncScorer=f"{here}.background", CombinedReward=f"{here}.sums", RoutedReward=f"{here}.sums")
+    rewards.PUBLIC.update(
+        AsyncScorer=f"{here}.background", CombinedReward=f"{here}.sums", RoutedReward=f"{here}.sums"
+    )
     REWARD_MANAGERS.register("prime", RewardManager(f"{here}.processes:runner_of"))
-    register_section("built_in", "lightppo.plugins.verifiers.sections:BuiltInConfig", adds_to="verifier")
+    register_section(
+        "built_in", "lightppo.plugins.verifiers.sections:BuiltInConfig", adds_to="verifier"
+    )

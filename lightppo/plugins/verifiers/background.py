@@ -25,7 +25,9 @@ def scorer_of(config: PPOConfig, engine: RolloutEngine, source: RewardSource) ->
     if not config.verifier.async_rewards:
         return None
     if not capabilities_of(engine).reports_finished:
-        raise ConfigError("--async_rewards: this rollout engine gives its samples all at once; leave it out")
+        raise ConfigError(
+            "--async_rewards: this rollout engine gives its samples all at once; leave it out"
+        )
     try:
         return AsyncScorer(source, timeout=60 * config.strategy.dist_timeout)
     except ValueError as error:
@@ -53,9 +55,13 @@ class AsyncScorer:
                 "leave --async_rewards out"
             )
         if self.max_workers < 1 or (self.timeout is not None and not self.timeout > 0):
-            raise ValueError(f"max_workers must be ≥ 1 and timeout > 0, got {self.max_workers} and {self.timeout}")
+            raise ValueError(
+                f"max_workers must be ≥ 1 and timeout > 0, got {self.max_workers} and {self.timeout}"
+            )
         self._parts: list[tuple[list[Rollout], Future[RewardOutput]]] = []
-        self._waiting: queue.SimpleQueue[tuple[list[Rollout], Future[RewardOutput]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[list[Rollout], Future[RewardOutput]] | None] = (
+            queue.SimpleQueue()
+        )
         self._threads: list[Future[None]] = []
         self._ended = False
 
@@ -90,7 +96,8 @@ class AsyncScorer:
             )
         errors = [error for _, future in parts if (error := future.exception()) is not None]
         if errors:
-            raise min(errors, key=lambda error: isinstance(error, NonFiniteRewardError))  # what is worse comes first
+            # what is worse comes first
+            raise min(errors, key=lambda error: isinstance(error, NonFiniteRewardError))
         output = join_outputs([future.result() for _, future in parts])
         write_output(output, everything)
         return output
@@ -107,6 +114,8 @@ class AsyncScorer:
             try:
                 if self._ended:
                     raise RewardError(f"{self.source.name}: scoring was ended before these samples")
-                future.set_result(check_output(self.source.score(rollouts), rollouts, self.source.name))
+                future.set_result(
+                    check_output(self.source.score(rollouts), rollouts, self.source.name)
+                )
             except BaseException as error:  # SystemExit too: later parts are still to be scored
                 future.set_exception(error)

@@ -23,7 +23,13 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.plugins.verifiers.sandbox import ProgramRun, SandboxPool
 from lightppo.ranks import heartbeat
-from lightppo.rewards.source import OnFailure, RewardOutput, check_failure_options, describe_sample, shown
+from lightppo.rewards.source import (
+    OnFailure,
+    RewardOutput,
+    check_failure_options,
+    describe_sample,
+    shown,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +38,8 @@ COMPARISONS = ("exact", "lines", "float", "set")  # each also accepts what the o
 
 _METRICS = ("pass_share", "timeouts", "compile_errors", "no_code", "failures")
 _PYTHON_TAGS = ("", "python", "py", "python3")
-_LONGEST_INT = 4000  # digits; longer integers, which Python may refuse to convert, are compared as text
+# digits; longer integers, which Python may refuse to convert, are compared as text
+_LONGEST_INT = 4000
 _VALUE = '{"value":'  # the start of an answer to a call
 _FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)$")
 
@@ -62,24 +69,34 @@ def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
     model = prompt.extra.get("reward_model")
     places = {
         "input_output": prompt.extra.get("input_output"),
-        "reward_model.ground_truth": model.get("ground_truth") if isinstance(model, Mapping) else None,
+        "reward_model.ground_truth": model.get("ground_truth")
+        if isinstance(model, Mapping)
+        else None,
         "ground_truth": prompt.extra.get("ground_truth"),
         "label": prompt.label,
     }
-    place, table = next(((place, value) for place, value in places.items() if value is not None), ("", None))
+    place, table = next(
+        ((place, value) for place, value in places.items() if value is not None), ("", None)
+    )
     if not place:
         raise ValueError(f"no test cases: the row has none of {', '.join(places)}")
     try:
         table = _load(table) if isinstance(table, str) else table
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON: {error}") from None
-    inputs, outputs = map(table.get, ("inputs", "outputs")) if isinstance(table, Mapping) else (None, None)
+    inputs, outputs = (
+        map(table.get, ("inputs", "outputs")) if isinstance(table, Mapping) else (None, None)
+    )
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise ValueError(f"{place} must be an object with the lists 'inputs' and 'outputs', got {shown(table)}")
+        raise ValueError(
+            f"{place} must be an object with the lists 'inputs' and 'outputs', got {shown(table)}"
+        )
     if len(inputs) != len(outputs) or not inputs:
         raise ValueError(f"{place} has {len(inputs)} inputs and {len(outputs)} outputs")
     if table.get("remote"):
-        raise ValueError(f"{place}: inputs that are addresses of files ('remote') are not supported")
+        raise ValueError(
+            f"{place}: inputs that are addresses of files ('remote') are not supported"
+        )
     function = table.get("fn_name") or None
     make = _script_case if function is None else _call_case
     try:
@@ -89,7 +106,9 @@ def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
 
 
 def _load(text: str) -> Any:
-    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < _LONGEST_INT else digits)
+    return json.loads(
+        text, parse_int=lambda digits: int(digits) if len(digits) < _LONGEST_INT else digits
+    )
 
 
 def _text(value: Any) -> str:
@@ -111,7 +130,11 @@ def _call_case(given: Any, expected: Any) -> CodeCase:
         arguments = list(given) if isinstance(given, (list, tuple)) else [given]
         given = "\n".join(map(json.dumps, arguments))
     if not isinstance(expected, str):
-        values = [expected, *expected] if isinstance(expected, list) and len(expected) == 1 else [expected]
+        values = (
+            [expected, *expected]
+            if isinstance(expected, list) and len(expected) == 1
+            else [expected]
+        )
         return CodeCase(json.dumps(arguments), values, (given, json.dumps(expected)))
     values = [expected]
     with contextlib.suppress(ValueError, RecursionError):  # otherwise it is plain text
@@ -143,24 +166,33 @@ class Comparison:
     """When an output is right; docs/rewards.md says what each of :data:`COMPARISONS` accepts."""
 
     code_compare: str = "float"
-    code_float_tolerance: float = 1e-5  # relative to the expected number; plus a thousandth of it, absolute
+    # relative to the expected number; plus a thousandth of it, absolute
+    code_float_tolerance: float = 1e-5
 
     def __post_init__(self) -> None:
         if self.code_compare not in COMPARISONS:
-            raise ValueError(f"--code_compare must be one of {', '.join(COMPARISONS)}, got {self.code_compare!r}")
+            raise ValueError(
+                f"--code_compare must be one of {', '.join(COMPARISONS)}, got {self.code_compare!r}"
+            )
         if not 0 <= self.code_float_tolerance < 1:
-            raise ValueError(f"--code_float_tolerance must be in [0, 1), got {self.code_float_tolerance}")
+            raise ValueError(
+                f"--code_float_tolerance must be in [0, 1), got {self.code_float_tolerance}"
+            )
 
     def most_bytes(self, case: CodeCase) -> int:
         """A longer output is wrong, and not worth the memory."""
-        values = [case.expected] if isinstance(case.expected, str) else map(json.dumps, case.expected)
+        values = (
+            [case.expected] if isinstance(case.expected, str) else map(json.dumps, case.expected)
+        )
         return 32 * max(map(len, values)) + 8192
 
     def printed(self, printed: str, case: CodeCase) -> bool:
         """Whether a program printed the right text."""
         if printed == case.expected or len(printed) > self.most_bytes(case):
             return printed == case.expected
-        ours, theirs = ([line for line in text.split("\n") if line.strip()] for text in (printed, case.expected))
+        ours, theirs = (
+            [line for line in text.split("\n") if line.strip()] for text in (printed, case.expected)
+        )
         if self.code_compare == "exact" or len(ours) != len(theirs):
             return False
         if [line.strip() for line in ours] == [line.strip() for line in theirs]:
@@ -168,7 +200,9 @@ class Comparison:
         our_words, their_words = ([line.split() for line in lines] for lines in (ours, theirs))
         if self._allows("float") and all(map(self._close_lines, our_words, their_words)):
             return True
-        bags = (Counter(tuple(sorted(words)) for words in lines) for lines in (our_words, their_words))
+        bags = (
+            Counter(tuple(sorted(words)) for words in lines) for lines in (our_words, their_words)
+        )
         return self._allows("set") and next(bags) == next(bags)
 
     def returned(self, answer: str, case: CodeCase) -> bool:
@@ -185,11 +219,14 @@ class Comparison:
         return COMPARISONS.index(self.code_compare) >= COMPARISONS.index(name)
 
     def _close_lines(self, ours: Sequence[str], theirs: Sequence[str]) -> bool:
-        return len(ours) == len(theirs) and all(a == b or self._close_words(a, b) for a, b in zip(ours, theirs))
+        return len(ours) == len(theirs) and all(
+            a == b or self._close_words(a, b) for a, b in zip(ours, theirs)
+        )
 
     def _close_words(self, ours: str, theirs: str) -> bool:
         whole, right = (word.removeprefix("-").isdecimal() for word in (ours, theirs))
-        try:  # where a whole number is right, another number must be that number, printed with noise
+        # where a whole number is right, another number must be that number, printed with noise
+        try:
             same = not right or (not whole and Decimal(ours).to_integral_value() == Decimal(theirs))
             return same and self._close(float(ours), float(theirs))
         except (ValueError, InvalidOperation):
@@ -198,21 +235,28 @@ class Comparison:
     def _close(self, ours: float, theirs: float) -> bool:
         if not (math.isfinite(ours) and math.isfinite(theirs)):
             return ours == theirs or (math.isnan(ours) and math.isnan(theirs))
-        return abs(ours - theirs) <= self.code_float_tolerance * abs(theirs) + self.code_float_tolerance / 1000
+        return (
+            abs(ours - theirs)
+            <= self.code_float_tolerance * abs(theirs) + self.code_float_tolerance / 1000
+        )
 
     def _equal(self, ours: Any, theirs: Any) -> bool:
         if ours == theirs or (self._allows("float") and self._close_values(ours, theirs)):
             return True
         if not self._allows("set") or not (isinstance(ours, list) and isinstance(theirs, list)):
             return False
-        bags = [Counter(json.dumps(item, sort_keys=True) for item in items) for items in (ours, theirs)]
+        bags = [
+            Counter(json.dumps(item, sort_keys=True) for item in items) for items in (ours, theirs)
+        ]
         return bags[0] == bags[1]
 
     def _close_values(self, ours: Any, theirs: Any) -> bool:
         if isinstance(ours, list) and isinstance(theirs, list):
             return len(ours) == len(theirs) and all(map(self._close_values, ours, theirs))
         if isinstance(ours, dict) and isinstance(theirs, dict):
-            return ours.keys() == theirs.keys() and all(self._close_values(ours[key], theirs[key]) for key in ours)
+            return ours.keys() == theirs.keys() and all(
+                self._close_values(ours[key], theirs[key]) for key in ours
+            )
         if isinstance(theirs, int):
             noisy = isinstance(ours, float) and math.isfinite(ours) and round(ours) == theirs
             return ours == theirs or (noisy and self._close(ours, theirs))
@@ -224,7 +268,8 @@ class Comparison:
 class CodeVerdict:
     """How a program did on its tests."""
 
-    passed: list[bool] = field(default_factory=list)  # in the order of the tests; shorter if the run stopped early
+    # in the order of the tests; shorter if the run stopped early
+    passed: list[bool] = field(default_factory=list)
     timeouts: int = 0  # tests that took too long
     compile_error: bool = False  # the program is not valid Python
 
@@ -249,7 +294,8 @@ class SandboxVerifier:
 
     pool: SandboxPool
     comparison: Comparison = field(default_factory=Comparison)
-    code_total_timeout: float = 60.0  # tests of a program that do not begin within these seconds count as timed out
+    # tests of a program that do not begin within these seconds count as timed out
+    code_total_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         if not self.code_total_timeout > 0:
@@ -265,13 +311,18 @@ class SandboxVerifier:
             rest = tests.cases[len(verdict.passed) :]
             if tests.function is None:  # each test in a process of its own
                 most = self.comparison.most_bytes(rest[0])
-                run = self.pool.run(code, stdin=rest[0].given, total_seconds=left, output_bytes=most)
+                run = self.pool.run(
+                    code, stdin=rest[0].given, total_seconds=left, output_bytes=most
+                )
                 good = run.ended == "exit" and run.code == 0
                 verdict.passed.append(good and self.comparison.printed(run.stdout, rest[0]))
                 verdict.timeouts += run.ended == "timeout"
             else:  # as many as a process survives
                 calls = [case.given for case in rest]
-                limits = {"total_seconds": left, "output_bytes": sum(map(self.comparison.most_bytes, rest))}
+                limits = {
+                    "total_seconds": left,
+                    "output_bytes": sum(map(self.comparison.most_bytes, rest)),
+                }
                 run = self.pool.run(code, function=tests.function, calls=calls, **limits)
                 self._judge_calls(run, rest, verdict)
             verdict.compile_error = "compile_error" in _first_answer(run)
@@ -285,7 +336,9 @@ class SandboxVerifier:
         """Ends the sandboxes."""
         self.pool.close()
 
-    def _judge_calls(self, run: ProgramRun, cases: Sequence[CodeCase], verdict: CodeVerdict) -> None:
+    def _judge_calls(
+        self, run: ProgramRun, cases: Sequence[CodeCase], verdict: CodeVerdict
+    ) -> None:
         """A program that dies in a test fails that test alone; one that cannot be loaded fails all."""
         late = run.ended == "timeout"
         if "loaded" not in _first_answer(run):
@@ -322,15 +375,19 @@ class CodeReward:
     minimum: ClassVar[float] = 0.0
 
     verifier: CodeVerifier
-    code_score: CodeScore = "all"  # 1 if all tests pass, else 0; "share": the share of tests that pass
+    # 1 if all tests pass, else 0; "share": the share of tests that pass
+    code_score: CodeScore = "all"
     code_max_tests: int | None = None  # only the first so many test cases; None: all
     on_reward_failure: OnFailure = "unscored"
     name: str = "code"
-    extract: Callable[[str], str | None] = last_program  # takes the program out of a response, if it has one
+    # takes the program out of a response, if it has one
+    extract: Callable[[str], str | None] = last_program
 
     def __post_init__(self) -> None:
         if self.code_score not in get_args(CodeScore):
-            raise ValueError(f"--code_score must be {' or '.join(get_args(CodeScore))}, got {self.code_score!r}")
+            raise ValueError(
+                f"--code_score must be {' or '.join(get_args(CodeScore))}, got {self.code_score!r}"
+            )
         if self.code_max_tests is not None and self.code_max_tests < 1:
             raise ValueError(f"--code_max_tests must be at least 1, got {self.code_max_tests}")
         check_failure_options(self.on_reward_failure)
@@ -343,11 +400,17 @@ class CodeReward:
         outcomes: dict[int, CodeVerdict | RewardError] = {}
         if work:
             with ThreadPoolExecutor(min(len(work), self.verifier.concurrency), "code") as threads:
-                outcomes = dict(zip(work, threads.map(lambda i: self._verify(programs[i], tests[i]), work)))
-        failures = {i: outcome for i, outcome in outcomes.items() if isinstance(outcome, RewardError)}
+                outcomes = dict(
+                    zip(work, threads.map(lambda i: self._verify(programs[i], tests[i]), work))
+                )
+        failures = {
+            i: outcome for i, outcome in outcomes.items() if isinstance(outcome, RewardError)
+        }
         if failures:
             i, first = next(iter(failures.items()))
-            problem = f"{self.name}: {len(failures)} of {len(outcomes)} programs could not be verified; "
+            problem = (
+                f"{self.name}: {len(failures)} of {len(outcomes)} programs could not be verified; "
+            )
             problem += f"{describe_sample(rollouts, i)}: {first}"
             if self.on_reward_failure == "error" or len(failures) == len(outcomes):
                 raise RewardError(problem)
@@ -359,9 +422,14 @@ class CodeReward:
             values |= {"no_code": float(i not in outcomes), "failures": float(i in failures)}
             if isinstance(verdict, CodeVerdict):
                 values["pass_share"] = sum(verdict.passed) / len(row.cases)
-                values |= {"timeouts": float(verdict.timeouts), "compile_errors": float(verdict.compile_error)}
+                values |= {
+                    "timeouts": float(verdict.timeouts),
+                    "compile_errors": float(verdict.compile_error),
+                }
             share = values["pass_share"]
-            output.scores.append(share if self.code_score == "share" or share is None else float(share == 1.0))
+            output.scores.append(
+                share if self.code_score == "share" or share is None else float(share == 1.0)
+            )
             for name, value in values.items():
                 output.metrics[name].append(value)
         return output
@@ -377,7 +445,9 @@ class CodeReward:
                 try:
                     known[id(rollout.prompt)] = find_tests(rollout.prompt, self.code_max_tests)
                 except ValueError as error:
-                    raise RewardError(f"{self.name}: {describe_sample(rollouts, i)}: {error}") from None
+                    raise RewardError(
+                        f"{self.name}: {describe_sample(rollouts, i)}: {error}"
+                    ) from None
         return [known[id(rollout.prompt)] for rollout in rollouts]
 
     def _verify(self, program: str, tests: CodeTests) -> CodeVerdict | RewardError:

@@ -21,13 +21,19 @@ def has_think(text: str) -> bool:
     """Whether the text is ``<think>…</think>`` and then an answer; the opening tag may be in the prompt instead."""
     tags, between = _split(text)
     starts = tags[:2] == _THINK and not between[0].strip()
-    return starts and not set(_THINK).intersection(tags[2:]) and any(part.strip() for part in between[2:])
+    return (
+        starts
+        and not set(_THINK).intersection(tags[2:])
+        and any(part.strip() for part in between[2:])
+    )
 
 
 def has_think_answer(text: str) -> bool:
     """True for ``<think>…</think><answer>…</answer>``, each tag once, with only white space around and between."""
     tags, between = _split(text)
-    return tags == [*_THINK, "<answer>", "</answer>"] and not any(between[i].strip() for i in (0, 2, 4))
+    return tags == [*_THINK, "<answer>", "</answer>"] and not any(
+        between[i].strip() for i in (0, 2, 4)
+    )
 
 
 def _split(text: str) -> tuple[list[str], list[str]]:
@@ -46,9 +52,13 @@ class FormatReward:
 
     minimum = 0.0
 
-    def __init__(self, reward_format: str | Callable[[str], bool] = "think_answer", *, name: str = "format") -> None:
+    def __init__(
+        self, reward_format: str | Callable[[str], bool] = "think_answer", *, name: str = "format"
+    ) -> None:
         if isinstance(reward_format, str) and reward_format not in FORMATS:
-            raise ValueError(f"--reward_format must be one of {', '.join(FORMATS)}, got {reward_format!r}")
+            raise ValueError(
+                f"--reward_format must be one of {', '.join(FORMATS)}, got {reward_format!r}"
+            )
         self.check = FORMATS[reward_format] if isinstance(reward_format, str) else reward_format
         self.name = name
 
@@ -70,7 +80,9 @@ class XmlFormatCheck:
         self.source, self.name = source, source.name
         wrong = getattr(source, "minimum", None) if minimum is None else minimum
         if wrong is None:
-            raise ValueError(f"--check_xml_format: set --reward_minimum, the score of a wrong answer from {self.name}")
+            raise ValueError(
+                f"--check_xml_format: set --reward_minimum, the score of a wrong answer from {self.name}"
+            )
         self.wrong = float(wrong)
 
     def close(self) -> None:
@@ -81,7 +93,9 @@ class XmlFormatCheck:
         """Scores the samples."""
         output = check_output(self.source.score(rollouts), rollouts, self.name)
         if "xml_format" in output.metrics:
-            raise RewardError(f"{self.name} has a metric 'xml_format', which --check_xml_format writes")
+            raise RewardError(
+                f"{self.name} has a metric 'xml_format', which --check_xml_format writes"
+            )
         good = [has_think_answer(rollout.response_text) for rollout in rollouts]
         for i, score in enumerate(output.scores):
             if score is not None and score <= self.wrong:
@@ -98,4 +112,8 @@ def format_reward(request: RewardRequest) -> FormatReward:
 def with_xml_format(source: RewardSource, request: RewardRequest) -> RewardSource:
     """``--check_xml_format``."""
     options = request.config.verifier
-    return XmlFormatCheck(source, minimum=options.reward_minimum) if options.check_xml_format else source
+    return (
+        XmlFormatCheck(source, minimum=options.reward_minimum)
+        if options.check_xml_format
+        else source
+    )

@@ -33,7 +33,9 @@ _LIBRARY = "math_verify"
 _MEMORY_MB = 2048
 _TIMEOUT = 5.0  # seconds of processor time; comparisons that end at all take milliseconds
 _CLOCK = (
-    20  # times as many seconds on the wall clock: a busy machine does not reach them, a comparison that sleeps does
+    # times as many seconds on the wall clock: a busy machine does not reach them, a comparison that
+    # sleeps does
+    20
 )
 
 
@@ -60,37 +62,60 @@ class MathReward:
     minimum: ClassVar[float] = 0.0
 
     reward_timeout: float | None = None  # seconds of processor time per comparison; None: 5
-    reward_workers: int | None = None  # processes for comparisons by the library; None: one per core of this rank
+    # processes for comparisons by the library; None: one per core of this rank
+    reward_workers: int | None = None
     on_reward_failure: OnFailure = "unscored"
     reward_retries: int = 0  # they help only if the machine is short of memory or time
-    math_unmarked: bool = True  # the last formula or number of a response that marks no answer counts
+    # the last formula or number of a response that marks no answer counts
+    math_unmarked: bool = True
     name: str = "math"
 
     def __post_init__(self) -> None:
         check_failure_options(self.on_reward_failure, self.reward_retries, self.reward_timeout)
         if importlib.util.find_spec(_LIBRARY) is None:
-            raise ValueError("rewards for mathematics need math-verify: pip install 'lightppo[math]'")
+            raise ValueError(
+                "rewards for mathematics need math-verify: pip install 'lightppo[math]'"
+            )
         seconds = _TIMEOUT if self.reward_timeout is None else self.reward_timeout
         limits = {"cpu_seconds": seconds, "timeout": _CLOCK * seconds, "memory_mb": _MEMORY_MB}
         options = limits | {"workers": self.reward_workers}
-        self._pool = KillablePool(f"{__name__}:equal_by_library", **options, preload=(_LIBRARY,), quiet=True)
+        self._pool = KillablePool(
+            f"{__name__}:equal_by_library", **options, preload=(_LIBRARY,), quiet=True
+        )
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples; each different pair of label and answer is compared once."""
         golds = [self._golds(rollouts, i) for i in range(len(rollouts))]
-        answers = [find_answer(rollout.response_text, unmarked=self.math_unmarked) for rollout in rollouts]
-        pairs = [[] if answer is None else [(gold, answer) for gold in row] for row, answer in zip(golds, answers)]
+        answers = [
+            find_answer(rollout.response_text, unmarked=self.math_unmarked) for rollout in rollouts
+        ]
+        pairs = [
+            [] if answer is None else [(gold, answer) for gold in row]
+            for row, answer in zip(golds, answers)
+        ]
         verdicts = {pair: compare(*pair) for pair in {pair for row in pairs for pair in row}}
         right = [any(verdicts[pair] for pair in row) for row in pairs]
-        unknown = [[] if right[i] else [p for p in row if verdicts[p] is None] for i, row in enumerate(pairs)]
+        unknown = [
+            [] if right[i] else [p for p in row if verdicts[p] is None]
+            for i, row in enumerate(pairs)
+        ]
         asked = list(dict.fromkeys(pair for row in unknown for pair in row))
-        settled = dict(zip(asked, settle(self._pool.run, [Call(pair) for pair in asked], _read, self.reward_retries)))
+        settled = dict(
+            zip(
+                asked,
+                settle(self._pool.run, [Call(pair) for pair in asked], _read, self.reward_retries),
+            )
+        )
         found = {"pred": [answer and tidy(answer) for answer in answers]}
         output = RewardOutput([], {"answered": [], "failures": [], "timeouts": []}, texts=found)
         for i, row in enumerate(unknown):
             states = [settled[pair] for pair in row]
             equal = right[i] or any(state.value for state in states)
-            problem = None if equal else next((state.error for state in states if state.error is not None), None)
+            problem = (
+                None
+                if equal
+                else next((state.error for state in states if state.error is not None), None)
+            )
             if problem is not None and self.on_reward_failure == "error":
                 raise RewardError(
                     f"{self.name}: comparing the answer of {describe_sample(rollouts, i)} failed: {problem}. "
@@ -133,14 +158,22 @@ def equal_by_library(gold: str, answer: str) -> bool:
 
     def parsed(text: str, units: bool) -> list[Any]:
         # only ever as LaTeX: the plain form goes through sympy's parse_expr, which evaluates Python
-        config = replace(latex, normalization_config=replace(latex.normalization_config, units=units))
+        config = replace(
+            latex, normalization_config=replace(latex.normalization_config, units=units)
+        )
         found = parse(f"${tidy(text)}$", (config,), parsing_timeout=None)
-        return [imaginary(expression) for expression in found if isinstance(expression, (Basic, MatrixBase))]
+        return [
+            imaginary(expression)
+            for expression in found
+            if isinstance(expression, (Basic, MatrixBase))
+        ]
 
     def imaginary(expression: Any) -> Any:
         """Reads ``i`` as ``I``, unless it is compared: complex numbers have no order."""
         units = {symbol: I for symbol in expression.free_symbols if symbol.name == "i"}
-        return expression.xreplace(units) if units and not expression.has(Relational) else expression
+        return (
+            expression.xreplace(units) if units and not expression.has(Relational) else expression
+        )
 
     try:
         # it drops letters as units: ab of 2ab, h of 2πrh
@@ -155,7 +188,8 @@ def equal_by_library(gold: str, answer: str) -> bool:
 
 # Final answers in texts: where they stand, and which are equal without any algebra.
 
-_MIN_DIGITS = 6  # a decimal with so many significant digits may stand for the number it is rounded from
+# a decimal with so many significant digits may stand for the number it is rounded from
+_MIN_DIGITS = 6
 _FLOAT_DIGITS = 15  # of a double
 
 # Every pattern runs in the trainer on texts that a model wrote: nothing that may overlap repeats without bound.
@@ -177,7 +211,8 @@ _SYMBOLS = (  # no word: a dollar sign may be money
     r"(?:\\text\{[^{}$\n]{0,80}\}|\\(?!text)[A-Za-z]+(?![A-Za-z])|\\[^A-Za-z\n]|[A-Za-z](?![A-Za-z])|[^$\n\\A-Za-z])"
 )
 _REASON = re.compile(r"\b(?:because|since|where|when|which|for|if)\b")
-_FORMULA = re.compile(  # words are in a formula only with a space inside both of its dollar signs or inside neither
+# words are in a formula only with a space inside both of its dollar signs or inside neither
+_FORMULA = re.compile(
     r"\$\$(?P<display>.{1,500}?)\$\$|\\\((?P<round>.{1,500}?)\\\)|\\\[(?P<square>.{1,500}?)\\\]"
     r"|(?<![\\\d])\$(?P<inline>(?![ $])[^$\n]{1,500}?(?<![ \\])|(?= )[^$\n]{1,500}?(?<= )"
     rf"|{_SYMBOLS}{{1,500}}?)\$(?!\d)",
@@ -187,7 +222,13 @@ _FORMULA = re.compile(  # words are in a formula only with a space inside both o
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)"
 _SIGN = r"[-+]?\s*"
-_MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MULTIPLIERS = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 # fmt: off
 _NO_UNITS = frozenset((
     "and", "or", "pi", "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "mod", "max", "min", "sqrt", "dozen",
@@ -200,7 +241,8 @@ _SHORT_UNITS = frozenset((
 ))
 # fmt: on
 _NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])-?[$€£¥]?{_DECIMAL}(?: ?/ ?\d+)?(?: ?\\?%)?")
-_IS_NUMBER = re.compile(rf" (?:is|are|equals|=) (?P<number>{_NUMBER_IN_TEXT.pattern})")  # the largest $n$ is 34
+# the largest $n$ is 34
+_IS_NUMBER = re.compile(rf" (?:is|are|equals|=) (?P<number>{_NUMBER_IN_TEXT.pattern})")
 _WORD_NEXT = re.compile(r" {1,2}(?P<word>[a-z]{2,})|[.,;:]?$", re.I)
 _EQUALS = re.compile(r"(?<![<>])(?<![^\d)]!)(?<!\\not)=")  # x <= 2 is not 2; 3!=6 is 6
 _NUMBER_NEXT = re.compile(r" ?(?:,|and|or|to) ?[-$]{0,2}\d")
@@ -214,10 +256,14 @@ _NUMBER = re.compile(
     (?P<tail>.*)""",
     re.VERBOSE | re.DOTALL,
 )
-_NUMERAL = re.compile(r"\(?(?P<digits>(?=[A-Z]*\d)[\dA-Z]+(?:\.[\dA-Z]+)?)\)?(?:_\{?\(?(?P<base>\d{1,2})\)?\}?)?")
+_NUMERAL = re.compile(
+    r"\(?(?P<digits>(?=[A-Z]*\d)[\dA-Z]+(?:\.[\dA-Z]+)?)\)?(?:_\{?\(?(?P<base>\d{1,2})\)?\}?)?"
+)
 _RELATION = re.compile(r"\\(?:[lg]eq?(?:slant)?|lt|gt|neq?)(?![A-Za-z])|[≤≥≠]|<|(?<![-=])>")
 _LONGEST_NUMBER = 200  # characters; a longer text is not a number that a question asks for
-_UNIT_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|rm)\s*\{\s*([^{}\d]*?)\s*\}\s*(?:\^\s*\{?\s*-?\d\s*\}?)?")
+_UNIT_TEXT = re.compile(
+    r"\\(?:text|textrm|mathrm|mbox|rm)\s*\{\s*([^{}\d]*?)\s*\}\s*(?:\^\s*\{?\s*-?\d\s*\}?)?"
+)
 _WORD = r"[A-Za-z]{2,}(?![A-Za-z])\.?(?:\s*\^\s*\{?[23]\}?|[²³])?"
 _UNIT = re.compile(rf"(?:/\s*)?{_WORD}(?:(?:\s*/\s*|\s+){_WORD})*")
 _PERCENT = re.compile(r"(?:\\?%|percent(?:age)?\b|per\s+cent\b)\s*", re.I)
@@ -230,11 +276,14 @@ _REPLACED = [  # a backslash before another is the end of a matrix row
     (re.compile(r"\^ ?(?:\\circ|\{ ?\\circ ?\})|°"), ""),
     (re.compile(r"\\?\$|(?<!\\)\\[()[\]]"), ""),
     (re.compile(r"[−–]"), "-"),
-    (re.compile(r"(?<=[\w)}])\*\*(-?\w+)"), r"^{\1}"),  # Python's power; at the ends it is bold type
+    # Python's power; at the ends it is bold type
+    (re.compile(r"(?<=[\w)}])\*\*(-?\w+)"), r"^{\1}"),
     (re.compile(r"(?<=[\w)}])\*\*\("), r"^("),
     (re.compile(r"(?:\*\*|\s)+"), " "),
 ]
-_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
+)
 
 
 def gold_answers(label: object) -> list[str]:
@@ -242,7 +291,9 @@ def gold_answers(label: object) -> list[str]:
     texts = []
     for entry in label if isinstance(label, (list, tuple)) else [label]:
         if isinstance(entry, bool) or not isinstance(entry, (str, int, float)):
-            raise ValueError(f"a label must be a text or a number, or a list of them, got {type(entry).__name__}")
+            raise ValueError(
+                f"a label must be a text or a number, or a list of them, got {type(entry).__name__}"
+            )
         texts.append(str(entry))
     answers = [(_boxed(text) or _after_hashes(text) or text).strip() for text in texts]
     if not answers or not all(answers):
@@ -264,7 +315,12 @@ def find_answer(response: str, *, unmarked: bool = True) -> str | None:
     text = response[end + len("</think>") :] if end >= 0 else response
     tags = _ANSWER_TAG.findall(text)
     text = _EMPTY_BOX.sub(" ", tags[-1] if tags else text)
-    found = _boxed(text) or _after_hashes(text) or _after_phrase(text) or (text.strip() if tags else None)
+    found = (
+        _boxed(text)
+        or _after_hashes(text)
+        or _after_phrase(text)
+        or (text.strip() if tags else None)
+    )
     return found or (_last_formula_or_number(text) if unmarked else None) or None
 
 
@@ -311,7 +367,10 @@ def _after_phrase(text: str) -> str | None:
     if tail is None:
         return None
     sentence = _SENTENCE_END.split(tail, maxsplit=1)[0].strip(" *\"'`")
-    formulas = [_FORMULA.match(tail), *reversed([*_FORMULA.finditer(_REASON.split(sentence, maxsplit=1)[0])])]
+    formulas = [
+        _FORMULA.match(tail),
+        *reversed([*_FORMULA.finditer(_REASON.split(sentence, maxsplit=1)[0])]),
+    ]
     formula = next(filter(None, [*formulas, *reversed([*_FORMULA.finditer(sentence)])]), None)
     if formula:
         value = _IS_NUMBER.match(formula.string, formula.end())
@@ -352,7 +411,8 @@ class Number:
         if not self.decimals or self.digits < _MIN_DIGITS:
             return False
         error = abs(self.value - other.value)
-        noise = self.digits >= _FLOAT_DIGITS and error * 10**12 <= abs(other.value)  # 0.30000000000000004
+        # 0.30000000000000004
+        noise = self.digits >= _FLOAT_DIGITS and error * 10**12 <= abs(other.value)
         return error * 10**self.decimals <= Fraction(1, 2) or noise
 
 
@@ -366,14 +426,23 @@ def tidy(answer: str) -> str:
 def as_number(answer: str) -> Number | None:
     """Reads an answer that is one number in any notation, with currency, percent sign or unit (dropped); else None."""
     text = re.sub(r"^\\?[A-Za-z]\w*\s*=\s*", "", tidy(answer))
-    match = _NUMBER.fullmatch(_UNIT_TEXT.sub(_unit_or_text, text)) if len(text) <= _LONGEST_NUMBER else None
+    match = (
+        _NUMBER.fullmatch(_UNIT_TEXT.sub(_unit_or_text, text))
+        if len(text) <= _LONGEST_NUMBER
+        else None
+    )
     if match is None:
         return None
     part = match.groupdict()
     decimals, digits = None, 0
-    numerator, denominator = part["num"] or part["n1"] or part["num2"], part["den"] or part["d1"] or part["den2"]
+    numerator, denominator = (
+        part["num"] or part["n1"] or part["num2"],
+        part["den"] or part["d1"] or part["den2"],
+    )
     if numerator is not None:
-        numerator, denominator = (int(digits.replace(",", "")) for digits in (numerator, denominator))
+        numerator, denominator = (
+            int(digits.replace(",", "")) for digits in (numerator, denominator)
+        )
         if denominator == 0:
             return None
         value = Fraction(numerator, denominator) + int(part["whole"] or part["whole2"] or 0)
@@ -392,7 +461,11 @@ def as_number(answer: str) -> Number | None:
 def _unit_or_text(match: re.Match[str]) -> str:
     r"""Replaces ``\text{…}`` behind a number by a unit that _tail knows, or keeps its words if they are not a unit."""
     words = match.group(1).lower().split()
-    return f" {match.group(1)} " if any(w in _NO_UNITS or w in _MULTIPLIERS or "%" in w for w in words) else " unit "
+    return (
+        f" {match.group(1)} "
+        if any(w in _NO_UNITS or w in _MULTIPLIERS or "%" in w for w in words)
+        else " unit "
+    )
 
 
 def _tail(text: str) -> tuple[int, bool] | None:
@@ -406,9 +479,16 @@ def _tail(text: str) -> tuple[int, bool] | None:
         factor, text, attached = _MULTIPLIERS[head.lower()], rest, False
     text = text.strip()
     words = [word.lower() for word in re.findall(r"[A-Za-z]+", text)]
-    known = [word in _SHORT_UNITS or (len(word) > 2 and not set("aeiou").isdisjoint(word)) for word in words]
+    known = [
+        word in _SHORT_UNITS or (len(word) > 2 and not set("aeiou").isdisjoint(word))
+        for word in words
+    ]
     is_unit = _UNIT.fullmatch(text) and not _NO_UNITS.intersection(words) and all(known)
-    return (factor, False) if not text or (is_unit and (not attached or words[0] in _SHORT_UNITS)) else None
+    return (
+        (factor, False)
+        if not text or (is_unit and (not attached or words[0] in _SHORT_UNITS))
+        else None
+    )
 
 
 def compare(gold: str, answer: str) -> bool | None:
@@ -416,7 +496,9 @@ def compare(gold: str, answer: str) -> bool | None:
     a, b = as_number(gold), as_number(answer)
     if a is not None and b is not None:
         return same_number(a, b)
-    numerals = [_NUMERAL.fullmatch(re.sub(r"^[A-Za-z]=", "", _squeezed(text))) for text in (gold, answer)]
+    numerals = [
+        _NUMERAL.fullmatch(re.sub(r"^[A-Za-z]=", "", _squeezed(text))) for text in (gold, answer)
+    ]
     bases = {numeral["base"] for numeral in numerals if numeral} - {None}
     if all(numerals) and bases:  # not by value: 9 is not 1001_2 where base 2 was asked for
         return len({numeral["digits"] for numeral in numerals if numeral}) == len(bases) == 1

@@ -79,8 +79,10 @@ class KillablePool:
     timeout: float  # wall-clock seconds per call, from when a loaded worker gets it
     # Seconds of processor time per call; None: no limit. Unlike the wall clock, a busy machine does not reach it.
     cpu_seconds: float | None = None
-    memory_mb: int | None = None  # a worker with more MiB of resident memory is killed; checked every 0.1 s
-    preload: Sequence[str] = ()  # modules that a worker imports before its first call, outside the time limit
+    # a worker with more MiB of resident memory is killed; checked every 0.1 s
+    memory_mb: int | None = None
+    # modules that a worker imports before its first call, outside the time limit
+    preload: Sequence[str] = ()
     quiet: bool = False  # discard what workers print
 
     def __post_init__(self) -> None:
@@ -105,7 +107,9 @@ class KillablePool:
             payloads = [pickle.dumps((call.args, call.kwargs)) for call in calls]
         except Exception as error:  # whatever __reduce__ of a user's object raises
             problem = f"{type(error).__name__}: {error}"
-            raise RewardError(f"arguments of a reward call cannot be sent to a worker process: {problem}") from error
+            raise RewardError(
+                f"arguments of a reward call cannot be sent to a worker process: {problem}"
+            ) from error
         if not calls:
             return []
         outcomes: list[Outcome] = []
@@ -172,7 +176,9 @@ class _RunningPool(SpawnContext):
 
     def outcomes(self, payloads: Sequence[bytes], timeout: float) -> Iterator[Outcome]:
         """One per payload, in order; a ``RuntimeError`` if the pool has ended."""
-        for future in [self._pool.schedule(_answer, (payload,), timeout=timeout) for payload in payloads]:
+        for future in [
+            self._pool.schedule(_answer, (payload,), timeout=timeout) for payload in payloads
+        ]:
             while not wait((future,), _LOOK_SECONDS).done:
                 if not self._pool.active:  # an ended pool leaves its calls waiting
                     raise BrokenProcessPool("ended")
@@ -186,17 +192,30 @@ class _RunningPool(SpawnContext):
             else:
                 if "unloadable" in answer:
                     raise WorkerStartError(answer["unloadable"])
-                trace = RewardError(f"in a worker process:\n{answer['trace']}") if "trace" in answer else None
+                trace = (
+                    RewardError(f"in a worker process:\n{answer['trace']}")
+                    if "trace" in answer
+                    else None
+                )
                 yield Outcome(answer.get("value"), answer.get("error"), cause=trace)
 
     def _died(self, pid: int) -> Outcome:
         worker = next((worker for worker in self._workers if worker.pid == pid), None)
-        if worker is not None and worker.exitcode == -signal.SIGPROF and self._cpu_seconds is not None:
-            return Outcome(error=f"no answer within {self._cpu_seconds:g} s of processor time", timeouts=1)
+        if (
+            worker is not None
+            and worker.exitcode == -signal.SIGPROF
+            and self._cpu_seconds is not None
+        ):
+            return Outcome(
+                error=f"no answer within {self._cpu_seconds:g} s of processor time", timeouts=1
+            )
         return Outcome(error="the worker process died" if worker is None else worker.end)
 
     def last_end(self) -> str:
-        return next((worker.end for worker in reversed(self._workers) if worker.end), "no process could be started")
+        return next(
+            (worker.end for worker in reversed(self._workers) if worker.end),
+            "no process could be started",
+        )
 
     def end(self) -> None:
         self._pool.stop()
@@ -229,7 +248,10 @@ class _Worker(SpawnProcess):
             import psutil
 
             with contextlib.suppress(psutil.Error):  # just ended
-                if self._memory_mb and psutil.Process(self.pid).memory_info().rss > self._memory_mb << 20:
+                if (
+                    self._memory_mb
+                    and psutil.Process(self.pid).memory_info().rss > self._memory_mb << 20
+                ):
                     self._excess = f"more than {self._memory_mb} MiB of memory"
                     self.terminate()
             return True
@@ -264,7 +286,9 @@ def _data_for_worker(name: str) -> dict[str, Any]:
     """What multiprocessing tells a new process; our workers do not get the script, which they would run again."""
     data = _data_for_process(name)
     ours = getattr(_starting, "worker", False)
-    return {key: value for key, value in data.items() if not (ours and key.startswith("init_main_"))}
+    return {
+        key: value for key, value in data.items() if not (ours and key.startswith("init_main_"))
+    }
 
 
 _starting = threading.local()
@@ -319,7 +343,8 @@ def _answer(payload: bytes) -> str:
     if isinstance(_loaded, str):
         return json.dumps({"unloadable": _loaded})
     if _cpu_seconds is not None:
-        signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)  # the kernel ends the process, in the midst of C code too
+        # the kernel ends the process, in the midst of C code too
+        signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)
     try:
         args, kwargs = pickle.loads(payload)
         answer = json.dumps({"value": awaited(_loaded(*args, **kwargs))}, default=_plain)
@@ -327,7 +352,8 @@ def _answer(payload: bytes) -> str:
             raise ValueError(f"the answer has {len(answer)} bytes")
         return answer
     except BaseException as error:  # SystemExit too: a function that exits has no answer
-        trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]  # for --debug; no exception leaves a worker
+        # for --debug; no exception leaves a worker
+        trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]
         return json.dumps({"error": error_text(error), "trace": trace})
     finally:
         if _cpu_seconds is not None:

@@ -19,7 +19,9 @@ def _verifier(request: RewardRequest) -> CodeVerifier:
         return FunctionCallVerifier(**request.options_of(FunctionCallVerifier))
     comparison = Comparison(**request.options_of(Comparison))
     if options.sandbox_fusion_url is not None:
-        return SandboxFusionVerifier(comparison=comparison, **request.options_of(SandboxFusionVerifier))
+        return SandboxFusionVerifier(
+            comparison=comparison, **request.options_of(SandboxFusionVerifier)
+        )
     limits = SandboxLimits(**request.options_of(SandboxLimits))
     pool = SandboxPool(limits=limits, **request.options_of(SandboxPool))
     return SandboxVerifier(pool=pool, comparison=comparison, **request.options_of(SandboxVerifier))

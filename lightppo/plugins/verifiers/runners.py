@@ -35,7 +35,8 @@ def late(timeout: float) -> Outcome:
     return Outcome(error=f"no answer within {timeout:g} s", timeouts=1)
 
 
-_timers_set: ContextVar[list[str] | None] = ContextVar("timers_set", default=None)  # by the present call
+# by the present call
+_timers_set: ContextVar[list[str] | None] = ContextVar("timers_set", default=None)
 
 
 def _watch(name: str) -> None:
@@ -102,7 +103,9 @@ class ThreadRunner:
                 running[in_daemon_thread(self._call, calls[i])] = (i, time.monotonic())
             patience = None
             if self.timeout is not None:
-                patience = max(next(iter(running.values()))[1] + self.timeout - time.monotonic(), 0.0)
+                patience = max(
+                    next(iter(running.values()))[1] + self.timeout - time.monotonic(), 0.0
+                )
             wait(running, patience, FIRST_COMPLETED)
             for future, (i, start) in list(running.items()):
                 if future.done():
@@ -139,7 +142,8 @@ class LoopRunner:
     fn: Callable[..., Any]
     concurrency: int
     timeout: float | None = None  # seconds after which a call is cancelled
-    grace: float = 10.0  # seconds after the last call should have ended; then the loop counts as blocked
+    # seconds after the last call should have ended; then the loop counts as blocked
+    grace: float = 10.0
 
     def __post_init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -185,7 +189,8 @@ class LoopRunner:
         with _without_timers():
             try:
                 return Outcome(await self.fn(*call.args, **call.kwargs))
-            except (Exception, SystemExit) as error:  # a SystemExit that leaves a task ends the loop
+            except (Exception, SystemExit) as error:
+                # a SystemExit that leaves a task ends the loop
                 return raised(error)
             finally:
                 heartbeat.beat()

@@ -15,7 +15,9 @@ remote_code = partial(option, needs="function_call_url")
 class BuiltInConfig(Section, adds_to="verifier"):
     """Verifiers that come with lightppo."""
 
-    reward_workers: int | None = judged(None, "Threads or processes. None: 16 threads, or one process per core.", ge=1)
+    reward_workers: int | None = judged(
+        None, "Threads or processes. None: 16 threads, or one process per core.", ge=1
+    )
     reward_timeout: float | None = judged(
         None,
         "Limit of a call, or of a comparison's CPU time. None: 5 for comparisons, no limit for calls.",
@@ -36,21 +38,32 @@ class BuiltInConfig(Section, adds_to="verifier"):
     async_rewards: bool = option(
         False, "Score finished samples while others are still being generated.", resume_safe=True
     )
-    math_unmarked: bool = option(True, "If no answer is marked, take the last number or formula.", needs="math")
+    math_unmarked: bool = option(
+        True, "If no answer is marked, take the last number or formula.", needs="math"
+    )
     reward_format: Literal["think", "think_answer"] = option(
         "think_answer", "Required tags in a response.", needs="format"
     )
     check_xml_format: bool = option(
-        False, "Wrong answers with <think> and <answer> score -0.8, others -1.", needs="reward_minimum or one_source"
+        False,
+        "Wrong answers with <think> and <answer> score -0.8, others -1.",
+        needs="reward_minimum or one_source",
     )
-    code_score: Literal["all", "share"] = code("all", "1 if all tests pass, or the share of passed tests.")
+    code_score: Literal["all", "share"] = code(
+        "all", "1 if all tests pass, or the share of passed tests."
+    )
     code_compare: Literal["exact", "lines", "float", "set"] = code(
-        "float", "How loosely outputs are compared: exact, lines, float, set, each looser than the one before."
+        "float",
+        "How loosely outputs are compared: exact, lines, float, set, each looser than the one before.",
     )
     code_float_tolerance: float = code(1e-05, "Relative tolerance for numbers.", ge=0, lt=1)
-    code_max_tests: int | None = code(None, "Maximum number of tests per row; the first ones are run. None: all.", ge=1)
+    code_max_tests: int | None = code(
+        None, "Maximum number of tests per row; the first ones are run. None: all.", ge=1
+    )
     code_timeout: float = code(6.0, "Time limit per test.", "seconds", gt=0)
-    code_total_timeout: float = code(60.0, "Time limit for all tests of a program.", "seconds", gt=0)
+    code_total_timeout: float = code(
+        60.0, "Time limit for all tests of a program.", "seconds", gt=0
+    )
     code_memory_limit_mb: int = code(1024, "Memory limit of a program.", "MB", ge=1)
     code_file_limit_mb: int = code(16, "Maximum size of a file that a program writes.", "MB", ge=1)
     code_output_limit_mb: int = code(16, "Maximum output of a program.", "MB", ge=1)
@@ -59,25 +72,43 @@ class BuiltInConfig(Section, adds_to="verifier"):
         None, "Sandboxes per rank. None: one per core of the rank.", ge=1, resume_safe=True
     )
     allow_unsafe_code_execution: bool = code(
-        False, "Run programs even if they cannot be isolated. They can do everything that you can.", resume_safe=True
+        False,
+        "Run programs even if they cannot be isolated. They can do everything that you can.",
+        resume_safe=True,
     )
-    sandbox_fusion_url: str | None = code(None, "Run programs on this SandboxFusion server.", resume_safe=True)
-    sandbox_fusion_max_concurrent: int = fusion(64, "Concurrent requests.", "per rank", ge=1, resume_safe=True)
-    sandbox_fusion_memory_limit_mb: int = fusion(1024, "Memory limit of a program there.", "MB", ge=1)
+    sandbox_fusion_url: str | None = code(
+        None, "Run programs on this SandboxFusion server.", resume_safe=True
+    )
+    sandbox_fusion_max_concurrent: int = fusion(
+        64, "Concurrent requests.", "per rank", ge=1, resume_safe=True
+    )
+    sandbox_fusion_memory_limit_mb: int = fusion(
+        1024, "Memory limit of a program there.", "MB", ge=1
+    )
     sandbox_fusion_language: str = fusion("python", "Language of the programs.")
     sandbox_fusion_retries: int = fusion(3, "Retries of a failed request.", ge=0, resume_safe=True)
     function_call_url: str | None = code(
         None, "Run programs on AReaL's function-call service at this URL.", resume_safe=True
     )
-    function_call_max_concurrent: int = remote_code(64, "Concurrent requests.", "per rank", ge=1, resume_safe=True)
+    function_call_max_concurrent: int = remote_code(
+        64, "Concurrent requests.", "per rank", ge=1, resume_safe=True
+    )
     function_call_batch_size: int = remote_code(1, "Tests per request.", ge=1, resume_safe=True)
-    function_call_memory_limit_mb: int = remote_code(0, "Memory limit of a program; 0: the service's.", "MB", ge=0)
-    function_call_retries: int = remote_code(3, "Retries of a failed request.", ge=0, resume_safe=True)
+    function_call_memory_limit_mb: int = remote_code(
+        0, "Memory limit of a program; 0: the service's.", "MB", ge=0
+    )
+    function_call_retries: int = remote_code(
+        3, "Retries of a failed request.", ge=0, resume_safe=True
+    )
 
     exclusive = (
         ("sandbox_fusion_url", "function_call_url", "both run the programs"),
         ("async_rewards", "skip_rollout", "cannot go together: replayed samples are not generated"),
-        ("async_rewards", "reward_pretrain", "cannot go together: a reward model does not run beside generation"),
+        (
+            "async_rewards",
+            "reward_pretrain",
+            "cannot go together: a reward model does not run beside generation",
+        ),
     )
 
     @staticmethod

@@ -15,7 +15,11 @@ from urllib.parse import urlsplit
 from lightppo.errors import RequestError, RewardError
 from lightppo.plugins.http.client import HTTPClient
 from lightppo.plugins.verifiers.code import CodeCase, CodeTests, CodeVerdict, Comparison
-from lightppo.plugins.verifiers.sandbox.supervisor import PRELUDE_MODULES, find_function, make_prelude
+from lightppo.plugins.verifiers.sandbox.supervisor import (
+    PRELUDE_MODULES,
+    find_function,
+    make_prelude,
+)
 
 T = TypeVar("T")
 
@@ -33,8 +37,14 @@ class _Service:
         """``path`` is added to an address without one."""
         parts = urlsplit(url)
         url = url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
-        options = {"timeout": seconds + self.wait_seconds, "max_bytes": _MOST_BYTES, "sleep": self.sleep}
-        self._client = HTTPClient(url, flag, retries=retries, max_concurrent=self.concurrency, **options)
+        options = {
+            "timeout": seconds + self.wait_seconds,
+            "max_bytes": _MOST_BYTES,
+            "sleep": self.sleep,
+        }
+        self._client = HTTPClient(
+            url, flag, retries=retries, max_concurrent=self.concurrency, **options
+        )
 
     def _ask(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
         try:
@@ -84,12 +94,16 @@ class SandboxFusionVerifier(_Service):
     def __post_init__(self) -> None:
         self.concurrency = self.sandbox_fusion_max_concurrent
         seconds, retries = 2 * self.code_timeout, self.sandbox_fusion_retries
-        self._connect("--sandbox_fusion_url", self.sandbox_fusion_url, "/run_code", seconds, retries)
+        self._connect(
+            "--sandbox_fusion_url", self.sandbox_fusion_url, "/run_code", seconds, retries
+        )
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Runs the program on all tests; raises :class:`RewardError` if the service gave no usable answer."""
         if tests.function is not None and self.sandbox_fusion_language != "python":
-            raise RewardError(f"tests that call {tests.function}() need --sandbox_fusion_language python")
+            raise RewardError(
+                f"tests that call {tests.function}() need --sandbox_fusion_language python"
+            )
         verdict = CodeVerdict()
         for case in tests.cases:
             self._judge(code, tests.function, case, verdict)
@@ -133,10 +147,21 @@ def _read_run(answer: dict[str, Any]) -> tuple[bool, bool, bool, str]:
     last = stderr.strip().rpartition("\n")[2].partition(":")[0]
     if answer["status"] == "Success" and (timeout or failed or ran is None):
         raise ValueError("status Success for a program that did not end well")
-    return not timeout and not failed, timeout, failed and not timeout and (ran is None or last in _NOT_PYTHON), stdout
+    return (
+        not timeout and not failed,
+        timeout,
+        failed and not timeout and (ran is None or last in _NOT_PYTHON),
+        stdout,
+    )
 
 
-_AREAL = {"language": "PYTHON", "runtime": "python-default", "isFastFail": True, "isRemote": False, "query_index": 0}
+_AREAL = {
+    "language": "PYTHON",
+    "runtime": "python-default",
+    "isFastFail": True,
+    "isRemote": False,
+    "query_index": 0,
+}
 
 
 @dataclass(eq=False)
@@ -145,7 +170,8 @@ class FunctionCallVerifier(_Service):
 
     function_call_url: str  # /apis/functioncalls is added if it has no path
     function_call_max_concurrent: int = 64  # requests at a time
-    function_call_batch_size: int = 1  # tests per request if the first failure ends (else one request per test)
+    # tests per request if the first failure ends (else one request per test)
+    function_call_batch_size: int = 1
     function_call_memory_limit_mb: int = 1024  # rounded up to 256; 0: the service's own limit
     function_call_retries: int = 3
     code_timeout: float = 6.0  # seconds per test
@@ -153,10 +179,17 @@ class FunctionCallVerifier(_Service):
 
     def __post_init__(self) -> None:
         if self.function_call_batch_size < 1:
-            raise ValueError(f"--function_call_batch_size must be at least 1, got {self.function_call_batch_size}")
+            raise ValueError(
+                f"--function_call_batch_size must be at least 1, got {self.function_call_batch_size}"
+            )
         self.concurrency = self.function_call_max_concurrent
-        seconds, retries = self.function_call_batch_size * self.code_timeout, self.function_call_retries
-        self._connect("--function_call_url", self.function_call_url, "/apis/functioncalls", seconds, retries)
+        seconds, retries = (
+            self.function_call_batch_size * self.code_timeout,
+            self.function_call_retries,
+        )
+        self._connect(
+            "--function_call_url", self.function_call_url, "/apis/functioncalls", seconds, retries
+        )
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Lets the service judge the program on all tests; raises :class:`RewardError` if it gave no usable answer."""
@@ -168,7 +201,10 @@ class FunctionCallVerifier(_Service):
                 "uid": f"lightppo-{secrets.token_hex(8)}-case-{start}-{start + len(cases)}",
                 "code": code,
                 "entryFunction": tests.function or "",
-                "testcases": [{"input": case.raw[0].strip(), "expectedOutput": case.raw[1].strip()} for case in cases],
+                "testcases": [
+                    {"input": case.raw[0].strip(), "expectedOutput": case.raw[1].strip()}
+                    for case in cases
+                ],
                 "timeout": self.code_timeout,
                 "memory": -(-self.function_call_memory_limit_mb // 256) * 256,
             }

@@ -21,11 +21,15 @@ def status_check(
     minimum = config.verifier.reward_minimum
     minimum = getattr(source, "minimum", None) if minimum is None else minimum
     if minimum is None:
-        raise ConfigError(f"--check_verifier_status: {source.name} does not say its lowest score; set --reward_minimum")
+        raise ConfigError(
+            f"--check_verifier_status: {source.name} does not say its lowest score; set --reward_minimum"
+        )
     return partial(check_verifier_status, minimum=minimum, source_name=source.name, ranks=strategy)
 
 
-def check_verifier_status(rollouts: Sequence[Rollout], *, minimum: float, source_name: str, ranks: Ranks) -> None:
+def check_verifier_status(
+    rollouts: Sequence[Rollout], *, minimum: float, source_name: str, ranks: Ranks
+) -> None:
     """Raises if all scores of a batch, before shaping, are missing or at the source's minimum. Collective.
 
     The verifier is then more likely broken than the model. Source: AReaL, ``check_verifier_status`` (of the mean).

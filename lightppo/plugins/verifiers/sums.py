@@ -45,19 +45,26 @@ class RoutedReward:
     def __init__(self, routes: Routes, *, by: str = "data_source", name: str = "routed") -> None:
         if not routes or not all(routes.values()):
             raise ValueError(f"{name}: every route needs at least one source")
-        plan: dict[int, tuple[RewardSource, dict[str, float]]] = {}  # by identity: a source need not be hashable
+        # by identity: a source need not be hashable
+        plan: dict[int, tuple[RewardSource, dict[str, float]]] = {}
         for route, pairs in routes.items():
             for source, weight in pairs:
                 weights = plan.setdefault(id(source), (source, {}))[1]
                 if finite(weight) is None:
-                    raise ValueError(f"{name}: the weight of {source.name} must be a finite number, got {weight!r}")
+                    raise ValueError(
+                        f"{name}: the weight of {source.name} must be a finite number, got {weight!r}"
+                    )
                 if route in weights:
                     raise ValueError(f"{name}: {source.name} is twice on the route {route!r}")
                 weights[route] = float(weight)
         self._plan = list(plan.values())
-        twice = [n for n, count in Counter(source.name for source, _ in self._plan).items() if count > 1]
+        twice = [
+            n for n, count in Counter(source.name for source, _ in self._plan).items() if count > 1
+        ]
         if twice:
-            raise ValueError(f"{name}: several sources are named {', '.join(sorted(twice))}; give each its own name")
+            raise ValueError(
+                f"{name}: several sources are named {', '.join(sorted(twice))}; give each its own name"
+            )
         self.name = name
         self.by = by
         self._routes = list(routes)
@@ -75,7 +82,8 @@ class RoutedReward:
         token_totals: list[list[float] | None] = [None] * n
         metrics: dict[str, list[float | None]] = {}
         texts: dict[str, list[str | None]] = {}
-        non_finite: NonFiniteRewardError | None = None  # raised at the end: other ranks may wait in the next source
+        # raised at the end: other ranks may wait in the next source
+        non_finite: NonFiniteRewardError | None = None
         for source, weights in self._plan:
             places = [i for i, route in enumerate(routes) if route in weights]
             share = [rollouts[i] for i in places]
@@ -84,12 +92,19 @@ class RoutedReward:
             except NonFiniteRewardError as error:
                 non_finite = error
                 continue
-            own = {source.name: output.scores} | {f"{source.name}/{m}": v for m, v in output.metrics.items()}
-            for kept, columns in ((metrics, own), (texts, {f"{source.name}/{t}": v for t, v in output.texts.items()})):
+            own = {source.name: output.scores} | {
+                f"{source.name}/{m}": v for m, v in output.metrics.items()
+            }
+            for kept, columns in (
+                (metrics, own),
+                (texts, {f"{source.name}/{t}": v for t, v in output.texts.items()}),
+            ):
                 for key, values in columns.items():
                     of_place = dict(zip(places, values))
                     kept[key] = [of_place.get(i) for i in range(n)]
-            for i, score, row in zip(places, output.scores, output.token_scores or [None] * len(places)):
+            for i, score, row in zip(
+                places, output.scores, output.token_scores or [None] * len(places)
+            ):
                 weight, total = weights[routes[i]], totals[i]
                 totals[i] = None if total is None or score is None else total + weight * score
                 if row is not None:
@@ -98,9 +113,15 @@ class RoutedReward:
         if non_finite is not None:
             raise non_finite
         for count in ("failures", "timeouts"):
-            parts = [metrics[key] for source, _ in self._plan if (key := f"{source.name}/{count}") in metrics]
+            parts = [
+                metrics[key]
+                for source, _ in self._plan
+                if (key := f"{source.name}/{count}") in metrics
+            ]
             if parts:
-                metrics[count] = [sum(value for value in row if value is not None) for row in zip(*parts)]
+                metrics[count] = [
+                    sum(value for value in row if value is not None) for row in zip(*parts)
+                ]
         dense = any(row is not None for row in token_totals)
         return RewardOutput(totals, metrics, token_totals if dense else None, texts)
 
@@ -111,7 +132,11 @@ class RoutedReward:
 
     def _route(self, rollouts: Sequence[Rollout], i: int) -> str:
         prompt = rollouts[i].prompt
-        value = getattr(prompt, self.by) if self.by in ("data_source", "label") else prompt.extra.get(self.by)
+        value = (
+            getattr(prompt, self.by)
+            if self.by in ("data_source", "label")
+            else prompt.extra.get(self.by)
+        )
         key = value if isinstance(value, str) else repr(value)
         if key in self._routes:
             return key

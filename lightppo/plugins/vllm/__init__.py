@@ -9,7 +9,10 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     ENGINES.register("vllm", Entry("lightppo.plugins.vllm.colocated:VLLMRolloutEngine"))
     ENGINES.register("vllm_server", Entry("lightppo.plugins.vllm.servers:VLLMServerRolloutEngine"))
-    COMMANDS.register("serve-vllm", Command("lightppo.plugins.vllm.serve_vllm:main", about="serve rollouts by vLLM"))
+    COMMANDS.register(
+        "serve-vllm",
+        Command("lightppo.plugins.vllm.serve_vllm:main", about="serve rollouts by vLLM"),
+    )
     register_section("vllm", "lightppo.plugins.vllm.sections:VLLMConfig", adds_to="engine")
     SAMPLING.register("rollout_check", Entry("lightppo.plugins.vllm.rollout_check:check_first"))
     CALLBACKS.register("room", CallbackEntry("lightppo.plugins.vllm.room:sleep_after_evaluation"))

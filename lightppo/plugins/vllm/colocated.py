@@ -28,7 +28,12 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.plugins.ops.storage import content_folder, stage_to_local
 from lightppo.plugins.vllm.room import Room
-from lightppo.plugins.vllm.weights import SHARED_MEMORY, differing_weights, full_weights, trainer_fingerprints
+from lightppo.plugins.vllm.weights import (
+    SHARED_MEMORY,
+    differing_weights,
+    full_weights,
+    trainer_fingerprints,
+)
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.hf import check_drawn, check_lengths, request_streams
@@ -149,18 +154,24 @@ class Requests:
         sampling: SamplingParams,
     ) -> None:
         if sampling.first_token_temperature is not None:
-            raise ValueError("vLLM has one temperature for all tokens: first_token_temperature must be None")
+            raise ValueError(
+                "vLLM has one temperature for all tokens: first_token_temperature must be None"
+            )
         # vLLM would cut a longer response without a word
         check_lengths(prompts, sampling, longest_sequence(engine.config), "--max_model_len leaves")
-        self.samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]  # of each request
+        # of each request
+        self.samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
         self.sampling = sampling
         self._tokenizer = engine.tokenizer
         model = engine.hf_model
         self._streams = request_streams(prompts, sampling)
         eos_ids = end_of_text_ids(engine.tokenizer, getattr(model, "generation_config", None))
         # with the end-of-text ids, which vLLM is told to ignore
-        self._stop = StopCriteria(engine.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size_of(model))
-        bad_word_ids(engine.tokenizer, sampling.bad_words)  # unknown words are refused, as by every engine
+        self._stop = StopCriteria(
+            engine.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size_of(model)
+        )
+        # unknown words are refused, as by every engine
+        bad_word_ids(engine.tokenizer, sampling.bad_words)
 
     def parameters(self, r: int) -> dict[str, Any]:
         sampling = self.sampling
@@ -200,12 +211,16 @@ class Requests:
             raise RolloutError(f"vLLM gave up prompt {prompt.index}, sample {sample_index}: {what}")
         check_drawn(prompt, log_probs)
         text = self._stop.trim(ids, self._tokenizer.decode(ids, skip_special_tokens=True))
-        return Rollout(prompt, sample_index, ids, text, finish_reason, [float(value) for value in log_probs])
+        return Rollout(
+            prompt, sample_index, ids, text, finish_reason, [float(value) for value in log_probs]
+        )
 
 
 def longest_sequence(config: PPOConfig) -> int:
     """Tokens of the longest prompt and response together."""
-    return config.engine.max_model_len or config.data.prompt_max_len + config.rollout.generate_max_len
+    return (
+        config.engine.max_model_len or config.data.prompt_max_len + config.rollout.generate_max_len
+    )
 
 
 def vocab_size_of(hf_model: Any) -> int:
@@ -264,12 +279,21 @@ class VLLMRolloutEngine(VLLMEngine):
         self.llm: Any = self._build()
         from lightppo.plugins.vllm.worker import install_sampler
 
-        self.llm.collective_rpc(install_sampler, args=vocabulary_limits(tokenizer, actor, self.hf_model))
+        self.llm.collective_rpc(
+            install_sampler, args=vocabulary_limits(tokenizer, actor, self.hf_model)
+        )
         self.sync_weights(actor)
-        try:  # what vLLM lacks for a model (a size of attention heads, say) often shows in the first forward pass only
-            self.generate([Prompt("", [tokenizer.eos_token_id or 0])], SamplingParams(max_new_tokens=1, temperature=0))
+        # what vLLM lacks for a model (a size of attention heads, say) often shows in the first
+        # forward pass only
+        try:
+            self.generate(
+                [Prompt("", [tokenizer.eos_token_id or 0])],
+                SamplingParams(max_new_tokens=1, temperature=0),
+            )
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            raise ConfigError(f"--rollout_engine vllm: vLLM cannot run this model here: {error}") from error
+            raise ConfigError(
+                f"--rollout_engine vllm: vLLM cannot run this model here: {error}"
+            ) from error
         if self.room is not None:
             self.sleep()
 
@@ -291,8 +315,11 @@ class VLLMRolloutEngine(VLLMEngine):
         arguments = engine_arguments(config, self.hf_model.config, self.on_gpu)
         arguments["dtype"] = self.dtype if asked.vllm_dtype == "auto" else asked.vllm_dtype
         if asked.load_format == "auto" or config.model.trust_remote_code:
-            folder = stage_to_local(config.model.pretrain)  # the weights, or the Python code, are in the checkpoint
-        else:  # What the actor is, which need not be what --pretrain says (--override_config, new tokens).
+            # the weights, or the Python code, are in the checkpoint
+            folder = stage_to_local(config.model.pretrain)
+        else:
+            # What the actor is, which need not be what --pretrain says (--override_config, new
+            # tokens).
             folder = described_model(self.hf_model.config, self.tokenizer)
         with undisturbed_process():
             try:
@@ -300,7 +327,9 @@ class VLLMRolloutEngine(VLLMEngine):
 
                 return LLM(model=folder, **arguments)
             except ValueError as error:
-                raise ConfigError(f"--rollout_engine vllm: vLLM cannot run this model so: {error}") from error
+                raise ConfigError(
+                    f"--rollout_engine vllm: vLLM cannot run this model so: {error}"
+                ) from error
             except ImportError as error:
                 advice = f"vLLM is installed but cannot be imported: {error}. Without a GPU, {_UNINSTALL} may mend it"
                 raise ConfigError(f"--rollout_engine vllm: {advice}") from error
@@ -312,7 +341,10 @@ class VLLMRolloutEngine(VLLMEngine):
         on_finished: OnFinished,
     ) -> list[Rollout]:
         requests = Requests(self, prompts, sampling)
-        own = [(prompt.token_ids, requests.parameters(r)) for r, (prompt, _) in enumerate(requests.samples)]
+        own = [
+            (prompt.token_ids, requests.parameters(r))
+            for r, (prompt, _) in enumerate(requests.samples)
+        ]
         before, everything = self._of_group(own)
         rollouts: list[Rollout | None] = [None] * len(own)
         with in_any_order(), ExitStack() as stack:
@@ -320,7 +352,9 @@ class VLLMRolloutEngine(VLLMEngine):
                 stack.enter_context(self._one_seed(everything))
             for r, output in self._answers(everything):
                 if 0 <= (i := r - before) < len(own):
-                    rollouts[i] = requests.rollout(i, output.token_ids, output.logprobs.logprobs, output.finish_reason)
+                    rollouts[i] = requests.rollout(
+                        i, output.token_ids, output.logprobs.logprobs, output.finish_reason
+                    )
                     on_finished([rollouts[i]])
         return rollouts
 
@@ -346,9 +380,13 @@ class VLLMRolloutEngine(VLLMEngine):
             return 0, own
         parts: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(parts, own, group=self.group)
-        return sum(map(len, parts[: dist.get_rank(self.group)])), [request for part in parts for request in part]
+        return sum(map(len, parts[: dist.get_rank(self.group)])), [
+            request for part in parts for request in part
+        ]
 
-    def _answers(self, requests: list[tuple[list[int], dict[str, Any]]]) -> Iterator[tuple[int, Any]]:
+    def _answers(
+        self, requests: list[tuple[list[int], dict[str, Any]]]
+    ) -> Iterator[tuple[int, Any]]:
         """(request number, vLLM's output) as the responses end."""
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.inputs import tokens_input
@@ -362,14 +400,18 @@ class VLLMRolloutEngine(VLLMEngine):
                 name = f"rollout-{self._requests}"
                 running[name] = r
                 how = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
-                engine.add_request(name, tokens_input(list(token_ids)), VLLMSamplingParams(**parameters, **how))
+                engine.add_request(
+                    name, tokens_input(list(token_ids)), VLLMSamplingParams(**parameters, **how)
+                )
             while engine.has_unfinished_requests():
                 heartbeat.beat()
                 for output in engine.step():
                     if output.finished:
                         yield running.pop(output.request_id), output.outputs[0]
             if running:
-                raise RolloutError(f"vLLM ended without an answer to {len(running)} of {len(requests)} requests")
+                raise RolloutError(
+                    f"vLLM ended without an answer to {len(running)} of {len(requests)} requests"
+                )
         finally:
             if running:
                 engine.abort_request(list(running))
@@ -385,7 +427,9 @@ class VLLMRolloutEngine(VLLMEngine):
                 "--rollout_engine hf"
             )
         if not self.llm.reset_prefix_cache():
-            raise RolloutError("vLLM could not drop its prefix cache after new weights: requests are still running")
+            raise RolloutError(
+                "vLLM could not drop its prefix cache after new weights: requests are still running"
+            )
 
     def differing_weights(self) -> tuple[list[str], list[str]]:
         """Weights of the actor that the engine does not have, and those that cannot be compared. Collective."""
@@ -431,7 +475,9 @@ def tensor_parallel_group(size: int) -> Any | None:
         return None
     starts = range(0, dist.get_world_size(), size)
     with whole_communicator():
-        groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in starts]
+        groups = [
+            dist.new_group(list(range(first, first + size)), backend="gloo") for first in starts
+        ]
     return groups[dist.get_rank() // size]
 
 
@@ -485,11 +531,14 @@ def undisturbed_process() -> Iterator[None]:
     precision of matmuls, the CUDA stream, what the garbage collector looks at."""
     set_threads = torch.set_num_threads
     threads = torch.get_num_threads()
-    launcher = {name: value for name, value in os.environ.items() if name.endswith(_LAUNCHER_ENDINGS)}
+    launcher = {
+        name: value for name, value in os.environ.items() if name.endswith(_LAUNCHER_ENDINGS)
+    }
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def restore() -> None:
-        if stream is not None:  # parts of DeepSpeed know no other one; an engine of several ranks takes its own
+        # parts of DeepSpeed know no other one; an engine of several ranks takes its own
+        if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
             torch.cuda.set_stream(stream)  # by now vLLM's function, which tells vLLM
         torch.set_num_threads = set_threads
@@ -500,7 +549,11 @@ def undisturbed_process() -> Iterator[None]:
         os.environ.update(launcher)
         gc.unfreeze()
 
-    with ExitStack() as stack, torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():
+    with (
+        ExitStack() as stack,
+        torch.random.fork_rng(range(torch.cuda.device_count())),
+        warnings.catch_warnings(),
+    ):
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
@@ -541,9 +594,17 @@ def engine_arguments(
     """
     asked = config.engine
     longest = longest_sequence(config)
-    same = ("tensor_parallel_size", "load_format", "gpu_memory_utilization", "max_num_seqs", "enable_prefix_caching")
+    same = (
+        "tensor_parallel_size",
+        "load_format",
+        "gpu_memory_utilization",
+        "max_num_seqs",
+        "enable_prefix_caching",
+    )
     same += ("max_num_batched_tokens", "block_size", "kv_cache_memory_bytes")
-    arguments = {name: getattr(asked, name) for name in same if getattr(asked, name) is not None} | {
+    arguments = {
+        name: getattr(asked, name) for name in same if getattr(asked, name) is not None
+    } | {
         "distributed_executor_backend": "external_launcher",
         "max_model_len": longest,
         "enforce_eager": not on_gpu if asked.enforce_eager is None else asked.enforce_eager,
@@ -576,4 +637,6 @@ def cpu_kv_cache_bytes(model_config: Any, sequences: int, tokens: int) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     blocks = sequences * math.ceil(tokens / _CPU_BLOCK) + 1
-    return min(blocks * _CPU_BLOCK * 2 * text.num_hidden_layers * heads * head_dim * 4, _CPU_KV_CACHE_LIMIT)
+    return min(
+        blocks * _CPU_BLOCK * 2 * text.num_hidden_layers * heads * head_dim * 4, _CPU_KV_CACHE_LIMIT
+    )

@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 CHECKED_ROWS = 8
 NAMED_WEIGHTS = 5
-ROUNDING = {"float32": {"cpu": 0.001, "cuda": 0.01}, "float16": {"cuda": 0.02}, "bfloat16": {"cuda": 0.1}}
+ROUNDING = {
+    "float32": {"cpu": 0.001, "cuda": 0.01},
+    "float16": {"cuda": 0.02},
+    "bfloat16": {"cuda": 0.1},
+}
 """Largest mean difference of log probs, in nats, by the coarser type of the two and the device; other devices as CUDA.
 
 Five times what was measured, or more (docs/rollouts.md). In float32 vLLM's attention on a GPU multiplies in TF32, whose
@@ -37,11 +41,15 @@ def tolerance_of(config: PPOConfig, strategy: Ranks) -> float:
     return config.engine.logp_diff_tolerance or max(rounding)
 
 
-def check_first(config: PPOConfig, strategy: Ranks, actor: Any, engine: RolloutEngine) -> AroundSampling:
+def check_first(
+    config: PPOConfig, strategy: Ranks, actor: Any, engine: RolloutEngine
+) -> AroundSampling:
     """For ``lightppo.plugin.SAMPLING``."""
     check = RolloutCheck(actor, engine, strategy, config)
 
-    def checked(prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]) -> list[Rollout]:
+    def checked(
+        prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
+    ) -> list[Rollout]:
         rollouts = sample()
         check.first(rollouts)
         return rollouts
@@ -52,7 +60,9 @@ def check_first(config: PPOConfig, strategy: Ranks, actor: Any, engine: RolloutE
 class RolloutCheck:
     """Compares log probs at the first rollouts of an engine with weights of its own, which says ``keeps_weights``."""
 
-    def __init__(self, actor: Any, engine: RolloutEngine, strategy: Ranks, config: PPOConfig) -> None:
+    def __init__(
+        self, actor: Any, engine: RolloutEngine, strategy: Ranks, config: PPOConfig
+    ) -> None:
         self.actor, self.engine, self.strategy = actor, engine, strategy
         self.mode = config.engine.rollout_check
         self.tolerance = tolerance_of(config, strategy)
@@ -68,7 +78,9 @@ class RolloutCheck:
         self.pending = False
         mean, largest = self.difference(rollouts[: self.rows])
         if mean <= self.tolerance:
-            self.strategy.print(f"rollout check: log probs differ by {mean:.2g} on average, {largest:.2g} at most")
+            self.strategy.print(
+                f"rollout check: log probs differ by {mean:.2g} on average, {largest:.2g} at most"
+            )
             return
         message = (
             f"the rollout engine's log probs are not the trainer's: {mean:.3g} nats apart on average, {largest:.3g} at "
@@ -88,12 +100,15 @@ class RolloutCheck:
         try:
             if self.greedy:
                 self.actor.temperature = 1.0  # what greedy rollouts record
-            scores = self.actor.score_actions(batch.sequences, batch.num_actions, batch.attention_mask)
+            scores = self.actor.score_actions(
+                batch.sequences, batch.num_actions, batch.attention_mask
+            )
         finally:
             self.actor.temperature = temperature
             self.actor.train(training)
         # NaN would pass every comparison. A placeholder has no trained token.
-        diff = (scores.log_probs.float() - batch.rollout_log_probs).abs().nan_to_num(torch.inf)  # (B, A)
+        # (B, A)
+        diff = (scores.log_probs.float() - batch.rollout_log_probs).abs().nan_to_num(torch.inf)
         diff = diff[batch.action_mask].double()
         sums = self.strategy.all_reduce({"total": diff.sum().item(), "count": diff.numel()}, "sum")
         largest = self.strategy.all_reduce(diff.max().item() if rollouts else 0.0, "max")

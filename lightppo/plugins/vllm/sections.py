@@ -41,7 +41,9 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
     load_format: Literal["dummy", "auto"] = vllm(
         "dummy", "Weights before the first push: random (dummy), or --pretrain (auto)."
     )
-    gpu_memory_utilization: float = vllm(0.4, "Share of a GPU's memory for weights and KV cache.", gt=0, le=1)
+    gpu_memory_utilization: float = vllm(
+        0.4, "Share of a GPU's memory for weights and KV cache.", gt=0, le=1
+    )
     kv_cache_memory_bytes: int | None = vllm(
         None,
         "Size of the KV cache. None: by --gpu_memory_utilization; on a CPU for --max_num_seqs, at most 4 GiB.",
@@ -50,7 +52,10 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
     )
     max_num_seqs: int = vllm(256, "Maximum number of sequences decoded at once.", "sequences", ge=1)
     max_num_batched_tokens: int | None = vllm(
-        None, "Maximum tokens per forward pass. None: vLLM's choice; CPU: 4096 or the longest sequence.", "tokens", ge=1
+        None,
+        "Maximum tokens per forward pass. None: vLLM's choice; CPU: 4096 or the longest sequence.",
+        "tokens",
+        ge=1,
     )
     max_model_len: int | None = vllm(
         None,
@@ -58,7 +63,9 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
         "tokens",
         ge=2,
     )
-    block_size: int | None = vllm(None, "Tokens per block of the KV cache. None: vLLM's choice.", "tokens", ge=1)
+    block_size: int | None = vllm(
+        None, "Tokens per block of the KV cache. None: vLLM's choice.", "tokens", ge=1
+    )
     enable_prefix_caching: bool = vllm(
         True, "Share the KV cache of a prompt among its samples. Each push of weights empties it."
     )
@@ -67,10 +74,16 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
         "One seed per response, so that responses do not depend on each other. Off: one per call, which is faster on a "
         "GPU. None: on for a CPU, off for a GPU.",
     )
-    enforce_eager: bool | None = vllm(None, "No compilation, no CUDA graphs. None: on for a CPU, off for a GPU.")
-    free_cache_engine: bool = any_vllm(True, "Put the engine to sleep during training, which frees GPU memory.")
+    enforce_eager: bool | None = vllm(
+        None, "No compilation, no CUDA graphs. None: on for a CPU, off for a GPU."
+    )
+    free_cache_engine: bool = any_vllm(
+        True, "Put the engine to sleep during training, which frees GPU memory."
+    )
     sleep_level: Literal[1, 2] = any_vllm(
-        2, "While asleep, 1 keeps the weights in CPU memory, 2 drops them.", also="free_cache_engine"
+        2,
+        "While asleep, 1 keeps the weights in CPU memory, 2 drops them.",
+        also="free_cache_engine",
     )
     offload_during_rollout: bool = vllm(
         False,
@@ -80,10 +93,17 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
     vllm_server_url: tuple[str, ...] = server(
         (), "Addresses of servers that run --pretrain with `lightppo serve-vllm`."
     )
-    vllm_server_api_key_env: str | None = server(None, "Environment variable with the servers' API key.")
-    vllm_server_timeout: float = server(600.0, "Maximum wait for a response or a bucket of weights.", "seconds", gt=0)
+    vllm_server_api_key_env: str | None = server(
+        None, "Environment variable with the servers' API key."
+    )
+    vllm_server_timeout: float = server(
+        600.0, "Maximum wait for a response or a bucket of weights.", "seconds", gt=0
+    )
     vllm_server_retries: int = server(
-        2, "Retries per request. Then other servers take over, until the next push of weights.", "tries", ge=0
+        2,
+        "Retries per request. Then other servers take over, until the next push of weights.",
+        "tries",
+        ge=0,
     )
     vllm_server_concurrency: int = server(
         1024,
@@ -91,7 +111,9 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
         "requests per server",
         ge=1,
     )
-    vllm_server_start_timeout: float = server(300.0, "Maximum wait for the servers at the start.", "seconds", ge=0)
+    vllm_server_start_timeout: float = server(
+        300.0, "Maximum wait for the servers at the start.", "seconds", ge=0
+    )
     vllm_server_sync: Literal["auto", "shm", "disk", "collective"] = server(
         "auto",
         "How weights get to the servers: shared memory (shm), disk or torch.distributed (collective: gloo, or "
@@ -103,7 +125,9 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
         also="vllm_server_sync=disk",
     )
     vllm_server_sync_address: str = server(
-        "127.0.0.1", "Address of the trainer that the servers connect to.", also="vllm_server_sync=collective"
+        "127.0.0.1",
+        "Address of the trainer that the servers connect to.",
+        also="vllm_server_sync=collective",
     )
 
     @staticmethod
@@ -125,7 +149,10 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
             sum_of = "--prompt_max_len + --generate_max_len"
             yield f"--max_model_len {o.max_model_len} is below {sum_of}: set {longest} or more"
         is_auto = o.load_format == "auto"
-        for flag, reads_pretrain in {"--load_format auto": is_auto, "--trust_remote_code": o.trust_remote_code}.items():
+        for flag, reads_pretrain in {
+            "--load_format auto": is_auto,
+            "--trust_remote_code": o.trust_remote_code,
+        }.items():
             if reads_pretrain and o.override_config is not None:
                 yield f"{flag} has --rollout_engine vllm read --pretrain without --override_config: leave one out"
             if reads_pretrain and o.pretrain is None:
@@ -142,7 +169,9 @@ def _servers(o: Any) -> Iterator[str]:
         for url in o.vllm_server_url:
             check_url(url, "--vllm_server_url", "--vllm_server_api_key_env")
             if "?" in url or "#" in url:
-                raise ValueError(f"--vllm_server_url {shown_url(url)}: give http://HOST:PORT without ? or #")
+                raise ValueError(
+                    f"--vllm_server_url {shown_url(url)}: give http://HOST:PORT without ? or #"
+                )
     except ValueError as error:
         yield str(error)
         return
@@ -152,7 +181,9 @@ def _servers(o: Any) -> Iterator[str]:
             yield f"--vllm_server_url has {url} twice"
     remote = [url for url in addresses if not is_loopback(urlsplit(url).hostname or "")]
     by_files = o.vllm_server_sync == "disk" and o.vllm_server_sync_dir is not None
-    by_broadcast = o.vllm_server_sync == "collective" and not is_loopback(o.vllm_server_sync_address)
+    by_broadcast = o.vllm_server_sync == "collective" and not is_loopback(
+        o.vllm_server_sync_address
+    )
     if remote and not by_files and not by_broadcast:
         # the name of a host often leads to 127.0.1.1 on that host
         wrong = f", and --vllm_server_sync_address {o.vllm_server_sync_address} leads here alone"

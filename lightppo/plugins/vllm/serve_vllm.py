@@ -30,10 +30,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", required=True, help="folder or hub id, the same as the trainer's --pretrain")
-    parser.add_argument("--host", default="127.0.0.1", help="addresses other than loopback need --api_key_env")
+    parser.add_argument(
+        "--model", required=True, help="folder or hub id, the same as the trainer's --pretrain"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="addresses other than loopback need --api_key_env"
+    )
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--api_key_env", help="environment variable with the key that clients must send")
+    parser.add_argument(
+        "--api_key_env", help="environment variable with the key that clients must send"
+    )
     args, engine_options = parser.parse_known_args(argv)
     with exit_on_mistakes(prog, ValueError):
         for option in REFUSED:

@@ -79,7 +79,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
         super().__init__(config, strategy, actor, tokenizer)
         asked = config.engine
         key = read_token(env=asked.vllm_server_api_key_env, option="--vllm_server_api_key_env")
-        options = {"timeout": asked.vllm_server_timeout, "retries": asked.vllm_server_retries, "key": key}
+        options = {
+            "timeout": asked.vllm_server_timeout,
+            "retries": asked.vllm_server_retries,
+            "key": key,
+        }
         limits = vocabulary_limits(tokenizer, actor, self.hf_model)
         self.servers = [VLLMServer(url, limits, **options) for url in asked.vllm_server_url]
         self.lost: dict[int, str] = {}  # server → why it is not used, the same on every rank
@@ -87,10 +91,13 @@ class VLLMServerRolloutEngine(VLLMEngine):
         self._run = uuid.uuid4().hex
         self._pushes = 0
         self.sync_weights(actor)
-        can_sleep = all(server.described.get("sleep_mode") for server in self.servers)  # known on rank 0
+        # known on rank 0
+        can_sleep = all(server.described.get("sleep_mode") for server in self.servers)
         self.sleeps = asked.free_cache_engine and self.strategy.broadcast_object(can_sleep)
         if asked.free_cache_engine and not self.sleeps:
-            logger.info("vLLM servers without --enable-sleep-mode stay awake while the trainer trains")
+            logger.info(
+                "vLLM servers without --enable-sleep-mode stay awake while the trainer trains"
+            )
 
     @property
     def live(self) -> list[int]:
@@ -101,7 +108,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
         for i, reason in sorted(reasons.items()):
             if i not in self.lost:
                 self.lost[i] = reason
-                logger.warning("%s; lost until the next push of weights, %d servers are left", reason, len(self.live))
+                logger.warning(
+                    "%s; lost until the next push of weights, %d servers are left",
+                    reason,
+                    len(self.live),
+                )
 
     def _check_any_left(self) -> None:
         if not self.live:
@@ -126,7 +137,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
             rollouts = self._ask(Requests(self, prompts, sampling), on_finished)
         except Exception as error:
             failure = error
-            text = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+            text = (
+                str(error)
+                if isinstance(error, RolloutError)
+                else f"{type(error).__name__}: {error}"
+            )
         everything = self.strategy.all_gather_object((text, self.lost))
         for _, lost in everything:
             self._lose(lost)
@@ -145,7 +160,10 @@ class VLLMServerRolloutEngine(VLLMEngine):
         parameters = requests.parameters
         each, more = divmod(self.config.engine.vllm_server_concurrency, self.strategy.world_size)
         most = max(1, each + (rank < more))  # of a server: this rank's share
-        costs = [len(prompt.token_ids) + requests.sampling.max_new_tokens for prompt, _ in requests.samples]
+        costs = [
+            len(prompt.token_ids) + requests.sampling.max_new_tokens
+            for prompt, _ in requests.samples
+        ]
         waiting = sorted(range(len(costs)), key=costs.__getitem__)
         under_way: dict[int, set[int]] = {i: set() for i in self.live}  # server → requests
         ended: queue.SimpleQueue[tuple[int, int, Future]] = queue.SimpleQueue()
@@ -157,15 +175,22 @@ class VLLMServerRolloutEngine(VLLMEngine):
         def begin(i: int, r: int) -> None:
             under_way[i].add(r)
             prompt_ids = requests.samples[r][0].token_ids
-            answer = thread(self.servers[i].complete)(parameters(r), prompt_ids, vocab_size, self.version)
+            answer = thread(self.servers[i].complete)(
+                parameters(r), prompt_ids, vocab_size, self.version
+            )
             answer.add_done_callback(lambda answer: ended.put((i, r, answer)))
 
         shows = self.strategy.is_rank_0() and sys.stderr.isatty()
-        with tqdm(total=len(costs), desc="rollout", leave=False, ncols=80, disable=not shows) as bar:
+        with tqdm(
+            total=len(costs), desc="rollout", leave=False, ncols=80, disable=not shows
+        ) as bar:
             while waiting or any(under_way.values()):
                 while waiting and (free := [i for i in self.live if room(i)]):
                     # ranks prefer different servers among equals
-                    load = {i: (sum(costs[r] for r in under_way[i]), (i - rank) % len(self.servers)) for i in free}
+                    load = {
+                        i: (sum(costs[r] for r in under_way[i]), (i - rank) % len(self.servers))
+                        for i in free
+                    }
                     begin(min(free, key=load.__getitem__), waiting.pop())
                 i, r, answer = ended.get()
                 under_way[i].remove(r)
@@ -226,7 +251,9 @@ class VLLMServerRolloutEngine(VLLMEngine):
             return self._begin([i for i in range(len(self.servers)) if i not in lost], step)
 
         try:
-            with closing(open_transport(self.config.engine, next(self.hf_model.parameters()).device)) as way:
+            with closing(
+                open_transport(self.config.engine, next(self.hf_model.parameters()).device)
+            ) as way:
                 lost |= self._failures(each(partial(self._open, way, first)))
                 under_way: dict[int, Future] = {}
                 for bucket in buckets(weights):  # gathered while the one before travels
@@ -243,9 +270,14 @@ class VLLMServerRolloutEngine(VLLMEngine):
     def _open(self, way: Files | Broadcasts, first: bool, server: VLLMServer) -> None:
         """Has a server wait for weights; a RequestError where it cannot sample for the actor."""
         seconds = self.config.engine.vllm_server_start_timeout if first else 0.0
-        patience = {"stop": stop_after_delay(seconds), "wait": wait_fixed(min(_START_TRY_SECONDS, seconds))}
+        patience = {
+            "stop": stop_after_delay(seconds),
+            "wait": wait_fixed(min(_START_TRY_SECONDS, seconds)),
+        }
         try:
-            Retrying(retry=retry_if_exception_type(UnreachableError), reraise=True, **patience)(server.admit)
+            Retrying(retry=retry_if_exception_type(UnreachableError), reraise=True, **patience)(
+                server.admit
+            )
         except UnreachableError as error:
             if first:
                 advice = f"waited {seconds:g} s (--vllm_server_start_timeout): {_START}, and look at its output"
@@ -256,7 +288,9 @@ class VLLMServerRolloutEngine(VLLMEngine):
         shape = served["architecture"]
         wanted = architecture(self.hf_model.config)
         if odd := [
-            f"{name} {shape.get(name)} for {value}" for name, value in wanted.items() if shape.get(name) != value
+            f"{name} {shape.get(name)} for {value}"
+            for name, value in wanted.items()
+            if shape.get(name) != value
         ]:
             raise RequestError(
                 f"{server.name} serves {served['model']}, which is not the model of --pretrain "
@@ -304,7 +338,9 @@ class VLLMServerRolloutEngine(VLLMEngine):
             for server in [self.servers[i] for i in self.live if self.strategy.is_rank_0()]:
                 shared = len(server.gpus) > 1  # each worker has a part of every weight
                 differences.append(
-                    ([], list(expected)) if shared else differing_weights(expected, *server.fingerprints())
+                    ([], list(expected))
+                    if shared
+                    else differing_weights(expected, *server.fingerprints())
                 )
         except RequestError as error:
             problem = f"--vllm_server_url: {error}"
@@ -327,7 +363,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     def _tell(self, route: str) -> None:
         """Has rank 0 tell every live server; those that fail are lost. Collective."""
-        begun = self._begin(self.live, lambda server: server.post(route)) if self.strategy.is_rank_0() else {}
+        begun = (
+            self._begin(self.live, lambda server: server.post(route))
+            if self.strategy.is_rank_0()
+            else {}
+        )
         self._lose(self.strategy.broadcast_object(self._failures(begun)))
 
     def close(self) -> None:
@@ -351,8 +391,15 @@ class VLLMServer:
         retries: int,
         key: str | None = None,
     ) -> None:
-        options = {"timeout": timeout, "connect_timeout": _CONNECT_SECONDS, "retries": retries, "token": key}
-        client = partial(HTTPClient, url.rstrip("/"), "vLLM server", retry_timeouts=False, **options)
+        options = {
+            "timeout": timeout,
+            "connect_timeout": _CONNECT_SECONDS,
+            "retries": retries,
+            "token": key,
+        }
+        client = partial(
+            HTTPClient, url.rstrip("/"), "vLLM server", retry_timeouts=False, **options
+        )
         self._client = client(keep_alive=True)
         # Without kept connections, which vLLM closes after errors, so that one try is enough.
         self._control = client(retries=0)
@@ -368,7 +415,9 @@ class VLLMServer:
         self.gpus = [worker.pop("gpu", None) for worker in workers]
         self.described = workers[0]
         if any(worker.get("protocol") != PROTOCOL for worker in workers):
-            raise RefusedError(f"{self.name} runs another version of lightppo: {_START} of this version")
+            raise RefusedError(
+                f"{self.name} runs another version of lightppo: {_START} of this version"
+            )
         if any(worker != workers[0] for worker in workers):
             raise RequestError(f"{self.name}: its workers differ: {workers}")
 
@@ -388,7 +437,9 @@ class VLLMServer:
             reason = choice["finish_reason"]
             if reason not in ("stop", "length"):  # e.g. abort, when the server is paused
                 raise ValueError(f"the request ended with {reason!r}")
-            if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+            if not isinstance(ids, list) or not all(
+                type(i) is int and 0 <= i < vocab_size for i in ids
+            ):
                 raise ValueError(f"token_ids {ids} are no ids of the model")
             if not 0 < len(ids) <= parameters["max_tokens"]:
                 raise ValueError(f"{len(ids)} tokens for max_tokens {parameters['max_tokens']}")
@@ -401,7 +452,9 @@ class VLLMServer:
         body = {"token_ids": prompt_ids, "sampling_params": parameters}
         completion, versions = self._ask(self._client, "/inference/v1/generate", body, read=read)
         if versions != {version}:
-            raise RequestError(f"{self.name} has other weights than were pushed: was it started anew?")
+            raise RequestError(
+                f"{self.name} has other weights than were pushed: was it started anew?"
+            )
         return completion
 
     def pause(self) -> None:
@@ -412,7 +465,9 @@ class VLLMServer:
     def push_step(self, route: str, body: dict[str, Any] | None = None) -> None:
         """One step of a push; its workers say what went wrong, since the route cannot."""
         self.post(route, body)
-        problems = [one["problem"] for one in self._rpc("lightppo_problem", []) if one.get("problem")]
+        problems = [
+            one["problem"] for one in self._rpc("lightppo_problem", []) if one.get("problem")
+        ]
         if problems:
             raise RequestError(f"{self.name}: {route}: {self._control.clean(problems[0])}")
 
@@ -427,8 +482,13 @@ class VLLMServer:
     def fingerprints(self) -> tuple[dict[str, Tensor], dict[str, list[str]], str]:
         """:func:`~lightppo.plugins.vllm.worker.engine_fingerprints` of its one worker."""
         (answer,) = self._rpc("lightppo_fingerprints", [])
-        contents = {name: bytearray(base64.b64decode(text)) for name, text in answer["prints"].items()}
-        prints = {name: torch.frombuffer(content, dtype=torch.float32) for name, content in contents.items()}
+        contents = {
+            name: bytearray(base64.b64decode(text)) for name, text in answer["prints"].items()
+        }
+        prints = {
+            name: torch.frombuffer(content, dtype=torch.float32)
+            for name, content in contents.items()
+        }
         return prints, answer["packed"], answer["dtype"]
 
     def post(

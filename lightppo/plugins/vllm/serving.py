@@ -54,10 +54,14 @@ def server_command(
         ValueError: vLLM is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise ValueError("vLLM is not installed: docs/rollouts.md says how, for this kind of machine")
+        raise ValueError(
+            "vLLM is not installed: docs/rollouts.md says how, for this kind of machine"
+        )
     import torch
 
-    given = {text.split("=")[0].replace("_", "-") for text in engine_options if text.startswith("--")}
+    given = {
+        text.split("=")[0].replace("_", "-") for text in engine_options if text.startswith("--")
+    }
     defaults = {"--uvicorn-log-level": "warning"}
     if not torch.cuda.is_available():
         # Without a size vLLM takes what is free, or refuses to start; nothing is compiled on a CPU. Prompts in pieces
@@ -80,12 +84,15 @@ def server_command(
 
 def server_environment(key: str | None) -> dict[str, str]:
     """The environment of a server: this one's, with the routes that take weights, and the key that clients need."""
-    environment = {"VLLM_NO_USAGE_STATS": "1"} | {k: value for k, value in os.environ.items() if k != KEY_VARIABLE}
+    environment = {"VLLM_NO_USAGE_STATS": "1"} | {
+        k: value for k, value in os.environ.items() if k != KEY_VARIABLE
+    }
     # The workers import lightppo, which need not be installed.
     paths = [str(Path(lightppo.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     environment |= {
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler cannot be given another definition of log probs
+        # its sampler cannot be given another definition of log probs
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
     return environment | ({} if key is None else {KEY_VARIABLE: key})
@@ -100,7 +107,10 @@ def socket_folder() -> Iterator[Path]:
     """
     root = Path(os.environ.get(_SOCKETS) or tempfile.gettempdir()).resolve()
     for left in root.glob(f"{_PREFIX}*"):
-        with suppress(OSError), _locked(left, os.O_DIRECTORY | os.O_NOFOLLOW, fcntl.LOCK_NB) as lock:
+        with (
+            suppress(OSError),
+            _locked(left, os.O_DIRECTORY | os.O_NOFOLLOW, fcntl.LOCK_NB) as lock,
+        ):
             if os.fstat(lock).st_uid == os.getuid():
                 _remove(left)
     # It gets the name that others look for when it is locked.
@@ -164,10 +174,14 @@ class KeyGate:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            reason = "the API key is missing or wrong" if self._expected else "web pages may not ask"
+            reason = (
+                "the API key is missing or wrong" if self._expected else "web pages may not ask"
+            )
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": json.dumps({"error": reason}).encode()})
+            await send(
+                {"type": "http.response.body", "body": json.dumps({"error": reason}).encode()}
+            )
 
 
 def serve() -> None:

@@ -27,7 +27,13 @@ from pebble.concurrent import thread
 from torch import Tensor, distributed, nn
 
 from lightppo.errors import RolloutError
-from lightppo.strategy.zero3 import find_adapters, find_engine, find_hf_model, full_shape, zero_stage_of
+from lightppo.strategy.zero3 import (
+    find_adapters,
+    find_engine,
+    find_hf_model,
+    full_shape,
+    zero_stage_of,
+)
 
 if TYPE_CHECKING:
     from lightppo.config.options import EngineConfig
@@ -65,11 +71,19 @@ def full_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
     adapters = find_adapters(model)
     layer_of = _layer_of if adapters is None else adapters.layer_of
     # every name of a tied weight
-    modules = itertools.groupby(model.state_dict(keep_vars=True).items(), key=lambda pair: layer_of(pair[0]))
+    modules = itertools.groupby(
+        model.state_dict(keep_vars=True).items(), key=lambda pair: layer_of(pair[0])
+    )
     parts = [list(tensors) for _, tensors in modules]
-    for group in _together(parts, lambda part: sum(full_shape(one).numel() for _, one in part), GATHERED_NUMEL):
+    for group in _together(
+        parts, lambda part: sum(full_shape(one).numel() for _, one in part), GATHERED_NUMEL
+    ):
         tensors = dict(itertools.chain.from_iterable(group))
-        whole = _gathered_copies(tensors) if sharded else {name: tensor.detach() for name, tensor in tensors.items()}
+        whole = (
+            _gathered_copies(tensors)
+            if sharded
+            else {name: tensor.detach() for name, tensor in tensors.items()}
+        )
         yield from convert(whole if adapters is None else adapters.merged(whole)).items()
 
 
@@ -151,7 +165,9 @@ class Files:
         self._where = where
         self._paths = []
         self._numbers = itertools.count()
-        has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2.2 * BUCKET_BYTES
+        has_room = (
+            SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2.2 * BUCKET_BYTES
+        )
         in_memory = where == "shm" or (where == "auto" and has_room)
         self._root = SHARED_MEMORY if in_memory else Path(shared_folder or tempfile.gettempdir())
         try:
@@ -169,7 +185,8 @@ class Files:
 
         while len(self._paths) > 1:
             self._paths.pop(0).unlink()
-        path = self._folder / f"{next(self._numbers)}.safetensors"  # no name twice: other machines remember names
+        # no name twice: other machines remember names
+        path = self._folder / f"{next(self._numbers)}.safetensors"
         self._paths.append(path)
         # copies: tied ones may not share memory
         tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in bucket}
@@ -230,7 +247,8 @@ class Broadcasts:
             store = _store(place, self._seconds, is_master=True, wait_for_workers=False, **listens)
             info |= {"transport": "gloo", **place, "key": secrets.token_hex(16)}
             join = partial(GlooGroup, store, info, 0, self._address)
-        joined = thread(join)()  # both ends wait for each other; if the server fails, gloo's ends at its time-out
+        # both ends wait for each other; if the server fails, gloo's ends at its time-out
+        joined = thread(join)()
         server.push_step("/init_weight_transfer_engine", {"init_info": info})
         self._groups[server] = joined.result(_CONNECT_SECONDS)
 
@@ -275,7 +293,10 @@ class Group:
         """A bucket, by what :meth:`Broadcasts.send` told. All of it is there before any of it is loaded, so that an
         error in loading leaves nobody alone with what is under way."""
         dtypes = [getattr(torch, name) for name in told["dtype_names"]]
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in zip(told["shapes"], dtypes)]
+        tensors = [
+            torch.empty(shape, dtype=dtype, device=self.device)
+            for shape, dtype in zip(told["shapes"], dtypes)
+        ]
         self.begin(tensors)
         self.wait()
         return list(zip(told["names"], tensors))
@@ -310,7 +331,9 @@ class GlooGroup(Group):
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=min(_CONNECT_SECONDS, told["seconds"]))
-        self._group: Any = distributed.ProcessGroupGloo(distributed.PrefixStore("group", store), rank, size, options)
+        self._group: Any = distributed.ProcessGroupGloo(
+            distributed.PrefixStore("group", store), rank, size, options
+        )
         self._limit = timedelta(seconds=told["seconds"])
         self._under_way: list[tuple[Any, Tensor]] = []
 
@@ -319,7 +342,8 @@ class GlooGroup(Group):
         """A worker's end."""
         store = _store(told, told["seconds"])
         with socket.socket(_family(told["address"]), socket.SOCK_DGRAM) as sock:
-            sock.connect((told["address"], told["port"]))  # sends nothing; tells this machine's address on the way
+            # sends nothing; tells this machine's address on the way
+            sock.connect((told["address"], told["port"]))
             own = sock.getsockname()[0]
         return cls(store, told, rank, own)
 
@@ -362,9 +386,13 @@ class NCCLGroup(Group):
         with torch.cuda.device(device):
             # of its own: in a shared one the broadcasts to a server that hangs would hold up all others
             self._stream = torch.cuda.Stream(device)
-            self._group = uid_init_process_group(base64.b64decode(told["id"]), rank, told["size"], device)
+            self._group = uid_init_process_group(
+                base64.b64decode(told["id"]), rank, told["size"], device
+            )
         if self._group.disabled:
-            raise RuntimeError("VLLM_DISABLE_PYNCCL is set, without which vLLM has no NCCL: unset it")
+            raise RuntimeError(
+                "VLLM_DISABLE_PYNCCL is set, without which vLLM has no NCCL: unset it"
+            )
 
     @staticmethod
     def new_id() -> str:
@@ -380,7 +408,8 @@ class NCCLGroup(Group):
     def begin(self, tensors: Iterable[Tensor]) -> None:
         """As of :class:`GlooGroup`, with tensors on this GPU."""
         with torch.cuda.device(self.device):
-            self._stream.wait_stream(torch.cuda.current_stream())  # until they are computed, or free
+            # until they are computed, or free
+            self._stream.wait_stream(torch.cuda.current_stream())
         # in a thread: at its first broadcast NCCL connects, and waits for the others
         self._under_way = thread(self._broadcast)(list(self.contents(tensors)))
 
@@ -434,7 +463,9 @@ def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tup
     for name, weight in weights:
         weight = weight.detach().float()
         matrices = (weight, weight.T) if weight.dim() == 2 else ()
-        prints[name] = tuple((m @ probe_vector(m.shape[-1], m.device)).cpu() for m in matrices) or (weight.cpu(),)
+        prints[name] = tuple((m @ probe_vector(m.shape[-1], m.device)).cpu() for m in matrices) or (
+            weight.cpu(),
+        )
     return prints
 
 
@@ -463,7 +494,9 @@ def differing_weights(
     for name, expected in trainer.items():
         # of the same shape, or of a vocabulary that vLLM padded
         comparable = [
-            e for e in expected if name in parts and parts[name].shape[1:] == e.shape[1:] and len(parts[name]) >= len(e)
+            e
+            for e in expected
+            if name in parts and parts[name].shape[1:] == e.shape[1:] and len(parts[name]) >= len(e)
         ]
         if not comparable:
             unknown.append(name)

@@ -20,11 +20,21 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
-from lightppo.plugins.vllm.weights import PROTOCOL, GlooGroup, NCCLGroup, architecture, gpu_of, probe_vector
+from lightppo.plugins.vllm.weights import (
+    PROTOCOL,
+    GlooGroup,
+    NCCLGroup,
+    architecture,
+    gpu_of,
+    probe_vector,
+)
 
 _GREEDY_BELOW = 1e-5  # vLLM's own limit
 
@@ -113,7 +123,8 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
     parameters that no weight went into."""
     config = worker.model_runner.vllm_config
     weights = iter(weights)
-    with set_current_vllm_config(config):  # some layers ask for it; vLLM's own routes for weights set it
+    # some layers ask for it; vLLM's own routes for weights set it
+    with set_current_vllm_config(config):
         reload = Reload(worker.model_runner.get_model(), config.model_config)
         try:
             reload.load(weights)
@@ -135,19 +146,26 @@ class Reload:
         self._left = {name for name, _ in model.named_parameters()}
         # False for models that only have the embedding where the head is tied to it (Gemma).
         tied = model_config.hf_config.get_text_config().tie_word_embeddings
-        self._has_head = not tied or any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
+        self._has_head = not tied or any(
+            name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules()
+        )
         if current_platform.is_cpu():
             # vLLM 0.32 packs the experts of a mixture for a CPU at their first loading only, and takes them for packed
             # after. On a GPU nothing may be made anew: CUDA graphs hold the addresses.
             for module in model.modules():
-                if getattr(method := getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                if (
+                    getattr(method := getattr(module, "quant_method", None), "moe_kernel", None)
+                    is not None
+                ):
                     method.moe_kernel = None
         initialize_layerwise_reload(model)
         # but those that vLLM computes, such as scales where it quantises: checkpoints do not have them
         self._left &= {name for name, _ in model.named_parameters()}
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        loaded = self._model.load_weights(pair for pair in weights if self._has_head or pair[0] != "lm_head.weight")
+        loaded = self._model.load_weights(
+            pair for pair in weights if self._has_head or pair[0] != "lm_head.weight"
+        )
         self._left = set() if loaded is None else self._left - set(loaded)
 
     def finish(self) -> list[str]:
@@ -158,7 +176,10 @@ class Reload:
     def abandon(self) -> None:
         """Layers get their own tensors back, and forget what has come for them, which vLLM would take for a part of the
         next push. Which weights they have is not defined until that."""
-        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            _place_kernel_tensors,
+            get_layerwise_info,
+        )
 
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
@@ -213,7 +234,8 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
     def start_weight_update(self) -> None:
         self._reload = Reload(self.model, self.model_config)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:  # the base class waits for a GPU, on a CPU too
+    # the base class waits for a GPU, on a CPU too
+    def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(SimpleNamespace(**update_info))
 
     @_step
@@ -229,7 +251,9 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
         self._reload = None
         self.shutdown()
         if missing:
-            raise ValueError(f"{len(missing)} weights of the server got no values, first {missing[0]}")
+            raise ValueError(
+                f"{len(missing)} weights of the server got no values, first {missing[0]}"
+            )
 
     @torch.no_grad()
     def give_up(self, problem: str = "the push was given up") -> None:
@@ -285,7 +309,10 @@ class WorkerExtension:
     def lightppo_fingerprints(self) -> dict[str, Any]:
         """:func:`engine_fingerprints`, the numbers as base64 of float32."""
         prints, packed, dtype = engine_fingerprints(self)
-        coded = {name: base64.b64encode(value.numpy().tobytes()).decode() for name, value in prints.items()}
+        coded = {
+            name: base64.b64encode(value.numpy().tobytes()).decode()
+            for name, value in prints.items()
+        }
         return {"prints": coded, "packed": packed, "dtype": dtype}
 
 
@@ -304,13 +331,17 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
         method = getattr(module, "quant_method", None)
         if method is not None and isinstance(module, (LinearBase, ParallelLMHead)):
             width = module.input_size if isinstance(module, LinearBase) else module.embedding_dim
-            prints[f"{name}.weight"] = method.apply(module, probe_vector(width, device).to(dtype)[None], None)[0]
+            prints[f"{name}.weight"] = method.apply(
+                module, probe_vector(width, device).to(dtype)[None], None
+            )[0]
             own.pop("weight", None)
         for key, weight in own.items():
             weight = weight.detach().float()
             if weight.dim() < 3:
                 matrix = weight.dim() == 2
-                prints[f"{name}.{key}"] = weight @ probe_vector(weight.shape[-1], device) if matrix else weight
+                prints[f"{name}.{key}"] = (
+                    weight @ probe_vector(weight.shape[-1], device) if matrix else weight
+                )
     packed = dict(getattr(model, "packed_modules_mapping", None) or {})
     prints = {name: value.float().cpu() for name, value in prints.items()}
     return prints, packed, str(dtype).removeprefix("torch.")

@@ -11,7 +11,13 @@ pytestmark = pytest.mark.slow
 def test_adapters_on_two_ranks(run_checks, tmp_path):
     """Training, exports, a critic, rollouts; then a checkpoint by one launch, and going on from it by another."""
     save_tokenizer(tmp_path / "tokenizer")
-    checks = ("check_adapters_train_as_in_plain_peft", "check_export", "check_critic", "check_rollouts", "check_write")
+    checks = (
+        "check_adapters_train_as_in_plain_peft",
+        "check_export",
+        "check_critic",
+        "check_rollouts",
+        "check_write",
+    )
     run_checks("adapters.py", *checks, timeout=500)
     run_checks("adapters.py", "check_resume", timeout=400)
 
@@ -27,7 +33,11 @@ def test_quantised_weights_on_two_ranks(run_checks, tmp_path):
     save_tokenizer(tmp_path / "tokenizer")
     run_checks(
         "quantised.py",
-        *("check_the_bits_are_nobodys_business", "check_adapters_train_as_in_plain_peft", "check_export"),
+        *(
+            "check_the_bits_are_nobodys_business",
+            "check_adapters_train_as_in_plain_peft",
+            "check_export",
+        ),
         *("check_critic", "check_rollouts", "check_write"),
         timeout=500,
     )

@@ -34,11 +34,14 @@ def adapted(model: PreTrainedModel, **options) -> Actor:
     return actor
 
 
-def test_new_adapters_change_nothing_and_the_reference_is_the_model_without_them(family, causal_lm, scored):
+def test_new_adapters_change_nothing_and_the_reference_is_the_model_without_them(
+    family, causal_lm, scored
+):
     actor = Actor(causal_lm(family)).eval()
     before = scored(actor, entropy=True)
     add_adapters(actor, LoraOptions(rank=4))
-    assert torch.equal(scored(actor).log_probs, before.log_probs)  # B is 0: the KL at the start is exactly 0
+    # B is 0: the KL at the start is exactly 0
+    assert torch.equal(scored(actor).log_probs, before.log_probs)
 
     randomize_b(actor)
     reference = AdaptersOff(actor)
@@ -55,7 +58,9 @@ def test_new_adapters_change_nothing_and_the_reference_is_the_model_without_them
 def test_the_reference_holds_no_parameter(causal_lm):
     actor = adapted(causal_lm())
     reference = AdaptersOff(actor)
-    held = [value for value in vars(reference).values() if isinstance(value, (torch.Tensor, nn.Module))]
+    held = [
+        value for value in vars(reference).values() if isinstance(value, (torch.Tensor, nn.Module))
+    ]
     assert held == [actor]
     assert reference.eval() is reference
     assert actor.training
@@ -63,11 +68,14 @@ def test_the_reference_holds_no_parameter(causal_lm):
         AdaptersOff(Actor(causal_lm()))
 
 
-def test_a_reference_forward_between_forward_and_backward_leaves_the_gradient_alone(causal_lm, scored):
+def test_a_reference_forward_between_forward_and_backward_leaves_the_gradient_alone(
+    causal_lm, scored
+):
     gradients = []
     for between in (False, True):
         actor = adapted(causal_lm()).train()
-        actor.gradient_checkpointing_enable()  # the backward runs the layers again: by then the adapters are on
+        # the backward runs the layers again: by then the adapters are on
+        actor.gradient_checkpointing_enable()
         loss = scored(actor).log_probs.sum()
         if between:
             scored(AdaptersOff(actor))
@@ -148,7 +156,8 @@ def test_all_linear_layers_but_the_head_by_default(causal_lm, classifier):
     assert target_layers(causal_lm(), ("q_proj", "v_proj")) == ["q_proj", "v_proj"]
     assert target_layers(causal_lm(), ("0.mlp.up_proj",)) == ["model.layers.0.mlp.up_proj"]
     assert target_layers(causal_lm(), ("lm_head", "q_proj")) == ["lm_head", "q_proj"]
-    assert target_layers(classifier(), ("lm_head", "q_proj")) == ["q_proj"]  # the same flag serves the critic
+    # the same flag serves the critic
+    assert target_layers(classifier(), ("lm_head", "q_proj")) == ["q_proj"]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +183,9 @@ def test_more_refusals(causal_lm, classifier, monkeypatch):
     with pytest.raises(ModelLoadError, match="Actor has adapters"):
         add_adapters(adapted(causal_lm()), LoraOptions(rank=2))
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find_spec(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "peft" else find_spec(name)
+    )
     with pytest.raises(ModelLoadError, match=r"--lora_rank .*lightppo\[lora\]"):
         add_adapters(Actor(causal_lm()), LoraOptions(rank=2))
 
@@ -191,8 +202,12 @@ def test_the_head_gives_log_probs_unless_it_has_an_adapter(causal_lm, scored):
     assert scoring_head(with_head.hf_model) is None
     merged = causal_lm()
     merged.load_state_dict(dict(full_weights(with_head)))
-    torch.testing.assert_close(scored(with_head).log_probs, scored(Actor(merged)).log_probs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(scored(AdaptersOff(with_head)).log_probs, scored(Actor(causal_lm())).log_probs)
+    torch.testing.assert_close(
+        scored(with_head).log_probs, scored(Actor(merged)).log_probs, atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        scored(AdaptersOff(with_head)).log_probs, scored(Actor(causal_lm())).log_probs
+    )
 
 
 def test_packed_is_padded(causal_lm, scored):
@@ -225,10 +240,18 @@ def test_merged_weights_are_those_of_peft(family, causal_lm):
 
     for _ in range(3):
         ours = dict(full_weights(actor))
-    assert ours.keys() == dict(full_weights(expected)).keys() == dict(full_weights(causal_lm(family))).keys()
+    assert (
+        ours.keys()
+        == dict(full_weights(expected)).keys()
+        == dict(full_weights(causal_lm(family))).keys()
+    )
     for name, weight in full_weights(expected):
         torch.testing.assert_close(ours[name], weight, atol=1e-6, rtol=0)
-    changed = [name for name, weight in full_weights(causal_lm(family)) if not torch.equal(ours[name], weight)]
+    changed = [
+        name
+        for name, weight in full_weights(causal_lm(family))
+        if not torch.equal(ours[name], weight)
+    ]
     assert changed
     assert all(torch.equal(p, before[name]) for name, p in actor.named_parameters())
 
@@ -236,12 +259,16 @@ def test_merged_weights_are_those_of_peft(family, causal_lm):
 def test_merging_in_bf16_rounds_once_and_never_drifts():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(24, 16, generator=generator).bfloat16()
-    a, b = torch.randn(4, 16, generator=generator).bfloat16(), torch.randn(24, 4, generator=generator).bfloat16()
+    a, b = (
+        torch.randn(4, 16, generator=generator).bfloat16(),
+        torch.randn(24, 4, generator=generator).bfloat16(),
+    )
     kept = weight.clone()
     exact = weight.double() + 0.5 * b.double() @ a.double()
     merged = merge(weight, a, b, 0.5)
     assert merged.dtype == torch.bfloat16
-    assert ((merged.double() - exact).abs() <= exact.abs() * 2**-8 * 1.001).all()  # one rounding to 8 bits
+    # one rounding to 8 bits
+    assert ((merged.double() - exact).abs() <= exact.abs() * 2**-8 * 1.001).all()
     assert all(torch.equal(merge(weight, a, b, 0.5), merged) for _ in range(5))
     assert torch.equal(weight, kept)
     torch.testing.assert_close(merge(weight.T, a, b, 0.5, transposed=True), merged.T)
@@ -249,6 +276,12 @@ def test_merging_in_bf16_rounds_once_and_never_drifts():
 
 def test_parameters_of_a_layer_belong_together():
     layer = "model.layers.0.self_attn.q_proj"
-    for rest in ("weight", "base_layer.weight", "base_layer.bias", "lora_A.default.weight", "lora_B.default.weight"):
+    for rest in (
+        "weight",
+        "base_layer.weight",
+        "base_layer.bias",
+        "lora_A.default.weight",
+        "lora_B.default.weight",
+    ):
         assert layer_of(f"{layer}.{rest}") == layer
     assert layer_of("model.embed_tokens.weight") == "model.embed_tokens"

@@ -29,20 +29,40 @@ LORA = {"lora_rank": 4, "lora_alpha": 32.0}
 KL = {
     "in the reward": {"init_kl_coef": 0.2},
     "k3 loss": {"init_kl_coef": 0.2, "use_kl_loss": True, "kl_estimator": "k3"},
-    "full loss, dropout": {"init_kl_coef": 0.2, "use_kl_loss": True, "kl_estimator": "full", "lora_dropout": 0.1},
-    "packed, checkpointing": {"init_kl_coef": 0.2, "packing_samples": True, "gradient_checkpointing": True},
+    "full loss, dropout": {
+        "init_kl_coef": 0.2,
+        "use_kl_loss": True,
+        "kl_estimator": "full",
+        "lora_dropout": 0.1,
+    },
+    "packed, checkpointing": {
+        "init_kl_coef": 0.2,
+        "packing_samples": True,
+        "gradient_checkpointing": True,
+    },
 }
 
 
-KL["full loss, dropout, packed, checkpointing"] = KL["full loss, dropout"] | KL["packed, checkpointing"]
+KL["full loss, dropout, packed, checkpointing"] = (
+    KL["full loss, dropout"] | KL["packed, checkpointing"]
+)
 
 
-@pytest.mark.parametrize(("zero_stage", "case"), [*((0, case) for case in list(KL)[:4]), (3, list(KL)[4])])
-def test_the_reference_gives_the_numbers_of_a_separate_one(make_config, tmp_path, tiny_model, case, zero_stage):
+@pytest.mark.parametrize(
+    ("zero_stage", "case"), [*((0, case) for case in list(KL)[:4]), (3, list(KL)[4])]
+)
+def test_the_reference_gives_the_numbers_of_a_separate_one(
+    make_config, tmp_path, tiny_model, case, zero_stage
+):
     options = (
         LORA
         | KL[case]
-        | {"old_log_probs": "forward", "max_epochs": 2, "zero_stage": zero_stage, "load_checkpoint": False}
+        | {
+            "old_log_probs": "forward",
+            "max_epochs": 2,
+            "zero_stage": zero_stage,
+            "load_checkpoint": False,
+        }
     )
     shared = fitted(make_config(save_path=str(tmp_path / "shared"), **options))
     assert isinstance(shared.initial_model, AdaptersOff)
@@ -50,11 +70,14 @@ def test_the_reference_gives_the_numbers_of_a_separate_one(make_config, tmp_path
     assert not [value for value in vars(shared.initial_model).values() if is_engine(value)]
 
     copy = shutil.copytree(tiny_model, tmp_path / "copy")
-    separate = fitted(make_config(save_path=str(tmp_path / "separate"), ref_pretrain=str(copy), **options))
+    separate = fitted(
+        make_config(save_path=str(tmp_path / "separate"), ref_pretrain=str(copy), **options)
+    )
     assert is_engine(separate.initial_model.model)
     ours, theirs = trained_rows(tmp_path / "shared"), trained_rows(tmp_path / "separate")
     assert ours == theirs
-    if not options.get("use_kl_loss"):  # there the old log probs come after the first step, with the KL
+    # there the old log probs come after the first step, with the KL
+    if not options.get("use_kl_loss"):
         assert ours[0]["rollout/kl"] == 0.0
         assert ours[2]["rollout/kl"] != 0.0
     else:
@@ -82,8 +105,16 @@ def test_what_a_run_holds(make_config, tiny_model):
 @pytest.mark.parametrize("zero_stage", [0, 2])  # 3: on two ranks, below
 def test_a_resumed_run_is_the_uninterrupted_run(make_config, tmp_path, zero_stage):
     def run(folder: str, steps: int) -> PPOTrainer:
-        paths = {"save_path": str(tmp_path / folder / "run"), "ckpt_path": str(tmp_path / folder / "ckpt")}
-        options = LORA | {"lora_dropout": 0.2, "init_kl_coef": 0.1, "zero_stage": zero_stage, "save_steps": 1}
+        paths = {
+            "save_path": str(tmp_path / folder / "run"),
+            "ckpt_path": str(tmp_path / folder / "ckpt"),
+        }
+        options = LORA | {
+            "lora_dropout": 0.2,
+            "init_kl_coef": 0.1,
+            "zero_stage": zero_stage,
+            "save_steps": 1,
+        }
         return fitted(make_config(**options, **paths, max_epochs=2, benchmark_steps=steps))
 
     whole = run("whole", 3)
@@ -93,7 +124,10 @@ def test_a_resumed_run_is_the_uninterrupted_run(make_config, tmp_path, zero_stag
     for name in ("actor", "critic"):
         expected, got = whole_weights(whole, name), whole_weights(resumed, name)
         assert all(torch.equal(got[key], expected[key]) for key in expected), name
-    size = sum(f.stat().st_size for f in (tmp_path / "whole" / "ckpt" / "_actor" / "global_step3").rglob("*"))
+    size = sum(
+        f.stat().st_size
+        for f in (tmp_path / "whole" / "ckpt" / "_actor" / "global_step3").rglob("*")
+    )
     if zero_stage < 3:  # at ZeRO-3 the shards of all weights leave a few hundred bytes each
         assert size < 16 * parameter_count(whole.strategy.unwrap_model(whole.actor), True) + 60_000
     changed = whole.config.with_options(lora_rank=8, save_path=str(tmp_path / "other"))
@@ -101,7 +135,9 @@ def test_a_resumed_run_is_the_uninterrupted_run(make_config, tmp_path, zero_stag
         PPOTrainer.from_config(changed)
 
 
-def test_exports_are_merged_models_with_the_adapter_inside(make_config, tmp_path, assets, tiny_model):
+def test_exports_are_merged_models_with_the_adapter_inside(
+    make_config, tmp_path, assets, tiny_model
+):
     config = make_config(
         **LORA, eval_data=assets["prompt_data"], eval_steps=1, best_metric="eval/reward", hf_save_steps=2,
         save_value_network=True, save_steps=3, save_hf_ckpt=True,
@@ -112,9 +148,16 @@ def test_exports_are_merged_models_with_the_adapter_inside(make_config, tmp_path
         expected = trainer.actor.model(input_ids=ids).logits
         values = trainer.critic(ids)
     ckpt, base = tmp_path / "ckpt", AutoModelForCausalLM.from_pretrained(tiny_model)
-    for folder in (tmp_path / "run", ckpt / "global_step2_hf", ckpt / "global_step3_hf", ckpt / "best_hf"):
+    for folder in (
+        tmp_path / "run",
+        ckpt / "global_step2_hf",
+        ckpt / "global_step3_hf",
+        ckpt / "best_hf",
+    ):
         merged = AutoModelForCausalLM.from_pretrained(folder)
-        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), str(folder / "adapter"))
+        adapted = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(tiny_model), str(folder / "adapter")
+        )
         with torch.no_grad():
             logits = merged(input_ids=ids).logits
             torch.testing.assert_close(adapted(input_ids=ids).logits, logits, atol=1e-5, rtol=0)
@@ -147,7 +190,9 @@ def test_a_trainer_made_by_hand_cannot_move_the_actor_without_its_adapters(make_
     config = make_config(ref_ema_eta=0.1).resolved()
     models = (trainer.actor, trainer.critic, None, trainer.initial_model, None)
     with pytest.raises(ConfigError, match="--ref_ema_eta"):
-        PPOTrainer(trainer.strategy, *models, *[None] * 4, config=config, tokenizer=trainer.tokenizer)
+        PPOTrainer(
+            trainer.strategy, *models, *[None] * 4, config=config, tokenizer=trainer.tokenizer
+        )
 
 
 @pytest.mark.slow
@@ -163,7 +208,9 @@ def test_two_ranks_at_zero3(assets, tmp_path):
             "benchmark_steps": 2, "kl_target": 0.1, "save_path": tmp_path / "model", "ckpt_path": tmp_path / "ckpt",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()]
-        run_ranks(REPO / "examples" / "train_ppo.py", *words, "--gradient_checkpointing", timeout=300)
+        run_ranks(
+            REPO / "examples" / "train_ppo.py", *words, "--gradient_checkpointing", timeout=300
+        )
         return trained_rows(tmp_path / "model")
 
     whole = launch()
@@ -171,7 +218,8 @@ def test_two_ranks_at_zero3(assets, tmp_path):
     assert launch() == whole
     kls = [row["rollout/kl"] for row in whole]
     assert len(kls) == 2
-    assert abs(kls[0]) < 1e-6 < abs(kls[1])  # the old log probs are the engine's: rounding is all that differs
+    # the old log probs are the engine's: rounding is all that differs
+    assert abs(kls[0]) < 1e-6 < abs(kls[1])
 
     unset_hf_deepspeed_config()
     ids = torch.randint(4, 40, (3, 9))
@@ -188,4 +236,6 @@ def test_another_reference_is_loaded(make_config, tmp_path):
     other = save_causal_lm(tmp_path / "other", seed=5)
     trainer = PPOTrainer.from_config(make_config(**LORA, ref_pretrain=other))
     reference = trainer.strategy.unwrap_model(trainer.initial_model)
-    assert torch.equal(reference.lm_head.weight, AutoModelForCausalLM.from_pretrained(other).lm_head.weight)
+    assert torch.equal(
+        reference.lm_head.weight, AutoModelForCausalLM.from_pretrained(other).lm_head.weight
+    )

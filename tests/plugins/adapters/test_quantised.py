@@ -55,7 +55,11 @@ def wide(configs) -> Make:
             )  # fmt: skip
         else:
             config = configs[family]()
-            sizes = {"n_embd": 64} if family == "gpt2" else {"hidden_size": 64, "intermediate_size": 128}
+            sizes = (
+                {"n_embd": 64}
+                if family == "gpt2"
+                else {"hidden_size": 64, "intermediate_size": 128}
+            )
             if getattr(config, "head_dim", None):
                 sizes["head_dim"] = 16
             for key, value in (sizes | changes).items():
@@ -125,7 +129,11 @@ def test_what_the_bits_stand_for(shape, dtype):
     dense = nn.Linear(*shape[::-1], bias=False, dtype=dtype)
     dense.weight.data.copy_(weight)
     layer = layer_in_4bit(dense)
-    unpacked, packed, state = dense_weight(layer), layer.weight.data.flatten(), layer.weight.quant_state
+    unpacked, packed, state = (
+        dense_weight(layer),
+        layer.weight.data.flatten(),
+        layer.weight.quant_state,
+    )
     assert (unpacked.shape, unpacked.dtype) == (weight.shape, dtype)
 
     blocks = weight.float().view(-1, BLOCK)
@@ -136,7 +144,9 @@ def test_what_the_bits_stand_for(shape, dtype):
     # Two weights a byte, the first in its upper half; each the nearest of the 16 numbers times its scale.
     index = torch.stack([packed >> 4, packed & 15], 1).view(-1, BLOCK).long()
     expected = (NF4[index] * of_block).view(shape).to(dtype)
-    torch.testing.assert_close(unpacked, expected, rtol=2**-23 if dtype == torch.float32 else 2**-8, atol=0)
+    torch.testing.assert_close(
+        unpacked, expected, rtol=2**-23 if dtype == torch.float32 else 2**-8, atol=0
+    )
     exact_scale = blocks.abs().amax(1, keepdim=True)
     chosen = (blocks / exact_scale - NF4[index]).abs()
     nearest = (blocks / exact_scale - NF4[:, None, None]).abs().amin(0)
@@ -149,7 +159,9 @@ def test_a_layer_takes_4_13_bits_a_weight_and_computes_as_the_dense_one(dtype):
     dense = nn.Linear(256, 128, dtype=dtype)
     layer = layer_in_4bit(dense)
     bias = layer.bias.nbytes
-    assert held_bytes(layer) == bias + 128 * 256 // 2 + 128 * 256 // 64 + 4 * (128 * 256 // (64 * 256) + 1)
+    assert held_bytes(layer) == bias + 128 * 256 // 2 + 128 * 256 // 64 + 4 * (
+        128 * 256 // (64 * 256) + 1
+    )
 
     dense.weight.data.copy_(dense_weight(layer))
     x, upstream = torch.randn(2, 3, 5, 256, dtype=dtype), torch.randn(2, 3, 5, 128, dtype=dtype)
@@ -164,7 +176,9 @@ def test_a_layer_takes_4_13_bits_a_weight_and_computes_as_the_dense_one(dtype):
             for mode in (module.eval, module.train):
                 assert torch.equal(mode()(x), out)
     for ours, theirs in zip(*results):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.06)
+        torch.testing.assert_close(
+            ours, theirs, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.06
+        )
 
 
 def test_casts_of_the_model_leave_the_bits_alone(wide):
@@ -173,14 +187,19 @@ def test_casts_of_the_model_leave_the_bits_alone(wide):
     assert len(weights) == 14
     for cast in (torch.bfloat16, torch.float16, torch.float32):
         model.to(cast)
-    assert all(torch.equal(dense_weight(layer), weights[name]) for name, layer in quantised_layers(model).items())
+    assert all(
+        torch.equal(dense_weight(layer), weights[name])
+        for name, layer in quantised_layers(model).items()
+    )
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_and_gradients_are_those_of_the_dense_model_of_the_same_numbers(family, pair, scored):
+def test_outputs_and_gradients_are_those_of_the_dense_model_of_the_same_numbers(
+    family, pair, scored
+):
     ours, theirs = pair(family)
     assert len(quantised_layers(ours.hf_model)) >= 8
     one, other = gradients(ours, scored), gradients(theirs, scored)
@@ -241,7 +260,8 @@ def test_the_reference_is_the_actor_without_adapters(wide, scored):
     before = scored(Actor(model).eval())
     actor = Actor(model)
     add_adapters(actor, LORA)
-    assert torch.equal(scored(actor).log_probs, before.log_probs)  # B is 0: the KL at the start is exactly 0
+    # B is 0: the KL at the start is exactly 0
+    assert torch.equal(scored(actor).log_probs, before.log_probs)
     randomize_b(actor)
     assert torch.equal(scored(AdaptersOff(actor)).log_probs, before.log_probs)
     assert not torch.equal(scored(actor).log_probs, before.log_probs)
@@ -252,13 +272,20 @@ def test_a_critic_keeps_its_value_head_and_trains_it(configs):
 
     torch.manual_seed(0)
     config = configs["llama"]()
-    config.hidden_size, config.intermediate_size, config.head_dim, config.num_labels = 64, 128, 16, 1
+    config.hidden_size, config.intermediate_size, config.head_dim, config.num_labels = (
+        64,
+        128,
+        16,
+        1,
+    )
     critic = Critic(in_4bit(AutoModelForSequenceClassification.from_config(config)))
     before = critic(torch.arange(3, 11)[None], 3)
     add_adapters(critic, LORA)
     torch.testing.assert_close(critic(torch.arange(3, 11)[None], 3), before, atol=1e-6, rtol=0)
     assert "score" not in quantised_layers(critic.hf_model)
-    trained = [name for name, p in critic.named_parameters() if p.requires_grad and "lora_" not in name]
+    trained = [
+        name for name, p in critic.named_parameters() if p.requires_grad and "lora_" not in name
+    ]
     assert trained == ["model.score.weight"]
 
 
@@ -277,9 +304,12 @@ def test_heads_embeddings_and_narrow_layers_stay(wide, scored):
     model = in_4bit(wide(intermediate_size=96))
     names = quantised_layers(model)
     ends = {name.rpartition(".")[2] for name in names}
-    assert ends == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}  # down_proj takes 96
+    # down_proj takes 96
+    assert ends == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
     dense = dict(wide(intermediate_size=96).named_parameters())
-    kept = {name: p for name, p in model.named_parameters() if name.removesuffix(".weight") not in names}
+    kept = {
+        name: p for name, p in model.named_parameters() if name.removesuffix(".weight") not in names
+    }
     assert kept.keys() == dense.keys() - {f"{name}.weight" for name in names}
     assert all(torch.equal(kept[name], dense[name]) for name in kept)
     assert not any(p.requires_grad for p in kept.values())
@@ -292,12 +322,16 @@ def test_heads_embeddings_and_narrow_layers_stay(wide, scored):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", [(), ("q_proj", "c_attn", "dense")], ids=["all", "some"])
-def test_checkpoint_weights_are_the_unpacked_ones_with_the_adapters(family, targets, wide, scored, monkeypatch):
+def test_checkpoint_weights_are_the_unpacked_ones_with_the_adapters(
+    family, targets, wide, scored, monkeypatch
+):
     model = in_4bit(wide(family))
     merged = dense_twin(model, wide(family))
     ends = {name.rpartition(".")[2] for name in quantised_layers(model)}
     actor = Actor(model).eval()
-    add_adapters(actor, LoraOptions(rank=4, alpha=8.0, target_modules=tuple(ends.intersection(targets))))
+    add_adapters(
+        actor, LoraOptions(rank=4, alpha=8.0, target_modules=tuple(ends.intersection(targets)))
+    )
     randomize_b(actor)
     adapters = {n: p for n, p in model.named_parameters() if "lora_" in n}
     with torch.no_grad():
@@ -311,16 +345,24 @@ def test_checkpoint_weights_are_the_unpacked_ones_with_the_adapters(family, targ
     expected = dict(full_weights(merged))
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], weight) for name, weight in expected.items())
-    torch.testing.assert_close(scored(actor).log_probs, scored(Actor(merged).eval()).log_probs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        scored(actor).log_probs, scored(Actor(merged).eval()).log_probs, atol=1e-4, rtol=0
+    )
 
 
 def test_loading_by_path_is_quantising_what_was_loaded(wide, tmp_path, scored):
     wide().save_pretrained(tmp_path)
-    ours, theirs = Actor(str(tmp_path), load_in_4bit=True), Actor(in_4bit(load_causal_lm(str(tmp_path))))
+    ours, theirs = (
+        Actor(str(tmp_path), load_in_4bit=True),
+        Actor(in_4bit(load_causal_lm(str(tmp_path)))),
+    )
     assert len(quantised_layers(ours.hf_model)) == 14
     wrapped = Actor(wide())  # whose layers may be of another class by then
     assert len(quantised_layers(in_4bit(wrapped.hf_model))) == 14
-    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+    )
     half = Actor(str(tmp_path), load_in_4bit=True, bf16=True)
     assert dense_weight(half.hf_model.model.layers[0].mlp.up_proj).dtype == torch.bfloat16
     twin = Actor(dense_twin(half.hf_model, load_causal_lm(str(tmp_path), dtype=torch.bfloat16)))
@@ -332,7 +374,10 @@ def test_loading_by_path_is_quantising_what_was_loaded(wide, tmp_path, scored):
 
 @pytest.mark.parametrize(
     ("family", "largest"),
-    [("mixtral", r"mlp\.experts\.gate_up_proj, \(4, 256, 64\)"), ("qwen2_moe", r"mlp\.experts\.gate_up_proj")],
+    [
+        ("mixtral", r"mlp\.experts\.gate_up_proj, \(4, 256, 64\)"),
+        ("qwen2_moe", r"mlp\.experts\.gate_up_proj"),
+    ],
 )
 def test_fused_experts_are_refused(family, largest, wide):
     with pytest.raises(ModelLoadError, match=rf"--load_in_4bit: .*{largest}"):
@@ -354,10 +399,16 @@ def test_other_refusals(wide, causal_lm, monkeypatch, tmp_path):
 
     with monkeypatch.context() as patch:
         patch.setattr("bitsandbytes.functional.quantize_4bit", broken)
-        with pytest.raises(ModelLoadError, match=r"--load_in_4bit: .*model\..*q_proj: no kernel for this"):
+        with pytest.raises(
+            ModelLoadError, match=r"--load_in_4bit: .*model\..*q_proj: no kernel for this"
+        ):
             quantise(*with_heads(wide()))
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "bitsandbytes" else find_spec(name),
+    )
     with pytest.raises(ModelLoadError, match=r"--load_in_4bit .*lightppo\[qlora\]"):
         quantise(*with_heads(wide()))
 
@@ -393,5 +444,7 @@ for first in ("packing", "adapters", "schedule"):
 
 
 def test_nothing_is_printed_at_the_first_use():
-    done = subprocess.run([sys.executable, "-c", USES], capture_output=True, text=True, env=os.environ, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", USES], capture_output=True, text=True, env=os.environ, timeout=300
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

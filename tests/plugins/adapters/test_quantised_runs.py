@@ -41,14 +41,22 @@ def config_of(make_config, wide_model):
 
 
 def held_bytes(model: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in model.hf_model.state_dict(keep_vars=True).values())
+    return sum(
+        t.numel() * t.element_size() for t in model.hf_model.state_dict(keep_vars=True).values()
+    )
 
 
 def test_what_a_run_holds(config_of, tmp_path):
     """Actor and critic in 4 bits, no second copy for the reference, the reward model as it is."""
     torch.manual_seed(1)
-    LlamaForSequenceClassification(tiny_config(**WIDE, num_labels=1)).save_pretrained(tmp_path / "rm")
-    options = {"reward_pretrain": (str(tmp_path / "rm"),), "reward_fn": None, "init_critic_from_actor": True}
+    LlamaForSequenceClassification(tiny_config(**WIDE, num_labels=1)).save_pretrained(
+        tmp_path / "rm"
+    )
+    options = {
+        "reward_pretrain": (str(tmp_path / "rm"),),
+        "reward_fn": None,
+        "init_critic_from_actor": True,
+    }
     config = config_of(**options, init_kl_coef=0.1).resolved()
     models = build.build_models(config, build.build_strategy(config))
     assert models.reference is None
@@ -58,7 +66,9 @@ def test_what_a_run_holds(config_of, tmp_path):
         assert held_bytes(model) - trained < held_bytes(models.reward_models[0]) / 3
     assert quantised_layers(models.reward_models[0]) == {}
 
-    dense = build.build_models(config.with_options(load_in_4bit=False), build.build_strategy(config))
+    dense = build.build_models(
+        config.with_options(load_in_4bit=False), build.build_strategy(config)
+    )
     assert quantised_layers(dense.actor) == {}
 
 
@@ -73,16 +83,25 @@ KL = {
 
 @pytest.mark.parametrize(
     ("case", "zero_stage"),
-    [*((case, 0) for case in KL), pytest.param(list(KL)[-1], 3, marks=pytest.mark.long)],  # 3: also strategy/ranks/
+    # 3: also strategy/ranks/
+    [*((case, 0) for case in KL), pytest.param(list(KL)[-1], 3, marks=pytest.mark.long)],
 )
-def test_the_reference_gives_the_numbers_of_a_separate_one_in_4_bits(config_of, tmp_path, wide_model, case, zero_stage):
-    options = KL[case] | {"old_log_probs": "forward", "zero_stage": zero_stage, "load_checkpoint": False}
+def test_the_reference_gives_the_numbers_of_a_separate_one_in_4_bits(
+    config_of, tmp_path, wide_model, case, zero_stage
+):
+    options = KL[case] | {
+        "old_log_probs": "forward",
+        "zero_stage": zero_stage,
+        "load_checkpoint": False,
+    }
     shared = fitted(config_of(save_path=str(tmp_path / "shared"), **options))
     assert isinstance(shared.initial_model, AdaptersOff)
 
     copy = shutil.copytree(wide_model, tmp_path / "copy")
     options["ref_offload"] = zero_stage == 3  # of what is not in 4 bits
-    separate = fitted(config_of(save_path=str(tmp_path / "separate"), ref_pretrain=str(copy), **options))
+    separate = fitted(
+        config_of(save_path=str(tmp_path / "separate"), ref_pretrain=str(copy), **options)
+    )
     assert len(quantised_layers(separate.strategy.unwrap_model(separate.initial_model))) == 14
     ours, theirs = trained_rows(tmp_path / "shared"), trained_rows(tmp_path / "separate")
     assert ours == theirs
@@ -93,8 +112,16 @@ def test_the_reference_gives_the_numbers_of_a_separate_one_in_4_bits(config_of, 
 @pytest.mark.parametrize("zero_stage", [0, 2])  # 3: on two ranks, below
 def test_a_resumed_run_is_the_uninterrupted_run(config_of, tmp_path, zero_stage):
     def run(folder: str, steps: int) -> PPOTrainer:
-        paths = {"save_path": str(tmp_path / folder / "run"), "ckpt_path": str(tmp_path / folder / "ckpt")}
-        options = {"lora_dropout": 0.2, "init_kl_coef": 0.1, "zero_stage": zero_stage, "save_steps": 1}
+        paths = {
+            "save_path": str(tmp_path / folder / "run"),
+            "ckpt_path": str(tmp_path / folder / "ckpt"),
+        }
+        options = {
+            "lora_dropout": 0.2,
+            "init_kl_coef": 0.1,
+            "zero_stage": zero_stage,
+            "save_steps": 1,
+        }
         return fitted(config_of(**options, **paths, benchmark_steps=steps))
 
     whole = run("whole", 3)
@@ -109,7 +136,9 @@ def test_a_resumed_run_is_the_uninterrupted_run(config_of, tmp_path, zero_stage)
     held = torch.load(next(folder.glob("*model_states.pt")), weights_only=False)["module"]
     assert {key.rpartition("lora_")[2] for key in held} == {"A.default.weight", "B.default.weight"}
     with pytest.raises(CheckpointError, match=r"4 bits.*--load_in_4bit"):
-        PPOTrainer.from_config(whole.config.with_options(load_in_4bit=False, save_path=str(tmp_path / "other")))
+        PPOTrainer.from_config(
+            whole.config.with_options(load_in_4bit=False, save_path=str(tmp_path / "other"))
+        )
 
 
 def test_other_weights_in_4_bits_are_not_taken_for_the_same(config_of, tmp_path):
@@ -117,10 +146,13 @@ def test_other_weights_in_4_bits_are_not_taken_for_the_same(config_of, tmp_path)
     path = Path(save_causal_lm(tmp_path / "other", **WIDE))
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[3, 5] *= -1  # nothing but one weight of a layer in 4 bits
+        # nothing but one weight of a layer in 4 bits
+        model.model.layers[0].mlp.up_proj.weight[3, 5] *= -1
     model.save_pretrained(path)
     with pytest.raises(CheckpointError, match="frozen weights"):
-        PPOTrainer.from_config(config_of(pretrain=str(path), critic_pretrain=str(path), resume=str(tmp_path / "ckpt")))
+        PPOTrainer.from_config(
+            config_of(pretrain=str(path), critic_pretrain=str(path), resume=str(tmp_path / "ckpt"))
+        )
 
 
 def test_exports_are_dense_merged_models(config_of, tmp_path, wide_model):
@@ -138,11 +170,15 @@ def test_exports_are_dense_merged_models(config_of, tmp_path, wide_model):
             torch.testing.assert_close(merged(input_ids=ids).logits, expected, atol=1e-5, rtol=0)
             assert (merged(input_ids=ids).logits - base(input_ids=ids).logits).abs().max() > 1e-2
         assert (folder / "adapter" / "adapter_model.safetensors").is_file()
-    critic, info = LlamaForSequenceClassification.from_pretrained(tmp_path / "run_critic", output_loading_info=True)
+    critic, info = LlamaForSequenceClassification.from_pretrained(
+        tmp_path / "run_critic", output_loading_info=True
+    )
     assert not any(info.values()), info
     with torch.no_grad():
         hidden = critic.model(input_ids=ids).last_hidden_state
-        torch.testing.assert_close(critic.score(hidden).squeeze(-1), trainer.critic(ids), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            critic.score(hidden).squeeze(-1), trainer.critic(ids), atol=1e-4, rtol=0
+        )
 
 
 def test_rollouts_are_those_of_the_weights_that_are_sent(config_of, wide_model):
@@ -152,7 +188,13 @@ def test_rollouts_are_those_of_the_weights_that_are_sent(config_of, wide_model):
     merged.load_state_dict(dict(full_weights(trainer.actor)))
     ids = torch.randint(4, 40, (3, 9))
     ours, theirs = (
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=20,
+            do_sample=False,
+            pad_token_id=0,
+        )
         for model in (trainer.actor.hf_model, merged)
     )
     assert torch.equal(ours, theirs)
@@ -162,8 +204,14 @@ def test_refusals(config_of, make_config, monkeypatch):
     with pytest.raises(ModelLoadError, match=r"--load_in_4bit: .* 22% "):
         PPOTrainer.from_config(make_config(**QLORA))
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
-    monkeypatch.setattr(build, "build_models", lambda *_: pytest.fail("the models were loaded first"))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "bitsandbytes" else find_spec(name),
+    )
+    monkeypatch.setattr(
+        build, "build_models", lambda *_: pytest.fail("the models were loaded first")
+    )
     with pytest.raises(ModelLoadError, match=r"--load_in_4bit .*lightppo\[qlora\]"):
         PPOTrainer.from_config(config_of())
 
@@ -181,7 +229,13 @@ def test_two_ranks_at_zero3(assets, wide_model, tmp_path):
             "save_path": tmp_path / "model", "ckpt_path": tmp_path / "ckpt",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()]
-        run_ranks(REPO / "examples" / "train_ppo.py", *words, "--load_in_4bit", "--packing_samples", timeout=300)
+        run_ranks(
+            REPO / "examples" / "train_ppo.py",
+            *words,
+            "--load_in_4bit",
+            "--packing_samples",
+            timeout=300,
+        )
         return trained_rows(tmp_path / "model")
 
     whole = launch()
@@ -192,7 +246,9 @@ def test_two_ranks_at_zero3(assets, wide_model, tmp_path):
 
     unset_hf_deepspeed_config()
     ids = torch.randint(4, 40, (3, 9))
-    merged, base = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "model", wide_model))
+    merged, base = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "model", wide_model)
+    )
     rounded = Actor(wide_model, load_in_4bit=True).hf_model
     with torch.no_grad():
         logits = merged(input_ids=ids).logits
@@ -204,7 +260,9 @@ def test_two_ranks_at_zero3(assets, wide_model, tmp_path):
 @pytest.mark.parametrize("launcher", ["fork", pytest.param("python", marks=pytest.mark.long)])
 def test_supervised_training(wide_model, tmp_path, launcher):
     """examples/train_sft.py takes the flag too."""
-    data = write_jsonl(tmp_path / "sft.jsonl", [{"input": f"{a}+1=", "output": f"{a + 1}"} for a in range(8)])
+    data = write_jsonl(
+        tmp_path / "sft.jsonl", [{"input": f"{a}+1=", "output": f"{a + 1}"} for a in range(8)]
+    )
     flags = {
         "pretrain": wide_model, "dataset": data, "output_key": "output", "max_len": 24, "train_batch_size": 8,
         "micro_train_batch_size": 4, "num_epochs": 8, "learning_rate": 1e-2, "zero_stage": 2, "lora_rank": 4,
@@ -212,10 +270,13 @@ def test_supervised_training(wide_model, tmp_path, launcher):
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items()]
     script = REPO / "examples" / "train_sft.py"
-    result = run_ranks(script, *words, "--load_in_4bit", launcher=launcher, world_size=1, timeout=300)
+    result = run_ranks(
+        script, *words, "--load_in_4bit", launcher=launcher, world_size=1, timeout=300
+    )
     assert "Failed to load" not in result.output  # bitsandbytes's warning
     losses = [
-        json.loads(line)["train/loss"] for line in (tmp_path / "model" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)["train/loss"]
+        for line in (tmp_path / "model" / "metrics.jsonl").read_text().splitlines()
     ]
     assert losses[-1] < 0.8 * losses[0]
     assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()) == 21

@@ -9,9 +9,19 @@ from support.fakes import FakeStrategy, on_ranks
 from torch import Tensor
 
 from lightppo.algorithms.losses import PolicyLoss
-from lightppo.algorithms.mismatch import Summary, chi_square, effective_share, mismatch_metrics, mismatch_terms
+from lightppo.algorithms.mismatch import (
+    Summary,
+    chi_square,
+    effective_share,
+    mismatch_metrics,
+    mismatch_terms,
+)
 from lightppo.errors import ConfigError
-from lightppo.plugins.algorithms.correction import correction_weights, normalize_weights, rejection_mask
+from lightppo.plugins.algorithms.correction import (
+    correction_weights,
+    normalize_weights,
+    rejection_mask,
+)
 from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS, Rejection
 
 NAN, INF = math.nan, math.inf
@@ -46,7 +56,9 @@ REAL = tuple(name for name in CORRECTIONS if name != "none")
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_bounds_of_each(name):
-    assert [side for side in ("low", "high") if getattr(CORRECTIONS[name], side) is not None] == list(BY_HAND[name][0])
+    assert [
+        side for side in ("low", "high") if getattr(CORRECTIONS[name], side) is not None
+    ] == list(BY_HAND[name][0])
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -54,7 +66,9 @@ def test_bounds_of_each(name):
 def test_weights_by_hand_whatever_is_masked(name, junk):
     log_probs, rollout = ratios(*RHO)
     bounds, expected = BY_HAND[name]
-    out = correction_weights(name, log_probs.masked_fill(~MASK, junk), rollout.masked_fill(~MASK, junk), MASK, **bounds)
+    out = correction_weights(
+        name, log_probs.masked_fill(~MASK, junk), rollout.masked_fill(~MASK, junk), MASK, **bounds
+    )
     torch.testing.assert_close(out, torch.tensor(expected, dtype=torch.float32))
     assert bool((out[~MASK] == 0).all())
 
@@ -74,8 +88,11 @@ def test_defaults():
         "decoupled": (0.4, 1, 0, 1.5),  # up to 5
     }
     for name, weights in expected.items():
-        torch.testing.assert_close(correction_weights(name, log_probs, rollout, mask), torch.tensor([weights]).float())
-    close = rollout + torch.tensor([[0.003, -0.003, 0.002, 0.001]])  # mean 0.00075: e^0.00075 = 1.00075
+        torch.testing.assert_close(
+            correction_weights(name, log_probs, rollout, mask), torch.tensor([weights]).float()
+        )
+    # mean 0.00075: e^0.00075 = 1.00075
+    close = rollout + torch.tensor([[0.003, -0.003, 0.002, 0.001]])
     assert correction_weights("seq_mask", close, rollout, mask).tolist() == [[1, 1, 1, 1]]
 
 
@@ -93,8 +110,13 @@ def test_bounds_are_inside(name):
 def test_veto_drops_the_row(name):
     rows = ((1e-5, 1.0, 1.0), (1e-3, 1.0, 1.0), (1.0, 1e-5, 1.0))
     log_probs, rollout = ratios(*rows)
-    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1]]).bool()  # the tiny ratio of the last row is a hole
-    bounds = {side: value for side, value in (("low", 1e-9), ("high", 9.0)) if getattr(CORRECTIONS[name], side)}
+    # the tiny ratio of the last row is a hole
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1]]).bool()
+    bounds = {
+        side: value
+        for side, value in (("low", 1e-9), ("high", 9.0))
+        if getattr(CORRECTIONS[name], side)
+    }
     free = correction_weights(name, log_probs, rollout, mask, **bounds)
     out = correction_weights(name, log_probs, rollout, mask, **bounds, veto=1e-4)
     assert bool((free[mask] > 0).all())
@@ -102,7 +124,11 @@ def test_veto_drops_the_row(name):
     assert torch.equal(out[1:], free[1:])
     # the limit on ratios (e^-20 = 2e-9) does not hide a token from a veto below it
     tiny = rollout + torch.tensor([[-25.0, 0, 0]]).expand(3, 3)  # e^-25 = 1.4e-11
-    assert correction_weights(name, tiny, rollout, mask, **bounds, veto=1e-10)[0].tolist() == [0, 0, 0]
+    assert correction_weights(name, tiny, rollout, mask, **bounds, veto=1e-10)[0].tolist() == [
+        0,
+        0,
+        0,
+    ]
 
 
 def test_ratios_stop_at_e_to_the_20():
@@ -111,15 +137,23 @@ def test_ratios_stop_at_e_to_the_20():
     high = torch.tensor([[50.0, INF, 15.0]])
     expected = torch.tensor([[top, top, math.exp(15)]])
     torch.testing.assert_close(correction_weights("tis", high, rollout, mask, **huge), expected)
-    torch.testing.assert_close(correction_weights("decoupled", high, rollout, mask, **huge), expected)
-    torch.testing.assert_close(correction_weights("seq_tis", high, rollout, mask, **huge), torch.full((1, 3), top))
+    torch.testing.assert_close(
+        correction_weights("decoupled", high, rollout, mask, **huge), expected
+    )
+    torch.testing.assert_close(
+        correction_weights("seq_tis", high, rollout, mask, **huge), torch.full((1, 3), top)
+    )
     low = torch.tensor([[-50.0, -INF, -15.0]])
     expected = torch.tensor([[1 / top, 1 / top, math.exp(-15)]])
     torch.testing.assert_close(correction_weights("tis", low, rollout, mask, **huge), expected)
     # three tokens of e^9: the product e^27 stops at e^20, the geometric mean e^9 does not notice
     nine = torch.full((1, 3), 9.0)
-    torch.testing.assert_close(correction_weights("seq_tis", nine, rollout, mask, **huge), torch.full((1, 3), top))
-    assert correction_weights("seq_mask", nine, rollout, mask, low=8102.0, high=8104.0).tolist() == [[1, 1, 1]]
+    torch.testing.assert_close(
+        correction_weights("seq_tis", nine, rollout, mask, **huge), torch.full((1, 3), top)
+    )
+    assert correction_weights(
+        "seq_mask", nine, rollout, mask, low=8102.0, high=8104.0
+    ).tolist() == [[1, 1, 1]]
     # an impossible token of each side: 20 - 20, no NaN
     both = correction_weights("seq_tis", torch.tensor([[INF, -INF, 0.0]]), rollout, mask, **huge)
     assert both.tolist() == [[1, 1, 1]]
@@ -134,7 +168,10 @@ def test_weights_are_constants_of_at_least_float32(name):
     assert out.dtype == torch.float32
     assert not out.requires_grad
     torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-7)
-    assert correction_weights(name, log_probs.bfloat16(), rollout.bfloat16(), MASK).dtype == torch.float32
+    assert (
+        correction_weights(name, log_probs.bfloat16(), rollout.bfloat16(), MASK).dtype
+        == torch.float32
+    )
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -147,17 +184,28 @@ def test_rows_and_padding_do_not_matter(name):
     mask[:, 0] = True
     mask[1, 1:] = False  # one token
     mask[2] = False
-    bounds = {side: value for side, value in (("low", 0.97), ("high", 1.1)) if getattr(CORRECTIONS[name], side)}
+    bounds = {
+        side: value
+        for side, value in (("low", 0.97), ("high", 1.1))
+        if getattr(CORRECTIONS[name], side)
+    }
     veto = None if name == "none" else 0.3
     whole = correction_weights(name, log_probs, rollout, mask, **bounds, veto=veto)
     order = torch.tensor([3, 0, 5, 2, 1, 4])
-    permuted = correction_weights(name, log_probs[order], rollout[order], mask[order], **bounds, veto=veto)
+    permuted = correction_weights(
+        name, log_probs[order], rollout[order], mask[order], **bounds, veto=veto
+    )
     assert torch.equal(permuted, whole[order])
-    wide = [torch.nn.functional.pad(x, (2, 5), value=v) for x, v in ((log_probs, NAN), (rollout, 1.0), (mask, 0))]
+    wide = [
+        torch.nn.functional.pad(x, (2, 5), value=v)
+        for x, v in ((log_probs, NAN), (rollout, 1.0), (mask, 0))
+    ]
     padded = correction_weights(name, *wide[:2], wide[2].bool(), **bounds, veto=veto)
     torch.testing.assert_close(padded[:, 2:-5], whole)
     for b in range(6):
-        alone = correction_weights(name, log_probs[b : b + 1], rollout[b : b + 1], mask[b : b + 1], **bounds, veto=veto)
+        alone = correction_weights(
+            name, log_probs[b : b + 1], rollout[b : b + 1], mask[b : b + 1], **bounds, veto=veto
+        )
         torch.testing.assert_close(alone[0], whole[b])
     if name != "none":
         assert 0 < int((whole[mask] == 0).sum()) < int(mask.sum()) or name.endswith("tis")
@@ -166,7 +214,9 @@ def test_rows_and_padding_do_not_matter(name):
 def test_importance_sampling_takes_the_expectation_to_the_other_policy():
     """Σ_a μ(a) w(a) f(a) = Σ_a π(a) f(a), over all tokens, and over all sequences of two tokens."""
     generator = torch.Generator().manual_seed(0)
-    mu, pi = (torch.randn(3, 5, dtype=torch.float64, generator=generator).softmax(-1) for _ in range(2))
+    mu, pi = (
+        torch.randn(3, 5, dtype=torch.float64, generator=generator).softmax(-1) for _ in range(2)
+    )
     f = torch.randn(5, 5, dtype=torch.float64, generator=generator)
     one = torch.ones(5, 1).bool()
     w = correction_weights("tis", pi[0].log()[:, None], mu[0].log()[:, None], one, high=1e9)[:, 0]
@@ -177,7 +227,9 @@ def test_importance_sampling_takes_the_expectation_to_the_other_policy():
     w = correction_weights("seq_tis", log_pi, log_mu, torch.ones(25, 2).bool(), high=1e9)
     assert torch.equal(w[:, 0], w[:, 1])
     values = f[pairs[:, 0], pairs[:, 1]]
-    torch.testing.assert_close((log_mu.sum(1).exp() * w[:, 0] * values).sum(), (log_pi.sum(1).exp() * values).sum())
+    torch.testing.assert_close(
+        (log_mu.sum(1).exp() * w[:, 0] * values).sum(), (log_pi.sum(1).exp() * values).sum()
+    )
 
 
 def test_decoupled_ppo_by_hand():
@@ -243,14 +295,19 @@ KEPT = {
     "m2po=0.5": "110 101",  # d² 0 0 .164 .480 1.922: means 0 0 .055 .161 .513
     "m2po=0.1": "010 101",
     "m2po=0.6": "111 101",
-    "opsm=0.01": "111 101",  # row means of k1 are below 0: the policy likes these answers more than the engine did
+    # row means of k1 are below 0: the policy likes these answers more than the engine did
+    "opsm=0.01": "111 101",
     "opsm=-0.22": "111 000",  # row 1 has -.203; both have A < 0
 }
 
 
-def kept_by(*texts: str, log_probs: Tensor, rollout: Tensor, mask: Tensor = MASK, **more: object) -> Tensor:
+def kept_by(
+    *texts: str, log_probs: Tensor, rollout: Tensor, mask: Tensor = MASK, **more: object
+) -> Tensor:
     more = {"advantages": torch.full(mask.shape, -1.0)} | more
-    return rejection_mask([Rejection.parse(text) for text in texts], log_probs, rollout, mask, **more)
+    return rejection_mask(
+        [Rejection.parse(text) for text in texts], log_probs, rollout, mask, **more
+    )
 
 
 def pattern(text: str) -> list[list[bool]]:
@@ -277,7 +334,9 @@ def test_rejections_add_up():
 def test_opsm_spares_what_was_good():
     log_probs, rollout = ratios((0.5, 0.5), (0.5, 0.5))
     mask, advantages = torch.ones(2, 2).bool(), torch.tensor([[1.0, -1.0], [0.0, -0.1]])
-    kept = kept_by("opsm=0.1", log_probs=log_probs, rollout=rollout, mask=mask, advantages=advantages)
+    kept = kept_by(
+        "opsm=0.1", log_probs=log_probs, rollout=rollout, mask=mask, advantages=advantages
+    )
     assert kept.tolist() == [[True, False], [True, False]]  # mean k1 is ln 2
 
 
@@ -300,10 +359,15 @@ def test_rejections_depend_neither_on_rows_nor_padding_nor_ranks(name):
     inputs = {"log_probs": log_probs, "rollout": rollout, "mask": mask}
     bounds = (0.01 * 1.1**k for k in range(100))  # one that keeps some and drops some
     tries = ((f"{name}={high}", kept_by(f"{name}={high}", **inputs)) for high in bounds)
-    text, whole = next((text, kept) for text, kept in tries if 0 < int(kept.sum()) < int(mask.sum()))
+    text, whole = next(
+        (text, kept) for text, kept in tries if 0 < int(kept.sum()) < int(mask.sum())
+    )
     order = torch.tensor([3, 0, 5, 2, 1, 4])
     assert torch.equal(kept_by(text, **{key: x[order] for key, x in inputs.items()}), whole[order])
-    wide = {key: torch.nn.functional.pad(x, (2, 5), value=0 if key == "mask" else NAN) for key, x in inputs.items()}
+    wide = {
+        key: torch.nn.functional.pad(x, (2, 5), value=0 if key == "mask" else NAN)
+        for key, x in inputs.items()
+    }
     assert torch.equal(kept_by(text, **wide)[:, 2:-5], whole)
     shares = [slice(0, 4), slice(4, 6), slice(0, 0)]
 
@@ -376,7 +440,9 @@ def test_mismatch_by_hand():
     assert terms.keys() == expected.keys()
     for name, values in expected.items():
         assert terms[name].dtype == torch.float64
-        torch.testing.assert_close(terms[name], torch.tensor(values, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            terms[name], torch.tensor(values, dtype=torch.float64), rtol=1e-6, atol=1e-6
+        )
     metrics = mismatch_metrics({name: Summary.of(x) for name, x in terms.items()})
     assert metrics == pytest.approx(
         {
@@ -396,13 +462,17 @@ def test_mismatch_by_hand():
 def test_mismatch_estimates_what_it_says():
     """Under the policy that sampled, by enumeration: the KLs, the χ² divergence, and E[ρ] = 1."""
     generator = torch.Generator().manual_seed(0)
-    mu, pi = (torch.randn(7, dtype=torch.float64, generator=generator).softmax(-1) for _ in range(2))
+    mu, pi = (
+        torch.randn(7, dtype=torch.float64, generator=generator).softmax(-1) for _ in range(2)
+    )
     terms = mismatch_terms(pi.log()[:, None], mu.log()[:, None], torch.ones(7, 1).bool())
     kl = (mu * (mu / pi).log()).sum()
     torch.testing.assert_close((mu * terms["kl"]).sum(), kl)
     torch.testing.assert_close((mu * terms["k3_kl"]).sum(), kl)
     torch.testing.assert_close((mu * terms["ratio"]).sum(), mu.sum())
-    torch.testing.assert_close((mu * terms["ratio"].square()).sum() - 1, ((pi - mu).square() / mu).sum())
+    torch.testing.assert_close(
+        (mu * terms["ratio"].square()).sum() - 1, ((pi - mu).square() / mu).sum()
+    )
     assert bool((terms["k3_kl"] >= 0).all())
 
 
@@ -413,16 +483,25 @@ def test_mismatch_over_ranks_is_that_of_the_whole():
     mask = torch.rand(5, 40, generator=generator) < 0.8
     mask[3] = False
     whole = mismatch_terms(log_probs, rollout, mask)
-    parts = [mismatch_terms(log_probs[rows], rollout[rows], mask[rows]) for rows in ([3], [4, 0], [1, 2])]
+    parts = [
+        mismatch_terms(log_probs[rows], rollout[rows], mask[rows]) for rows in ([3], [4, 0], [1, 2])
+    ]
     assert [len(part["seq_ratio"]) for part in parts] == [0, 2, 2]
-    merged = mismatch_metrics({name: sum((Summary.of(part[name]) for part in parts), Summary()) for name in whole})
-    assert merged == pytest.approx(mismatch_metrics({name: Summary.of(x) for name, x in whole.items()}), rel=1e-9)
+    merged = mismatch_metrics(
+        {name: sum((Summary.of(part[name]) for part in parts), Summary()) for name in whole}
+    )
+    assert merged == pytest.approx(
+        mismatch_metrics({name: Summary.of(x) for name, x in whole.items()}), rel=1e-9
+    )
 
 
 def test_mismatch_of_extremes():
     empty = mismatch_terms(torch.full((2, 3), NAN), torch.zeros(2, 3), torch.zeros(2, 3).bool())
     assert all(x.shape == (0,) for x in empty.values())
-    assert all(math.isnan(x) for x in mismatch_metrics({name: Summary.of(x) for name, x in empty.items()}).values())
+    assert all(
+        math.isnan(x)
+        for x in mismatch_metrics({name: Summary.of(x) for name, x in empty.items()}).values()
+    )
     one = mismatch_terms(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.ones(1, 1).bool())
     assert mismatch_metrics({name: Summary.of(x) for name, x in one.items()}) == {
         "kl": 0,
@@ -443,8 +522,10 @@ def test_mismatch_of_extremes():
 
 
 def test_effective_share_by_hand():
-    assert effective_share(Summary.of(torch.tensor([1.0, 1.0, 2.0]))) == pytest.approx(16 / 18)  # 4² / (3 · 6)
-    assert effective_share(Summary.of(torch.tensor([5.0, 0.0, 0.0, 0.0]))) == 0.25  # one of four counts
+    # 4² / (3 · 6)
+    assert effective_share(Summary.of(torch.tensor([1.0, 1.0, 2.0]))) == pytest.approx(16 / 18)
+    # one of four counts
+    assert effective_share(Summary.of(torch.tensor([5.0, 0.0, 0.0, 0.0]))) == 0.25
     assert effective_share(Summary.of(torch.full((6,), 0.3))) == pytest.approx(1)
     assert effective_share(Summary.of(torch.zeros(3))) == 0
     nothing = Summary.of(torch.zeros(0))

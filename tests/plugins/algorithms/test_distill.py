@@ -65,7 +65,10 @@ def test_alone_it_needs_neither_reward_nor_reference_nor_critic(taught):
     for row in rows:
         assert row["rollout/advantage_mean"] == pytest.approx(-row["rollout/teacher_kl"], abs=1e-6)
         assert row["rollout/samples"] == 4
-        assert not {"rollout/reward", "rollout/kl", "rollout/value_mean", "alarm/equal_rewards"} & row.keys()
+        assert (
+            not {"rollout/reward", "rollout/kl", "rollout/value_mean", "alarm/equal_rewards"}
+            & row.keys()
+        )
     assert rows[0]["rollout/teacher_kl"] > 0.1
 
 
@@ -73,15 +76,27 @@ def test_alone_it_needs_neither_reward_nor_reference_nor_critic(taught):
 def test_alone_it_brings_the_student_near_the_teacher(taught, tmp_path):
     """From 1.8 nats to 0.8 in 20 steps. A step of 32 samples is 0.2 nats of noise: ten steps at 1e-6 say nothing."""
     prompts = write_jsonl(tmp_path / "prompts.jsonl", sums(64))
-    sizes = {"rollout_batch_size": 32, "train_batch_size": 32, "micro_train_batch_size": 16, "num_episodes": 10}
-    options = {"actor_learning_rate": 1e-2, "lr_warmup_ratio": 0.0, "total_training_steps": 20, "prompt_data": prompts}
+    sizes = {
+        "rollout_batch_size": 32,
+        "train_batch_size": 32,
+        "micro_train_batch_size": 16,
+        "num_episodes": 10,
+    }
+    options = {
+        "actor_learning_rate": 1e-2,
+        "lr_warmup_ratio": 0.0,
+        "total_training_steps": 20,
+        "prompt_data": prompts,
+    }
     found = [row["rollout/teacher_kl"] for row in rows_after(taught(**options, **sizes))]
     assert sum(found[-5:]) / 5 < 0.6 * found[0]
 
 
 def test_a_loss_learns_from_all_tokens(taught):
     advantage, loss = rows_after(taught("advantage")), rows_after(taught("loss", distill_by="loss"))
-    assert loss[0]["rollout/teacher_kl"] == pytest.approx(advantage[0]["rollout/teacher_kl"], abs=1e-5)
+    assert loss[0]["rollout/teacher_kl"] == pytest.approx(
+        advantage[0]["rollout/teacher_kl"], abs=1e-5
+    )
     assert loss[0]["train/policy_loss"] == loss[0]["rollout/advantage_max"] == 0
     assert loss[0]["train/actor_grad_norm"] > 0
     assert loss[-1]["train/distill_loss"] < loss[0]["train/distill_loss"]
@@ -97,7 +112,12 @@ def test_a_student_that_is_its_teacher_has_no_gradient(taught, assets):
 
 
 def test_beside_a_reward_the_term_is_weighed(taught, assets):
-    options = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2, "train_batch_size": 8, "benchmark_steps": 1}
+    options = {
+        "advantage_estimator": "rloo",
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 8,
+        "benchmark_steps": 1,
+    }
     options |= {"reward_fn": assets["reward_fn"], "temperature": 0.8}
     (without,) = rows_after(taught("without", teacher_pretrain=None, **options))
     (row,) = rows_after(taught("with", distill_coef=0.25, **options))
@@ -116,16 +136,27 @@ def test_scores_beside_a_teacher_alone_are_recorded_and_change_nothing(taught, a
 
 @pytest.mark.parametrize("by", ["advantage", "loss"])
 def test_padding_packing_and_micro_batches_change_nothing(taught, by):
-    common = {"distill_by": by, "benchmark_steps": 1, "n_samples_per_prompt": 2, "train_batch_size": 4}
-    (whole,) = rows_after(taught("whole", packing_samples=False, micro_train_batch_size=4, **common))
-    (cut,) = rows_after(taught("cut", micro_train_batch_size=1, micro_rollout_batch_size=3, **common))
+    common = {
+        "distill_by": by,
+        "benchmark_steps": 1,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 4,
+    }
+    (whole,) = rows_after(
+        taught("whole", packing_samples=False, micro_train_batch_size=4, **common)
+    )
+    (cut,) = rows_after(
+        taught("cut", micro_train_batch_size=1, micro_rollout_batch_size=3, **common)
+    )
     assert_close(whole, cut, abs=1e-5, rel=1e-4)
 
 
 ADAPTERS = {"distill_by": "loss", "distill_beta": 0.5, "lora_rank": 2}
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param(ADAPTERS, marks=pytest.mark.long)], ids=["plain", "adapters"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param(ADAPTERS, marks=pytest.mark.long)], ids=["plain", "adapters"]
+)
 def test_a_resumed_run_is_the_uninterrupted_one(taught, teacher, options):
     whole = rows_after(taught("whole", **options))
     rows_after(taught("cut", save_steps=1, benchmark_steps=1, **options))
@@ -144,7 +175,9 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_models_load(taught,
     vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
     files.write_text(json.dumps(spelled))
     assert AutoTokenizer.from_pretrained(other).get_vocab()["1"] == vocab["1"]
-    with pytest.raises(ConfigError, match=r"--teacher_pretrain .*2 of its tokens .*'1', '2'.*family"):
+    with pytest.raises(
+        ConfigError, match=r"--teacher_pretrain .*2 of its tokens .*'1', '2'.*family"
+    ):
         PPOTrainer.from_config(taught(teacher_pretrain=other))
 
 

@@ -41,13 +41,23 @@ def spread(tokens: int, ranks: int, seed: int = 0) -> list[Tensor]:
     return list(order.tensor_split(cuts))
 
 
-def on_all_ranks(fn: Callable[..., Tensor], tensors: tuple[Tensor, ...], ranks: int, names: tuple[str, ...], **fixed):
+def on_all_ranks(
+    fn: Callable[..., Tensor],
+    tensors: tuple[Tensor, ...],
+    ranks: int,
+    names: tuple[str, ...],
+    **fixed,
+):
     """``fn`` of each rank's own tokens, put together in the order of the tokens."""
     parts = spread(len(tensors[0]), ranks)
 
     def one_rank(strategy: FakeStrategy) -> Tensor:
         own = parts[strategy.rank]
-        return fn(*(x[own] for x in tensors), **{name: reducers(strategy)[name] for name in names}, **fixed)
+        return fn(
+            *(x[own] for x in tensors),
+            **{name: reducers(strategy)[name] for name in names},
+            **fixed,
+        )
 
     results = torch.cat(on_ranks(ranks, one_rank))
     together = torch.empty_like(results)
@@ -66,14 +76,21 @@ class TestTopShare:
         ],
     )
     def test_by_hand(self, ratio, expected):
-        assert top_share(torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0]), ratio).tolist() == [bool(x) for x in expected]
+        assert top_share(torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0]), ratio).tolist() == [
+            bool(x) for x in expected
+        ]
 
     def test_the_count_is_that_of_the_ratio_as_written(self):
         assert 0.07 * 100 > 7
         assert top_share(rand(100), 0.07).sum() == 7
 
     def test_equal_values_are_in_together(self):
-        assert top_share(torch.tensor([1.0, 3.0, 3.0, 0.0]), 0.25).tolist() == [False, True, True, False]
+        assert top_share(torch.tensor([1.0, 3.0, 3.0, 0.0]), 0.25).tolist() == [
+            False,
+            True,
+            True,
+            False,
+        ]
         assert top_share(torch.zeros(4), 0.5).all()
 
     @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -81,13 +98,18 @@ class TestTopShare:
         values = (10 * rand(101)).round()  # many ties
         values[7] = -float("inf")
         chosen = on_all_ranks(top_share, (values,), ranks, ("all_reduce_sum",), ratio=0.2)
-        assert torch.equal(chosen, values >= values.sort(descending=True).values[20])  # the 21st of ceil(20.2)
+        # the 21st of ceil(20.2)
+        assert torch.equal(chosen, values >= values.sort(descending=True).values[20])
         assert 21 <= chosen.sum() < 101
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
     def test_numbers_of_every_size_and_sign(self, dtype):
-        values = (torch.randn(300, generator=torch.Generator().manual_seed(1)).double() ** 9).to(dtype)
-        values[:6] = torch.tensor([0.0, -0.0, 1e-42, -1e-42, float("inf"), -float("inf")], dtype=dtype)
+        values = (torch.randn(300, generator=torch.Generator().manual_seed(1)).double() ** 9).to(
+            dtype
+        )
+        values[:6] = torch.tensor(
+            [0.0, -0.0, 1e-42, -1e-42, float("inf"), -float("inf")], dtype=dtype
+        )
         ordered = values.sort(descending=True).values
         for k in (1, 2, 7, 140, 150, 160, 299, 300):
             chosen = on_all_ranks(top_share, (values,), 3, ("all_reduce_sum",), ratio=k / 300)
@@ -102,7 +124,9 @@ class TestTopShare:
         assert numbers(10) == numbers(10_000) < 1100
 
     def test_no_tokens_anywhere(self):
-        assert on_all_ranks(top_share, (torch.zeros(0),), 2, ("all_reduce_sum",), ratio=0.2).shape == (0,)
+        assert on_all_ranks(
+            top_share, (torch.zeros(0),), 2, ("all_reduce_sum",), ratio=0.2
+        ).shape == (0,)
 
     def test_nan_on_one_rank_is_refused_on_all(self):
         def one_rank(strategy: FakeStrategy) -> str:
@@ -116,11 +140,15 @@ class TestTopShare:
 
 class TestFirstAboveMean:
     @pytest.mark.parametrize(
-        ("most", "expected"), [(0, 1), (0.74, 1), (0.75, 3), (1.7, 3), (2, 6), (2.9, 9), (3, float("inf"))]
+        ("most", "expected"),
+        [(0, 1), (0.74, 1), (0.75, 3), (1.7, 3), (2, 6), (2.9, 9), (3, float("inf"))],
     )
     def test_by_hand(self, most, expected):
         """Means up to 0, 1, 3, 6 and 9: 0, 3/4, 12/7, 18/8 and 27/9."""
-        assert first_above_mean(torch.tensor([3.0, 1.0, 0.0, 1.0, NAN, 3.0, 1.0, 3.0, 9.0, 6.0]), most) == expected
+        assert (
+            first_above_mean(torch.tensor([3.0, 1.0, 0.0, 1.0, NAN, 3.0, 1.0, 3.0, 9.0, 6.0]), most)
+            == expected
+        )
 
     @pytest.mark.parametrize("ranks", [1, 2, 3])
     def test_ranks_and_order_do_not_matter(self, ranks):
@@ -132,7 +160,9 @@ class TestFirstAboveMean:
             most = float(means[i] + means[i + 1]) / 2
 
             def one_rank(strategy: FakeStrategy, most: float = most) -> float:
-                return first_above_mean(values[parts[strategy.rank]], most, reducers(strategy)["all_reduce_sum"])
+                return first_above_mean(
+                    values[parts[strategy.rank]], most, reducers(strategy)["all_reduce_sum"]
+                )
 
             assert on_ranks(ranks, one_rank) == [float(ordered[means > most][0])] * ranks, i
 
@@ -172,13 +202,17 @@ class TestCovariance:
         assert single.dtype == torch.float32
         exact = covariance(log_probs.float().double(), advantages.float().double())
         torch.testing.assert_close(single, exact.float())
-        assert covariance(torch.zeros(2).bfloat16(), torch.zeros(2).bfloat16()).dtype == torch.float32
+        assert (
+            covariance(torch.zeros(2).bfloat16(), torch.zeros(2).bfloat16()).dtype == torch.float32
+        )
 
     @pytest.mark.parametrize("ranks", [2, 3])
     def test_ranks_and_order_do_not_matter(self, ranks):
         log_probs, advantages = rand(101).log(), rand(101, seed=1)
         together = on_all_ranks(covariance, (log_probs, advantages), ranks, ("all_reduce_sum",))
-        torch.testing.assert_close(together, covariance(log_probs, advantages), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            together, covariance(log_probs, advantages), rtol=1e-6, atol=1e-7
+        )
 
     def test_bad_input(self):
         with pytest.raises(ValueError, match=r"log_probs \(3,\), advantages \(2,\)"):
@@ -191,12 +225,15 @@ class TestCovariance:
 class TestClipCov:
     # mean log prob 0, mean advantage 0: the products themselves
     LOG_PROBS = torch.tensor([1.0, -1.0, 2.0, -2.0, 3.0, -3.0, 0.0, 0.0])
-    ADVANTAGES = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 9.0, -9.0])  # products 1, 1, 2, 2, 3, 3, 0, 0
+    # products 1, 1, 2, 2, 3, 3, 0, 0
+    ADVANTAGES = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 9.0, -9.0])
     UNIFORMS = torch.tensor([0.0, 0.1, 0.9, 0.2, 0.3, 0.8, 0.05, 0.06])
 
     def chosen(self, ratio: float, low: float = 1.0, high: float = 5.0) -> list[int]:
         options = {"clip_cov_ratio": ratio, "clip_cov_low": low, "clip_cov_high": high}
-        chosen = SELECTIONS["clip_cov"](self.LOG_PROBS, self.ADVANTAGES, self.UNIFORMS, options=options)
+        chosen = SELECTIONS["clip_cov"](
+            self.LOG_PROBS, self.ADVANTAGES, self.UNIFORMS, options=options
+        )
         return chosen.nonzero().flatten().tolist()
 
     def test_by_hand(self):
@@ -215,12 +252,19 @@ class TestClipCov:
     def test_the_count_is_that_of_the_ratio_as_written(self):
         assert 0.29 * 100 < 29
         options = {"clip_cov_ratio": 0.29, "clip_cov_low": -9.0, "clip_cov_high": 9.0}
-        assert SELECTIONS["clip_cov"](rand(100), rand(100, seed=1), rand(100, seed=2), options=options).sum() == 29
+        assert (
+            SELECTIONS["clip_cov"](
+                rand(100), rand(100, seed=1), rand(100, seed=2), options=options
+            ).sum()
+            == 29
+        )
 
     def test_every_candidate_has_the_same_chance(self):
         options = {"clip_cov_ratio": 0.25, "clip_cov_low": 1.0, "clip_cov_high": 5.0}
         draws = [
-            SELECTIONS["clip_cov"](self.LOG_PROBS, self.ADVANTAGES, rand(8, seed=seed), options=options)
+            SELECTIONS["clip_cov"](
+                self.LOG_PROBS, self.ADVANTAGES, rand(8, seed=seed), options=options
+            )
             for seed in range(400)
         ]
         share = torch.stack(draws).float().mean(0)
@@ -231,40 +275,58 @@ class TestClipCov:
 class TestKLCov:
     def test_by_hand(self):
         chosen = SELECTIONS["kl_cov"](
-            TestClipCov.LOG_PROBS, TestClipCov.ADVANTAGES, TestClipCov.UNIFORMS, options={"kl_cov_ratio": 0.375}
+            TestClipCov.LOG_PROBS,
+            TestClipCov.ADVANTAGES,
+            TestClipCov.UNIFORMS,
+            options={"kl_cov_ratio": 0.375},
         )
         # products 1, 1, 2, 2, 3, 3, 0, 0; floor(3.0) = 3: both 3s, and the 2 of the smaller random number
         assert chosen.nonzero().flatten().tolist() == [3, 4, 5]
 
     def test_at_least_one(self):
-        chosen = SELECTIONS["kl_cov"](rand(8), rand(8, seed=1), rand(8, seed=2), options={"kl_cov_ratio": 2e-3})
+        chosen = SELECTIONS["kl_cov"](
+            rand(8), rand(8, seed=1), rand(8, seed=2), options={"kl_cov_ratio": 2e-3}
+        )
         assert chosen.nonzero().item() == covariance(rand(8), rand(8, seed=1)).argmax()
 
     def test_constant_rewards_are_drawn_by_the_random_numbers(self):
-        chosen = SELECTIONS["kl_cov"](rand(10), torch.zeros(10), rand(10, seed=2), options={"kl_cov_ratio": 0.3})
+        chosen = SELECTIONS["kl_cov"](
+            rand(10), torch.zeros(10), rand(10, seed=2), options={"kl_cov_ratio": 0.3}
+        )
         assert torch.equal(chosen, rand(10, seed=2) <= rand(10, seed=2).sort().values[2])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestEverySelection:
-    OPTIONS = {"clip_cov_ratio": 0.1, "clip_cov_low": 0.02, "clip_cov_high": 0.2, "kl_cov_ratio": 0.1}
+    OPTIONS = {
+        "clip_cov_ratio": 0.1,
+        "clip_cov_low": 0.02,
+        "clip_cov_high": 0.2,
+        "kl_cov_ratio": 0.1,
+    }
 
     @pytest.mark.parametrize("ranks", [1, 2, 3])
     @pytest.mark.parametrize("equal_rows", [False, True])
     def test_ranks_and_order_do_not_matter(self, kind, ranks, equal_rows):
         tokens = [rand(200, seed=seed) for seed in range(3)]
-        if equal_rows:  # the same answer twice: its tokens come with the same random numbers and cannot be told apart
+        # the same answer twice: its tokens come with the same random numbers and cannot be told
+        # apart
+        if equal_rows:
             tokens = [x[:100].repeat(2) for x in tokens]
         expected = SELECTIONS[kind](*tokens, options=self.OPTIONS)
         assert expected.sum() == 20
-        result = on_all_ranks(SELECTIONS[kind], tuple(tokens), ranks, ("all_reduce_sum",), options=self.OPTIONS)
+        result = on_all_ranks(
+            SELECTIONS[kind], tuple(tokens), ranks, ("all_reduce_sum",), options=self.OPTIONS
+        )
         assert torch.equal(result, expected)
         if equal_rows:
             assert torch.equal(result[:100], result[100:])
 
     def test_one_rank_more_than_there_are_tokens(self, kind):
         options = self.OPTIONS | {"clip_cov_low": -1.0}
-        chosen = on_all_ranks(SELECTIONS[kind], (torch.zeros(1),) * 3, 3, ("all_reduce_sum",), options=options)
+        chosen = on_all_ranks(
+            SELECTIONS[kind], (torch.zeros(1),) * 3, 3, ("all_reduce_sum",), options=options
+        )
         assert chosen.tolist() == [True]  # at least one, and there is but one
 
     def test_no_tokens_anywhere(self, kind):
@@ -278,7 +340,9 @@ class TestEverySelection:
 
     def test_nothing_keeps_a_gradient(self, kind):
         log_probs = rand(10).requires_grad_()
-        assert not SELECTIONS[kind](log_probs, rand(10, seed=1), rand(10, seed=2), options=self.OPTIONS).requires_grad
+        assert not SELECTIONS[kind](
+            log_probs, rand(10, seed=1), rand(10, seed=2), options=self.OPTIONS
+        ).requires_grad
         assert not covariance(log_probs, rand(10)).requires_grad
 
     @pytest.mark.parametrize("ranks", [2, 3])
@@ -286,20 +350,28 @@ class TestEverySelection:
         """From the log probs of a rollout to the gradient of the step, rows spread over ranks."""
         mask = torch.tensor([5, 1, 8, 0, 3, 8])[:, None] > torch.arange(8)
         old, advantages, uniforms = (rand(6, 8, seed=seed) for seed in range(3))
-        loss_fn = PolicyLoss(policy_loss=kind, options={n: v for n, v in self.OPTIONS.items() if n.startswith(kind)})
+        loss_fn = PolicyLoss(
+            policy_loss=kind, options={n: v for n, v in self.OPTIONS.items() if n.startswith(kind)}
+        )
 
         def step(strategy: FakeStrategy) -> Tensor:
             rows = slice(strategy.rank, None, strategy.world_size)
             own, reduce = mask[rows], reducers(strategy)
             selected = torch.zeros_like(own)
             selected[own] = SELECTIONS[kind](
-                old[rows][own], advantages[rows][own], uniforms[rows][own], options=loss_fn.options, **reduce
+                old[rows][own],
+                advantages[rows][own],
+                uniforms[rows][own],
+                options=loss_fn.options,
+                **reduce,
             )
             normalizer = LossNormalizer.from_masks(
                 [own], all_reduce_sum=reduce["all_reduce_sum"], dp_size=strategy.world_size
             )
             log_probs = (old + 0.1).requires_grad_()
-            loss_fn(log_probs[rows], old[rows], advantages[rows], own, normalizer, selected=selected)[0].backward()
+            loss_fn(
+                log_probs[rows], old[rows], advantages[rows], own, normalizer, selected=selected
+            )[0].backward()
             return log_probs.grad
 
         (whole,) = on_ranks(1, step)
@@ -308,4 +380,5 @@ class TestEverySelection:
         unselected = PolicyLoss(policy_loss="ppo", clip_eps_low=0.9, clip_eps_high=0.9)
         log_probs = (old + 0.1).requires_grad_()
         unselected(log_probs, old, advantages, mask)[0].backward()
-        assert ((whole - log_probs.grad).abs() > 1e-6).sum() == 2  # floor(0.1 · 25) tokens are treated differently
+        # floor(0.1 · 25) tokens are treated differently
+        assert ((whole - log_probs.grad).abs() > 1e-6).sum() == 2

@@ -84,7 +84,9 @@ def test_the_numbers_are_the_models(build, fakes, actor):
 def test_the_key_is_sent_and_not_shown(build, fakes, monkeypatch):
     monkeypatch.setenv("TEACHER_KEY", "very-secret")
     build(teacher_api_key_env="TEACHER_KEY")
-    assert all(sent["Authorization"] == "Bearer very-secret" for server in fakes for sent in server.headers)
+    assert all(
+        sent["Authorization"] == "Bearer very-secret" for server in fakes for sent in server.headers
+    )
     fakes[1].broken = True
     with pytest.raises(ConfigError, match="--teacher_url") as error:
         build(teacher_api_key_env="TEACHER_KEY")
@@ -97,7 +99,10 @@ def test_another_vocabulary_is_refused_at_the_start(build, fakes):
             return {"input_ids": [1, 2, 3]}
 
     fakes[1].tokenizer = Other()
-    with pytest.raises(ConfigError, match=rf"--teacher_url: .*{fakes[1].url}.*\[1, 2, 3\].*vocabulary of --pretrain"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"--teacher_url: .*{fakes[1].url}.*\[1, 2, 3\].*vocabulary of --pretrain",
+    ):
         build()
 
 
@@ -149,7 +154,11 @@ def test_a_failure_on_another_rank_ends_this_one_too(build):
 def test_an_answer_with_other_tokens_is_none(build, fakes):
     teacher = build()
     for server in fakes:
-        server.reply = lambda path, body, n: ok(choices=[{"prompt_logprobs": [None, {"3": {"logprob": -1.0}}]}])
-    teacher.servers = [server for server in teacher.servers if setattr(server, "retries", 0) is None]
+        server.reply = lambda path, body, n: ok(
+            choices=[{"prompt_logprobs": [None, {"3": {"logprob": -1.0}}]}]
+        )
+    teacher.servers = [
+        server for server in teacher.servers if setattr(server, "retries", 0) is None
+    ]
     with pytest.raises(RolloutError, match="cannot be used"):
         teacher.score_actions(SEQUENCES, 3, MASK)

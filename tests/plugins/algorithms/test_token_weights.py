@@ -31,11 +31,20 @@ class TestRejectionsInTraining:
     MASK = torch.tensor([[True, True, False], [True, True, True]])
     ADVANTAGES = torch.tensor([[-1.0, -1.0, 9.0], [2.0, 2.0, 2.0]])
 
-    def run(self, log_ratio: Tensor, *texts: str, **fields: Tensor) -> tuple[float, Tensor, dict[str, float]]:
+    def run(
+        self, log_ratio: Tensor, *texts: str, **fields: Tensor
+    ) -> tuple[float, Tensor, dict[str, float]]:
         before = torch.full((2, 3), -1.0)
-        fields = {"action_log_probs": before, "rollout_log_probs": before, "advantages": self.ADVANTAGES} | fields
+        fields = {
+            "action_log_probs": before,
+            "rollout_log_probs": before,
+            "advantages": self.ADVANTAGES,
+        } | fields
         experience = Experience(
-            sequences=torch.zeros(2, 4), attention_mask=torch.ones(2, 4), action_mask=self.MASK, **fields
+            sequences=torch.zeros(2, 4),
+            attention_mask=torch.ones(2, 4),
+            action_mask=self.MASK,
+            **fields,
         )
         log_probs = (log_ratio - 1).requires_grad_()
         loss, metrics = weighted_policy_loss(
@@ -68,7 +77,9 @@ class TestRejectionsInTraining:
         halves = torch.full((2, 3), 0.5)
         texts = ("opsm=0.15", "token_ratio=0.8:1.2")  # e^-0.5 = 0.61
         _, gradient, metrics = self.run(log_ratio, *texts, loss_weights=halves)
-        torch.testing.assert_close(gradient, torch.tensor([[0, 0, 0], [-math.exp(-0.2) / 2, -0.5, 0]]))
+        torch.testing.assert_close(
+            gradient, torch.tensor([[0, 0, 0], [-math.exp(-0.2) / 2, -0.5, 0]])
+        )
         assert metrics["rejected_ratio"] == pytest.approx(3 / 5)
 
     def test_a_loss_that_is_not_finite_is_not_hidden(self):
@@ -137,7 +148,9 @@ def test_a_factory_says_when_it_has_nothing_to_do(register):
 
 def test_a_weight_before_the_update_has_the_actor_run(register):
     """With one optimizer step for a rollout the training pass would do."""
-    config = PPOConfig.from_flat(pretrain="m", rollout_batch_size=1, train_batch_size=1, init_kl_coef=0).resolved()
+    config = PPOConfig.from_flat(
+        pretrain="m", rollout_batch_size=1, train_batch_size=1, init_kl_coef=0
+    ).resolved()
     assert old_log_probs_from(config, exact_rollout=True) == "training"
     register("first_tokens", TokenWeight(_first_tokens))
     assert old_log_probs_from(config, exact_rollout=True) == "forward"
@@ -145,12 +158,18 @@ def test_a_weight_before_the_update_has_the_actor_run(register):
 
 def test_what_a_weight_needs_is_made_or_refused(register):
     register("certain", TokenWeight(_certain, needs_entropy=True))
-    with pytest.raises(ConfigError, match="--old_log_probs rollout: the token weight 'certain' needs the entropy"):
+    with pytest.raises(
+        ConfigError, match="--old_log_probs rollout: the token weight 'certain' needs the entropy"
+    ):
         maker(old_log_probs="rollout")
     TOKEN_WEIGHTS.pop("certain")
     register("of_engine", TokenWeight(_of_engine, needs_rollout_log_probs=True))
-    assert make_one(maker(), answer(log_probs=ENGINE)).loss_weights.tolist() == [pytest.approx(ENGINE)]
-    with pytest.raises(ValueError, match="the token weight 'of_engine' needs the log probs of the rollout engine"):
+    assert make_one(maker(), answer(log_probs=ENGINE)).loss_weights.tolist() == [
+        pytest.approx(ENGINE)
+    ]
+    with pytest.raises(
+        ValueError, match="the token weight 'of_engine' needs the log probs of the rollout engine"
+    ):
         make_one(maker(), answer())
 
 
@@ -160,7 +179,10 @@ def test_a_weight_in_training_sees_the_policy_that_trains(register):
     weights = list(token_weights(PPOConfig.from_flat(), in_training=True).values())
     mask = torch.ones(1, 2, dtype=torch.bool)
     experience = Experience(
-        sequences=torch.zeros(1, 3), attention_mask=torch.ones(1, 3), action_mask=mask, advantages=torch.ones(1, 2)
+        sequences=torch.zeros(1, 3),
+        attention_mask=torch.ones(1, 3),
+        action_mask=mask,
+        advantages=torch.ones(1, 2),
     )
     log_probs = torch.tensor([[-0.1, -2.0]], requires_grad=True)
     loss, metrics = weighted_policy_loss(

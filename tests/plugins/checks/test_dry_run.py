@@ -38,9 +38,13 @@ CHAT = (
 )
 
 
-PAIRS = [{"input": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": "a" * (1 + i % 3)} for i in range(12)]
+PAIRS = [
+    {"input": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": "a" * (1 + i % 3)} for i in range(12)
+]
 NO_ANSWER = "{% for m in messages if m.role != 'assistant' %}{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}"
-NO_REASONING = CHAT.replace("{{ m.content }}", "{{ m.content.split('=')[-1] if m.role == 'assistant' else m.content }}")
+NO_REASONING = CHAT.replace(
+    "{{ m.content }}", "{{ m.content.split('=')[-1] if m.role == 'assistant' else m.content }}"
+)
 
 
 class ModelsLoad(Exception):
@@ -78,7 +82,9 @@ class Bench:
         folder = self.folder / "chat_model"
         save_causal_lm(folder)
         path = folder / "tokenizer_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template} | settings))
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {"chat_template": template} | settings)
+        )
         return str(folder)
 
     def other_tokenizer(self) -> str:
@@ -86,7 +92,9 @@ class Bench:
         folder = self.folder / "other"
         save_reward_model(folder)
         path = folder / "tokenizer.json"
-        path.write_text(path.read_text().replace('"8": 12', '"8": 13').replace('"9": 13', '"9": 12'))
+        path.write_text(
+            path.read_text().replace('"8": 12', '"8": 13').replace('"9": 13', '"9": 12')
+        )
         return str(folder)
 
     def small_disk(self) -> None:
@@ -120,14 +128,21 @@ class OnData(Bench):
     def changed(self, number: int = 0, **columns: Any) -> dict[str, str]:
         """The rows, with other values in one of them; ``None`` takes a column away."""
         rows = [dict(row) for row in PAIRS]
-        rows[number] = {name: value for name, value in (rows[number] | columns).items() if value is not None}
+        rows[number] = {
+            name: value for name, value in (rows[number] | columns).items() if value is not None
+        }
         return {"dataset": self.rows(rows)}
 
     def demonstrations(self, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"dataset": self.rows(rows), **more}
 
     def chats(self, template: str, **more: Any) -> dict[str, Any]:
-        return {"pretrain": self.chat_model(template), "apply_chat_template": True, "max_len": 64, **more}
+        return {
+            "pretrain": self.chat_model(template),
+            "apply_chat_template": True,
+            "max_len": 64,
+            **more,
+        }
 
     def start(self, words: list[str]) -> None:
         from lightppo.plugins.checks.preflight import preflight_supervised
@@ -558,8 +573,12 @@ def bench_of(tmp_path, tiny_model, monkeypatch):
         made[0].server.close()
 
 
-@pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.long) for n in ALL])
-def test_a_mistake_is_found_with_its_cause_and_what_to_do(bench_of, name, capsys, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    "name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.long) for n in ALL]
+)
+def test_a_mistake_is_found_with_its_cause_and_what_to_do(
+    bench_of, name, capsys, caplog, monkeypatch
+):
     mistake, start, bench = ALL[name], time.monotonic(), bench_of(name.partition(":")[0])
     changes, refusal, code = mistake.seed(bench), "", None
     if not mistake.refused and not mistake.whole:
@@ -583,13 +602,20 @@ def test_a_mistake_is_found_with_its_cause_and_what_to_do(bench_of, name, capsys
 
 
 @pytest.mark.parametrize("command", ["rm", "dpo"])
-def test_training_on_pairs_without_mistakes_is_told_nothing_and_shows_its_rows(bench_of, capsys, command):
+def test_training_on_pairs_without_mistakes_is_told_nothing_and_shows_its_rows(
+    bench_of, capsys, command
+):
     bench = bench_of(command)
-    bench.run(eval_dataset=bench.rows([{"input": "9=", "chosen": "9", "rejected": "8"}], "held_out.jsonl"))
+    bench.run(
+        eval_dataset=bench.rows([{"input": "9=", "chosen": "9", "rejected": "8"}], "held_out.jsonl")
+    )
     told = capsys.readouterr().out
     assert "look at this" not in told
     assert "the first row, " in told
-    assert "chosen:\n    0+0=[0<eos>]\n6 tokens, 2 of them trained\nrejected:\n    0+0=[a<eos>]\n" in told
+    assert (
+        "chosen:\n    0+0=[0<eos>]\n6 tokens, 2 of them trained\nrejected:\n    0+0=[a<eos>]\n"
+        in told
+    )
     assert "tokens: median " in told
     assert "dry run: one step of the 2 longest rows, loss " in told
 
@@ -605,19 +631,25 @@ def test_a_port_of_the_launcher_that_is_in_use(bench_of, tmp_path):
     script.write_text("from lightppo.__main__ import main\n\nmain()\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        rank = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+        rank = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(
+            ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"
+        )
         env = rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         words = [f"--{name}={value}" for name, value in bench.flags.items()]
         result = run_ranks(script, "sft", *words, "--dry_run", world_size=1, check=False, env=env)
     assert result.returncode == 1
-    assert f"port {port} is in use, by another run perhaps: choose one with --master_port" in result.output
+    assert (
+        f"port {port} is in use, by another run perhaps: choose one with --master_port"
+        in result.output
+    )
     assert "Traceback" not in result.output
 
 
 def test_there_are_as_many_as_promised():
     assert len(ALL) >= 40
-    assert [len(table) >= least for table, least in ((CONFIG, 10), (DATA, 10), (TEMPLATE, 8), (REWARD, 8))] == [
-        True
-    ] * 4
+    assert [
+        len(table) >= least
+        for table, least in ((CONFIG, 10), (DATA, 10), (TEMPLATE, 8), (REWARD, 8))
+    ] == [True] * 4
     assert len(ON_DATA) >= 15
     assert ALL.keys() > SAMPLE

@@ -25,7 +25,13 @@ from lightppo.models.loading import load_causal_lm
 from lightppo.plugins.checks.padding import attending, other_attentions, padding_problem
 
 CPU = torch.device("cpu")
-SIZES = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 FALCON = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -37,11 +43,15 @@ FALCON = {
 WRONG = {
     "doge": lambda: DogeConfig(**SIZES, is_moe=True, num_experts=16, num_experts_per_tok=2),
     "recurrent_gemma": lambda: RecurrentGemmaConfig(**SIZES, lru_width=32, num_key_value_heads=2),
-    "rwkv": lambda: RwkvConfig(vocab_size=48, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
+    "rwkv": lambda: RwkvConfig(
+        vocab_size=48, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32
+    ),
 }
 
 
-def random_model(config: Any, kind: Any = AutoModelForCausalLM, attention: str | None = None) -> Any:
+def random_model(
+    config: Any, kind: Any = AutoModelForCausalLM, attention: str | None = None
+) -> Any:
     """Also of what begins as zeros or ones: a bias of 0 hides what padding does to it."""
     torch.manual_seed(0)
     model = kind.from_config(config, attn_implementation=attention).eval()
@@ -60,7 +70,9 @@ def test_a_family_that_is_wrong_is_told_and_by_how_much(kind):
     assert " nats between a padded batch and its rows alone" in found
 
 
-def test_a_family_that_is_right(family: str, attention: str, causal_lm: Callable[..., Any], classifier: Any):
+def test_a_family_that_is_right(
+    family: str, attention: str, causal_lm: Callable[..., Any], classifier: Any
+):
     actor, critic = Actor(causal_lm(family, attention)), Critic(classifier(family, attention))
     assert (padding_problem(actor, CPU), padding_problem(critic, CPU)) == (None, None)
     actor.train()
@@ -71,7 +83,9 @@ def test_a_family_that_is_right(family: str, attention: str, causal_lm: Callable
 
 def test_a_critic_is_tried_too(classifier):
     critic = Critic(classifier("llama"))
-    critic.hf_model.model.embed_tokens.register_forward_hook(lambda module, args, output: output - output.mean(1, True))
+    critic.hf_model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: output - output.mean(1, True)
+    )
     assert "hidden states differ by " in padding_problem(critic, CPU)
 
 
@@ -86,7 +100,10 @@ def test_code_that_fails_on_padding_is_told_and_a_lack_of_memory_is_not(causal_l
         actor.hf_model.get_input_embeddings().register_forward_pre_hook(hook)
         return actor
 
-    assert padding_problem(fails(IndexError), CPU) == "its code fails on a padded batch: IndexError: two lines"
+    assert (
+        padding_problem(fails(IndexError), CPU)
+        == "its code fails on a padded batch: IndexError: two lines"
+    )
     with pytest.raises(torch.OutOfMemoryError):
         padding_problem(fails(torch.OutOfMemoryError), CPU)
 
@@ -117,17 +134,28 @@ def test_another_attention_for_a_while(causal_lm):
 
 def test_falcons_alibi_is_right_under_sdpa_only(tmp_path, monkeypatch):
     ids = torch.arange(3, 15)[None]
-    logits = {name: random_model(FalconConfig(**FALCON), attention=name)(ids).logits for name in ("sdpa", "eager")}
-    assert (logits["eager"] - logits["sdpa"]).abs().max() > 0.05  # if not, transformers is mended: drop the refusal
+    logits = {
+        name: random_model(FalconConfig(**FALCON), attention=name)(ids).logits
+        for name in ("sdpa", "eager")
+    }
+    # if not, transformers is mended: drop the refusal
+    assert (logits["eager"] - logits["sdpa"]).abs().max() > 0.05
     alibi = modeling_falcon.build_alibi_tensor
-    monkeypatch.setattr(modeling_falcon, "build_alibi_tensor", lambda *args, **kw: alibi(*args, **kw) / 2)
+    monkeypatch.setattr(
+        modeling_falcon, "build_alibi_tensor", lambda *args, **kw: alibi(*args, **kw) / 2
+    )
     halved = random_model(FalconConfig(**FALCON), attention="eager")(ids).logits
-    torch.testing.assert_close(halved, logits["sdpa"], atol=1e-5, rtol=0)  # eager adds the whole of it twice
+    # eager adds the whole of it twice
+    torch.testing.assert_close(halved, logits["sdpa"], atol=1e-5, rtol=0)
     monkeypatch.undo()
     random_model(FalconConfig(**FALCON)).save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match="--attn_implementation eager adds this model's alibi twice"):
+    with pytest.raises(
+        ModelLoadError, match="--attn_implementation eager adds this model's alibi twice"
+    ):
         load_causal_lm(str(tmp_path), attn_implementation="eager")
-    torch.testing.assert_close(load_causal_lm(str(tmp_path))(ids).logits, logits["sdpa"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        load_causal_lm(str(tmp_path))(ids).logits, logits["sdpa"], atol=1e-5, rtol=0
+    )
 
 
 def test_a_family_whose_code_cannot_pack_is_padded_or_refused_in_one_line():
@@ -135,19 +163,30 @@ def test_a_family_whose_code_cannot_pack_is_padded_or_refused_in_one_line():
     reason = Actor(random_model(doge), packing_samples=None).try_packing(CPU)
     assert "model type 'doge': its code fails on a packed row: RuntimeError: " in reason
     actor = Actor(random_model(doge), packing_samples=True)
-    with pytest.raises(PackingNotSupportedError, match="model type 'doge': its code fails on a packed row"):
+    with pytest.raises(
+        PackingNotSupportedError, match="model type 'doge': its code fails on a packed row"
+    ):
         actor(torch.arange(10)[None], 3)
 
 
 def test_gpt_oss_says_why_it_cannot_pack():
     config = GptOssConfig(
-        **SIZES, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, rope_scaling=None
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_scaling=None,
     )
     actor = Actor(random_model(config), packing_samples=True)
-    with pytest.raises(PackingNotSupportedError, match=r"with eager attention .* and GptOssForCausalLM has no sdpa"):
+    with pytest.raises(
+        PackingNotSupportedError, match=r"with eager attention .* and GptOssForCausalLM has no sdpa"
+    ):
         actor(torch.arange(10)[None], 3)
     reason = Actor(random_model(config), packing_samples=None).try_packing(CPU)
-    assert reason == "GptOssForCausalLM has no sdpa, and its eager attention does not keep rows apart"
+    assert (
+        reason == "GptOssForCausalLM has no sdpa, and its eager attention does not keep rows apart"
+    )
 
 
 # -- as many families as transformers has ------------------------------------------------------------------------------
@@ -191,7 +230,9 @@ RIGHT = [
 def test_a_further_family_that_is_right(kind):
     known = CONFIG_MAPPING[kind]()
     names = {*known.to_dict(), *known.attribute_map} - set(known.attribute_map.values())
-    config = CONFIG_MAPPING[kind](**{name: x for name, x in (TINY | OWN.get(kind, {})).items() if name in names})
+    config = CONFIG_MAPPING[kind](
+        **{name: x for name, x in (TINY | OWN.get(kind, {})).items() if name in names}
+    )
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     for name in ["eager"] + ["sdpa"] * model_class._supports_sdpa:
         assert padding_problem(Actor(random_model(config, attention=name)), CPU) is None

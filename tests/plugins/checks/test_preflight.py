@@ -15,7 +15,12 @@ from support.tiny import write_jsonl
 from lightppo.config import PPOConfig
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError
-from lightppo.plugins.checks.preflight import before_imports, dry_run_config, preflight, preflight_supervised
+from lightppo.plugins.checks.preflight import (
+    before_imports,
+    dry_run_config,
+    preflight,
+    preflight_supervised,
+)
 from lightppo.plugins.supervised.sections import SFTConfig
 
 GOOD = "def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n"
@@ -52,14 +57,30 @@ def rows(folder: Path, *found: Any) -> dict[str, str]:
 
 def test_what_is_right_passes_and_nothing_is_written(run, tmp_path):
     before = sorted(tmp_path.rglob("*"))
-    preflight(run(eval_data=str(tmp_path / "rows.jsonl"), ptx_coef=0.1, pretrain_data=str(tmp_path / "rows.jsonl")))
+    preflight(
+        run(
+            eval_data=str(tmp_path / "rows.jsonl"),
+            ptx_coef=0.1,
+            pretrain_data=str(tmp_path / "rows.jsonl"),
+        )
+    )
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_all_problems_have_their_line(run, tmp_path):
     (tmp_path / "file").write_text("")
-    problems = refusal(run(pretrain="./no", save_path=str(tmp_path / "file" / "x"), prompt_data=str(tmp_path / "no")))
-    assert [line.split()[0] for line in problems.splitlines()] == ["--pretrain", "--save_path", "--prompt_data"]
+    problems = refusal(
+        run(
+            pretrain="./no",
+            save_path=str(tmp_path / "file" / "x"),
+            prompt_data=str(tmp_path / "no"),
+        )
+    )
+    assert [line.split()[0] for line in problems.splitlines()] == [
+        "--pretrain",
+        "--save_path",
+        "--prompt_data",
+    ]
 
 
 # -- models, folders, accounts ---------------------------------------------------------------------------------------
@@ -69,11 +90,15 @@ def test_all_problems_have_their_line(run, tmp_path):
 @pytest.mark.parametrize("path", ["/no/model", "./no", "../no", "~/no", "a/b/c", "org/no", "no"])
 def test_models_that_are_not_there(run, flag, path):
     """Names that the hub may have are asked for once; the tests are offline."""
-    assert f"--{flag} {path}: no such folder" in refusal(run(**{flag: [path] if flag == "reward_pretrain" else path}))
+    assert f"--{flag} {path}: no such folder" in refusal(
+        run(**{flag: [path] if flag == "reward_pretrain" else path})
+    )
 
 
 def test_a_model_in_the_cache_of_the_hub_needs_no_network(run, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: f"/cache/{name}/{file}")
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda name, file: f"/cache/{name}/{file}"
+    )
     preflight(run(pretrain="org/name"))
 
 
@@ -94,7 +119,9 @@ def test_what_the_hub_says(run, monkeypatch, status, said):
 
 
 def test_a_folder_without_a_model(run, tmp_path):
-    assert "has no config.json: it is no Hugging Face model; it has out.txt" in refusal(run(pretrain=_with(tmp_path)))
+    assert "has no config.json: it is no Hugging Face model; it has out.txt" in refusal(
+        run(pretrain=_with(tmp_path))
+    )
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
     assert "is an adapter: `lightppo merge " in refusal(run(pretrain=str(tmp_path / "empty")))
 
@@ -106,19 +133,30 @@ def _with(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "config", ['{"max_position_embeddings": 64}', '{"text_config": {"max_position_embeddings": 64}}']
+    "config",
+    ['{"max_position_embeddings": 64}', '{"text_config": {"max_position_embeddings": 64}}'],
 )
 def test_prompt_and_response_must_fit_the_positions_of_the_model(run, tmp_path, config):
     (tmp_path / "model" / "config.json").write_text(config)
-    assert "--prompt_max_len 40 + --generate_max_len 25 = 65" in refusal(run(prompt_max_len=40, generate_max_len=25))
+    assert "--prompt_max_len 40 + --generate_max_len 25 = 65" in refusal(
+        run(prompt_max_len=40, generate_max_len=25)
+    )
     preflight(run(prompt_max_len=40, generate_max_len=24))
-    preflight(run(prompt_max_len=40, generate_max_len=25, override_config='{"max_position_embeddings": 65}'))
+    preflight(
+        run(
+            prompt_max_len=40,
+            generate_max_len=25,
+            override_config='{"max_position_embeddings": 65}',
+        )
+    )
 
 
 @pytest.mark.parametrize("flag", ["save_path", "ckpt_path", "rollout_data_dir", "use_tensorboard"])
 def test_folders_that_cannot_be_written(run, tmp_path, monkeypatch, flag):
     (tmp_path / "file").write_text("")
-    assert f"--{flag} {tmp_path}/file/x: {tmp_path}/file is a file" in refusal(run(**{flag: str(tmp_path / "file/x")}))
+    assert f"--{flag} {tmp_path}/file/x: {tmp_path}/file is a file" in refusal(
+        run(**{flag: str(tmp_path / "file/x")})
+    )
     (tmp_path / "locked").mkdir()
     make = Path.mkdir
 
@@ -136,7 +174,9 @@ def test_resume_from_what_is_no_checkpoint(run, tmp_path):
     assert f"--resume {tmp_path}: not a folder of checkpoints" in refusal(run(resume=str(tmp_path)))
 
 
-def test_a_checkpoint_of_other_ranks_or_another_stage_is_refused_before_models_load(run, tmp_path, monkeypatch):
+def test_a_checkpoint_of_other_ranks_or_another_stage_is_refused_before_models_load(
+    run, tmp_path, monkeypatch
+):
     part = tmp_path / "out" / "ckpt" / "_actor" / "global_step3"
     part.mkdir(parents=True)
     (tmp_path / "out" / "ckpt" / "latest").write_text("global_step3")
@@ -152,11 +192,18 @@ def test_a_checkpoint_of_other_ranks_or_another_stage_is_refused_before_models_l
 
 @pytest.mark.parametrize(
     ("mode", "logged_in", "said"),
-    [("online", True, None), ("online", False, "wandb login"), ("offline", False, None), ("disabled", False, None)],
+    [
+        ("online", True, None),
+        ("online", False, "wandb login"),
+        ("offline", False, None),
+        ("disabled", False, None),
+    ],
 )
 def test_the_login_at_weights_and_biases(run, monkeypatch, mode, logged_in, said):
     settings = SimpleNamespace(settings=SimpleNamespace(mode=mode))
-    fake = SimpleNamespace(setup=lambda: settings, login=lambda prompt, verify: logged_in, Error=RuntimeError)
+    fake = SimpleNamespace(
+        setup=lambda: settings, login=lambda prompt, verify: logged_in, Error=RuntimeError
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     if said is None:
         preflight(run(use_wandb=True))
@@ -187,12 +234,24 @@ VERL = "def reward_func(data_source, solution_str, ground_truth, extra_info): pa
 @pytest.mark.parametrize(
     ("source", "options", "said"),
     [
-        ("def reward_func(queries, prompts, labels):\n    return [1.0\n", {}, ["SyntaxError", ":2: return [1.0"]),
+        (
+            "def reward_func(queries, prompts, labels):\n    return [1.0\n",
+            {},
+            ["SyntaxError", ":2: return [1.0"],
+        ),
         ("def score(q): pass\n", {}, ["has no 'reward_func'; it has score"]),
-        ("def reward_func(labels, queries): pass\n", {}, ["--reward_fn_style", "(labels, queries)"]),
+        (
+            "def reward_func(labels, queries): pass\n",
+            {},
+            ["--reward_fn_style", "(labels, queries)"],
+        ),
         (GOOD, {"reward_manager": "naive"}, ["--reward_manager naive", "a whole batch"]),
         (GOOD, {"reward_fn_style": "areal"}, ["must take (prompt, completions"]),
-        (VERL, {"reward_fn_style": "trl"}, ["ground_truth, extra_info) is verl's, not --reward_fn_style trl's"]),
+        (
+            VERL,
+            {"reward_fn_style": "trl"},
+            ["ground_truth, extra_info) is verl's, not --reward_fn_style trl's"],
+        ),
         (VERL, {"reward_fn_style": "areal"}, ["is verl's"]),  # although its parameters' places fit
         (VERL, {"reward_fn_style": "queries"}, ["is verl's"]),
     ],
@@ -260,11 +319,17 @@ def test_reward_files_are_read_and_not_run(run, tmp_path, source, capsys):
 
 def test_first_rows(run, tmp_path):
     where = f"{tmp_path}/other.jsonl:2: "
-    assert where + "'input' is int 7" in refusal(run(**rows(tmp_path, {"input": "1"}, {"input": 7})))
-    assert "other.jsonl: --input_key 'task'" in refusal(run(**rows(tmp_path, {"input": "1"}), input_key="task"))
+    assert where + "'input' is int 7" in refusal(
+        run(**rows(tmp_path, {"input": "1"}, {"input": 7}))
+    )
+    assert "other.jsonl: --input_key 'task'" in refusal(
+        run(**rows(tmp_path, {"input": "1"}), input_key="task")
+    )
     assert "--label_key 'gold'" in refusal(run(**rows(tmp_path, {"input": "1"}), label_key="gold"))
     (tmp_path / "broken.jsonl").write_text('{"input": "1"}\n{"input": "1",,}\n')
-    assert f"{tmp_path}/broken.jsonl:2: not JSON" in refusal(run(prompt_data=str(tmp_path / "broken.jsonl")))
+    assert f"{tmp_path}/broken.jsonl:2: not JSON" in refusal(
+        run(prompt_data=str(tmp_path / "broken.jsonl"))
+    )
     preflight(run(**rows(tmp_path, {"input": 7}), on_bad_row="skip"))
 
 
@@ -273,9 +338,13 @@ def test_parquet(run, tmp_path):
     import pyarrow.parquet
 
     (tmp_path / "bad.parquet").write_text("hello")
-    assert "bad.parquet: not a readable parquet file" in refusal(run(prompt_data=str(tmp_path / "bad.parquet")))
+    assert "bad.parquet: not a readable parquet file" in refusal(
+        run(prompt_data=str(tmp_path / "bad.parquet"))
+    )
     pyarrow.parquet.write_table(pyarrow.table({"question": ["1", None]}), tmp_path / "rows.parquet")
-    assert "rows.parquet, row 2: no prompt" in refusal(run(prompt_data=str(tmp_path / "rows.parquet")))
+    assert "rows.parquet, row 2: no prompt" in refusal(
+        run(prompt_data=str(tmp_path / "rows.parquet"))
+    )
 
 
 @pytest.mark.parametrize("data", ["prompt_data", "eval_data"])
@@ -299,18 +368,25 @@ def test_templates(run, tmp_path, data):
 
 def test_tests_of_programs_in_a_file_of_their_own(run, tmp_path):
     test = {"query_id": "b", "input_output": '{"inputs": ["1 1"], "outputs": ["2"]}'}
-    options = rows(tmp_path, {"input": "add", "query_id": "b"}) | {"reward_fn": None, "reward_source": ("code",)}
+    options = rows(tmp_path, {"input": "add", "query_id": "b"}) | {
+        "reward_fn": None,
+        "reward_source": ("code",),
+    }
     assert "no test cases" in refusal(run(**options))
     options["prompt_metadata"] = write_jsonl(tmp_path / "tests.jsonl", [test])
     preflight(run(**options))
     write_jsonl(tmp_path / "tests.jsonl", [test | {"query_id": "c"}])
-    assert f"{tmp_path}/other.jsonl:1: query_id 'b' is not in --prompt_metadata" in refusal(run(**options))
+    assert f"{tmp_path}/other.jsonl:1: query_id 'b' is not in --prompt_metadata" in refusal(
+        run(**options)
+    )
 
 
 def test_rows_without_the_labels_that_a_verifier_needs(run, tmp_path):
     unlabelled = rows(tmp_path, {"input": "1+1="})
     math = {"reward_fn": None, "reward_source": ["math"]}
-    assert f"{tmp_path}/other.jsonl:1: rows have no label: set --label_key" in refusal(run(**unlabelled, **math))
+    assert f"{tmp_path}/other.jsonl:1: rows have no label: set --label_key" in refusal(
+        run(**unlabelled, **math)
+    )
     assert "no test cases" in refusal(run(**unlabelled, reward_fn=None, reward_source=["code"]))
     preflight(run(**math))
 
@@ -319,8 +395,14 @@ def test_rows_without_the_labels_that_a_verifier_needs(run, tmp_path):
     ("source", "warned"),
     [
         (GOOD, False),
-        ("def reward_func(queries, prompts, golds):\n    return [float(g in q) for q, g in zip(queries, golds)]", True),
-        ("def compute_score(data_source, solution_str, ground_truth):\n    return ground_truth == solution_str", True),
+        (
+            "def reward_func(queries, prompts, golds):\n    return [float(g in q) for q, g in zip(queries, golds)]",
+            True,
+        ),
+        (
+            "def compute_score(data_source, solution_str, ground_truth):\n    return ground_truth == solution_str",
+            True,
+        ),
     ],
 )
 def test_a_function_that_reads_labels_which_no_row_has(run, tmp_path, caplog, source, warned):
@@ -328,14 +410,20 @@ def test_a_function_that_reads_labels_which_no_row_has(run, tmp_path, caplog, so
     preflight(run(reward_fn=str(tmp_path / "mine.py")))
     assert caplog.text == ""
     preflight(run(reward_fn=str(tmp_path / "mine.py"), **rows(tmp_path, {"input": "1+1="})))
-    assert ("rows have no label: set --label_key; the reward function reads" in caplog.text) is warned
+    assert (
+        "rows have no label: set --label_key; the reward function reads" in caplog.text
+    ) is warned
 
 
 # -- supervised training, and scripts --------------------------------------------------------------------------------
 
 
 def test_supervised_training(run, tmp_path):
-    options = {"pretrain": str(tmp_path / "model"), "dataset": str(tmp_path / "rows.jsonl"), "dataset_split": "train"}
+    options = {
+        "pretrain": str(tmp_path / "model"),
+        "dataset": str(tmp_path / "rows.jsonl"),
+        "dataset_split": "train",
+    }
     options |= {"save_path": str(tmp_path / "sft"), "input_key": "input", "output_key": "label"}
     run()
     preflight_supervised(SFTConfig.from_flat(options))
@@ -348,7 +436,9 @@ def test_supervised_training(run, tmp_path):
         "resume": "./no",
     }
     for name, value in wrong.items():
-        with pytest.raises(ConfigError, match=f"--{'output_key' if name == 'output_key' else name}"):
+        with pytest.raises(
+            ConfigError, match=f"--{'output_key' if name == 'output_key' else name}"
+        ):
             preflight_supervised(SFTConfig.from_flat(options | {name: value}))
 
 
@@ -372,7 +462,12 @@ def test_rank_0_decides(run, capsys, monkeypatch, rank):
 
 def test_a_dry_run_is_small_and_keeps_nothing_of_the_run(run, tmp_path):
     """Also for two ranks: every size is shared out evenly."""
-    large = {"rollout_batch_size": 64, "n_samples_per_prompt": 8, "train_batch_size": 128, "generate_max_len": 512}
+    large = {
+        "rollout_batch_size": 64,
+        "n_samples_per_prompt": 8,
+        "train_batch_size": 128,
+        "generate_max_len": 512,
+    }
     large |= {
         "advantage_estimator": "grpo",
         "save_steps": 1,
@@ -393,14 +488,37 @@ def test_a_dry_run_is_small_and_keeps_nothing_of_the_run(run, tmp_path):
     }
     config = dry_run_config(run(**large).resolved(), 2, "/tmp/x")
     flat = config.flat()
-    assert (flat["rollout_batch_size"], flat["n_samples_per_prompt"], flat["train_batch_size"]) == (4, 4, 16)
-    assert (flat["generate_max_len"], flat["overlong_buffer_len"], flat["min_new_tokens"]) == (32, 32, 32)
+    assert (flat["rollout_batch_size"], flat["n_samples_per_prompt"], flat["train_batch_size"]) == (
+        4,
+        4,
+        16,
+    )
+    assert (flat["generate_max_len"], flat["overlong_buffer_len"], flat["min_new_tokens"]) == (
+        32,
+        32,
+        32,
+    )
     assert (flat["benchmark_steps"], flat["max_epochs"], flat["eval_n_samples"]) == (1, 1, 4)
-    assert (flat["save_path"], flat["resume"], flat["rollout_data_dir"]) == ("/tmp/x", "never", None)
-    assert not any([flat["use_tensorboard"], flat["save_epochs"], flat["hf_save_steps"] > 0, flat["save_steps"] > 0])
+    assert (flat["save_path"], flat["resume"], flat["rollout_data_dir"]) == (
+        "/tmp/x",
+        "never",
+        None,
+    )
+    assert not any(
+        [
+            flat["use_tensorboard"],
+            flat["save_epochs"],
+            flat["hf_save_steps"] > 0,
+            flat["save_steps"] > 0,
+        ]
+    )
     config.validate(2)
 
 
 def test_a_dry_run_of_a_small_run_is_as_small(run):
-    flat = dry_run_config(run(rollout_batch_size=1, train_batch_size=1, generate_max_len=3).resolved(), 1, "x").flat()
-    assert [flat[n] for n in ("rollout_batch_size", "n_samples_per_prompt", "generate_max_len")] == [1, 1, 3]
+    flat = dry_run_config(
+        run(rollout_batch_size=1, train_batch_size=1, generate_max_len=3).resolved(), 1, "x"
+    ).flat()
+    assert [
+        flat[n] for n in ("rollout_batch_size", "n_samples_per_prompt", "generate_max_len")
+    ] == [1, 1, 3]

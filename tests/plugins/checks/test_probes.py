@@ -25,8 +25,18 @@ from lightppo.rollout.hf import HFRolloutEngine
 pytestmark = pytest.mark.usefixtures("world")
 
 CPU = torch.device("cpu")
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": len(CHARACTERS) + 4}
-SIZES = TOKENS | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "vocab_size": len(CHARACTERS) + 4,
+}
+SIZES = TOKENS | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 MAMBA = TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 
 
@@ -44,7 +54,9 @@ def random_model(config: Any) -> Any:
 @pytest.fixture
 def recurrent(tmp_path: Path) -> str:
     """A RecurrentGemma, whose states run over the padding."""
-    random_model(RecurrentGemmaConfig(**SIZES, num_key_value_heads=2, lru_width=32)).save_pretrained(tmp_path / "model")
+    random_model(
+        RecurrentGemmaConfig(**SIZES, num_key_value_heads=2, lru_width=32)
+    ).save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     return str(tmp_path / "model")
 
@@ -69,7 +81,9 @@ def test_a_reference_is_tried_too(recurrent, make_config):
 
 
 def test_training_on_data_ends_before_its_first_step(recurrent, tmp_path):
-    data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "1+1=", "output": "2"}, {"input": "1=", "output": "1"}])
+    data = write_jsonl(
+        tmp_path / "rows.jsonl", [{"input": "1+1=", "output": "2"}, {"input": "1=", "output": "1"}]
+    )
     arguments = [f"--pretrain={recurrent}", f"--dataset={data}", f"--save_path={tmp_path / 'run'}"]
     sizes = ["--train_batch_size=2", "--micro_train_batch_size=2", "--zero_stage=0"]
     with pytest.raises(ModelLoadError, match=REFUSED):
@@ -78,10 +92,25 @@ def test_training_on_data_ends_before_its_first_step(recurrent, tmp_path):
 
 @pytest.mark.long
 def test_ranks_at_zero_3_end_together(recurrent, tmp_path):
-    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels): return [0.0] * len(queries)")
-    flags = {"pretrain": recurrent, "prompt_data": write_jsonl(tmp_path / "prompts.jsonl", sums(8)), "zero_stage": 3}
-    flags |= {"reward_fn": tmp_path / "reward.py", "save_path": tmp_path / "run", "prompt_max_len": 12}
-    flags |= {"generate_max_len": 5, "rollout_batch_size": 4, "train_batch_size": 4, "micro_train_batch_size": 2}
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels): return [0.0] * len(queries)"
+    )
+    flags = {
+        "pretrain": recurrent,
+        "prompt_data": write_jsonl(tmp_path / "prompts.jsonl", sums(8)),
+        "zero_stage": 3,
+    }
+    flags |= {
+        "reward_fn": tmp_path / "reward.py",
+        "save_path": tmp_path / "run",
+        "prompt_max_len": 12,
+    }
+    flags |= {
+        "generate_max_len": 5,
+        "rollout_batch_size": 4,
+        "train_batch_size": 4,
+        "micro_train_batch_size": 2,
+    }
     words = [f"--{name}={value}" for name, value in flags.items()]
     words += ["--advantage_estimator=reinforce"]
     result = run_ranks(REPO / "examples" / "train_ppo.py", *words, world_size=2, check=False)
@@ -97,12 +126,15 @@ def test_the_line_names_an_attention_that_helps(monkeypatch):
         return "wrong" if wrapper.hf_model.config._attn_implementation == "sdpa" else None
 
     monkeypatch.setattr(probes, "padding_problem", problem)
-    with pytest.raises(ModelLoadError, match="padded batches: wrong; set --attn_implementation eager"):
+    with pytest.raises(
+        ModelLoadError, match="padded batches: wrong; set --attn_implementation eager"
+    ):
         probes.check_padding({"--pretrain": model}, Alone())
     assert model.hf_model.config._attn_implementation == "sdpa"
     model.packing_samples = True
     probes.check_padding({"--pretrain": model, "--critic_pretrain": None}, Alone())
-    with pytest.raises(ModelLoadError, match="wrong in padded batches"):  # the language-model loss is padded
+    # the language-model loss is padded
+    with pytest.raises(ModelLoadError, match="wrong in padded batches"):
         probes.check_padding({"--pretrain": model}, Alone(), always_padded=True)
 
 
@@ -123,7 +155,9 @@ def test_a_mask_with_a_row_for_each_head_is_decoded(tiny_tokenizer):
 
 def test_a_family_without_a_cache_for_decoding_is_refused_at_the_start(tiny_tokenizer):
     engine, actor = decoding(MambaConfig(**MAMBA), tiny_tokenizer)
-    with pytest.raises(ModelLoadError, match=r"--rollout_engine hf .* 'mamba': .* takes a DynamicCache"):
+    with pytest.raises(
+        ModelLoadError, match=r"--rollout_engine hf .* 'mamba': .* takes a DynamicCache"
+    ):
         probes.check_decoding(engine, actor, Alone())
 
 
@@ -142,5 +176,7 @@ def test_other_log_probs_while_decoding_are_refused(tiny_tokenizer):
             yield rollout
 
     engine._to_rollouts = lambda *args: [*shifted(*args)]
-    assert "log probs while decoding differ by up to 0.05 nats" in probes.decoding_problem(engine, actor, CPU)
+    assert "log probs while decoding differ by up to 0.05 nats" in probes.decoding_problem(
+        engine, actor, CPU
+    )
     assert len(seen) == 2

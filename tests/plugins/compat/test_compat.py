@@ -97,8 +97,12 @@ def test_the_remaining_defaults_of_the_contract_are_parameters():
         *("strategy", "actor", "critic", "reward_model", "initial_model", "ema_model"),
         *("actor_optim", "critic_optim", "actor_scheduler", "critic_scheduler"),
     ]
-    assert all(parameters[name].default is inspect.Parameter.empty for name in list(parameters)[1:11])
-    assert {parameters[name].default for name in ("tokenizer", "remote_rm_url", "reward_fn")} == {None}
+    assert all(
+        parameters[name].default is inspect.Parameter.empty for name in list(parameters)[1:11]
+    )
+    assert {parameters[name].default for name in ("tokenizer", "remote_rm_url", "reward_fn")} == {
+        None
+    }
 
 
 @pytest.mark.parametrize("option", OTHER_VALUES)
@@ -162,7 +166,10 @@ def test_args_fill_in_what_the_constructor_does_not_speak_of():
         my_own_flag="of the script",
     )
     config = config_from_options(args, {})
-    assert (config.rollout.n_samples_per_prompt, config.algorithm.advantage_estimator) == (2, "rloo")
+    assert (config.rollout.n_samples_per_prompt, config.algorithm.advantage_estimator) == (
+        2,
+        "rloo",
+    )
     assert (config.training.train_batch_size, config.strategy.seed) == (4, 7)
     assert (config.algorithm.use_kl_loss, config.algorithm.use_kl_in_reward) == (True, False)
 
@@ -172,7 +179,8 @@ def test_options_win_over_defaults_and_defaults_over_args():
     args = args_of(eps_clip=0.3, max_epochs=4, temperature=0.5, generate_max_len=9)
     flat = config_from_options(args, {"max_epochs": 2}).flat()
     assert (flat["eps_clip"], flat["max_epochs"]) == (0.2, 2)
-    assert (flat["temperature"], flat["generate_max_len"]) == (0.5, 9)  # generation options are not among them
+    # generation options are not among them
+    assert (flat["temperature"], flat["generate_max_len"]) == (0.5, 9)
     flat = config_from_options(args, {"temperature": 0.25, "max_new_tokens": 5}).flat()
     assert (flat["temperature"], flat["generate_max_len"]) == (0.25, 5)
 
@@ -205,9 +213,13 @@ def test_the_seeds_types_become_ours():
 
 
 def test_nones_of_args_are_no_values():
-    args = args_of(reward_pretrain=None, remote_rm_url=None, use_wandb=None, stop=None, wandb_project=None)
+    args = args_of(
+        reward_pretrain=None, remote_rm_url=None, use_wandb=None, stop=None, wandb_project=None
+    )
     flat, defaults = config_from_options(args, {}).flat(), PPOConfig().flat()
-    assert {name: flat[name] for name in vars(args)} == {name: defaults[name] for name in vars(args)}
+    assert {name: flat[name] for name in vars(args)} == {
+        name: defaults[name] for name in vars(args)
+    }
 
 
 def test_contradictions_of_options_and_args_are_refused():
@@ -225,10 +237,15 @@ def test_settings_of_a_critic_that_is_not_there_are_said_and_do_not_stop_a_scrip
     for name in ("critic_learning_rate", "value_clip", "lambd"):
         assert f"{name} needs a critic" in said
         assert flat[name] == PPOConfig().flat()[name]
-    assert config_from_options(args_of(critic_learning_rate=1e-3), {}).training.critic_learning_rate == 1e-3
+    assert (
+        config_from_options(args_of(critic_learning_rate=1e-3), {}).training.critic_learning_rate
+        == 1e-3
+    )
     assert capsys.readouterr().out == ""
     with pytest.raises(ConfigError, match="--critic_learning_rate needs a critic"):
-        constructor_config(PPOConfig.from_flat(**vars(args)), SimpleNamespace(world_size=1), {}, None)
+        constructor_config(
+            PPOConfig.from_flat(**vars(args)), SimpleNamespace(world_size=1), {}, None
+        )
 
 
 def test_batch_sizes_are_checked_against_the_ranks():
@@ -246,7 +263,9 @@ def test_the_result_is_resolved():
 
 def test_a_config_made_in_code_is_checked_and_resolved():
     config = PPOConfig.from_flat(rollout_batch_size=6, train_batch_size=3, eps_clip=0.1)
-    assert constructor_config(config, SimpleNamespace(world_size=3), {}, None).loss.eps_clip_low == 0.1
+    assert (
+        constructor_config(config, SimpleNamespace(world_size=3), {}, None).loss.eps_clip_low == 0.1
+    )
     with pytest.raises(ConfigError, match="--train_batch_size 3"):
         constructor_config(config, SimpleNamespace(world_size=2), {}, None)
     config.loss.eps_clip = 2.0  # past from_flat's checks
@@ -255,7 +274,11 @@ def test_a_config_made_in_code_is_checked_and_resolved():
 
 
 def test_what_a_reward_url_carries_is_kept_out_of_files():
-    urls = ["https://host:8000/reward?key=SECRET#SECRET", "rewards.py", "http://user:SECRET@other/reward"]
+    urls = [
+        "https://host:8000/reward?key=SECRET#SECRET",
+        "rewards.py",
+        "http://user:SECRET@other/reward",
+    ]
     config = PPOConfig.from_flat(remote_rm_url=urls, seed=3)
     public = public_options(config)
     assert "SECRET" not in str(public)
@@ -287,7 +310,9 @@ def test_other_end_of_text_ids_become_stop_ids(eos, stop_ids, expected):
 def test_max_length_counts_prompt_and_response():
     options = {"max_length": 100, "prompt_max_len": 60}
     assert config_from_options(None, options).rollout.generate_max_len == 40
-    assert config_from_options(None, {**options, "max_new_tokens": 10}).rollout.generate_max_len == 10
+    assert (
+        config_from_options(None, {**options, "max_new_tokens": 10}).rollout.generate_max_len == 10
+    )
     with pytest.raises(ConfigError, match=r"max_length 60.*max_new_tokens"):
         config_from_options(None, {"max_length": 60, "prompt_max_len": 60})
 
@@ -318,20 +343,39 @@ def test_sampling_takes_every_generation_option():
         seed=9,
     )
     s = sampling_params(config)
-    assert (s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k) == (11, 2, 0.5, 0.75, 3)
-    assert (s.repetition_penalty, s.n, s.stop, s.stop_token_ids, s.bad_words) == (1.25, 4, ("x",), (5,), ("y",))
+    assert (s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k) == (
+        11,
+        2,
+        0.5,
+        0.75,
+        3,
+    )
+    assert (s.repetition_penalty, s.n, s.stop, s.stop_token_ids, s.bad_words) == (
+        1.25,
+        4,
+        ("x",),
+        (5,),
+        ("y",),
+    )
     assert (s.do_sample, s.ignore_eos, s.seed) == (False, True, 9)
 
 
 def test_evaluation_samples_as_training_but_for_its_own_options():
     config = PPOConfig.from_flat(
-        generate_max_len=11, temperature=0.5, top_p=0.75, n_samples_per_prompt=4, do_sample=False, seed=9
+        generate_max_len=11,
+        temperature=0.5,
+        top_p=0.75,
+        n_samples_per_prompt=4,
+        do_sample=False,
+        seed=9,
     )
     s = eval_sampling_params(config.resolved())
     assert (s.n, s.temperature, s.top_p, s.do_sample, s.greedy) == (1, 0.0, 1.0, True, True)
     assert (s.max_new_tokens, s.seed) == (11, 9)
     assert eval_sampling_params(config.with_options(eval_n_samples=2).resolved()).temperature == 1
-    config = config.with_options(eval_n_samples=3, eval_temperature=0.25, eval_top_p=0.5, eval_top_k=7)
+    config = config.with_options(
+        eval_n_samples=3, eval_temperature=0.25, eval_top_p=0.5, eval_top_k=7
+    )
     s = eval_sampling_params(config.resolved())
     assert (s.n, s.temperature, s.top_p, s.top_k) == (3, 0.25, 0.5, 7)
 

@@ -17,7 +17,10 @@ def test_a_maker_with_the_seeds_arguments(world, tiny_model, tmp_path):
     strategy = get_strategy(args)
     strategy.setup_distributed()
     actor, reference = strategy.prepare(Actor(tiny_model)), strategy.prepare(Actor(tiny_model))
-    tokenizer, controller = get_tokenizer(tiny_model, actor.model, "left", strategy), FixedKLController(0.1)
+    tokenizer, controller = (
+        get_tokenizer(tiny_model, actor.model, "left", strategy),
+        FixedKLController(0.1),
+    )
 
     def reward_fn(queries, prompts, labels):
         return [float(len(query) + len(label)) for query, label in zip(queries, labels)]

@@ -100,10 +100,14 @@ def method(text: str, name: str) -> str:
 def pasted(*names: str) -> type[PPOTrainer]:
     """A subclass whose methods of these names are the recorded ones; its imports are lightppo's."""
     text = recorded()
-    source = "class Pasted(PPOTrainer):\n" + "\n\n".join(method(text, name) for name in names) + "\n"
+    source = (
+        "class Pasted(PPOTrainer):\n" + "\n\n".join(method(text, name) for name in names) + "\n"
+    )
     imported = {name: getattr(lightppo, name) for name in lightppo.__all__}
     module = types.ModuleType("pasted")
-    vars(module).update(vars(typing), **imported, os=os, sys=sys, torch=torch, DataLoader=DataLoader, tqdm=tqdm)
+    vars(module).update(
+        vars(typing), **imported, os=os, sys=sys, torch=torch, DataLoader=DataLoader, tqdm=tqdm
+    )
     module.__file__ = __file__
     exec(compile(source, "pasted", "exec"), vars(module))
     return module.Pasted
@@ -114,10 +118,15 @@ def run(made, parts, tmp_path, monkeypatch):
     """``run(*methods, args={...}, **options)``: the trainer after two episodes of one step each."""
     if not torch.cuda.is_available():  # the seed trains on GPUs only
         monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(parts["strategy"], "micro_train_batch_size", 2)  # two micro batches make a step
+    # two micro batches make a step
+    monkeypatch.setattr(parts["strategy"], "micro_train_batch_size", 2)
 
-    def fit(*names: str, args: dict[str, Any] | None = None, pretrain: Any = None, **options: Any) -> PPOTrainer:
-        given = ARGS | {"use_tensorboard": str(tmp_path / "tb"), "wandb_run_name": "run"} | (args or {})
+    def fit(
+        *names: str, args: dict[str, Any] | None = None, pretrain: Any = None, **options: Any
+    ) -> PPOTrainer:
+        given = (
+            ARGS | {"use_tensorboard": str(tmp_path / "tb"), "wandb_run_name": "run"} | (args or {})
+        )
         trainer = made(pasted(*names), args=given, dataloader_pin_memory=False, **options)
         prompts = parts["strategy"].setup_dataloader(PROMPTS, 2, False, True, collate_fn=list)
         trainer.fit(trainer.args, prompts, pretrain, 0, 1)
@@ -133,7 +142,9 @@ def written(folder: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for path in sorted({path.parent for path in folder.rglob("events*")}):
         events = EventAccumulator(str(path)).Reload()
-        found |= {name: [e.value for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+        found |= {
+            name: [e.value for e in events.Scalars(name)] for name in events.Tags()["scalars"]
+        }
     return found
 
 
@@ -155,11 +166,19 @@ def test_each_body_runs_alone(run, tmp_path, name):
     assert len(points["train/policy_loss"]) == len(points["train/critic_loss"]) == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"use_kl_loss": True}, {"use_kl_loss": True, "kl_estimator": "k2"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_kl_loss": True}, {"use_kl_loss": True, "kl_estimator": "k2"}]
+)
 def test_all_bodies_run_together(run, tmp_path, options):
     trainer = run(*LAYOUT, args=options, save_hf_ckpt=True, kl_target=0.5, kl_horizon=100)
     points = written(tmp_path / "tb")
-    assert {"train/policy_loss", "train/critic_loss", "train/values", "train/kl", "train/clip_ratio"} <= points.keys()
+    assert {
+        "train/policy_loss",
+        "train/critic_loss",
+        "train/values",
+        "train/kl",
+        "train/clip_ratio",
+    } <= points.keys()
     assert all(len(values) == 2 for values in points.values())
     assert (tmp_path / "ckpt" / "global_step2_hf" / "config.json").is_file()
     assert trainer.kl_ctl.value != 0.001  # its fit has told the controller

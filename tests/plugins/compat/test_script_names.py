@@ -28,7 +28,8 @@ def test_the_mean_of_what_a_mask_keeps():
     values = torch.tensor([[1.0, 2.0, torch.nan], [4.0, 5.0, 6.0]])
     assert masked_mean(values, MASK).item() == pytest.approx(7 / 3)
     assert masked_mean(values, MASK, dim=-1).tolist() == [1.5, 4.0]
-    assert masked_mean(values, MASK.bool(), dim=0).tolist() == [2.5, 2.0, 0.0]  # no element of the last column counts
+    # no element of the last column counts
+    assert masked_mean(values, MASK.bool(), dim=0).tolist() == [2.5, 2.0, 0.0]
     assert masked_mean(values[1], None).item() == 5.0
     assert masked_mean(values[1:], None, dim=1).tolist() == [5.0]
 
@@ -54,8 +55,14 @@ def test_packed_samples_come_apart():
     [
         ({}, [0.5, -1.0, 0.0]),
         ({"kl_estimator": "k2"}, [0.125, 0.5, 0.0]),
-        ({"kl_estimator": "k3"}, [torch.tensor(-0.5).exp() - 0.5, torch.tensor(1.0).exp() - 2, 0.0]),
-        ({"use_kl_estimator_k3": True}, [torch.tensor(-0.5).exp() - 0.5, torch.tensor(1.0).exp() - 2, 0.0]),
+        (
+            {"kl_estimator": "k3"},
+            [torch.tensor(-0.5).exp() - 0.5, torch.tensor(1.0).exp() - 2, 0.0],
+        ),
+        (
+            {"use_kl_estimator_k3": True},
+            [torch.tensor(-0.5).exp() - 0.5, torch.tensor(1.0).exp() - 2, 0.0],
+        ),
     ],
 )
 def test_the_kl_of_each_token(options, expected):
@@ -94,13 +101,17 @@ def test_an_actor_by_lightrfts_name(tmp_path):
     from support.tiny import save_causal_lm
 
     path = save_causal_lm(tmp_path / "model")
-    actor = ActorLanguage(path, bf16=False, lora_rank=2, high_entropy_token_ratio=0.2, packing_samples=False)
+    actor = ActorLanguage(
+        path, bf16=False, lora_rank=2, high_entropy_token_ratio=0.2, packing_samples=False
+    )
     assert isinstance(actor, Actor)
     assert actor.high_entropy_token_ratio == 0.2
     assert all("lora" in name for name, weight in actor.named_parameters() if weight.requires_grad)
     assert ActorLanguage(path).hf_model.dtype == torch.bfloat16  # LightRFT's default
     for ratio in (None, 0.5):
-        with pytest.raises(ConfigError, match=rf"high_entropy_token_ratio 0\.2, strategy.args {ratio}"):
+        with pytest.raises(
+            ConfigError, match=rf"high_entropy_token_ratio 0\.2, strategy.args {ratio}"
+        ):
             check_actor(PPOConfig.from_flat(high_entropy_token_ratio=ratio), actor)
     check_actor(PPOConfig.from_flat(high_entropy_token_ratio=0.2), actor)
     check_actor(PPOConfig(), ActorLanguage(path))

@@ -70,30 +70,46 @@ def train(args: argparse.Namespace) -> None:
     strategy.print(f"mean: {reward_models[0].mean}, std {reward_models[0].std}")
     strategy.print(actor)
     tokenizer = get_tokenizer(args.pretrain, actor.model, "left", strategy, use_fast=True)
-    initial_model = Actor(args.pretrain, **kinds, ds_config=strategy.get_ds_eval_config(offload=False))
+    initial_model = Actor(
+        args.pretrain, **kinds, ds_config=strategy.get_ds_eval_config(offload=False)
+    )
     ema_model = Actor(args.pretrain, **kinds, ds_config=strategy.get_ds_eval_config(offload=True))
     actor.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     critic.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    actor_optim = strategy.create_optimizer(actor, lr=args.actor_learning_rate, betas=(0.9, 0.95), weight_decay=args.l2)
+    actor_optim = strategy.create_optimizer(
+        actor, lr=args.actor_learning_rate, betas=(0.9, 0.95), weight_decay=args.l2
+    )
     critic_optim = strategy.create_optimizer(
         critic, lr=args.critic_learning_rate, betas=(0.9, 0.95), weight_decay=args.l2
     )
 
     prompts_data = blending_datasets(
-        args.prompt_data, None, strategy, args.seed, max_count=1000, return_eval=False, train_split="train"
+        args.prompt_data,
+        None,
+        strategy,
+        args.seed,
+        max_count=1000,
+        return_eval=False,
+        train_split="train",
     )
     prompts_data = prompts_data.select(range(min(1000, len(prompts_data))))
     prompts_dataset = PromptDataset(prompts_data, tokenizer, strategy, input_template=None)
     prompts_dataloader = strategy.setup_dataloader(
         prompts_dataset, args.rollout_batch_size // strategy.world_size, True, True
     )
-    pretrain_data = blending_datasets(args.pretrain_data, None, strategy, args.seed, train_split="train")
+    pretrain_data = blending_datasets(
+        args.pretrain_data, None, strategy, args.seed, train_split="train"
+    )
     pretrain_dataset = SFTDataset(pretrain_data, tokenizer, 32, strategy, pretrain_mode=True)
     pretrain_dataloader = itertools.cycle(
         iter(
             strategy.setup_dataloader(
-                pretrain_dataset, args.micro_train_batch_size, True, True, pretrain_dataset.collate_fn
+                pretrain_dataset,
+                args.micro_train_batch_size,
+                True,
+                True,
+                pretrain_dataset.collate_fn,
             )
         )
     )
@@ -132,7 +148,9 @@ def train(args: argparse.Namespace) -> None:
         _, states = strategy.load_ckpt(actor.model, os.path.join(args.ckpt_path, "_actor"))
         strategy.load_ckpt(critic, os.path.join(args.ckpt_path, "_critic"))
         consumed_samples = states["consumed_samples"]
-        strategy.print(f"Loaded the checkpoint: {args.ckpt_path}, consumed_samples: {consumed_samples}")
+        strategy.print(
+            f"Loaded the checkpoint: {args.ckpt_path}, consumed_samples: {consumed_samples}"
+        )
 
     trainer = PPOTrainer(
         strategy,
@@ -172,12 +190,20 @@ def train(args: argparse.Namespace) -> None:
         save_hf_ckpt=args.save_hf_ckpt,
         disable_ds_ckpt=args.disable_ds_ckpt,
     )
-    trainer.fit(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
+    trainer.fit(
+        args,
+        prompts_dataloader,
+        pretrain_dataloader,
+        consumed_samples,
+        num_update_steps_per_episodes,
+    )
 
     # A loop of the script's own, as the seed's ppo_train: it takes as many optimizer steps as the seed's.
     for prompts in itertools.islice(prompts_dataloader, 1):
         texts, labels = [p.text for p in prompts], [p.label for p in prompts]
-        for experience in trainer.experience_maker.make_experience_list(texts, labels, **trainer.generate_kwargs):
+        for experience in trainer.experience_maker.make_experience_list(
+            texts, labels, **trainer.generate_kwargs
+        ):
             trainer.replay_buffer.append(experience)
     steps, statuses = [trainer.actor_scheduler.last_epoch], []
     dataloader = DataLoader(
@@ -200,7 +226,12 @@ def train(args: argparse.Namespace) -> None:
     strategy.save_model(ema_model if args.enable_ema else actor, tokenizer, args.save_path)
     strategy.save_model(critic, tokenizer, args.save_path + "_critic")
     if strategy.is_rank_0():
-        found = {"statuses": statuses, "steps": steps, "save_steps": str(args.save_steps), "samples": len(dataloader)}
+        found = {
+            "statuses": statuses,
+            "steps": steps,
+            "save_steps": str(args.save_steps),
+            "samples": len(dataloader),
+        }
         Path(args.save_path, "loop.json").write_text(json.dumps(found))
 
 
@@ -274,7 +305,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "critic_pretrain": model,
         "reward_pretrain": f"{save_reward_model(root / 'rm1', seed=1)},{save_reward_model(root / 'rm2', seed=2)}",
         "prompt_data": write_jsonl(root / "prompts.jsonl", sums(20)),
-        "pretrain_data": write_jsonl(root / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(10)]),
+        "pretrain_data": write_jsonl(
+            root / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(10)]
+        ),
     }
 
 
@@ -308,12 +341,14 @@ def test_one_process_trains_and_resumes(assets, tmp_path):
     assert rows[2]["train/kl_coef"] != 0.05  # kl_target: adaptive
 
     loop = json.loads((tmp_path / "model" / "loop.json").read_text())
-    frozen, trained = loop["statuses"][:4], loop["statuses"][4:]  # 8 samples in micro batches of 2, twice
+    # 8 samples in micro batches of 2, twice
+    frozen, trained = loop["statuses"][:4], loop["statuses"][4:]
     assert all("policy_loss" not in status and status["critic_loss"] > 0 for status in frozen)
     seeds = {"policy_loss", "actor_lr", "critic_loss", "values", "critic_lr", "kl", "reward", "return",
              "response_length", "total_length", "ptx_loss"}  # fmt: skip
     assert all(seeds <= status.keys() for status in trained)
-    assert loop["steps"] == [2, 2, 3]  # two of fit, none while frozen, one for train_batch_size samples
+    # two of fit, none while frozen, one for train_batch_size samples
+    assert loop["steps"] == [2, 2, 3]
     assert loop["save_steps"] == "2"
 
     checkpoints = tmp_path / "ckpt"

@@ -28,7 +28,13 @@ pytestmark = pytest.mark.usefixtures("world")
 
 OWN_STEPS = Path(__file__).parent / "ranks" / "own_steps.py"
 
-SEED_ARGS = {"use_kl_loss": False, "kl_estimator": "k3", "aux_loss_coef": 0.0, "max_ckpt_num": 3, "max_ckpt_mem": 1000}
+SEED_ARGS = {
+    "use_kl_loss": False,
+    "kl_estimator": "k3",
+    "aux_loss_coef": 0.0,
+    "max_ckpt_num": 3,
+    "max_ckpt_mem": 1000,
+}
 
 
 def the_seeds_policy_loss(log_probs, old_log_probs, advantages, action_mask=None):
@@ -54,9 +60,18 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 def trained(make_config, tmp_path):
     """``trained(cls, **options)``: what the first step of a fresh run logs."""
 
-    def train(cls: type[PPOTrainer], replace: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-        places = {name: str(tmp_path / f"{len(list(tmp_path.iterdir()))}{name}") for name in ("save_path", "ckpt_path")}
-        same = {"loss_agg_mode": "seq-mean-token-mean", "total_training_steps": 1, "packing_samples": False}
+    def train(
+        cls: type[PPOTrainer], replace: dict[str, Any] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        places = {
+            name: str(tmp_path / f"{len(list(tmp_path.iterdir()))}{name}")
+            for name in ("save_path", "ckpt_path")
+        }
+        same = {
+            "loss_agg_mode": "seq-mean-token-mean",
+            "total_training_steps": 1,
+            "packing_samples": False,
+        }
         trainer = cls.from_config(make_config(**same, **places, **options))
         for name, value in (replace or {}).items():
             setattr(trainer, name, value)
@@ -71,7 +86,9 @@ def test_halves_in_the_seeds_form_have_the_trainers_gradient(trained, options):
     """Four samples in two micro batches: each counts by its share, as the seed's accumulation divides."""
     own, ours = trained(OwnSteps, **options), trained(PPOTrainer, **options)
     for model in ("actor", "critic"):
-        assert own[f"train/{model}_norm"] == pytest.approx(ours[f"train/{model}_grad_norm"], rel=1e-4)
+        assert own[f"train/{model}_norm"] == pytest.approx(
+            ours[f"train/{model}_grad_norm"], rel=1e-4
+        )
     assert own["train/critic_loss"] == pytest.approx(ours["train/critic_loss"], rel=1e-4)
 
 
@@ -83,7 +100,10 @@ def test_one_half_in_the_seeds_form_beside_one_of_the_trainer(made, parts, tmp_p
 
     trainer = made(OwnActor, args=SEED_ARGS | KL_LOSS)
     trainer.fit(trainer.args, [PROMPTS])
-    assert all({"train/actor_norm", "train/critic_grad_norm"} <= row.keys() for row in trained_rows(tmp_path / "run"))
+    assert all(
+        {"train/actor_norm", "train/critic_grad_norm"} <= row.keys()
+        for row in trained_rows(tmp_path / "run")
+    )
 
 
 @pytest.mark.long
@@ -95,12 +115,21 @@ def test_a_half_in_the_seeds_form_reads_the_load_balancing_loss(trained, tmp_pat
 
     folder = tmp_path / "experts"
     tokenizer = save_tokenizer(folder)
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = MixtralConfig(
-        vocab_size=len(tokenizer), **shape, num_key_value_heads=2, pad_token_id=tokenizer.pad_token_id
+        vocab_size=len(tokenizer),
+        **shape,
+        num_key_value_heads=2,
+        pad_token_id=tokenizer.pad_token_id,
     )
     MixtralForCausalLM(config).save_pretrained(folder)
-    options = {"pretrain": str(folder), "aux_loss_coef": 0.5, "ignore_eos": True}  # rows of one length
+    # rows of one length
+    options = {"pretrain": str(folder), "aux_loss_coef": 0.5, "ignore_eos": True}
     own, ours = trained(OwnActor, **options), trained(PPOTrainer, **options)
     assert own["train/actor_norm"] == pytest.approx(ours["train/actor_grad_norm"], rel=1e-4)
     without = trained(OwnActor, **options | {"aux_loss_coef": 0.0})
@@ -117,12 +146,16 @@ def test_halves_in_the_seeds_form_have_the_trainers_gradient_on_two_ranks(assets
     assert [row["rollout/samples"] for row in own] == [4, 3]
     for mine, expected in zip(own, ours):
         for model in ("actor", "critic"):
-            assert mine[f"train/{model}_norm"] == pytest.approx(expected[f"train/{model}_grad_norm"], rel=1e-4)
+            assert mine[f"train/{model}_norm"] == pytest.approx(
+                expected[f"train/{model}_grad_norm"], rel=1e-4
+            )
 
 
 def test_losses_in_the_seeds_form_have_the_trainers_gradient(trained):
     class Loss(torch.nn.Module):
-        def forward(self, log_probs, old_log_probs, advantages, action_mask=None, entropy_mask=None):
+        def forward(
+            self, log_probs, old_log_probs, advantages, action_mask=None, entropy_mask=None
+        ):
             assert entropy_mask is None
             return the_seeds_policy_loss(log_probs, old_log_probs, advantages, action_mask)
 
@@ -131,8 +164,17 @@ def test_losses_in_the_seeds_form_have_the_trainers_gradient(trained):
 
     ours = trained(PPOTrainer)
     own = trained(PPOTrainer, {"actor_loss_fn": Loss(), "critic_loss_fn": the_seeds_value_loss})
-    for name in ("policy_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm", "ratio", "approx_kl"):
-        assert own[f"train/{name}"] == pytest.approx(ours[f"train/{name}"], rel=1e-4, abs=1e-7), name
+    for name in (
+        "policy_loss",
+        "critic_loss",
+        "actor_grad_norm",
+        "critic_grad_norm",
+        "ratio",
+        "approx_kl",
+    ):
+        assert own[f"train/{name}"] == pytest.approx(ours[f"train/{name}"], rel=1e-4, abs=1e-7), (
+            name
+        )
     assert own["train/my_number"] == pytest.approx(2.5)
 
 
@@ -144,7 +186,13 @@ def test_a_status_is_averaged_over_all_its_names(made, parts, monkeypatch):
     logged = trained_rows(Path(trainer.config.checkpoint.save_path))
     assert len(logged) == 2
     for row in logged:
-        assert {"train/policy_loss", "train/actor_lr", "train/critic_loss", "train/values", "rollout/kl"} <= row.keys()
+        assert {
+            "train/policy_loss",
+            "train/actor_lr",
+            "train/critic_loss",
+            "train/values",
+            "rollout/kl",
+        } <= row.keys()
         assert row["train/actor_grad_norm"] > 0  # of the optimizer step
         assert row["train/critic_skipped"] == 0
     assert trainer.kl_ctl.value != 0.001  # the controller gets the KL of a ppo_train of one's own
@@ -255,7 +303,10 @@ def test_a_policy_loss_in_both_forms():
     weighted, _ = plain(new, old, advantages, mask, weights=some.float())
     assert torch.equal(loss_fn(new, old, advantages, mask, some), weighted)
     assert torch.equal(loss_fn(new, old, advantages, mask, entropy_mask=some), weighted)
-    assert loss_fn(new, old, advantages).item() == plain(new, old, advantages, torch.ones_like(mask))[0].item()
+    assert (
+        loss_fn(new, old, advantages).item()
+        == plain(new, old, advantages, torch.ones_like(mask))[0].item()
+    )
     summed = PolicyLoss(loss_agg_mode="seq-mean-token-sum-norm", horizon=4.0)
     constant = LossNormalizer(4, 2, scale=4.0)
     assert summed(new, old, advantages, mask) == losses.PolicyLoss(
@@ -277,9 +328,14 @@ def test_a_loss_in_the_seeds_form_does_not_see_rows_without_a_trained_token(made
     new, old, advantages, mask = batch()
     mask[1] = False
     new.requires_grad_()
-    for loss_fn, alone in ((trainer.policy_loss, the_seeds_policy_loss), (trainer.value_loss, the_seeds_value_loss)):
+    for loss_fn, alone in (
+        (trainer.policy_loss, the_seeds_policy_loss),
+        (trainer.value_loss, the_seeds_value_loss),
+    ):
         loss, _ = loss_fn(new, old, advantages, mask, LossNormalizer(3, 1))
-        assert loss.item() == pytest.approx(alone(new[:1], old[:1], advantages[:1], mask[:1]).item())
+        assert loss.item() == pytest.approx(
+            alone(new[:1], old[:1], advantages[:1], mask[:1]).item()
+        )
         nothing, _ = loss_fn(new, old, advantages, torch.zeros_like(mask), LossNormalizer(3, 1))
         nothing.backward()
         assert nothing.item() == 0
@@ -302,7 +358,11 @@ def test_a_loss_in_the_seeds_form_and_weights_of_tokens(made):
     trainer.actor_loss_fn = the_seeds_policy_loss
     with pytest.raises(ConfigError, match="takes no weights"):
         trainer.policy_loss(new, old, advantages, mask, LossNormalizer(4, 2), weights=kept)
-    trainer.actor_loss_fn = lambda log_probs, old_log_probs, advantages, action_mask: (log_probs.sum(), 1.0, 2.0)
+    trainer.actor_loss_fn = lambda log_probs, old_log_probs, advantages, action_mask: (
+        log_probs.sum(),
+        1.0,
+        2.0,
+    )
     with pytest.raises(ConfigError, match="actor_loss_fn returned tuple"):
         trainer.policy_loss(new, old, advantages, mask, LossNormalizer(4, 2))
 
@@ -313,7 +373,8 @@ def test_a_loss_on_text_in_the_seeds_form(made):
     trainer.ptx_loss_fn = torch.nn.Module()
     trainer.ptx_loss_fn.forward = lambda logits, labels: logits.sum() * 0 + 2.0
     assert trainer.pretrain_loss.num_tokens(labels) == 2
-    assert trainer.pretrain_loss(logits, labels, 8, 2).item() == pytest.approx(1.0)  # 2 of 8 tokens on 2 ranks
+    # 2 of 8 tokens on 2 ranks
+    assert trainer.pretrain_loss(logits, labels, 8, 2).item() == pytest.approx(1.0)
 
 
 # -- attributes ------------------------------------------------------------------------------------------------------
@@ -360,9 +421,14 @@ def test_sizes_that_are_set_act(made, parts, monkeypatch):
     sample(trainer)
     trainer.ppo_train(1)
     assert seen == [1, 1, 1, 1]
-    assert (trainer.replay_buffer.sample_batch_size, trainer.strategy.micro_train_batch_size) == (1, 1)
+    assert (trainer.replay_buffer.sample_batch_size, trainer.strategy.micro_train_batch_size) == (
+        1,
+        1,
+    )
     texts = [PromptText.of(prompt) for prompt in PROMPTS]
-    parts_of_four = trainer.experience_maker.make_experience_list(texts, None, **trainer.generate_kwargs)
+    parts_of_four = trainer.experience_maker.make_experience_list(
+        texts, None, **trainer.generate_kwargs
+    )
     assert [len(part) for part in parts_of_four] == [3, 1]
     trainer.prompt_max_len = 1
     with pytest.raises(ValueError, match="prompt_max_len 1"):
@@ -381,7 +447,8 @@ def test_a_largest_norm_that_is_set_clips(made):
     assert trainer.ppo_train(1)["actor_grad_norm"] > 1e-4  # before clipping
     for optimizer in (trainer.actor_optim, trainer.critic_optim):
         moments = [state["exp_avg"] for state in optimizer.state.values()]
-        assert 0 < torch.nn.utils.get_total_norm(moments) <= 0.1 * 1e-4 * 1.01  # (1 - beta1) of the gradient
+        # (1 - beta1) of the gradient
+        assert 0 < torch.nn.utils.get_total_norm(moments) <= 0.1 * 1e-4 * 1.01
     trainer.max_norm = 1.0
 
 
@@ -418,7 +485,9 @@ class Tracker:
 
 
 def test_trackers_that_are_set_get_the_numbers(made, tmp_path):
-    trainer = made(PPOTrainer, args={"use_tensorboard": str(tmp_path / "tb"), "wandb_run_name": "run"})
+    trainer = made(
+        PPOTrainer, args={"use_tensorboard": str(tmp_path / "tb"), "wandb_run_name": "run"}
+    )
     trainer._wandb, trainer._tensorboard = Tracker(), Tracker()
     trainer.fit(trainer.args, [PROMPTS])
     for tracker in (trainer._wandb, trainer._tensorboard):

@@ -11,7 +11,13 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 from support.http_server import JsonServer, ok
 
-from lightppo.errors import RefusedError, RequestError, RewardError, SlowServerError, UnreachableError
+from lightppo.errors import (
+    RefusedError,
+    RequestError,
+    RewardError,
+    SlowServerError,
+    UnreachableError,
+)
 from lightppo.plugins.http.client import HTTPClient, check_bind, read_token
 from lightppo.urls import check_url, is_loopback
 
@@ -40,7 +46,9 @@ def closed_url():
 
 def client(server, path="/rm", **options):
     url = server if isinstance(server, str) else server.url + path
-    return HTTPClient(url, "toy server", **({"timeout": 20.0, "sleep": lambda seconds: None} | options))
+    return HTTPClient(
+        url, "toy server", **({"timeout": 20.0, "sleep": lambda seconds: None} | options)
+    )
 
 
 def failing(client, read=dict, path="", **options):
@@ -116,7 +124,10 @@ def test_what_may_pass_is_tried_again(server, name):
     server.reply = lambda path, body, n: (status, content)
     sleeps, failures = [], []
     error = failing(
-        client(server, retries=3, sleep=sleeps.append), lambda answer: answer["x"], "/a?b=1", on_failure=failures.append
+        client(server, retries=3, sleep=sleeps.append),
+        lambda answer: answer["x"],
+        "/a?b=1",
+        on_failure=failures.append,
     )
     assert str(error).startswith(f"toy server {server.url}/rm: /a: ")
     assert message in str(error)
@@ -194,7 +205,9 @@ def test_a_server_that_takes_no_connection_is_left_at_the_limit_for_connecting()
             other = others.enter_context(socket.socket())
             other.setblocking(False)
             other.connect_ex(full.getsockname())
-        error = failing(client(f"http://127.0.0.1:{full.getsockname()[1]}", timeout=60.0, connect_timeout=0.2))
+        error = failing(
+            client(f"http://127.0.0.1:{full.getsockname()[1]}", timeout=60.0, connect_timeout=0.2)
+        )
     assert isinstance(error, UnreachableError)
     assert error.timed_out
     assert "connect timeout=0.2" in str(error)
@@ -235,7 +248,8 @@ DRIPS = {
     "chunks": (CHUNKED, b"1\r\n \r\n"),
     "size of a chunk": (CHUNKED, b"0"),
     "trailers": (CHUNKED + b"0\r\n", b"X: 1\r\n"),
-    "gzip": (HEAD + b"Content-Encoding: gzip\r\n\r\n\x1f\x8b\x08\x08\0\0\0\0\0\0", b"n"),  # a file name
+    # a file name
+    "gzip": (HEAD + b"Content-Encoding: gzip\r\n\r\n\x1f\x8b\x08\x08\0\0\0\0\0\0", b"n"),
 }
 _DRIPS = 1500  # then it gives up: the client did not leave in time
 
@@ -290,7 +304,10 @@ def test_the_deadline_of_connections_that_are_kept(name):
 
 @pytest.mark.parametrize("name", ["a tunnel's headers", "a TLS handshake"])
 def test_the_deadline_of_a_tunnel_and_of_a_handshake(name, monkeypatch):
-    drips = {"a tunnel's headers": (HEAD, b"X: 1\r\n"), "a TLS handshake": (b"\x16\x03\x03\x3f\xff\x02", b"\0")}
+    drips = {
+        "a tunnel's headers": (HEAD, b"X: 1\r\n"),
+        "a TLS handshake": (b"\x16\x03\x03\x3f\xff\x02", b"\0"),
+    }
     with dripping(*drips[name]) as port:
         url = f"https://127.0.0.1:{port}"
         if name == "a tunnel's headers":
@@ -359,7 +376,9 @@ def test_secrets_are_in_no_error_and_no_log(server, caplog, echo):
             error = failing(asked, read)
         texts += ["".join(traceback.format_exception(error)), str(error.__context__)]
         assert f"{server.url}/rm" in str(error)
-    texts += [record.getMessage() for record in caplog.records if record.name.startswith("lightppo")]
+    texts += [
+        record.getMessage() for record in caplog.records if record.name.startswith("lightppo")
+    ]
     texts.append(repr(asked))
     for part in (TOKEN, "s3cret", "qu3ry"):
         assert not [text for text in texts if part in text]
@@ -387,7 +406,10 @@ def test_a_secret_in_the_query_of_a_dead_url_is_not_shown(closed_url):
     ],
 )
 def test_bad_addresses_are_refused(url, message):
-    for check in (lambda: check_url(url, "--some_url", "--some_token_env"), lambda: HTTPClient(url, "--some_url")):
+    for check in (
+        lambda: check_url(url, "--some_url", "--some_token_env"),
+        lambda: HTTPClient(url, "--some_url"),
+    ):
         with pytest.raises(ValueError, match=f"^--some_url: .*{message}") as caught:
             check()
         assert "s3cret" not in "".join(traceback.format_exception(caught.value))
@@ -398,7 +420,9 @@ def test_a_url_with_a_password_names_the_flag_for_tokens():
         check_url("http://me:hunter2@host", "--a", "--b")
 
 
-@pytest.mark.parametrize("options", [{"timeout": 0}, {"retries": -1}, {"max_concurrent": 0}, {"token": ""}])
+@pytest.mark.parametrize(
+    "options", [{"timeout": 0}, {"retries": -1}, {"max_concurrent": 0}, {"token": ""}]
+)
 def test_options_out_of_range(options):
     with pytest.raises(ValueError, match="toy server"):
         client("http://host", **options)
@@ -416,7 +440,10 @@ def test_read_token(monkeypatch):
 @pytest.mark.parametrize("token", ["", "s3cret two", "s3cret\nX-Evil: 1", "s3crét"])
 def test_a_token_no_header_can_carry_is_refused_unseen(token, monkeypatch):
     monkeypatch.setenv("RM_TOKEN", token)
-    for check in (lambda: read_token(env="RM_TOKEN"), lambda: HTTPClient("http://host", "RM_TOKEN", token=token)):
+    for check in (
+        lambda: read_token(env="RM_TOKEN"),
+        lambda: HTTPClient("http://host", "RM_TOKEN", token=token),
+    ):
         with pytest.raises(ValueError, match="RM_TOKEN") as caught:
             check()
         assert "s3cr" not in str(caught.value)
@@ -433,6 +460,8 @@ def test_loopback():
         check_bind("0.0.0.0", has_token=False, token_option="--api_key_env")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"--host 127.0.0.1 --port {port}: Address already in use: choose"):
+        with pytest.raises(
+            ValueError, match=rf"--host 127.0.0.1 --port {port}: Address already in use: choose"
+        ):
             check_bind("127.0.0.1", has_token=False, port=port)
     check_bind("127.0.0.1", has_token=False, port=port)

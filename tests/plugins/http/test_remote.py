@@ -17,7 +17,9 @@ NO_FAILURES = {"failures": [0.0] * 5, "timeouts": [0.0] * 5}
 
 def remote(*servers, **options):
     urls = [f"{server.url}/get_reward" for server in servers]
-    return RemoteReward(urls, **({"timeout": 20.0, "retries": 1, "sleep": lambda seconds: None} | options))
+    return RemoteReward(
+        urls, **({"timeout": 20.0, "retries": 1, "sleep": lambda seconds: None} | options)
+    )
 
 
 def score_by_label(path, body, n):
@@ -26,7 +28,9 @@ def score_by_label(path, body, n):
 
 def test_posts_the_contract_and_reads_the_answer(server, rollouts):
     logs = {"fmt": [1, 0, 1, None, 1], "load": 0.25}
-    server.reply = lambda path, body, n: ok(rewards=[0, 1.5, None, -2, 1e-3], scores=[1, 0, 0, 0, 0], extra_logs=logs)
+    server.reply = lambda path, body, n: ok(
+        rewards=[0, 1.5, None, -2, 1e-3], scores=[1, 0, 0, 0, 0], extra_logs=logs
+    )
     output = remote(server, token=TOKEN).score(rollouts)
     query = [f"question {i}: answer {i}" for i in range(5)]
     prompts = [f"question {i}: " for i in range(5)]
@@ -35,7 +39,10 @@ def test_posts_the_contract_and_reads_the_answer(server, rollouts):
     ]
     assert server.headers[0]["Authorization"] == f"Bearer {TOKEN}"
     assert output.scores == [0.0, 1.5, None, -2.0, 0.001]
-    assert output.metrics == {"score": [1, 0, 0, 0, 0], "fmt": [1, 0, 1, None, 1], "load": [0.25] * 5} | NO_FAILURES
+    assert (
+        output.metrics
+        == {"score": [1, 0, 0, 0, 0], "fmt": [1, 0, 1, None, 1], "load": [0.25] * 5} | NO_FAILURES
+    )
 
 
 def test_several_servers_share_the_batch_in_order(make_server, rollouts):
@@ -45,11 +52,14 @@ def test_several_servers_share_the_batch_in_order(make_server, rollouts):
     output = remote(first, second).score(rollouts)
     assert [len(server.requests[0][1]["query"]) for server in (first, second)] == [2, 3]
     assert output.scores == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert output.metrics == {"a": [1.0, 1.0, None, None, None]} | NO_FAILURES  # the second server logs none
+    # the second server logs none
+    assert output.metrics == {"a": [1.0, 1.0, None, None, None]} | NO_FAILURES
 
 
 @pytest.mark.parametrize(("ranks", "asked"), [(2, [4, 4]), (4, [8, 8]), (1, [2, 2])])
-def test_each_server_has_its_part_of_the_samples_of_all_ranks(make_server, make_rollout, ranks, asked):
+def test_each_server_has_its_part_of_the_samples_of_all_ranks(
+    make_server, make_rollout, ranks, asked
+):
     """Two servers, four samples on each rank: with two ranks or more a rank asks one of them."""
     servers = [make_server(), make_server()]
     for server in servers:
@@ -68,9 +78,15 @@ def test_three_servers_of_two_ranks_have_equally_many(make_server, make_rollout)
     for server in servers:
         server.reply = score_by_label
     for rank in range(2):
-        remote(*servers, ranks=FakeStrategy(rank, 2)).score([make_rollout(i, label="1") for i in range(6)])
+        remote(*servers, ranks=FakeStrategy(rank, 2)).score(
+            [make_rollout(i, label="1") for i in range(6)]
+        )
     # of 12 samples each has 4: rank 0 asks the first for 4 and the second for 2
-    assert [[len(body["query"]) for _, body in server.requests] for server in servers] == [[4], [2, 2], [4]]
+    assert [[len(body["query"]) for _, body in server.requests] for server in servers] == [
+        [4],
+        [2, 2],
+        [4],
+    ]
 
 
 def test_samples_that_come_one_by_one_go_to_all_servers(make_server, make_rollout):
@@ -78,7 +94,9 @@ def test_samples_that_come_one_by_one_go_to_all_servers(make_server, make_rollou
     for server in servers:
         server.reply = score_by_label
     source = remote(*servers)
-    assert [source.score([make_rollout(0, label=str(i))]).scores for i in range(6)] == [[float(i)] for i in range(6)]
+    assert [source.score([make_rollout(0, label=str(i))]).scores for i in range(6)] == [
+        [float(i)] for i in range(6)
+    ]
     assert [len(server.requests) for server in servers] == [2, 2, 2]
 
 
@@ -94,7 +112,9 @@ def test_servers_without_a_share_are_not_asked(make_server, rollouts):
 def test_token_scores_of_all_servers(make_server, make_rollout):
     servers = [make_server(), make_server()]
     for server in servers:
-        server.reply = lambda path, body, n: ok(rewards=[0.5], token_scores=[[float(body["labels"][0])]])
+        server.reply = lambda path, body, n: ok(
+            rewards=[0.5], token_scores=[[float(body["labels"][0])]]
+        )
     rollouts = [make_rollout(0, label="7"), make_rollout(0, label="8")]
     assert remote(*servers).score(rollouts).token_scores == [[7.0], [8.0]]
 
@@ -108,7 +128,10 @@ LIES = {
     "one number": (b'{"rewards": 1.0}', "'rewards'"),
     "no rewards": (b'{"reward": [1, 2, 3, 4, 5]}', "'rewards'"),
     "null rewards": (b'{"rewards": null}', "'rewards'"),
-    "bad logs": (b'{"rewards": [1, 2, 3, 4, 5], "extra_logs": {"a": [1]}}', "1 metric 'a's for 5 samples"),
+    "bad logs": (
+        b'{"rewards": [1, 2, 3, 4, 5], "extra_logs": {"a": [1]}}',
+        "1 metric 'a's for 5 samples",
+    ),
     "logs no object": (b'{"rewards": [1, 2, 3, 4, 5], "extra_logs": [1]}', "'extra_logs'"),
     "list": (b"[1, 2, 3, 4, 5]", "list"),
     "empty": (b"", "'rewards'"),
@@ -120,16 +143,21 @@ def test_a_lie_is_an_error_that_names_the_url_after_the_retries(server, rollouts
     content, message = LIES[lie]
     server.reply = lambda path, body, n: (200, content)
     with pytest.raises(
-        RewardError, match=rf"^reward server {server.url}/get_reward: .*{message}.*\(2 of 2 tries\)$"
+        RewardError,
+        match=rf"^reward server {server.url}/get_reward: .*{message}.*\(2 of 2 tries\)$",
     ) as caught:
         remote(server).score(rollouts)
     assert len(server.requests) == 2
-    assert type(caught.value) is (NonFiniteRewardError if lie in ("nan", "infinity") else RewardError)
+    assert type(caught.value) is (
+        NonFiniteRewardError if lie in ("nan", "infinity") else RewardError
+    )
 
 
 @pytest.mark.parametrize("on_reward_failure", ["error", "unscored"])
 @pytest.mark.parametrize("status", [301, 302, 307, 308, 400, 401, 403, 404, 422])
-def test_a_refusal_is_never_taken_for_a_number_that_is_not_finite(server, rollouts, status, on_reward_failure):
+def test_a_refusal_is_never_taken_for_a_number_that_is_not_finite(
+    server, rollouts, status, on_reward_failure
+):
     """Such a step would be left out and the run would go on, with one request that nobody answered."""
     server.location = f"{server.url}/elsewhere"
     server.reply = lambda path, body, n: (status, b"no")
@@ -140,7 +168,8 @@ def test_a_refusal_is_never_taken_for_a_number_that_is_not_finite(server, rollou
 
 
 @pytest.mark.parametrize(
-    ("last", "kind"), [((401, b"no"), RewardError), ((200, b'{"rewards": [NaN, 1, 1, 1, 1]}'), NonFiniteRewardError)]
+    ("last", "kind"),
+    [((401, b"no"), RewardError), ((200, b'{"rewards": [NaN, 1, 1, 1, 1]}'), NonFiniteRewardError)],
 )
 def test_the_last_try_decides_whether_the_step_is_left_out(server, rollouts, last, kind):
     nan = (200, b'{"rewards": [1, 1, 1, 1, NaN]}')
@@ -164,13 +193,18 @@ def test_a_dead_server_is_named_and_the_living_one_is_not(make_server, rollouts)
 def test_failed_requests_are_counted_for_their_samples(make_server, rollouts):
     good, shaky = make_server(), make_server()
     good.reply = score_by_label
-    answers = [(500, b"busy"), (200, b"<html>"), ok(rewards=[2.0, 3.0, 4.0], extra_logs={"failures": [1, 0, None]})]
+    answers = [
+        (500, b"busy"),
+        (200, b"<html>"),
+        ok(rewards=[2.0, 3.0, 4.0], extra_logs={"failures": [1, 0, None]}),
+    ]
     shaky.reply = lambda path, body, n: answers[n - 1]
     output = remote(good, shaky, retries=3).score(rollouts)
     assert output.scores == [0.0, 1.0, 2.0, 3.0, 4.0]
     # two requests failed for the three samples of the second server; it had one failure of its own with the first
     assert output.metrics == {"failures": [0.0, 0.0, 3.0, 2.0, 2.0], "timeouts": [0.0] * 5}
-    assert remote(good, retries=0).score(rollouts).metrics == {}  # nothing to count: a failure ends it
+    # nothing to count: a failure ends it
+    assert remote(good, retries=0).score(rollouts).metrics == {}
 
 
 def test_a_time_out_is_counted_as_one(server, rollouts):
@@ -196,8 +230,12 @@ def test_unscored_where_asked_for(make_server, rollouts, caplog):
         output = source.score(rollouts)
     assert output.scores == [0.0, 1.0, None, None, None]
     assert output.metrics == {"failures": [0.0, 0.0, 2.0, 2.0, 2.0], "timeouts": [0.0] * 5}
-    assert f"{bad.url}/get_reward: HTTP 500: dead for good (2 of 2 tries); its 3 samples" in caplog.text
-    bad.reply = lambda path, body, n: (401, b"who are you?")  # a mistake of ours, which no sample should pay for
+    assert (
+        f"{bad.url}/get_reward: HTTP 500: dead for good (2 of 2 tries); its 3 samples"
+        in caplog.text
+    )
+    # a mistake of ours, which no sample should pay for
+    bad.reply = lambda path, body, n: (401, b"who are you?")
     with pytest.raises(RewardError, match="HTTP 401"):
         source.score(rollouts)
 
@@ -207,13 +245,33 @@ def test_no_failure_ever_becomes_a_score(server, make_rollout, retries):
     """30% of the requests fail: errors, garbage, too few, NaN, answers that break off."""
     right = [float(10 + i) for i in range(3)]
     whole = json.dumps({"rewards": right}).encode()
-    failures = [(500, b"oops"), (200, b"<html>"), (200, b'{"rewards": [0]}'), (200, b'{"rewards": [NaN, 0, 0]}')]
-    fates = ["right", "right", "wrong", "right", "right", "wrong", "breaks off", "right", "right", "right"] * 20
+    failures = [
+        (500, b"oops"),
+        (200, b"<html>"),
+        (200, b'{"rewards": [0]}'),
+        (200, b'{"rewards": [NaN, 0, 0]}'),
+    ]
+    fates = [
+        "right",
+        "right",
+        "wrong",
+        "right",
+        "right",
+        "wrong",
+        "breaks off",
+        "right",
+        "right",
+        "right",
+    ] * 20
 
     def break_off(wfile, answer):
-        wfile.write(answer[: len(answer) // 2] if fates[len(server.requests)] == "breaks off" else answer)
+        wfile.write(
+            answer[: len(answer) // 2] if fates[len(server.requests)] == "breaks off" else answer
+        )
 
-    server.reply = lambda path, body, n: failures[n // 10 % 4] if fates[n] == "wrong" else (200, whole)
+    server.reply = lambda path, body, n: (
+        failures[n // 10 % 4] if fates[n] == "wrong" else (200, whole)
+    )
     server.write = break_off
     rollouts = [make_rollout(i) for i in range(3)]
     source = remote(server, retries=retries, on_reward_failure="unscored")

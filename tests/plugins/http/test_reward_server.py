@@ -64,17 +64,22 @@ class ServerProcess:
     def __init__(self, folder, *args, port=0):
         folder.mkdir(exist_ok=True)
         self.output, self.log = folder / "stdout", folder / "stderr"
-        environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
+        }
         with open(self.output, "w") as out, open(self.log, "a") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "lightppo", "serve-reward", *args, "--port", str(port)],
-                env=environment | {"RM_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
+                env=environment
+                | {"RM_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
             )
         try:
-            wait_for(lambda: "serving" in self.output.read_text() or self.process.poll() is not None)
+            wait_for(
+                lambda: "serving" in self.output.read_text() or self.process.poll() is not None
+            )
             assert self.process.poll() is None, self.log.read_text()
         except BaseException:
             self.kill()
@@ -124,7 +129,12 @@ def server(folder):
 def ask(server, rollouts, mode="", **options):
     for rollout in rollouts:
         rollout.prompt.label = mode or rollout.prompt.label
-    options = {"token": TOKEN, "retries": 0, "timeout": MOST_SECONDS, "sleep": lambda seconds: None} | options
+    options = {
+        "token": TOKEN,
+        "retries": 0,
+        "timeout": MOST_SECONDS,
+        "sleep": lambda seconds: None,
+    } | options
     return RemoteReward([server.url], **options).score(rollouts)
 
 
@@ -142,9 +152,11 @@ def test_a_function_is_served(server, rollouts):
     assert output.metrics == {"score": [0.5] * 5, "n": [5.0] * 5}
     assert output.texts["pred"] == [rollout.response_text for rollout in rollouts]
     assert ask(server, rollouts, "none").scores == [None] * 5
-    assert server.post({"query": ["ab"], "prompts": ["a"]}).json()["rewards"] == [1.0]  # labels may be left out
+    # labels may be left out
+    assert server.post({"query": ["ab"], "prompts": ["a"]}).json()["rewards"] == [1.0]
     labelled = {"query": ["a", "b"], "prompts": ["", ""], "labels": ["first", 2]}
-    assert server.post(labelled).json()["extra_logs"]["label"] == ["first", "2"]  # each at its sample
+    # each at its sample
+    assert server.post(labelled).json()["extra_logs"]["label"] == ["first", "2"]
     assert server.post({"query": [], "prompts": [], "labels": []}).json() == {"rewards": []}
 
 
@@ -155,7 +167,10 @@ def test_strangers_are_kept_out(server, folder, rollouts):
         assert 'HTTP 401: {"error":"the bearer token is missing or wrong"}' in text
     huge = {"query": ["x" * 1_000_000], "prompts": [""]}  # an answer comes, however much was sent
     assert server.post(huge, headers={"Authorization": "Bearer x"}).status_code == 401
-    assert requests.get(server.url.replace("get_reward", "docs"), timeout=MOST_SECONDS).status_code == 401
+    assert (
+        requests.get(server.url.replace("get_reward", "docs"), timeout=MOST_SECONDS).status_code
+        == 401
+    )
     health = requests.get(server.url.replace("get_reward", "health"), timeout=MOST_SECONDS)
     assert health.json() == {"status": "ok", "source": "rewards.py:reward_func"}
     assert ((folder / "seen").read_text() if before else "") == before
@@ -165,9 +180,17 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "no list": ({"query": "ab", "prompts": ["a"]}, 422, "query: Input should be a valid list"),
     "no prompts": ({"query": ["ab"]}, 422, "prompts: Field required"),
     "a number": ({"query": [3], "prompts": [""]}, 422, "query.0: Input should be a valid string"),
-    "unknown": ({"query": ["a"], "prompts": [""], "images": []}, 422, "images: Extra inputs are not permitted"),
+    "unknown": (
+        {"query": ["a"], "prompts": [""], "images": []},
+        422,
+        "images: Extra inputs are not permitted",
+    ),
     "lengths": ({"query": ["a"], "prompts": [""], "labels": []}, 422, "same length"),
-    "no prefix": ({"query": ["a", "b"], "prompts": ["", "c"]}, 422, "query 1 does not begin with its prompt"),
+    "no prefix": (
+        {"query": ["a", "b"], "prompts": ["", "c"]},
+        422,
+        "query 1 does not begin with its prompt",
+    ),
     "samples": ({"query": ["a"] * 101, "prompts": [""] * 101}, 413, "--max_samples is 100"),
     "long": ({"query": ["a" * 5000], "prompts": [""]}, 413, "longer than --max_bytes 5000"),
     "list": ([1, 2], 422, "valid dictionary"),
@@ -187,15 +210,27 @@ def test_bytes_that_are_no_request(server):
     for data, kind, message in (
         (b'{"query": [', "application/json", "JSON decode error"),
         (b'{"query": "\xff"}', "application/json", "pars"),
-        (b"[" * 4000, "application/json", "pars|JSON decode error"),  # Python 3.13 reads brackets as deep as these
-        (b'{"query": ["a"], "prompts": [""]}', "text/plain", "must be JSON, with Content-Type: application/json"),
+        # Python 3.13 reads brackets as deep as these
+        (b"[" * 4000, "application/json", "pars|JSON decode error"),
+        (
+            b'{"query": ["a"], "prompts": [""]}',
+            "text/plain",
+            "must be JSON, with Content-Type: application/json",
+        ),
     ):
-        answer = requests.post(url, data, headers=headers | {"Content-Type": kind}, timeout=MOST_SECONDS)
+        answer = requests.post(
+            url, data, headers=headers | {"Content-Type": kind}, timeout=MOST_SECONDS
+        )
         assert answer.status_code in (400, 422), answer.text
         assert re.search(message, answer.json()["error"])
     chunks = (b" " * 1000 for _ in range(10))  # a length that is not told beforehand
-    answer = requests.post(url, chunks, headers=headers | {"Content-Type": "application/json"}, timeout=MOST_SECONDS)
-    assert (answer.status_code, answer.json()) == (413, {"error": "the request is longer than --max_bytes 5000"})
+    answer = requests.post(
+        url, chunks, headers=headers | {"Content-Type": "application/json"}, timeout=MOST_SECONDS
+    )
+    assert (answer.status_code, answer.json()) == (
+        413,
+        {"error": "the request is longer than --max_bytes 5000"},
+    )
 
 
 def test_failures_of_the_function_are_errors_without_secrets(server, rollouts):
@@ -216,7 +251,9 @@ def test_failures_of_the_function_are_errors_without_secrets(server, rollouts):
 
 def test_a_slow_server_is_a_time_out_and_then_asked_again(server, folder, rollouts):
     wake = (folder / "slow.go").touch
-    output = ask(server, rollouts, "wait:slow", timeout=2.0, retries=5, sleep=lambda seconds: wake())
+    output = ask(
+        server, rollouts, "wait:slow", timeout=2.0, retries=5, sleep=lambda seconds: wake()
+    )
     assert output.scores == [8.0] * 5
     assert output.metrics["timeouts"] == output.metrics["failures"]
     assert min(output.metrics["timeouts"]) >= 1.0
@@ -268,13 +305,21 @@ def test_killed_in_mid_run_and_started_again(folder, rollouts):
 
 
 def test_sigterm_lets_requests_end(folder, make_rollout):
-    flags = ("--reward_fn", str(folder / "rewards.py"), "--token_env", "RM_TOKEN", "--max_concurrent", "2")
+    flags = (
+        "--reward_fn",
+        str(folder / "rewards.py"),
+        "--token_env",
+        "RM_TOKEN",
+        "--max_concurrent",
+        "2",
+    )
     server = ServerProcess(folder / "ended", *flags)
     names = ("end", "finish")
     try:
         with ThreadPoolExecutor(2) as pool:
             runs = [pool.submit(ask, server, [make_rollout(0)], f"wait:{name}") for name in names]
-            wait_for(lambda: all((folder / f"{name}.waits").exists() for name in names))  # both at a time
+            # both at a time
+            wait_for(lambda: all((folder / f"{name}.waits").exists() for name in names))
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: "Shutting down" in server.log.read_text())
             for name in names:
@@ -302,7 +347,9 @@ def serve_echo():
     def start(**options):
         urls = queue.Queue()
         app = RewardApp(Echo(), token=TOKEN, **options)
-        threading.Thread(target=serve, args=(app,), kwargs={"port": 0, "started": urls.put}, daemon=True).start()
+        threading.Thread(
+            target=serve, args=(app,), kwargs={"port": 0, "started": urls.put}, daemon=True
+        ).start()
         return urls.get(timeout=MOST_SECONDS)
 
     return start
@@ -314,7 +361,11 @@ def opened():
     clients = []
 
     def open_one(url, data):
-        clients.append(socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0])), MOST_SECONDS))
+        clients.append(
+            socket.create_connection(
+                ("127.0.0.1", int(url.split(":")[2].split("/")[0])), MOST_SECONDS
+            )
+        )
         clients[-1].sendall(data)
         return clients[-1]
 
@@ -336,7 +387,9 @@ def answer(client):
 
 def post(url, response="x"):
     body = {"query": [response], "prompts": [""]}
-    return requests.post(url, json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=MOST_SECONDS)
+    return requests.post(
+        url, json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=MOST_SECONDS
+    )
 
 
 BAD_HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer x\r\nContent-Length: 9\r\n\r\n{"
@@ -361,7 +414,9 @@ def test_requests_that_never_end_are_ended(serve_echo, opened, sent, answered):
 
 
 def test_scoring_has_all_the_time(serve_echo):
-    assert post(serve_echo(stranger_timeout=1.0, body_timeout=1.0), "slow").json() == {"rewards": [1.0]}
+    assert post(serve_echo(stranger_timeout=1.0, body_timeout=1.0), "slow").json() == {
+        "rewards": [1.0]
+    }
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST / HT", BAD_HEAD])
@@ -391,15 +446,25 @@ def command(monkeypatch):
 
 def test_a_reward_model_is_served(make_rollout, tmp_path, command):
     path = save_reward_model(tmp_path / "model", mean=0.5, std=2.0)
-    source = command("reward_model", "--reward_pretrain", path, "--normalize_reward", "--micro_batch_size", "2")
+    source = command(
+        "reward_model", "--reward_pretrain", path, "--normalize_reward", "--micro_batch_size", "2"
+    )
     urls = queue.Queue()
     options = {"port": 0, "started": urls.put}
     threading.Thread(target=serve, args=(RewardApp(source),), kwargs=options, daemon=True).start()
-    rollouts = [make_rollout(i, answer) for i, answer in enumerate(("yes", "no", "a longer answer"))]
+    rollouts = [
+        make_rollout(i, answer) for i, answer in enumerate(("yes", "no", "a longer answer"))
+    ]
     scores = RemoteReward([urls.get(timeout=MOST_SECONDS)], retries=0).score(rollouts).scores
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(path),
+        AutoTokenizer.from_pretrained(path),
+    )
     with torch.no_grad():
-        rows = [tokenizer(r.prompt.text + r.response_text)["input_ids"] + [tokenizer.eos_token_id] for r in rollouts]
+        rows = [
+            tokenizer(r.prompt.text + r.response_text)["input_ids"] + [tokenizer.eos_token_id]
+            for r in rollouts
+        ]
         raw = [model(input_ids=torch.tensor([row])).logits[0, 0].item() for row in rows]
     assert scores == pytest.approx([(score - 0.5) / 2.0 for score in raw], abs=1e-5)
 
@@ -408,7 +473,10 @@ def test_a_reward_model_is_served(make_rollout, tmp_path, command):
     ("args", "message"),
     [
         (["--reward_pretrain", "/nowhere", "--host", "0.0.0.0"], "--host 0.0.0.0 .*--token_env"),
-        (["--reward_fn", "/nowhere.py", "--token_env", "UNSET_TOKEN"], "--token_env: environment variable UNSET_TOKEN"),
+        (
+            ["--reward_fn", "/nowhere.py", "--token_env", "UNSET_TOKEN"],
+            "--token_env: environment variable UNSET_TOKEN",
+        ),
         (["--reward_fn", "/nowhere/r.py"], "--reward_fn: no file /nowhere/r.py"),
     ],
 )

@@ -13,7 +13,14 @@ from support.decoders import SIZES, build
 from support.fake_graph import FakeGraphs
 from support.far_device import FarDevice
 from torch._dynamo.exc import Unsupported
-from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from lightppo.plugins.kernels.graphs import LOOK_EVERY, CUDAGraphs, rounded
 from lightppo.rollout.decode import SlotCache
@@ -25,7 +32,12 @@ SAMPLINGS = {
     "greedy": {"temperature": 0.0},
     "filters": SAMPLED,
     "minimum, stop strings": {"n": 2, "seed": 2, "min_new_tokens": 5, "stop": ("a", "7")},
-    "penalties": {"n": 4, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "penalties": {
+        "n": 4,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+    },
 }
 
 
@@ -42,8 +54,12 @@ class Uncaptured(CUDAGraphs):
 @pytest.fixture
 def generate(tokenizer, actor_of, prompts):
     def run(model, runner, slots: int = 4, most: int = 40, **sampling):
-        engine = HFRolloutEngine(actor_of(model), tokenizer, micro_rollout_batch_size=slots, runner=runner)
-        return engine.generate(prompts[:6], SamplingParams(max_new_tokens=most, **sampling)), engine.last_stats
+        engine = HFRolloutEngine(
+            actor_of(model), tokenizer, micro_rollout_batch_size=slots, runner=runner
+        )
+        return engine.generate(
+            prompts[:6], SamplingParams(max_new_tokens=most, **sampling)
+        ), engine.last_stats
 
     return run
 
@@ -52,12 +68,19 @@ def assert_same(rollouts, expected, exactly: bool = False) -> None:
     for one, other in zip(rollouts, expected, strict=True):
         assert (one.response_ids, one.finish_reason) == (other.response_ids, other.finish_reason)
         tolerance = {"atol": 0, "rtol": 0} if exactly else {"atol": 1e-5, "rtol": 0}
-        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), **tolerance)
+        torch.testing.assert_close(
+            torch.tensor(one.log_probs), torch.tensor(other.log_probs), **tolerance
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "sampling"),
-    [("llama", "filters"), ("qwen2", "minimum, stop strings"), ("gpt_neox", "greedy"), ("gpt2", "penalties")],
+    [
+        ("llama", "filters"),
+        ("qwen2", "minimum, stop strings"),
+        ("gpt_neox", "greedy"),
+        ("gpt2", "penalties"),
+    ],
 )
 def test_replayed_steps_give_the_same_responses(name, sampling, generate, monkeypatch):
     moved, make_room, model, sampling = [], SlotCache.make_room, build(name), SAMPLINGS[sampling]
@@ -65,7 +88,9 @@ def test_replayed_steps_give_the_same_responses(name, sampling, generate, monkey
     def watched(cache, slots, at_least):
         places = [buffer.data_ptr() for layer in cache.layers for buffer in layer.buffers]
         shift = make_room(cache, slots, at_least)
-        moved.append(places == [buffer.data_ptr() for layer in cache.layers for buffer in layer.buffers])
+        moved.append(
+            places == [buffer.data_ptr() for layer in cache.layers for buffer in layer.buffers]
+        )
         return shift
 
     eager, _ = generate(model, None, **sampling)
@@ -96,7 +121,9 @@ def test_a_step_waits_for_nothing_and_the_host_looks_every_few_tokens(generate):
     for most in (5, 21):
         with FarDevice() as far:
             runner, model = Counted(), far.move(build("llama"))
-            sampling = SAMPLED | SAMPLINGS["penalties"] | {"n": 1, "ignore_eos": True, "min_new_tokens": 3}
+            sampling = (
+                SAMPLED | SAMPLINGS["penalties"] | {"n": 1, "ignore_eos": True, "min_new_tokens": 3}
+            )
             generate(model, runner, 6, most, **sampling)
         assert runner.inside == 0
         waits.append(far.waits.total())
@@ -119,7 +146,9 @@ def test_a_step_reads_no_number_on_the_host_that_changes(generate):
     try:
         torch.compile(model, backend="eager", fullgraph=True)(torch.tensor([[5]]))
     except Unsupported as error:
-        pytest.skip(f"this torch does not compile this transformers' models: {str(error).splitlines()[0]}")
+        pytest.skip(
+            f"this torch does not compile this transformers' models: {str(error).splitlines()[0]}"
+        )
     rollouts, _ = generate(model, runner, 1, **SAMPLED)  # one row, one width
     assert not runner.failed
     assert_same(rollouts, generate(model, None, 1, **SAMPLED)[0])
@@ -152,38 +181,60 @@ MISTRAL = {**SIZES, "num_key_value_heads": 1}
     ("make", "sampling", "why"),
     [
         (lambda: asks_for_its_length(build("llama")), {}, "asks for the length of its cache"),
-        (lambda: build("llama"), {"bad_words": ("ab", "c")}, "not permitted when stream is capturing"),
+        (
+            lambda: build("llama"),
+            {"bad_words": ("ab", "c")},
+            "not permitted when stream is capturing",
+        ),
         (lambda: build("llama", "eager"), {}, "attends in its own way"),
         (lambda: build("mistral"), {}, "in a window that is shorter"),
         (
-            lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"])),
+            lambda: Lfm2ForCausalLM(
+                Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"])
+            ),
             {},
             "more than keys and values",
         ),
     ],
     ids=["asks", "bad words", "eager attention", "window", "recurrent"],
 )
-def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(make, sampling, why, generate, caplog):
+def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(
+    make, sampling, why, generate, caplog
+):
     torch.manual_seed(0)
-    model, runner, sampling = make().eval(), FakeGraphs(), {"n": 2, "seed": 4, "most": 12} | sampling
+    model, runner, sampling = (
+        make().eval(),
+        FakeGraphs(),
+        {"n": 2, "seed": 4, "most": 12} | sampling,
+    )
     eager, _ = generate(model, None, **sampling)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert_same(generate(model, runner, **sampling)[0], eager)
     assert runner.replays == 0
-    (said,) = [record.getMessage() for record in caplog.records if "--hf_cuda_graphs" in record.getMessage()]
+    (said,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "--hf_cuda_graphs" in record.getMessage()
+    ]
     assert why in said
 
 
 def test_a_window_as_long_as_the_rows_is_captured(generate):
     torch.manual_seed(0)
-    model, runner = MistralForCausalLM(MistralConfig(**MISTRAL, sliding_window=52)).eval(), FakeGraphs()
-    assert_same(generate(model, runner, temperature=0.0)[0], generate(model, None, temperature=0.0)[0])
+    model, runner = (
+        MistralForCausalLM(MistralConfig(**MISTRAL, sliding_window=52)).eval(),
+        FakeGraphs(),
+    )
+    assert_same(
+        generate(model, runner, temperature=0.0)[0], generate(model, None, temperature=0.0)[0]
+    )
     assert runner.replays > 0
 
 
 @pytest.mark.parametrize(
-    ("count", "parts", "expected"), [(1, 1, 1), (2, 1, 2), (5, 1, 8), (64, 1, 64), (128, 4, 128), (129, 4, 160)]
+    ("count", "parts", "expected"),
+    [(1, 1, 1), (2, 1, 2), (5, 1, 8), (64, 1, 64), (128, 4, 128), (129, 4, 160)],
 )
 def test_few_sizes_are_captured(count, parts, expected):
     assert rounded(count, parts) == expected
@@ -212,10 +263,15 @@ def test_what_is_asked_of_cuda(monkeypatch):
         yield
 
     def stream(name):
-        return SimpleNamespace(name=name, wait_stream=lambda other: asked.append((name, "waits for", other.name)))
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: asked.append((name, "waits for", other.name))
+        )
 
     side, here = stream("side"), stream("here")
-    graphs = (SimpleNamespace(pool=lambda: "pool", replay=lambda n=n: asked.append(("replay", n))) for n in range(1, 9))
+    graphs = (
+        SimpleNamespace(pool=lambda: "pool", replay=lambda n=n: asked.append(("replay", n)))
+        for n in range(1, 9)
+    )
     for name, fake in {
         "Stream": lambda: side, "current_stream": lambda: here, "CUDAGraph": lambda: next(graphs),
         "stream": lambda s: within("on", s.name),
@@ -247,7 +303,9 @@ def test_what_is_asked_of_cuda(monkeypatch):
     assert ran[-2:] == ["again", "again"]
     assert mode[-1] == "default"
     with pytest.raises(RuntimeError, match="--hf_cuda_graphs: leave it out"):
-        runner.capture(lambda: fails(RuntimeError("operation not permitted when stream is capturing")))
+        runner.capture(
+            lambda: fails(RuntimeError("operation not permitted when stream is capturing"))
+        )
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         runner.capture(lambda: fails(torch.OutOfMemoryError("no memory")))
 
@@ -268,7 +326,9 @@ def test_graphs_on_a_gpu(dtype, generate):
         eager = generate(model, None, temperature=0.0)[0]
         assert [r.response_ids for r in greedy] == [r.response_ids for r in eager]
     runner, waits = CUDAGraphs(), {"bad_words": ("ab", "cd"), "temperature": 0.0}
-    assert_same(generate(model, runner, **waits)[0], generate(model, Uncaptured(), **waits)[0], exactly=True)
+    assert_same(
+        generate(model, runner, **waits)[0], generate(model, Uncaptured(), **waits)[0], exactly=True
+    )
     assert runner.failed
     held = torch.cuda.memory_allocated()
     generate(model, CUDAGraphs(), temperature=0.0)

@@ -19,9 +19,17 @@ NAMES = Path(__file__).with_name("names_of_other_trainers.txt")
 
 
 def names_of(trainer: str) -> list[str]:
-    lines = [line.split(" | ") for line in NAMES.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    lines = [
+        line.split(" | ")
+        for line in NAMES.read_text(encoding="utf-8").splitlines()
+        if line[0] != "#"
+    ]
     of_trainer = [(start, last_parts) for who, start, last_parts in lines if who == trainer]
-    return [f"{start}.{last}".lstrip(".") for start, last_parts in of_trainer for last in last_parts.split()]
+    return [
+        f"{start}.{last}".lstrip(".")
+        for start, last_parts in of_trainer
+        for last in last_parts.split()
+    ]
 
 
 @pytest.mark.parametrize("trainer", aliases.tables())
@@ -40,11 +48,17 @@ def test_rows_name_options_that_exist(trainer):
 @pytest.mark.parametrize(
     ("flags", "flag"),
     [
-        ("--actor_init_on_gpu", "not here: models are loaded where they train (OpenRLHF, LightRFT)"),
+        (
+            "--actor_init_on_gpu",
+            "not here: models are loaded where they train (OpenRLHF, LightRFT)",
+        ),
         ("--max_len 2048", "--prompt_max_len and --generate_max_len (OpenRLHF, LightRFT)"),
         ("--advantages_norm", "here --adv_norm (LightRFT)"),
         ("--eval-dataset x", "here --eval_data (OpenRLHF)"),
-        ("--advantage_estimator reinforce_plus_plus", "reinforce_plus_plus: here reinforce++ (verl"),
+        (
+            "--advantage_estimator reinforce_plus_plus",
+            "reinforce_plus_plus: here reinforce++ (verl",
+        ),
         ("--kl_estimator low_var_kl", "here k3, with --kl_clip 10 (verl)"),
         ("--rollout_engine sglang", "not here: hf, vllm or vllm_server (verl)"),
         ("--num_generations 8", "here --n_samples_per_prompt (TRL)"),
@@ -54,7 +68,10 @@ def test_rows_name_options_that_exist(trainer):
         ("critic.optim.lr=1e-5", "here --actor_learning_rate, --critic_learning_rate (verl)"),
         ("actor_rollout_ref.actor.fsdp_config.fsdp_size=8", "not here: DeepSpeed shards"),
         ("ppo.gen.max_new_tokens=8", "here --generate_max_len (AReaL)"),
-        ("ppo.use_decoupled_loss=True", "here --rollout_correction decoupled, --correction_high (AReaL)"),
+        (
+            "ppo.use_decoupled_loss=True",
+            "here --rollout_correction decoupled, --correction_high (AReaL)",
+        ),
         ("+trainer.x=y", "write --NAME VALUE"),
     ],
 )
@@ -69,11 +86,18 @@ def test_every_option_of_theirs_is_in_the_table(trainer):
     patterns = [pattern for names, _ in aliases.rows(trainer) for pattern in names]
     names = names_of(trainer)
     assert len(names) > 100
-    assert [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)] == []
+    assert [
+        name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ] == []
 
 
 def test_a_row_that_keeps_the_last_part_names_an_option_with_it():
-    rows = [names for trainer in aliases.tables() for names, text in aliases.rows(trainer) if text == aliases.LAST_PART]
+    rows = [
+        names
+        for trainer in aliases.tables()
+        for names, text in aliases.rows(trainer)
+        if text == aliases.LAST_PART
+    ]
     assert len(rows) > 3
     assert {name.rpartition(".")[2] for names in rows for name in names} <= OURS
 
@@ -85,7 +109,10 @@ def test_a_row_that_keeps_the_last_part_names_an_option_with_it():
         ("algorithm.filter_groups.metric", "--filter_metric"),
         ("algorithm.filter_groups.max_num_gen_batches", "verl ends the run: --on_exhausted raise"),
         ("data.gen_batch_size", "here --gen_batch_size"),
-        ("reward_model.overlong_buffer.enable", "here --overlong_buffer_len, which alone switches it on"),
+        (
+            "reward_model.overlong_buffer.enable",
+            "here --overlong_buffer_len, which alone switches it on",
+        ),
         ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor", "--overlong_penalty_factor"),
         ("actor_rollout_ref.model.override_config.attention_dropout", "here --override_config"),
         ("actor_rollout_ref.rollout.top_k", "here --top_k (verl)"),

@@ -56,10 +56,14 @@ run(main, "trainer")
 @contextmanager
 def started(command: list[str], **options) -> Iterator[subprocess.Popen]:
     """A program in a session of its own that has said that it is ready; nothing of it outlives the block."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")
+    }
     environment |= {"PYTHONPATH": str(REPO)} | options.pop("env", {})
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    with subprocess.Popen(command, text=True, env=environment, start_new_session=True, **streams) as program:
+    with subprocess.Popen(
+        command, text=True, env=environment, start_new_session=True, **streams
+    ) as program:
         try:
             assert os.read(program.stdout.fileno(), 6) == b"ready\n"
             yield program
@@ -77,14 +81,19 @@ def python(source: str, **options):
 @pytest.mark.parametrize("source", [STEPS, STARTING], ids=["in its steps", "at its start"])
 def test_the_code_is_128_and_the_signal(source, name, code):
     # Shells start programs in the background with SIGINT ignored.
-    with python(source, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)) as program:
+    with python(
+        source, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    ) as program:
         program.send_signal(getattr(signal, name))
         output, said = program.communicate(timeout=60)
     assert program.returncode == code
     assert "Traceback" not in said
     if source == STEPS:
         assert output == f"saved after {name}\n"
-        assert f"[rank 0] {name}: stopping when the step under way is done, or in 20 s (--signal_grace)" in said
+        assert (
+            f"[rank 0] {name}: stopping when the step under way is done, or in 20 s (--signal_grace)"
+            in said
+        )
     else:
         assert said == f"[rank 0] trainer: stopped by {name}; there was nothing to save\n"
 
@@ -107,7 +116,10 @@ def test_a_second_signal_ends_at_once():
         program.send_signal(signal.SIGTERM)
         _, said = program.communicate(timeout=60)
     assert program.returncode == 143
-    assert said.splitlines()[-1] == "[rank 0] stopped by SIGTERM, SIGTERM came again: the step under way is lost"
+    assert (
+        said.splitlines()[-1]
+        == "[rank 0] stopped by SIGTERM, SIGTERM came again: the step under way is lost"
+    )
 
 
 def test_what_fails_because_of_the_signal_is_no_error_of_its_own():
@@ -126,7 +138,8 @@ run(main, "trainer")
         _, said = program.communicate(timeout=60)
     assert program.returncode == 143
     assert (
-        "trainer: stopped by signal 15, the step under way is lost: RewardError: a program that the reward runs" in said
+        "trainer: stopped by signal 15, the step under way is lost: RewardError: a program that the reward runs"
+        in said
     )
 
 
@@ -155,7 +168,9 @@ run(main)
 
 def test_a_reader_that_ends_first_does_not_keep_the_run_from_saving(tmp_path):
     """``lightppo ppo … | tee log``: Ctrl-C ends tee too."""
-    source = STEPS.replace('print("saved', f'open({str(tmp_path / "saved")!r}, "w").close(); print("saved')
+    source = STEPS.replace(
+        'print("saved', f'open({str(tmp_path / "saved")!r}, "w").close(); print("saved'
+    )
     with python(source, stderr=subprocess.STDOUT) as program:
         program.stdout.close()
         program.send_signal(signal.SIGTERM)
@@ -166,7 +181,10 @@ def test_a_reader_that_ends_first_does_not_keep_the_run_from_saving(tmp_path):
 def test_handlers_of_the_program_stay_and_the_others_come_back():
     before = {number: signal.getsignal(number) for number in signals.SIGNALS.values()}
     asked = []
-    mine = {signal.SIGTERM: lambda number, frame: asked.append(signals.request(number)), signal.SIGINT: signal.SIG_IGN}
+    mine = {
+        signal.SIGTERM: lambda number, frame: asked.append(signals.request(number)),
+        signal.SIGINT: signal.SIG_IGN,
+    }
     try:
         for number, handler in mine.items():
             signal.signal(number, handler)
@@ -241,7 +259,10 @@ def test_a_launcher_that_ends_stops_its_ranks(launched, tmp_path, launcher, dept
         above = [psutil.Process(program.pid), *psutil.Process(program.pid).children(recursive=True)]
         above[depth].send_signal(number)
         output = program.stdout.read()  # until the last of them has ended
-    assert f"[rank 0] {name} (process {above[depth].pid}), which started this, has ended: stopping when" in output
+    assert (
+        f"[rank 0] {name} (process {above[depth].pid}), which started this, has ended: stopping when"
+        in output
+    )
     assert output.endswith("saved after SIGTERM\n")
 
 
@@ -252,7 +273,10 @@ def test_a_launcher_that_has_ended_before_its_rank_looks(launched, tmp_path, lau
     environment = {"DIES": launcher, variable: "1", "PYTHONPATH": f"{REPO}:{tmp_path}"}
     command = launched(launcher, 'run(lambda: time.sleep(100), "trainer")')
     with started(command, env=environment, stderr=subprocess.STDOUT) as program:
-        assert program.stdout.read() == "[rank 0] trainer: stopped by SIGTERM; there was nothing to save\n"
+        assert (
+            program.stdout.read()
+            == "[rank 0] trainer: stopped by SIGTERM; there was nothing to save\n"
+        )
 
 
 def test_a_program_that_no_launcher_started_outlives_its_parent(launched):

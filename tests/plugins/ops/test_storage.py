@@ -58,10 +58,15 @@ def test_data_from_a_url_is_named_by_the_url(memory) -> None:
     memory.pipe("/d/rows.jsonl", b'{"input": "a"}\n{"input"\n')
     with pytest.raises(DataError, match=r"memory://d/rows.jsonl:2: "):
         blending_datasets("memory://d/rows.jsonl")
-    assert blending_datasets("memory://d/rows.jsonl", max_count=1)[ORIGIN_COLUMN][0] == "memory://d/rows.jsonl:1"
+    assert (
+        blending_datasets("memory://d/rows.jsonl", max_count=1)[ORIGIN_COLUMN][0]
+        == "memory://d/rows.jsonl:1"
+    )
 
 
-def test_a_failed_or_short_copy_leaves_nothing(memory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_or_short_copy_leaves_nothing(
+    memory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     memory.pipe("/d/x.bin", b"12345")
 
     def short(self, remote, local, **_):
@@ -127,7 +132,10 @@ def test_two_processes_copy_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-c", RANK, str(tmp_path / "x.txt"), str(log)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    ranks = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
     assert [rank.communicate(timeout=300)[0].strip() for rank in ranks] == ["whole", "whole"]
     assert log.read_text() == "copy\n"
 

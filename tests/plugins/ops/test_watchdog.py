@@ -42,9 +42,15 @@ def start(tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "case", "line", "torch"),
-    [(1, "hang", "6 in hang", "new"), (2, "hang_async", "12 in never", "new"), (2, "hang", "6 in hang", "2.6")],
+    [
+        (1, "hang", "6 in hang", "new"),
+        (2, "hang_async", "12 in never", "new"),
+        (2, "hang", "6 in hang", "2.6"),
+    ],
 )
-def test_a_hang_names_rank_phase_and_the_line_of_the_user_and_ends_the_run(start, tmp_path, ranks, case, line, torch):
+def test_a_hang_names_rank_phase_and_the_line_of_the_user_and_ends_the_run(
+    start, tmp_path, ranks, case, line, torch
+):
     ended = start(case, world_size=ranks, env={"AS_TORCH": torch})
     said = ended.output
     assert ended.returncode == 124, said
@@ -52,7 +58,10 @@ def test_a_hang_names_rank_phase_and_the_line_of_the_user_and_ends_the_run(start
     last = ranks - 1
     assert f"[rank {last}] hangs, without a sign of life for" in said
     assert "step 4, phase reward" in said
-    assert f"[rank {last}] your code is at {tmp_path}/reward.py:{line}; --reward_timeout limits a call" in said
+    assert (
+        f"[rank {last}] your code is at {tmp_path}/reward.py:{line}; --reward_timeout limits a call"
+        in said
+    )
     assert "thread MainThread:" in said
     assert said.rstrip().endswith("--dist_timeout (minutes)")
     assert "Timed out" not in said
@@ -76,7 +85,15 @@ def test_a_rank_that_lags_is_named_where_no_stack_tells_who_waits(start):
         ({0: {"world": 5}, 1: {"world": 5}}, []),
         ({0: {}, 1: {}}, []),
         # ranks 0 and 1 wait for 2 and 3 in the world; 2 waits for 3 in their pair
-        ({0: {"all": 9, "a": 2}, 1: {"all": 9, "a": 2}, 2: {"all": 8, "b": 3}, 3: {"all": 8, "b": 2}}, [3]),
+        (
+            {
+                0: {"all": 9, "a": 2},
+                1: {"all": 9, "a": 2},
+                2: {"all": 8, "b": 3},
+                3: {"all": 8, "b": 2},
+            },
+            [3],
+        ),
         ({0: {"all": 9}, 1: {"all": 7}, 2: {"all": 8}}, [1]),
     ],
 )
@@ -88,7 +105,8 @@ def test_the_cause_is_the_last_error_and_the_other_rank_is_quiet(start):
     ended = start("error", launcher="torchrun")
     assert ended.returncode == 1
     assert "KeyError: 'the cause'" in "".join(ended.output.rstrip().splitlines()[-4:])
-    assert ended.output.count("Traceback") == 3  # the rank's own, torchrun's, and the rank's again in its last lines
+    # the rank's own, torchrun's, and the rank's again in its last lines
+    assert ended.output.count("Traceback") == 3
     assert "Connection closed" not in ended.output
 
 

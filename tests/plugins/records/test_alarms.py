@@ -75,7 +75,8 @@ def test_a_good_run_has_no_alarm():
 def test_an_alarm_rings_after_so_many_bad_steps_and_until_they_end(name, bad, after):
     found = rung([{}, *([bad] * 4), {}])
     assert [name in step for step in found] == [False, *(i >= after for i in (1, 2, 3, 4)), False]
-    assert set().union(*found) - {"entropy_uniform"} <= {name}  # an infinite entropy is above any bound
+    # an infinite entropy is above any bound
+    assert set().union(*found) - {"entropy_uniform"} <= {name}
 
 
 def test_a_good_step_between_bad_ones_starts_the_count_again():
@@ -105,7 +106,8 @@ GONE = {"entropy_collapse", "zero_gradient"}
         ([at(0.4, 0.0, 1.0)], at(0.9, 0.0, 1.0), GONE),
         ([at(0.4, 0.0, 1.0)], at(0.0, 0.0, 0.0), {*GONE, "equal_rewards"}),  # at its worst
         ([at(-5.0, -9.0, -1.0)], at(-1.0, -1.0, -1.0), set()),  # whatever the scale
-        ([], at(1.0, 1.0, 1.0), {*GONE, "equal_rewards"}),  # always the same: nobody knows whether there is better
+        # always the same: nobody knows whether there is better
+        ([], at(1.0, 1.0, 1.0), {*GONE, "equal_rewards"}),
         ([at(0.5, 0.0, 2.0)], at(1.0, 1.0, 1.0), {*GONE, "equal_rewards"}),  # there is better
     ],
 )
@@ -124,7 +126,8 @@ def of_rewards(rewards: Sequence[float], metric: str = "rollout/reward") -> list
 def test_a_fall_of_more_than_half_of_the_rise(metric):
     rise = [i / 10 for i in range(10)]  # medians of five: 0.2 … 0.7
     found = of_rewards([*rise, *[0.5] * 5, *[0.45] * 5], metric)
-    assert not any(found)  # from 0.7, a median must lose half of its rise, 0.25, and three usual steps, 0.3
+    # from 0.7, a median must lose half of its rise, 0.25, and three usual steps, 0.3
+    assert not any(found)
     found = of_rewards([*rise, *[0.5] * 5, *[0.3] * 5], metric)
     assert found.index(True) == 17  # the median of 0.5 0.5 0.3 0.3 0.3 is 0.3
     assert all(found[17:])
@@ -133,7 +136,8 @@ def test_a_fall_of_more_than_half_of_the_rise(metric):
 def test_noise_is_no_fall():
     noisy = [0.5 + 0.1 * (-1) ** i + (0.05 if i % 3 else -0.05) for i in range(60)]
     assert not any(of_rewards(noisy))
-    assert not any(of_rewards([0.01, 0.02] * 15 + [0.2] + [0.01, 0.02] * 15))  # a last batch of five prompts
+    # a last batch of five prompts
+    assert not any(of_rewards([0.01, 0.02] * 15 + [0.2] + [0.01, 0.02] * 15))
 
 
 def test_a_fall_without_a_rise_rings_too():
@@ -165,11 +169,18 @@ def test_remedies_name_flags_that_exist():
 
 @pytest.mark.usefixtures("world")
 def test_a_learning_rate_of_1000_is_told(make_config, tmp_path, capsys):
-    options: dict[str, Any] = {"actor_learning_rate": 1000.0, "num_episodes": 2, "init_kl_coef": 0.01, "max_norm": 0.0}
+    options: dict[str, Any] = {
+        "actor_learning_rate": 1000.0,
+        "num_episodes": 2,
+        "init_kl_coef": 0.01,
+        "max_norm": 0.0,
+    }
     fitted(make_config(**options))
     lines = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
     assert any("kl_explosion" in line and "--actor_learning_rate" in line for line in lines), lines
-    assert len(lines) == len({line.split("ALARM ")[1].split(":")[0] for line in lines}) <= len(ALARMS)
+    assert (
+        len(lines) == len({line.split("ALARM ")[1].split(":")[0] for line in lines}) <= len(ALARMS)
+    )
     _, rings = series(read_metrics(tmp_path / "run" / "metrics.jsonl"), "alarm/kl_explosion")
     assert rings[0] == 0.0
     assert 1.0 in rings

@@ -20,7 +20,9 @@ def due_steps(cadence: Cadence, steps: range) -> list[int]:
     return [step for step in steps if cadence.due(step)]
 
 
-@pytest.mark.parametrize(("steps", "expected"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (0, []), (-1, [])])
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (0, []), (-1, [])]
+)
 def test_every_n_steps(steps, expected):
     assert due_steps(Cadence(steps), range(1, 7)) == expected
 
@@ -39,7 +41,9 @@ def test_seconds_count_from_the_last_time():
     clock = Clock()
     cadence = Cadence(seconds=10, clock=clock)
     found = []
-    for step, clock.now in enumerate([1005.0, 1009.9, 1010.0, 1015.0, 1019.9, 1021.0, 1030.0], start=1):
+    for step, clock.now in enumerate(
+        [1005.0, 1009.9, 1010.0, 1015.0, 1019.9, 1021.0, 1030.0], start=1
+    ):
         found.append((step, cadence.due(step)))
     # Due at 1010 (10 s after 1000) and at 1021 (not before 1020); the next would be 1031.
     assert [step for step, due in found if due] == [3, 6]
@@ -57,7 +61,13 @@ def test_whichever_comes_first_starts_the_clock_anew():
 
 @pytest.mark.parametrize(
     ("options", "active"),
-    [({}, False), ({"steps": 0}, False), ({"steps": 2}, True), ({"epochs": 1}, True), ({"seconds": 0.5}, True)],
+    [
+        ({}, False),
+        ({"steps": 0}, False),
+        ({"steps": 2}, True),
+        ({"epochs": 1}, True),
+        ({"seconds": 0.5}, True),
+    ],
 )
 def test_active(options, active):
     assert Cadence(**options).active is active

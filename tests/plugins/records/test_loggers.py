@@ -36,9 +36,13 @@ def test_one_row_per_call_with_step_and_time(tmp_path):
     sink = JsonlSink(tmp_path / "new" / "folder" / "metrics.jsonl")
     sink.log(1, {"rollout/reward": 0.5, "rollout/samples": 8})
     sink.log(1, {"eval/accuracy": 1.0})
-    found = rows(tmp_path / "new" / "folder" / "metrics.jsonl")  # readable before the file is closed
+    # readable before the file is closed
+    found = rows(tmp_path / "new" / "folder" / "metrics.jsonl")
     assert [row.pop("time") > 1.6e9 for row in found] == [True, True]
-    assert found == [{"step": 1, "rollout/reward": 0.5, "rollout/samples": 8}, {"step": 1, "eval/accuracy": 1.0}]
+    assert found == [
+        {"step": 1, "rollout/reward": 0.5, "rollout/samples": 8},
+        {"step": 1, "eval/accuracy": 1.0},
+    ]
     sink.close()
 
 
@@ -86,7 +90,8 @@ def test_a_torn_row_in_the_middle_takes_no_other_with_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [1])
     with path.open("a") as file:
-        file.write('{"step": 2, "ti\n' + '{"step": 2, "run": 7}')  # the last one lacks its end of line
+        # the last one lacks its end of line
+        file.write('{"step": 2, "ti\n' + '{"step": 2, "run": 7}')
     write(path, [3], start_step=2)
     assert [(row["step"], row["run"]) for row in rows(path)] == [(1, 0), (2, 7), (3, 0)]
 
@@ -98,14 +103,25 @@ def test_a_file_that_was_removed_is_made_again(tmp_path, caplog):
     for step in (2, 3):
         sink.log(step, {"run": 0.0})
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [2, 3]
-    assert caplog.text.count("metrics.jsonl was removed: it is made again, without its earlier rows") == 1
+    assert (
+        caplog.text.count("metrics.jsonl was removed: it is made again, without its earlier rows")
+        == 1
+    )
 
 
 def test_a_resumed_run_drops_the_rows_of_steps_that_are_done_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [0, 1, 2, 2, 3, 4])
     write(path, [3, 4, 5], start_step=2, tag=1.0)
-    assert [(row["step"], row["run"]) for row in rows(path)] == [(0, 0), (1, 0), (2, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
+    assert [(row["step"], row["run"]) for row in rows(path)] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (2, 0),
+        (3, 1),
+        (4, 1),
+        (5, 1),
+    ]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -143,7 +159,9 @@ def test_jsonl_is_always_written(tmp_path):
     sinks = Sinks(tmp_path / "run")
     sinks.log(3, {"a": 1.0})
     sinks.close()
-    assert [(row["step"], row["a"]) for row in rows(tmp_path / "run" / "metrics.jsonl")] == [(3, 1.0)]
+    assert [(row["step"], row["a"]) for row in rows(tmp_path / "run" / "metrics.jsonl")] == [
+        (3, 1.0)
+    ]
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -151,7 +169,10 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     accumulator = EventAccumulator(str(folder))
     accumulator.Reload()
-    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path):
@@ -160,14 +181,16 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     sinks.log(2, {"train/kl": 1.5})
     sinks.close()
     expected = {"train/kl": [(1, 0.5), (2, 1.5)], "eval/accuracy": [(1, 0.25)]}
-    assert points(tmp_path / "tb" / "my_run") == expected  # the name of the run is that of its folder
+    # the name of the run is that of its folder
+    assert points(tmp_path / "tb" / "my_run") == expected
     assert len(rows(tmp_path / "my_run" / "metrics.jsonl")) == 2  # both at once
 
 
 def test_tensorboard_has_every_step_of_a_run_that_dies(tmp_path):
     sinks = Sinks(tmp_path / "my_run", use_tensorboard=str(tmp_path / "tb"))
     sinks.log(1, {"train/loss": 2.0})
-    assert points(tmp_path / "tb" / "my_run")["train/loss"] == [(1, 2.0)]  # before anything is closed
+    # before anything is closed
+    assert points(tmp_path / "tb" / "my_run")["train/loss"] == [(1, 2.0)]
     sinks.close()
 
 
@@ -178,10 +201,14 @@ def test_tensorboard_drops_points_of_steps_done_again(tmp_path):
         for step in steps:
             sinks.log(step, {"train/kl": value})
         sinks.close()
-    assert points(tmp_path / "tb" / "named") == {"train/kl": [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0)]}
+    assert points(tmp_path / "tb" / "named") == {
+        "train/kl": [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0)]
+    }
 
 
-@pytest.mark.parametrize(("package", "value"), [("wandb", True), ("trackio", "mine"), ("mlflow", "runs")])
+@pytest.mark.parametrize(
+    ("package", "value"), [("wandb", True), ("trackio", "mine"), ("mlflow", "runs")]
+)
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, package, value):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"--use_{package}.*lightppo\[{package}\]"):
@@ -203,7 +230,9 @@ def wandb(tmp_path, monkeypatch):
 
 
 def test_wandb_offline_records_the_run_and_goes_on_with_it(tmp_path, wandb):
-    sinks = Sinks(tmp_path / "my_run", use_wandb=True, wandb_project="project-x", wandb_group="group-y")
+    sinks = Sinks(
+        tmp_path / "my_run", use_wandb=True, wandb_project="project-x", wandb_group="group-y"
+    )
     sinks.log(1, {"train/policy_loss": 0.5})
     sinks.log(2, {"train/policy_loss": 0.25, "eval/accuracy": 1.0})
     run = sinks.sinks[0].run
@@ -241,10 +270,18 @@ class FakeRun:
     ("names", "axes", "row"),
     [
         ("lightppo", {"rollout/*": "global_step"}, {"rollout/reward": 1.0}),
-        ("verl", {"critic/*": "global_step", "timing_s/*": "global_step"}, {"training/global_step": 3.0}),
+        (
+            "verl",
+            {"critic/*": "global_step", "timing_s/*": "global_step"},
+            {"training/global_step": 3.0},
+        ),
         (
             "openrlhf",
-            {"rollout/*": "rollout/global_step", "train/*": "train/global_step", "rollout/global_step": None},
+            {
+                "rollout/*": "rollout/global_step",
+                "train/*": "train/global_step",
+                "rollout/global_step": None,
+            },
             {"rollout/global_step": 3.0},
         ),
     ],
@@ -252,7 +289,8 @@ class FakeRun:
 def test_wandbs_axes_are_those_of_the_other_trainer(monkeypatch, names, axes, row):
     run = FakeRun()
     monkeypatch.setattr(
-        "lightppo.plugins.records.trackers._package", lambda name: SimpleNamespace(init=lambda **_: run)
+        "lightppo.plugins.records.trackers._package",
+        lambda name: SimpleNamespace(init=lambda **_: run),
     )
     sink = WandbSink(LoggingConfig(use_wandb=True, metric_names=names), "run", {}, None)
     sink.log(3, {"rollout/reward": 1.0})
@@ -261,7 +299,11 @@ def test_wandbs_axes_are_those_of_the_other_trainer(monkeypatch, names, axes, ro
 
 
 def test_trackers_have_the_names_of_another_trainer_and_the_file_has_ours(tmp_path):
-    options = {"use_tensorboard": str(tmp_path / "tb"), "wandb_run_name": "x", "metric_names": "verl"}
+    options = {
+        "use_tensorboard": str(tmp_path / "tb"),
+        "wandb_run_name": "x",
+        "metric_names": "verl",
+    }
     config = PPOConfig.from_flat(save_path=str(tmp_path / "run"), **options)
     loop = IdleLoop(config)
     loop.step({"reward": 0.5, "my_own": 2.0})
@@ -287,7 +329,11 @@ def trackio(tmp_path, monkeypatch):
 
 @pytest.fixture
 def mlflow(monkeypatch):
-    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+    for name in (
+        "MLFLOW_ALLOW_FILE_STORE",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT",
+    ):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(name, "x")  # what the sink sets is removed again
         monkeypatch.delenv(name)
@@ -297,7 +343,9 @@ def mlflow(monkeypatch):
 def trackio_points(project: str, name: str, metric: str) -> list[tuple[int, float]]:
     from trackio.sqlite_storage import SQLiteStorage
 
-    return [(row["step"], row[metric]) for row in SQLiteStorage.get_logs(project, name) if metric in row]
+    return [
+        (row["step"], row[metric]) for row in SQLiteStorage.get_logs(project, name) if metric in row
+    ]
 
 
 def mlflow_points(client, run_id: str, metric: str) -> list[tuple[int, float]]:
@@ -306,7 +354,11 @@ def mlflow_points(client, run_id: str, metric: str) -> list[tuple[int, float]]:
 
 def test_several_trackers_at_once_and_each_goes_on_after_a_resume(tmp_path, trackio, mlflow):
     """With real files of the three; a run that another one of the same name has overtaken keeps its own."""
-    options = {"use_tensorboard": str(tmp_path / "tb"), "use_trackio": "maths", "use_mlflow": str(tmp_path / "mlruns")}
+    options = {
+        "use_tensorboard": str(tmp_path / "tb"),
+        "use_trackio": "maths",
+        "use_mlflow": str(tmp_path / "mlruns"),
+    }
     options |= {"wandb_group": "sweep", "mlflow_experiment": "maths"}
     ids: dict[str, str] = {}
     for start, value in ((0, 0.5), (2, 0.25)):
@@ -315,7 +367,8 @@ def test_several_trackers_at_once_and_each_goes_on_after_a_resume(tmp_path, trac
         for step in (start + 1, start + 2):
             sinks.log(step, {"train/loss": value, "eval/pass@4": 1.0})
         sinks.close()
-        other = Sinks(tmp_path / "elsewhere" / "my_run", **options | {"use_tensorboard": None})  # between the two
+        # between the two
+        other = Sinks(tmp_path / "elsewhere" / "my_run", **options | {"use_tensorboard": None})
         other.log(9, {"train/loss": 9.0})
         other.close()
     expected = [(1, 0.5), (2, 0.5), (3, 0.25), (4, 0.25)]
@@ -324,9 +377,15 @@ def test_several_trackers_at_once_and_each_goes_on_after_a_resume(tmp_path, trac
     assert trackio_points("maths", ids["trackio"], "train/loss") == expected
     client = mlflow.MlflowClient(str(tmp_path / "mlruns"))
     assert mlflow_points(client, ids["mlflow"], "train/loss") == expected
-    assert mlflow_points(client, ids["mlflow"], "eval/pass_4") == [(step, 1.0) for step in (1, 2, 3, 4)]
+    assert mlflow_points(client, ids["mlflow"], "eval/pass_4") == [
+        (step, 1.0) for step in (1, 2, 3, 4)
+    ]
     run = client.get_run(ids["mlflow"])
-    assert (run.info.run_name, run.info.status, run.data.params["seed"]) == ("my_run", "FINISHED", "42")
+    assert (run.info.run_name, run.info.status, run.data.params["seed"]) == (
+        "my_run",
+        "FINISHED",
+        "42",
+    )
     assert run.data.tags["group"] == "sweep"
     (found,) = [run for run in trackio.Api().runs("maths") if run.name == ids["trackio"]]
     assert (found.config["seed"], found.config["_Group"]) == (42, "sweep")
@@ -334,7 +393,11 @@ def test_several_trackers_at_once_and_each_goes_on_after_a_resume(tmp_path, trac
 
 
 def test_a_name_of_ones_own_is_the_name_everywhere(tmp_path, trackio, mlflow):
-    options = {"wandb_run_name": "mine", "use_trackio": "names", "use_mlflow": str(tmp_path / "mlruns")}
+    options = {
+        "wandb_run_name": "mine",
+        "use_trackio": "names",
+        "use_mlflow": str(tmp_path / "mlruns"),
+    }
     sinks = Sinks(tmp_path / "run", **options)
     kept = {sink.name: sink for sink in sinks.sinks if hasattr(sink, "run_id")}
     assert kept["trackio"].run.name == "mine"
@@ -342,7 +405,9 @@ def test_a_name_of_ones_own_is_the_name_everywhere(tmp_path, trackio, mlflow):
     sinks.close()
 
 
-def test_what_mlflow_does_not_take_waits_and_is_not_sent_again_at_once(tmp_path, mlflow, caplog, monkeypatch):
+def test_what_mlflow_does_not_take_waits_and_is_not_sent_again_at_once(
+    tmp_path, mlflow, caplog, monkeypatch
+):
     sinks = Sinks(tmp_path / "run", use_mlflow=str(tmp_path / "mlruns"))
     sink, calls = sinks.sinks[0], []
     taken = sink.client.log_batch
@@ -353,13 +418,20 @@ def test_what_mlflow_does_not_take_waits_and_is_not_sent_again_at_once(tmp_path,
 
     monkeypatch.setattr(sink.client, "log_batch", refuse)
     sinks.log(1, {"train/loss": 0.5})
-    assert "step 1: MLflow did not take the metrics, which wait; next try in 60 s: the server is away" in caplog.text
+    assert (
+        "step 1: MLflow did not take the metrics, which wait; next try in 60 s: the server is away"
+        in caplog.text
+    )
     sinks.log(2, {"train/loss": 0.25})
     assert len(calls) == 1
     monkeypatch.setattr(sink.client, "log_batch", taken)
     monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + 61)
     sinks.log(3, {"train/loss": 0.125})
-    assert mlflow_points(sink.client, sink.run_id, "train/loss") == [(1, 0.5), (2, 0.25), (3, 0.125)]
+    assert mlflow_points(sink.client, sink.run_id, "train/loss") == [
+        (1, 0.5),
+        (2, 0.25),
+        (3, 0.125),
+    ]
     monkeypatch.setattr(sink.client, "log_batch", refuse)
     sinks.log(4, {"train/loss": 0.0})
     sinks.close()  # tries once more
@@ -371,7 +443,12 @@ def test_what_mlflow_does_not_take_waits_and_is_not_sent_again_at_once(tmp_path,
 def test_mlflow_over_http_until_the_server_takes_nothing(mlflow, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     experiment = {"experiment": {"experiment_id": "7", "name": "mine", "lifecycle_stage": "active"}}
-    run = {"run": {"info": {"run_id": "r1", "run_uuid": "r1", "experiment_id": "7", "status": "RUNNING"}, "data": {}}}
+    run = {
+        "run": {
+            "info": {"run_id": "r1", "run_uuid": "r1", "experiment_id": "7", "status": "RUNNING"},
+            "data": {},
+        }
+    }
     server = JsonServer()
     server.reply = lambda path, body, n: ok(
         **(experiment if "experiments" in path else run if "runs/create" in path else {})

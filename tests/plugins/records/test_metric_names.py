@@ -27,7 +27,10 @@ def reward_func(queries, prompts, labels, responses):
 
 # Of policy losses and models that this run has not; tests/trainer/test_algorithms_act.py has them.
 OF_PPO = entries.POLICY_LOSSES["ppo"].metrics
-OF_OTHERS = {f"train/{name}" for name in {"aux_loss", "rejected_ratio", *entries.metric_names()} - OF_PPO.keys()}
+OF_OTHERS = {
+    f"train/{name}"
+    for name in {"aux_loss", "rejected_ratio", *entries.metric_names()} - OF_PPO.keys()
+}
 # Of training on data; tests/plugins/supervised/test_supervised.py has them.
 OF_OTHERS |= {f"train/{name}" for name in SUPERVISED | PAIRS} | {"eval/loss", "eval/tokens"}
 # Of a teacher; tests/plugins/algorithms/test_distill.py has them.
@@ -36,14 +39,34 @@ OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
 # Of remax and of --profile_steps; tests/experience/test_sampling.py and tests/trainer/test_metrics.py have them.
 OF_OTHERS |= {"perf/time_greedy", "perf/time_start_profile", "perf/time_stop_profile"}
 # Of --fp16; tests/trainer/test_non_finite.py has them.
-OF_OTHERS |= {f"train/{role}_{name}" for role in ("actor", "critic") for name in ("overflow", "loss_scale")}
-OF_OTHERS |= {"alarm/loss_not_finite", "alarm/loss_rises", *(f"alarm/{x}underflow" for x in ("", "actor_", "critic_"))}
+OF_OTHERS |= {
+    f"train/{role}_{name}" for role in ("actor", "critic") for name in ("overflow", "loss_scale")
+}
+OF_OTHERS |= {
+    "alarm/loss_not_finite",
+    "alarm/loss_rises",
+    *(f"alarm/{x}underflow" for x in ("", "actor_", "critic_")),
+}
 # Of selection, which this run has not; tests/trainer/test_sampling_runs.py has it.
 OF_SELECTION = {
     f"rollout/{name}"
     for name in (
-        *("not_best", "num_gen_batches", "trained_groups", "reused_groups", "stale_groups", "staleness"),
-        *("surplus_groups", "kept_share", "rejected_equal", "rejected_low", "rejected_high", "rejected_unmeasured"),
+        *(
+            "not_best",
+            "num_gen_batches",
+            "trained_groups",
+            "reused_groups",
+            "stale_groups",
+            "staleness",
+        ),
+        *(
+            "surplus_groups",
+            "kept_share",
+            "rejected_equal",
+            "rejected_low",
+            "rejected_high",
+            "rejected_unmeasured",
+        ),
         *("left_out_prompts", "logp_diff_on_policy"),
     )
 }
@@ -72,7 +95,9 @@ def test_every_metric_has_its_row():
 
 
 def test_short_names_belong_to_rollout_train_or_perf_never_to_eval():
-    assert metrics.with_namespace({"reward": 1.0, "response_length": 2.0, "policy_loss": 3.0, "time_step": 4.0}) == {
+    assert metrics.with_namespace(
+        {"reward": 1.0, "response_length": 2.0, "policy_loss": 3.0, "time_step": 4.0}
+    ) == {
         "rollout/reward": 1.0,
         "rollout/response_length": 2.0,
         "train/policy_loss": 3.0,
@@ -83,7 +108,9 @@ def test_short_names_belong_to_rollout_train_or_perf_never_to_eval():
 
 
 def test_a_name_of_the_users_own_is_of_training_or_by_lightrfts_prefix_of_the_rollout():
-    assert metrics.with_namespace({"mine": 1.0, "rollout_format_reward": 2.0, "rollout_tokens_per_second": 3.0}) == {
+    assert metrics.with_namespace(
+        {"mine": 1.0, "rollout_format_reward": 2.0, "rollout_tokens_per_second": 3.0}
+    ) == {
         "train/mine": 1.0,
         "rollout/format_reward": 2.0,
         "perf/rollout_tokens_per_second": 3.0,
@@ -149,11 +176,26 @@ def test_names_of_openrlhf_and_lightrft():
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"train/loss": 1.0, "train/tokens": 2.0}, {"train/gpt_loss", "train/loss_mean", "train/tokens"}),
+        (
+            {"train/loss": 1.0, "train/tokens": 2.0},
+            {"train/gpt_loss", "train/loss_mean", "train/tokens"},
+        ),
         ({"eval/loss": 1.0, "eval/tokens": 2.0}, {"eval/eval gpt_loss", "eval/tokens"}),
         (
-            {"train/loss": 1.0, "train/accuracy": 0.5, "train/rejected_reward": 3.0, "train/pairs": 2.0},
-            {"train/loss", "train/loss_mean", "train/acc", "train/acc_mean", "train/reject_reward", "train/pairs"},
+            {
+                "train/loss": 1.0,
+                "train/accuracy": 0.5,
+                "train/rejected_reward": 3.0,
+                "train/pairs": 2.0,
+            },
+            {
+                "train/loss",
+                "train/loss_mean",
+                "train/acc",
+                "train/acc_mean",
+                "train/reject_reward",
+                "train/pairs",
+            },
         ),
         (
             {"eval/loss": 1.0, "eval/accuracy": 0.5, "eval/pairs": 1.0},
@@ -174,7 +216,10 @@ def test_our_names_are_the_default():
 def test_each_row_of_the_tables_names_a_metric_that_exists_and_no_name_stands_for_two(names):
     table = metric_names.NAMES[names]
     own = {ours for ours in table if ours not in metrics.METRICS}
-    assert own <= {"perf/time_<part>", *(f"eval/<source>/{x}@<n>" for x in ("mean", "std", "best", "worst", "maj"))}
+    assert own <= {
+        "perf/time_<part>",
+        *(f"eval/<source>/{x}@<n>" for x in ("mean", "std", "best", "worst", "maj")),
+    }
     theirs = [name for of_one in table.values() for name in of_one]
     assert len(set(theirs)) == len(theirs)
     others = metrics.METRICS.keys() - table.keys()  # which keep their names
@@ -194,13 +239,41 @@ def test_a_run_logs_what_is_documented_and_nothing_else(tiny_model, tmp_path):
     evaluation = [{"input": text, "data_source": text} for text in ("a", "b")]
     run_ranks(
         REPO / "examples" / "train_ppo.py",
-        *("--pretrain", tiny_model, "--reward_fn", tmp_path / "reward.py", "--save_path", tmp_path / "run"),
-        *("--prompt_data", write_jsonl(tmp_path / "prompts.jsonl", sums(8)), "--ckpt_path", tmp_path / "checkpoints"),
+        *(
+            "--pretrain",
+            tiny_model,
+            "--reward_fn",
+            tmp_path / "reward.py",
+            "--save_path",
+            tmp_path / "run",
+        ),
+        *(
+            "--prompt_data",
+            write_jsonl(tmp_path / "prompts.jsonl", sums(8)),
+            "--ckpt_path",
+            tmp_path / "checkpoints",
+        ),
         *("--eval_data", write_jsonl(tmp_path / "eval.jsonl", evaluation)),
         *("--pretrain_data", write_jsonl(tmp_path / "text.jsonl", [{"text": "1+1=2"}] * 4)),
-        *("--rollout_batch_size=4", "--train_batch_size=2", "--micro_train_batch_size=1", "--generate_max_len=4"),
-        *("--prompt_max_len=16", "--use_kl_loss", "--peak_tflops=1", "--eval_n_samples=3", "--num_examine=0"),
-        *("--dual_clip=3", "--high_entropy_token_ratio=0.5", "--old_log_probs=forward", "--save_steps=1"),
+        *(
+            "--rollout_batch_size=4",
+            "--train_batch_size=2",
+            "--micro_train_batch_size=1",
+            "--generate_max_len=4",
+        ),
+        *(
+            "--prompt_max_len=16",
+            "--use_kl_loss",
+            "--peak_tflops=1",
+            "--eval_n_samples=3",
+            "--num_examine=0",
+        ),
+        *(
+            "--dual_clip=3",
+            "--high_entropy_token_ratio=0.5",
+            "--old_log_probs=forward",
+            "--save_steps=1",
+        ),
         world_size=1,
     )
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")

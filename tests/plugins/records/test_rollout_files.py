@@ -10,7 +10,10 @@ from lightppo.errors import ConfigError
 from lightppo.plugins.records.rollout_files import RolloutReplay
 from lightppo.rollout.engine import SamplingParams
 
-PROMPTS = [Prompt("a", [1], label={"answer": 3}, index=0, extra={"level": 2}), Prompt("b", [2, 3], index=1)]
+PROMPTS = [
+    Prompt("a", [1], label={"answer": 3}, index=0, extra={"level": 2}),
+    Prompt("b", [2, 3], index=1),
+]
 
 
 def sampled(prompts=PROMPTS):
@@ -28,7 +31,8 @@ def test_rollouts_are_replayed_by_step_and_batch(tmp_path):
     replay = RolloutReplay(tmp_path, FakeStrategy())
     first = replay.rollouts(PROMPTS, 1, 0, sampled)
     assert replay.rollouts(PROMPTS, 1, 0, never) == first == sampled()
-    assert RolloutReplay(tmp_path, FakeStrategy()).rollouts(PROMPTS, 1, 0, never) == first  # another run
+    # another run
+    assert RolloutReplay(tmp_path, FakeStrategy()).rollouts(PROMPTS, 1, 0, never) == first
     other = replay.rollouts(PROMPTS[1:], 1, 1, lambda: sampled(PROMPTS[1:]))
     assert replay.rollouts(PROMPTS[1:], 1, 1, never) == other != first
     with pytest.raises(AssertionError, match="sampled again"):

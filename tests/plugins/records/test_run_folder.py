@@ -68,7 +68,9 @@ def test_a_folder_in_use_is_refused_until_its_process_is_gone(tmp_path, other_pr
     with pytest.raises(ConfigError) as error:
         claim({"--save_path": str(tmp_path / "run")}, FakeStrategy())
     holder = f"process {child} on {socket.gethostname()}"
-    assert str(error.value).startswith(f"--save_path {tmp_path}/run is in use by {holder}: wait for it, or choose")
+    assert str(error.value).startswith(
+        f"--save_path {tmp_path}/run is in use by {holder}: wait for it, or choose"
+    )
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     claim({"--save_path": str(tmp_path / "run")}, FakeStrategy())
@@ -97,20 +99,28 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr("fcntl.flock", unsupported)
     claim({"--ckpt_path": str(tmp_path)}, FakeStrategy())
-    assert f"--ckpt_path {tmp_path}: no locks on this file system (Operation not supported)" in caplog.text
+    assert (
+        f"--ckpt_path {tmp_path}: no locks on this file system (Operation not supported)"
+        in caplog.text
+    )
 
 
 @pytest.mark.usefixtures("world")
-def test_a_second_run_is_refused_before_its_models_load(make_config, tmp_path, other_process, monkeypatch):
+def test_a_second_run_is_refused_before_its_models_load(
+    make_config, tmp_path, other_process, monkeypatch
+):
     other_process(tmp_path / "run" / "checkpoints_ppo")
     live = [
-        tmp_path / "run" / "checkpoints_ppo" / name for name in ("_actor/global_step1.incomplete", ".best_hf.saving")
+        tmp_path / "run" / "checkpoints_ppo" / name
+        for name in ("_actor/global_step1.incomplete", ".best_hf.saving")
     ]
     for folder in live:  # what the other process is saving now
         folder.mkdir(parents=True)
     monkeypatch.setattr(build, "build_models", lambda *_: pytest.fail("models were loaded"))
     config = make_config(ckpt_path=None)
-    with pytest.raises(ConfigError, match=r"--ckpt_path .*/run/checkpoints_ppo is in use by process"):
+    with pytest.raises(
+        ConfigError, match=r"--ckpt_path .*/run/checkpoints_ppo is in use by process"
+    ):
         PPOTrainer.from_config(config)
     assert all(folder.is_dir() for folder in live)
 
@@ -122,10 +132,17 @@ def test_an_evaluation_may_look_at_checkpoints_of_a_run_that_goes_on(
     """What it does not read may differ: here what trains the critic, the KL controller, the reward file."""
     fitted(make_config(save_steps=1, benchmark_steps=1))
     other_process(tmp_path / "ckpt")
-    only = {"eval_data": assets["prompt_data"], "eval_max_samples": 2, "val_only": True, "prompt_data": None}
+    only = {
+        "eval_data": assets["prompt_data"],
+        "eval_max_samples": 2,
+        "val_only": True,
+        "prompt_data": None,
+    }
     (tmp_path / "other.py").write_text(Path(assets["reward_fn"]).read_text() + "\n")
     only |= {"reward_fn": str(tmp_path / "other.py"), "kl_target": 0.1, "prompt_max_len": 10}
-    config = make_config(**only, save_path=str(tmp_path / "eval")).with_options(critic_learning_rate=0.5)
+    config = make_config(**only, save_path=str(tmp_path / "eval")).with_options(
+        critic_learning_rate=0.5
+    )
     assert fitted(config).state.global_step == 1
     assert "resume: --prompt_max_len was 12, is 10\n" in capsys.readouterr().out
 
@@ -148,7 +165,9 @@ def test_what_an_earlier_run_left_is_numbered(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("world")
-def test_a_new_run_keeps_evaluations_rollouts_and_curves_of_the_old_one(make_config, tmp_path, assets, capsys):
+def test_a_new_run_keeps_evaluations_rollouts_and_curves_of_the_old_one(
+    make_config, tmp_path, assets, capsys
+):
     """The old one ends later, so that its files would stay beside those of the new one."""
     run, tb = tmp_path / "run", tmp_path / "tb"
     options = {"eval_data": assets["prompt_data"], "eval_max_samples": 2, "val_before_train": False,
@@ -174,7 +193,14 @@ def test_all_samples_may_be_in_the_folder_of_some(make_config, tmp_path):
     run = tmp_path / "run"
     for _ in range(2):
         options = {"overlong_buffer_len": 1, "overlong_penalty_factor": 0.25}
-        fitted(make_config(record_samples=3, rollout_data_dir=str(run / "rollouts"), benchmark_steps=1, **options))
+        fitted(
+            make_config(
+                record_samples=3,
+                rollout_data_dir=str(run / "rollouts"),
+                benchmark_steps=1,
+                **options,
+            )
+        )
     for folder in (run / "rollouts", run / "rollouts.1"):
         assert sorted(path.name for path in folder.iterdir()) == ["step1.jsonl", "step1.jsonl.gz"]
         every = read_jsonl(folder / "step1.jsonl")
@@ -197,7 +223,9 @@ def test_all_samples_may_be_in_the_folder_of_some(make_config, tmp_path):
 @pytest.fixture
 def begun(make_config, tmp_path):
     """A run with a checkpoint of its first step, and files of its own."""
-    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n")
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n"
+    )
     own = {
         "pretrain": save_causal_lm(tmp_path / "model", seed=3),
         "prompt_data": write_jsonl(tmp_path / "prompts.jsonl", sums(12)),
@@ -228,7 +256,8 @@ def test_other_content_behind_the_same_options_is_another_run(begun, tmp_path):
     save_causal_lm(tmp_path / "model", seed=4)
     text = problem()
     assert all(
-        f"--{name} {tmp_path}/model has other" in text for name in ("pretrain", "ref_pretrain", "critic_pretrain")
+        f"--{name} {tmp_path}/model has other" in text
+        for name in ("pretrain", "ref_pretrain", "critic_pretrain")
     )
 
     kept = (tmp_path / "run" / "metrics.jsonl").read_text()  # a refusal moves nothing
@@ -262,20 +291,30 @@ def test_another_estimator_of_the_same_name_is_another_run(make_config, tmp_path
     PPOTrainer.from_config(config())
     path.write_text(ESTIMATOR.replace("groups.scores", "-groups.scores"))
     linecache.checkcache()
-    with pytest.raises(ConfigError, match=r"--advantage_estimator .*own.* has other content than it had"):
+    with pytest.raises(
+        ConfigError, match=r"--advantage_estimator .*own.* has other content than it had"
+    ):
         PPOTrainer.from_config(config())
 
 
 @pytest.mark.usefixtures("world")
 def test_another_save_path_is_another_run_but_a_folder_may_be_moved(begun, tmp_path):
     elsewhere = {"save_path": str(tmp_path / "other")}
-    with pytest.raises(ConfigError, match=rf"as another run: --save_path {tmp_path}/run → {tmp_path}/other\. "):
-        PPOTrainer.from_config(begun.with_options(**elsewhere, ckpt_path=str(tmp_path / "run" / "checkpoints_ppo")))
+    with pytest.raises(
+        ConfigError, match=rf"as another run: --save_path {tmp_path}/run → {tmp_path}/other\. "
+    ):
+        PPOTrainer.from_config(
+            begun.with_options(**elsewhere, ckpt_path=str(tmp_path / "run" / "checkpoints_ppo"))
+        )
     # by default the checkpoints of another folder are other ones
     assert PPOTrainer.from_config(begun.with_options(**elsewhere)).state.global_step == 0
     # on purpose
-    off = {"lora_alpha": 16, "lora_dropout": 0, "ptx_coef": 0, "pretrain_data_probs": "1.0"}  # nothing here
-    branch = {"save_path": str(tmp_path / "branch"), "resume": str(tmp_path / "run" / "checkpoints_ppo")}
+    # nothing here
+    off = {"lora_alpha": 16, "lora_dropout": 0, "ptx_coef": 0, "pretrain_data_probs": "1.0"}
+    branch = {
+        "save_path": str(tmp_path / "branch"),
+        "resume": str(tmp_path / "run" / "checkpoints_ppo"),
+    }
     assert PPOTrainer.from_config(begun.with_options(**branch, **off)).state.global_step == 1
     release([str(tmp_path / "run"), str(tmp_path / "run" / "checkpoints_ppo")])
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -285,7 +324,8 @@ def test_another_save_path_is_another_run_but_a_folder_may_be_moved(begun, tmp_p
 
 def test_the_mark_of_a_checkpoint_is_of_its_content(tmp_path):
     first = save_causal_lm(tmp_path / "a", seed=1)
-    assert checkpoint_mark(save_causal_lm(tmp_path / "b", seed=1)) == checkpoint_mark(first)  # wherever and whenever
+    # wherever and whenever
+    assert checkpoint_mark(save_causal_lm(tmp_path / "b", seed=1)) == checkpoint_mark(first)
     assert checkpoint_mark(save_causal_lm(tmp_path / "c", seed=2)) != checkpoint_mark(first)
     (tmp_path / "b" / "metrics.jsonl").write_text("not of the model")
     assert checkpoint_mark(str(tmp_path / "b")) == checkpoint_mark(first)
@@ -301,14 +341,27 @@ def test_the_mark_of_a_checkpoint_is_of_its_content(tmp_path):
 def test_the_kept_options_are_those_that_were_asked(make_config, tmp_path):
     fitted(make_config(ckpt_path=None, benchmark_steps=1))
     asked, resolved = (
-        yaml.safe_load((tmp_path / "run" / f"run_config{kind}.yaml").read_text()) for kind in ("", ".resolved")
+        yaml.safe_load((tmp_path / "run" / f"run_config{kind}.yaml").read_text())
+        for kind in ("", ".resolved")
     )
     names = ("ref_pretrain", "critic_pretrain", "ckpt_path", "policy_loss")
     assert [asked[name] for name in names] == [None] * 4
-    assert [resolved[name] for name in names] == [asked["pretrain"]] * 2 + [f"{tmp_path}/run/checkpoints_ppo", "ppo"]
-    other = ["--config", str(tmp_path / "run" / "run_config.yaml"), "--pretrain", "other", "--save_path", "there"]
+    assert [resolved[name] for name in names] == [asked["pretrain"]] * 2 + [
+        f"{tmp_path}/run/checkpoints_ppo",
+        "ppo",
+    ]
+    other = [
+        "--config",
+        str(tmp_path / "run" / "run_config.yaml"),
+        "--pretrain",
+        "other",
+        "--save_path",
+        "there",
+    ]
     again = parse_args(other).resolved()
-    assert {again.model.pretrain, again.model.ref_pretrain, again.model.critic_pretrain} == {"other"}
+    assert {again.model.pretrain, again.model.ref_pretrain, again.model.critic_pretrain} == {
+        "other"
+    }
     assert again.checkpoint.ckpt_path == "there/checkpoints_ppo"
 
 
@@ -317,10 +370,16 @@ def test_the_kept_options_are_those_that_were_asked(make_config, tmp_path):
 
 @pytest.mark.usefixtures("world")
 def test_a_run_without_an_optimizer_step_is_an_error_and_saves_nothing(make_config, tmp_path):
-    (tmp_path / "same.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n")
-    config = make_config(**GROUPS, reward_fn=str(tmp_path / "same.py"), dynamic_sampling=True, save_steps=1)
+    (tmp_path / "same.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n"
+    )
+    config = make_config(
+        **GROUPS, reward_fn=str(tmp_path / "same.py"), dynamic_sampling=True, save_steps=1
+    )
     trainer = PPOTrainer.from_config(config)
-    with pytest.raises(TrainingError, match=r"no optimizer step was taken in \d+ steps.*--filter_range"):
+    with pytest.raises(
+        TrainingError, match=r"no optimizer step was taken in \d+ steps.*--filter_range"
+    ):
         trainer.fit()
     assert list((tmp_path / "run").glob("*.safetensors")) == []
 
@@ -348,8 +407,9 @@ def test_fewer_steps_than_the_schedule_was_made_for_are_said(make_config, tmp_pa
     assert "the schedules were stretched" not in capsys.readouterr().out
     release([config.checkpoint.save_path])
     fitted(config.with_options(total_training_steps=steps + 1))
-    assert f"the prompts held {steps} steps; the schedules were stretched over --total_training_steps {steps + 1}" in (
-        capsys.readouterr().out
+    assert (
+        f"the prompts held {steps} steps; the schedules were stretched over --total_training_steps {steps + 1}"
+        in (capsys.readouterr().out)
     )
 
 
@@ -371,7 +431,9 @@ def names(fs: Any, folder: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path, monkeypatch, assets):
+def test_a_run_at_a_url_goes_on_on_another_machine(
+    make_config, memory, tmp_path, monkeypatch, assets
+):
     options = {"save_steps": 1, "max_ckpt_num": 1, "eval_data": assets["prompt_data"], "eval_max_samples": 2,
                "best_metric": "eval/reward", "eval_steps": 1, "val_before_train": False,
                "save_hf_ckpt": True}  # fmt: skip
@@ -383,8 +445,17 @@ def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path
     memory.pipe("/bucket/run/rollouts/step9.jsonl.gz", b"")
     assert "/bucket/run/config.json" in memory.find("/bucket/run")
     whole = names(memory, "/bucket/run/checkpoints_ppo")
-    assert {name.split("/")[1] for name in whole if name.startswith("_actor/")} == {"global_step2", "latest"}
-    assert {name.split("/")[0] for name in whole} == {"_actor", "_critic", "latest", "global_step2_hf", "best_hf"}
+    assert {name.split("/")[1] for name in whole if name.startswith("_actor/")} == {
+        "global_step2",
+        "latest",
+    }
+    assert {name.split("/")[0] for name in whole} == {
+        "_actor",
+        "_critic",
+        "latest",
+        "global_step2_hf",
+        "best_hf",
+    }
     assert not list(Path.cwd().glob("memory:*"))
 
     monkeypatch.setenv("LIGHTPPO_CACHE", str(tmp_path / "node2"))
@@ -402,24 +473,37 @@ def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path
         f"rollouts/{path.name}": path.read_bytes() for path in samples.iterdir()
     }
     kept = names(memory, "/bucket/run/checkpoints_ppo")
-    assert {name.split("/")[1] for name in kept if name.startswith("_actor/")} == {"global_step3", "latest"}
+    assert {name.split("/")[1] for name in kept if name.startswith("_actor/")} == {
+        "global_step3",
+        "latest",
+    }
     assert not any(name.startswith("global_step2_hf") for name in kept)
 
     anew = PPOTrainer.from_config(config.with_options(resume="never"))
     assert anew.state.global_step == 0
     anew.start_records()
     kept = names(memory, "/bucket/run")
-    assert {"metrics.1.jsonl", "eval.1/step1.jsonl", "rollouts.1/step3.jsonl.gz", "run_config.1.yaml"} < kept
+    assert {
+        "metrics.1.jsonl",
+        "eval.1/step1.jsonl",
+        "rollouts.1/step3.jsonl.gz",
+        "run_config.1.yaml",
+    } < kept
     assert not any(name.startswith(("eval/", "rollouts/", "metrics.jsonl")) for name in kept)
     assert not (tmp_path / "node2" / "unsent").exists()  # all was sent
-    again = make_config(pretrain="memory://bucket/run", save_path=str(tmp_path / "next"), ckpt_path=None)
+    again = make_config(
+        pretrain="memory://bucket/run", save_path=str(tmp_path / "next"), ckpt_path=None
+    )
     from_export = PPOTrainer.from_config(again)
     assert all(
-        torch.equal(tensor, whole_weights(straight)[name]) for name, tensor in whole_weights(from_export).items()
+        torch.equal(tensor, whole_weights(straight)[name])
+        for name, tensor in whole_weights(from_export).items()
     )
 
 
-def test_a_run_in_the_memory_of_its_process_is_warned_about_and_its_files_are_kept(memory, tmp_path, caplog):
+def test_a_run_in_the_memory_of_its_process_is_warned_about_and_its_files_are_kept(
+    memory, tmp_path, caplog
+):
     """``memory://`` ends with a killed process: the next start begins anew."""
     folders = {"--save_path": "memory://bucket/run", "--ckpt_path": str(tmp_path / "ckpt")}
     here = local_folder(folders["--save_path"])
@@ -430,7 +514,8 @@ def test_a_run_in_the_memory_of_its_process_is_warned_about_and_its_files_are_ke
     (here / "model.safetensors").write_text("trained")
     upload(folders["--save_path"], "model.safetensors")
 
-    memory.store.clear(), memory.pseudo_dirs.clear()  # the process is killed, and another one starts
+    # the process is killed, and another one starts
+    memory.store.clear(), memory.pseudo_dirs.clear()
     caplog.clear()
     claim(folders, FakeStrategy())
     (kept,) = (tmp_path / "node1" / "unsent").rglob("model.safetensors")
@@ -441,7 +526,10 @@ def test_a_run_in_the_memory_of_its_process_is_warned_about_and_its_files_are_ke
 
 
 def test_what_was_not_sent_is_kept_apart_by_the_next_process(memory, tmp_path, monkeypatch, caplog):
-    folders = {"--save_path": "memory://bucket/run", "--ckpt_path": "memory://bucket/run/checkpoints_ppo"}
+    folders = {
+        "--save_path": "memory://bucket/run",
+        "--ckpt_path": "memory://bucket/run/checkpoints_ppo",
+    }
     here = local_folder(folders["--save_path"])
     claim(folders, FakeStrategy())
     (here / "checkpoints_ppo" / "_actor").mkdir()
@@ -450,13 +538,19 @@ def test_what_was_not_sent_is_kept_apart_by_the_next_process(memory, tmp_path, m
     (here / "metrics.jsonl").write_text("sent")
     upload(folders["--save_path"], "metrics.jsonl")
     claim(folders, FakeStrategy())  # all is at the URL
-    assert [path.name for path in here.rglob("*") if path.is_file() and path.name != ".lock"] == ["metrics.jsonl"]
+    assert [path.name for path in here.rglob("*") if path.is_file() and path.name != ".lock"] == [
+        "metrics.jsonl"
+    ]
 
     (here / "model.safetensors").write_text("trained")
     with monkeypatch.context() as patch:
-        patch.setattr(type(memory), "put", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("gone")))
+        patch.setattr(
+            type(memory), "put", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("gone"))
+        )
         patch.setattr("time.sleep", lambda seconds: None)  # between tries
-        with pytest.raises(StagingError, match=rf"memory://bucket/run: ConnectionError: gone; what .* is in {here}"):
+        with pytest.raises(
+            StagingError, match=rf"memory://bucket/run: ConnectionError: gone; what .* is in {here}"
+        ):
             upload(folders["--save_path"], "model.safetensors")
     caplog.clear()
     claim(folders, FakeStrategy())
@@ -471,7 +565,9 @@ def test_what_was_not_sent_is_kept_apart_by_the_next_process(memory, tmp_path, m
     release(folders.values())
 
 
-def test_a_lost_connection_is_made_again_and_never_looks_like_an_empty_folder(memory, tmp_path, monkeypatch):
+def test_a_lost_connection_is_made_again_and_never_looks_like_an_empty_folder(
+    memory, tmp_path, monkeypatch
+):
     """fsspec's ``exists`` and ``find`` say no, and nothing, for a server that does not answer."""
     folders, failures = {"--ckpt_path": "memory://bucket/ckpt"}, {}
     memory.pipe("/bucket/ckpt/latest", b"global_step1")
@@ -498,7 +594,9 @@ def test_a_lost_connection_is_made_again_and_never_looks_like_an_empty_folder(me
     assert memory.cat("/bucket/ckpt/latest") == b"global_step2"
     assert failures == dict.fromkeys(names, 0)
     failures["info"] = 1000
-    with pytest.raises(ConfigError, match=r"--ckpt_path memory://bucket/ckpt: .*BrokenPipeError: info"):
+    with pytest.raises(
+        ConfigError, match=r"--ckpt_path memory://bucket/ckpt: .*BrokenPipeError: info"
+    ):
         claim(folders, FakeStrategy())
     failures["info"] = 0
     release(folders.values())
@@ -514,24 +612,46 @@ def test_a_file_url_is_that_folder(tmp_path):
 )
 def test_a_scheme_that_cannot_be_used_is_refused_at_once(flag, url, problem, capsys):
     with pytest.raises(SystemExit) as stop:
-        parse_args(["--pretrain", "m", "--prompt_data", "p", "--reward_fn", "r.py", f"--{flag}", url])
+        parse_args(
+            ["--pretrain", "m", "--prompt_data", "p", "--reward_fn", "r.py", f"--{flag}", url]
+        )
     assert stop.value.code == 2
     assert f"--{flag} {url}: {problem}" in capsys.readouterr().err
 
 
 def test_a_password_in_the_url_of_a_folder_is_refused_and_not_shown(capsys):
-    words = ["--pretrain", "m", "--prompt_data", "p", "--reward_fn", "r.py", "--save_path", "ftp://me:hidden@host/run"]
+    words = [
+        "--pretrain",
+        "m",
+        "--prompt_data",
+        "p",
+        "--reward_fn",
+        "r.py",
+        "--save_path",
+        "ftp://me:hidden@host/run",
+    ]
     with pytest.raises(SystemExit):
         parse_args(words)
     said = capsys.readouterr().err
-    assert "--save_path: a password in a URL would be written into logs: set FSSPEC_FTP_PASSWORD" in said
+    assert (
+        "--save_path: a password in a URL would be written into logs: set FSSPEC_FTP_PASSWORD"
+        in said
+    )
     assert "hidden" not in said
 
 
 @pytest.mark.usefixtures("world")
-def test_a_url_that_cannot_be_written_is_refused_before_models_load(make_config, memory, monkeypatch):
-    monkeypatch.setattr(type(memory), "pipe_file", lambda *_, **__: (_ for _ in ()).throw(PermissionError("read only")))
+def test_a_url_that_cannot_be_written_is_refused_before_models_load(
+    make_config, memory, monkeypatch
+):
+    monkeypatch.setattr(
+        type(memory),
+        "pipe_file",
+        lambda *_, **__: (_ for _ in ()).throw(PermissionError("read only")),
+    )
     monkeypatch.setattr(build, "build_models", lambda *_: pytest.fail("models were loaded"))
     config = make_config(save_path="memory://bucket/run", ckpt_path=None)
-    with pytest.raises(ConfigError, match=r"--save_path memory://bucket/run: cannot be written .*read only"):
+    with pytest.raises(
+        ConfigError, match=r"--save_path memory://bucket/run: cannot be written .*read only"
+    ):
         PPOTrainer.from_config(config)

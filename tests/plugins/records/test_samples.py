@@ -12,14 +12,23 @@ from support.fakes import FakeStrategy, make_rollout, on_ranks
 from support.tiny import read_jsonl
 
 from lightppo.experience.experience import Experience
-from lightppo.plugins.records.samples import SampleRecord, TokenPieces, examined, with_overlong, write_step
+from lightppo.plugins.records.samples import (
+    SampleRecord,
+    TokenPieces,
+    examined,
+    with_overlong,
+    write_step,
+)
 
 
 def test_one_line_per_sample_of_all_ranks_in_order(tmp_path):
     def run(strategy):
         # rank 0 has prompt 5, rank 1 has prompt 2
         index = 5 - 3 * strategy.rank
-        mine = [make_rollout(index=index, sample_index=j, reward=index + j / 2, label="7") for j in (0, 1)]
+        mine = [
+            make_rollout(index=index, sample_index=j, reward=index + j / 2, label="7")
+            for j in (0, 1)
+        ]
         mine[1].extras, mine[1].finish_reason = {"accuracy": 1.0}, "length"
         write_step(tmp_path / "data", 4, mine, strategy)
 
@@ -39,7 +48,10 @@ def test_one_line_per_sample_of_all_ranks_in_order(tmp_path):
 def test_a_dump_has_the_overlong_penalty(tmp_path):
     """Of at most 10 tokens the last 4 cost up to 2: 8 tokens cost (8 - 6)/4·2 = 1, 5 tokens nothing, 10 tokens 2."""
     lengths = (8, 5, 10)
-    rollouts = [make_rollout(response_ids=[7] * n, sample_index=i, reward=3.0) for i, n in enumerate(lengths)]
+    rollouts = [
+        make_rollout(response_ids=[7] * n, sample_index=i, reward=3.0)
+        for i, n in enumerate(lengths)
+    ]
     unscored = make_rollout(response_ids=[7] * 8, sample_index=3, reward=None)
     rollouts[0].extras = {"acc": 1.0}
     dumped = with_overlong([*rollouts, unscored], max_len=10, buffer_len=4, penalty_factor=2.0)
@@ -85,7 +97,10 @@ def read(folder, step: int) -> list[dict]:
 
 
 def group(index: int, n: int = 2):
-    return [make_rollout((index + 1,), (97, 98 + j), index=index, sample_index=j, reward=float(j)) for j in range(n)]
+    return [
+        make_rollout((index + 1,), (97, 98 + j), index=index, sample_index=j, reward=float(j))
+        for j in range(n)
+    ]
 
 
 def names(rows: list[dict]) -> list[tuple[int, int]]:
@@ -106,7 +121,9 @@ def test_whole_groups_of_the_ranks_in_turn(tmp_path, count, expected):
         samples = record(tmp_path, count, strategy=strategy)
         for step in expected:
             before = strategy.collectives
-            samples.pick(step, [*group(0), *group(1), *group(2)] if strategy.rank == 0 else group(3), [])
+            samples.pick(
+                step, [*group(0), *group(1), *group(2)] if strategy.rank == 0 else group(3), []
+            )
             samples.write(step)
             assert strategy.collectives == before + 1
 
@@ -123,7 +140,11 @@ def test_none_are_kept_without_a_count(tmp_path):
 
 def test_numbers_per_token_come_from_the_rows_and_the_passes(tmp_path):
     rollouts = [*group(0), *group(1)]
-    rollouts[0].log_probs, rollouts[0].token_rewards, rollouts[1].texts = [-1.0, -2.0], [0.5, 0.25], {"why": "wrong"}
+    rollouts[0].log_probs, rollouts[0].token_rewards, rollouts[1].texts = (
+        [-1.0, -2.0],
+        [0.5, 0.25],
+        {"why": "wrong"},
+    )
     rows = Experience.from_rollouts(rollouts)
     rows.base_action_log_probs = torch.full((4, 2), -3.0)
     rows.advantages = torch.tensor([[1.0, -1 / 3], [2.0, math.nan], [0.0, 0.0], [0.0, 0.0]])
@@ -132,7 +153,8 @@ def test_numbers_per_token_come_from_the_rows_and_the_passes(tmp_path):
     samples = record(tmp_path, 2)
     samples.pick(1, rollouts, [*items, items[3]], repeated=1)
     before = items[0].advantages.clone()
-    for log_prob, entropy in ((-1.5, 0.75), (-9.0, 9.0), (-1.25, 0.5)):  # three epochs, in an order of their own
+    # three epochs, in an order of their own
+    for log_prob, entropy in ((-1.5, 0.75), (-9.0, 9.0), (-1.25, 0.5)):
         part = Experience.collate([items[2], items[1], items[0]])
         samples.observe(part, torch.full((3, 2), log_prob), torch.full((3, 2), entropy))
     samples.write(1)
@@ -143,7 +165,11 @@ def test_numbers_per_token_come_from_the_rows_and_the_passes(tmp_path):
         "reward": [0.5, 0.25], "advantage": [1.0, -0.3333], "kl": [1.5, 1.5], "new_log_prob": [-1.25, -1.25],
     }  # fmt: skip
     assert (second["tokens"]["advantage"], second["tokens"]["trained"]) == ([2.0, None], [0, 1])
-    assert (second["extras"], second["score"], second["output"]) == ({"why": "wrong"}, 1.0, "answer 1")
+    assert (second["extras"], second["score"], second["output"]) == (
+        {"why": "wrong"},
+        1.0,
+        "answer 1",
+    )
     samples.pick(2, rollouts, items)
     samples.write(2)  # nothing of the step before is left
     assert "entropy" not in read(tmp_path, 2)[0]["tokens"]

@@ -63,25 +63,44 @@ def test_one_rank_and_two_another_seed_and_reward_file(diff, recorded, copied):
     assert "seed: 7 and 8" in lines
     assert "zero_stage: 0 and 3" in lines
     assert 'ranks: "1" and "2"' in lines
-    assert any(re.fullmatch(r'torch: "2\.\d.*" and "2\.0, 2\.1 from step 3 on"', line) for line in lines)
+    assert any(
+        re.fullmatch(r'torch: "2\.\d.*" and "2\.0, 2\.1 from step 3 on"', line) for line in lines
+    )
     assert any(re.fullmatch(r'content of --reward_fn: "\w{16}" and "0123"', line) for line in lines)
     assert not any(line.startswith("content of --pretrain") for line in lines)
     # what ranks train on in one step is shuffled on each: the first rollouts are the same, the first gradients are not
-    assert re.search(r"^first number that differs: step 1, train/\w+: -?[\d.e-]+ and -?[\d.e-]+$", out, re.MULTILINE)
     assert re.search(
-        r"^first sample that differs: step 2, prompt \d+, sample \d, output from character \d on: ", out, re.M
+        r"^first number that differs: step 1, train/\w+: -?[\d.e-]+ and -?[\d.e-]+$",
+        out,
+        re.MULTILINE,
     )
-    table = [line.split() for line in out.partition("quantity ")[2].partition("\n\n")[0].splitlines()[1:]]
+    assert re.search(
+        r"^first sample that differs: step 2, prompt \d+, sample \d, output from character \d on: ",
+        out,
+        re.M,
+    )
+    table = [
+        line.split() for line in out.partition("quantity ")[2].partition("\n\n")[0].splitlines()[1:]
+    ]
     assert [row[1] for row in table] == sorted(row[1] for row in table)
-    assert {row[0] for row in table} >= {"rollout/reward", "train/policy_loss", "train/actor_grad_norm"}
+    assert {row[0] for row in table} >= {
+        "rollout/reward",
+        "train/policy_loss",
+        "train/actor_grad_norm",
+    }
 
 
 def test_the_first_quantity_is_the_one_that_arises_first():
     names = ["eval/reward", "train/actor_grad_norm", "train/policy_loss", "rollout/kl", "rollout/reward", "reward/acc",
              "rollout/response_length"]  # fmt: skip
     one, other = dict.fromkeys(names, 1.0), dict.fromkeys(names, 2.0)
-    found = differences([(3, one, one), (4, one, one | {"train/policy_loss": 5.0}), (5, one, other)])
-    assert list(found) == ["train/policy_loss", *(n for n in reversed(names) if n != "train/policy_loss")]
+    found = differences(
+        [(3, one, one), (4, one, one | {"train/policy_loss": 5.0}), (5, one, other)]
+    )
+    assert list(found) == [
+        "train/policy_loss",
+        *(n for n in reversed(names) if n != "train/policy_loss"),
+    ]
     assert found["train/policy_loss"] == [(4, 1.0, 5.0), (5, 1.0, 2.0)]
 
 
@@ -92,11 +111,24 @@ def test_what_no_clock_measured_counts(diff, run):
     b = run("b", [row | {"perf/time_step": 4.0, "time": 9.0}])
     code, out = diff(a, b)
     assert (code, out.splitlines()[:4]) == (
-        *(0, [f"a: {a}, steps 1 to 2", f"b: {b}, steps 1 to 1", "1 steps in both", "all that both recorded is equal"]),
+        *(
+            0,
+            [
+                f"a: {a}, steps 1 to 2",
+                f"b: {b}, steps 1 to 1",
+                "1 steps in both",
+                "all that both recorded is equal",
+            ],
+        ),
     )
     assert "options: not recorded in a and b" in out
-    code, out = diff(a, run("c", [{"step": 1, "rollout/reward": 0.5, "train/ratio": 1.0, "train/new": 2.0}]))
-    assert (code, "first number that differs: step 1, train/ratio: None and 1.0" in out) == (1, True)
+    code, out = diff(
+        a, run("c", [{"step": 1, "rollout/reward": 0.5, "train/ratio": 1.0, "train/new": 2.0}])
+    )
+    assert (code, "first number that differs: step 1, train/ratio: None and 1.0" in out) == (
+        1,
+        True,
+    )
     assert re.search(r"^train/ratio +1 +null +1 +inf +1$", out, re.MULTILINE)
     assert re.search(r"^train/new +1 +missing +2 +inf +1$", out, re.MULTILINE)
     code, out = diff(a, run("d", [{"step": 7, "rollout/reward": 0.5}]))
@@ -121,7 +153,10 @@ def test_how_far_apart_from_then_on(diff, run):
 
 def test_no_run(diff, recorded, tmp_path):
     code, out = diff(recorded / "one", tmp_path)
-    assert (code, f"lightppo diff: error: {tmp_path}/metrics.jsonl: cannot be read" in out) == (2, True)
+    assert (code, f"lightppo diff: error: {tmp_path}/metrics.jsonl: cannot be read" in out) == (
+        2,
+        True,
+    )
 
 
 def test_rollout_files_of_a_moved_run_are_found(diff, recorded, copied):

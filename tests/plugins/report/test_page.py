@@ -47,9 +47,27 @@ from lightppo.trainer.metrics import TIMED
 
 ROWS = [
     {"step": 0, "time": 0.0, "eval/accuracy": 0.5, "eval/reward": 0.4},
-    {"step": 1, "time": 1.0, "rollout/reward": 0.5, "rollout/kl": 0.0, "rollout/response_length": 3.0},
-    {"step": 2, "time": 2.0, "rollout/reward": 0.6, "rollout/kl": None, "rollout/response_length": 3.5},
-    {"step": 3, "time": 3.0, "rollout/reward": 0.7, "rollout/kl": 0.2, "rollout/response_length": 4.0},
+    {
+        "step": 1,
+        "time": 1.0,
+        "rollout/reward": 0.5,
+        "rollout/kl": 0.0,
+        "rollout/response_length": 3.0,
+    },
+    {
+        "step": 2,
+        "time": 2.0,
+        "rollout/reward": 0.6,
+        "rollout/kl": None,
+        "rollout/response_length": 3.5,
+    },
+    {
+        "step": 3,
+        "time": 3.0,
+        "rollout/reward": 0.7,
+        "rollout/kl": 0.2,
+        "rollout/response_length": 4.0,
+    },
     {"step": 3, "time": 3.5, "eval/accuracy": 0.9, "eval/reward": 0.8},
 ]
 
@@ -115,13 +133,17 @@ def test_panels_show_the_metrics():
 
     def drawn(title: str) -> dict[str, tuple[list, list]]:
         lines = panels[title].lines
-        return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in lines}
+        return {
+            line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in lines
+        }
 
     assert drawn("reward") == {
         "training prompts": ([1, 2, 3], [0.5, 0.6, 0.7]),
         "held-out prompts": ([0, 3], [0.4, 0.8]),
     }
-    assert drawn("KL to the reference (nats per token)") == {"training prompts": ([1, 3], [0.0, 0.2])}
+    assert drawn("KL to the reference (nats per token)") == {
+        "training prompts": ([1, 3], [0.0, 0.2])
+    }
     assert drawn("accuracy") == {"held-out prompts": ([0, 3], [0.5, 0.9])}
     assert drawn("response length (tokens)") == {"training prompts": ([1, 2, 3], [3.0, 3.5, 4.0])}
 
@@ -153,7 +175,9 @@ def test_where_nothing_was_logged_the_picture_says_so():
 
 def test_the_picture_of_a_run_names_it(tmp_path, monkeypatch):
     titles = []
-    monkeypatch.setattr("lightppo.plugins.report.page.plot_training", lambda rows, file, title: titles.append(title))
+    monkeypatch.setattr(
+        "lightppo.plugins.report.page.plot_training", lambda rows, file, title: titles.append(title)
+    )
     (tmp_path / "gspo").mkdir()
     write(tmp_path / "gspo" / "metrics.jsonl", *map(json.dumps, ROWS))
     summary(tmp_path / "gspo" / "metrics.jsonl")
@@ -174,21 +198,29 @@ def test_matplotlib_is_loaded_only_to_draw():
 
 
 def test_the_table_has_means_of_tenths_and_the_best_step():
-    rows = [{"step": n, "rollout/reward": n / 100, "rollout/kl": 0.1, "train/loss": 1.0 / n} for n in range(1, 21)]
+    rows = [
+        {"step": n, "rollout/reward": n / 100, "rollout/kl": 0.1, "train/loss": 1.0 / n}
+        for n in range(1, 21)
+    ]
     rows = [{"step": 0, "eval/reward": 0.25}, *rows, {"step": 20, "eval/reward": 0.75}]
     header, *lines = before_and_after(rows).split("\n")
     assert header.split() == ["first", "last", "best", "steps"]
     assert [line.split() for line in lines] == [
         ["eval/reward", "0.25", "0.75", "0.75", "0", "→", "20,", "best", "at", "20"],
-        ["rollout/reward", "0.015", "0.195", "0.2", "1", "→", "20,", "best", "at", "20"],  # steps 1 and 2, 19 and 20
+        # steps 1 and 2, 19 and 20
+        ["rollout/reward", "0.015", "0.195", "0.2", "1", "→", "20,", "best", "at", "20"],
         ["rollout/kl", "0.1", "0.1", "1", "→", "20"],
         ["train/loss", "0.75", "0.05132", "0.05", "1", "→", "20,", "best", "at", "20"],
     ]
 
 
 def test_supervised_training_has_panels_of_its_own(tmp_path):
-    rows = [{"step": n, "time": 0.0, "train/loss": 1 / n, "train/grad_norm": 0.5} for n in range(1, 6)]
-    assert [axes.get_title() for axes in draw_training(rows).axes] == [panel.title for panel in SFT_PANELS]
+    rows = [
+        {"step": n, "time": 0.0, "train/loss": 1 / n, "train/grad_norm": 0.5} for n in range(1, 6)
+    ]
+    assert [axes.get_title() for axes in draw_training(rows).axes] == [
+        panel.title for panel in SFT_PANELS
+    ]
 
 
 def test_the_summary_of_a_run_without_rows_without_packages_or_room(tmp_path, monkeypatch):
@@ -207,7 +239,8 @@ def test_the_summary_of_a_run_without_rows_without_packages_or_room(tmp_path, mo
     assert any(line.startswith("rollout/reward") for line in told)
     with monkeypatch.context() as broken:
         broken.setattr("lightppo.plugins.report.page.write_report", lambda *_: {}["loss"])
-        assert "no report: KeyError: 'loss'" in summary(path)  # the run is trained and saved all the same
+        # the run is trained and saved all the same
+        assert "no report: KeyError: 'loss'" in summary(path)
     for name in ("matplotlib", "matplotlib.backends.backend_agg", "plotly", "plotly.offline"):
         monkeypatch.setitem(sys.modules, name, None)
     remedy = "pip install 'lightppo[plots]'"
@@ -216,14 +249,21 @@ def test_the_summary_of_a_run_without_rows_without_packages_or_room(tmp_path, mo
 
 @pytest.mark.usefixtures("world")
 def test_what_a_run_says(make_config, tmp_path, capsys, assets):
-    options = {"eval_data": assets["prompt_data"], "save_steps": 2, "profile_steps": [2], "num_examine": 1}
+    options = {
+        "eval_data": assets["prompt_data"],
+        "save_steps": 2,
+        "profile_steps": [2],
+        "num_examine": 1,
+    }
     options["old_log_probs"] = "forward"
     fitted(make_config(total_training_steps=4, num_episodes=2, actor_learning_rate=1e-4, **options))
     lines, run = capsys.readouterr().out.splitlines(), tmp_path / "run"
     text = "\n".join(lines)
     assert "  training: " in text
     assert "gamma=" not in text
-    assert re.search(r"^models: actor [\d,]+ parameters, critic [\d,]+ parameters, reference", text, re.MULTILINE)
+    assert re.search(
+        r"^models: actor [\d,]+ parameters, critic [\d,]+ parameters, reference", text, re.MULTILINE
+    )
     steps = [line for line in lines if line.startswith("step ")]
     pattern = r"step (\d)/4 · reward [\d.]+ · kl [-\de.]+ · entropy [\d.]+ · len [\d.]+ · [\d.]+ s · ETA \d+:\d\d"
     assert [re.fullmatch(pattern, line)[1] for line in steps] == ["1", "2", "3", "4"]
@@ -237,22 +277,35 @@ def test_what_a_run_says(make_config, tmp_path, capsys, assets):
     assert data["runs"][0]["samples"] == {"eval": [0, 3, 4], "rollouts": [1, 2, 3, 4]}
     told = set(data["runs"][0]["set"])
     assert {"pretrain", "profile_steps", "save_path", "old_log_probs"} < told
-    assert not told & {"num_examine", "critic_pretrain", "gamma"}  # the default; what None stood for
+    # the default; what None stood for
+    assert not told & {"num_examine", "critic_pretrain", "gamma"}
     assert data["runs"][0]["facts"]["ranks"] == "1"
-    assert [json.loads(line)["step"] for line in embedded(page, "rollouts-0-2").splitlines()] == [2] * 4
-    assert f"files: model and logs in {run}, checkpoints in {tmp_path}/ckpt, profiles in {run}/profile" in end
+    assert [json.loads(line)["step"] for line in embedded(page, "rollouts-0-2").splitlines()] == [
+        2
+    ] * 4
+    assert (
+        f"files: model and logs in {run}, checkpoints in {tmp_path}/ckpt, profiles in {run}/profile"
+        in end
+    )
     assert any(line.startswith("generate: ") and f"'{run}'" in line for line in end)
-    assert any(line.startswith(f"evaluate: lightppo eval --config {run}/run_config.yaml ") for line in end)
+    assert any(
+        line.startswith(f"evaluate: lightppo eval --config {run}/run_config.yaml ") for line in end
+    )
     assert any(line.startswith("go on: ") for line in end)
     assert (run / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in (run / "profile").iterdir()] == ["step2_rank0.json.gz"]
     rows = read_metrics(run / "metrics.jsonl")
     timed = {name for row in rows for name in row if name.startswith("perf/time_")}
-    assert timed >= {f"perf/time_{part}" for part in TIMED.keys() - {"teacher"} | {"eval", "save", "step"}}
+    assert timed >= {
+        f"perf/time_{part}" for part in TIMED.keys() - {"teacher"} | {"eval", "save", "step"}
+    }
     for row in rows:
         assert all(value > 0 for name, value in row.items() if name in timed)
         if "perf/time_step" in row:
-            assert row["perf/time_actor_update"] + row["perf/time_critic_update"] <= row["perf/time_train"]
+            assert (
+                row["perf/time_actor_update"] + row["perf/time_critic_update"]
+                <= row["perf/time_train"]
+            )
             assert (
                 sum(row[f"perf/time_{p}"] for p in ("old_log_probs", "reference", "values"))
                 <= row["perf/time_experience"]
@@ -281,29 +334,67 @@ def sample(step: int, index: int, rng: random.Random, length: int) -> dict[str, 
     numbers = lambda scale: [round(rng.gauss(0, scale), 4) for _ in text]  # noqa: E731
     tokens = {"text": text, "log_prob": numbers(1), "rollout_log_prob": numbers(1), "kl": numbers(0.1),
               "entropy": [abs(x) for x in numbers(1)], "advantage": numbers(2)}  # fmt: skip
-    row = {"step": step, "index": index // 2, "sample_index": index % 2, "data_source": "sums", "finish_reason": "stop"}
+    row = {
+        "step": step,
+        "index": index // 2,
+        "sample_index": index % 2,
+        "data_source": "sums",
+        "finish_reason": "stop",
+    }
     row |= {"input": f"{index} + 1 =", "output": "".join(text), "ground_truth": str(index + 1)}
     row |= {"score": round(rng.random(), 3), "response_length": length, "extras": {"accuracy": 1.0}}
     return row | {"tokens": tokens}
 
 
-def make_run(folder: Path, steps: int, samples: int, length: int = 8, seed: int = 0, **options: Any) -> Path:
+def make_run(
+    folder: Path, steps: int, samples: int, length: int = 8, seed: int = 0, **options: Any
+) -> Path:
     """The files of a run that never was."""
     rng = random.Random(seed)
     (folder / "rollouts").mkdir(parents=True)
     rows = []
     for step in range(1, steps + 1):
-        rows.append({"step": step, "time": 1.7e9 + step, "rollout/reward": rng.random(), "rollout/kl": step / 100})
-        rows[-1] |= {"train/entropy": 1 / step, "train/clip_ratio": 0.1, "rollout/response_length": 8.0 * step}
-        rows[-1] |= {"perf/time_step": 2.0, "perf/time_rollout": 1.0, "perf/time_train": 0.5, "train/own": 3.0}
-        rows[-1] |= {"rollout/response_clip_ratio": 0.6, "alarm/truncated": float(step in (3, 4, 6))}
+        rows.append(
+            {
+                "step": step,
+                "time": 1.7e9 + step,
+                "rollout/reward": rng.random(),
+                "rollout/kl": step / 100,
+            }
+        )
+        rows[-1] |= {
+            "train/entropy": 1 / step,
+            "train/clip_ratio": 0.1,
+            "rollout/response_length": 8.0 * step,
+        }
+        rows[-1] |= {
+            "perf/time_step": 2.0,
+            "perf/time_rollout": 1.0,
+            "perf/time_train": 0.5,
+            "train/own": 3.0,
+        }
+        rows[-1] |= {
+            "rollout/response_clip_ratio": 0.6,
+            "alarm/truncated": float(step in (3, 4, 6)),
+        }
         lines = [json.dumps(sample(step, i, rng, length)) + "\n" for i in range(samples)]
-        (folder / "rollouts" / f"step{step}.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode(), 1))
-    rows += [{"step": step, "time": 1.7e9 + step, "eval/accuracy": step / 10} for step in (1, steps)]
+        (folder / "rollouts" / f"step{step}.jsonl.gz").write_bytes(
+            gzip.compress("".join(lines).encode(), 1)
+        )
+    rows += [
+        {"step": step, "time": 1.7e9 + step, "eval/accuracy": step / 10} for step in (1, steps)
+    ]
     write(folder / "metrics.jsonl", *map(json.dumps, rows))
     options = {"save_path": str(folder), "pretrain": "tiny", "actor_learning_rate": 1e-6} | options
     (folder / "run_config.resolved.yaml").write_text(yaml.safe_dump(options))
-    start = {"step": 0, "time": 1.7e9, "ranks": 2, "device": "cpu", "content": {}, "versions": {"torch": f"2.{seed}"}}
+    start = {
+        "step": 0,
+        "time": 1.7e9,
+        "ranks": 2,
+        "device": "cpu",
+        "content": {},
+        "versions": {"torch": f"2.{seed}"},
+    }
     write(folder / "run_metadata.jsonl", json.dumps(start))
     return folder
 
@@ -319,11 +410,15 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="the page is looked at with playwright")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="the page is looked at with playwright"
+    )
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
-        pytest.skip(f"the page is looked at with a browser: none of {', '.join(names)} is installed")
+        pytest.skip(
+            f"the page is looked at with a browser: none of {', '.join(names)} is installed"
+        )
     with sync_api.sync_playwright() as playwright:
         yield playwright.chromium.launch(executable_path=path, args=FLAGS)
 
@@ -358,12 +453,16 @@ def drawn(page: Any, title: str) -> list[dict[str, Any]]:
 
 def listed(page: Any) -> list[list[str]]:
     """Score, answer and length of each sample in the list."""
-    return page.eval_on_selector_all("#list button", "all => all.map(b => [...b.children].map(c => c.textContent))")
+    return page.eval_on_selector_all(
+        "#list button", "all => all.map(b => [...b.children].map(c => c.textContent))"
+    )
 
 
 def shown_text(page: Any, selector: str, text: str) -> None:
     """Waits until it is shown."""
-    page.wait_for_function("([s, t]) => document.querySelector(s).textContent.includes(t)", arg=[selector, text])
+    page.wait_for_function(
+        "([s, t]) => document.querySelector(s).textContent.includes(t)", arg=[selector, text]
+    )
 
 
 def test_curves_alarms_evaluations_and_options_are_those_of_the_files(tmp_path, opened):
@@ -372,7 +471,10 @@ def test_curves_alarms_evaluations_and_options_are_those_of_the_files(tmp_path, 
     page, rows = opened(run / "report.html"), read_metrics(run / "metrics.jsonl")[:6]
     assert page.locator(".run b").all_inner_texts() == ["<b>run"]
     (reward,) = drawn(page, "Reward")
-    assert (reward["x"], reward["y"]) == ([1, 2, 3, 4, 5, 6], pytest.approx([r["rollout/reward"] for r in rows], 1e-5))
+    assert (reward["x"], reward["y"]) == (
+        [1, 2, 3, 4, 5, 6],
+        pytest.approx([r["rollout/reward"] for r in rows], 1e-5),
+    )
     phases = {trace["name"]: trace["y"] for trace in drawn(page, "Seconds of a step by phase")}
     assert phases == {"rollout": [1.0] * 6, "train": [0.5] * 6, "other": [0.5] * 6}
     cut = page.locator("figure:has-text('Responses cut') .plot")
@@ -385,7 +487,10 @@ def test_curves_alarms_evaluations_and_options_are_those_of_the_files(tmp_path, 
     page.select_option("#metric", "train/own")
     assert drawn(page, "train/own")[0]["y"] == [3.0] * 6
     page.fill("#smooth", "0.9")
-    assert [trace["y"][0] for trace in drawn(page, "Entropy, nats per token")] == [1, pytest.approx(1)]
+    assert [trace["y"][0] for trace in drawn(page, "Entropy, nats per token")] == [
+        1,
+        pytest.approx(1),
+    ]
 
 
 def test_samples_by_step_score_length_and_colour(tmp_path, opened):
@@ -402,7 +507,9 @@ def test_samples_by_step_score_length_and_colour(tmp_path, opened):
     shown_text(page, "#prompt", row["input"])
     assert page.locator("#tokens").text_content() == row["output"].replace("\n", "↵\n")
     facts = page.locator("#facts span").all_inner_texts()
-    assert {f"score {row['score']}", "label 1", "source sums", "accuracy 1", "ended by stop"} < set(facts)
+    assert {f"score {row['score']}", "label 1", "source sums", "accuracy 1", "ended by stop"} < set(
+        facts
+    )
     modes = page.locator("#modes button").all_inner_texts()
     assert modes == ["advantage", "ratio trainer/engine", "KL", "entropy", "surprise"]
     assert page.locator("#sample h3 >> nth=2").inner_text() == "2 answers to this prompt"
@@ -444,9 +551,14 @@ def test_a_search_without_a_hit_says_so_and_the_next_one_works(tmp_path, opened)
 
 def test_a_page_of_training_on_data(tmp_path, opened):
     """Its own defaults are not shown as set, and no samples are promised, of which it has none."""
-    config = SFTConfig.from_flat(pretrain="tiny", dataset="rows.jsonl", max_steps=4, save_path=str(tmp_path / "sft"))
+    config = SFTConfig.from_flat(
+        pretrain="tiny", dataset="rows.jsonl", max_steps=4, save_path=str(tmp_path / "sft")
+    )
     write_run_config(config)
-    rows = [{"step": n, "time": 1.7e9 + n, "train/loss": 1 / n, "train/grad_norm": 0.5} for n in range(1, 5)]
+    rows = [
+        {"step": n, "time": 1.7e9 + n, "train/loss": 1 / n, "train/grad_norm": 0.5}
+        for n in range(1, 5)
+    ]
     write(tmp_path / "sft" / "metrics.jsonl", *map(json.dumps, rows))
     write_report([tmp_path / "sft" / "metrics.jsonl"], tmp_path / "page.html")
     page = opened(tmp_path / "page.html")
@@ -470,7 +582,12 @@ def test_the_command_of_a_run_is_known_by_its_options(kind):
 
 def test_what_looks_like_html_is_shown_as_text(tmp_path, opened):
     run = make_run(tmp_path / "run", 3, 1)
-    row = rows_of(run, 3)[0] | {"input": EVIL, "output": EVIL, "ground_truth": EVIL, "data_source": EVIL}
+    row = rows_of(run, 3)[0] | {
+        "input": EVIL,
+        "output": EVIL,
+        "ground_truth": EVIL,
+        "data_source": EVIL,
+    }
     row |= {"extras": {EVIL: EVIL, "nan": float("nan")}, "finish_reason": EVIL}
     row["tokens"]["text"][0] = EVIL
     row["tokens"]["kl"][0] = None
@@ -479,7 +596,9 @@ def test_what_looks_like_html_is_shown_as_text(tmp_path, opened):
     of_evaluation = {"prompt": EVIL, "response": EVIL, "label": None, "score": None, "data_source": "x", "index": 0,
                      "response_length": 3, "finish_reason": "stop", "extras": {}}  # fmt: skip
     write(run / "eval" / "step3.jsonl", json.dumps(of_evaluation))
-    (run / "run_config.resolved.yaml").write_text(yaml.safe_dump({"pretrain": EVIL, "save_path": str(run)}))
+    (run / "run_config.resolved.yaml").write_text(
+        yaml.safe_dump({"pretrain": EVIL, "save_path": str(run)})
+    )
     main([str(run)])
     page = opened(run / "report.html")
     assert page.inner_text("#prompt") == EVIL
@@ -495,16 +614,29 @@ def test_what_looks_like_html_is_shown_as_text(tmp_path, opened):
 
 def test_metrics_that_are_called_as_what_every_object_has(tmp_path, opened):
     """The second run lacks them: none of its own may be found, nor what the browser's objects have by that name."""
-    names = ["__proto__", "constructor", "toString", "hasOwnProperty", "eval/__proto__", "train/constructor"]
+    names = [
+        "__proto__",
+        "constructor",
+        "toString",
+        "hasOwnProperty",
+        "eval/__proto__",
+        "train/constructor",
+    ]
     runs = [make_run(tmp_path / "a", 3, 1), make_run(tmp_path / "b", 3, 1)]
-    rows = [{"step": step, "time": 1e9 + step, **dict.fromkeys(names, 7.0 + step)} for step in (1, 2)]
+    rows = [
+        {"step": step, "time": 1e9 + step, **dict.fromkeys(names, 7.0 + step)} for step in (1, 2)
+    ]
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     more = {"constructor": "mine", "__proto__": "mine too"}
-    (runs[0] / "run_config.resolved.yaml").write_text(yaml.safe_dump({"save_path": str(runs[0]), **more}))
+    (runs[0] / "run_config.resolved.yaml").write_text(
+        yaml.safe_dump({"save_path": str(runs[0]), **more})
+    )
     main([*map(str, runs), "--out", str(tmp_path / "both.html")])
     page = opened(tmp_path / "both.html")
-    assert set(names[:4]) <= set(page.eval_on_selector_all("#metric option", "all => all.map(o => o.value)"))
+    assert set(names[:4]) <= set(
+        page.eval_on_selector_all("#metric option", "all => all.map(o => o.value)")
+    )
     for name in names[:4]:
         page.select_option("#metric", name)
         assert [(curve["run"], curve["y"]) for curve in drawn(page, name)] == [(0, [8.0, 9.0])]
@@ -520,7 +652,10 @@ def test_runs_beside_one_another(tmp_path, opened, monkeypatch, capsys):
     main([str(run) for run in runs])
     assert capsys.readouterr().out.splitlines()[-1] == "report.html"
     page = opened(tmp_path / "report.html")
-    assert [(trace["name"], trace["run"]) for trace in drawn(page, "Reward")] == [("a training", 0), ("b training", 1)]
+    assert [(trace["name"], trace["run"]) for trace in drawn(page, "Reward")] == [
+        ("a training", 0),
+        ("b training", 1),
+    ]
     told = page.locator("#options .scroll >> nth=0").locator("tr").all_inner_texts()
     assert sorted(told) == ["\ta\tb", "actor_learning_rate\t0.000001\t0.000002", f"save_path\t{runs[0]}\t{runs[1]}",
                             "temperature\t–\t0.5"]  # fmt: skip
@@ -528,7 +663,8 @@ def test_runs_beside_one_another(tmp_path, opened, monkeypatch, capsys):
     page.select_option("#of-run", "1")
     expected = max(rows_of(runs[1], 3), key=lambda row: row["score"])
     page.wait_for_function(
-        "t => document.querySelector('#facts').textContent.includes(t)", arg=f"score {expected['score']}"
+        "t => document.querySelector('#facts').textContent.includes(t)",
+        arg=f"score {expected['score']}",
     )
     assert page.inner_text("#prompt") == expected["input"]
 
@@ -618,4 +754,7 @@ def test_the_command_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(SystemExit) as stop:
         main([str(run)])
-    assert (stop.value.code, capsys.readouterr().err) == (0, "no report: pip install 'lightppo[plots]'\n")
+    assert (stop.value.code, capsys.readouterr().err) == (
+        0,
+        "no report: pip install 'lightppo[plots]'\n",
+    )

@@ -39,13 +39,21 @@ def world() -> Iterator[None]:
 @pytest.fixture
 def replay(world, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     """``replay(run, step, *flags)``: exit code and output, in this process."""
-    monkeypatch.setattr("lightppo.trainer.run", lambda command, prog: command())  # the process group stays
+    # the process group stays
+    monkeypatch.setattr("lightppo.trainer.run", lambda command, prog: command())
 
     def command(run: Path, step: int | None, *flags: Any) -> tuple[int, str]:
         capsys.readouterr()
         code = 0
         try:
-            main(["replay", str(run), *(["--step", str(step)] if step is not None else []), *map(str, flags)])
+            main(
+                [
+                    "replay",
+                    str(run),
+                    *(["--step", str(step)] if step is not None else []),
+                    *map(str, flags),
+                ]
+            )
         except SystemExit as ended:
             code = ended.code
         return code, "".join(capsys.readouterr())
@@ -82,7 +90,9 @@ def test_a_step_of_a_run_that_was_moved_and_is_in_use(replay, copied, tmp_path):
     assert read_jsonl(tmp_path / "kept" / "rollouts" / "step3.jsonl") == samples
     assert all(f"{s['index']}.{s['sample_index']}:{s['score']:.4g}" in out for s in samples)
     shown = out.split("step 3: 8 samples")[1]
-    first = next(s for s in samples if f"prompt {s['index']}, sample 0: prompt: {s['input']}" in shown)
+    first = next(
+        s for s in samples if f"prompt {s['index']}, sample 0: prompt: {s['input']}" in shown
+    )
     assert f"answer: {first['output']}" in shown
     assert shown.count("  advantages ") == 1
     assert [line for line in out.splitlines() if line.startswith("optimizer step")] == [
@@ -90,7 +100,11 @@ def test_a_step_of_a_run_that_was_moved_and_is_in_use(replay, copied, tmp_path):
         "optimizer step 2, pass 1, the mean of:",
     ]
     losses = [float(x) for x in re.findall(r"policy_loss ([-\d.e]+)", out)]
-    (row,) = (row for row in read_jsonl(run / "metrics.jsonl") if row["step"] == 3 and "train/policy_loss" in row)
+    (row,) = (
+        row
+        for row in read_jsonl(run / "metrics.jsonl")
+        if row["step"] == 3 and "train/policy_loss" in row
+    )
     assert len(losses) == 4
     assert sum(losses) / 4 == pytest.approx(row["train/policy_loss"], abs=1e-5)
     ratios = out.split("after step 3: probability of tokens, new / old")[1].splitlines()[1]
@@ -121,8 +135,14 @@ def test_the_first_number_and_sample_that_differ_are_named(replay, copied):
     shutil.rmtree(run / "checkpoints_ppo" / "_actor" / "global_step4")
     code, out = replay(run, 4, "--samples", 0)
     assert code == 1
-    assert re.search(r"^step 4 differs from what was recorded: first rollout/kl: was 9\.0, is -?0\.\d+$", out, re.M)
-    assert re.search(r"recorded samples: step 4, prompt \d+, sample 0, score: 7\.5 and \d\.0$", out, re.MULTILINE)
+    assert re.search(
+        r"^step 4 differs from what was recorded: first rollout/kl: was 9\.0, is -?0\.\d+$",
+        out,
+        re.M,
+    )
+    assert re.search(
+        r"recorded samples: step 4, prompt \d+, sample 0, score: 7\.5 and \d\.0$", out, re.MULTILINE
+    )
     with pytest.raises(ConfigError, match=r"--step 5: .*/one ends after step 4"):
         replay(run, 5)
 
@@ -145,7 +165,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_and_nothing_is_renamed(rep
     before = files(run)
     code, out = replay(run, 3, "--samples", 0)
     assert (code, "step 3 is equal to what was recorded" in out) == (0, True)
-    assert re.search(r"_ppo: global_step2 is damaged: _critic: .*model_states.pt.*; going on from the start", out)
+    assert re.search(
+        r"_ppo: global_step2 is damaged: _critic: .*model_states.pt.*; going on from the start", out
+    )
     assert "from step 1 on, to 3" in out
     assert files(run) == before
 
@@ -169,7 +191,10 @@ def test_checkpoints_at_a_url(replay, copied, monkeypatch, tmp_path, scheme):
     """They are brought to a folder of the replay's own: the run's, in the cache, may be in use."""
     monkeypatch.setenv("LIGHTPPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(storage, "_apart", None)
-    run, url = copied("one"), "memory://bucket/ckpt" if scheme == "memory" else f"file://{tmp_path}/moved"
+    run, url = (
+        copied("one"),
+        "memory://bucket/ckpt" if scheme == "memory" else f"file://{tmp_path}/moved",
+    )
     fsspec.filesystem(scheme).put(f"{run}/checkpoints_ppo/", url, recursive=True)
     shutil.rmtree(run / "checkpoints_ppo")
     edit_options(run, ckpt_path=url)
@@ -188,7 +213,10 @@ def test_a_reward_server_whose_address_is_not_kept_whole(replay, copied):
     server.reply = lambda path, body, n: ok(rewards=[1.0] * len(body["query"]))
     edit_options(run, reward_fn=None, remote_rm_url=[f"{server.url}/score?…"])
     code, out = replay(run, 1)
-    assert (code, f"--remote_rm_url {server.url}/score?…: a run keeps no login and nothing after ?" in out) == (2, True)
+    assert (
+        code,
+        f"--remote_rm_url {server.url}/score?…: a run keeps no login and nothing after ?" in out,
+    ) == (2, True)
     code, out = replay(run, 1, "--remote_rm_url", "http://localhost:1/other?key=1")
     assert (code, f"--remote_rm_url: the run had {server.url}/score?…" in out) == (2, True)
     edit_lines(run / "run_metadata.jsonl", lambda row: row["content"].pop("reward_fn", None))
@@ -243,13 +271,16 @@ def test_a_saved_batch_alone(replay, recorded, monkeypatch, tmp_path):
     assert f"{tmp_path}/step3_rank0.pt, of step 3 and rank 0: 4 samples" in out
     assert "micro batch 1: not finite: none" in out
     assert "micro batch 2: not finite: {'returns': 1}" in out
-    first, alone = (text.split("the mean of:")[1].split("optimizer step")[0].strip() for text in (whole, out))
+    first, alone = (
+        text.split("the mean of:")[1].split("optimizer step")[0].strip() for text in (whole, out)
+    )
     assert alone == first
     assert "critic_loss nan" in alone
     assert "equal to what was recorded" not in out
 
     batch, texts, facts = load_batch(tmp_path / "step3_rank0.pt")
-    early = replace(batch.micro_batches[0], advantages=None, returns=None, part=None)  # left out before training
+    # left out before training
+    early = replace(batch.micro_batches[0], advantages=None, returns=None, part=None)
     early.values[0, 0] = float("nan")
     save_batch(tmp_path / "early_rank0.pt", Minibatch([early]), texts[: len(early)], **facts)
     code, out = replay(recorded / "one", 3, "--batch", tmp_path / "early_rank0.pt")
@@ -261,9 +292,7 @@ def test_a_saved_batch_alone(replay, recorded, monkeypatch, tmp_path):
 
 def test_two_ranks_under_zero_3_one_at_the_debugger(recorded, tmp_path):
     script = tmp_path / "at_the_debugger.py"
-    typed = (
-        "import io, os, sys\n\nif os.environ['RANK'] == '0':\n    sys.stdin = io.StringIO('p len(rollouts)\\nc\\n')\n"
-    )
+    typed = "import io, os, sys\n\nif os.environ['RANK'] == '0':\n    sys.stdin = io.StringIO('p len(rollouts)\\nc\\n')\n"
     script.write_text(typed + "from lightppo.__main__ import main\n\nmain()\n")
     done = run_ranks(script, "replay", recorded / "two", "--step", "4", "--pdb", "--samples", "1")
     lines = done.output.splitlines()
@@ -285,17 +314,25 @@ class TestMistakes:
         ],
     )
     def test_no_such_step_or_folder(self, replay, recorded, step, flags, message):
-        code, out = replay(recorded / "one", step, *(flag.format(run=recorded / "one") for flag in flags))
+        code, out = replay(
+            recorded / "one", step, *(flag.format(run=recorded / "one") for flag in flags)
+        )
         assert (code, bool(re.search(f"lightppo replay: error: {message}", out))) == (2, True)
 
     def test_no_run(self, replay, tmp_path):
         code, out = replay(tmp_path, 1)
-        assert (code, f"{tmp_path} has no run_config.yaml: name the --save_path of a run" in out) == (2, True)
+        assert (
+            code,
+            f"{tmp_path} has no run_config.yaml: name the --save_path of a run" in out,
+        ) == (2, True)
 
     @pytest.mark.parametrize(
         ("start", "message"),
         [
-            ({"step": 2}, "went on from step 2 of another run, and has no checkpoint before this step"),
+            (
+                {"step": 2},
+                "went on from step 2 of another run, and has no checkpoint before this step",
+            ),
             ({"ranks": 2}, "had 2 ranks, and this is 1: torchrun --nproc_per_node 2 …"),
             ({"content": {"reward_fn": "other"}}, "--reward_fn: other content than"),
         ],
@@ -308,7 +345,10 @@ class TestMistakes:
 
     def test_a_run_of_another_version(self, replay, copied):
         run = copied("one")
-        edit_lines(run / "run_metadata.jsonl", lambda row: row["versions"].update(lightppo="9.0 (0)", torch="1.0"))
+        edit_lines(
+            run / "run_metadata.jsonl",
+            lambda row: row["versions"].update(lightppo="9.0 (0)", torch="1.0"),
+        )
         options = yaml.safe_load((run / "run_config.yaml").read_text())
         (run / "run_config.yaml").write_text(yaml.safe_dump(options | {"option_of_9": 1}))
         code, out = replay(run, 1)
@@ -318,7 +358,10 @@ class TestMistakes:
         assert f"--config {run}/run_config.yaml: unknown option 'option_of_9'" in out
 
 
-PAIRS = [{"input": f"{i}+{i}=", "chosen": "abc"[: 1 + i % 3], "rejected": "xyzabc"[: 1 + i % 5]} for i in range(8)]
+PAIRS = [
+    {"input": f"{i}+{i}=", "chosen": "abc"[: 1 + i % 3], "rejected": "xyzabc"[: 1 + i % 5]}
+    for i in range(8)
+]
 
 
 @pytest.fixture
@@ -329,16 +372,33 @@ def taught(world, tiny_model, tmp_path) -> Callable[..., Path]:
 
     def run(command: str, **options: Any) -> Path:
         folder = tmp_path / command
-        flat = {"pretrain": tiny_model, "dataset": write_jsonl(tmp_path / "pairs.jsonl", PAIRS), "save_path": folder}
-        flat |= {"max_len": 24, "train_batch_size": 4, "micro_train_batch_size": 2, "num_epochs": 2, "zero_stage": 0}
-        flat |= {"learning_rate": 1e-3, "save_steps": 2, "lora_rank": 4, "lora_dropout": 0.1} | options
+        flat = {
+            "pretrain": tiny_model,
+            "dataset": write_jsonl(tmp_path / "pairs.jsonl", PAIRS),
+            "save_path": folder,
+        }
+        flat |= {
+            "max_len": 24,
+            "train_batch_size": 4,
+            "micro_train_batch_size": 2,
+            "num_epochs": 2,
+            "zero_stage": 0,
+        }
+        flat |= {
+            "learning_rate": 1e-3,
+            "save_steps": 2,
+            "lora_rank": 4,
+            "lora_dropout": 0.1,
+        } | options
         SupervisedTrainer.from_config(COMMANDS[command].from_flat(flat)).fit()
         return Path(shutil.copytree(folder, tmp_path / "moved" / command))
 
     return run
 
 
-@pytest.mark.parametrize("command", ["dpo", *(pytest.param(name, marks=pytest.mark.long) for name in ("sft", "rm"))])
+@pytest.mark.parametrize(
+    "command", ["dpo", *(pytest.param(name, marks=pytest.mark.long) for name in ("sft", "rm"))]
+)
 def test_a_step_of_training_on_data(replay, taught, command):
     run = taught(command)
     before = files(run)
@@ -347,7 +407,9 @@ def test_a_step_of_training_on_data(replay, taught, command):
     assert re.search(r"^step 4 is equal to what was recorded: \d+ numbers$", out, re.MULTILINE)
     assert code == 0
     assert files(run) == before
-    (row,) = (row for row in read_jsonl(run / "metrics.jsonl") if row["step"] == 4 and "train/loss" in row)
+    (row,) = (
+        row for row in read_jsonl(run / "metrics.jsonl") if row["step"] == 4 and "train/loss" in row
+    )
     assert f"all together: train/loss {row['train/loss']:.6g}, " in out
     assert f"train/grad_norm {row['train/grad_norm']:.6g}, " in out
     assert re.search(r"^  micro batch 2: \d rows, loss [\d.]+", out, re.MULTILINE)
@@ -388,10 +450,23 @@ def test_a_saved_batch_of_training_on_data(replay, taught, monkeypatch, tmp_path
 @pytest.mark.long
 def test_a_step_of_training_on_data_by_two_ranks(tiny_model, tmp_path):
     (tmp_path / "command.py").write_text("from lightppo.__main__ import main\n\nmain()\n")
-    flags = {"pretrain": tiny_model, "dataset": write_jsonl(tmp_path / "pairs.jsonl", PAIRS), "zero_stage": 3}
-    flags |= {"max_len": 24, "train_batch_size": 4, "micro_train_batch_size": 1, "save_path": tmp_path / "run"}
-    run_ranks(tmp_path / "command.py", "dpo", *(f"--{k}={v}" for k, v in flags.items()), "--save_steps=1")
-    out = run_ranks(tmp_path / "command.py", "replay", tmp_path / "run", "--step=2", "--samples=1").output
+    flags = {
+        "pretrain": tiny_model,
+        "dataset": write_jsonl(tmp_path / "pairs.jsonl", PAIRS),
+        "zero_stage": 3,
+    }
+    flags |= {
+        "max_len": 24,
+        "train_batch_size": 4,
+        "micro_train_batch_size": 1,
+        "save_path": tmp_path / "run",
+    }
+    run_ranks(
+        tmp_path / "command.py", "dpo", *(f"--{k}={v}" for k, v in flags.items()), "--save_steps=1"
+    )
+    out = run_ranks(
+        tmp_path / "command.py", "replay", tmp_path / "run", "--step=2", "--samples=1"
+    ).output
     assert re.search(r"^step 2 is equal to what was recorded: \d+ numbers$", out, re.MULTILINE)
     assert out.count("step 2: 2 micro batches, this rank's means without dropout:\n") == 2
     assert "-- rank 1, step 2" in out

@@ -21,7 +21,12 @@ NO_PROCESS = 2**22 + 1  # beyond the kernel's largest
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
-    numbers = {"rollout/reward": 0.1 * step, "rollout/kl": 0.01, "perf/time_step": 2.0, "perf/time_rollout": 0.5}
+    numbers = {
+        "rollout/reward": 0.1 * step,
+        "rollout/kl": 0.01,
+        "perf/time_step": 2.0,
+        "perf/time_rollout": 0.5,
+    }
     return {"step": step, "time": 1000.0 + 60 * step} | numbers | more
 
 
@@ -34,7 +39,9 @@ def write(run: Path, rows: list[dict[str, Any]], mode: str = "w") -> None:
 @pytest.fixture
 def run(tmp_path) -> Path:
     write(tmp_path / "run", [row(step) for step in (1, 2, 3)])
-    (tmp_path / "run" / "run_metadata.jsonl").write_text('{"step": 0}\n{"step": 0, "total_steps": 12}\n')
+    (tmp_path / "run" / "run_metadata.jsonl").write_text(
+        '{"step": 0}\n{"step": 0, "total_steps": 12}\n'
+    )
     return tmp_path / "run"
 
 
@@ -74,7 +81,11 @@ def test_where_a_run_stands(run, shown):
 @pytest.mark.parametrize(
     ("holder", "steps", "said"),
     [
-        (f"process {os.getpid()} on {socket.gethostname()}", 3, f"running, process {os.getpid()}, last row "),
+        (
+            f"process {os.getpid()} on {socket.gethostname()}",
+            3,
+            f"running, process {os.getpid()}, last row ",
+        ),
         (f"process {NO_PROCESS} on {socket.gethostname()}", 3, "ended, last row "),
         (f"process {NO_PROCESS} on {socket.gethostname()}", 12, "finished, last row "),
         ("process 1 on elsewhere", 3, "on elsewhere, last row "),
@@ -94,7 +105,9 @@ def test_new_rows_alone_are_read(run, monkeypatch):
     watched = Watched(run)
     watched.look()
     seen: list[str] = []
-    monkeypatch.setattr(json, "loads", lambda text, loads=json.loads: seen.append(text) or loads(text))
+    monkeypatch.setattr(
+        json, "loads", lambda text, loads=json.loads: seen.append(text) or loads(text)
+    )
     write(run, [row(4)], "a")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "ti')  # under way
@@ -114,7 +127,11 @@ def test_a_file_that_a_resume_has_cut(run, kept, more):
     """Also where it has grown beyond its old length between two looks."""
     watched = Watched(run)
     watched.look()
-    write(run, [row(step) for step in range(1, kept + 1)] + [row(kept + 1 + n, again=1.0) for n in range(more)])
+    write(
+        run,
+        [row(step) for step in range(1, kept + 1)]
+        + [row(kept + 1 + n, again=1.0) for n in range(more)],
+    )
     watched.look()
     assert watched.rows == read_jsonl(run / "metrics.jsonl")
 
@@ -148,11 +165,16 @@ def test_alarms_that_ring(run, shown):
 @pytest.mark.parametrize("where", ["rollouts", "elsewhere"])
 def test_samples_of_the_latest_step(run, shown, tmp_path, where):
     folder = run / where if where == "rollouts" else tmp_path / where
-    (run / "run_config.resolved.yaml").write_text(f"rollout_data_dir: {folder if where == 'elsewhere' else 'null'}\n")
+    (run / "run_config.resolved.yaml").write_text(
+        f"rollout_data_dir: {folder if where == 'elsewhere' else 'null'}\n"
+    )
     folder.mkdir()
     sample = {"input": "1+1=", "ground_truth": "2", "output": "2", "score": 1.0}
     for step in (9, 10):
-        rows = [{**sample, "step": step, "score": n / 10, "output": f"answer{n}\x1b[2J"} for n in range(5)]
+        rows = [
+            {**sample, "step": step, "score": n / 10, "output": f"answer{n}\x1b[2J"}
+            for n in range(5)
+        ]
         text = "".join(json.dumps(one) + "\n" for one in rows)
         if where == "rollouts":
             (folder / f"step{step}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
@@ -235,4 +257,7 @@ def test_no_such_run(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(["watch", str(tmp_path / "no")])
     assert end.value.code == 2
-    assert f"{tmp_path / 'no'}: no such folder; give the --save_path of a run" in capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'no'}: no such folder; give the --save_path of a run"
+        in capsys.readouterr().err
+    )

@@ -15,7 +15,10 @@ def test_where_the_elements_of_a_parameter_lie():
     flat = {"a": [Piece(0, 0, 0, 0, 6), Piece(1, 0, 0, 6, 3)], "b": [Piece(1, 0, 3, 0, 2)]}
     assert pieces_of(2, 2, GROUPS) == {**flat, "c": [Piece(0, 1, 0, 0, 1)]}
     # each parameter in 2 parts: 5 and 4 of a, then 1 and 1 of b; c is padded to 2
-    parts = {"a": [Piece(0, 0, 0, 0, 5), Piece(1, 0, 0, 5, 4)], "b": [Piece(0, 0, 5, 0, 1), Piece(1, 0, 5, 1, 1)]}
+    parts = {
+        "a": [Piece(0, 0, 0, 0, 5), Piece(1, 0, 0, 5, 4)],
+        "b": [Piece(0, 0, 5, 0, 1), Piece(1, 0, 5, 1, 1)],
+    }
     assert pieces_of(3, 2, GROUPS) == {**parts, "c": [Piece(0, 1, 0, 0, 1)]}
 
 
@@ -29,7 +32,15 @@ def test_every_element_lies_in_one_place(stage, ranks):
 def test_between_one_rank_and_two_and_zero_2_and_3(run_checks):
     options = {"env": {"FORMS": "2,3,2 fp16,3 fp16", "ACROSS": "yes"}}
     run_checks("reshape.py", "check_save", **options)
-    run_checks("reshape.py", "check_load", "check_load_frozen", "check_refused", "check_save", world_size=1, **options)
+    run_checks(
+        "reshape.py",
+        "check_load",
+        "check_load_frozen",
+        "check_refused",
+        "check_save",
+        world_size=1,
+        **options,
+    )
     run_checks("reshape.py", "check_load", "check_load_frozen", **options)
 
 
@@ -49,6 +60,15 @@ def test_between_one_rank_and_two_and_zero_2_and_3(run_checks):
 def test_between_all_stages_and_one_two_and_four_ranks(run_checks, forms, most_ranks):
     options = {"env": {"FORMS": forms}, "timeout": 800}
     run_checks("reshape.py", "check_save", **options)
-    run_checks("reshape.py", "check_load", "check_load_frozen", "check_save", world_size=1, **options)
-    run_checks("reshape.py", "check_load", "check_load_frozen", "check_save", world_size=most_ranks, **options)
+    run_checks(
+        "reshape.py", "check_load", "check_load_frozen", "check_save", world_size=1, **options
+    )
+    run_checks(
+        "reshape.py",
+        "check_load",
+        "check_load_frozen",
+        "check_save",
+        world_size=most_ranks,
+        **options,
+    )
     run_checks("reshape.py", "check_load", "check_load_frozen", **options)

@@ -32,16 +32,54 @@ def run(tiny_model, tmp_path):
     prompts = write_jsonl(tmp_path / "prompts.jsonl", sums(16))
     text = write_jsonl(tmp_path / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(24)])
 
-    def start(folder: Path, ranks: int, stage: int, *flags: str) -> tuple[list[dict[str, Any]], str]:
+    def start(
+        folder: Path, ranks: int, stage: int, *flags: str
+    ) -> tuple[list[dict[str, Any]], str]:
         result = run_ranks(
             REPO / "examples" / "train_ppo.py",
-            *("--pretrain", tiny_model, "--prompt_data", prompts, "--reward_fn", tmp_path / "reward.py"),
-            *("--save_path", folder / "run", "--ckpt_path", folder / "ckpt", "--rollout_data_dir", folder / "data"),
+            *(
+                "--pretrain",
+                tiny_model,
+                "--prompt_data",
+                prompts,
+                "--reward_fn",
+                tmp_path / "reward.py",
+            ),
+            *(
+                "--save_path",
+                folder / "run",
+                "--ckpt_path",
+                folder / "ckpt",
+                "--rollout_data_dir",
+                folder / "data",
+            ),
             *("--rollout_batch_size=4", "--gen_batch_size=8", "--n_samples_per_prompt=2"),
-            *("--train_batch_size=8", "--micro_train_batch_size=2", "--prompt_max_len=12", "--generate_max_len=4"),
-            *("--dynamic_sampling", "--filter_metric=score", "--enable_ema", "--ref_ema_eta=0.2", "--value_norm=exp"),
-            *("--reward_running_norm", "--init_kl_coef=0.1", "--kl_target=0.001", "--pretrain_data", text),
-            *("--actor_learning_rate=1e-4", "--critic_learning_rate=1e-4", "--num_examine=0", "--save_steps=1"),
+            *(
+                "--train_batch_size=8",
+                "--micro_train_batch_size=2",
+                "--prompt_max_len=12",
+                "--generate_max_len=4",
+            ),
+            *(
+                "--dynamic_sampling",
+                "--filter_metric=score",
+                "--enable_ema",
+                "--ref_ema_eta=0.2",
+                "--value_norm=exp",
+            ),
+            *(
+                "--reward_running_norm",
+                "--init_kl_coef=0.1",
+                "--kl_target=0.001",
+                "--pretrain_data",
+                text,
+            ),
+            *(
+                "--actor_learning_rate=1e-4",
+                "--critic_learning_rate=1e-4",
+                "--num_examine=0",
+                "--save_steps=1",
+            ),
             *("--max_ckpt_num=9", f"--zero_stage={stage}", *flags),
             world_size=ranks,
         )
@@ -51,7 +89,9 @@ def run(tiny_model, tmp_path):
 
 
 def sampled(folder: Path) -> dict[str, list[str]]:
-    return {path.name: path.read_text().splitlines() for path in sorted((folder / "data").iterdir())}
+    return {
+        path.name: path.read_text().splitlines() for path in sorted((folder / "data").iterdir())
+    }
 
 
 def test_two_ranks_at_zero_2_go_on_as_one_at_zero_3(run, tmp_path):
@@ -67,18 +107,30 @@ def test_two_ranks_at_zero_2_go_on_as_one_at_zero_3(run, tmp_path):
     assert [row["rollout/surplus_groups"] for row in resumed] == [4, 0, 4, 0]
     assert resumed[1]["rollout/stale_groups"] == 4  # what two ranks held is with the one
     first, later = sampled(tmp_path / "straight"), sampled(tmp_path / "moved")
-    trained = [json.loads(line)["index"] for found in (first["step1.jsonl"], *later.values()) for line in found]
-    assert {index: trained.count(index) for index in trained} == dict.fromkeys(range(16), 2)  # its samples
-    assert later == {name: found for name, found in first.items() if name != "step1.jsonl"}  # to the letter
+    trained = [
+        json.loads(line)["index"]
+        for found in (first["step1.jsonl"], *later.values())
+        for line in found
+    ]
+    # its samples
+    assert {index: trained.count(index) for index in trained} == dict.fromkeys(range(16), 2)
+    # to the letter
+    assert later == {name: found for name, found in first.items() if name != "step1.jsonl"}
 
     assert [row.keys() for row in resumed] == [row.keys() for row in straight]
     for now, before in zip(resumed, straight, strict=True):
-        numbers = [{name: value for name, value in row.items() if value is not None} for row in (now, before)]
+        numbers = [
+            {name: value for name, value in row.items() if value is not None}
+            for row in (now, before)
+        ]
         assert numbers[0] == pytest.approx(numbers[1], rel=TOLERANCE, abs=1e-5), before["step"]
 
 
 DEMONSTRATIONS = [{"input": f"{i}+{i}=", "output": "abcdefghijkl"[: i + 1]} for i in range(12)]
-PAIRS = [{"input": f"{i}+{i}=", "chosen": "abc"[: 1 + i % 3], "rejected": "xyzabc"[: 1 + i % 5]} for i in range(12)]
+PAIRS = [
+    {"input": f"{i}+{i}=", "chosen": "abc"[: 1 + i % 3], "rejected": "xyzabc"[: 1 + i % 5]}
+    for i in range(12)
+]
 
 
 @pytest.mark.parametrize(
@@ -89,16 +141,35 @@ PAIRS = [{"input": f"{i}+{i}=", "chosen": "abc"[: 1 + i % 3], "rejected": "xyzab
         pytest.param("dpo", PAIRS, (), marks=pytest.mark.long),
     ],
 )
-def test_training_on_data_goes_on_with_other_ranks_and_another_stage(tiny_model, tmp_path, command, data, more):
+def test_training_on_data_goes_on_with_other_ranks_and_another_stage(
+    tiny_model, tmp_path, command, data, more
+):
     """In the middle of the second epoch; a rank of two has other rows and padding than the one has."""
     dataset, script = write_jsonl(tmp_path / "rows.jsonl", data), tmp_path / "command.py"
     script.write_text("from lightppo.__main__ import main\n\nmain()\n")
 
     def run(folder: Path, ranks: int, stage: int, *flags: str) -> tuple[list[dict[str, Any]], str]:
         result = run_ranks(
-            *(script, command, f"--pretrain={tiny_model}", f"--dataset={dataset}", "--max_len=24", "--num_epochs=2"),
-            *(f"--save_path={folder / 'run'}", f"--ckpt_path={folder / 'ckpt'}", "--learning_rate=1e-3", *more),
-            *("--train_batch_size=4", "--micro_train_batch_size=2", "--save_steps=1", "--max_ckpt_num=9"),
+            *(
+                script,
+                command,
+                f"--pretrain={tiny_model}",
+                f"--dataset={dataset}",
+                "--max_len=24",
+                "--num_epochs=2",
+            ),
+            *(
+                f"--save_path={folder / 'run'}",
+                f"--ckpt_path={folder / 'ckpt'}",
+                "--learning_rate=1e-3",
+                *more,
+            ),
+            *(
+                "--train_batch_size=4",
+                "--micro_train_batch_size=2",
+                "--save_steps=1",
+                "--max_ckpt_num=9",
+            ),
             *(f"--zero_stage={stage}", *flags),
             world_size=ranks,
         )
@@ -114,7 +185,9 @@ def test_training_on_data_goes_on_with_other_ranks_and_another_stage(tiny_model,
     assert "resume: --zero_stage was 2, is 3" in output
     assert "4 steps done" in output
     for now, before in zip(resumed, straight, strict=True):
-        numbers = [{n: x for n, x in row.items() if n.startswith("train/")} for row in (now, before)]
+        numbers = [
+            {n: x for n, x in row.items() if n.startswith("train/")} for row in (now, before)
+        ]
         assert numbers[0] == pytest.approx(numbers[1], rel=TOLERANCE, abs=1e-5), before["step"]
 
 

@@ -18,9 +18,14 @@ from lightppo.plugins.supervised.preferences import dpo_loss, ipo_loss
 from lightppo.plugins.supervised.sections import DPOConfig
 
 SCRIPT = REPO / "examples" / "train_dpo.py"
-SEED, ROWS, BATCH, EPOCHS, RATE, BETA = 7, 6, 4, 2, 1e-3, 0.5  # steps of 4 and 2 pairs in each epoch
+# steps of 4 and 2 pairs in each epoch
+SEED, ROWS, BATCH, EPOCHS, RATE, BETA = 7, 6, 4, 2, 1e-3, 0.5
 LOSSES = {
-    "dpo": (["--label_smoothing=0.1"], lambda lead: dpo_loss(lead, beta=BETA, label_smoothing=0.1), False),
+    "dpo": (
+        ["--label_smoothing=0.1"],
+        lambda lead: dpo_loss(lead, beta=BETA, label_smoothing=0.1),
+        False,
+    ),
     "dpo_of_means": ([], lambda lead: dpo_loss(lead, beta=BETA), True),
     "ipo": (["--preference_loss=ipo"], lambda lead: ipo_loss(lead, beta=BETA), True),
 }
@@ -30,7 +35,10 @@ LOSSES = {
 def rows() -> list[dict[str, str]]:
     """Pairs of different lengths."""
     words = ["a", "bcd", "efghijk", "lm", "nopqr", "stuv"]
-    return [{"input": f"{i}+{i}=", "chosen": words[i], "rejected": words[(i + 2) % ROWS]} for i in range(ROWS)]
+    return [
+        {"input": f"{i}+{i}=", "chosen": words[i], "rejected": words[(i + 2) % ROWS]}
+        for i in range(ROWS)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -38,30 +46,46 @@ def dataset(rows, tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_jsonl(tmp_path_factory.mktemp("data") / "pairs.jsonl", rows)
 
 
-def plain(rows: list[dict[str, str]], path: str, loss: str, start: str | None = None) -> list[dict[str, float]]:
+def plain(
+    rows: list[dict[str, str]], path: str, loss: str, start: str | None = None
+) -> list[dict[str, float]]:
     """Metrics of each step by torch alone, one unpadded answer after the other; ``start``: another reference."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()  # of another test's run at ZeRO-3
     _, loss_fn, averages = LOSSES[loss]
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(path),
+        AutoModelForCausalLM.from_pretrained(path),
+    )
     reference = AutoModelForCausalLM.from_pretrained(start) if start else copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     history = []
 
     def log_prob(model: Any, row: dict[str, str], which: str) -> torch.Tensor:
         prompt = tokenizer(row["input"])["input_ids"]
-        answer = [*tokenizer(row[which], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        answer = [
+            *tokenizer(row[which], add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
         logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        return -torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="mean" if averages else "sum")
+        return -torch.nn.functional.cross_entropy(
+            logits, torch.tensor(answer), reduction="mean" if averages else "sum"
+        )
 
     for epoch in range(EPOCHS):
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
         for chosen in (order[:4], order[4:]):
-            pairs = [[log_prob(model, rows[i], which) for which in ("chosen", "rejected")] for i in chosen]
+            pairs = [
+                [log_prob(model, rows[i], which) for which in ("chosen", "rejected")]
+                for i in chosen
+            ]
             with torch.no_grad():
-                before = [[log_prob(reference, rows[i], which) for which in ("chosen", "rejected")] for i in chosen]
+                before = [
+                    [log_prob(reference, rows[i], which) for which in ("chosen", "rejected")]
+                    for i in chosen
+                ]
             changes = torch.stack([torch.stack(pair) for pair in pairs]) - torch.tensor(before)
             total = loss_fn(changes[:, 0] - changes[:, 1]).mean()
             optimizer.zero_grad()
@@ -70,7 +94,10 @@ def plain(rows: list[dict[str, str]], path: str, loss: str, start: str | None = 
             optimizer.step()
             rewards = BETA * changes.detach().mean(0)
             history.append({"loss": total.item(), "grad_norm": float(norm), "pairs": len(chosen)})
-            history[-1] |= {"chosen_reward": rewards[0].item(), "rejected_reward": rewards[1].item()}
+            history[-1] |= {
+                "chosen_reward": rewards[0].item(),
+                "rejected_reward": rewards[1].item(),
+            }
             history[-1] |= {"margin": (rewards[0] - rewards[1]).item()}
             history[-1] |= {"chosen_log_prob": sum(pair[0].item() for pair in pairs) / len(chosen)}
     return history
@@ -106,7 +133,9 @@ def check_steps(found: list[dict[str, float]], expected: list[dict[str, float]])
         # Adam amplifies rounding of tiny gradients, step after step; the first step is exact to float32.
         tolerance = 1e-5 if row["step"] == 1 else 5e-3
         for name, value in step.items():
-            assert row[f"train/{name}"] == pytest.approx(value, rel=tolerance, abs=10 * tolerance), (name, row["step"])
+            assert row[f"train/{name}"] == pytest.approx(
+                value, rel=tolerance, abs=10 * tolerance
+            ), (name, row["step"])
 
 
 @pytest.fixture
@@ -134,7 +163,13 @@ def test_steps_are_those_of_plain_torch(
     rows, tiny_model, dataset, tmp_path, world_size, micro, zero_stage, packing, loss
 ):
     options = values(tiny_model, dataset, tmp_path, micro) | {"zero_stage": zero_stage}
-    run_ranks(SCRIPT, *(f"--{k}={v}" for k, v in options.items()), packing, *LOSSES[loss][0], world_size=world_size)
+    run_ranks(
+        SCRIPT,
+        *(f"--{k}={v}" for k, v in options.items()),
+        packing,
+        *LOSSES[loss][0],
+        world_size=world_size,
+    )
     check_steps(logged(tmp_path), plain(rows, tiny_model, loss))
 
 
@@ -156,7 +191,13 @@ def test_a_resumed_run_with_adapters_is_the_uninterrupted_run(train, dataset, ti
     """It compares with the start, not with what the checkpoint holds; before the first step nothing has changed."""
     from transformers import AutoModelForCausalLM
 
-    more = {"lora_rank": 4, "lora_dropout": 0.1, "eval_dataset": dataset, "eval_split": "train", "eval_steps": 1}
+    more = {
+        "lora_rank": 4,
+        "lora_dropout": 0.1,
+        "eval_dataset": dataset,
+        "eval_split": "train",
+        "eval_steps": 1,
+    }
     train("straight", **more, save_steps=1)
     for stop in (2, None):
         torch.rand(7)  # whatever the process did in between
@@ -169,8 +210,12 @@ def test_a_resumed_run_with_adapters_is_the_uninterrupted_run(train, dataset, ti
     assert end["eval/margin"] > 0
     assert end["eval/accuracy"] > 0.5
     assert end["eval/pairs"] == ROWS
-    merged, base = (AutoModelForCausalLM.from_pretrained(p) for p in (tmp_path / "resumed/model", tiny_model))
-    assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight)
+    merged, base = (
+        AutoModelForCausalLM.from_pretrained(p) for p in (tmp_path / "resumed/model", tiny_model)
+    )
+    assert not torch.equal(
+        merged.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight
+    )
 
 
 def test_a_reference_of_its_own(train, rows, tmp_path, capsys):
@@ -196,7 +241,9 @@ def test_a_reference_of_its_own_in_shards(rows, tiny_model, dataset, tmp_path):
 
 
 def test_columns_of_other_names(train, rows, tmp_path):
-    renamed = [{"input": r["input"], "better": r["chosen"], "pair": {"worse": r["rejected"]}} for r in rows]
+    renamed = [
+        {"input": r["input"], "better": r["chosen"], "pair": {"worse": r["rejected"]}} for r in rows
+    ]
     dataset = write_jsonl(tmp_path / "renamed.jsonl", renamed)
     train("renamed", dataset=dataset, chosen_key="better", rejected_key="pair.worse")
     train("named")
@@ -205,16 +252,25 @@ def test_columns_of_other_names(train, rows, tmp_path):
 
 def test_a_dry_run_needs_no_reference(train, tmp_path, capsys):
     train(".", dry_run=True)
-    assert f"dry run: one step of the 2 longest rows, loss {math.log(2):.4f}" in capsys.readouterr().out
+    assert (
+        f"dry run: one step of the 2 longest rows, loss {math.log(2):.4f}"
+        in capsys.readouterr().out
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preference_loss", "ipo", "--label_smoothing", "0.1"], "--label_smoothing needs --preference_loss dpo"),
+        (
+            ["--preference_loss", "ipo", "--label_smoothing", "0.1"],
+            "--label_smoothing needs --preference_loss dpo",
+        ),
         (["--label_smoothing", "0.5"], "--label_smoothing must be"),
-        (["--preference_loss", "dop"], "--preference_loss: unknown name 'dop' (did you mean 'dpo'?)"),
+        (
+            ["--preference_loss", "dop"],
+            "--preference_loss: unknown name 'dop' (did you mean 'dpo'?)",
+        ),
         (["--beta", "0"], "--beta must be a number >0"),
     ],
 )

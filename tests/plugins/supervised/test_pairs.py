@@ -41,10 +41,22 @@ def test_pairs(row, prompt, chosen, rejected):
 @pytest.mark.parametrize(
     ("row", "reason", "message"),
     [
-        ({"prompt": "q", "chosen": "a", "rejected": None}, "missing", "'rejected' is missing or null"),
-        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "equal", "'chosen' and 'rejected' are the same"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": None},
+            "missing",
+            "'rejected' is missing or null",
+        ),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "a"},
+            "equal",
+            "'chosen' and 'rejected' are the same",
+        ),
         ({"prompt": "q", "chosen": "a", "rejected": " "}, "empty", "'rejected' is empty"),
-        ({"prompt": "q", "chosen": "a", "rejected": [ANSWER]}, "wrong_type", "one of 'chosen' and 'rejected' is text"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": [ANSWER]},
+            "wrong_type",
+            "one of 'chosen' and 'rejected' is text",
+        ),
         ({"chosen": "a", "rejected": "b"}, "missing", "share no prompt"),
     ],
 )
@@ -56,7 +68,8 @@ def test_bad_pairs(row, reason, message):
 
 def test_pairs_need_their_columns():
     with pytest.raises(
-        DataError, match=r"--chosen_key 'chosen' is not a column of the data; its columns: prompt, answer"
+        DataError,
+        match=r"--chosen_key 'chosen' is not a column of the data; its columns: prompt, answer",
     ):
         resolve_fields(["prompt", "answer"], pairs=True)
     with pytest.raises(DataError, match="--margin_key 'lead' is not a column"):
@@ -77,13 +90,21 @@ def test_margins():
 
 
 def test_pairs_are_chosen_rows_then_rejected_ones_between_paddings(tiny_tokenizer) -> None:
-    rows = [{"prompt": "1+", "chosen": "23", "rejected": "4"}, {"prompt": "5", "chosen": "6", "rejected": "789"}]
+    rows = [
+        {"prompt": "1+", "chosen": "23", "rejected": "4"},
+        {"prompt": "5", "chosen": "6", "rejected": "789"},
+    ]
     dataset = PairDataset(Dataset.from_list(rows), tiny_tokenizer, 8)
     batch = dataset.collate_fn([dataset[0], dataset[1]])
     eos, pad = tiny_tokenizer.eos_token, tiny_tokenizer.pad_token
     shown = [tiny_tokenizer.convert_ids_to_tokens(ids) for ids in batch["sequences"]]
     prompts = [["1", "+"], [pad, "5"]]
-    answers = [["2", "3", eos, pad], ["6", eos, pad, pad], ["4", eos, pad, pad], ["7", "8", "9", eos]]
+    answers = [
+        ["2", "3", eos, pad],
+        ["6", eos, pad, pad],
+        ["4", eos, pad, pad],
+        ["7", "8", "9", eos],
+    ]
     assert shown == [prompt + answer for prompt, answer in zip(prompts * 2, answers)]
     real = torch.tensor([[token != pad for token in row] for row in shown])
     assert torch.equal(batch["attention_mask"].bool(), real)
@@ -101,15 +122,22 @@ def test_pairs_have_margins_and_limits(tiny_tokenizer) -> None:
     assert dataset.collate_fn([dataset[1], dataset[0]])["margin"].tolist() == [2.0, 0.5]
     with pytest.raises(DataError, match=r"row 1: 6 tokens .2 of the prompt., the limit is 5"):
         PairDataset(data, tiny_tokenizer, 5)
-    assert [len(PairDataset(data, tiny_tokenizer, 5, truncation=kind)) for kind in ("right", "drop")] == [2, 1]
+    assert [
+        len(PairDataset(data, tiny_tokenizer, 5, truncation=kind)) for kind in ("right", "drop")
+    ] == [2, 1]
     cut = PairDataset(data, tiny_tokenizer, 5, truncation="right")
     assert (tiny_tokenizer.decode(cut[0]["chosen"]), cut.report.truncated) == ("234", 1)
 
 
 def test_pairs_that_a_cut_makes_equal_are_bad_rows(tiny_tokenizer) -> None:
     rows = Dataset.from_list(
-        [{"prompt": "1", "chosen": "234", "rejected": "235"}, {"prompt": "1", "chosen": "2", "rejected": "3"}]
+        [
+            {"prompt": "1", "chosen": "234", "rejected": "235"},
+            {"prompt": "1", "chosen": "2", "rejected": "3"},
+        ]
     )
     with pytest.raises(DataError, match="row 1: both answers have the same tokens"):
         PairDataset(rows, tiny_tokenizer, 3, truncation="right")
-    assert PairDataset(rows, tiny_tokenizer, 3, truncation="right", on_bad_row="skip").report.dropped == {"equal": 1}
+    assert PairDataset(
+        rows, tiny_tokenizer, 3, truncation="right", on_bad_row="skip"
+    ).report.dropped == {"equal": 1}

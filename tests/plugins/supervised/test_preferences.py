@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from lightppo.plugins.supervised.preferences import answer_log_probs, bradley_terry_loss, dpo_loss, ipo_loss, pair_mean
+from lightppo.plugins.supervised.preferences import (
+    answer_log_probs,
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    pair_mean,
+)
 
 
 def test_bradley_terry_by_hand():
@@ -18,11 +24,16 @@ def test_bradley_terry_by_hand():
 def test_a_margin_is_taken_from_the_lead():
     # leads ln 3, less margins of ln 3 and 0: chances 1/2 and 3/4
     chosen, margin = torch.full((2,), math.log(3)), torch.tensor([math.log(3), 0.0])
-    assert bradley_terry_loss(chosen, torch.zeros(2), margin).tolist() == pytest.approx([math.log(2), math.log(4 / 3)])
+    assert bradley_terry_loss(chosen, torch.zeros(2), margin).tolist() == pytest.approx(
+        [math.log(2), math.log(4 / 3)]
+    )
 
 
 def test_bradley_terry_gradient_is_the_chance_of_being_wrong():
-    chosen, rejected = torch.tensor([math.log(3)], requires_grad=True), torch.zeros(1, requires_grad=True)
+    chosen, rejected = (
+        torch.tensor([math.log(3)], requires_grad=True),
+        torch.zeros(1, requires_grad=True),
+    )
     bradley_terry_loss(chosen, rejected).sum().backward()
     assert (chosen.grad.item(), rejected.grad.item()) == pytest.approx((-1 / 4, 1 / 4))
 
@@ -58,10 +69,16 @@ def test_the_log_prob_of_an_answer_is_a_sum_or_a_mean_over_its_tokens():
 def test_dpo_by_hand():
     # βh = 0, ln 3, -ln 3: σ = 1/2, 3/4, 1/4
     lead = torch.tensor([0.0, 2 * math.log(3), -2 * math.log(3)])
-    assert dpo_loss(lead, beta=0.5).tolist() == pytest.approx([math.log(2), math.log(4 / 3), math.log(4)])
+    assert dpo_loss(lead, beta=0.5).tolist() == pytest.approx(
+        [math.log(2), math.log(4 / 3), math.log(4)]
+    )
     # one pair in ten is exchanged: 0.9 ln(4/3) + 0.1 ln 4 at ln 3
     smooth = dpo_loss(lead, beta=0.5, label_smoothing=0.1)
-    expected = [math.log(2), 0.9 * math.log(4 / 3) + 0.1 * math.log(4), 0.9 * math.log(4) + 0.1 * math.log(4 / 3)]
+    expected = [
+        math.log(2),
+        0.9 * math.log(4 / 3) + 0.1 * math.log(4),
+        0.9 * math.log(4) + 0.1 * math.log(4 / 3),
+    ]
     assert smooth.tolist() == pytest.approx(expected)
 
 

@@ -32,7 +32,14 @@ def made_pairs(number: int, seed: int) -> list[dict[str, Any]]:
         worse, better = sorted(answers, key=worth)
         if worth(better) > worth(worse):
             lead = float(worth(better) - worth(worse))
-            found.append({"prompt": f"{draw.randrange(99)}+", "chosen": better, "rejected": worse, "lead": lead})
+            found.append(
+                {
+                    "prompt": f"{draw.randrange(99)}+",
+                    "chosen": better,
+                    "rejected": worse,
+                    "lead": lead,
+                }
+            )
     return found
 
 
@@ -52,8 +59,19 @@ def run(world, tiny_model, data, tmp_path_factory):
 
     def fit(**more: Any):
         folder = more.pop("folder", None) or tmp_path_factory.mktemp("run")
-        small = {"pretrain": tiny_model, "eval_split": "train", "max_len": 16, "zero_stage": 0, "save_path": folder}
-        small |= {"train_batch_size": 16, "learning_rate": 5e-3, "lr_warmup_ratio": 0, "num_epochs": 4}
+        small = {
+            "pretrain": tiny_model,
+            "eval_split": "train",
+            "max_len": 16,
+            "zero_stage": 0,
+            "save_path": folder,
+        }
+        small |= {
+            "train_batch_size": 16,
+            "learning_rate": 5e-3,
+            "lr_warmup_ratio": 0,
+            "num_epochs": 4,
+        }
         trainer = SupervisedTrainer.from_config(RMConfig.from_flat(data | small | more))
         trainer.fit()
         return trainer
@@ -79,9 +97,13 @@ def rows_of(folder: Path, prefix: str = "train/") -> list[dict[str, float]]:
 def scores(trainer: Any, rows: Any) -> torch.Tensor:
     """(2, N) of the chosen and the rejected answers, each alone and unpadded."""
     trainer.model.eval()
-    parts = [[torch.cat([row["prompt"], row[name]]) for row in rows] for name in ("chosen", "rejected")]
+    parts = [
+        [torch.cat([row["prompt"], row[name]]) for row in rows] for name in ("chosen", "rejected")
+    ]
     with torch.no_grad():
-        return torch.stack([torch.cat([trainer.model(ids[None]) for ids in part]) for part in parts])
+        return torch.stack(
+            [torch.cat([trainer.model(ids[None]) for ids in part]) for part in parts]
+        )
 
 
 class TestRewardModel:
@@ -106,7 +128,9 @@ class TestRewardModel:
         last = logged(trained, "eval/")[-1]
         assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
-    def test_scores_critic_and_statistics_of_the_saved_model_are_those_of_training(self, trained, tiny_model, data):
+    def test_scores_critic_and_statistics_of_the_saved_model_are_those_of_training(
+        self, trained, tiny_model, data
+    ):
         """As PPO loads it: --reward_pretrain with --normalize_reward, and --critic_pretrain."""
         from lightppo.trainer import build
 
@@ -117,18 +141,27 @@ class TestRewardModel:
         assert saved["std"] == pytest.approx(found.std(unbiased=False).item(), rel=1e-4)
 
         config = PPOConfig.from_flat(
-            pretrain=tiny_model, reward_pretrain=(path,), critic_pretrain=path, normalize_reward=True, zero_stage=0
+            pretrain=tiny_model,
+            reward_pretrain=(path,),
+            critic_pretrain=path,
+            normalize_reward=True,
+            zero_stage=0,
         )
         models = build.build_models(config.resolved(), trained.strategy)
         ids = torch.cat([rows[3]["prompt"], rows[3]["chosen"]])[None]
         with torch.no_grad():
             reward, values = models.reward_models[0](ids), models.critic(ids)
-        assert reward.item() == pytest.approx((found[0, 3].item() - saved["mean"]) / saved["std"], rel=1e-4, abs=1e-5)
+        assert reward.item() == pytest.approx(
+            (found[0, 3].item() - saved["mean"]) / saved["std"], rel=1e-4, abs=1e-5
+        )
         assert values[0, -1].item() == pytest.approx(found[0, 3].item(), rel=1e-4, abs=1e-5)
 
     def test_goes_on_from_a_reward_model_with_its_head(self, trained, run):
         path = trained.config.checkpoint.save_path
-        assert logged(run(pretrain=path, max_steps=1, num_epochs=None), "eval/")[0]["eval/accuracy"] >= 0.95
+        assert (
+            logged(run(pretrain=path, max_steps=1, num_epochs=None), "eval/")[0]["eval/accuracy"]
+            >= 0.95
+        )
 
     def test_packed_with_shared_prompts_is_padded_but_for_rounding(self, run):
         small = {"num_epochs": None, "max_steps": 3, "max_norm": 0}
@@ -155,18 +188,38 @@ class TestRewardModel:
         assert logged(resumed) == logged(straight)
         from safetensors.torch import load_file
 
-        ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("resumed", "straight"))
+        ours, theirs = (
+            load_file(tmp_path / name / "model.safetensors") for name in ("resumed", "straight")
+        )
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
         assert not [name for name in ours if "lora" in name]
         best = json.loads((tmp_path / "straight/checkpoints/best_hf/config.json").read_text())
         assert best["std"] > 0
 
-    @pytest.mark.parametrize("more", [["--zero_stage=3"], ["--zero_stage=2", "--bf16", "--lora_rank=4"]], ids=str)
+    @pytest.mark.parametrize(
+        "more", [["--zero_stage=3"], ["--zero_stage=2", "--bf16", "--lora_rank=4"]], ids=str
+    )
     def test_two_ranks(self, run, tiny_model, data, tmp_path, more):
         """The same steps as on one rank; the share of a rank in the last step of an epoch differs."""
-        flags = {**data, "pretrain": tiny_model, "eval_split": "train", "max_len": 16, "max_samples": 23}
-        flags |= {"train_batch_size": 8, "micro_train_batch_size": 2, "learning_rate": 3e-3, "num_epochs": 1}
-        flags |= {"lr_warmup_ratio": 0, "margin_key": "lead", "eval_max_samples": 7, "save_path": tmp_path / "two"}
+        flags = {
+            **data,
+            "pretrain": tiny_model,
+            "eval_split": "train",
+            "max_len": 16,
+            "max_samples": 23,
+        }
+        flags |= {
+            "train_batch_size": 8,
+            "micro_train_batch_size": 2,
+            "learning_rate": 3e-3,
+            "num_epochs": 1,
+        }
+        flags |= {
+            "lr_warmup_ratio": 0,
+            "margin_key": "lead",
+            "eval_max_samples": 7,
+            "save_path": tmp_path / "two",
+        }
         run_ranks(SCRIPT, *(f"--{name}={value}" for name, value in flags.items()), *more)
         one = run(**flags | {"save_path": tmp_path / "one"}, folder=tmp_path / "one", zero_stage=0,
                   lora_rank=4 * ("--lora_rank=4" in more))  # fmt: skip
@@ -175,9 +228,13 @@ class TestRewardModel:
         assert found == pytest.approx(expected, **close)
         assert found["eval/pairs"] == 7
         first, expected = rows_of(tmp_path / "two")[0], logged(one)[0]
-        assert first.pop("train/accuracy") == pytest.approx(expected.pop("train/accuracy"), abs=0.13)  # one pair of 8
+        # one pair of 8
+        assert first.pop("train/accuracy") == pytest.approx(
+            expected.pop("train/accuracy"), abs=0.13
+        )
         assert first == pytest.approx(expected, **close)
-        assert [row["train/pairs"] for row in rows_of(tmp_path / "two")] == [8, 8, 8]  # 23 on two ranks are 24
+        # 23 on two ranks are 24
+        assert [row["train/pairs"] for row in rows_of(tmp_path / "two")] == [8, 8, 8]
         assert json.loads((tmp_path / "two/config.json").read_text())["std"] > 0
 
 
@@ -186,7 +243,9 @@ def test_fp16(run, monkeypatch, tmp_path, lora_rank):
     """Near fp32; records hold the loss scale, and the export is in 16 bits."""
     from safetensors.torch import load_file
 
-    monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda _: True)
+    monkeypatch.setattr(
+        "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda _: True
+    )
     more = {"zero_stage": 2, "num_epochs": 1, "lora_rank": lora_rank}
     plain, half = (run(folder=tmp_path / str(fp16), fp16=fp16, **more) for fp16 in (False, True))
     rows, scale = logged(half), 2.0**16
@@ -195,4 +254,6 @@ def test_fp16(run, monkeypatch, tmp_path, lora_rank):
         assert (row["train/skipped"], row["train/loss_scale"]) == (0, scale)
     assert scale > 2.0**10
     assert rows[0]["train/loss"] == pytest.approx(logged(plain)[0]["train/loss"], abs=1e-3)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "True" / "model.safetensors").values()} == {torch.float16}
+    assert {
+        tensor.dtype for tensor in load_file(tmp_path / "True" / "model.safetensors").values()
+    } == {torch.float16}

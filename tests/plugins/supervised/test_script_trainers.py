@@ -53,26 +53,45 @@ def make_loaders(args: argparse.Namespace, tokenizer: Any, strategy: Any) -> lis
     for rows, shuffle in zip(found, (True, False)):
         rows = rows.select(range(min(args.max_samples, len(rows))))
         if args.kind == "sft":
-            more = {"pretrain_mode": args.pretrain_mode, "input_template": args.input_template, "multiturn": False}
+            more = {
+                "pretrain_mode": args.pretrain_mode,
+                "input_template": args.input_template,
+                "multiturn": False,
+            }
             data = SFTDataset(rows, tokenizer, args.max_len, strategy, multiple_of=1, **more)
         else:
             is_dpo = args.kind == "dpo"
-            data = RewardDataset(rows, tokenizer, args.max_len, strategy, input_template=None, is_dpo=is_dpo)
+            data = RewardDataset(
+                rows, tokenizer, args.max_len, strategy, input_template=None, is_dpo=is_dpo
+            )
         collate_fn = data.packing_collate_fn if args.packing_samples else data.collate_fn
-        loaders.append(strategy.setup_dataloader(data, args.micro_train_batch_size, True, shuffle, collate_fn))
+        loaders.append(
+            strategy.setup_dataloader(data, args.micro_train_batch_size, True, shuffle, collate_fn)
+        )
     return loaders
 
 
 def make_trainer(args: argparse.Namespace, classes: dict[str, type]) -> tuple[Any, tuple[Any, ...]]:
     from transformers import get_scheduler
 
-    from lightppo import Actor, DPOTrainer, RewardModelTrainer, SFTTrainer, get_strategy, get_tokenizer
+    from lightppo import (
+        Actor,
+        DPOTrainer,
+        RewardModelTrainer,
+        SFTTrainer,
+        get_strategy,
+        get_tokenizer,
+    )
 
     strategy = get_strategy(args)
     strategy.setup_distributed()
     model = make_model(args, strategy)
-    tokenizer = get_tokenizer(args.pretrain, getattr(model, "model", model), "right", strategy, use_fast=True)
-    optim = strategy.create_optimizer(model, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    tokenizer = get_tokenizer(
+        args.pretrain, getattr(model, "model", model), "right", strategy, use_fast=True
+    )
+    optim = strategy.create_optimizer(
+        model, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
     train_dataloader, eval_dataloader = make_loaders(args, tokenizer, strategy)
     per_epoch = len(train_dataloader.dataset) // args.train_batch_size
     scheduler = get_scheduler("constant", optim)
@@ -102,7 +121,9 @@ def make_trainer(args: argparse.Namespace, classes: dict[str, type]) -> tuple[An
     else:
         reference = Actor(args.pretrain, ds_config=strategy.get_ds_eval_config(offload=False))
         reference = strategy.prepare(reference)
-        trainer = classes.get("dpo", DPOTrainer)(**parts, ref_model=reference, beta=args.beta, **exports)
+        trainer = classes.get("dpo", DPOTrainer)(
+            **parts, ref_model=reference, beta=args.beta, **exports
+        )
     return trainer, (args, consumed_samples, per_epoch)
 
 
@@ -138,7 +159,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, default in texts.items():
         parser.add_argument(f"--{name}", default=default)
     for name in (
-        *("bf16", "flash_attn", "packing_samples", "load_checkpoint", "save_hf_ckpt", "pretrain_mode", "ipo"),
+        *(
+            "bf16",
+            "flash_attn",
+            "packing_samples",
+            "load_checkpoint",
+            "save_hf_ckpt",
+            "pretrain_mode",
+            "ipo",
+        ),
         *("margin_loss", "compute_fp32_loss", "apply_chat_template"),
     ):
         parser.add_argument(f"--{name}", action="store_true")
@@ -156,7 +185,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     answers = ["a", "bcd", "efghijk", "lm", "nopqr", "stuv"]
     rows = [{"input": f"{i}+{i}=", "output": answers[i % 6]} for i in range(ROWS)]
     pairs = [
-        {"prompt": f"{i}+{i}=", "chosen": answers[i % 6], "rejected": answers[(i + 2) % 6], "margin": i % 3}
+        {
+            "prompt": f"{i}+{i}=",
+            "chosen": answers[i % 6],
+            "rejected": answers[(i + 2) % 6],
+            "margin": i % 3,
+        }
         for i in range(ROWS)
     ]
     root = tmp_path_factory.mktemp("data")
@@ -174,9 +208,24 @@ def arguments(data, tiny_model, tmp_path):
     def make(kind: str, folder: str, **flags: Any) -> argparse.Namespace:
         out = tmp_path / folder
         own = {"output_key": "output"} if kind == "sft" else {"prompt_key": "prompt"}
-        places = {"save_path": out / "model", "ckpt_path": out / "ckpt", "dataset": data[kind], "pretrain": tiny_model}
-        words = [f"--{name}={value}" for name, value in (places | own | flags).items() if value is not True]
-        return parse([f"--kind={kind}", *words, *(f"--{name}" for name, value in flags.items() if value is True)])
+        places = {
+            "save_path": out / "model",
+            "ckpt_path": out / "ckpt",
+            "dataset": data[kind],
+            "pretrain": tiny_model,
+        }
+        words = [
+            f"--{name}={value}"
+            for name, value in (places | own | flags).items()
+            if value is not True
+        ]
+        return parse(
+            [
+                f"--kind={kind}",
+                *words,
+                *(f"--{name}" for name, value in flags.items() if value is True),
+            ]
+        )
 
     return make
 
@@ -185,7 +234,10 @@ def logged(args: argparse.Namespace, prefix: str = "train/") -> list[dict[str, f
     from support.tiny import read_jsonl
 
     rows = read_jsonl(Path(args.save_path, "metrics.jsonl"))
-    rows = [{name: x for name, x in row.items() if name == "step" or name.startswith(prefix)} for row in rows]
+    rows = [
+        {name: x for name, x in row.items() if name == "step" or name.startswith(prefix)}
+        for row in rows
+    ]
     return [row for row in rows if len(row) > 1]
 
 
@@ -194,9 +246,25 @@ def command(args: argparse.Namespace, folder: Path, **more: Any) -> list[dict[st
     from lightppo.plugins.supervised.sections import COMMANDS
     from lightppo.plugins.supervised.trainer import SupervisedTrainer
 
-    names = ("pretrain", "dataset", "max_len", "train_batch_size", "micro_train_batch_size", "learning_rate", "seed")
-    options = {name: getattr(args, name) for name in names} | {"num_epochs": args.max_epochs, "zero_stage": 0}
-    options |= {"lr_scheduler": "constant", "lr_warmup_ratio": 0, "save_path": str(folder), "packing_samples": False}
+    names = (
+        "pretrain",
+        "dataset",
+        "max_len",
+        "train_batch_size",
+        "micro_train_batch_size",
+        "learning_rate",
+        "seed",
+    )
+    options = {name: getattr(args, name) for name in names} | {
+        "num_epochs": args.max_epochs,
+        "zero_stage": 0,
+    }
+    options |= {
+        "lr_scheduler": "constant",
+        "lr_warmup_ratio": 0,
+        "save_path": str(folder),
+        "packing_samples": False,
+    }
     SupervisedTrainer.from_config(COMMANDS[args.kind].from_flat(options | more)).fit()
     return logged(argparse.Namespace(save_path=folder))
 
@@ -206,9 +274,17 @@ def command(args: argparse.Namespace, folder: Path, **more: Any) -> list[dict[st
     [
         ("sft", {}, {}),
         ("rm", {"margin_loss": True}, {"margin_key": "margin", "input_key": "prompt"}),
-        ("dpo", {"label_smoothing": 0.1, "beta": 0.5}, {"label_smoothing": 0.1, "beta": 0.5, "input_key": "prompt"}),
+        (
+            "dpo",
+            {"label_smoothing": 0.1, "beta": 0.5},
+            {"label_smoothing": 0.1, "beta": 0.5, "input_key": "prompt"},
+        ),
         pytest.param(
-            *("dpo", {"ipo": True}, {"preference_loss": "ipo", "average_log_probs": False, "input_key": "prompt"}),
+            *(
+                "dpo",
+                {"ipo": True},
+                {"preference_loss": "ipo", "average_log_probs": False, "input_key": "prompt"},
+            ),
             marks=pytest.mark.long,
         ),
     ],
@@ -222,7 +298,8 @@ def test_a_script_takes_the_steps_of_the_command(world, arguments, tmp_path, kin
     expected = command(args, tmp_path / "command", **more)
     for row, other in zip(found, expected, strict=True):
         assert row == pytest.approx(other, rel=1e-5, abs=1e-6, nan_ok=True)
-    assert [row["step"] for row in logged(args, "eval/")] == [3, 6]  # at the end of each epoch, not at the start
+    # at the end of each epoch, not at the start
+    assert [row["step"] for row in logged(args, "eval/")] == [3, 6]
     assert (Path(args.save_path) / "config.json").is_file()
     assert not Path(args.ckpt_path).exists()  # --save_steps -1 saves none
     assert (args.save_steps, args.eval_steps) == (math.inf, 3)  # as OpenRLHF's fit leaves them
@@ -230,7 +307,10 @@ def test_a_script_takes_the_steps_of_the_command(world, arguments, tmp_path, kin
 
 @pytest.mark.parametrize("kind", [pytest.param("sft", marks=pytest.mark.long), "dpo"])
 def test_a_script_that_packs_and_asks_for_flash_attention_runs_without_it(world, arguments, kind):
-    padded, packed = arguments(kind, "padded"), arguments(kind, "packed", packing_samples=True, flash_attn=True)
+    padded, packed = (
+        arguments(kind, "padded"),
+        arguments(kind, "packed", packing_samples=True, flash_attn=True),
+    )
     train(padded)
     assert train(packed).model.packing_samples
     first = [logged(args)[0]["train/loss"] for args in (padded, packed)]
@@ -243,7 +323,9 @@ def weights(args: argparse.Namespace) -> dict[str, torch.Tensor]:
     return load_file(Path(args.save_path) / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rm", "dpo"))])
+@pytest.mark.parametrize(
+    "kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rm", "dpo"))]
+)
 def test_a_script_that_goes_on_from_its_checkpoint_ends_where_it_would_have(world, arguments, kind):
     whole = arguments(kind, "whole")
     train(whole)
@@ -265,9 +347,13 @@ def test_overrides_of_a_script_act(world, arguments):
 
     class Mine(SFTTrainer):
         def save_logs_and_checkpoints(self, args, global_step, step_bar, logs_dict, client_states):
-            seen["logs"].append((global_step, logs_dict["gpt_loss"] == logs_dict["loss_mean"], client_states))
+            seen["logs"].append(
+                (global_step, logs_dict["gpt_loss"] == logs_dict["loss_mean"], client_states)
+            )
             logs = {**logs_dict, "mine": 7.0, "rollout_mine": 8.0}
-            super().save_logs_and_checkpoints(args, global_step, step_bar, logs, {**client_states, "own": global_step})
+            super().save_logs_and_checkpoints(
+                args, global_step, step_bar, logs, {**client_states, "own": global_step}
+            )
 
         def evaluate(self, eval_dataloader, steps=0):
             seen["eval"].append((len(eval_dataloader.dataset), steps))
@@ -286,19 +372,26 @@ def test_overrides_of_a_script_act(world, arguments):
 
 
 def test_a_part_of_the_loss_of_chosen_answers(world, arguments):
-    plain, more = arguments("dpo", "plain", max_epochs=1), arguments("dpo", "more", max_epochs=1, nll_loss_coef=0.5)
+    plain, more = (
+        arguments("dpo", "plain", max_epochs=1),
+        arguments("dpo", "more", max_epochs=1, nll_loss_coef=0.5),
+    )
     train(plain)
     train(more)
     first, other = logged(plain)[0], logged(more)[0]
     assert other["train/nll_loss"] > 0
     assert "train/nll_loss" not in first
-    assert other["train/loss"] == pytest.approx(first["train/loss"] + 0.5 * other["train/nll_loss"], rel=1e-5)
+    assert other["train/loss"] == pytest.approx(
+        first["train/loss"] + 0.5 * other["train/nll_loss"], rel=1e-5
+    )
 
 
 def test_adapters_train_and_the_rest_stays(world, arguments):
     trainer = train(arguments("dpo", "run", lora_rank=2, max_epochs=1))
     assert {
-        "lora" in name for name, weight in trainer.model.model.module.named_parameters() if weight.requires_grad
+        "lora" in name
+        for name, weight in trainer.model.model.module.named_parameters()
+        if weight.requires_grad
     } == {True}
 
 
@@ -316,7 +409,11 @@ def test_what_is_not_here_is_refused(world, arguments, flags, message):
 
 def test_logexp_has_no_margins(world, arguments, capsys):
     first = []
-    for folder, flags in (("a", {}), ("b", {"margin_loss": True}), ("c", {"margin_loss": True, "loss": "logexp"})):
+    for folder, flags in (
+        ("a", {}),
+        ("b", {"margin_loss": True}),
+        ("c", {"margin_loss": True, "loss": "logexp"}),
+    ):
         args = arguments("rm", folder, max_epochs=1, **flags)
         train(args)
         first.append(logged(args)[0]["train/loss"])
@@ -328,7 +425,8 @@ def test_rows_of_another_form_are_refused(world, arguments):
     from lightppo import SFTTrainer
 
     with pytest.raises(
-        ConfigError, match=r"train_dataloader has rows of RewardDataset: make them by lightppo\.SFTDataset"
+        ConfigError,
+        match=r"train_dataloader has rows of RewardDataset: make them by lightppo\.SFTDataset",
     ):
         train(arguments("rm", "run"), rm=lambda loss, **parts: SFTTrainer(**parts))
 
@@ -342,8 +440,15 @@ def test_a_trainer_of_the_command_is_made_as_before(world, arguments, tmp_path):
             return {**super().training_step(micro_batches), "train/mine": 1.0}
 
     args = arguments("sft", "x")
-    options = {"pretrain": args.pretrain, "dataset": args.dataset, "save_path": str(tmp_path / "run"), "zero_stage": 0}
-    trainer = Mine.from_config(SFTConfig.from_flat(options | {"train_batch_size": 4, "micro_train_batch_size": 2}))
+    options = {
+        "pretrain": args.pretrain,
+        "dataset": args.dataset,
+        "save_path": str(tmp_path / "run"),
+        "zero_stage": 0,
+    }
+    trainer = Mine.from_config(
+        SFTConfig.from_flat(options | {"train_batch_size": 4, "micro_train_batch_size": 2})
+    )
     assert trainer.fit()["train/mine"] == 1.0
     assert (tmp_path / "run" / "config.json").is_file()  # it saves the model itself
 
@@ -393,7 +498,11 @@ def test_a_script_cuts_long_rows_and_leaves_out_prompts_without_room(chats):
     from lightppo import SFTDataset
 
     rows = dataset_of(
-        [{"input": "12=", "output": "3456789"}, {"input": "123456789=", "output": "1"}, {"input": "1=", "output": ""}]
+        [
+            {"input": "12=", "output": "3456789"},
+            {"input": "123456789=", "output": "1"},
+            {"input": "1=", "output": ""},
+        ]
     )
     script = of_script(input_key="input", output_key="output")
     found = SFTDataset(rows, chats, 8, script, input_template="q{}")
@@ -403,7 +512,8 @@ def test_a_script_cuts_long_rows_and_leaves_out_prompts_without_room(chats):
     assert chats.decode(ids[:-1]) == "q12=345"
     with pytest.raises(DataError, match="the limit is 8"):  # without a script it is as before
         SFTDataset(rows, chats, 8, output_key="output")
-    assert SFTDataset(rows.select([0]), chats, 20, None, True).pretrain_mode  # the fifth place, as in data.datasets
+    # the fifth place, as in data.datasets
+    assert SFTDataset(rows.select([0]), chats, 20, None, True).pretrain_mode
 
 
 def test_the_loss_of_every_answer_of_a_chat(chats):
@@ -425,11 +535,15 @@ def test_pairs_of_texts_that_share_no_prompt(chats, tiny_model):
     from lightppo import Actor, RewardDataset
 
     texts = [{"chosen": "12", "rejected": "345"}, {"chosen": "6", "rejected": "6"}]
-    found = RewardDataset(dataset_of(texts), chats, 8, of_script(chosen_key="chosen", rejected_key="rejected"))
+    found = RewardDataset(
+        dataset_of(texts), chats, 8, of_script(chosen_key="chosen", rejected_key="rejected")
+    )
     assert found.report.dropped == {"equal": 1}
     batch = found.packing_collate_fn([found[0]])
     assert batch["attention_mask"][:, 0].sum() in (0, 2)  # of padding, or of a begin-of-text
-    log_probs = Actor(tiny_model)(batch["sequences"], batch["action_mask"].shape[1], batch["attention_mask"])
+    log_probs = Actor(tiny_model)(
+        batch["sequences"], batch["action_mask"].shape[1], batch["attention_mask"]
+    )
     assert log_probs.isfinite().all()
 
 

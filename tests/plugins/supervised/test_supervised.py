@@ -48,9 +48,14 @@ def plain(rows, tiny_model) -> list[dict[str, float]]:
             total, tokens = 0.0, 0
             for i in chosen:
                 prompt = tokenizer(rows[i]["input"])["input_ids"]
-                answer = [*tokenizer(rows[i]["output"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+                answer = [
+                    *tokenizer(rows[i]["output"], add_special_tokens=False)["input_ids"],
+                    tokenizer.eos_token_id,
+                ]
                 logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-                total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum")
+                total = total + torch.nn.functional.cross_entropy(
+                    logits, torch.tensor(answer), reduction="sum"
+                )
                 tokens += len(answer)
             loss = total / tokens
             optimizer.zero_grad()
@@ -80,7 +85,9 @@ def values(model: str, dataset: str, folder: Path, micro: int) -> dict[str, Any]
 
 
 def options(model: str, dataset: str, folder: Path, micro: int, *more: str) -> list[str]:
-    return [f"--{name}={value}" for name, value in values(model, dataset, folder, micro).items()] + list(more)
+    return [
+        f"--{name}={value}" for name, value in values(model, dataset, folder, micro).items()
+    ] + list(more)
 
 
 def logged(folder: Path, prefix: str = "train/") -> list[dict[str, float]]:
@@ -219,7 +226,9 @@ def test_a_resumed_run_is_the_uninterrupted_run(train, dataset, tmp_path, capsys
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(train, tmp_path, capsys):
     train("straight", save_steps=1)
     train("damaged", save_steps=1, benchmark_steps=4)
-    shard = next((tmp_path / "damaged/model/checkpoints/_actor/global_step4").rglob("*model_states.pt"))
+    shard = next(
+        (tmp_path / "damaged/model/checkpoints/_actor/global_step4").rglob("*model_states.pt")
+    )
     shard.write_bytes(shard.read_bytes()[:-1])
     train("damaged", save_steps=1)
     assert "going on from global_step3" in capsys.readouterr().out
@@ -243,7 +252,9 @@ def test_another_run_is_refused(train, rows, tmp_path, change, message):
         train("run", dataset=str(data), save_steps=2, **change)
 
 
-def test_a_signal_saves_and_the_same_command_goes_on_as_if_nothing_had_happened(tiny_model, dataset, tmp_path):
+def test_a_signal_saves_and_the_same_command_goes_on_as_if_nothing_had_happened(
+    tiny_model, dataset, tmp_path
+):
     """To one of two ranks, in the second step; dropout of adapters draws random numbers."""
     script = tmp_path / "stopped.py"
     script.write_text("""
@@ -260,7 +271,9 @@ SupervisedTrainer.training_step = training_step
 main(sys.argv[1:], "train_sft.py")
 """)
     more = ("--lora_rank=4", "--lora_dropout=0.1", "--zero_stage=2")
-    straight, stopped = (options(tiny_model, dataset, tmp_path / name, 2, *more) for name in ("straight", "stopped"))
+    straight, stopped = (
+        options(tiny_model, dataset, tmp_path / name, 2, *more) for name in ("straight", "stopped")
+    )
     run_ranks(script, *straight)
     result = run_ranks(script, *stopped, check=False, env={"STOP": "1"})
     assert result.returncode == 143, result.output
@@ -272,16 +285,16 @@ main(sys.argv[1:], "train_sft.py")
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_steps_without_a_finite_gradient_end_the_run_and_the_batch_is_kept(train, tiny_model, tmp_path):
+def test_steps_without_a_finite_gradient_end_the_run_and_the_batch_is_kept(
+    train, tiny_model, tmp_path
+):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     model.lm_head.weight.data[5] = torch.nan
     model.save_pretrained(tmp_path / "nan")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "nan")
-    message = (
-        r"step 2: no finite gradient .* in 2 steps in a row \(--max_skipped_steps\).*lightppo replay \S+/model --batch"
-    )
+    message = r"step 2: no finite gradient .* in 2 steps in a row \(--max_skipped_steps\).*lightppo replay \S+/model --batch"
     with pytest.raises(TrainingError, match=message):
         train(".", pretrain=str(tmp_path / "nan"), max_skipped_steps=2)
     kept = torch.load(tmp_path / "model/nonfinite/step2_rank0.pt", weights_only=True)
@@ -299,17 +312,32 @@ def test_adapters(tiny_model, dataset, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    lora = ["--lora_rank=4", "--lora_alpha=32", "--lora_dropout=0.05", "--target_modules", "q_proj", "down_proj"]
+    lora = [
+        "--lora_rank=4",
+        "--lora_alpha=32",
+        "--lora_dropout=0.05",
+        "--target_modules",
+        "q_proj",
+        "down_proj",
+    ]
     run_ranks(SCRIPT, *options(tiny_model, dataset, tmp_path, 2, "--zero_stage=3", *lora))
-    losses = [json.loads(line)["train/loss"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["train/loss"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()
+    ]
     assert sum(losses[3:]) < 0.9 * sum(losses[:3])  # the second epoch against the first
-    merged, base = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "model", tiny_model))
-    changed = {n for n, w in merged.state_dict().items() if not torch.equal(w, base.state_dict()[n])}
+    merged, base = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "model", tiny_model)
+    )
+    changed = {
+        n for n, w in merged.state_dict().items() if not torch.equal(w, base.state_dict()[n])
+    }
     layers = ("self_attn.q_proj", "mlp.down_proj")
     assert changed == {f"model.layers.{i}.{layer}.weight" for i in (0, 1) for layer in layers}
     ids = torch.arange(4, 16)[None]
     adapted = PeftModel.from_pretrained(base, str(tmp_path / "model" / "adapter"))
-    torch.testing.assert_close(adapted(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        adapted(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-5, rtol=0
+    )
 
 
 def test_rows_template_betas_and_warm_up_reach_the_run(train, rows, tmp_path):
@@ -337,7 +365,10 @@ class TestBadInput:
         [
             (["--dataset", "d"], "--pretrain is required"),
             (["--pretrain", "m"], "--dataset is required"),
-            (["--num_epochs", "2", "--max_steps", "5"], "--num_epochs and --max_steps are both given"),
+            (
+                ["--num_epochs", "2", "--max_steps", "5"],
+                "--num_epochs and --max_steps are both given",
+            ),
             (
                 ["--micro_train_batch_size", "3"],
                 "--train_batch_size 128 must be a multiple of --micro_train_batch_size 3",
@@ -353,7 +384,11 @@ class TestBadInput:
         ],
     )
     def test_is_refused_before_anything_loads(self, capsys, arguments, message):
-        known = [] if arguments[0] in ("--dataset", "--pretrain") else ["--pretrain", "m", "--dataset", "d"]
+        known = (
+            []
+            if arguments[0] in ("--dataset", "--pretrain")
+            else ["--pretrain", "m", "--dataset", "d"]
+        )
         with pytest.raises(SystemExit) as exit_info:
             parse_args([*known, *arguments], kind=SFTConfig)
         assert exit_info.value.code == 2
@@ -366,7 +401,9 @@ class TestBadInput:
         assert "--micro_train_batch_size 8 × 3 ranks" in capsys.readouterr().err
 
     def test_a_missing_model_or_column_is_one_line(self, tiny_model, dataset, tmp_path):
-        result = run_ranks(SCRIPT, "--pretrain=/no/such", f"--dataset={dataset}", world_size=1, check=False)
+        result = run_ranks(
+            SCRIPT, "--pretrain=/no/such", f"--dataset={dataset}", world_size=1, check=False
+        )
         assert result.returncode == 2
         assert "train_sft.py: error: --pretrain /no/such: no such folder" in result.output
         assert "Traceback" not in result.output

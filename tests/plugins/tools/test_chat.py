@@ -33,9 +33,14 @@ def greedy(folder: str, text: str) -> str:
     """The same by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+    )
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -55,8 +60,14 @@ def test_turns_of_a_chat(chat_model, say):
     second = greedy(chat_model, f"u1+1 a{first} u2+2 a")
     alone = greedy(chat_model, "u2+2 a")
     assert first != second != alone
-    assert say([chat_model, *GREEDY], "1+1\n\n2+2\n/reset\n2+2\n/quit\n3+3\n") == [first, second, alone]
-    assert say([chat_model, *GREEDY, "--system_prompt", "be"], "2+2\n") == [greedy(chat_model, "sbe u2+2 a")]
+    assert say([chat_model, *GREEDY], "1+1\n\n2+2\n/reset\n2+2\n/quit\n3+3\n") == [
+        first,
+        second,
+        alone,
+    ]
+    assert say([chat_model, *GREEDY, "--system_prompt", "be"], "2+2\n") == [
+        greedy(chat_model, "sbe u2+2 a")
+    ]
     options = Path(chat_model, "run_config.resolved.yaml")  # of a run whose rows were chats
     options.write_text("{apply_chat_template: false, input_template: null, system_prompt: be}")
     assert say([chat_model, *GREEDY], "2+2\n") == [greedy(chat_model, "sbe u2+2 a")]
@@ -70,7 +81,9 @@ def test_plain_prompts_stand_alone(chat_model, tiny_model, say):
 
 def test_what_is_sampled_follows_the_seed(tiny_model, say):
     words = [tiny_model, "--generate_max_len", "12", "--seed"]
-    assert say([*words, "1"], "2+2=\n") == say([*words, "1"], "2+2=\n") != say([*words, "2"], "2+2=\n")
+    assert (
+        say([*words, "1"], "2+2=\n") == say([*words, "1"], "2+2=\n") != say([*words, "2"], "2+2=\n")
+    )
 
 
 def test_a_run_and_its_checkpoint(recorded, copied, say):
@@ -88,7 +101,9 @@ def test_an_adapter(tiny_model, tmp_path, say):
     from support.adapters import randomize_b
     from transformers import AutoModelForCausalLM
 
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(target_modules=["v_proj"]))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(target_modules=["v_proj"])
+    )
     randomize_b(model)
     model.save_pretrained(tmp_path / "adapter")
     main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged")])
@@ -102,7 +117,11 @@ def test_an_adapter(tiny_model, tmp_path, say):
     [
         (["/nowhere"], "", "MODEL /nowhere: no such folder"),
         (["MODEL", "--temperature", "-1"], "", "--temperature must be a number ≥0"),
-        (["MODEL", "--apply_chat_template"], "", "--apply_chat_template: the tokenizer .* has no chat template"),
+        (
+            ["MODEL", "--apply_chat_template"],
+            "",
+            "--apply_chat_template: the tokenizer .* has no chat template",
+        ),
         (["MODEL", "--input_template", "none"], "", "--input_template 'none' needs one {}"),
         (["MODEL"], "1" * 64, "64 tokens so far, and the model has 64 positions: /reset"),
     ],

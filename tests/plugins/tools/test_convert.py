@@ -25,9 +25,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def assert_same_model(folder: Path, export: Path) -> None:
     """Weights to the bit, and all files but the model card and the manifest."""
     found, expected = weights(folder), weights(export)
-    assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in expected.items()}
+    assert {name: t.dtype for name, t in found.items()} == {
+        name: t.dtype for name, t in expected.items()
+    }
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "tokenizer.json",
+    ):
         assert (folder / name).read_text() == (export / name).read_text(), name
 
 
@@ -39,7 +46,9 @@ def test_a_checkpoint_becomes_what_its_run_has_exported(name, recorded, tmp_path
 
 
 def test_a_critic_and_an_earlier_step(recorded, tmp_path):
-    main(["convert", str(recorded / "two"), str(tmp_path / "out"), "--step", "2", "--part", "critic"])
+    main(
+        ["convert", str(recorded / "two"), str(tmp_path / "out"), "--step", "2", "--part", "critic"]
+    )
     from transformers import AutoModelForSequenceClassification
 
     checkpoint = recorded / "two" / "checkpoints_ppo" / "_critic" / "global_step2"
@@ -56,11 +65,24 @@ def test_a_critic_and_an_earlier_step(recorded, tmp_path):
 def adapted(recorded, tmp_path_factory) -> Path:
     """A run on two ranks at ZeRO 2 in bf16 with LoRA, an export beside its checkpoint, and a critic's."""
     root = tmp_path_factory.mktemp("adapted")
-    flags = {"config": recorded / "one" / "run_config.yaml", "save_path": root / "run", "ckpt_path": root / "ckpt"}
-    flags |= {"rollout_data_dir": root / "rollouts", "skip_rollout": root / "saved"}  # not the other run's
-    flags |= {"bf16": True, "zero_stage": 2, "lora_rank": 2, "benchmark_steps": 2, "init_kl_coef": 0.1}
+    flags = {
+        "config": recorded / "one" / "run_config.yaml",
+        "save_path": root / "run",
+        "ckpt_path": root / "ckpt",
+    }
+    # not the other run's
+    flags |= {"rollout_data_dir": root / "rollouts", "skip_rollout": root / "saved"}
+    flags |= {
+        "bf16": True,
+        "zero_stage": 2,
+        "lora_rank": 2,
+        "benchmark_steps": 2,
+        "init_kl_coef": 0.1,
+    }
     words = [f"--{name}={value}" for name, value in flags.items() if value is not True]
-    run_ranks(recorded / "command.py", "ppo", *words, "--bf16", "--save_hf_ckpt", "--save_value_network")
+    run_ranks(
+        recorded / "command.py", "ppo", *words, "--bf16", "--save_hf_ckpt", "--save_value_network"
+    )
     return root
 
 
@@ -69,7 +91,9 @@ def test_adapters_out_of_a_checkpoint(adapted, tmp_path):
     main(["convert", str(adapted / "ckpt"), str(tmp_path / "out")])
     export = adapted / "ckpt" / "global_step2_hf"
     assert_same_model(tmp_path / "out", export)
-    ours, theirs = (load_file(at / "adapter" / "adapter_model.safetensors") for at in (tmp_path / "out", export))
+    ours, theirs = (
+        load_file(at / "adapter" / "adapter_model.safetensors") for at in (tmp_path / "out", export)
+    )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -84,12 +108,23 @@ def test_an_adapter_is_merged_as_in_an_export(which, adapted, recorded, tmp_path
     model.save_pretrained(tmp_path / "base")
     shutil.copy(recorded / "model" / "tokenizer.json", tmp_path / "base")
     shutil.copy(recorded / "model" / "tokenizer_config.json", tmp_path / "base")
-    main(["merge", str(adapted / which / "adapter"), str(tmp_path / "out"), "--base", str(tmp_path / "base")])
+    main(
+        [
+            "merge",
+            str(adapted / which / "adapter"),
+            str(tmp_path / "out"),
+            "--base",
+            str(tmp_path / "base"),
+        ]
+    )
     found, expected = weights(tmp_path / "out"), weights(adapted / which)
     assert found.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
     if which == "run":
-        assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.5
+        assert (
+            json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"]
+            == 0.5
+        )
 
 
 def test_a_merged_adapter_computes_as_beside_its_base(tiny_model, tmp_path):
@@ -97,7 +132,9 @@ def test_a_merged_adapter_computes_as_beside_its_base(tiny_model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
-    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=9, target_modules=["q_proj", "up_proj"], use_rslora=True))
+    adapted = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=9, target_modules=["q_proj", "up_proj"], use_rslora=True)
+    )
     randomize_b(adapted)
     adapted.save_pretrained(tmp_path / "adapter")
     main(["merge", str(tmp_path / "adapter"), str(tmp_path / "out")])
@@ -114,9 +151,22 @@ def test_a_merged_adapter_computes_as_beside_its_base(tiny_model, tmp_path):
 def test_a_checkpoint_of_training_on_data(command, recorded, tmp_path):
     """Whose checkpoints are in another folder; a reward model has a head."""
     answers = {"output": "8", "chosen": "8", "rejected": "9"}
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"input": row["input"]} | answers for row in sums(8)])
-    flags = {"pretrain": recorded / "model", "dataset": rows, "max_steps": 2, "save_steps": 1, "learning_rate": 1e-2}
-    flags |= {"train_batch_size": 4, "micro_train_batch_size": 4, "save_path": tmp_path / "run", "zero_stage": 1}
+    rows = write_jsonl(
+        tmp_path / "rows.jsonl", [{"input": row["input"]} | answers for row in sums(8)]
+    )
+    flags = {
+        "pretrain": recorded / "model",
+        "dataset": rows,
+        "max_steps": 2,
+        "save_steps": 1,
+        "learning_rate": 1e-2,
+    }
+    flags |= {
+        "train_batch_size": 4,
+        "micro_train_batch_size": 4,
+        "save_path": tmp_path / "run",
+        "zero_stage": 1,
+    }
     words = [f"--{name}={value}" for name, value in flags.items()]
     run_ranks(recorded / "command.py", command, *words, world_size=1)
     main(["convert", str(tmp_path / "run"), str(tmp_path / "out")])
@@ -140,14 +190,20 @@ def test_what_cannot_be_converted(recorded, copied, tiny_model, tmp_path, capsys
         "convert", run, out, "--step", "3", capsys=capsys
     )
     assert "no checkpoint of the ema" in fails("convert", run, out, "--part", "ema", capsys=capsys)
-    assert "--base /nowhere: no such folder" in fails("convert", run, out, "--base", "/nowhere", capsys=capsys)
+    assert "--base /nowhere: no such folder" in fails(
+        "convert", run, out, "--base", "/nowhere", capsys=capsys
+    )
     wider = save_causal_lm(tmp_path / "wider", hidden_size=64)
     assert "holds another model" in fails("convert", run, out, "--base", wider, capsys=capsys)
     deeper = save_causal_lm(tmp_path / "deeper", num_hidden_layers=3)
-    assert "holds another model: it has no" in fails("convert", run, out, "--base", deeper, capsys=capsys)
+    assert "holds another model: it has no" in fails(
+        "convert", run, out, "--base", deeper, capsys=capsys
+    )
     states = run / "checkpoints_ppo" / "_actor" / "global_step4" / "mp_rank_00_model_states.pt"
     states.write_bytes(states.read_bytes()[:-1] + b"?")
-    assert "global_step4 is damaged: mp_rank_00_model_states.pt" in fails("convert", run, out, capsys=capsys)
+    assert "global_step4 is damaged: mp_rank_00_model_states.pt" in fails(
+        "convert", run, out, capsys=capsys
+    )
     assert not out.exists()
 
 
@@ -155,7 +211,9 @@ def test_what_cannot_be_merged(adapted, tmp_path, capsys):
     adapter, out = adapted / "run" / "adapter", tmp_path / "out"
     assert "has no adapter_config.json" in fails("merge", adapted, out, capsys=capsys)
     other = save_causal_lm(tmp_path / "wider", hidden_size=64)
-    assert f"adapter does not fit --base {other}" in fails("merge", adapter, out, "--base", other, capsys=capsys)
+    assert f"adapter does not fit --base {other}" in fails(
+        "merge", adapter, out, "--base", other, capsys=capsys
+    )
     config = json.loads((Path(other) / "config.json").read_text())
     packed = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (Path(other) / "config.json").write_text(json.dumps(config | {"quantization_config": packed}))
@@ -183,7 +241,10 @@ def test_nothing_in_a_checkpoint_is_run(name, copied, tmp_path, capsys):
 
 
 def test_nothing_in_an_adapter_is_run(adapted, recorded, tmp_path, capsys):
-    adapter, mark = shutil.copytree(adapted / "run" / "adapter", tmp_path / "adapter"), tmp_path / "ran"
+    adapter, mark = (
+        shutil.copytree(adapted / "run" / "adapter", tmp_path / "adapter"),
+        tmp_path / "ran",
+    )
     file = adapter / "adapter_model.bin"
     torch.save(load_file(adapter / "adapter_model.safetensors"), file)
     (adapter / "adapter_model.safetensors").unlink()
@@ -197,9 +258,14 @@ def test_nothing_in_an_adapter_is_run(adapted, recorded, tmp_path, capsys):
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (1, True), (2, False), (3, True)])
 def test_every_stage_on_two_ranks(stage, bf16, lora, recorded, tmp_path):
-    flags = {"config": recorded / "one" / "run_config.yaml", "save_path": tmp_path / "run", "zero_stage": stage}
+    flags = {
+        "config": recorded / "one" / "run_config.yaml",
+        "save_path": tmp_path / "run",
+        "zero_stage": stage,
+    }
     flags |= {"benchmark_steps": 2} | ({"lora_rank": 2} if lora else {"enable_ema": True})
-    flags |= {"rollout_data_dir": tmp_path / "rollouts", "skip_rollout": tmp_path / "saved"}  # not the other run's
+    # not the other run's
+    flags |= {"rollout_data_dir": tmp_path / "rollouts", "skip_rollout": tmp_path / "saved"}
     words = [f"--{name}={value}" for name, value in flags.items() if value is not True]
     words += [f"--{name}" for name, value in (flags | {"bf16": bf16}).items() if value is True]
     run_ranks(recorded / "command.py", "ppo", *words, "--save_hf_ckpt", "--save_value_network")

@@ -9,7 +9,11 @@ from support.tiny import read_jsonl, write_jsonl
 
 from lightppo.__main__ import main
 
-ROWS = [{"question": "1+1", "answer": "2", "n": 1}, {"question": "22+22", "answer": "44", "n": 2}, {"question": ""}]
+ROWS = [
+    {"question": "1+1", "answer": "2", "n": 1},
+    {"question": "22+22", "answer": "44", "n": 2},
+    {"question": ""},
+]
 
 
 @pytest.fixture
@@ -30,23 +34,44 @@ def look(tiny_model, capsys):
 
 def test_prompts(look, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    code, told = look(f"--prompt_data={rows}", "--input_template=q{}=", "--row", 2, 3, "--prompt_max_len=6")
+    code, told = look(
+        f"--prompt_data={rows}", "--input_template=q{}=", "--row", 2, 3, "--prompt_max_len=6"
+    )
     assert code == 1
-    assert f"-- row 2: {rows}:2\ncannot be used: {rows}:2: the prompt has 7 tokens, --prompt_max_len is 6" in told
+    assert (
+        f"-- row 2: {rows}:2\ncannot be used: {rows}:2: the prompt has 7 tokens, --prompt_max_len is 6"
+        in told
+    )
     assert f"-- row 3: {rows}:3\ncannot be used: {rows}:3: 'question' is empty" in told
     assert "3 rows: 2 kept, 0 of them truncated; dropped: 1 empty" in told
-    assert "tokens: median 5, 95% up to 7, longest 7\nover --prompt_max_len 6: 1 (--truncation error)\n" in told
-    code, told = look(
-        f"--prompt_data={rows}", "--input_template=q{}=", "--row", 2, "--prompt_max_len=6", "--truncation=left"
+    assert (
+        "tokens: median 5, 95% up to 7, longest 7\nover --prompt_max_len 6: 1 (--truncation error)\n"
+        in told
     )
-    assert "columns: prompt question; label answer\nprompt: text in --input_template 'q{}='; label: '44'" in told
-    assert "data source: default\n    22+22=\n6 tokens, 0 of them trained: 2|2|+|2|2|=\nids: 6 6 14 6 6 15\n" in told
+    code, told = look(
+        f"--prompt_data={rows}",
+        "--input_template=q{}=",
+        "--row",
+        2,
+        "--prompt_max_len=6",
+        "--truncation=left",
+    )
+    assert (
+        "columns: prompt question; label answer\nprompt: text in --input_template 'q{}='; label: '44'"
+        in told
+    )
+    assert (
+        "data source: default\n    22+22=\n6 tokens, 0 of them trained: 2|2|+|2|2|=\nids: 6 6 14 6 6 15\n"
+        in told
+    )
     assert "reward functions also get: answer, n\n" in told
 
 
 def test_a_whole_set_without_a_problem(look, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", ROWS[:2])
-    (tmp_path / "run.yaml").write_text(f"prompt_data: {rows}\ninput_key: question\nlr_scheduler: constant\n")
+    (tmp_path / "run.yaml").write_text(
+        f"prompt_data: {rows}\ninput_key: question\nlr_scheduler: constant\n"
+    )
     code, told = look(f"--config={tmp_path / 'run.yaml'}", "--rows=0")
     assert code == 0
     assert told.startswith("-- --prompt_data: 2 rows: 2 kept")
@@ -58,22 +83,36 @@ def test_a_chat(look, tiny_model, tmp_path):
 
     folder = shutil.copytree(tiny_model, tmp_path / "chat")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }} {% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }} {% endfor %}"
+    )
     tokenizer.save_pretrained(folder)
     chat = [{"role": "system", "content": "be"}, {"role": "user", "content": "1+1"}]
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": chat, "data_source": "own"}])
     code, told = look(f"--prompt_data={rows}", f"--tokenizer_path={folder}")
     assert code == 0
-    assert "prompt: chat of 2 messages by the tokenizer's chat template; label: None; data source: own\n" in told
+    assert (
+        "prompt: chat of 2 messages by the tokenizer's chat template; label: None; data source: own\n"
+        in told
+    )
     assert "\n    sbe u1+1 \n" in told
 
 
 def test_which_tokens_are_trained(look, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", [*ROWS[:2], {"question": "3+3", "answer": None}])
-    words = ("--for=sft", f"--dataset={rows}", "--input_key=question", "--input_template={}=", "--max_len=8")
+    words = (
+        "--for=sft",
+        f"--dataset={rows}",
+        "--input_key=question",
+        "--input_template={}=",
+        "--max_len=8",
+    )
     code, told = look(*words)
     assert code == 1
-    assert "    1+1=[2<eos>]\n6 tokens, 2 of them trained: 1|+|1|=|[2|<eos>]\nids: 5 14 5 15 [6 2]\n" in told
+    assert (
+        "    1+1=[2<eos>]\n6 tokens, 2 of them trained: 1|+|1|=|[2|<eos>]\nids: 5 14 5 15 [6 2]\n"
+        in told
+    )
     assert "over --max_len 8: 1 (--truncation error)\n" in told
     assert f"{rows}:3: no completion" in told
 
@@ -104,24 +143,60 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
 SETS = {
     "gsm8k": (
         [{"question": "one and one?", "answer": "1+1 = <<1+1=2>>2\n#### 2"}],
-        [{"input": "one and one?", "output": "1+1 = <<1+1=2>>2\n#### 2", "label": "2", "data_source": "openai/gsm8k"}],
+        [
+            {
+                "input": "one and one?",
+                "output": "1+1 = <<1+1=2>>2\n#### 2",
+                "label": "2",
+                "data_source": "openai/gsm8k",
+            }
+        ],
     ),
     "math": (
-        [{"problem": "half?", "solution": r"so \boxed{\frac{1}{2}}.", "level": "Level 1", "type": "Algebra"}],
         [
-            {"input": "half?", "output": r"so \boxed{\frac{1}{2}}.", "label": r"\frac{1}{2}", "data_source": "math"}
+            {
+                "problem": "half?",
+                "solution": r"so \boxed{\frac{1}{2}}.",
+                "level": "Level 1",
+                "type": "Algebra",
+            }
+        ],
+        [
+            {
+                "input": "half?",
+                "output": r"so \boxed{\frac{1}{2}}.",
+                "label": r"\frac{1}{2}",
+                "data_source": "math",
+            }
             | {"level": "Level 1", "type": "Algebra"}
         ],
     ),
     "ultrafeedback": (
         [
-            {"instruction": "hi", "completions": [{"response": t, "overall_score": s} for t, s in scored]}
+            {
+                "instruction": "hi",
+                "completions": [{"response": t, "overall_score": s} for t, s in scored],
+            }
             for scored in (zip(("a", "b", "c"), (2.5, 4, 1)), zip(("d", "e"), (3, 3)))
         ],
-        [{"input": "hi", "chosen": "b", "rejected": "c", "data_source": "ultrafeedback", "margin": 3.0}],
+        [
+            {
+                "input": "hi",
+                "chosen": "b",
+                "rejected": "c",
+                "data_source": "ultrafeedback",
+                "margin": 3.0,
+            }
+        ],
     ),
     "ultrafeedback_binarized": (
-        [{"prompt": "hi", "chosen": CHAT, "rejected": [*CHAT[:1], {"role": "assistant", "content": "no"}]}],
+        [
+            {
+                "prompt": "hi",
+                "chosen": CHAT,
+                "rejected": [*CHAT[:1], {"role": "assistant", "content": "no"}],
+            }
+        ],
         [{"input": "hi", "chosen": "yes", "rejected": "no", "data_source": "ultrafeedback"}],
     ),
 }
@@ -149,7 +224,11 @@ def test_public_data_sets(name, look, tmp_path):
         (["--for", "sft"], None, "--dataset is required"),
         (["--for", "sftt"], None, "--for must be one of ppo, sft"),
         (["--row", "5"], {"input": "1"}, "--row 5: there are 1 rows"),
-        (["--write", "OUT"], {"input": "1"}, "its columns, input, are not those of --form gsm8k|math|ultrafeedback"),
+        (
+            ["--write", "OUT"],
+            {"input": "1"},
+            "its columns, input, are not those of --form gsm8k|math|ultrafeedback",
+        ),
         (
             ["--write", "OUT"],
             {"question": "a", "answer": "2"},

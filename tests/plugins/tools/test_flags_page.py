@@ -14,8 +14,12 @@ def test_the_page_is_up_to_date():
 
 
 def test_lines():
-    lines = [line for line in reversed(flags_page().split("\n")) if line.startswith("- ")]  # PPO's lines count
-    parsed = {m[1]: m for m in (re.fullmatch(r"- `--(\w+)`(\*?)(?: \((.*?)\))?: (.*)", line) for line in lines)}
+    # PPO's lines count
+    lines = [line for line in reversed(flags_page().split("\n")) if line.startswith("- ")]
+    parsed = {
+        m[1]: m
+        for m in (re.fullmatch(r"- `--(\w+)`(\*?)(?: \((.*?)\))?: (.*)", line) for line in lines)
+    }
     of_others = {one.name for kind in COMMANDS.values() for one in kind.all_options()}
     assert set(parsed) == {one.name for one in all_options()} | of_others
     values = {name: m[3] for name, m in parsed.items()}

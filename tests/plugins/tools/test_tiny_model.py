@@ -26,7 +26,12 @@ def test_every_character_is_a_token_and_others_are_unknown(tmp_path, capsys):
         assert tokenizer.unk_token_id not in ids
         assert tokenizer.decode(ids, skip_special_tokens=True) == known
     assert tokenizer("aX\n")["input_ids"][2:] == [tokenizer.unk_token_id] * 2
-    special = [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
+    special = [
+        tokenizer.pad_token_id,
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.unk_token_id,
+    ]
     assert len(set(special)) == 4
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.config.vocab_size == len(tokenizer)
@@ -40,9 +45,16 @@ def test_sizes_and_seeds(tmp_path):
     shape = ("--hidden_size", 32, "--layers", 3, "--heads", 2, "--max_len", 40)
     for name, seed in (("one", 1), ("again", 1), ("other", 2)):
         made(tmp_path / name, "--characters", "ab", "--seed", seed, *shape)
-    one, again, other = (AutoModelForCausalLM.from_pretrained(tmp_path / n) for n in ("one", "again", "other"))
+    one, again, other = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / n) for n in ("one", "again", "other")
+    )
     config = one.config
-    found = (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.max_position_embeddings)
+    found = (
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.max_position_embeddings,
+    )
     assert found == (32, 3, 2, 40)
     assert (one.lm_head.weight == again.lm_head.weight).all()
     assert (one.lm_head.weight != other.lm_head.weight).any()

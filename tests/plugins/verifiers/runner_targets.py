@@ -60,8 +60,11 @@ BEHAVIOURS = {
     "numpy": lambda value: {"score": np.float32(value), "all": np.arange(3)},
     "sleep": lambda value: time.sleep(600),
     "loop": _loop,
-    "hold_the_lock": lambda value: pow(7, 10**9) % 10,  # one C call that no Python code can interrupt
-    "deaf": lambda value: [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGINT)] and _loop(value),
+    # one C call that no Python code can interrupt
+    "hold_the_lock": lambda value: pow(7, 10**9) % 10,
+    "deaf": lambda value: (
+        [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGINT)] and _loop(value)
+    ),
     "exit": lambda value: os._exit(3),
     "exit_well": lambda value: os._exit(0),
     "sys_exit": lambda value: sys.exit(0),

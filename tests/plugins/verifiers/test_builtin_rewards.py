@@ -21,12 +21,22 @@ PROGRAM = "```python\nprint(int(input()) ** 2)\n```"
 
 def test_verifiers_by_data_source(make_config, tmp_path):
     rows = [
-        {"prompt": f"{i}+1", "data_source": source, "reward_model": {"ground_truth": label}, "extra_info": {}}
+        {
+            "prompt": f"{i}+1",
+            "data_source": source,
+            "reward_model": {"ground_truth": label},
+            "extra_info": {},
+        }
         for i in range(2)
         for source, label in (("gsm8k", str(i + 1)), ("code", TESTS))
     ]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    options = {"reward_fn": None, "reward_routes": json.dumps(ROUTES), "async_rewards": True, "code_processes": 1}
+    options = {
+        "reward_fn": None,
+        "reward_routes": json.dumps(ROUTES),
+        "async_rewards": True,
+        "code_processes": 1,
+    }
     config = make_config(prompt_data=data, input_key="prompt", total_training_steps=1, **options)
     try:
         trainer = PPOTrainer.from_config(config)
@@ -53,5 +63,6 @@ def test_verifiers_by_data_source(make_config, tmp_path):
     assert row["rollout/reward"] == pytest.approx((1.1 + 0.1 + 1 + 1) / 4)
     assert (row["reward/failures"], row["reward/timeouts"]) == (0, 0)
     assert row["reward/code/pass_share"] == 1
-    children = [child.as_dict(["cmdline"]) for child in psutil.Process().children(recursive=True)]  # None: has ended
+    # None: has ended
+    children = [child.as_dict(["cmdline"]) for child in psutil.Process().children(recursive=True)]
     assert not [child for child in children if "supervisor" in str(child["cmdline"])]

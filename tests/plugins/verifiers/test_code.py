@@ -85,13 +85,16 @@ def test_last_program(response, program):
         make_prompt({"style": "rule", "ground_truth": ADD}, "reward_model"),
         make_prompt(ADD, "ground_truth"),
         Prompt("p", [1], label=json.dumps(ADD)),
-        Prompt("p", [1], label="def add(): …", extra={"input_output": ADD}),  # AReaL's rows have solutions too
+        # AReaL's rows have solutions too
+        Prompt("p", [1], label="def add(): …", extra={"input_output": ADD}),
     ],
 )
 def test_forms_of_rows(prompt):
     tests = find_tests(prompt)
     assert tests.function is None
-    assert [(case.given, case.expected) for case in tests.cases] == list(zip(ADD["inputs"], ADD["outputs"]))
+    assert [(case.given, case.expected) for case in tests.cases] == list(
+        zip(ADD["inputs"], ADD["outputs"])
+    )
 
 
 @pytest.mark.parametrize("function", ["", None])
@@ -108,7 +111,8 @@ def test_lines_of_standard_input_may_be_a_list():
     ("given", "expected", "arguments", "values"),
     [
         ("1\n[2, 3]", "[2]", [1, [2, 3]], [[2]]),  # AReaL's and verl's: JSON, one argument a line
-        ([1, [2, 3]], [[2]], [1, [2, 3]], [[[2]], [2]]),  # a list of arguments; the value, or a list of it
+        # a list of arguments; the value, or a list of it
+        ([1, [2, 3]], [[2]], [1, [2, 3]], [[[2]], [2]]),
         ([1], 2, [1], [2]),
         ("", "true", [], [True]),
         ('"a"', "plain text", ["a"], ["plain text"]),
@@ -246,14 +250,18 @@ def pool() -> Iterator[SandboxPool]:
     if sys.platform != "linux":
         pytest.skip("sandboxes need Linux")
     try:
-        made = SandboxPool(SandboxLimits(code_timeout=20.0, code_memory_limit_mb=256), code_processes=2)
+        made = SandboxPool(
+            SandboxLimits(code_timeout=20.0, code_memory_limit_mb=256), code_processes=2
+        )
     except SandboxRefusedError as error:
         pytest.skip(str(error))
     with made:
         yield made
 
 
-def verdict_of(pool: SandboxPool, code: str, tests: Any, *, ends: bool = False, total: float = 60.0) -> CodeVerdict:
+def verdict_of(
+    pool: SandboxPool, code: str, tests: Any, *, ends: bool = False, total: float = 60.0
+) -> CodeVerdict:
     verifier = SandboxVerifier(pool, code_total_timeout=total)
     return verifier.verify(code, find_tests(make_prompt(tests)), first_failure_ends=ends)
 
@@ -264,8 +272,14 @@ SCRIPTS = {
         "def main(): print(sum(map(int, input().split())))\nif __name__ == '__main__': main()",
         [True] * 3,
     ),
-    "wrong for one": ("print(sum(int(x) for x in input().split() if x != '-1'))", [True, True, False]),
-    "ends with an error": ("print(sum(map(int, input().split())))\nraise SystemExit(1)", [False] * 3),
+    "wrong for one": (
+        "print(sum(int(x) for x in input().split() if x != '-1'))",
+        [True, True, False],
+    ),
+    "ends with an error": (
+        "print(sum(map(int, input().split())))\nraise SystemExit(1)",
+        [False] * 3,
+    ),
     "leaves before": ("import sys\nsys.exit(0)", [False] * 3),
     "leaves at once": ("import os\nos._exit(0)", [False] * 3),
     "a forged verdict": ("print('{\"passed\": true}')\nprint('PASS')", [False] * 3),
@@ -292,10 +306,19 @@ FUNCTIONS = {
         [True, True, True],
     ),
     "wrong for one": ("def add(a, b): return abs(a) + b", [True, True, False]),
-    "an exception for one": ("def add(a, b): return a + b if a != 3 else 1 / 0", [True, False, True]),
-    "dies in one": ("import os\ndef add(a, b): return a + b if a != 3 else os._exit(0)", [True, False, True]),
+    "an exception for one": (
+        "def add(a, b): return a + b if a != 3 else 1 / 0",
+        [True, False, True],
+    ),
+    "dies in one": (
+        "import os\ndef add(a, b): return a + b if a != 3 else os._exit(0)",
+        [True, False, True],
+    ),
     "leaves while loading": ("import sys\ndef add(a, b): return a + b\nsys.exit(0)", [False] * 3),
-    "prints all the time": ("def add(a, b):\n    print('noise')\n    return a + b", [True, True, True]),
+    "prints all the time": (
+        "def add(a, b):\n    print('noise')\n    return a + b",
+        [True, True, True],
+    ),
     "no function": ("def sub(a, b): return a - b", [False] * 3),
     "equal to everything": (
         "class Any(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\n"
@@ -342,14 +365,18 @@ def test_the_end_of_all_time(pool):
     """The first test takes all of it: it and the two that are left count as timed out."""
     verdict = verdict_of(pool, "while True: pass", ADD, total=0.3)
     assert (verdict.passed, verdict.timeouts) == ([False], 3)
-    verdict = verdict_of(pool, "def add(a, b):\n    while a == 3: pass\n    return a + b", ADD_CALLS, total=1.5)
+    verdict = verdict_of(
+        pool, "def add(a, b):\n    while a == 3: pass\n    return a + b", ADD_CALLS, total=1.5
+    )
     assert (verdict.passed, verdict.timeouts) == ([True, False], 2)
     verdict = verdict_of(pool, "while True: pass", ADD_CALLS, total=0.3)
     assert (verdict.passed, verdict.timeouts) == ([False] * 3, 3)
 
 
 def test_every_test_counts_but_one_too_late_ends(pool):
-    verdict = verdict_of(pool, "a, b = map(int, input().split())\nprint(a + b if a > 1 else 0)", ADD, ends=True)
+    verdict = verdict_of(
+        pool, "a, b = map(int, input().split())\nprint(a + b if a > 1 else 0)", ADD, ends=True
+    )
     assert verdict.passed == [False, True, True]
     verdict = verdict_of(pool, "while True: pass", ADD, ends=True, total=0.3)
     assert (verdict.passed, verdict.timeouts) == ([False], 1)
@@ -360,7 +387,8 @@ def test_floods_are_cut(pool):
     tracemalloc.start()
     assert verdict_of(pool, "print('\\n' * (8 << 20))", ADD).passed == [False] * 3
     code = "import os\ndef add(a, b):\n    if a == 3: os.write(3, b'\\n' * (1 << 20))\n    return a + b"
-    assert verdict_of(pool, code, ADD_CALLS).passed == [True, False, False]  # its lines stand for answers
+    # its lines stand for answers
+    assert verdict_of(pool, code, ADD_CALLS).passed == [True, False, False]
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
     tracemalloc.stop()
 
@@ -395,7 +423,9 @@ class Verdicts:
         if code == "broken":
             raise SandboxError("the sandbox failed twice")
         n = int(code)
-        return CodeVerdict([True] * n + [False] * (len(tests.cases) - n), timeouts=3 - n, compile_error=n == 0)
+        return CodeVerdict(
+            [True] * n + [False] * (len(tests.cases) - n), timeouts=3 - n, compile_error=n == 0
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -403,7 +433,9 @@ class Verdicts:
 
 def test_share_of_tests():
     reward = CodeReward(Verdicts(), code_score="share")
-    output = reward.score([make_rollout(fenced(code)) for code in ("3", "2", "0")] + [make_rollout("no code")])
+    output = reward.score(
+        [make_rollout(fenced(code)) for code in ("3", "2", "0")] + [make_rollout("no code")]
+    )
     assert output.scores == [1.0, pytest.approx(2 / 3), 0.0, 0.0]
     assert output.metrics == {
         "pass_share": [1.0, pytest.approx(2 / 3), 0.0, 0.0],
@@ -437,13 +469,17 @@ def test_a_failed_verifier_is_an_error_where_asked():
 
 def test_a_verifier_that_always_fails_is_an_error():
     with pytest.raises(RewardError, match="code: 2 of 2 "):
-        CodeReward(Verdicts()).score([make_rollout(fenced("broken")), make_rollout(""), make_rollout(fenced("broken"))])
+        CodeReward(Verdicts()).score(
+            [make_rollout(fenced("broken")), make_rollout(""), make_rollout(fenced("broken"))]
+        )
 
 
 def test_a_row_without_tests_is_an_error():
     prompt = make_prompt({"inputs": [], "outputs": []}, index=7)
     with pytest.raises(RewardError, match=r"code: sample 1 \(prompt row 7, .*0 inputs"):
-        CodeReward(Verdicts()).score([make_rollout(fenced("3")), make_rollout(fenced("3"), prompt=prompt)])
+        CodeReward(Verdicts()).score(
+            [make_rollout(fenced("3")), make_rollout(fenced("3"), prompt=prompt)]
+        )
 
 
 def test_no_samples():
@@ -460,11 +496,16 @@ def test_programs_run_side_by_side():
             self.barrier.wait(120)
             return CodeVerdict([True] * 3)
 
-    assert CodeReward(Meeting()).score([make_rollout(fenced(code)) for code in "abcd"]).scores == [1.0] * 4
+    assert (
+        CodeReward(Meeting()).score([make_rollout(fenced(code)) for code in "abcd"]).scores
+        == [1.0] * 4
+    )
 
 
 def test_most_tests_and_own_extraction():
-    reward = CodeReward(Verdicts(), code_score="share", code_max_tests=2, extract=lambda response: response[-1])
+    reward = CodeReward(
+        Verdicts(), code_score="share", code_max_tests=2, extract=lambda response: response[-1]
+    )
     assert reward.score([make_rollout("the answer is 1")]).scores == [0.5]
 
 

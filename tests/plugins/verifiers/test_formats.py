@@ -15,7 +15,8 @@ RESPONSES = [  # response, think, think_answer
     ("<think>a</think><answer>b</answer>", True, True),
     ("\n<think>a\nb</think>\n <answer>c</answer>\n", True, True),
     ("a</think><answer>b</answer>", True, True),  # the template had the opening tag
-    ("<think></think><answer></answer>", False, True),  # empty: in form, but no answer follows the thoughts
+    # empty: in form, but no answer follows the thoughts
+    ("<think></think><answer></answer>", False, True),
     ("<think>1 < 2 & 3 > 2 <b></think><answer>&lt;</answer>", True, True),  # not XML, only its tags
     ("<think>a</think> b", True, False),
     ("<think>a</think>", False, False),  # no answer
@@ -48,7 +49,9 @@ def test_format_as_a_source(make_rollout: Make) -> None:
     assert isinstance(source, RewardSource)
     assert source.score(rollouts).scores == [float(row[2]) for row in RESPONSES]
     assert FormatReward("think").score(rollouts).scores == [float(row[1]) for row in RESPONSES]
-    assert FormatReward(str.isupper, name="shouting").score([make_rollout(0, "A"), make_rollout(1, "a")]).scores == [
+    assert FormatReward(str.isupper, name="shouting").score(
+        [make_rollout(0, "A"), make_rollout(1, "a")]
+    ).scores == [
         1,
         0,
     ]
@@ -73,7 +76,9 @@ GOOD, BAD = "<think>a</think><answer>b</answer>", "b"
 def test_a_wrong_answer_in_form_costs_less(make_rollout: Make) -> None:
     responses = [GOOD, BAD, GOOD, BAD, GOOD, BAD]
     rollouts = [make_rollout(i, response) for i, response in enumerate(responses)]
-    source = XmlFormatCheck(Fixed([1.0, 1.0, 0.0, 0.0, 0.3, None], {"answered": [1.0] * 6}), minimum=0.0)
+    source = XmlFormatCheck(
+        Fixed([1.0, 1.0, 0.0, 0.0, 0.3, None], {"answered": [1.0] * 6}), minimum=0.0
+    )
     score_rollouts(source, rollouts)
     # right answers, parts of one and unscored samples stay; 0 becomes -0.8 in form and -1 out of it
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0, -0.8, -1.0, 0.3, None]
@@ -94,4 +99,6 @@ def test_the_minimum_comes_from_the_source(make_rollout: Make) -> None:
 
 def test_weighted_with_others(make_rollout: Make) -> None:
     both = CombinedReward({Fixed([1.0, 0.0]): 1.0, FormatReward(): 0.1})
-    assert both.score([make_rollout(0, GOOD), make_rollout(1, GOOD)]).scores == pytest.approx([1.1, 0.1])
+    assert both.score([make_rollout(0, GOOD), make_rollout(1, GOOD)]).scores == pytest.approx(
+        [1.1, 0.1]
+    )

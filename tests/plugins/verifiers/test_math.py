@@ -12,7 +12,13 @@ import pytest
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.plugins.verifiers.math import MathReward, as_number, compare, find_answer, gold_answers
+from lightppo.plugins.verifiers.math import (
+    MathReward,
+    as_number,
+    compare,
+    find_answer,
+    gold_answers,
+)
 from lightppo.rewards.source import RewardSource, score_rollouts
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
@@ -55,7 +61,8 @@ Make = Callable[..., Rollout]
         ("So we get $x = 2 + 3 = 5$.", "5"),
         ("the value of $x$ is $5$", "5"),  # the last formula
         ("The answer: the value of $x$ is $5$.", "5"),
-        ("The answer is the number $5$, because $y$ is $3$.", "5"),  # the last one before the reason
+        # the last one before the reason
+        ("The answer is the number $5$, because $y$ is $3$.", "5"),
         ("The answer is $5$, and $y$ is $3$.", "5"),
         ("Final Answer: The largest $n$ is 34.", "34"),
         ("The answer is $B$ (3 points)", "B"),
@@ -71,7 +78,8 @@ Make = Callable[..., Rollout]
         ("I do not know", None),
         ("", None),
         (r"<think>\boxed{3}</think> hm \boxed{4}", "4"),
-        (r"\boxed{3}</think> so", None),  # the template had <think>: what comes before its end are thoughts
+        # the template had <think>: what comes before its end are thoughts
+        (r"\boxed{3}</think> so", None),
         (r"<think> \boxed{3}", None),  # still thinking
         ("<think>x</think><answer> Monday </answer>", "Monday"),
         (r"<think>x</think>\boxed{1}<answer>it is \boxed{2}</answer> 3", "2"),
@@ -204,7 +212,9 @@ def test_no_response_takes_long_to_read(text: str) -> None:
 
 
 def gsm8k_rows() -> list[dict[str, str]]:
-    return [json.loads(line) for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").open()]
+    return [
+        json.loads(line) for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").open()
+    ]
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not there")
@@ -278,15 +288,24 @@ ALGEBRA = [
 
 
 def test_algebra(source: Any, make_rollout: Make) -> None:
-    rollouts = [make_rollout(i, f"\\boxed{{{answer}}}", label=gold) for i, (gold, answer, _) in enumerate(ALGEBRA)]
+    rollouts = [
+        make_rollout(i, f"\\boxed{{{answer}}}", label=gold)
+        for i, (gold, answer, _) in enumerate(ALGEBRA)
+    ]
     output = source.score(rollouts)
     assert dict(zip(map(str, ALGEBRA), output.scores)) == {str(row): row[2] for row in ALGEBRA}
 
 
 def test_an_answer_cannot_run_python(source: Any, make_rollout: Make, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    for attack in (f"__import__('os').system('touch {mark}')", f"\\text{{open('{mark}','w')}}", f"open('{mark}','w')"):
-        assert source.score([make_rollout(0, f"<answer>{attack}</answer>", label="5")]).scores == [0.0]
+    for attack in (
+        f"__import__('os').system('touch {mark}')",
+        f"\\text{{open('{mark}','w')}}",
+        f"open('{mark}','w')",
+    ):
+        assert source.score([make_rollout(0, f"<answer>{attack}</answer>", label="5")]).scores == [
+            0.0
+        ]
     assert not mark.exists()
 
 
@@ -300,7 +319,10 @@ def test_labels_must_be_there(source: Any, make_rollout: Make) -> None:
 @pytest.mark.long
 def test_a_machine_without_time_for_it_does_not_end_a_comparison(make_rollout: Make) -> None:
     """A worker that is stopped for longer than the limit, as a loaded machine may do, still answers."""
-    source, others = MathReward(reward_workers=1, reward_timeout=2), set(psutil.Process().children())
+    source, others = (
+        MathReward(reward_workers=1, reward_timeout=2),
+        set(psutil.Process().children()),
+    )
     source.score([make_rollout(0, r"\boxed{x+x}", label="2x")])  # the worker is loaded
     new = set(psutil.Process().children()) - others
     (worker,) = (process for process in new if "spawn_main" in " ".join(process.cmdline()))
@@ -341,7 +363,12 @@ def test_an_endless_expression_is_killed_and_counted(make_rollout: Make) -> None
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("on_reward_failure", "zero"), ("reward_retries", -1), ("reward_timeout", 0.0), ("reward_workers", 0)],
+    [
+        ("on_reward_failure", "zero"),
+        ("reward_retries", -1),
+        ("reward_timeout", 0.0),
+        ("reward_workers", 0),
+    ],
 )
 def test_options_out_of_range(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"--{option}"):

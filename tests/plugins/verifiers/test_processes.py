@@ -92,13 +92,17 @@ def in_sixteens_async() -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("make", [in_sixteens, in_sixteens_async])
-def test_16_samples_at_a_time_where_nothing_else_is_said(make_rollout: Make, make: Callable[[], Any]) -> None:
+def test_16_samples_at_a_time_where_nothing_else_is_said(
+    make_rollout: Make, make: Callable[[], Any]
+) -> None:
     rollouts = [make_rollout(i, label=str(i)) for i in range(64)]
     output = FunctionReward(make(), "slow").score(rollouts)
     assert output.scores == [float(i) for i in range(64)]
 
 
-@pytest.mark.parametrize(("workers", "timeout", "at_a_time"), [(1, None, 1), (1, 60, 1), (4, None, 4), (4, 60, 4)])
+@pytest.mark.parametrize(
+    ("workers", "timeout", "at_a_time"), [(1, None, 1), (1, 60, 1), (4, None, 4), (4, 60, 4)]
+)
 def test_as_many_at_a_time_as_there_are_workers(
     make_rollout: Make, workers: int, timeout: float | None, at_a_time: int
 ) -> None:
@@ -134,18 +138,27 @@ def test_one_worker_without_a_limit_is_the_thread_of_the_caller(make_rollout: Ma
         ("timed_by_math_verify", {}),
     ],
 )
-def test_timers_in_threads_are_refused(make_rollout: Make, name: str, options: dict[str, Any]) -> None:
+def test_timers_in_threads_are_refused(
+    make_rollout: Make, name: str, options: dict[str, Any]
+) -> None:
     """The function hides the error, and would answer 0 for all."""
     source = FunctionReward(load_python_function(str(TARGETS), name), **options)
-    with pytest.raises(RewardError, match=r"signal\.(signal|alarm).* --reward_manager prime and --reward_timeout"):
+    with pytest.raises(
+        RewardError, match=r"signal\.(signal|alarm).* --reward_manager prime and --reward_timeout"
+    ):
         source.score([make_rollout(i, "so 5", label="5") for i in range(3)])
 
 
 def test_timers_in_processes_and_in_the_main_thread(make_rollout: Make) -> None:
     pytest.importorskip("math_verify")
     rollouts = [make_rollout(i, "5", label=str(5 + i)) for i in range(2)]
-    timed, by_math_verify = (load_python_function(str(TARGETS), name) for name in ("timed", "timed_by_math_verify"))
-    for options in ({"reward_manager": "prime", "reward_timeout": 60.0, "reward_workers": 1}, {"reward_workers": 1}):
+    timed, by_math_verify = (
+        load_python_function(str(TARGETS), name) for name in ("timed", "timed_by_math_verify")
+    )
+    for options in (
+        {"reward_manager": "prime", "reward_timeout": 60.0, "reward_workers": 1},
+        {"reward_workers": 1},
+    ):
         assert FunctionReward(by_math_verify, **options).score(rollouts).scores == [1.0, 0.0]
     scorer = AsyncScorer(FunctionReward(timed, reward_workers=1))
     scorer.submit(rollouts)
@@ -166,12 +179,16 @@ def test_a_hanging_sample_is_left_behind(make_rollout: Make, release: threading.
     options: dict[str, Any] = {"reward_workers": 4, "reward_timeout": 0.3}
     output = FunctionReward(score, **options, on_reward_failure="unscored").score(rollouts)
     assert output.scores == [None, None, 1.0, 1.0, 1.0, None, 1.0, 1.0]
-    assert output.metrics["timeouts"] == [1.0, 1.0, 0, 0, 0, 1.0, 0, 0] == output.metrics["failures"]
+    assert (
+        output.metrics["timeouts"] == [1.0, 1.0, 0, 0, 0, 1.0, 0, 0] == output.metrics["failures"]
+    )
     with pytest.raises(RewardError, match=r"sample 0 \(prompt row 100"):
         FunctionReward(score, **options).score(rollouts)
 
 
-def test_a_hanging_batch_function_has_a_limit_too(make_rollout: Make, release: threading.Event) -> None:
+def test_a_hanging_batch_function_has_a_limit_too(
+    make_rollout: Make, release: threading.Event
+) -> None:
     source = FunctionReward(lambda q, p, labels: release.wait(600), "f", reward_timeout=0.2)
     with pytest.raises(RewardError, match=r"reward function f .*batch of 2: .* 0\.2 s"):
         source.score([make_rollout(0), make_rollout(1)])
@@ -179,7 +196,9 @@ def test_a_hanging_batch_function_has_a_limit_too(make_rollout: Make, release: t
 
 def test_too_many_hanging_threads_are_an_error(release: threading.Event) -> None:
     runner = ThreadRunner(lambda: release.wait(600), 16, timeout=0.05)
-    with pytest.raises(RewardError, match=r"^65 calls .*--reward_timeout 0.05.*--reward_manager prime"):
+    with pytest.raises(
+        RewardError, match=r"^65 calls .*--reward_timeout 0.05.*--reward_manager prime"
+    ):
         runner.run([Call()] * 200)
 
 
@@ -229,7 +248,8 @@ def test_settle_tries_again_only_what_failed() -> None:
     assert [(s.value, s.error, s.failures, s.timeouts) for s in settled] == [
         ("a", None, 0, 0),
         ("b", None, 1, 0),
-        ("part", "not all of it", 3, 2),  # two time-outs, then an answer of which only a part can be used
+        # two time-outs, then an answer of which only a part can be used
+        ("part", "not all of it", 3, 2),
     ]
 
 
@@ -263,13 +283,16 @@ def test_what_can_be_used_of_a_batch_is_used(make_rollout: Make) -> None:
     with pytest.raises(NonFiniteRewardError, match=r"f: the score of sample 1 .* is inf"):
         source.score(rollouts)
     batch = FunctionReward(lambda solution_strs, ground_truths: [1.0, float("inf"), "x"], "f")
-    with pytest.raises(RewardError, match=r"sample 2 .*: it returned x;") as caught:  # the worst of them
+    # the worst of them
+    with pytest.raises(RewardError, match=r"sample 2 .*: it returned x;") as caught:
         batch.score(rollouts)
     assert type(caught.value) is RewardError
 
 
 def test_a_metric_of_the_name_of_a_count_is_an_error(make_rollout: Make) -> None:
-    source = FunctionReward(lambda solution_str, ground_truth: {"score": 1.0, "failures": 2}, "f", reward_retries=1)
+    source = FunctionReward(
+        lambda solution_str, ground_truth: {"score": 1.0, "failures": 2}, "f", reward_retries=1
+    )
     with pytest.raises(RewardError, match=r"f: .*'failures'"):
         source.score([make_rollout(0)])
 
@@ -291,7 +314,9 @@ def flaky(solution_str: str, ground_truth: str) -> Any:
 
 
 @pytest.mark.parametrize(("manager", "steps"), [("naive", 2), ("prime", 1)])
-def test_a_third_of_calls_failing_leaves_a_run_that_finishes(make_rollout: Make, manager: Any, steps: int) -> None:
+def test_a_third_of_calls_failing_leaves_a_run_that_finishes(
+    make_rollout: Make, manager: Any, steps: int
+) -> None:
     fn = flaky if manager == "naive" else load_python_function(str(TARGETS), "flaky_score")
     source = FunctionReward(
         fn, "flaky", reward_manager=manager, reward_workers=8 if manager == "naive" else 2,
@@ -303,8 +328,11 @@ def test_a_third_of_calls_failing_leaves_a_run_that_finishes(make_rollout: Make,
         rollouts = [make_rollout(i // 5, label=str(i + 50 * step)) for i in range(50)]
         batch = sampler.score(rollouts)
         bad = [i % 10 in (1, 4, 8) for i in range(50)]
-        assert [rollout.reward for rollout in rollouts] == [None if failed else 1.0 for failed in bad]
-        assert (batch.left_out["reward/failures"], batch.left_out["reward/timeouts"]) == (15, 3)  # one way of five
+        assert [rollout.reward for rollout in rollouts] == [
+            None if failed else 1.0 for failed in bad
+        ]
+        # one way of five
+        assert (batch.left_out["reward/failures"], batch.left_out["reward/timeouts"]) == (15, 3)
         assert {rollout.reward for rollout in batch.rollouts} == {1.0}
         unscored += len(rollouts) - len(batch.rollouts)
     assert unscored == 15 * steps
@@ -357,7 +385,8 @@ def test_prime_runs_functions_of_a_batch_too(make_rollout: Make, scorer: str) ->
     source = FunctionReward(fn, reward_manager="prime", reward_workers=1, reward_timeout=60)
     output = source.score([make_rollout(0, label="3"), make_rollout(1, label="4")])
     assert output.scores == [3.0, 4.0]
-    assert output.metrics["watched"] == [0.0, 0.0]  # signal's own functions, while those of this process tell of timers
+    # signal's own functions, while those of this process tell of timers
+    assert output.metrics["watched"] == [0.0, 0.0]
     assert hasattr(signal.alarm, "__wrapped__")
 
 
@@ -366,11 +395,16 @@ def test_prime_with_a_spec(make_rollout: Make, scorer: str) -> None:
     options: dict[str, Any] = {"reward_manager": "prime", "reward_workers": 1, "reward_timeout": 60}
     with pytest.raises(ValueError, match=r"--reward_manager prime: .* reward function <lambda>"):
         FunctionReward(fn, **options)
-    assert FunctionReward(fn, **options, spec=f"{scorer}:wrapped").score([make_rollout(0, label="3")]).scores == [3.0]
+    assert FunctionReward(fn, **options, spec=f"{scorer}:wrapped").score(
+        [make_rollout(0, label="3")]
+    ).scores == [3.0]
 
 
 def test_how_processes_find_a_function(scorer: str) -> None:
-    assert function_spec(load_python_function(scorer, "compute_score"), "f") == f"{scorer}:compute_score"
+    assert (
+        function_spec(load_python_function(scorer, "compute_score"), "f")
+        == f"{scorer}:compute_score"
+    )
     assert function_spec(re.compile, "f") == "re:compile"
     for fn in (lambda: 0, functools.partial(re.compile), Counter().update):
         with pytest.raises(ValueError, match=r"--reward_manager prime: .* f;"):
@@ -457,17 +491,25 @@ def test_what_exceeds_the_limit_is_killed() -> None:
         assert all(outcome.timeouts for outcome in outcomes[:5])
         assert len(before) == 2
         assert all(ended(pid) for pid in before)
-        assert pool.run([Call(("pid",))])[0].value in workers() - before - others  # the dead ones were replaced
+        # the dead ones were replaced
+        assert pool.run([Call(("pid",))])[0].value in workers() - before - others
 
 
 def test_processor_time_is_no_time_of_waiting() -> None:
     """A call that has no processor, as on a busy machine, is not late; one that computes for ever is."""
-    with closing(KillablePool(f"{TARGETS}:behave", workers=2, timeout=60.0, cpu_seconds=0.3)) as pool:
-        outcomes = pool.run([Call((how, 0.9)) for how in ["nap", "loop", "hold_the_lock", "ok", "exit"]])
+    with closing(
+        KillablePool(f"{TARGETS}:behave", workers=2, timeout=60.0, cpu_seconds=0.3)
+    ) as pool:
+        outcomes = pool.run(
+            [Call((how, 0.9)) for how in ["nap", "loop", "hold_the_lock", "ok", "exit"]]
+        )
         late = "no answer within 0.3 s of processor time"
         reasons = [None, late, late, None, "the worker process died (exit code 3)"]
-        assert [(outcome.error, outcome.timeouts) for outcome in outcomes] == [(r, int(r == late)) for r in reasons]
-        assert [outcome.value for outcome in pool.run([Call(("nap", 0.0))] * 30)] == [0.0] * 30  # each has a new limit
+        assert [(outcome.error, outcome.timeouts) for outcome in outcomes] == [
+            (r, int(r == late)) for r in reasons
+        ]
+        # each has a new limit
+        assert [outcome.value for outcome in pool.run([Call(("nap", 0.0))] * 30)] == [0.0] * 30
     with pytest.raises(ValueError, match="--reward_timeout must be > 0"):
         KillablePool("operator:mul", timeout=1.0, cpu_seconds=0.0)
 
@@ -515,7 +557,9 @@ def test_threads_share_a_pool(behave: Behave) -> None:
     assert [outcome.value for outcome in behave("ok", "exit", "ok")] == [0.5, None, 0.5]
 
 
-def test_children_of_a_killed_call_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_of_a_killed_call_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
     with closing(KillablePool(f"{TARGETS}:behave", workers=1, timeout=1.0)) as pool:
         assert pool.run([Call(("with_child",))])[0].timeouts
@@ -544,7 +588,10 @@ def test_modules_and_coroutines_are_targets_too() -> None:
     ],
 )
 def test_a_target_that_cannot_be_loaded_is_an_error_at_once(target: str, reason: str) -> None:
-    with closing(KillablePool(target, workers=2, timeout=10.0)) as pool, pytest.raises(WorkerStartError, match=reason):
+    with (
+        closing(KillablePool(target, workers=2, timeout=10.0)) as pool,
+        pytest.raises(WorkerStartError, match=reason),
+    ):
         pool.run([Call((1,))] * 3)
 
 
@@ -666,9 +713,12 @@ def scored(make_rollout: Make, rewards: list[float | None]) -> list[Rollout]:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "minimum"), [([0.0, 0.0, 1.0], 0.0), ([0.0, None, 0.1], 0.0), ([-1.0, -0.8], -1.0), ([], 0.0)]
+    ("rewards", "minimum"),
+    [([0.0, 0.0, 1.0], 0.0), ([0.0, None, 0.1], 0.0), ([-1.0, -0.8], -1.0), ([], 0.0)],
 )
-def test_a_healthy_verifier(make_rollout: Make, rewards: list[float | None], minimum: float) -> None:
+def test_a_healthy_verifier(
+    make_rollout: Make, rewards: list[float | None], minimum: float
+) -> None:
     check(scored(make_rollout, rewards), minimum)
 
 
@@ -684,18 +734,23 @@ def test_a_batch_at_the_minimum_is_an_error_with_a_sample(
     make_rollout: Make, rewards: list[float | None], minimum: float, found: str
 ) -> None:
     shown = 1 if rewards[0] is None and rewards[1] is not None else 0
-    pattern = (
-        rf"--check_verifier_status: {found} .*'question {shown}: '\): label 'label {shown}', score .*response {shown}"
-    )
+    pattern = rf"--check_verifier_status: {found} .*'question {shown}: '\): label 'label {shown}', score .*response {shown}"
     with pytest.raises(RewardError, match=pattern):
         check(scored(make_rollout, rewards), minimum)
 
 
 @pytest.mark.parametrize(
     ("by_rank", "raises"),
-    [([[0.0, 0.0], [0.0, 1.0]], False), ([[0.0, 0.0], [0.0]], True), ([[0.0, 0.0], []], True), ([[], []], False)],
+    [
+        ([[0.0, 0.0], [0.0, 1.0]], False),
+        ([[0.0, 0.0], [0.0]], True),
+        ([[0.0, 0.0], []], True),
+        ([[], []], False),
+    ],
 )
-def test_all_ranks_decide_the_same(make_rollout: Make, by_rank: list[list[float | None]], raises: bool) -> None:
+def test_all_ranks_decide_the_same(
+    make_rollout: Make, by_rank: list[list[float | None]], raises: bool
+) -> None:
     def fails(strategy: FakeStrategy) -> bool:
         try:
             check(scored(make_rollout, by_rank[strategy.rank]), ranks=strategy)

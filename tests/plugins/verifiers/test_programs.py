@@ -22,8 +22,16 @@ def made(monkeypatch):
         @wraps(kind)
         def make(**options):
             seen.setdefault("kinds", []).append(name)
-            seen.update({key: value for key, value in options.items() if isinstance(value, (str, bool, int, float))})
-            return SimpleNamespace(size=1, concurrency=1, close=lambda: None, name="code", score=print)
+            seen.update(
+                {
+                    key: value
+                    for key, value in options.items()
+                    if isinstance(value, (str, bool, int, float))
+                }
+            )
+            return SimpleNamespace(
+                size=1, concurrency=1, close=lambda: None, name="code", score=print
+            )
 
         monkeypatch.setattr(programs, name, make)
 
@@ -33,11 +41,21 @@ def made(monkeypatch):
     return seen
 
 
-CODE = {"code_score": "share", "code_max_tests": 7, "on_reward_failure": "error", "code_timeout": 2.0}
+CODE = {
+    "code_score": "share",
+    "code_max_tests": 7,
+    "on_reward_failure": "error",
+    "code_timeout": 2.0,
+}
 
 COMPARISON = {"code_compare": "lines", "code_float_tolerance": 0.01}
 
-LIMITS = {"code_memory_limit_mb": 300, "code_file_limit_mb": 3, "code_output_limit_mb": 4, "code_max_processes": 5}
+LIMITS = {
+    "code_memory_limit_mb": 300,
+    "code_file_limit_mb": 3,
+    "code_output_limit_mb": 4,
+    "code_max_processes": 5,
+}
 
 LOCAL = {"code_total_timeout": 9.0, "code_processes": 3, "allow_unsafe_code_execution": True}
 

@@ -28,13 +28,22 @@ import pytest
 
 from lightppo.errors import SandboxError, SandboxRefusedError
 from lightppo.plugins.ops import signals
-from lightppo.plugins.verifiers.sandbox import ISOLATIONS, PROTECTIONS, ProgramRun, SandboxLimits, SandboxPool, walls
+from lightppo.plugins.verifiers.sandbox import (
+    ISOLATIONS,
+    PROTECTIONS,
+    ProgramRun,
+    SandboxLimits,
+    SandboxPool,
+    walls,
+)
 from lightppo.plugins.verifiers.sandbox.pool import Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandboxes need Linux")
 
 # code_timeout is far more than any of these programs takes; those that never end are given less.
-LIMITS = SandboxLimits(code_timeout=60.0, code_memory_limit_mb=256, code_file_limit_mb=4, code_output_limit_mb=2)
+LIMITS = SandboxLimits(
+    code_timeout=60.0, code_memory_limit_mb=256, code_file_limit_mb=4, code_output_limit_mb=2
+)
 ENDLESS_SECONDS = 0.2
 SECRET = "sk-a-secret-of-the-trainer"
 
@@ -62,7 +71,9 @@ def pool(request) -> Iterator[SandboxPool]:
 
 
 # Where Python itself lies below /tmp, programs see it there.
-BELOW_TMP = sorted({Path(path).parts[2] for path in sysconfig.get_paths().values() if path.startswith("/tmp/")})
+BELOW_TMP = sorted(
+    {Path(path).parts[2] for path in sysconfig.get_paths().values() if path.startswith("/tmp/")}
+)
 
 
 def test_an_environment_below_tmp_is_there_and_cannot_be_changed(monkeypatch):
@@ -84,7 +95,10 @@ def test_an_environment_below_tmp_is_there_and_cannot_be_changed(monkeypatch):
 
 
 def family(sandbox: Sandbox) -> set[int]:
-    return {sandbox.pid, *(child.pid for child in psutil.Process(sandbox.pid).children(recursive=True))}
+    return {
+        sandbox.pid,
+        *(child.pid for child in psutil.Process(sandbox.pid).children(recursive=True)),
+    }
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
@@ -176,7 +190,13 @@ def targets(tmp_path_factory) -> Iterator[dict[str, str]]:
         os.chmod(f"{folder}/socket", 0o777)
         datagrams.setblocking(False)
         port, path = str(server.getsockname()[1]), datagrams.getsockname()
-        yield {"FILE": str(file), "FOLDER": str(file.parent), "PORT": port, "DATAGRAM": path, "QUEUE": queue}
+        yield {
+            "FILE": str(file),
+            "FOLDER": str(file.parent),
+            "PORT": port,
+            "DATAGRAM": path,
+            "QUEUE": queue,
+        }
         with pytest.raises(BlockingIOError):
             datagrams.recv(1)
     ctypes.CDLL(None).mq_unlink(queue.encode())
@@ -225,8 +245,14 @@ HARMLESS = {
     "sys.exit(0) first": ("import sys\nsys.exit(0)\nprint('42')", ""),
     "os._exit(0)": ("import os\nprint('42')\nos._exit(0)", ""),
     "closed output": ("import os, sys\nsys.stdout.flush()\nos.close(1)\nsys.stdout = None", ""),
-    "errors without end": ("import sys\nfor _ in range(50):\n    sys.stderr.write('x' * (1 << 20))\nprint(1)", "1\n"),
-    "patched builtins": ("import builtins\nbuiltins.print = builtins.compile = builtins.len = None", ""),
+    "errors without end": (
+        "import sys\nfor _ in range(50):\n    sys.stderr.write('x' * (1 << 20))\nprint(1)",
+        "1\n",
+    ),
+    "patched builtins": (
+        "import builtins\nbuiltins.print = builtins.compile = builtins.len = None",
+        "",
+    ),
     "patched modules": ("import os, json, sys\nos._exit = json.dumps = sys.exit = None", ""),
     "writing to every descriptor": (
         "import os\nfor n in range(3, 64):\n    try: os.write(n, b'{\"value\":42}\\n' * 99)\n    except OSError: pass",
@@ -237,7 +263,10 @@ HARMLESS = {
         "import os\nif os.getcwd() == '/tmp':\n    open('a', 'w').write('x')\n    os.mkdir('b')\n    os.chmod('b', 0)",
         "",
     ),
-    "deep recursion": ("import sys\ndef f(n):\n    return 0 if n == 0 else 1 + f(n - 1)\nprint(f(50_000))", "50000\n"),
+    "deep recursion": (
+        "import sys\ndef f(n):\n    return 0 if n == 0 else 1 + f(n - 1)\nprint(f(50_000))",
+        "50000\n",
+    ),
     "a thread": (
         "import threading\nthreading.stack_size(16 << 20)\nthreading.Thread(target=lambda: print(1)).start()",
         "1\n",
@@ -245,7 +274,10 @@ HARMLESS = {
     "an event loop": ("import asyncio\nasync def f(): print(1)\nasyncio.run(f())", "1\n"),
     "exit()": ("print(1)\nexit()\nprint(2)", "1\n"),
     "quit()": ("print(1)\nquit(0)\nprint(2)", "1\n"),
-    "output at the end": ("import atexit\natexit.register(print, 'end')\nprint('begin')", "begin\nend\n"),
+    "output at the end": (
+        "import atexit\natexit.register(print, 'end')\nprint('begin')",
+        "begin\nend\n",
+    ),
     "stdin": (
         "import os\nprint(os.fstat(0).st_size, open(0).read().split(), input)",
         "4 ['x', 'y'] <built-in function input>\n",
@@ -356,7 +388,8 @@ for number in {list(numbers.values())}:
 """
     answers = dict(zip(numbers, pool.run(code).stdout.splitlines()))
     unknown = {"io_uring_setup", "clone3", "unheard of"}
-    assert answers == {name: "-1 38" if name in unknown else "-1 1" for name in numbers}  # ENOSYS, EPERM
+    # ENOSYS, EPERM
+    assert answers == {name: "-1 38" if name in unknown else "-1 1" for name in numbers}
 
 
 def test_what_is_sent_to_an_address_is_refused_whatever_the_socket(pool):
@@ -429,7 +462,9 @@ def test_same_program_same_verdict(pool):
     assert pool.run(code).stdout == pool.run(code).stdout != ""
 
 
-@pytest.mark.parametrize("code", ["def f(:", "x = '\ud800'", "print(1)\0", "x = " + "(" * 9999, "\tx\n  y"])
+@pytest.mark.parametrize(
+    "code", ["def f(:", "x = '\ud800'", "print(1)\0", "x = " + "(" * 9999, "\tx\n  y"]
+)
 def test_code_that_does_not_compile(pool, code):
     run = pool.run(code)
     assert (run.ended, run.code, len(run.answers)) == ("exit", 1, 1)
@@ -486,7 +521,9 @@ def test_a_limit_on_output_of_its_own(pool):
     assert (run.ended, run.stdout) == ("output", "x" * 1000)
 
 
-@pytest.mark.parametrize("code", ["", "f = 3", "def g(): pass", "class Solution: pass", "import math"])
+@pytest.mark.parametrize(
+    "code", ["", "f = 3", "def g(): pass", "class Solution: pass", "import math"]
+)
 def test_a_program_without_the_function(pool, code):
     run = pool.run(code, function="gcd", calls=["[1, 2]"])  # a name that every program starts with
     assert run.code == 1
@@ -540,7 +577,10 @@ def test_a_sigterm_to_all_below_a_trainer_that_stops_changes_no_verdict(stronges
         for pid in family(sandbox):
             os.kill(pid, signal.SIGTERM)
         assert answer.result(60).stdout == "1\n"
-    assert strongest.run("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)").code == -signal.SIGTERM
+    assert (
+        strongest.run("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)").code
+        == -signal.SIGTERM
+    )
 
 
 def test_silent_sandbox_is_replaced(strongest, monkeypatch):
@@ -596,7 +636,9 @@ def test_sandboxes_end_with_a_killed_trainer():
         "pool = SandboxPool(code_processes=1)\nprint(pool.sandboxes[0].pid, flush=True)\n"
         "pool.run('while True: pass', total_seconds=1000)"
     )
-    trainer = subprocess.Popen([sys.executable, "-c", trainer_code], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", trainer_code], stdout=subprocess.PIPE, text=True
+    )
     try:
         first_line = trainer.stdout.readline()
         if not first_line:
@@ -663,7 +705,9 @@ class Attacked(Sandbox):
 
 def answered(ended, *values) -> ProgramRun:
     """A run of a program that was loaded and has returned these values."""
-    return ProgramRun(ended, 0, "", "", ['{"loaded":true}', *(json.dumps({"value": value}) for value in values)])
+    return ProgramRun(
+        ended, 0, "", "", ['{"loaded":true}', *(json.dumps({"value": value}) for value in values)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -701,8 +745,12 @@ def test_attacks_work_where_nothing_holds(monkeypatch):
     """The same attacks, run in this process: the files, the environment and the network are wide open."""
     monkeypatch.setenv("API_KEY", "secret")
     # the parent of the tests is not traced
-    watching = {name: getattr(ctypes.CDLL(None), name) for name in ("inotify_init1", "inotify_add_watch")}
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(ptrace=lambda *arguments: 0, **watching))
+    watching = {
+        name: getattr(ctypes.CDLL(None), name) for name in ("inotify_init1", "inotify_add_watch")
+    }
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda name: SimpleNamespace(ptrace=lambda *arguments: 0, **watching)
+    )
     open_doors = {}
 
     def run(code, function, calls, **_):
@@ -713,12 +761,19 @@ def test_attacks_work_where_nothing_holds(monkeypatch):
         return answered("exit", open_doors if function == "attack" else 10**6)
 
     assert Attacked(run, limits=SandboxLimits(code_memory_limit_mb=128)).attack() == set()
-    assert open_doors["network"] == ["TCP", "an abstract socket", "a datagram to a path", "a message to a path"]
+    assert open_doors["network"] == [
+        "TCP",
+        "an abstract socket",
+        "a datagram to a path",
+        "a message to a path",
+    ]
     assert open_doors["files"] == ["reading", "writing", "making", "watching", "attributes"]
 
 
 def test_allowed_without_isolation():
-    with SandboxPool(LIMITS, code_processes=1, isolations=[], allow_unsafe_code_execution=True) as pool:
+    with SandboxPool(
+        LIMITS, code_processes=1, isolations=[], allow_unsafe_code_execution=True
+    ) as pool:
         assert pool.isolation == "none"
         assert pool.run("print(1)").stdout == "1\n"
         assert pool.run("while True: pass", total_seconds=1.0).ended == "timeout"
@@ -744,8 +799,17 @@ def test_options_out_of_range(make, option, value):
 @pytest.mark.parametrize("name", ["supervisor", "walls"])
 def test_the_inner_half_needs_the_standard_library_only(name):
     """It is started without site-packages, and without this package."""
-    tree = ast.parse(Path(importlib.util.find_spec(f"lightppo.plugins.verifiers.sandbox.{name}").origin).read_text())
-    modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    tree = ast.parse(
+        Path(
+            importlib.util.find_spec(f"lightppo.plugins.verifiers.sandbox.{name}").origin
+        ).read_text()
+    )
+    modules = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules += [node.module for node in froms if not node.level]
     assert {module.split(".")[0] for module in modules} <= sys.stdlib_module_names

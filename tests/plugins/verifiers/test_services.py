@@ -36,8 +36,16 @@ def serve(make_server):
 
 
 def fusion_answer(status="Success", run=None, **more):
-    ran = {"status": "Finished", "return_code": 0, "stdout": "3\n", "stderr": "", "execution_time": 0.01} | (run or {})
-    return ok(**({"status": status, "message": "", "compile_result": None, "run_result": ran} | more))
+    ran = {
+        "status": "Finished",
+        "return_code": 0,
+        "stdout": "3\n",
+        "stderr": "",
+        "execution_time": 0.01,
+    } | (run or {})
+    return ok(
+        **({"status": status, "message": "", "compile_result": None, "run_result": ran} | more)
+    )
 
 
 def run_for_real(path, request):
@@ -69,7 +77,9 @@ def fusion(service, **options):
 
 def test_fusion_request(serve):
     service = serve(lambda path, request: fusion_answer())
-    verifier = fusion(service, sandbox_fusion_memory_limit_mb=512, code_timeout=4.0, sandbox_fusion_language="cpp")
+    verifier = fusion(
+        service, sandbox_fusion_memory_limit_mb=512, code_timeout=4.0, sandbox_fusion_language="cpp"
+    )
     verifier.verify("code", cases_of(ADD), first_failure_ends=False)
     first = {"code": "code", "stdin": "1 2\n", "language": "cpp", "compile_timeout": 4.0, "run_timeout": 4.0,
              "memory_limit_MB": 512, "files": {}, "fetch_files": []}  # fmt: skip
@@ -78,7 +88,9 @@ def test_fusion_request(serve):
 
 def test_fusion_keeps_a_path(serve):
     service = serve(lambda path, request: fusion_answer())
-    fusion(service.url + "/proxy/run_code?key=a-secret-key").verify("c", cases_of(ADD), first_failure_ends=True)
+    fusion(service.url + "/proxy/run_code?key=a-secret-key").verify(
+        "c", cases_of(ADD), first_failure_ends=True
+    )
     assert service.requests[0][0] == "/proxy/run_code?key=a-secret-key"
 
 
@@ -89,7 +101,11 @@ def test_fusion_keeps_a_path(serve):
         (ADD, "print(3)", [True, False]),
         (ADD, "print(3)\nraise SystemExit(1)", [False, False]),
         (ADD_CALLS, "def add(a, b): return a + b", [True, True]),
-        (ADD_CALLS, "class Solution:\n    def add(self, a: List[int], b): return a + b", [True, True]),
+        (
+            ADD_CALLS,
+            "class Solution:\n    def add(self, a: List[int], b): return a + b",
+            [True, True],
+        ),
         (ADD_CALLS, "print('noise')\ndef add(a, b):\n    print(a)\n    return 3", [True, False]),
         (ADD_CALLS, "def add(a, b): return a / 0", [False, False]),
         (ADD_CALLS, "def sub(a, b): return a - b", [False, False]),
@@ -104,19 +120,29 @@ def test_fusion_verdicts(serve, tests, code, passed):
 
 @pytest.mark.parametrize("tests", [ADD, ADD_CALLS])
 def test_fusion_no_python(serve, tests):
-    verdict = fusion(serve(run_for_real)).verify("def add(:", cases_of(tests), first_failure_ends=False)
+    verdict = fusion(serve(run_for_real)).verify(
+        "def add(:", cases_of(tests), first_failure_ends=False
+    )
     assert (verdict.passed, verdict.compile_error) == ([False], True)
 
 
 def test_fusion_compile_error_of_other_languages(serve):
     compiled = {"status": "Finished", "return_code": 1, "stderr": "expected ';'"}
-    service = serve(lambda path, request: fusion_answer("Failed", compile_result=compiled, run_result=None))
-    verdict = fusion(service, sandbox_fusion_language="cpp").verify("x", cases_of(ADD), first_failure_ends=False)
+    service = serve(
+        lambda path, request: fusion_answer("Failed", compile_result=compiled, run_result=None)
+    )
+    verdict = fusion(service, sandbox_fusion_language="cpp").verify(
+        "x", cases_of(ADD), first_failure_ends=False
+    )
     assert (verdict.passed, verdict.compile_error) == ([False], True)
 
 
 def test_fusion_timeout(serve):
-    service = serve(lambda path, request: fusion_answer("Failed", {"status": "TimeLimitExceeded", "return_code": None}))
+    service = serve(
+        lambda path, request: fusion_answer(
+            "Failed", {"status": "TimeLimitExceeded", "return_code": None}
+        )
+    )
     verdict = fusion(service).verify("x", cases_of(ADD), first_failure_ends=False)
     assert (verdict.passed, verdict.timeouts) == ([False, False], 2)
 
@@ -127,7 +153,10 @@ LATE = ("Failed", {"status": "TimeLimitExceeded", "return_code": None})
 @pytest.mark.parametrize(("answer", "asked"), [(("Success", {"stdout": "4"}), 2), (LATE, 1)])
 def test_fusion_is_asked_for_every_test_until_one_is_too_late(serve, answer, asked):
     service = serve(lambda path, request: fusion_answer(*answer))
-    assert fusion(service).verify("x", cases_of(ADD), first_failure_ends=True).passed == [False] * asked
+    assert (
+        fusion(service).verify("x", cases_of(ADD), first_failure_ends=True).passed
+        == [False] * asked
+    )
     assert len(service.requests) == asked
 
 
@@ -138,7 +167,10 @@ def test_fusion_functions_are_python_only():
 
 
 BAD_ANSWERS = {
-    "sandbox error": (fusion_answer("SandboxError", message="no disk"), "status SandboxError: no disk"),
+    "sandbox error": (
+        fusion_answer("SandboxError", message="no disk"),
+        "status SandboxError: no disk",
+    ),
     "run error": (fusion_answer("Failed", {"status": "Error"}), "neither finished nor timed out"),
     "nothing ran": (fusion_answer("Failed", run_result=None), "neither finished nor timed out"),
     "contradiction": (fusion_answer("Success", {"return_code": 1}), "did not end well"),
@@ -157,10 +189,18 @@ BAD_ANSWERS = {
 def test_bad_answers_are_tried_again(serve, name):
     reply, problem = BAD_ANSWERS[name]
     recovered = serve(sequence(reply, reply, fusion_answer()))
-    assert fusion(recovered, sandbox_fusion_retries=2).verify("x", cases_of(ADD), first_failure_ends=True).passed[0]
+    assert (
+        fusion(recovered, sandbox_fusion_retries=2)
+        .verify("x", cases_of(ADD), first_failure_ends=True)
+        .passed[0]
+    )
     service = serve(lambda path, request: reply)
-    with pytest.raises(RewardError, match=rf"--sandbox_fusion_url {service.url}/run_code: .*{problem}.*3 of 3"):
-        fusion(service, sandbox_fusion_retries=2).verify("x", cases_of(ADD), first_failure_ends=True)
+    with pytest.raises(
+        RewardError, match=rf"--sandbox_fusion_url {service.url}/run_code: .*{problem}.*3 of 3"
+    ):
+        fusion(service, sandbox_fusion_retries=2).verify(
+            "x", cases_of(ADD), first_failure_ends=True
+        )
     assert len(service.requests) == 3
 
 
@@ -168,7 +208,9 @@ def test_a_dead_service_is_an_error_that_names_it(serve):
     service = serve(lambda path, request: (503, b""))
     waits = []
     verifier = SandboxFusionVerifier(service.url, sandbox_fusion_retries=2, sleep=waits.append)
-    rollout = Rollout(Prompt("p", [1], extra={"input_output": ADD}), 0, [1], "```python\nprint(3)\n```", "stop")
+    rollout = Rollout(
+        Prompt("p", [1], extra={"input_output": ADD}), 0, [1], "```python\nprint(3)\n```", "stop"
+    )
     with pytest.raises(RewardError, match=rf"{service.url}/run_code: HTTP 503.*3 of 3"):
         CodeReward(verifier).score([rollout])
     assert waits == [1, 2]
@@ -206,15 +248,22 @@ def test_requests_at_a_time(serve):
 
 def test_some_failures_are_unscored(serve):
     """Half of the programs make the service fail: they have no score, the others have theirs."""
-    service = serve(lambda path, request: (500, b"") if "bad" in request["code"] else fusion_answer())
+    service = serve(
+        lambda path, request: (500, b"") if "bad" in request["code"] else fusion_answer()
+    )
     prompt = Prompt("p", [1], extra={"input_output": ADD})
-    rollouts = [Rollout(prompt, i, [1], f"```\n{word}\n```", "stop") for i, word in enumerate(["good", "bad"] * 2)]
+    rollouts = [
+        Rollout(prompt, i, [1], f"```\n{word}\n```", "stop")
+        for i, word in enumerate(["good", "bad"] * 2)
+    ]
     output = CodeReward(fusion(service), code_max_tests=1).score(rollouts)
     assert output.scores == [1.0, None, 1.0, None]
     assert output.metrics["failures"] == [0.0, 1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("url", ["ftp://host/run", "localhost:8080", "http://", "http://me:password@host/run"])
+@pytest.mark.parametrize(
+    "url", ["ftp://host/run", "localhost:8080", "http://", "http://me:password@host/run"]
+)
 def test_addresses_that_are_none(url):
     with pytest.raises(ValueError, match="--sandbox_fusion_url") as caught:
         fusion(url)
@@ -233,13 +282,23 @@ def calls(service, **options):
 @pytest.mark.parametrize(
     ("tests", "function", "testcases"),
     [
-        (ADD, "", [{"input": "1 2", "expectedOutput": "3"}, {"input": "3 4", "expectedOutput": "7"}]),
-        (ADD_CALLS, "add", [{"input": "1\n2", "expectedOutput": "3"}, {"input": "3\n4", "expectedOutput": "7"}]),
+        (
+            ADD,
+            "",
+            [{"input": "1 2", "expectedOutput": "3"}, {"input": "3 4", "expectedOutput": "7"}],
+        ),
+        (
+            ADD_CALLS,
+            "add",
+            [{"input": "1\n2", "expectedOutput": "3"}, {"input": "3\n4", "expectedOutput": "7"}],
+        ),
     ],
 )
 def test_function_call_request(serve, tests, function, testcases):
     service = serve(lambda path, request: ok(uid=request["uid"], success=True, results=[]))
-    verifier = calls(service, code_timeout=5.0, function_call_memory_limit_mb=300, function_call_batch_size=2)
+    verifier = calls(
+        service, code_timeout=5.0, function_call_memory_limit_mb=300, function_call_batch_size=2
+    )
     assert verifier.verify("code", cases_of(tests), first_failure_ends=True).passed == [True, True]
     ((path, request),) = service.requests
     assert path == "/apis/functioncalls"
@@ -271,7 +330,11 @@ def test_function_call_verdicts(serve):
 
 
 def test_function_call_first_failure_ends(serve):
-    service = serve(lambda path, request: ok(success=False, results=[{"success": False, "errorType": "WrongAnswer"}]))
+    service = serve(
+        lambda path, request: ok(
+            success=False, results=[{"success": False, "errorType": "WrongAnswer"}]
+        )
+    )
     verdict = calls(service).verify("code", cases_of(ADD), first_failure_ends=True)
     assert (verdict.passed, verdict.timeouts, len(service.requests)) == ([False], 0, 1)
 
@@ -279,7 +342,13 @@ def test_function_call_first_failure_ends(serve):
 @pytest.mark.parametrize(
     ("reply", "problem"),
     [
-        (ok(success=False, results=[{"success": False, "errorType": "SystemError", "reason": "no pod"}]), "no pod"),
+        (
+            ok(
+                success=False,
+                results=[{"success": False, "errorType": "SystemError", "reason": "no pod"}],
+            ),
+            "no pod",
+        ),
         (ok(results=[]), "success"),
         (ok(success="yes"), "'success' must be true or false"),
         (ok(success=True, results=[1]), "'results' a list of objects"),
@@ -288,15 +357,25 @@ def test_function_call_first_failure_ends(serve):
 )
 def test_function_call_failures(serve, reply, problem):
     recovered = serve(sequence(reply, ok(success=True)))
-    assert calls(recovered).verify("code", cases_of(ADD), first_failure_ends=True).passed == [True, True]
+    assert calls(recovered).verify("code", cases_of(ADD), first_failure_ends=True).passed == [
+        True,
+        True,
+    ]
     service = serve(lambda path, request: reply)
     with pytest.raises(RewardError, match=rf"{service.url}/apis/functioncalls: .*{problem}"):
-        calls(service, function_call_retries=1).verify("code", cases_of(ADD), first_failure_ends=True)
+        calls(service, function_call_retries=1).verify(
+            "code", cases_of(ADD), first_failure_ends=True
+        )
     assert len(service.requests) == 2
 
 
 @pytest.mark.parametrize(
-    "options", [{"function_call_batch_size": 0}, {"function_call_max_concurrent": 0}, {"function_call_retries": -1}]
+    "options",
+    [
+        {"function_call_batch_size": 0},
+        {"function_call_max_concurrent": 0},
+        {"function_call_retries": -1},
+    ],
 )
 def test_function_call_options_out_of_range(options):
     with pytest.raises(ValueError, match="--function_call"):

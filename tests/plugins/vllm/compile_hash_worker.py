@@ -13,9 +13,13 @@ from lightppo.plugins.vllm.colocated import described_model, engine_arguments
 
 
 def found_by(model, tokenizer):
-    config = PPOConfig.from_flat(rollout_engine="vllm", prompt_max_len=64, generate_max_len=64).resolved()
+    config = PPOConfig.from_flat(
+        rollout_engine="vllm", prompt_max_len=64, generate_max_len=64
+    ).resolved()
     folder = described_model(model, tokenizer)
-    arguments = engine_arguments(config, model, on_gpu=False) | {"distributed_executor_backend": None}
+    arguments = engine_arguments(config, model, on_gpu=False) | {
+        "distributed_executor_backend": None
+    }
     made = EngineArgs(model=folder, dtype="float32", **arguments).create_engine_config()
     return [folder, made.compute_hash(), json.dumps(envs.compile_factors(), sort_keys=True)]
 

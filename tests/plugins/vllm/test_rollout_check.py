@@ -44,7 +44,10 @@ def sampled(actor, shift=0.0, temperature=0.5):
     rollouts = []
     for ids, response in (([5, 6], [7, 8, 9]), ([4], [9, 5])):
         with torch.no_grad():
-            logits = actor.hf_model(torch.tensor([ids + response])).logits[0, len(ids) - 1 : -1] / temperature
+            logits = (
+                actor.hf_model(torch.tensor([ids + response])).logits[0, len(ids) - 1 : -1]
+                / temperature
+            )
         log_probs = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
         rollouts.append(make_rollout(ids, response, log_probs=log_probs))
     rollouts[0].log_probs[1] += shift
@@ -52,7 +55,9 @@ def sampled(actor, shift=0.0, temperature=0.5):
 
 
 def test_difference_is_over_the_tokens_of_all_ranks(actor):
-    mean, largest = RolloutCheck(actor, Copy(), FakeStrategy(), config()).difference(sampled(actor, shift=0.5))
+    mean, largest = RolloutCheck(actor, Copy(), FakeStrategy(), config()).difference(
+        sampled(actor, shift=0.5)
+    )
     assert mean == pytest.approx(0.5 / 5, abs=1e-6)
     assert largest == pytest.approx(0.5, abs=1e-5)
 
@@ -71,7 +76,9 @@ def test_the_rows_of_one_forward_pass_are_compared(actor):
     rollouts[1].log_probs[0] += 0.5
     RolloutCheck(actor, Copy(), FakeStrategy(), config(micro_rollout_batch_size=1)).first(rollouts)
     with pytest.raises(RolloutMismatchError):
-        RolloutCheck(actor, Copy(), FakeStrategy(), config(micro_rollout_batch_size=2)).first(rollouts)
+        RolloutCheck(actor, Copy(), FakeStrategy(), config(micro_rollout_batch_size=2)).first(
+            rollouts
+        )
 
 
 def test_greedy_rollouts_record_log_probs_at_temperature_1(actor):
@@ -89,7 +96,9 @@ def test_the_actor_keeps_its_mode(actor):
 
 def test_a_mismatch_is_an_error_that_names_weights(actor):
     engine = Copy(differing=[f"layer{i}.weight" for i in range(7)])
-    with pytest.raises(RolloutMismatchError, match=r"layer0\.weight.*layer4\.weight and 2 more") as caught:
+    with pytest.raises(
+        RolloutMismatchError, match=r"layer0\.weight.*layer4\.weight and 2 more"
+    ) as caught:
         RolloutCheck(actor, engine, FakeStrategy(), config()).first(sampled(actor, shift=0.5))
     assert "0.1 nats apart on average, 0.5 at most" in str(caught.value)
     assert "--logp_diff_tolerance is 0.001" in str(caught.value)
@@ -176,7 +185,9 @@ def test_drift_is_warned_of_and_again_when_it_has_doubled(caplog):
 @pytest.mark.parametrize(("options", "watched"), [({}, True), ({"rollout_check": "off"}, False)])
 def test_every_engine_is_watched_unless_it_is_off(options, watched):
     for engine in ("hf", "vllm"):
-        run = SimpleNamespace(config=PPOConfig.from_flat(rollout_engine=engine, **options), strategy=FakeStrategy())
+        run = SimpleNamespace(
+            config=PPOConfig.from_flat(rollout_engine=engine, **options), strategy=FakeStrategy()
+        )
         assert (watch(run) is not None) == watched
 
 
@@ -192,7 +203,12 @@ def test_the_first_batch_is_compared_before_it_is_scored(actor):
 
 @pytest.mark.parametrize(
     ("options", "tolerance"),
-    [({}, 0.001), ({"bf16": True}, 0.1), ({"vllm_dtype": "bfloat16"}, 0.1), ({"vllm_dtype": "float32"}, 0.001)],
+    [
+        ({}, 0.001),
+        ({"bf16": True}, 0.1),
+        ({"vllm_dtype": "bfloat16"}, 0.1),
+        ({"vllm_dtype": "float32"}, 0.001),
+    ],
 )
 def test_tolerance_by_type(actor, options, tolerance):
     assert RolloutCheck(actor, Copy(), FakeStrategy(), config(**options)).tolerance == tolerance

@@ -48,7 +48,9 @@ MANY = {"save_steps": 2, "eval_steps": 1, "benchmark_steps": 3}
 
 
 @pytest.mark.parametrize(
-    "options", [*({"zero_stage": n} for n in range(4)), *({"zero_stage": n, "bf16": True} for n in (1, 2, 3))], ids=str
+    "options",
+    [*({"zero_stage": n} for n in range(4)), *({"zero_stage": n, "bf16": True} for n in (1, 2, 3))],
+    ids=str,
 )
 def test_a_run_ends_as_without_it(make_config, tmp_path, options):
     data = write_jsonl(tmp_path / "eval.jsonl", sums(3))
@@ -62,9 +64,12 @@ def test_a_run_ends_as_without_it(make_config, tmp_path, options):
         for part in (tmp_path / f"run{with_room}" / "checkpoints_ppo").glob("_*/global_step3"):
             shutil.rmtree(part)
         resumed = PPOTrainer.from_config(config)
-        assert resumed.state.global_step == 2  # saved behind an evaluation, after which nobody called sleep
+        # saved behind an evaluation, after which nobody called sleep
+        assert resumed.state.global_step == 2
         resumed.fit()
-        ends.append(whole_weights(trainer) | {f"resumed {k}": w for k, w in whole_weights(resumed).items()})
+        ends.append(
+            whole_weights(trainer) | {f"resumed {k}": w for k, w in whole_weights(resumed).items()}
+        )
     for name, expected in ends[0].items():
         assert torch.equal(ends[1][name], expected), name
 

@@ -14,7 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.plugins.vllm.serving import KeyGate, serve, server_command, server_environment, socket_folder
+from lightppo.plugins.vllm.serving import (
+    KeyGate,
+    serve,
+    server_command,
+    server_environment,
+    socket_folder,
+)
 
 REPO = Path(__file__).parents[3]
 
@@ -22,7 +28,9 @@ REPO = Path(__file__).parents[3]
 @pytest.fixture
 def installed(monkeypatch):
     """vLLM is there, whatever is installed."""
-    monkeypatch.setattr("lightppo.plugins.vllm.serving.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(
+        "lightppo.plugins.vllm.serving.importlib.util.find_spec", lambda name: object()
+    )
 
 
 @pytest.fixture
@@ -57,7 +65,9 @@ def test_on_a_cpu_the_cache_has_a_size_unless_the_user_gave_one(installed, gpu):
     command = server_command("model", "127.0.0.1", 8000, [])
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(1 << 30)
     assert "--enforce-eager" in command
-    command = server_command("model", "127.0.0.1", 8000, ["--kv_cache_memory_bytes=5", "--uvicorn-log-level", "info"])
+    command = server_command(
+        "model", "127.0.0.1", 8000, ["--kv_cache_memory_bytes=5", "--uvicorn-log-level", "info"]
+    )
     assert "--kv-cache-memory-bytes" not in command
     assert command.count("--uvicorn-log-level") == 1
 
@@ -124,7 +134,9 @@ class TestSocketFolder:
         def make():
             environment = os.environ | {"PYTHONPATH": str(REPO)}
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            started.append(subprocess.Popen([sys.executable, "-c", HOLDS_A_FOLDER], env=environment, **pipes))
+            started.append(
+                subprocess.Popen([sys.executable, "-c", HOLDS_A_FOLDER], env=environment, **pipes)
+            )
             return started[-1], Path(started[-1].stdout.readline().strip())
 
         yield make
@@ -147,7 +159,9 @@ class TestSocketFolder:
             sys.exit(1)
         assert list(root.iterdir()) == []
 
-    def test_what_a_killed_server_left_is_removed_and_what_a_running_one_has_is_not(self, root, start):
+    def test_what_a_killed_server_left_is_removed_and_what_a_running_one_has_is_not(
+        self, root, start
+    ):
         killed, left = start()
         running, used = start()
         (left / "socket").touch()
@@ -156,7 +170,11 @@ class TestSocketFolder:
         killed.wait(30)
         assert left.exists()
         with socket_folder() as folder:
-            assert {path.name for path in root.iterdir()} == {folder.name, used.name, "of-somebody-else"}
+            assert {path.name for path in root.iterdir()} == {
+                folder.name,
+                used.name,
+                "of-somebody-else",
+            }
         running.stdin.close()
         assert running.wait(60) == 0
         assert [path.name for path in root.iterdir()] == ["of-somebody-else"]
@@ -183,7 +201,9 @@ class TestSocketFolder:
             pass
         assert (tmp_path / "file").exists()
 
-    @pytest.mark.parametrize(("name", "message"), [("x" * 60, "VLLM_RPC_BASE_PATH"), ("nowhere", "nowhere")])
+    @pytest.mark.parametrize(
+        ("name", "message"), [("x" * 60, "VLLM_RPC_BASE_PATH"), ("nowhere", "nowhere")]
+    )
     def test_a_folder_that_cannot_be_used_is_one_line(self, root, monkeypatch, name, message):
         if name != "nowhere":
             (root / name).mkdir()
@@ -202,7 +222,9 @@ class TestSocketFolder:
             "print(*sys.argv[1:], *(os.environ[k] for k in ('VLLM_RPC_BASE_PATH', 'TORCHINDUCTOR_CACHE_DIR')),"
             " tempfile.gettempdir(), __name__)\n"
         )
-        environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+        environment = {
+            name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"
+        }
         environment |= {"PYTHONPATH": os.pathsep.join([str(root), str(REPO)])}
         command = [sys.executable, "-m", "lightppo.plugins.vllm.serving", "--port", "1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -238,8 +260,12 @@ class TestKeyGate:
         monkeypatch.setenv("VLLM_API_KEY", "s3cret")
         return KeyGate(behind)
 
-    @pytest.mark.parametrize("path", ["/collective_rpc", "/v1/completions", "/pause", "/metrics", "/health/x", ""])
-    @pytest.mark.parametrize("authorization", [None, "Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cret "])
+    @pytest.mark.parametrize(
+        "path", ["/collective_rpc", "/v1/completions", "/pause", "/metrics", "/health/x", ""]
+    )
+    @pytest.mark.parametrize(
+        "authorization", [None, "Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cret "]
+    )
     def test_every_route_needs_the_key(self, gate, path, authorization):
         start, body = ask(gate, path, authorization)
         assert start["status"] == 401
@@ -251,7 +277,9 @@ class TestKeyGate:
         assert ask(gate, "", kind="lifespan")[0]["status"] == 200
 
     def test_websockets_need_it_too(self, gate):
-        assert ask(gate, "/v1/realtime", kind="websocket") == [{"type": "websocket.close", "code": 1008}]
+        assert ask(gate, "/v1/realtime", kind="websocket") == [
+            {"type": "websocket.close", "code": 1008}
+        ]
 
     def test_without_a_key_it_is_open(self, monkeypatch):
         monkeypatch.delenv("VLLM_API_KEY", raising=False)

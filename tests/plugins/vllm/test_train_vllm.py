@@ -47,8 +47,12 @@ def flags(tmp_path_factory):
     (root / "reward.py").write_text(REWARD)
     shared = {
         # heads of 32, the smallest that vLLM's attention takes on a CPU
-        "pretrain": save_causal_lm(root / "model", hidden_size=64, num_attention_heads=2, num_key_value_heads=1),
-        "prompt_data": write_jsonl(root / "prompts.jsonl", [*sums(15), {"input": "1+" * 12 + "1=", "label": "13"}]),
+        "pretrain": save_causal_lm(
+            root / "model", hidden_size=64, num_attention_heads=2, num_key_value_heads=1
+        ),
+        "prompt_data": write_jsonl(
+            root / "prompts.jsonl", [*sums(15), {"input": "1+" * 12 + "1=", "label": "13"}]
+        ),
         "truncation": "left",
         "reward_fn": root / "reward.py",
         "rollout_engine": "vllm",
@@ -91,12 +95,15 @@ def steps(out: Path) -> dict[int, dict[str, float]]:
 def test_a_run_and_its_resume(flags, tmp_path, launcher, request_seeds):
     def launch(*more, **how):
         how |= {"timeout": 500, "env": READ_BY_VLLM}
-        words = flags(tmp_path, zero_stage=3, save_steps=2) + ["--no_vllm_request_seeds"] * (not request_seeds)
+        words = flags(tmp_path, zero_stage=3, save_steps=2) + ["--no_vllm_request_seeds"] * (
+            not request_seeds
+        )
         return run_ranks(SCRIPT, *words, *more, **how).output
 
     output = launch(launcher=launcher, vllm=True)
     assert "rollout check: log probs differ by" in output
-    assert "16 rows: 16 kept, 1 of them truncated" in output  # and all the steps below have been through with it
+    # and all the steps below have been through with it
+    assert "16 rows: 16 kept, 1 of them truncated" in output
     seen = steps(tmp_path)
     assert list(seen) == [1, 2, 3, 4]
     for row in seen.values():
@@ -112,8 +119,12 @@ def test_a_run_and_its_resume(flags, tmp_path, launcher, request_seeds):
         for name, value in row.items():
             if not request_seeds:  # nothing is cached
                 assert value == seen[step][name] or math.isnan(value), (step, name)
-            elif not name.startswith(("rollout/logp_diff", "rollout/mismatch")):  # of what prefixes happen to be cached
-                assert math.isclose(value, seen[step][name], rel_tol=1e-4, abs_tol=1e-6), (step, name)
+            elif not name.startswith(("rollout/logp_diff", "rollout/mismatch")):
+                # of what prefixes happen to be cached
+                assert math.isclose(value, seen[step][name], rel_tol=1e-4, abs_tol=1e-6), (
+                    step,
+                    name,
+                )
 
 
 @pytest.mark.parametrize(
@@ -134,11 +145,15 @@ def test_a_run_that_is_broken_off_leaves_nothing(flags, tmp_path, how, launcher,
         world_size=1,
         check=False,
         timeout=500,
-        env=READ_BY_VLLM | {"END_AT": "2", "END_HOW": how, "NOTES": str(notes), "TMPDIR": str(tmp_path)},
+        env=READ_BY_VLLM
+        | {"END_AT": "2", "END_HOW": how, "NOTES": str(notes), "TMPDIR": str(tmp_path)},
     )
     assert ended.returncode == code, ended.output[-3000:]
-    assert ("no such answer" if how == "raise" else "stopped by SIGTERM after step 2 of 4; saved in") in ended.output
-    assert "step 1: the rollout engine's log probs drift from the trainer's" in ended.output  # any difference is one
+    assert (
+        "no such answer" if how == "raise" else "stopped by SIGTERM after step 2 of 4; saved in"
+    ) in ended.output
+    # any difference is one
+    assert "step 1: the rollout engine's log probs drift from the trainer's" in ended.output
     noted = json.loads(notes.read_text())
     assert not [pid for pid in [noted["pid"], *noted["children"]] if psutil.pid_exists(pid)]
     assert not [path for path in noted["shared"] if Path(path).exists()]

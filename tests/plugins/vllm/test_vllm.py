@@ -51,12 +51,21 @@ def save_family(folder, name):
     )
 
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 64}
-    shape = {"intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 256, "initializer_range": 0.1}
+    shape = {
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.1,
+    }
     make = {
         "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(head_dim=32, **{**SHAPE, **shape, **ids})),
-        "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, **{**SHAPE, **shape, **ids})),
+        "mixtral": lambda: MixtralForCausalLM(
+            MixtralConfig(num_local_experts=4, **{**SHAPE, **shape, **ids})
+        ),
         "gpt2": lambda: GPT2LMHeadModel(
-            GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=256, initializer_range=0.2, **ids)
+            GPT2Config(
+                n_embd=64, n_layer=2, n_head=2, n_positions=256, initializer_range=0.2, **ids
+            )
         ),
     }
     with torch.random.fork_rng():
@@ -72,7 +81,10 @@ def one_rank(folder, tmp_path_factory):
 
 
 def see_one_rank(folder: Path) -> list[dict]:
-    cases = [{"model": "untied", "zero_stage": 0, "extras": True}, {"model": "tied", "zero_stage": 0}]
+    cases = [
+        {"model": "untied", "zero_stage": 0, "extras": True},
+        {"model": "tied", "zero_stage": 0},
+    ]
     cases += [{"model": name, "zero_stage": 0, "brief": True} for name in FAMILIES]
     cases += [{"model": "untied", "zero_stage": 1, "bf16": True, "brief": True}]
     run_ranks(WORKER, folder, *map(json.dumps, cases), vllm=True, world_size=1, timeout=500)
@@ -86,7 +98,10 @@ def two_ranks(folder, tmp_path_factory):
 
 
 def see_two_ranks(folder: Path) -> list[list[dict]]:
-    cases = [{"model": "tied", "zero_stage": 3}, {"model": "untied", "zero_stage": 3, "tensor_parallel_size": 2}]
+    cases = [
+        {"model": "tied", "zero_stage": 3},
+        {"model": "untied", "zero_stage": 3, "tensor_parallel_size": 2},
+    ]
     cases += [{"adapters": True, "brief": True} | case for case in WITH_ADAPTERS]
     for group in (0, 1):  # what a run that was killed has left, which vLLM refuses
         with suppress(FileExistsError):
@@ -102,7 +117,10 @@ def forget_shared_memory() -> None:
         left.unlink()
 
 
-@pytest.fixture(scope="module", params=["one rank, untied", "one rank, tied", "ZeRO 3, tied", "ZeRO 3, shared engine"])
+@pytest.fixture(
+    scope="module",
+    params=["one rank, untied", "one rank, tied", "ZeRO 3, tied", "ZeRO 3, shared engine"],
+)
 def ranks(request, one_rank, two_ranks):
     """What each rank of one case saw."""
     place = request.param.split(", ")[1] in ("tied", "shared engine")
@@ -117,7 +135,8 @@ def test_greedy_tokens_are_those_of_the_trainer_before_and_after_pushes(ranks):
         for pushed in (first, second, third):
             assert pushed["vllm"] == pushed["hf"]
         for pushed, before in ((second, first), (third, second)):
-            assert pushed["stale"] == before["vllm"]  # until the push the engine has the weights of before
+            # until the push the engine has the weights of before
+            assert pushed["stale"] == before["vllm"]
             assert pushed["vllm"] != before["vllm"]
 
 
@@ -173,7 +192,10 @@ def test_a_corrupted_weight_is_found_and_named(ranks, two_ranks):
 
 def test_samples_depend_on_neither_batch_nor_ranks(one_rank, two_ranks):
     """One rank with all prompts, two ranks with every second one, and rank 0 with all and rank 1 with none."""
-    for alone, together in ((one_rank[1], [r[0] for r in two_ranks]), (one_rank[0], [r[1] for r in two_ranks])):
+    for alone, together in (
+        (one_rank[1], [r[0] for r in two_ranks]),
+        (one_rank[0], [r[1] for r in two_ranks]),
+    ):
         # the two-rank runs trained on other rows, so their first rollouts, greedy, are what can be the same
         first = sorted(alone["pushes"][0]["vllm"])
         assert sorted(together[0]["pushes"][0]["vllm"] + together[1]["pushes"][0]["vllm"]) == first
@@ -203,13 +225,16 @@ def test_one_seed_for_a_whole_call(one_rank):
     seen, seeded = one_rank[0]["sampling"]["unseeded"], one_rank[0]["sampling"]["whole"]
     assert seen["again"] == seen["first"] != seeded
     assert seen["other seed"] != seen["first"]
-    assert seen["others"] != seen["first"][:6]  # what it costs: a response depends on the others of its call
+    # what it costs: a response depends on the others of its call
+    assert seen["others"] != seen["first"][:6]
     assert seen["difference"] < 1e-4
     assert seen["undisturbed"]
     assert [row[:2] for row in seen["first"]] == [row[:2] for row in seeded]
 
 
-@pytest.mark.parametrize("how", ["stop ids", "stop strings", "min tokens", "ignore eos", "penalty", "bad words"])
+@pytest.mark.parametrize(
+    "how", ["stop ids", "stop strings", "min tokens", "ignore eos", "penalty", "bad words"]
+)
 def test_same_tokens_texts_and_reasons_as_hugging_face(one_rank, how):
     vllm, hf = one_rank[0]["sampling"]["like hf"][how]
     assert vllm == hf
@@ -238,7 +263,13 @@ def test_compiled_code_is_found_again(folder, tmp_path):
     seen = []
     for start in ("first", "second"):
         words = (folder / "untied", tmp_path / start)
-        run_ranks(HASH_WORKER, *words, vllm=True, timeout=200, env={"LIGHTPPO_CACHE": str(tmp_path / "cache")})
+        run_ranks(
+            HASH_WORKER,
+            *words,
+            vllm=True,
+            timeout=200,
+            env={"LIGHTPPO_CACHE": str(tmp_path / "cache")},
+        )
         seen += [json.loads((tmp_path / f"{start}-rank{rank}.json").read_text()) for rank in (0, 1)]
     assert seen == seen[:1] * 4
     same, other = seen[0]

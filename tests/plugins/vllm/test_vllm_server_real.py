@@ -41,11 +41,16 @@ def see_everything(root: Path) -> dict:
     servers = Servers(models, root, more=[[], [], ["--tensor-parallel-size=2"]])
     try:
         third, first, second = servers.urls
-        environment = {KEY_VARIABLE: KEY, "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
+        environment = {
+            KEY_VARIABLE: KEY,
+            "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")]),
+        }
 
         def launch(task, model, urls, others, **options):
             words = map(json.dumps, (urls, others, servers.pids[1:]))
-            return run_ranks(WORKER, root, task, model, *words, env=environment, vllm=True, **options)
+            return run_ranks(
+                WORKER, root, task, model, *words, env=environment, vllm=True, **options
+            )
 
         seen = {"urls": [first, second]}
         servers.wait()
@@ -54,7 +59,9 @@ def see_everything(root: Path) -> dict:
         launch("one_server", "tied", [third], [], world_size=1)
         seen["run"] = whole_run(root, third, environment)
         launch("two_servers", "untied", [first, second], [third])
-        seen["two"] = [json.loads((root / f"two_servers-rank{rank}.json").read_text()) for rank in range(2)]
+        seen["two"] = [
+            json.loads((root / f"two_servers-rank{rank}.json").read_text()) for rank in range(2)
+        ]
         seen["one"] = json.loads((root / "one_server-rank0.json").read_text())
         seen["exit_code"] = servers.terminate()
         seen["leftovers"] = servers.leftovers()
@@ -101,14 +108,20 @@ def whole_run(root: Path, url: str, environment: dict[str, str]) -> dict:
         "actor_learning_rate": 1e-2,
     }
     words = [f"--{name}={value}" for name, value in options.items()]
-    result = run_ranks(REPO / "examples" / "train_ppo.py", *words, vllm=True, world_size=1, env=environment)
+    result = run_ranks(
+        REPO / "examples" / "train_ppo.py", *words, vllm=True, world_size=1, env=environment
+    )
     rows = read_jsonl(root / "run" / "metrics.jsonl")
     return {"output": result.output, "steps": [row for row in rows if "rollout/reward" in row]}
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    return once(tmp_path_factory, "vllm_server", lambda: see_everything(tmp_path_factory.mktemp("vllm_server")))
+    return once(
+        tmp_path_factory,
+        "vllm_server",
+        lambda: see_everything(tmp_path_factory.mktemp("vllm_server")),
+    )
 
 
 @pytest.fixture(params=["untied, ZeRO 3, rank 0", "untied, ZeRO 3, rank 1", "tied"])
@@ -165,7 +178,10 @@ def test_a_wrong_key_is_an_error_on_every_rank(seen):
     for rank in seen["two"]:
         message, _ = rank["wrong_key"]
         assert "HTTP 401" in message
-        assert "set --vllm_server_api_key_env to the environment variable that holds the server's key" in message
+        assert (
+            "set --vllm_server_api_key_env to the environment variable that holds the server's key"
+            in message
+        )
         assert "barley" not in message
     assert KEY not in seen["logs"]
 
@@ -227,10 +243,24 @@ def test_a_whole_run(seen):
 @pytest.mark.long
 def test_the_script_becomes_a_server_and_ends_as_one(tmp_path):
     """In a process of its own; the servers above are forked."""
-    model, port = save_causal_lm(tmp_path / "model", max_position_embeddings=256, **SHAPE), free_port()
+    model, port = (
+        save_causal_lm(tmp_path / "model", max_position_embeddings=256, **SHAPE),
+        free_port(),
+    )
     sockets = Path(tempfile.mkdtemp(prefix="lppo-", dir="/tmp"))
-    command = [sys.executable, str(SERVE), f"--model={model}", f"--port={port}", f"--api_key_env={KEY_VARIABLE}"]
-    command += ["--dtype=float32", f"--kv-cache-memory-bytes={32 << 20}", "--max-model-len=128", "--block-size=32"]
+    command = [
+        sys.executable,
+        str(SERVE),
+        f"--model={model}",
+        f"--port={port}",
+        f"--api_key_env={KEY_VARIABLE}",
+    ]
+    command += [
+        "--dtype=float32",
+        f"--kv-cache-memory-bytes={32 << 20}",
+        "--max-model-len=128",
+        "--block-size=32",
+    ]
     environment = os.environ | ENVIRONMENT | {KEY_VARIABLE: KEY, "VLLM_RPC_BASE_PATH": str(sockets)}
     url, body = f"http://127.0.0.1:{port}", {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
     with subprocess.Popen(command, env=environment, start_new_session=True) as server:
@@ -238,7 +268,9 @@ def test_the_script_becomes_a_server_and_ends_as_one(tmp_path):
             wait_until_up(url, lambda: server.poll() is None)
             assert requests.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 401
             key = {"Authorization": f"Bearer {KEY}"}
-            answer = requests.post(f"{url}/v1/completions", json=body, headers=key, timeout=60).json()
+            answer = requests.post(
+                f"{url}/v1/completions", json=body, headers=key, timeout=60
+            ).json()
             assert answer["usage"]["completion_tokens"] <= 4
             server.terminate()
             assert server.wait(120) == 0
@@ -252,7 +284,8 @@ def test_the_script_becomes_a_server_and_ends_as_one(tmp_path):
 def test_nothing_is_left_behind(seen):
     # At its end vLLM looks up which process still has the port, and fails if that process has just ended.
     vllms_own = (
-        "in serve_http" in seen["logs"] and re.search(r"psutil\.(NoSuch|Zombie)Process", seen["logs"]) is not None
+        "in serve_http" in seen["logs"]
+        and re.search(r"psutil\.(NoSuch|Zombie)Process", seen["logs"]) is not None
     )
     assert seen["exit_code"] == int(vllms_own), seen["logs"][-4000:]
     assert seen["leftovers"] == []

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from lightppo.config import PPOConfig
-from lightppo.plugins.vllm.colocated import VLLMRolloutEngine, default_group_kept, undisturbed_process
+from lightppo.plugins.vllm.colocated import (
+    VLLMRolloutEngine,
+    default_group_kept,
+    undisturbed_process,
+)
 from lightppo.rollout.engine import SamplingParams
 
 
@@ -18,7 +22,13 @@ class NotingLLM:
     """Answers every request with one token."""
 
     def __init__(self, **arguments):
-        self.calls, self.missing, self.resets, self.waiting, self.llm_engine = [], [], True, [], self
+        self.calls, self.missing, self.resets, self.waiting, self.llm_engine = (
+            [],
+            [],
+            True,
+            [],
+            self,
+        )
 
     def sleep(self, level):
         self.calls.append(f"sleep {level}")
@@ -41,7 +51,9 @@ class NotingLLM:
         return bool(self.waiting)
 
     def step(self):
-        answer = SimpleNamespace(token_ids=[3], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="length")
+        answer = SimpleNamespace(
+            token_ids=[3], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="length"
+        )
         return [SimpleNamespace(finished=True, request_id=self.waiting.pop(), outputs=[answer])]
 
 
@@ -62,7 +74,9 @@ def engine(monkeypatch, llama, tokenizer):
     def build(**options):
         lengths = {"prompt_max_len": 20, "generate_max_len": 10}
         seeds = {"vllm_request_seeds": True}  # without them torch's generator of the GPU is asked
-        config = PPOConfig.from_flat(rollout_engine="vllm", **lengths, **seeds, **options).resolved()
+        config = PPOConfig.from_flat(
+            rollout_engine="vllm", **lengths, **seeds, **options
+        ).resolved()
         made = VLLMRolloutEngine(config, None, llama, tokenizer)
         made.llm.calls.clear()
         return made
@@ -86,11 +100,17 @@ def test_a_step_sleeps_once_and_wakes_in_parts(engine, llama, prompts):
     assert calls == ["sleep 2", "wake weights", *PUSH, "wake kv_cache"]
 
 
-def test_the_trainers_states_leave_before_vllm_wakes_and_come_back_once_it_sleeps(engine, monkeypatch, llama, prompts):
+def test_the_trainers_states_leave_before_vllm_wakes_and_come_back_once_it_sleeps(
+    engine, monkeypatch, llama, prompts
+):
     calls = []
-    room = SimpleNamespace(leave=lambda: calls.append("leave"), come_back=lambda: calls.append("come back"))
+    room = SimpleNamespace(
+        leave=lambda: calls.append("leave"), come_back=lambda: calls.append("come back")
+    )
     monkeypatch.setattr("lightppo.plugins.vllm.colocated.Room", lambda strategy: room)
-    monkeypatch.setattr(NotingLLM, "calls", property(lambda self: calls, lambda self, none: None), raising=False)
+    monkeypatch.setattr(
+        NotingLLM, "calls", property(lambda self: calls, lambda self, none: None), raising=False
+    )
     rollouts = engine(offload_during_rollout=True)
     rollouts.sync_weights(llama)
     rollouts.generate(prompts[:2], SamplingParams(max_new_tokens=1))
@@ -168,7 +188,10 @@ def test_the_trainer_keeps_its_cuda_stream(monkeypatch):
     """vLLM takes one of its own where several ranks share an engine, and puts its function in the place of torch's."""
     current, waited = ["the trainer's"], []
     stream = SimpleNamespace(wait_stream=waited.append)
-    for name, value in (("is_initialized", lambda: True), ("current_stream", lambda: stream if current else "vLLM's")):
+    for name, value in (
+        ("is_initialized", lambda: True),
+        ("current_stream", lambda: stream if current else "vLLM's"),
+    ):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "set_stream", None)
     with undisturbed_process():

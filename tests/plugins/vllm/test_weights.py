@@ -37,7 +37,12 @@ SECONDS = 60.0
 
 def tiny_mixtral():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 4}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+    }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     return MixtralForCausalLM(MixtralConfig(vocab_size=20, **sizes, **heads))
 
@@ -62,7 +67,12 @@ def test_tied_weights_come_under_both_names(make_llama):
 
 
 def test_weights_in_4_bits_without_adapters_are_refused():
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes))
     quantise(model, head_names(model))
     with pytest.raises(ValueError, match=r"LlamaForCausalLM .*4 bits"):
@@ -96,13 +106,17 @@ def test_differing_weights_are_named(make_llama):
 
 def test_rounding_in_bf16_is_no_difference():
     """A head of a usual size, whose outputs the engine rounds; one row that is another one is still found."""
-    head = torch.randn(32_000, 896, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    head = (
+        torch.randn(32_000, 896, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    )
     trainer = trainer_fingerprints([("lm_head.weight", head), ("other.weight", head)])
     wrong = head.clone()
     wrong[7] = head[8]
 
     def engine_print(weight: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(weights.probe_vector(896).bfloat16()[None], weight)[0].float()
+        return torch.nn.functional.linear(weights.probe_vector(896).bfloat16()[None], weight)[
+            0
+        ].float()
 
     engine = {"lm_head.weight": engine_print(head), "other.weight": engine_print(wrong)}
     assert differing_weights(trainer, engine, {}, "bfloat16") == (["other.weight"], [])
@@ -124,7 +138,12 @@ class Wrapped(torch.nn.Module):
 def test_buckets(monkeypatch):
     monkeypatch.setattr(weights, "BUCKET_BYTES", 40)
     tensors = [(str(i), torch.zeros(n)) for i, n in enumerate([4, 6, 1, 100, 1])]  # of 4 bytes each
-    assert [[name for name, _ in bucket] for bucket in buckets(tensors)] == [["0", "1"], ["2"], ["3"], ["4"]]
+    assert [[name for name, _ in bucket] for bucket in buckets(tensors)] == [
+        ["0", "1"],
+        ["2"],
+        ["3"],
+        ["4"],
+    ]
     assert list(buckets([])) == []
 
 
@@ -144,7 +163,10 @@ def some_tensors():
 
 
 def digests(tensors):
-    contents = {name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors}
+    contents = {
+        name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for name, tensor in tensors
+    }
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
@@ -161,7 +183,9 @@ class Server:
                 ranks = range(1, len(self.gpus) + 1)
                 self.groups = list(threads.map(lambda rank: GlooGroup.join(self.info, rank), ranks))
             else:
-                self.seen += threads.map(lambda group: digests(group.receive(body["update_info"])), self.groups)
+                self.seen += threads.map(
+                    lambda group: digests(group.receive(body["update_info"])), self.groups
+                )
 
 
 def listening():
@@ -215,10 +239,14 @@ def test_a_trainer_without_the_key_is_not_believed():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         listens = {"master_listen_fd": os.dup(listener.fileno()), "use_libuv": False}
-        store = distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, **listens)
+        store = distributed.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, **listens
+        )
     store.set("0", "0" * 64)
     with pytest.raises(RuntimeError, match="member 0 of the group"):
-        GlooGroup.join({"address": "127.0.0.1", "port": port, "key": "k", "size": 2, "seconds": SECONDS}, 1)
+        GlooGroup.join(
+            {"address": "127.0.0.1", "port": port, "key": "k", "size": 2, "seconds": SECONDS}, 1
+        )
 
 
 def test_an_address_of_another_machine():
@@ -230,7 +258,9 @@ def test_nobody_there():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(RuntimeError):
-        GlooGroup.join({"address": "127.0.0.1", "port": port, "key": "k", "size": 2, "seconds": 0.5}, 1)
+        GlooGroup.join(
+            {"address": "127.0.0.1", "port": port, "key": "k", "size": 2, "seconds": 0.5}, 1
+        )
 
 
 class TestKilled:

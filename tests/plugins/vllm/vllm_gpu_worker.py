@@ -27,9 +27,17 @@ def main(folder: str, level: int) -> None:
     actor = Actor(folder, ds_config=strategy.get_ds_train_config(is_actor=True))
     optimizer = strategy.create_optimizer(actor, lr=0.02)
     actor, optimizer, _ = strategy.prepare((actor, optimizer, None))
-    options = {"prompt_max_len": 64, "generate_max_len": 24, "gpu_memory_utilization": 0.2, "sleep_level": level}
+    options = {
+        "prompt_max_len": 64,
+        "generate_max_len": 24,
+        "gpu_memory_utilization": 0.2,
+        "sleep_level": level,
+    }
     config = PPOConfig.from_flat(pretrain=folder, rollout_engine="vllm", **options).resolved()
-    engine, hf = build_rollout_engine(config, strategy, actor, tokenizer), HFRolloutEngine(actor, tokenizer)
+    engine, hf = (
+        build_rollout_engine(config, strategy, actor, tokenizer),
+        HFRolloutEngine(actor, tokenizer),
+    )
     rng = random.Random(0)
     texts = ["".join(rng.choice("0123456789abcdef+=") for _ in range(5 + 7 * i)) for i in range(8)]
     prompts = [Prompt(text, tokenizer.encode(text), index=i) for i, text in enumerate(texts)]

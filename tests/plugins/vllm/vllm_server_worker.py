@@ -54,7 +54,9 @@ class Case(Trained):
             if step:
                 self.train()
             engine.sync_weights(self.actor)
-            seen.append({"server": facts(engine.generate(self.share(), GREEDY)), "hf": self.greedy_hf()})
+            seen.append(
+                {"server": facts(engine.generate(self.share(), GREEDY)), "hf": self.greedy_hf()}
+            )
         return seen
 
     def greedy_hf(self):
@@ -104,7 +106,10 @@ def two_servers(case, others, pids):
     seen["reversed"] = facts(again)
     alone = case.build(vllm_server_url=case.options["vllm_server_url"][:1])
     seen["one_server"] = facts(alone.generate(case.share(), SAMPLED))
-    seen["taken"] = case.error_of(lambda: case.engine.generate(case.share(), GREEDY)), case.engine.lost
+    seen["taken"] = (
+        case.error_of(lambda: case.engine.generate(case.share(), GREEDY)),
+        case.engine.lost,
+    )
     case.train()
     seen["unpushed"] = alone.differing_weights()
     alone.sync_weights(case.actor)
@@ -160,9 +165,17 @@ def one_server(case):
     greedy = case.engine.generate(case.share(), GREEDY)
     seen = {"greedy": facts(greedy)}
     stop_id, words = greedy[0].response_ids[12], case.tokenizer.decode(greedy[2].response_ids[9:11])
-    like = {"stop": SamplingParams(max_new_tokens=20, do_sample=False, stop=(words,), stop_token_ids=(stop_id,))}
-    like["minimum"] = SamplingParams(max_new_tokens=20, do_sample=False, min_new_tokens=9, stop_token_ids=(stop_id,))
-    like["penalty"] = SamplingParams(max_new_tokens=20, do_sample=False, repetition_penalty=1.3, bad_words=("a", "12"))
+    like = {
+        "stop": SamplingParams(
+            max_new_tokens=20, do_sample=False, stop=(words,), stop_token_ids=(stop_id,)
+        )
+    }
+    like["minimum"] = SamplingParams(
+        max_new_tokens=20, do_sample=False, min_new_tokens=9, stop_token_ids=(stop_id,)
+    )
+    like["penalty"] = SamplingParams(
+        max_new_tokens=20, do_sample=False, repetition_penalty=1.3, bad_words=("a", "12")
+    )
     for name, sampling in like.items():
         seen[name] = {"server": facts(case.engine.generate(case.share(), sampling))}
         seen[name]["hf"] = facts(case.hf.generate(case.share(), sampling))
@@ -170,7 +183,9 @@ def one_server(case):
     seen["sampled"] = facts(case.engine.generate(case.share(), SAMPLED))
     urls = {name: None for name in case.options if name.startswith("vllm_server")}
     options = {name: value for name, value in case.options.items() if name not in urls}
-    config = PPOConfig.from_flat(**options | {"rollout_engine": "vllm", "block_size": 32, "max_num_seqs": 32})
+    config = PPOConfig.from_flat(
+        **options | {"rollout_engine": "vllm", "block_size": 32, "max_num_seqs": 32}
+    )
     inner = build_rollout_engine(config.resolved(), case.strategy, case.actor, case.tokenizer)
     seen["in_process"] = facts(inner.generate(case.share(), SAMPLED))
     inner.close()
@@ -181,7 +196,9 @@ def one_server(case):
 def main(folder, task, model, urls, others, pids):
     weights.BUCKET_BYTES = 1 << 16  # several, for a tiny model
     sync = {"vllm_server_sync": "collective"} if task == "killed_trainer" else {}
-    case = Case(os.path.join(folder, model), urls, zero_stage=3 if task == "two_servers" else 0, **sync)
+    case = Case(
+        os.path.join(folder, model), urls, zero_stage=3 if task == "two_servers" else 0, **sync
+    )
     if task == "killed_trainer":
         killed_trainer(case)
     seen = two_servers(case, others, pids) if task == "two_servers" else one_server(case)

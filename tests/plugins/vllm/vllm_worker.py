@@ -30,7 +30,9 @@ SAMPLED = SamplingParams(max_new_tokens=16, temperature=0.7, n=2, seed=5)
 def greedy_variants(case):
     """All greedy, so that both engines must agree to the token; what ends a response is taken from one."""
     base = SamplingParams(max_new_tokens=24, temperature=0.0)
-    answers = [r.response_ids for r in case.hf.generate(case.prompts, replace(base, ignore_eos=True))]
+    answers = [
+        r.response_ids for r in case.hf.generate(case.prompts, replace(base, ignore_eos=True))
+    ]
     texts = [case.tokenizer.decode(ids[9:11]) for ids in answers[2:4]]
     ids = (answers[0][14], answers[1][13])
     return {
@@ -47,7 +49,10 @@ def greedy_variants(case):
 def make_prompts(tokenizer, count=8):
     """5 to 90 tokens: up to three blocks of the KV cache."""
     rng = random.Random(0)
-    texts = ["".join(rng.choice("0123456789abcdefgh+= ") for _ in range(5 + 12 * i)) for i in range(count)]
+    texts = [
+        "".join(rng.choice("0123456789abcdefgh+= ") for _ in range(5 + 12 * i))
+        for i in range(count)
+    ]
     return [Prompt(text, tokenizer.encode(text), index=100 + i) for i, text in enumerate(texts)]
 
 
@@ -78,7 +83,9 @@ class Trained:
         optimizer = self.strategy.create_optimizer(actor, lr=lr)
         self.actor, self.optimizer, _ = self.strategy.prepare((actor, optimizer, None))
         self.hf = HFRolloutEngine(
-            self.actor, self.tokenizer, gather_parameters=lambda: self.strategy.gathered_parameters(self.actor)
+            self.actor,
+            self.tokenizer,
+            gather_parameters=lambda: self.strategy.gathered_parameters(self.actor),
         )
 
     def share(self):
@@ -108,7 +115,12 @@ class Case(Trained):
         bf16 = options.get("bf16", False)
         super().__init__(folder, zero_stage, 0.02, adapters, load_in_4bit, bf16)
         batch = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_rollout_batch_size": 4}
-        lengths = {"prompt_max_len": 100, "generate_max_len": 24, "block_size": 32, "max_num_seqs": 16}
+        lengths = {
+            "prompt_max_len": 100,
+            "generate_max_len": 24,
+            "block_size": 32,
+            "max_num_seqs": 16,
+        }
         lengths["max_num_batched_tokens"] = 128
         self.config = PPOConfig.from_flat(
             pretrain=folder,
@@ -125,8 +137,17 @@ class Case(Trained):
 
     def process_state(self):
         random_numbers = (random.getstate(), torch.get_rng_state().tolist())
-        threads = (torch.set_num_threads.__name__, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
-        return random_numbers, threads, os.environ.get("LOCAL_WORLD_SIZE"), torch.get_default_dtype()
+        threads = (
+            torch.set_num_threads.__name__,
+            torch.get_num_threads(),
+            sorted(os.sched_getaffinity(0)),
+        )
+        return (
+            random_numbers,
+            threads,
+            os.environ.get("LOCAL_WORLD_SIZE"),
+            torch.get_default_dtype(),
+        )
 
     def close(self):
         self.engine.close()
@@ -135,7 +156,10 @@ class Case(Trained):
 
 
 def facts(rollouts):
-    return [[r.prompt.index, r.sample_index, r.response_ids, r.finish_reason, r.response_text] for r in rollouts]
+    return [
+        [r.prompt.index, r.sample_index, r.response_ids, r.finish_reason, r.response_text]
+        for r in rollouts
+    ]
 
 
 def pushes(case):
@@ -193,7 +217,10 @@ def refused(case):
         "long": ([long], GREEDY),
         "empty": ([Prompt("", [], index=8)], GREEDY),
         "stop id": (case.prompts, SamplingParams(stop_token_ids=(999,), max_new_tokens=4)),
-        "first token": (case.prompts, SamplingParams(first_token_temperature=2.0, max_new_tokens=4)),
+        "first token": (
+            case.prompts,
+            SamplingParams(first_token_temperature=2.0, max_new_tokens=4),
+        ),
     }
     messages = {}
     for name, (prompts, sampling) in calls.items():
@@ -209,7 +236,10 @@ def unseeded(case):
     generate, config = case.engine.generate, case.engine.config
     case.engine.config = PPOConfig.from_flat(**config.flat() | {"vllm_request_seeds": False})
     state = torch.get_rng_state()
-    seen = {"first": facts(generate(case.prompts, SAMPLED)), "others": facts(generate(case.prompts[:3], SAMPLED))}
+    seen = {
+        "first": facts(generate(case.prompts, SAMPLED)),
+        "others": facts(generate(case.prompts[:3], SAMPLED)),
+    }
     seen["again"] = facts(generate(case.prompts, SAMPLED))
     seen["other seed"] = facts(generate(case.prompts, replace(SAMPLED, seed=6)))
     seen["undisturbed"] = torch.equal(torch.get_rng_state(), state)
@@ -224,7 +254,9 @@ def sampling(case):
     generate = case.engine.generate
     finished = []
     whole = facts(generate(case.prompts, SAMPLED, on_finished=finished.extend))
-    filtered = SamplingParams(max_new_tokens=16, temperature=1.3, top_p=0.8, top_k=5, repetition_penalty=1.2, seed=2)
+    filtered = SamplingParams(
+        max_new_tokens=16, temperature=1.3, top_p=0.8, top_k=5, repetition_penalty=1.2, seed=2
+    )
     filtered = replace(filtered, presence_penalty=0.5, frequency_penalty=0.3, min_p=0.05)
     case.actor.temperature = 1.3
     filtered_difference = case.log_prob_difference(generate(case.prompts, filtered))
@@ -235,7 +267,9 @@ def sampling(case):
         "finished": len(finished),
         "backwards": facts(generate(case.prompts[::-1], SAMPLED)),
         "alone": facts(generate(case.prompts[3:4], SAMPLED)),
-        "other seed": facts(generate(case.prompts, SamplingParams(max_new_tokens=16, temperature=0.7, n=2, seed=6))),
+        "other seed": facts(
+            generate(case.prompts, SamplingParams(max_new_tokens=16, temperature=0.7, n=2, seed=6))
+        ),
         "twice": [r.response_ids for r in twice],
         # more tokens than one forward pass takes (128)
         "crowd": [r.response_ids for r in generate(case.prompts[::-1] * 3, SAMPLED)][:16],
@@ -257,7 +291,10 @@ def main(folder, *cases):
         seen = {"undisturbed": case.undisturbed, "pushes": pushes(case)}
         if brief:
             rollouts = case.engine.generate(case.share(), SAMPLED)
-            seen |= {"difference": case.log_prob_difference(rollouts), "weights": case.engine.differing_weights()}
+            seen |= {
+                "difference": case.log_prob_difference(rollouts),
+                "weights": case.engine.differing_weights(),
+            }
             seen["in_4bit"] = len(quantised_layers(case.actor))
             case.close()
             results.append(seen)

@@ -45,7 +45,10 @@ class Model(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(3, 2, bias=False)
+        self.first, self.second = (
+            torch.nn.Linear(4, 3, bias=False),
+            torch.nn.Linear(3, 2, bias=False),
+        )
         self.second.quant_method = Scaled()
         record_metadata_for_reloading(self)
         self.second.quant_method.process_weights_after_loading(self.second)
@@ -53,14 +56,18 @@ class Model(torch.nn.Module):
     def load_weights(self, pairs):
         parameters, loaded = dict(self.named_parameters()), set()
         for name, weight in pairs:
-            getattr(parameters[name], "weight_loader", default_weight_loader)(parameters[name], weight)
+            getattr(parameters[name], "weight_loader", default_weight_loader)(
+                parameters[name], weight
+            )
             loaded.add(name)
         return loaded
 
 
 def config():
     text = SimpleNamespace(tie_word_embeddings=False)
-    return SimpleNamespace(hf_config=SimpleNamespace(get_text_config=lambda: text), dtype=torch.float32)
+    return SimpleNamespace(
+        hf_config=SimpleNamespace(get_text_config=lambda: text), dtype=torch.float32
+    )
 
 
 class Server:
@@ -69,16 +76,21 @@ class Server:
     def __init__(self, name, workers=1):
         self.gpus, self.silent = [f"{name}{i}" for i in range(workers)], threading.Event()
         places = [
-            SimpleNamespace(parallel_config=SimpleNamespace(rank=r), model_config=config()) for r in range(workers)
+            SimpleNamespace(parallel_config=SimpleNamespace(rank=r), model_config=config())
+            for r in range(workers)
         ]
         self.models = [Model() for _ in places]
-        self.engines = [PushedWeights(None, place, CPU, model) for place, model in zip(places, self.models)]
+        self.engines = [
+            PushedWeights(None, place, CPU, model) for place, model in zip(places, self.models)
+        ]
 
     def push_step(self, route, body=None):
         if self.silent.is_set() and route == "/update_weights":
             time.sleep(SECONDS)
         step = {
-            "/init_weight_transfer_engine": lambda e: e.init_transfer_engine(e.parse_init_info(body["init_info"])),
+            "/init_weight_transfer_engine": lambda e: e.init_transfer_engine(
+                e.parse_init_info(body["init_info"])
+            ),
             "/start_weight_update": PushedWeights.start_weight_update,
             "/update_weights": lambda e: e.update_weights(body["update_info"]),
             "/finish_weight_update": PushedWeights.finish_weight_update,
@@ -91,13 +103,19 @@ class Server:
     def has(self, wanted):
         """Whether every worker has these weights, and the scale that belongs to them."""
         state = {**wanted, "second.weight_scale": wanted["second.weight"].abs().max()}
-        return all(torch.equal(dict(m.named_parameters())[n], w) for m in self.models for n, w in state.items())
+        return all(
+            torch.equal(dict(m.named_parameters())[n], w)
+            for m in self.models
+            for n, w in state.items()
+        )
 
 
 def some_weights(seed):
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(p.shape, generator=generator) for name, p in Model().named_parameters() if "scale" not in name
+        name: torch.randn(p.shape, generator=generator)
+        for name, p in Model().named_parameters()
+        if "scale" not in name
     }
 
 
@@ -173,7 +191,10 @@ def some_tensors():
 
 
 def digests(tensors):
-    contents = {name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors}
+    contents = {
+        name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for name, tensor in tensors
+    }
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
@@ -219,7 +240,11 @@ def main(path):
             seen = {"without NCCL": str(error)}
         nccl = installed(stack)
         stack.enter_context(mock.patch.object(weights, "gpu_of", return_value="of the trainer"))
-        seen |= pushes(nccl) | {"failures": failures(nccl), "types": types(), "disabled": without_pynccl()}
+        seen |= pushes(nccl) | {
+            "failures": failures(nccl),
+            "types": types(),
+            "disabled": without_pynccl(),
+        }
         seen["missing"] = missing_weights()
     with open(path, "w") as file:
         json.dump(seen, file)

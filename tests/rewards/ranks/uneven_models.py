@@ -20,7 +20,8 @@ def main(folder: Path, plain: str, judge: str, splits: list[int]) -> None:
     strategy = DeepspeedStrategy(zero_stage=3, micro_train_batch_size=1, train_batch_size=2)
     strategy.setup_distributed()
     config = strategy.get_ds_eval_config(zero_stage=3)
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # even tiny parameters are sharded
+    # even tiny parameters are sharded
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     models = strategy.prepare(*(RewardModel(path, ds_config=config) for path in (plain, judge)))
     source = RewardModelSource(
         models,
@@ -46,7 +47,9 @@ def main(folder: Path, plain: str, judge: str, splits: list[int]) -> None:
         parts = [output.metrics.get(f"reward_model_{i}", []) for i in range(2)]
         outputs.append({"scores": output.scores, "plain": parts[0], "judge": parts[1]})
     sharded = all(p.numel() == 0 for model in models for p in model.parameters())
-    (folder / f"rank{strategy.get_rank()}.json").write_text(json.dumps({"outputs": outputs, "sharded": sharded}))
+    (folder / f"rank{strategy.get_rank()}.json").write_text(
+        json.dumps({"outputs": outputs, "sharded": sharded})
+    )
     strategy.barrier()
     torch.distributed.destroy_process_group()
 

@@ -96,14 +96,22 @@ def check_zero_equals_plain_torch(strategy: DeepspeedStrategy, work_dir: Path) -
         role = make_strategy(**options)
         actor, optimizer, scheduler = trained_actor(role, persist=persist)
         for step in range(steps):
-            loss, outcome = train_step(role, actor, optimizer, scheduler, step, poison=step == POISONED)
+            loss, outcome = train_step(
+                role, actor, optimizer, scheduler, step, poison=step == POISONED
+            )
             assert outcome.skipped == (step == POISONED), (variant, step, outcome)
             assert loss == pytest.approx(losses[step], abs=LOSS_ATOL), (variant, step)
             assert outcome.grad_norm == pytest.approx(norms[step], rel=NORM_RTOL), (variant, step)
         # 3 of 4 steps counted: 1e-2 · 0.5^3
         assert scheduler.get_last_lr() == [pytest.approx(LR * 0.5**3)] * 2, variant
         for name, got in whole_weights(role, actor).items():
-            torch.testing.assert_close(got, weights[name], atol=WEIGHT_ATOL, rtol=0, msg=lambda m: f"{variant}: {m}")  # noqa: B023
+            torch.testing.assert_close(
+                got,
+                weights[name],
+                atol=WEIGHT_ATOL,
+                rtol=0,
+                msg=lambda m: f"{variant}: {m}",  # noqa: B023
+            )  # noqa: B023, RUF100
 
 
 def check_one_rank_averages_nothing(_: DeepspeedStrategy, work_dir: Path) -> None:
@@ -114,7 +122,9 @@ def check_one_rank_averages_nothing(_: DeepspeedStrategy, work_dir: Path) -> Non
     actor.model.module.model.layers[1].mlp.forward = torch.zeros_like
     before = unused.detach().clone()
     role.backward(nll_sum(actor(batch(0)), batch(0)), actor)
-    gradients = {name: (p.grad, p.grad.clone()) for name, p in actor.named_parameters() if p.grad is not None}
+    gradients = {
+        name: (p.grad, p.grad.clone()) for name, p in actor.named_parameters() if p.grad is not None
+    }
     seen: dict[str, bool] = {}
 
     def look(*_: object) -> None:
@@ -123,7 +133,9 @@ def check_one_rank_averages_nothing(_: DeepspeedStrategy, work_dir: Path) -> Non
                 seen[name] = p.grad is gradients[name][0]
 
     optimizer.register_step_pre_hook(look)
-    with mock.patch("deepspeed.comm.all_reduce", side_effect=AssertionError("nobody to average with")):
+    with mock.patch(
+        "deepspeed.comm.all_reduce", side_effect=AssertionError("nobody to average with")
+    ):
         outcome = role.optimizer_step(optimizer, actor, scheduler)
     assert not outcome.skipped
     assert all(seen.values())
@@ -146,7 +158,9 @@ def check_bf16_stays_near_fp32(_: DeepspeedStrategy, work_dir: Path) -> None:
         strategy = make_strategy(bf16=True, **options)
         actor, optimizer, scheduler = trained_actor(strategy)
         for step in range(steps):
-            loss, outcome = train_step(strategy, actor, optimizer, scheduler, step, poison=step == POISONED)
+            loss, outcome = train_step(
+                strategy, actor, optimizer, scheduler, step, poison=step == POISONED
+            )
             assert outcome.skipped == (step == POISONED), (options, step, outcome)
             assert loss == pytest.approx(losses[step], abs=5e-3), (options, step)
             assert outcome.grad_norm == pytest.approx(norms[step], rel=2e-2), (options, step)
@@ -158,23 +172,40 @@ def check_fp16_finds_its_loss_scale(_: DeepspeedStrategy, work_dir: Path) -> Non
     """fp16: overflows on one rank halve the scale on all and change nothing else; losses and norms are near fp32's."""
     steps = 4
     losses, norms, _ = plain_torch(steps)
-    for options in ({"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 2, "adam_offload": True}):
+    for options in (
+        {"zero_stage": 1},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 2, "adam_offload": True},
+    ):
         strategy = make_strategy(fp16=True, **options)
         actor, optimizer, scheduler = trained_actor(strategy)
         assert {p.dtype for p in strategy.unwrap_model(actor).parameters()} == {torch.float16}
         scale = 2.0**16
         for step in range(steps):
-            if step == 1:  # a gradient above 65504 on one rank: all drop the step and try again with half of the scale
+            # a gradient above 65504 on one rank: all drop the step and try again with half of the
+            # scale
+            if step == 1:
                 before = whole_weights(strategy, actor)
                 _, outcome = train_step(strategy, actor, optimizer, scheduler, step, poison=1e7)
                 scale /= 2
-                assert outcome == StepOutcome(math.inf, skipped=True, overflow=True, loss_scale=scale), options
+                assert outcome == StepOutcome(
+                    math.inf, skipped=True, overflow=True, loss_scale=scale
+                ), options
                 assert strategy.all_gather_object(outcome) == [outcome] * strategy.world_size
                 after = whole_weights(strategy, actor)
-                assert all(torch.equal(weight, after[name]) for name, weight in before.items()), options
-            loss, outcome = train_step(strategy, actor, optimizer, scheduler, step, poison=step == POISONED)
+                assert all(torch.equal(weight, after[name]) for name, weight in before.items()), (
+                    options
+                )
+            loss, outcome = train_step(
+                strategy, actor, optimizer, scheduler, step, poison=step == POISONED
+            )
             # a loss that is not finite is not the scale's fault
-            assert (outcome.skipped, outcome.overflow) == (step == POISONED, False), (options, step, outcome)
+            assert (outcome.skipped, outcome.overflow) == (step == POISONED, False), (
+                options,
+                step,
+                outcome,
+            )
             assert outcome.loss_scale == scale, (options, step)
             assert loss == pytest.approx(losses[step], abs=1e-3), (options, step)
             assert outcome.grad_norm == pytest.approx(norms[step], rel=4e-3), (options, step)
@@ -194,10 +225,18 @@ def check_fp16_loss_scale_moves(_: DeepspeedStrategy, work_dir: Path) -> None:
             weights.append(whole_weights(strategy, actor))
         assert [outcome.loss_scale for outcome in outcomes] == [2.0**16, 2.0**17], stage
         assert outcomes[0].grad_norm == outcomes[1].grad_norm, stage
-        assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items()), stage
+        assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items()), (
+            stage
+        )
         actor.model.optimizer.cur_scale = 2.0
-        found = [train_step(strategy, actor, optimizer, scheduler, 1, poison=1e30)[1] for _ in range(3)]
-        assert [(outcome.overflow, outcome.loss_scale) for outcome in found] == [(True, 1), (False, 1), (False, 1)]
+        found = [
+            train_step(strategy, actor, optimizer, scheduler, 1, poison=1e30)[1] for _ in range(3)
+        ]
+        assert [(outcome.overflow, outcome.loss_scale) for outcome in found] == [
+            (True, 1),
+            (False, 1),
+            (False, 1),
+        ]
         assert all(outcome.skipped for outcome in found)
 
 
@@ -234,7 +273,9 @@ def check_activation_offload_in_shards(_: DeepspeedStrategy, work_dir: Path) -> 
             role.backward(-actor(mine, 5).sum() / 40 * role.world_size, actor)
             norms.append(role.optimizer_step(optimizer, actor).grad_norm)
         kept.append(whole_weights(role, actor))
-        shapes = {tuple(p.ds_shape) for p in role.unwrap_model(actor).parameters() if len(p.ds_shape) > 1}
+        shapes = {
+            tuple(p.ds_shape) for p in role.unwrap_model(actor).parameters() if len(p.ds_shape) > 1
+        }
     torch.autograd.graph.saved_tensors_hooks = original
     assert norms[:2] == norms[2:]
     assert all(torch.equal(weight, kept[1][name]) for name, weight in kept[0].items())
@@ -272,7 +313,9 @@ def check_collectives(strategy: DeepspeedStrategy, work_dir: Path) -> None:
         patch.setattr(distributed, "GATHERED_BYTES", 16)  # a row or two at a time
         check_uneven_gathers(strategy)
     assert strategy.all_gather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
-    assert strategy.gather_object({"rank": rank}) == ([{"rank": 0}, {"rank": 1}] if rank == 0 else None)
+    assert strategy.gather_object({"rank": rank}) == (
+        [{"rank": 0}, {"rank": 1}] if rank == 0 else None
+    )
     # rank 0 sends both something, rank 1 itself nothing
     assert (
         strategy.exchange_objects({to: [rank, "x" * to] for to in range(2 - rank)})
@@ -282,7 +325,9 @@ def check_collectives(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     assert strategy.broadcast_object(f"from {rank}", src=1) == "from 1"
     assert strategy.same_count(3 + 4 * rank) == 7
     # 5 samples on 2 ranks, 4 of which were consumed: one left each, the last wraps around
-    loader = strategy.setup_dataloader(list(range(5)), batch_size=2, shuffle=False, consumed_samples=4)
+    loader = strategy.setup_dataloader(
+        list(range(5)), batch_size=2, shuffle=False, consumed_samples=4
+    )
     assert strategy.all_gather_object([b.tolist() for b in loader]) == [[[4]], [[0]]]
 
 
@@ -307,10 +352,16 @@ def check_uneven_gathers(strategy: DeepspeedStrategy) -> None:
         assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0)), (values, got)
     # (0, 3) on rank 0, (2, 3) on rank 1; and a view that is not contiguous
     mine = torch.full((2 * rank, 3), third, dtype=torch.float64)
-    assert strategy.all_gather({"x": mine, "y": torch.ones(2, rank).T})["x"].tolist() == [[third] * 3] * 2
+    assert (
+        strategy.all_gather({"x": mine, "y": torch.ones(2, rank).T})["x"].tolist()
+        == [[third] * 3] * 2
+    )
     assert strategy.all_gather(torch.ones(2, 1 + rank).T).shape == (3, 2)
     # a number or a 0-d tensor of each rank; the result follows no gradient
-    assert strategy.all_gather(torch.tensor(third + rank, dtype=torch.float64)).tolist() == [third, third + 1]
+    assert strategy.all_gather(torch.tensor(third + rank, dtype=torch.float64)).tolist() == [
+        third,
+        third + 1,
+    ]
     assert strategy.all_gather(third + rank).tolist() == [third, third + 1]
     assert strategy.all_gather(rank == 1).tolist() == [False, True]
     assert not strategy.all_gather(torch.ones(1, requires_grad=True)).requires_grad
@@ -336,38 +387,57 @@ def check_gathered_parameters(strategy: DeepspeedStrategy, work_dir: Path) -> No
         untouched, untouched_optimizer, untouched_scheduler = trained_actor(role)
         for step in range(3):
             if step == 0:
-                with role.gathered_parameters(actor) as model, role.gathered_parameters(actor) as again:
+                with (
+                    role.gathered_parameters(actor) as model,
+                    role.gathered_parameters(actor) as again,
+                ):
                     assert model is again
                     model.eval()
                     assert greedy(model, batch(0)[:1, :4], new_tokens) == expected
                     assert all(p.numel() > 0 for p in model.parameters())
                     model.train()
             if step == 1:
-                with pytest.raises(ValueError, match="no_such_option"), role.gathered_parameters(actor) as model:
-                    model.generate(batch(0), no_such_option=greedy(model, batch(0)[:1, :4], 1 + rank))
+                with (
+                    pytest.raises(ValueError, match="no_such_option"),
+                    role.gathered_parameters(actor) as model,
+                ):
+                    model.generate(
+                        batch(0), no_such_option=greedy(model, batch(0)[:1, :4], 1 + rank)
+                    )
             if options["zero_stage"] == 3:
                 assert all(p.numel() == 0 for p in role.unwrap_model(actor).parameters())
             loss, outcome = train_step(role, actor, optimizer, scheduler, step)
-            same_loss, same = train_step(role, untouched, untouched_optimizer, untouched_scheduler, step)
+            same_loss, same = train_step(
+                role, untouched, untouched_optimizer, untouched_scheduler, step
+            )
             assert (loss, outcome) == (same_loss, same), (options, step)
         frozen = role.prepare(TinyActor(causal_lm(), role.get_ds_eval_config()))
         with role.gathered_parameters(frozen) as model:
             assert greedy(model, batch(0)[:1, :4], new_tokens) == expected
         with torch.no_grad():
             logits = frozen(batch(0))
-        torch.testing.assert_close(logits, causal_lm()(input_ids=batch(0)).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            logits, causal_lm()(input_ids=batch(0)).logits, atol=1e-5, rtol=0
+        )
 
 
 def check_prepare(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     """What comes back for an Actor, a Critic, a frozen model, None; per-role stages; offload; wrong configurations."""
     role = make_strategy(zero_stage=3)
-    actor, critic = TinyActor(causal_lm()), TinyCritic(sequence_classifier(), role.get_ds_train_config(zero_stage=1))
+    actor, critic = (
+        TinyActor(causal_lm()),
+        TinyCritic(sequence_classifier(), role.get_ds_train_config(zero_stage=1)),
+    )
     reference = TinyActor(causal_lm())
     reference._offload = True
     actor_optimizer = role.create_optimizer(actor, lr=LR)
     critic_optimizer = role.create_optimizer(critic, lr=LR)
     (got_actor, got_optimizer, scheduler), (engine, *_), got_reference, none = role.prepare(
-        (actor, actor_optimizer, None), (critic, critic_optimizer, None), reference, None, is_rlhf=True
+        (actor, actor_optimizer, None),
+        (critic, critic_optimizer, None),
+        reference,
+        None,
+        is_rlhf=True,
     )
     assert got_actor is actor
     assert got_optimizer is actor_optimizer
@@ -419,8 +489,12 @@ def check_scheduler_steps_once_per_step(strategy: DeepspeedStrategy, work_dir: P
         train_step(role, actor, optimizer, scheduler, step=1, poison=True)
         assert scheduler.get_last_lr()[0] == pytest.approx(LR / 2)
         log.removeHandler(handler)
-        assert [("of actor is skipped" in message) for message in records] == [True] * role.is_rank_0(), records
-        assert {group["lr"] for group in actor.model.optimizer.param_groups} == {scheduler.get_last_lr()[0]}
+        assert [("of actor is skipped" in message) for message in records] == [
+            True
+        ] * role.is_rank_0(), records
+        assert {group["lr"] for group in actor.model.optimizer.param_groups} == {
+            scheduler.get_last_lr()[0]
+        }
 
 
 class Zero3Switch:
@@ -449,7 +523,8 @@ def check_sharded_from_the_start(strategy: DeepspeedStrategy, work_dir: Path) ->
     role.load_model(actor, work_dir / "weights")
     optimizer = role.create_optimizer(actor, lr=LR, weight_decay=0.1, eps=EPS)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    assert [len(group["params"]) for group in optimizer.param_groups] == [15, 5]  # 7 matrices and 2 norms a layer
+    # 7 matrices and 2 norms a layer
+    assert [len(group["params"]) for group in optimizer.param_groups] == [15, 5]
     actor, optimizer, scheduler = role.prepare((actor, optimizer, halving(optimizer)))
     losses, norms, _ = plain_torch(2)
     for step in range(2):

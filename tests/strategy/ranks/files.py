@@ -61,7 +61,14 @@ def check_write(_: DeepspeedStrategy, work_dir: Path) -> None:
         actor, optimizer, scheduler = trained_actor(role)
         for step in (0, 1):
             # of fp16 the second step overflows: the checkpoint holds half of the loss scale of the start
-            train_step(role, actor, optimizer, scheduler, step, poison=1e7 if role.fp16 and step == 1 else False)
+            train_step(
+                role,
+                actor,
+                optimizer,
+                scheduler,
+                step,
+                poison=1e7 if role.fp16 and step == 1 else False,
+            )
         torch.manual_seed(50 + role.get_rank())
         client_state = {"step": 2, "rng": role.all_gather_object(rng_state())}
         tag = role.save_ckpt(actor, work_dir / name, client_state=client_state)
@@ -69,14 +76,18 @@ def check_write(_: DeepspeedStrategy, work_dir: Path) -> None:
         record = {"random": role.all_gather_object(torch.rand(2).tolist()), "steps": []}
         for step in (2, 3):
             loss, outcome = train_step(role, actor, optimizer, scheduler, step)
-            record["steps"].append([loss, outcome.grad_norm, scheduler.get_last_lr()[0], outcome.loss_scale])
+            record["steps"].append(
+                [loss, outcome.grad_norm, scheduler.get_last_lr()[0], outcome.loss_scale]
+            )
         record["weights"] = digest(role, actor)
         if role.is_rank_0():
             (work_dir / f"{name}.json").write_text(json.dumps(record))
     for stage in (0, 3):  # without optimizer
         role = make_strategy(zero_stage=stage)
         ema = role.prepare(TinyActor(causal_lm(seed=5), role.get_ds_eval_config()))
-        role.save_ckpt(ema, work_dir / f"ema{stage}", tag="global_step2", client_state={"beta": 0.9})
+        role.save_ckpt(
+            ema, work_dir / f"ema{stage}", tag="global_step2", client_state={"beta": 0.9}
+        )
 
 
 def check_resume(_: DeepspeedStrategy, work_dir: Path) -> None:
@@ -92,7 +103,12 @@ def check_resume(_: DeepspeedStrategy, work_dir: Path) -> None:
         assert role.all_gather_object(torch.rand(2).tolist()) == expected["random"], name
         for step, was in zip((2, 3), expected["steps"], strict=True):
             loss, outcome = train_step(role, actor, optimizer, scheduler, step)
-            assert [loss, outcome.grad_norm, scheduler.get_last_lr()[0], outcome.loss_scale] == was, (name, step)
+            assert [
+                loss,
+                outcome.grad_norm,
+                scheduler.get_last_lr()[0],
+                outcome.loss_scale,
+            ] == was, (name, step)
         assert digest(role, actor) == expected["weights"], name
         assert actor.model.global_steps == 4
     for stage in (0, 3):
@@ -113,7 +129,12 @@ def check_weights_alone(_: DeepspeedStrategy, work_dir: Path) -> None:
         role.save_ckpt(actor, work_dir / f"alone{stage}", tag="a")
         saved = whole_weights(role, actor)
         other, other_optimizer, other_scheduler = trained_actor(role, seed=9)
-        role.load_ckpt(other, work_dir / f"alone{stage}", load_optimizer_states=False, load_lr_scheduler_states=False)
+        role.load_ckpt(
+            other,
+            work_dir / f"alone{stage}",
+            load_optimizer_states=False,
+            load_lr_scheduler_states=False,
+        )
         assert other_scheduler.get_last_lr() == [LR] * 2
         for name, weight in whole_weights(role, other).items():
             assert torch.equal(weight, saved[name]), (stage, name)
@@ -143,7 +164,11 @@ def check_damage_and_full_disks(strategy: DeepspeedStrategy, work_dir: Path) -> 
     directory = work_dir / "damage"
     role.save_ckpt(actor, directory, tag="a")
     names = json.loads((directory / "a" / durable.MANIFEST).read_text())["files"]
-    assert {"mp_rank_00_model_states.pt", "client_state.pt", "lightppo_checkpoint.json"} < names.keys()
+    assert {
+        "mp_rank_00_model_states.pt",
+        "client_state.pt",
+        "lightppo_checkpoint.json",
+    } < names.keys()
     assert len([name for name in names if name.endswith("optim_states.pt")]) == 2  # of both ranks
     role.load_ckpt(actor, directory)
 
@@ -155,7 +180,8 @@ def check_damage_and_full_disks(strategy: DeepspeedStrategy, work_dir: Path) -> 
             role.save_ckpt(actor, directory, tag="b")
     told = str(error.value)
     assert re.match(
-        rf"rank 1: {directory}: the disk is full: [\d.,]+ [bkM]\w+ are needed, .* are free: lower --max", told
+        rf"rank 1: {directory}: the disk is full: [\d.,]+ [bkM]\w+ are needed, .* are free: lower --max",
+        told,
     )
     left = sorted(p.name for p in directory.iterdir() if p.suffix != ".py")
     assert left == ["a", "latest"], left  # the old one is there, half a one is not
@@ -173,7 +199,10 @@ def check_damage_and_full_disks(strategy: DeepspeedStrategy, work_dir: Path) -> 
     told = role.all_gather_object(str(error.value))
     assert told[0] == told[1]
     assert f"{directory}/a is damaged: client_state.pt has " in told[0]
-    assert f"mp_rank_00_model_states.pt has other content than was written; {sorted(names)[-1]} is missing" in told[0]
+    assert (
+        f"mp_rank_00_model_states.pt has other content than was written; {sorted(names)[-1]} is missing"
+        in told[0]
+    )
 
 
 def flipped(content: bytes) -> bytes:
@@ -228,7 +257,8 @@ def check_rotation_and_errors(strategy: DeepspeedStrategy, work_dir: Path) -> No
     assert latest_tag(directory) == "d"
     role.save_ckpt(actor, directory, tag="d", max_num=2)  # the same tag again
     assert list_tags(directory) == ["a", "d"]
-    role.save_ckpt(actor, directory, tag="e", max_num=9, max_mem=1e-9)  # nothing fits, the newest stays
+    # nothing fits, the newest stays
+    role.save_ckpt(actor, directory, tag="e", max_num=9, max_mem=1e-9)
     assert list_tags(directory) == ["e"]
     role.barrier()
     if role.is_rank_0():
@@ -251,7 +281,10 @@ def check_rotation_and_errors(strategy: DeepspeedStrategy, work_dir: Path) -> No
     with pytest.raises(CheckpointError, match="zero_stage=0, this run has zero_stage=2"):
         role.load_ckpt(actor, directory, tag="e")
     alter(role, meta, '"world_size": 2', '"world_size": 4')
-    with pytest.raises(CheckpointError, match=r"world_size=4, .*has world_size=2, .*: set --reshape_ckpt, resume with"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"world_size=4, .*has world_size=2, .*: set --reshape_ckpt, resume with",
+    ):
         role.load_ckpt(actor, directory, tag="e")
     with pytest.raises(ValueError, match="max_ckpt_num"):
         role.save_ckpt(actor, directory, max_num=0)
@@ -262,9 +295,13 @@ def check_rotation_and_errors(strategy: DeepspeedStrategy, work_dir: Path) -> No
         (directory / "latest").write_text("gone")
         (work_dir / "a_file").write_text("")
     role.barrier()
-    with pytest.raises(CheckpointError, match=r"'gone', which is not a whole checkpoint; whole ones here: f, e|e, f"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'gone', which is not a whole checkpoint; whole ones here: f, e|e, f",
+    ):
         role.load_ckpt(actor, directory)
-    with pytest.raises(RuntimeError, match=r"rank 0 could not prepare .*a_file"):  # on every rank, none waits
+    # on every rank, none waits
+    with pytest.raises(RuntimeError, match=r"rank 0 could not prepare .*a_file"):
         role.save_ckpt(actor, work_dir / "a_file" / "inside")
     with pytest.raises(RuntimeError, match=r"rank 0 could not save .*a_file is a file"):
         role.save_model(actor, None, work_dir / "a_file")
@@ -274,10 +311,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
-def same_weights(loaded: torch.nn.Module, weights: dict[str, torch.Tensor], prefix: str = "") -> None:
+def same_weights(
+    loaded: torch.nn.Module, weights: dict[str, torch.Tensor], prefix: str = ""
+) -> None:
     got = dict(loaded.named_parameters())
     assert {f"{prefix}{name}" for name in got} == set(weights)
     for name, param in got.items():
@@ -291,7 +332,8 @@ def check_save_model(_: DeepspeedStrategy, work_dir: Path) -> None:
         actor, optimizer, scheduler = trained_actor(role)
         train_step(role, actor, optimizer, scheduler, 0)
         output_dir = work_dir / "hf" / name
-        role.unwrap_model(actor).generation_config.top_k = 17  # without do_sample transformers refuses to save it
+        # without do_sample transformers refuses to save it
+        role.unwrap_model(actor).generation_config.top_k = 17
         role.save_model(actor, tokenizer(), output_dir)
         loaded = AutoModelForCausalLM.from_pretrained(output_dir)
         assert loaded.dtype == role.dtype
@@ -346,11 +388,15 @@ def check_folders_and_bad_models(_: DeepspeedStrategy, work_dir: Path) -> None:
     target = causal_lm(seed=3, tied=False)
     role.load_model(target, output_dir / "model.safetensors")
     same_weights(target, {name: p.detach() for name, p in plain.named_parameters()})
-    with pytest.raises(ValueError, match=r"1 weights missing \['score.weight'\], 1 unexpected \['lm_head.weight'\]"):
+    with pytest.raises(
+        ValueError, match=r"1 weights missing \['score.weight'\], 1 unexpected \['lm_head.weight'\]"
+    ):
         role.load_model(sequence_classifier(), output_dir)
     smaller = llama_config(tied=False)
     smaller.vocab_size = 50
-    with pytest.raises(ValueError, match=r"embed_tokens.weight' is \(61, 32\), the model's \(50, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.weight' is \(61, 32\), the model's \(50, 32\)"
+    ):
         role.load_model(type(plain)(smaller), output_dir)
     with pytest.raises(FileNotFoundError, match=r"no model at .*nowhere"):
         role.load_model(target, work_dir / "nowhere")

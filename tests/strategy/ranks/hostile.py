@@ -38,7 +38,9 @@ def saved(form: str, work_dir: Path) -> tuple[DeepspeedStrategy, Any, Path]:
     if form.endswith("frozen"):
         actor = role.prepare(TinyActor(causal_lm(), role.get_ds_eval_config()))
     elif form.endswith("lora"):
-        actor, *optimizer = adapters.lora_actor(role, adapters.saved_model(work_dir, role, tied=True))
+        actor, *optimizer = adapters.lora_actor(
+            role, adapters.saved_model(work_dir, role, tied=True)
+        )
         adapters.train_step(role, actor, *optimizer, 0)
     else:
         actor, *optimizer = trained_actor(role)
@@ -84,7 +86,9 @@ def check_refused_on_all_ranks(_: DeepspeedStrategy, work_dir: Path) -> None:
     assert not mark.exists()
     last = role.world_size - 1
     assert seen >= {"client_state.pt", "mp_rank_00_model_states.pt", f"frozen_rank{last}.pt"}
-    assert {f"{kind}zero_pp_rank_{last}_mp_rank_00_optim_states.pt" for kind in ("", "bf16_")} <= seen
+    assert {
+        f"{kind}zero_pp_rank_{last}_mp_rank_00_optim_states.pt" for kind in ("", "bf16_")
+    } <= seen
     assert f"zero_pp_rank_{last}_mp_rank_00_model_states.pt" in seen
 
 
@@ -98,7 +102,8 @@ def check_every_reader_alone(_: DeepspeedStrategy, work_dir: Path) -> None:
             for options in alone:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(checkpoint, "_require_plain", lambda *_: None)
-                    with contextlib.suppress(CheckpointError, pickle.UnpicklingError):  # some are not read
+                    # some are not read
+                    with contextlib.suppress(CheckpointError, pickle.UnpicklingError):
                         role.load_ckpt(actor, folder, tag="t", **options)
                     assert not mark.exists(), (form, file.name, options)
 

@@ -44,7 +44,12 @@ VARIANTS: dict[str, dict] = {
     "bf16, 2, gradients in bf16": {"zero_stage": 2, "bf16": True, "grad_accum_dtype": "bf16"},
     "bf16, 2, optimizer offloaded": {"zero_stage": 2, "bf16": True, "adam_offload": True},
     "bf16, 3": {"zero_stage": 3, "bf16": True},
-    "bf16, 3, all offloaded": {"zero_stage": 3, "bf16": True, "adam_offload": True, "param_offload": True},
+    "bf16, 3, all offloaded": {
+        "zero_stage": 3,
+        "bf16": True,
+        "adam_offload": True,
+        "param_offload": True,
+    },
     "fp16, 1": {"zero_stage": 1, "fp16": True},
     "fp16, 2": {"zero_stage": 2, "fp16": True},
     "fp16, 2, optimizer offloaded": {"zero_stage": 2, "fp16": True, "adam_offload": True},
@@ -80,9 +85,13 @@ class Run:
 
     def __post_init__(self) -> None:
         model = TwoHeads()
-        model.ds_config = self.role.get_ds_train_config() if self.persist else sharded_train_config(self.role)
+        model.ds_config = (
+            self.role.get_ds_train_config() if self.persist else sharded_train_config(self.role)
+        )
         optimizer = self.role.create_optimizer(model, lr=LR, weight_decay=0.1, eps=EPS)
-        self.engine, self.optimizer, self.scheduler = self.role.prepare((model, optimizer, halving(optimizer)))
+        self.engine, self.optimizer, self.scheduler = self.role.prepare(
+            (model, optimizer, halving(optimizer))
+        )
 
     def loss(self, head: int, index: int) -> torch.Tensor:
         mine = rows(index).chunk(self.role.world_size)[self.role.get_rank()]
@@ -132,11 +141,28 @@ def plain_norms() -> list[float]:
 
 # Of the suite; the others are near these.
 SAMPLE = (
-    *("1", "2", "3", "1, optimizer offloaded", "2, optimizer offloaded", "3, all offloaded", "2, overlapping"),
+    *(
+        "1",
+        "2",
+        "3",
+        "1, optimizer offloaded",
+        "2, optimizer offloaded",
+        "3, all offloaded",
+        "2, overlapping",
+    ),
     *("bf16, 1", "bf16, 2, gradients in bf16", "bf16, 3", "fp16, 1", "fp16, 3"),
 )
 # One rank has nothing to reduce, so it tries one variation of a kind.
-ALONE = ("0", "1", "2, optimizer offloaded", "3", "3, all offloaded", "bf16, 1", "bf16, 2", "bf16, 3, all offloaded")
+ALONE = (
+    "0",
+    "1",
+    "2, optimizer offloaded",
+    "3",
+    "3, all offloaded",
+    "bf16, 1",
+    "bf16, 2",
+    "bf16, 3, all offloaded",
+)
 
 
 def check_skip_step(strategy: DeepspeedStrategy, work_dir: Path) -> None:
@@ -184,11 +210,16 @@ def skip_steps(strategy: DeepspeedStrategy, variants: Iterable[str]) -> None:
             assert torch.equal(weight, weights[name]), (variant, name)
         assert skipping.scheduler.state_dict() == plain.scheduler.state_dict(), variant
         for counter in ("global_steps", "global_samples", "skipped_steps"):
-            assert getattr(skipping.engine, counter) == getattr(plain.engine, counter), (variant, counter)
+            assert getattr(skipping.engine, counter) == getattr(plain.engine, counter), (
+                variant,
+                counter,
+            )
     with pytest.raises(ValueError, match=r"strategy.prepare\(\)"):
         role.skip_step(causal_lm())
     with pytest.raises(ValueError, match="skip_step: reference was prepared without an optimizer"):
-        role.skip_step(role.prepare(TinyActor(causal_lm(), role.get_ds_eval_config())), name="reference")
+        role.skip_step(
+            role.prepare(TinyActor(causal_lm(), role.get_ds_eval_config())), name="reference"
+        )
 
 
 def check_late_copies(strategy: DeepspeedStrategy, work_dir: Path) -> None:

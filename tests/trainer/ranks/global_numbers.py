@@ -28,7 +28,8 @@ from lightppo.trainer import metrics as m
 
 GROUPS, SAMPLES = 6, 3
 ESTIMATORS = ("gae", "reinforce", "reinforce++_baseline", "grpo", "gpg", "group_adv_norm")
-RATIOS = {"calm": 0.0, "torn": 2.0, "wild": 6.0}  # what is taken from the old log probs of the samples of rank 1
+# what is taken from the old log probs of the samples of rank 1
+RATIOS = {"calm": 0.0, "torn": 2.0, "wild": 6.0}
 
 
 class Table(nn.Module):
@@ -40,14 +41,25 @@ class Table(nn.Module):
         super().__init__()
         self.shift = shift
 
-    def score_actions(self, sequences: Tensor, num_actions: int, attention_mask: Tensor, **_: bool) -> ActionScores:
-        actions, real = sequences[:, -num_actions:].double(), attention_mask[:, -num_actions:].bool()
-        log_probs = (-1 - (actions * 0.37).sin().abs() - self.shift * (actions * 1.3).cos()).masked_fill(~real, 0)
+    def score_actions(
+        self, sequences: Tensor, num_actions: int, attention_mask: Tensor, **_: bool
+    ) -> ActionScores:
+        actions, real = (
+            sequences[:, -num_actions:].double(),
+            attention_mask[:, -num_actions:].bool(),
+        )
+        log_probs = (
+            -1 - (actions * 0.37).sin().abs() - self.shift * (actions * 1.3).cos()
+        ).masked_fill(~real, 0)
         return ActionScores(
-            log_probs.float(), real, entropy=((actions * 0.71).sin().abs()).float().masked_fill(~real, 0)
+            log_probs.float(),
+            real,
+            entropy=((actions * 0.71).sin().abs()).float().masked_fill(~real, 0),
         )
 
-    def forward(self, sequences: Tensor, num_actions: int, attention_mask: Tensor, include_last: bool) -> Tensor:
+    def forward(
+        self, sequences: Tensor, num_actions: int, attention_mask: Tensor, include_last: bool
+    ) -> Tensor:
         return (sequences * 0.11).sin()[:, -num_actions - 1 :]
 
 
@@ -69,7 +81,9 @@ def make_rollouts() -> list[list[Rollout]]:
     return groups
 
 
-def experience_numbers(strategy: DeepspeedStrategy, mine: list[list[Rollout]], estimator: str) -> dict[str, Any]:
+def experience_numbers(
+    strategy: DeepspeedStrategy, mine: list[list[Rollout]], estimator: str
+) -> dict[str, Any]:
     config = PPOConfig.from_flat(
         advantage_estimator=estimator,
         n_samples_per_prompt=SAMPLES,
@@ -84,7 +98,9 @@ def experience_numbers(strategy: DeepspeedStrategy, mine: list[list[Rollout]], e
     kl_ctl = AdaptiveKLController(0.1, target=0.05, horizon=200)
     value_norm = ValueNorm("exp", 0.9) if estimator == "gae" else None
     critic = Table(0.0) if estimator == "gae" else None
-    maker = ExperienceMaker(Table(0.1), critic, Table(0.0), strategy, kl_ctl, config, value_norm=value_norm)
+    maker = ExperienceMaker(
+        Table(0.1), critic, Table(0.0), strategy, kl_ctl, config, value_norm=value_norm
+    )
     found: dict[str, Any] = {}
     for step in (1, 2):
         buffer = ReplayBuffer(1)
@@ -92,17 +108,25 @@ def experience_numbers(strategy: DeepspeedStrategy, mine: list[list[Rollout]], e
         buffer.extend(maker.make_experience_list(rollouts))
         if config.algorithm.adv_norm:
             buffer.normalize("advantages", strategy)
-        select_tokens(buffer.items, PolicyLoss(policy_loss="kl_cov", options={"kl_cov_ratio": 0.1}), strategy, step)
+        select_tokens(
+            buffer.items,
+            PolicyLoss(policy_loss="kl_cov", options={"kl_cov_ratio": 0.1}),
+            strategy,
+            step,
+        )
         local = m.rollout_summaries(buffer.items)
         status = m.rollout_status(m.merge_summaries(strategy.all_gather_object(local)))
         kl_ctl.update(status["policy_kl"], int(status["samples"]))
         rows = {
             (r.prompt.index, r.sample_index): {
-                name: getattr(item, name)[0].double() for name in ("advantages", "returns", "loss_weights", "selected")
+                name: getattr(item, name)[0].double()
+                for name in ("advantages", "returns", "loss_weights", "selected")
             }
             for r, item in zip(rollouts, buffer.items, strict=True)
         }
-        everywhere = {key: row for part in strategy.all_gather_object(rows) for key, row in part.items()}
+        everywhere = {
+            key: row for part in strategy.all_gather_object(rows) for key, row in part.items()
+        }
         found[f"rows {step}"], found[f"status {step}"] = everywhere, status
     found["kl coefficient"] = kl_ctl.value
     found["score statistics"] = maker.shaper.state_dict()
@@ -116,7 +140,9 @@ def early_stops(strategy: DeepspeedStrategy, model_path: str) -> dict[str, tuple
     actor = Actor(model_path, ds_config=strategy.get_ds_train_config())
     parts = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-2), None))
     script = gradients_script()
-    trainer = script.build_trainer(strategy, parts, (), None, init_kl_coef=0, early_stop_imp_ratio=4.0)
+    trainer = script.build_trainer(
+        strategy, parts, (), None, init_kl_coef=0, early_stop_imp_ratio=4.0
+    )
     samples = script.make_samples()
     rank, world = strategy.get_rank(), strategy.world_size
     found = {}
@@ -126,9 +152,14 @@ def early_stops(strategy: DeepspeedStrategy, model_path: str) -> dict[str, tuple
             with torch.no_grad():
                 old = actor(sample.sequences, sample.num_actions, sample.attention_mask)
             row = Experience(sample.sequences, sample.attention_mask, sample.action_mask)
-            row.action_log_probs, row.advantages = old - (shift if i in (1, 3) else 0.0), sample.advantages
+            row.action_log_probs, row.advantages = (
+                old - (shift if i in (1, 3) else 0.0),
+                sample.advantages,
+            )
             rows.append(row)
-        shares = [rows] if world == 1 else [[rows[i] for i in (0, 2, 4, 5, 6, 7)], [rows[1], rows[3]]]
+        shares = (
+            [rows] if world == 1 else [[rows[i] for i in (0, 2, 4, 5, 6, 7)], [rows[1], rows[3]]]
+        )
         before = [p.detach().clone() for p in strategy.unwrap_model(actor).parameters()]
         step = Minibatch(plan_step(shares[rank], strategy))
         status = m.optimizer_status([trainer.train_minibatch(step, 1)], strategy)
@@ -140,7 +171,9 @@ def early_stops(strategy: DeepspeedStrategy, model_path: str) -> dict[str, tuple
 
 
 def gradients_script() -> Any:
-    spec = importlib.util.spec_from_file_location("gradients_script", Path(__file__).with_name("gradients.py"))
+    spec = importlib.util.spec_from_file_location(
+        "gradients_script", Path(__file__).with_name("gradients.py")
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -152,7 +185,11 @@ def main(model_path: str, out: str) -> None:
     strategy.setup_distributed()
     groups = make_rollouts()
     # Two ranks: four groups and two, out of order; then all and none.
-    spreads = [[groups]] if strategy.world_size == 1 else [[groups[4:] + groups[:2], groups[2:4]], [[], groups]]
+    spreads = (
+        [[groups]]
+        if strategy.world_size == 1
+        else [[groups[4:] + groups[:2], groups[2:4]], [[], groups]]
+    )
     found: dict[str, Any] = {}
     for i, spread in enumerate(spreads):
         mine = spread[strategy.get_rank()]

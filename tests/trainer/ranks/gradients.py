@@ -25,8 +25,10 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import get_engine
 from lightppo.trainer import metrics as m
 
-PROMPTS, RESPONSES = [2, 9, 5, 12, 3, 1, 7, 4], [1, 20, 3, 2, 14, 6, 1, 9]  # lengths that differ a lot
-SAME_PROMPT = {5: 1, 6: 0, 7: 1}  # row → an earlier row with its prompt; also with the samples shared out to two ranks
+# lengths that differ a lot
+PROMPTS, RESPONSES = [2, 9, 5, 12, 3, 1, 7, 4], [1, 20, 3, 2, 14, 6, 1, 9]
+# row → an earlier row with its prompt; also with the samples shared out to two ranks
+SAME_PROMPT = {5: 1, 6: 0, 7: 1}
 SHARED = "shared"  # packed, a prompt once for all its samples
 TEMPERATURE = 0.7
 
@@ -70,13 +72,22 @@ def pretrain_batches(count: int, rank: int, world_size: int) -> list[dict[str, t
     return [{"input_ids": i, "attention_mask": torch.ones_like(i), "labels": l} for i, l in parts]  # noqa: E741
 
 
-OPTIONS = {"use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 0.1, "ptx_coef": 0.5, "eps_clip": 0.3}
+OPTIONS = {
+    "use_kl_loss": True,
+    "kl_estimator": "k3",
+    "init_kl_coef": 0.1,
+    "ptx_coef": 0.5,
+    "eps_clip": 0.3,
+}
 WIDE = {"eps_clip_low": 0.6, "eps_clip_high": 0.9}  # so that only some tokens are clipped
 # Further ways to train, each cut up as WAYS says.
 VARIANTS: dict[str, dict] = {
     **{f"loss {name}": {"policy_loss": name} for name in POLICY_LOSSES},
     **{f"loss {name}": {"policy_loss": name, **WIDE} for name in ("gspo", "gmpo", "cispo", "cpgd")},
-    **{f"kl {name}": {"use_kl_loss": True, "kl_estimator": name} for name in ("k2", "full", "k1+", "k3+")},
+    **{
+        f"kl {name}": {"use_kl_loss": True, "kl_estimator": name}
+        for name in ("k2", "full", "k1+", "k3+")
+    },
     "entropy": {"entropy_coef": 0.3, "loss_agg_mode": "seq-mean-token-mean"},
     "rejections": {"rollout_rejection": ["opsm=0.05", "token_k2=0.2"], "old_log_probs": "rollout"},
     "sum norm": {"loss_agg_mode": "seq-mean-token-sum-norm", "use_kl_loss": True},
@@ -97,14 +108,24 @@ class Tokenizer:
         return " ".join(map(str, ids))
 
 
-def build_trainer(strategy, actor_parts: tuple, critic_parts: tuple, reference: Actor, **options) -> PPOTrainer:
+def build_trainer(
+    strategy, actor_parts: tuple, critic_parts: tuple, reference: Actor, **options
+) -> PPOTrainer:
     """Trains the actor alone; with ``freezing_actor_steps`` the critic alone."""
     actor, actor_optim, _ = actor_parts
     trains_critic = options.get("freezing_actor_steps", 0) > 0
     critic, critic_optim = critic_parts[:2] if trains_critic else (None, None)
-    config = PPOConfig.from_flat(advantage_estimator="gae" if trains_critic else "reinforce", **options)
-    models, trained = (actor, critic, None, reference, None), (actor_optim, critic_optim, None, None)
-    parts = {"rollout_engine": SimpleNamespace(), "reward_source": SimpleNamespace(name="none", score=len)}
+    config = PPOConfig.from_flat(
+        advantage_estimator="gae" if trains_critic else "reinforce", **options
+    )
+    models, trained = (
+        (actor, critic, None, reference, None),
+        (actor_optim, critic_optim, None, None),
+    )
+    parts = {
+        "rollout_engine": SimpleNamespace(),
+        "reward_source": SimpleNamespace(name="none", score=len),
+    }
     return PPOTrainer(strategy, *models, *trained, config=config, tokenizer=Tokenizer(), **parts)
 
 
@@ -116,10 +137,14 @@ def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool | st
     actor = Actor(model_path, temperature=TEMPERATURE, ds_config=ds_config, packing_samples=True)
     critic = Critic(model_path, ds_config=ds_config, packing_samples=True)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (actor, critic)]
-    actor_parts, critic_parts = strategy.prepare((actor, optimizers[0], None), (critic, optimizers[1], None))
+    actor_parts, critic_parts = strategy.prepare(
+        (actor, optimizers[0], None), (critic, optimizers[1], None)
+    )
     actor, critic = actor_parts[0], critic_parts[0]
     torch.manual_seed(1)
-    reference = Actor(model_path, temperature=TEMPERATURE, packing_samples=True).requires_grad_(False)
+    reference = Actor(model_path, temperature=TEMPERATURE, packing_samples=True).requires_grad_(
+        False
+    )
     for p in reference.parameters():
         p.add_(0.05 * torch.randn_like(p))
     trainers = {
@@ -139,14 +164,18 @@ def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool | st
             for item in mine:
                 item.loss_weights = None
             minibatch = minibatch_of(strategy, mine, micro, packed)
-            trainers["actor"].pretrain_dataloader = iter(pretrain_batches(len(minibatch.micro_batches), rank, world))
+            trainers["actor"].pretrain_dataloader = iter(
+                pretrain_batches(len(minibatch.micro_batches), rank, world)
+            )
             with counted_tokens(strategy.unwrap_model(model)) as tokens:
                 change, status = one_step(trainers[name], model, minibatch)
             case |= {name: change, f"{name}_status": status, f"{name}_tokens": sum(tokens)}
         found[world, zero_stage, micro, packed] = case
     if zero_stage == 0:
         for name, options in VARIANTS.items():
-            trainer = build_trainer(strategy, actor_parts, critic_parts, reference, init_kl_coef=0.1, **options)
+            trainer = build_trainer(
+                strategy, actor_parts, critic_parts, reference, init_kl_coef=0.1, **options
+            )
             mine = make_samples()[rank::world]
             for micro, packed in WAYS[world]:
                 set_rows((actor, reference), packed)
@@ -174,9 +203,15 @@ def set_rows(models: tuple, packed: bool | str) -> None:
         model.packing_samples, model.share_prompts = bool(packed), packed == SHARED
 
 
-def minibatch_of(strategy, mine: list[Experience], micro: int | str, packed: bool | str) -> Minibatch:
+def minibatch_of(
+    strategy, mine: list[Experience], micro: int | str, packed: bool | str
+) -> Minibatch:
     """By so many samples; "40t": by so many tokens, and the critic by half of them."""
-    actor = critic = MicroBatchSpec(micro) if isinstance(micro, int) else MicroBatchSpec(int(micro[:-1]), "tokens")
+    actor = critic = (
+        MicroBatchSpec(micro)
+        if isinstance(micro, int)
+        else MicroBatchSpec(int(micro[:-1]), "tokens")
+    )
     if actor.unit == "tokens":
         critic = MicroBatchSpec(actor.size // 2, "tokens")
     (minibatch,) = minibatches(
@@ -214,7 +249,9 @@ def one_step(trainer: PPOTrainer, model, minibatch: Minibatch) -> tuple[dict, di
 
 def main(model_path: str, out: str) -> None:
     rows = (False, True, SHARED)
-    found = gradients(model_path, 0, [(micro, packed) for micro in (1, 2, 4, "40t") for packed in rows])
+    found = gradients(
+        model_path, 0, [(micro, packed) for micro in (1, 2, 4, "40t") for packed in rows]
+    )
     for stage, packed in ((2, False), (3, True), (3, SHARED)):
         found |= gradients(model_path, stage, [(2, packed)])
     if torch.distributed.get_rank() == 0:

@@ -20,12 +20,22 @@ from lightppo.config import PPOConfig
 from lightppo.errors import TrainingError
 
 NAN = float("nan")
-GRPO = {"advantage_estimator": "grpo", "n_samples_per_prompt": 2, "init_kl_coef": 0.01, "use_kl_loss": True}
+GRPO = {
+    "advantage_estimator": "grpo",
+    "n_samples_per_prompt": 2,
+    "init_kl_coef": 0.01,
+    "use_kl_loss": True,
+}
 CASES: dict[str, dict[str, Any]] = {
     "engine": {"zero_stage": 0},
     "actor": {"zero_stage": 3},
     "values": {"zero_stage": 2, "value_norm": "exp"},
-    "score_of_a_stream": {"zero_stage": 0, "dynamic_sampling": True, "filter_range": [-100, 100], **GRPO},
+    "score_of_a_stream": {
+        "zero_stage": 0,
+        "dynamic_sampling": True,
+        "filter_range": [-100, 100],
+        **GRPO,
+    },
     "scores_for_good": {"zero_stage": 2, "max_skipped_steps": 2},
     "loss": {"zero_stage": 3},
     "actor_in_training": {"zero_stage": 0, "kl_target": 0.1, **GRPO},
@@ -39,7 +49,11 @@ def poison(trainer: PPOTrainer, case: str, now: Callable[[], bool]) -> None:
     def wrap(owner: Any, name: str, spoil: Callable[[Any], Any]) -> None:
         call = getattr(owner, name)
         setattr(
-            owner, name, lambda *args, **options: spoil(call(*args, **options)) if now() else call(*args, **options)
+            owner,
+            name,
+            lambda *args, **options: (
+                spoil(call(*args, **options)) if now() else call(*args, **options)
+            ),
         )
 
     def of_engine(rollouts: list) -> list:
@@ -79,7 +93,11 @@ def run(case: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
     models = ["actor", *(["critic"] if trainer.critic is not None else [])]
     seen: list[dict[str, torch.Tensor]] = []
     bad_rank = trainer.strategy.get_rank() == 1
-    poison(trainer, case, lambda: bad_rank and (case.endswith("for_good") or trainer.state.global_step == 0))
+    poison(
+        trainer,
+        case,
+        lambda: bad_rank and (case.endswith("for_good") or trainer.state.global_step == 0),
+    )
     finish = trainer.save_logs_and_checkpoints
 
     def after_step(*args: Any, **more: Any) -> None:
@@ -93,7 +111,9 @@ def run(case: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
         trainer.fit()
     except TrainingError as problem:
         error = str(problem)
-    moved = {name: [not torch.equal(a[name], b[name]) for a, b in pairwise(seen)] for name in models}
+    moved = {
+        name: [not torch.equal(a[name], b[name]) for a, b in pairwise(seen)] for name in models
+    }
     finite = all(value.isfinite().all() for value in seen[-1].values())
     return {"moved": moved, "finite": bool(finite), "skipped": trainer.state.skipped_optimizer_steps, "error": error,
             "kl_coef": trainer.kl_ctl.value, "sums": [value.sum().item() for value in seen[-1].values()]}  # fmt: skip

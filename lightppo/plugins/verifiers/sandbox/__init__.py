@@ -13,4 +13,11 @@ from lightppo.plugins.verifiers.sandbox.pool import (
     default_processes,
 )
 
-__all__ = ["ISOLATIONS", "PROTECTIONS", "ProgramRun", "SandboxLimits", "SandboxPool", "default_processes"]
+__all__ = [
+    "ISOLATIONS",
+    "PROTECTIONS",
+    "ProgramRun",
+    "SandboxLimits",
+    "SandboxPool",
+    "default_processes",
+]

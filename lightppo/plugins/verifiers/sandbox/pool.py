@@ -42,7 +42,8 @@ class SandboxLimits:
     """What one program may use."""
 
     code_timeout: float = 6.0  # wall-clock seconds of one run, or of one function call
-    code_memory_limit_mb: int = 1024  # address space of each process, and resident memory of all together
+    # address space of each process, and resident memory of all together
+    code_memory_limit_mb: int = 1024
     code_file_limit_mb: int = 16  # each file, and all files together
     code_output_limit_mb: int = 16  # printed output, and returned values
     code_max_processes: int = 16  # processes and threads
@@ -52,7 +53,9 @@ class SandboxLimits:
             if not 0 < value < math.inf:
                 raise ValueError(f"--{name} must be a number > 0, got {value}")
         if self.code_memory_limit_mb < 128:
-            raise ValueError(f"--code_memory_limit_mb {self.code_memory_limit_mb}: Python itself needs 128")
+            raise ValueError(
+                f"--code_memory_limit_mb {self.code_memory_limit_mb}: Python itself needs 128"
+            )
 
 
 @dataclass
@@ -70,7 +73,8 @@ class ProgramRun:
 
 
 # What a sandbox keeps out, found out by a program of ours that attacks targets of ours.
-PROTECTIONS = ("network", "files", "environment", "processes", "forks", "memory")  # see docs/rewards.md
+# see docs/rewards.md
+PROTECTIONS = ("network", "files", "environment", "processes", "forks", "memory")
 
 _ATTACKS = """
 def attack(port, abstract, datagrams, file, trainer, memory_mb):
@@ -143,7 +147,10 @@ _SPARE_FORKS = 4  # ours, which the limit counts too
 
 def _short_folder() -> str:
     """Where there is room for a socket's path, which has at most 107 bytes: TMPDIR may be long."""
-    return min((path for path in (tempfile.gettempdir(), "/tmp", "/dev/shm") if os.access(path, os.W_OK)), key=len)
+    return min(
+        (path for path in (tempfile.gettempdir(), "/tmp", "/dev/shm") if os.access(path, os.W_OK)),
+        key=len,
+    )
 
 
 class Sandbox:
@@ -172,13 +179,16 @@ class Sandbox:
         }
         if self.isolation == "bubblewrap" and not orders["bubblewrap"]:
             raise SandboxError("bubblewrap is not installed")
-        options = ["-P", "-s", "-S", "-B", "-c"]  # nothing from the working folder, the user's home, site-packages
+        # nothing from the working folder, the user's home, site-packages
+        options = ["-P", "-s", "-S", "-B", "-c"]
         folder = os.path.realpath(Path(__file__).parent)
         command = [sys.executable, *options, self.STARTER, folder, json.dumps(orders)]
         self._socket, theirs = socket.socketpair()
         streams = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": self._errors}
         try:
-            self._process = subprocess.Popen(command, **streams, env=_environment(), cwd="/", start_new_session=True)
+            self._process = subprocess.Popen(
+                command, **streams, env=_environment(), cwd="/", start_new_session=True
+            )
         except OSError as error:
             self._socket.close()
             raise SandboxError(f"no process could be started: {error}") from None
@@ -217,19 +227,26 @@ class Sandbox:
         request = {"code": code, "stdin": stdin, "function": function, "calls": list(calls)}
         own_limits = {"seconds": seconds, "total_seconds": total, "output_bytes": output_bytes}
         report = self._exchange(request | own_limits, total + self.GRACE_SECONDS)
-        report["answers"] = report["answers"].split("\n", 1 + len(calls))[:-1]  # the last one is no whole line of ours
+        # the last one is no whole line of ours
+        report["answers"] = report["answers"].split("\n", 1 + len(calls))[:-1]
         return ProgramRun(**report)
 
     def attack(self) -> set[str]:
         """Finds out by trying which of :data:`PROTECTIONS` hold."""
 
         def attempt(function: str, *arguments: Any) -> tuple[str, Any]:
-            done = self.run(_ATTACKS, function=function, calls=[json.dumps(arguments)], seconds=_ATTACK_SECONDS)
-            return done.ended, json.loads(done.answers[1]).get("value") if len(done.answers) == 2 else None
+            done = self.run(
+                _ATTACKS, function=function, calls=[json.dumps(arguments)], seconds=_ATTACK_SECONDS
+            )
+            return done.ended, json.loads(done.answers[1]).get("value") if len(
+                done.answers
+            ) == 2 else None
 
         with (
             tempfile.TemporaryDirectory(prefix="lightppo-probe-") as folder,
-            tempfile.TemporaryDirectory(prefix="lightppo-probe-", dir=_short_folder()) as short_folder,
+            tempfile.TemporaryDirectory(
+                prefix="lightppo-probe-", dir=_short_folder()
+            ) as short_folder,
             socket.create_server(("127.0.0.1", 0)) as server,
             socket.socket(socket.AF_UNIX) as abstract,
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
@@ -253,7 +270,8 @@ class Sandbox:
         open_doors = {
             "network": done["network"],
             "files": done["files"],
-            "environment": done["environment"] or not {*_environment(), "LC_CTYPE", "PWD"}.issuperset(done["names"]),
+            "environment": done["environment"]
+            or not {*_environment(), "LC_CTYPE", "PWD"}.issuperset(done["names"]),
             "processes": (done["processes"] and not self.own_processes) or done["tracing"],
             "forks": ended != "processes" and not (isinstance(forked, int) and forked <= most),
             "memory": done["memory"],
@@ -271,14 +289,16 @@ class Sandbox:
             process.wait(timeout=2)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it dies when that lets go
+        # stuck in the kernel; it dies when that lets go
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=self.GRACE_SECONDS)
         self._socket.close()
 
     def _exchange(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
         """Sends a request, if any, and returns the report. Any failure ends the process."""
         deadline = time.monotonic() + seconds
-        most = (12 * self.limits.code_output_limit_mb + 1) << 20  # printed bytes grow at most sixfold as JSON
+        # printed bytes grow at most sixfold as JSON
+        most = (12 * self.limits.code_output_limit_mb + 1) << 20
         data = bytearray()
         try:
             if request is not None:
@@ -352,7 +372,12 @@ class SandboxPool(contextlib.AbstractContextManager):
             self._idle.put(sandbox)
         missing = [name for name in PROTECTIONS if name not in self.protections]
         level = logging.WARNING if missing else logging.INFO
-        logger.log(level, "code sandbox: %s; not kept out: %s", ", ".join(self.layers) or "none", missing or "nothing")
+        logger.log(
+            level,
+            "code sandbox: %s; not kept out: %s",
+            ", ".join(self.layers) or "none",
+            missing or "nothing",
+        )
 
     def _first(self, isolations: Sequence[str], allow_unsafe: bool) -> tuple[Sandbox, set[str]]:
         reasons = []
@@ -410,5 +435,7 @@ def _close_all(sandboxes: list[Sandbox], owner: int) -> None:
 
 def default_processes() -> int:
     """Worker processes that suit this rank: its share of the available cores, from 1 to 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(max(cores // ranks_on_node(1), 1), 16)

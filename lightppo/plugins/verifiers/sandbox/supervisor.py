@@ -44,7 +44,8 @@ def main() -> None:
     orders = json.loads(sys.argv[1])
     os.umask(0o022)
     os.closerange(3, 1 << 16)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a namespace's first process ignores only unhandled signals
+    # a namespace's first process ignores only unhandled signals
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda *_: None)  # of a launcher, while the trainer ends its step
     parent = os.getppid()
     try:
@@ -52,8 +53,12 @@ def main() -> None:
             _serve(orders)
         orders["readable"], orders["links"] = _readable(orders["site_packages"])
         orders["from_root"] = os.geteuid() == 0
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")  # if memory is short, the kernel kills this process and not the trainer
+        with (
+            contextlib.suppress(OSError),
+            open("/proc/self/oom_score_adj", "w", encoding="ascii") as file,
+        ):
+            # if memory is short, the kernel kills this process and not the trainer
+            file.write("1000")
         if orders["isolation"] == "namespaces":
             walls.enter_namespaces()
         watched = os.fork()
@@ -87,9 +92,15 @@ def _readable(site_packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     wanted = [*_SYSTEM, *sys.path, *site_packages, os.path.join(sys.base_prefix, "lib"), *loaded]
     there = [os.path.abspath(path) for path in wanted if os.path.exists(path)]
     real = {os.path.realpath(path) for path in there}
-    readable = sorted(path for path in real if not any(path.startswith(other + "/") for other in real))
+    readable = sorted(
+        path for path in real if not any(path.startswith(other + "/") for other in real)
+    )
     links = {path: os.readlink(path) for path in there if os.path.islink(path)}
-    return readable, {place: links[place] for place in links if not place.startswith(tuple(f"{p}/" for p in readable))}
+    return readable, {
+        place: links[place]
+        for place in links
+        if not place.startswith(tuple(f"{p}/" for p in readable))
+    }
 
 
 def _bubblewrap_command(orders: dict[str, Any]) -> list[str]:
@@ -114,9 +125,15 @@ def _serve(orders: dict[str, Any]) -> None:
     try:
         if orders["isolation"] == "namespaces":
             walls.build_root(orders["readable"], orders["links"])
-        wall = walls.Walls(orders["isolation"], orders["readable"], orders["limits"], orders["from_root"])
+        wall = walls.Walls(
+            orders["isolation"], orders["readable"], orders["limits"], orders["from_root"]
+        )
         os.chdir("/")
-        sys.path[:] = [os.path.realpath(path) for path in [*sys.path, *orders["site_packages"]] if os.path.exists(path)]
+        sys.path[:] = [
+            os.path.realpath(path)
+            for path in [*sys.path, *orders["site_packages"]]
+            if os.path.exists(path)
+        ]
         prelude = make_prelude()
         gc.collect()
         gc.freeze()  # so that forks do not copy pages for the collector
@@ -152,7 +169,9 @@ class _Watch:
     def __init__(self, request: dict[str, Any], wall: walls.Walls, prelude: dict[str, Any]) -> None:
         self._request, self._walls = request, wall
         self._output = {name: bytearray() for name in ("stdout", "stderr", "answers")}
-        self._most = min(wall.limits["code_output_limit_mb"] * _MEBIBYTE, request["output_bytes"] or sys.maxsize)
+        self._most = min(
+            wall.limits["code_output_limit_mb"] * _MEBIBYTE, request["output_bytes"] or sys.maxsize
+        )
         # lines that begin a call of its own time; the program could write more
         self._marks = 1 if request["function"] is None else 2 + len(request["calls"])
         self._begun, self._ended = False, ""
@@ -164,7 +183,11 @@ class _Watch:
         if self._process == 0:
             leave, status = os._exit, 1  # the program may have patched os._exit
             try:
-                stdout = pipes["stdout"][1] if request["function"] is None else os.open("/dev/null", os.O_WRONLY)
+                stdout = (
+                    pipes["stdout"][1]
+                    if request["function"] is None
+                    else os.open("/dev/null", os.O_WRONLY)
+                )
                 _place_descriptors([stdin, stdout, pipes["stderr"][1], pipes["answers"][1]])
                 status = _run_program(request, prelude, wall)
             except BaseException as error:
@@ -195,7 +218,11 @@ class _Watch:
             why = text["answers"] or "its process ended before it began"
             return {"reason": f"the sandbox could not start the program: {why}"}
         text["answers"] = text["answers"].removeprefix(_BEGUN)
-        return {"ended": self._ended or ("exit" if code >= 0 else "signal"), "code": code, "seconds": seconds} | text
+        return {
+            "ended": self._ended or ("exit" if code >= 0 else "signal"),
+            "code": code,
+            "seconds": seconds,
+        } | text
 
     def _watch(self, process: int) -> None:
         poller = select.poll()
@@ -207,7 +234,10 @@ class _Watch:
             now = time.monotonic()
             end = self._start + _BEGIN_SECONDS
             if self._begun:
-                end = min(self._since + self._request["seconds"], self._start + self._request["total_seconds"])
+                end = min(
+                    self._since + self._request["seconds"],
+                    self._start + self._request["total_seconds"],
+                )
             if now >= end:
                 self._ended = "timeout"
                 return
@@ -234,7 +264,8 @@ class _Watch:
         if len(kept) + len(data) > self._most and name != "stderr":
             self._ended = "output"
         kept += data[: (_SHOWN_BYTES if name == "stderr" else self._most) - len(kept)]
-        if name == "answers" and b"\n" in data and self._marks > 0:  # the next call has its own time
+        # the next call has its own time
+        if name == "answers" and b"\n" in data and self._marks > 0:
             self._since, self._marks = time.monotonic(), self._marks - data.count(b"\n")
             if not self._begun:  # its locking-in does not count as the program's time
                 self._start, self._begun = self._since, True
@@ -277,9 +308,13 @@ def make_prelude() -> dict[str, Any]:
     names: dict[str, Any] = {}
     for name in PRELUDE_MODULES:
         module = importlib.import_module(name)
-        public = getattr(module, "__all__", None) or [key for key in vars(module) if not key.startswith("_")]
+        public = getattr(module, "__all__", None) or [
+            key for key in vars(module) if not key.startswith("_")
+        ]
         names.update({key: getattr(module, key) for key in public})
-    return names | {name: sys.modules[name] for name in PRELUDE_MODULES if name not in ("builtins", "typing")}
+    return names | {
+        name: sys.modules[name] for name in PRELUDE_MODULES if name not in ("builtins", "typing")
+    }
 
 
 def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.Walls) -> int:
@@ -302,7 +337,8 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
     os.write(_ANSWERS, _BEGUN.encode())
     try:
         compiled = compile(request["code"], "<program>", "exec", dont_inherit=True)
-    except BaseException as error:  # beside SyntaxError: null bytes, surrogates, too deep, too large
+    except BaseException as error:
+        # beside SyntaxError: null bytes, surrogates, too deep, too large
         _answer({"compile_error": _described(error)})
         return 1
     name = "__main__" if request["function"] is None else "solution"
@@ -315,8 +351,11 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
 
 
 def _set_limits(limits: dict[str, Any], seconds: float) -> None:
-    values = dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0) | {
-        resource.RLIMIT_CPU: int(seconds) + 2,  # the wall clock comes first, unless several threads run
+    values = dict.fromkeys(
+        (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0
+    ) | {
+        # the wall clock comes first, unless several threads run
+        resource.RLIMIT_CPU: int(seconds) + 2,
         resource.RLIMIT_FSIZE: limits["code_file_limit_mb"] * _MEBIBYTE,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_NPROC: limits["processes"],
@@ -346,7 +385,11 @@ def _run_script(compiled: types.CodeType, names: dict[str, Any]) -> int:
     except BaseException:
         _show_traceback()
         status = 1
-    for finish in (threading._shutdown, atexit._run_exitfuncs, lambda: sys.stdout and sys.stdout.flush()):
+    for finish in (
+        threading._shutdown,
+        atexit._run_exitfuncs,
+        lambda: sys.stdout and sys.stdout.flush(),
+    ):
         try:
             finish()
         except BaseException:  # e.g. standard output was closed
@@ -355,12 +398,17 @@ def _run_script(compiled: types.CodeType, names: dict[str, Any]) -> int:
 
 
 def _show_traceback() -> None:
-    with contextlib.suppress(BaseException):  # the program broke its own streams; its exit code tells
+    # the program broke its own streams; its exit code tells
+    with contextlib.suppress(BaseException):
         sys.stderr.write(traceback.format_exc(limit=20)[-4000:])
 
 
 def _run_calls(
-    compiled: types.CodeType, names: dict[str, Any], function: str, calls: list[str], prelude: dict[str, Any]
+    compiled: types.CodeType,
+    names: dict[str, Any],
+    function: str,
+    calls: list[str],
+    prelude: dict[str, Any],
 ) -> int:
     """Loads the code once and answers with one line for the loading, then one per call."""
     try:
@@ -372,14 +420,18 @@ def _run_calls(
     _answer({"loaded": True})
     for arguments in calls:
         try:
-            value = find_function(names, function, prelude)(*map(_with_int_keys, json.loads(arguments)))
+            value = find_function(names, function, prelude)(
+                *map(_with_int_keys, json.loads(arguments))
+            )
             _answer({"value": value})
         except BaseException as error:
             _answer({"error": _described(error)})
     return 0
 
 
-def find_function(names: dict[str, Any], function: str, prelude: dict[str, Any]) -> Callable[..., Any]:
+def find_function(
+    names: dict[str, Any], function: str, prelude: dict[str, Any]
+) -> Callable[..., Any]:
     """The method of a new ``Solution``, or the function."""
     solution = names.get("Solution")
     if isinstance(solution, type) and hasattr(solution, function):
@@ -405,7 +457,9 @@ def _described(error: BaseException) -> str:
 
 def _answer(content: dict[str, Any]) -> None:
     sys.set_int_max_str_digits(0)  # the program may have set it
-    _write_all(_ANSWERS, json.dumps(content, default=_plain, separators=(",", ":")).encode() + b"\n")
+    _write_all(
+        _ANSWERS, json.dumps(content, default=_plain, separators=(",", ":")).encode() + b"\n"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -415,7 +469,9 @@ def _plain(value: Any) -> Any:
             return sorted(value)
         except TypeError:
             return list(value)
-    if isinstance(value, (collections.deque, range, type({}.keys()), type({}.values()), type({}.items()))):
+    if isinstance(
+        value, (collections.deque, range, type({}.keys()), type({}.values()), type({}.items()))
+    ):
         return list(value)
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -26,7 +26,8 @@ _MEBIBYTE = 1 << 20
 
 # The kernel
 
-_NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW… flag: user, mounts, processes, network, IPC, host name, cgroups
+# every CLONE_NEW… flag: user, mounts, processes, network, IPC, host name, cgroups
+_NEW_NAMESPACES = 0x7E020000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
 _MNT_DETACH = 2  # at once, even if it is still in use
@@ -40,11 +41,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def _call(function: str, *arguments: Any) -> int:
     """Calls a function of the C library with numbers of the machine's word size; a negative result is an OSError."""
-    plain = [ctypes.c_long(a) if isinstance(a, int) else os.fsencode(a) if isinstance(a, str) else a for a in arguments]
+    plain = [
+        ctypes.c_long(a) if isinstance(a, int) else os.fsencode(a) if isinstance(a, str) else a
+        for a in arguments
+    ]
     result = getattr(_libc, function)(*plain)
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{function} {' '.join(map(str, arguments[:2]))}: {os.strerror(number)}")
+        raise OSError(
+            number, f"{function} {' '.join(map(str, arguments[:2]))}: {os.strerror(number)}"
+        )
     return result
 
 
@@ -52,7 +58,9 @@ def _prctl(option: int, value: int) -> None:
     _call("prctl", option, value, 0, 0, 0)
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+def _mount(
+    source: str, target: str, kind: str | None, flags: int, options: str | None = None
+) -> None:
     _call("mount", source, target, kind, flags, options)
 
 
@@ -63,10 +71,12 @@ def die_with_parent() -> None:
 
 # Landlock: a process gives up all files except the ones it names, for good and for its children.
 
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on all machines
+# the same numbers on all machines
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
-_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # kernel's version → how many rights it knows; 16 from version 5 on
+# kernel's version → how many rights it knows; 16 from version 5 on
+_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 
 
 def _landlock_version() -> int:
@@ -84,11 +94,17 @@ def _restrict_files(version: int, readable: Sequence[str], writable: Sequence[st
     every_right = (1 << _RIGHTS.get(version, 16)) - 1
     # handled rights of files, of TCP ports (bind, connect), scopes (abstract sockets, signals)
     attributes = (ctypes.c_uint64 * 3)(every_right, 3, 3)
-    rules = _call("syscall", _LANDLOCK_CREATE, attributes, 8 if version < 4 else 16 if version < 6 else 24, 0)
-    allowed = dict.fromkeys(readable, _READ_FILE | _READ_DIR) | dict.fromkeys(writable, every_right & ~_EXECUTE)
+    rules = _call(
+        "syscall", _LANDLOCK_CREATE, attributes, 8 if version < 4 else 16 if version < 6 else 24, 0
+    )
+    allowed = dict.fromkeys(readable, _READ_FILE | _READ_DIR) | dict.fromkeys(
+        writable, every_right & ~_EXECUTE
+    )
     for path, rights in allowed.items():
         beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("=Qi", rights & (every_right if os.path.isdir(path) else _FOR_FILES), beneath)
+        rule = struct.pack(
+            "=Qi", rights & (every_right if os.path.isdir(path) else _FOR_FILES), beneath
+        )
         _call("syscall", _LANDLOCK_ADD, rules, 1, rule, 0)
         os.close(beneath)
     _call("syscall", _LANDLOCK_RESTRICT, rules, 0)
@@ -134,7 +150,9 @@ _REFUSED = (
     "personality 135 92, vhangup 153 58"
 )
 # libraries fall back on older calls
-_UNKNOWN = "clone3 435 435, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427"
+_UNKNOWN = (
+    "clone3 435 435, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427"
+)
 # Without a mount namespace: calls that Landlock does not check.
 _METADATA = (
     "chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -, "
@@ -143,7 +161,9 @@ _METADATA = (
     "getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10, listxattr 194 11, llistxattr 195 12, flistxattr 196 13"
 )
 # Without a PID namespace: forks, and signals that may reach other processes.
-_FORKS_AND_SIGNALS = "fork 57 -, vfork 58 -, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240"
+_FORKS_AND_SIGNALS = (
+    "fork 57 -, vfork 58 -, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240"
+)
 _SECCOMP = (317, 277)
 _FCNTL_SET_OWNER, _IOCTL_SET_OWNER = (8, 15), (0x8901, 0x8902)  # whom the kernel signals on input
 _FCNTL_LEASE, _FCNTL_NOTIFY = 1024, 1026  # hold up who opens a file; tell of changes in a folder
@@ -161,8 +181,12 @@ def _seccomp_available() -> bool:
     """True if we know this machine's calls and the kernel can filter them."""
     if _COLUMN is None or struct.calcsize("P") != 8:
         return False
-    with contextlib.suppress(OSError):  # asks whether "kill the process" is a known answer: needs a filtering kernel
-        return _call("syscall", _SECCOMP[_COLUMN], _GET_ANSWER_AVAILABLE, 0, struct.pack("I", _KILL)) == 0
+    # asks whether "kill the process" is a known answer: needs a filtering kernel
+    with contextlib.suppress(OSError):
+        return (
+            _call("syscall", _SECCOMP[_COLUMN], _GET_ANSWER_AVAILABLE, 0, struct.pack("I", _KILL))
+            == 0
+        )
     return False
 
 
@@ -178,7 +202,9 @@ _CALL_NUMBER = _step(_LOAD, 0)
 _REFUSE = _fail(errno.EPERM)
 
 
-def _refuse_if(position: int, test: int, value: int, holds: bool = True, mask: int = 0xFFFFFFFF) -> bytes:
+def _refuse_if(
+    position: int, test: int, value: int, holds: bool = True, mask: int = 0xFFFFFFFF
+) -> bytes:
     """Refuses the call if the test of an argument's lower half, of its bits in ``mask``, holds, or does not hold."""
     argument = _step(_LOAD, 16 + 8 * position) + _step(_AND, mask)
     return argument + _step(test, value, int(not holds), int(holds)) + _REFUSE + _CALL_NUMBER
@@ -188,7 +214,9 @@ def _when(calls: str, *steps: bytes) -> bytes:
     """Steps for these calls; they end with an answer, or load the call's number again."""
     body = b"".join(steps)
     numbers = [call.split()[1 + _COLUMN] for call in calls.split(", ")]
-    return b"".join(_step(_EQUAL, int(number), 0, len(body) // 8) + body for number in numbers if number != "-")
+    return b"".join(
+        _step(_EQUAL, int(number), 0, len(body) // 8) + body for number in numbers if number != "-"
+    )
 
 
 def _filter_calls(own_processes: bool, own_files: bool) -> None:
@@ -196,27 +224,47 @@ def _filter_calls(own_processes: bool, own_files: bool) -> None:
 
     With ``own_processes`` and ``own_files``, namespaces hide all others, so forks, signals and file modes are allowed.
     """
-    parts = [_step(_LOAD, 4), _step(_EQUAL, _AUDIT_ARCH[_COLUMN], 1, 0), _step(_RETURN, _KILL), _CALL_NUMBER]
+    parts = [
+        _step(_LOAD, 4),
+        _step(_EQUAL, _AUDIT_ARCH[_COLUMN], 1, 0),
+        _step(_RETURN, _KILL),
+        _CALL_NUMBER,
+    ]
     parts += [_step(_AT_LEAST, _X32_BIT, 0, 1), _step(_RETURN, _KILL)]
     parts += [_step(_AT_LEAST, _FIRST_UNJUDGED, 0, 1), _fail(errno.ENOSYS)]
     parts += [_when(_REFUSED, _REFUSE), _when(_UNKNOWN, _fail(errno.ENOSYS))]
     parts += [_when("clone 56 220", _refuse_if(0, _ANY_BIT, _NEW_NAMESPACES))]
     # whose first argument must be 0, the caller
-    parts += [_when("prlimit64 302 261, sched_setaffinity 203 122", _refuse_if(0, _EQUAL, 0, False))]
+    parts += [
+        _when("prlimit64 302 261, sched_setaffinity 203 122", _refuse_if(0, _EQUAL, 0, False))
+    ]
     # Datagram sockets send to any path. The kernel looks at an address only if its length is not 0.
     streams = _refuse_if(1, _EQUAL, socket.SOCK_STREAM, False, mask=_SOCKET_TYPE)
     parts += [_when("socketpair 53 199", _refuse_if(0, _EQUAL, socket.AF_UNIX, False), streams)]
     parts += [_when("sendto 44 206", _refuse_if(5, _EQUAL, 0, False))]
-    parts += [_when("fcntl 72 25", *(_refuse_if(1, _EQUAL, command) for command in (_FCNTL_LEASE, _FCNTL_NOTIFY)))]
-    kind = _step(_LOAD, 16 + 8 * 3) + _step(_AND, _SHARED_ANONYMOUS) + _step(_EQUAL, _SHARED_ANONYMOUS, 0, 1)
+    parts += [
+        _when(
+            "fcntl 72 25",
+            *(_refuse_if(1, _EQUAL, command) for command in (_FCNTL_LEASE, _FCNTL_NOTIFY)),
+        )
+    ]
+    kind = (
+        _step(_LOAD, 16 + 8 * 3)
+        + _step(_AND, _SHARED_ANONYMOUS)
+        + _step(_EQUAL, _SHARED_ANONYMOUS, 0, 1)
+    )
     parts += [_when("mmap 9 222", kind, _fail(errno.ENOMEM), _CALL_NUMBER)]
     if not own_processes:
         parts += [_when(_FORKS_AND_SIGNALS, _REFUSE)]
         parts += [_when("clone 56 220", _refuse_if(0, _ANY_BIT, _CLONE_THREAD, False))]
         parts += [_when("kill 62 129, tgkill 234 131", _refuse_if(0, _EQUAL, os.getpid(), False))]
         parts += [_when("prctl 157 167", _refuse_if(0, _EQUAL, _PR_SET_PDEATHSIG))]
-        parts += [_when("fcntl 72 25", *(_refuse_if(1, _EQUAL, command) for command in _FCNTL_SET_OWNER))]
-        parts += [_when("ioctl 16 29", *(_refuse_if(1, _EQUAL, command) for command in _IOCTL_SET_OWNER))]
+        parts += [
+            _when("fcntl 72 25", *(_refuse_if(1, _EQUAL, command) for command in _FCNTL_SET_OWNER))
+        ]
+        parts += [
+            _when("ioctl 16 29", *(_refuse_if(1, _EQUAL, command) for command in _IOCTL_SET_OWNER))
+        ]
     if not own_files:
         parts += [_when(_METADATA, _REFUSE)]
     program = b"".join([*parts, _step(_RETURN, _ALLOW)])
@@ -280,7 +328,11 @@ def build_root(readable: Sequence[str], links: dict[str, str]) -> None:
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     base = next(path for path in ("/tmp", "/var/tmp", "/dev/shm", "/mnt") if os.path.isdir(path))
     # opened first: the base that is mounted over may be on the way to some of them
-    opened = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in [*readable, *DEVICES] if os.path.exists(path)}
+    opened = {
+        path: os.open(path, os.O_PATH | os.O_CLOEXEC)
+        for path in [*readable, *DEVICES]
+        if os.path.exists(path)
+    }
     _mount("sandbox", base, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=4096,mode=0755")
     for i, (path, descriptor) in enumerate(opened.items()):
         place = path
@@ -354,7 +406,9 @@ _SPARE_TASKS = 1024  # for a limit that counts all of a user's processes
 class Walls:
     """Closes, counts and kills in the way that this machine allows; ``from_root``: the trainer is root."""
 
-    def __init__(self, isolation: str, readable: Sequence[str], limits: dict[str, Any], from_root: bool) -> None:
+    def __init__(
+        self, isolation: str, readable: Sequence[str], limits: dict[str, Any], from_root: bool
+    ) -> None:
         _prctl(_PR_SET_DUMPABLE, 0)  # nobody may trace this process
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # it adopts the orphans of programs
         self.limits = limits
@@ -374,7 +428,11 @@ class Walls:
         self._user = INNER_ID if self._own_folder else os.getuid()
         if not self._own_namespaces and os.geteuid() == 0 and _nobody_can_read(self._readable):
             self._user = _NOBODY
-        layers = {isolation: self._own_namespaces, "landlock": self._landlock, "seccomp": self._seccomp}
+        layers = {
+            isolation: self._own_namespaces,
+            "landlock": self._landlock,
+            "seccomp": self._seccomp,
+        }
         self.layers = [name for name, there in layers.items() if there]
 
     def prepare(self) -> None:
@@ -396,7 +454,9 @@ class Walls:
         header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
         _call("capset", header, (ctypes.c_uint32 * 6)())
         if self._landlock:
-            writable = [path for path in _WRITABLE_DEVICES if os.path.exists(path)] + [_WORK] * self._own_folder
+            writable = [path for path in _WRITABLE_DEVICES if os.path.exists(path)] + [
+                _WORK
+            ] * self._own_folder
             with self._may_miss:
                 _restrict_files(self._landlock, self._readable, writable)
         if self._seccomp:
@@ -409,7 +469,9 @@ class Walls:
             return ""
         kilobytes = tasks = 0
         for status in _statuses() if self._own_namespaces else _statuses([process]):
-            kilobytes += sum(int(status.get(key, "0").split()[0]) for key in ("RssAnon", "RssShmem"))
+            kilobytes += sum(
+                int(status.get(key, "0").split()[0]) for key in ("RssAnon", "RssShmem")
+            )
             tasks += int(status.get("Threads", 1))
         if tasks > self.limits["code_max_processes"]:
             return "processes"
@@ -442,7 +504,9 @@ class Walls:
 @functools.lru_cache(maxsize=1)
 def _tasks_of(user: int, second: int) -> int:
     """Threads of a user on the whole machine, counted once a second."""
-    statuses = [status for status in _statuses() if status.get("Uid", "").split()[:1] == [str(user)]]
+    statuses = [
+        status for status in _statuses() if status.get("Uid", "").split()[:1] == [str(user)]
+    ]
     return sum(int(status.get("Threads", 1)) for status in statuses)
 
 

@@ -10,7 +10,17 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from support import rank_checks
-from support.rank_checks import EPS, LR, MAX_NORM, VOCAB, causal_lm, halving, make_strategy, run, sequence_classifier
+from support.rank_checks import (
+    EPS,
+    LR,
+    MAX_NORM,
+    VOCAB,
+    causal_lm,
+    halving,
+    make_strategy,
+    run,
+    sequence_classifier,
+)
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -31,7 +41,8 @@ OPTIONS = LoraOptions(rank=4, alpha=8.0)
 # What quantised.py changes: how models are loaded, and where the dense model of the same numbers is saved.
 LOAD: dict[str, Any] = {}
 DENSE = ""  # after the name of the folder
-APART_BF16 = 1e-2  # largest difference of log probs at bf16, the adapter loaded beside the dense model
+# largest difference of log probs at bf16, the adapter loaded beside the dense model
+APART_BF16 = 1e-2
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "0": {"zero_stage": 0},
@@ -85,7 +96,14 @@ def with_nonzero_b(model: Actor | Critic) -> None:
                 parameter.copy_(b_of(name, parameter.shape))
 
 
-def lora_actor(role: DeepspeedStrategy, path: str, *, persist: bool = False, packed: bool = False, dropout: float = 0):
+def lora_actor(
+    role: DeepspeedStrategy,
+    path: str,
+    *,
+    persist: bool = False,
+    packed: bool = False,
+    dropout: float = 0,
+):
     """A prepared actor with adapters, its optimizer and its scheduler."""
     config = role.get_ds_train_config()
     if role.zero_stage == 3 and not persist:
@@ -97,7 +115,9 @@ def lora_actor(role: DeepspeedStrategy, path: str, *, persist: bool = False, pac
     return role.prepare((actor, optimizer, halving(optimizer)))
 
 
-def train_step(role: DeepspeedStrategy, actor: Actor, optimizer, scheduler, step: int) -> tuple[float, Any]:
+def train_step(
+    role: DeepspeedStrategy, actor: Actor, optimizer, scheduler, step: int
+) -> tuple[float, Any]:
     """NLL of the actions and their KL to the reference, whose forward comes between the actor's and its backward."""
     ids, mask = ragged(step)
     total_tokens = real(mask).sum()
@@ -126,7 +146,9 @@ def kl(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
-def plain_peft(path: str) -> tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def plain_peft(
+    path: str,
+) -> tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Losses, gradient norms, the adapter's start and end: peft, torch and nothing else, on the whole batch."""
     start = Actor(path)
     add_adapters(start, OPTIONS, seed=3)
@@ -134,21 +156,33 @@ def plain_peft(path: str) -> tuple[list[float], list[float], dict[str, torch.Ten
     first = {n: p.detach().clone() for n, p in start.hf_model.named_parameters() if p.requires_grad}
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), config)
-    trained = {n.removeprefix("base_model.model."): p for n, p in model.named_parameters() if p.requires_grad}
+    trained = {
+        n.removeprefix("base_model.model."): p
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
     assert trained.keys() == first.keys()
     for name, parameter in trained.items():
         parameter.data.copy_(first[name])
-    optimizer = torch.optim.AdamW(trained.values(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0
+    )
     scheduler = halving(optimizer)
     losses, norms = [], []
     for step in range(STEPS):
         ids, mask = ragged(step)
         kept = real(mask)
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        }
         logits = model(**inputs).logits[:, -ACTIONS - 1 : -1][kept]
         with torch.no_grad(), model.disable_adapter():
             base = model(**inputs).logits[:, -ACTIONS - 1 : -1][kept]
-        nll = torch.nn.functional.cross_entropy(logits.float(), ids[:, -ACTIONS:][kept], reduction="sum")
+        nll = torch.nn.functional.cross_entropy(
+            logits.float(), ids[:, -ACTIONS:][kept], reduction="sum"
+        )
         loss = (nll + KL_COEF * kl(logits, base)) / kept.sum()
         loss.backward()
         losses.append(loss.item())
@@ -184,20 +218,32 @@ def check_adapters_train_as_in_plain_peft(strategy: DeepspeedStrategy, work_dir:
             assert outcome.grad_norm == pytest.approx(norms[step], rel=1e-4), (variant, step)
         weights = whole(role, actor)
         for name, expected in last.items():
-            torch.testing.assert_close(weights.pop(name), expected, atol=3e-5, rtol=0, msg=lambda m: f"{variant}: {m}")  # noqa: B023
+            torch.testing.assert_close(
+                weights.pop(name),
+                expected,
+                atol=3e-5,
+                rtol=0,
+                msg=lambda m: f"{variant}: {m}",  # noqa: B023
+            )  # noqa: B023, RUF100
             assert not torch.equal(expected, first[name])
         for name, weight in weights.items():  # what is left is frozen
             if weight.dtype == torch.uint8:
                 continue  # in 4 bits; see quantised.py
             assert torch.equal(weight, base[name.replace(".base_layer", "")]), (variant, name)
         trained = sum(p.numel() for p in last.values())
-        assert sum(state_elements(optimizer, actor)) <= 2 * trained + 16 * len(last), variant  # + padding of shards
+        # + padding of shards
+        assert sum(state_elements(optimizer, actor)) <= 2 * trained + 16 * len(last), variant
 
 
 def state_elements(optimizer: torch.optim.Optimizer, actor: Actor) -> list[int]:
     """Elements of the optimizer's moments on this rank."""
     inner = getattr(actor.model.optimizer, "optimizer", optimizer)
-    return [t.numel() for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.dim() > 0]
+    return [
+        t.numel()
+        for state in inner.state.values()
+        for t in state.values()
+        if torch.is_tensor(t) and t.dim() > 0
+    ]
 
 
 CKPT = {
@@ -263,14 +309,22 @@ def check_resume(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     plain = Actor(path, ds_config=role.get_ds_train_config())
     optimizer = role.create_optimizer(plain, lr=LR)
     plain, *_ = role.prepare((plain, optimizer, None))
-    with pytest.raises(CheckpointError, match=r"LoRA adapters of rank 4, alpha 8, on down_.*--lora_rank"):
+    with pytest.raises(
+        CheckpointError, match=r"LoRA adapters of rank 4, alpha 8, on down_.*--lora_rank"
+    ):
         role.load_ckpt(plain, work_dir / "zero2")
 
 
 def check_export(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     """The folder is the merged model, its subfolder the adapter; both compute what the trained actor computes."""
     ids, mask = ragged(0)
-    cases = {"zero0": [True], "zero2": [False], "zero3": [False, True], "zero2_bf16": [True], "zero3_bf16": [False]}
+    cases = {
+        "zero0": [True],
+        "zero2": [False],
+        "zero3": [False, True],
+        "zero2_bf16": [True],
+        "zero3_bf16": [False],
+    }
     for name, tied in ((key, tied) for key in CKPT for tied in cases[key]):
         path = saved_model(work_dir, strategy, tied=tied)
         role = make_strategy(**CKPT[name])
@@ -292,7 +346,13 @@ def check_export(strategy: DeepspeedStrategy, work_dir: Path) -> None:
         adapted = adapted.to(dtype=getattr(torch, dtype)).get_base_model()
         for model, limit in ((merged, tolerance), (adapted, APART_BF16 if role.bf16 else 1e-6)):
             got = Actor(model).score_actions(ids, ACTIONS, mask).log_probs.detach()
-            torch.testing.assert_close(got, expected, atol=limit, rtol=0, msg=lambda m: f"{name} {tied}: {m}")  # noqa: B023
+            torch.testing.assert_close(
+                got,
+                expected,
+                atol=limit,
+                rtol=0,
+                msg=lambda m: f"{name} {tied}: {m}",  # noqa: B023
+            )  # noqa: B023, RUF100
         before = whole(role, actor)
         rollout_weights.GATHERED_NUMEL = 1
         for _ in range(2):  # what rollout engines get, in buckets of about one layer each
@@ -313,7 +373,9 @@ def check_critic(strategy: DeepspeedStrategy, work_dir: Path) -> None:
         critic = Critic(path, ds_config=role.get_ds_train_config(), bf16=role.bf16, **LOAD)
         add_adapters(critic, OPTIONS, seed=4)
         before = {n: p.requires_grad for n, p in critic.named_parameters()}
-        assert all(trained == ("lora_" in name or "score" in name) for name, trained in before.items())
+        assert all(
+            trained == ("lora_" in name or "score" in name) for name, trained in before.items()
+        )
         optimizer = role.create_optimizer(critic, lr=LR)
         critic, optimizer, _ = role.prepare((critic, optimizer, None))
         old = whole(role, critic)
@@ -321,7 +383,10 @@ def check_critic(strategy: DeepspeedStrategy, work_dir: Path) -> None:
             role.backward(critic(ids, ACTIONS, mask).square().sum(), critic, optimizer)
             role.optimizer_step(optimizer, critic)
         for name, weight in whole(role, critic).items():
-            assert torch.equal(weight, old[name]) != ("lora_" in name or "score" in name), (options, name)
+            assert torch.equal(weight, old[name]) != ("lora_" in name or "score" in name), (
+                options,
+                name,
+            )
         expected = critic(ids, ACTIONS, mask).detach()
         folder = work_dir / f"critic_{options['zero_stage']}_{role.bf16}"
         role.save_model(critic, None, folder)
@@ -329,7 +394,11 @@ def check_critic(strategy: DeepspeedStrategy, work_dir: Path) -> None:
         unset_hf_deepspeed_config()
         merged = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
         base = AutoModelForSequenceClassification.from_pretrained(path + DENSE, dtype=dtype)
-        adapted = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().to(dtype=getattr(torch, dtype))
+        adapted = (
+            PeftModel.from_pretrained(base, folder / "adapter")
+            .merge_and_unload()
+            .to(dtype=getattr(torch, dtype))
+        )
         for model in (merged, adapted):
             got = Critic(model)(ids, ACTIONS, mask).detach()
             torch.testing.assert_close(got, expected, atol=0.1 if role.bf16 else 2e-5, rtol=0)
@@ -340,23 +409,42 @@ def check_rollouts(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     """Hugging Face rollouts of a sharded actor: its adapters are on, also after a reference forward and a step."""
     path = saved_model(work_dir, strategy)
     tokenizer = AutoTokenizer.from_pretrained(work_dir / "tokenizer")  # made by the test
-    prompts = [Prompt(text, tokenizer.encode(text), index=i) for i, text in enumerate(("1+2=", "abc", "7", "x=33"))]
+    prompts = [
+        Prompt(text, tokenizer.encode(text), index=i)
+        for i, text in enumerate(("1+2=", "abc", "7", "x=33"))
+    ]
     sampling = SamplingParams(max_new_tokens=6, n=2, seed=5)
     mine = prompts[: 3 if strategy.is_rank_0() else 1]
     for stage in (0, 3):
         role = make_strategy(zero_stage=stage)
         actor, optimizer, scheduler = lora_actor(role, path)
-        engine = HFRolloutEngine(actor, tokenizer, gather_parameters=lambda: role.gathered_parameters(actor))  # noqa: B023
+        engine = HFRolloutEngine(
+            actor,
+            tokenizer,
+            gather_parameters=lambda: role.gathered_parameters(actor),  # noqa: B023
+        )  # noqa: B023, RUF100
         seen = []
         for step in (0, 1):
             seen.append([r.response_ids for r in engine.generate(mine, sampling)])
             plain = causal_lm(tied=False)
             plain.load_state_dict(dict(rollout_weights.full_weights(actor)))
             alone = HFRolloutEngine(Actor(plain), tokenizer)
-            assert seen[-1] == [r.response_ids for r in alone.generate(mine, sampling)], (stage, step)
+            assert seen[-1] == [r.response_ids for r in alone.generate(mine, sampling)], (
+                stage,
+                step,
+            )
             train_step(role, actor, optimizer, scheduler, step)
         assert seen[0] != seen[1], stage
 
 
 if __name__ == "__main__":
-    run([check_adapters_train_as_in_plain_peft, check_write, check_resume, check_export, check_critic, check_rollouts])
+    run(
+        [
+            check_adapters_train_as_in_plain_peft,
+            check_write,
+            check_resume,
+            check_export,
+            check_critic,
+            check_rollouts,
+        ]
+    )

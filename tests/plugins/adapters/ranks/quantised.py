@@ -32,7 +32,13 @@ adapters.LOAD, adapters.DENSE = {"load_in_4bit": True}, "_dense"
 adapters.APART_BF16 = 0.05  # the dense model is that of fp32 weights in 4 bits, rounded
 adapters.VARIANTS = {
     name: adapters.VARIANTS[name]
-    for name in ("0", "1, checkpointing", "2, packed", "3, packed, checkpointing", "3, all offloaded")
+    for name in (
+        "0",
+        "1, checkpointing",
+        "2, packed",
+        "3, packed, checkpointing",
+        "3, all offloaded",
+    )
 }
 adapters.CKPT = {name: adapters.CKPT[name] for name in ("zero2", "zero3", "zero3_bf16")}
 
@@ -62,7 +68,10 @@ adapters.saved_critic = with_dense_twin(adapters.saved_critic, Critic)
 
 
 def layers_of(actor: Actor) -> dict[str, Any]:
-    return {key.replace(".base_layer", ""): layer for key, layer in quantised_layers(actor.hf_model).items()}
+    return {
+        key.replace(".base_layer", ""): layer
+        for key, layer in quantised_layers(actor.hf_model).items()
+    }
 
 
 def check_the_bits_are_nobodys_business(strategy: DeepspeedStrategy, work_dir: Path) -> None:
@@ -70,7 +79,10 @@ def check_the_bits_are_nobodys_business(strategy: DeepspeedStrategy, work_dir: P
     path = adapters.saved_model(work_dir, strategy)
     for name, options in adapters.CKPT.items():
         role = make_strategy(**options)
-        bits = {key: layer.weight for key, layer in layers_of(Actor(path, bf16=role.bf16, load_in_4bit=True)).items()}
+        bits = {
+            key: layer.weight
+            for key, layer in layers_of(Actor(path, bf16=role.bf16, load_in_4bit=True)).items()
+        }
         actor, optimizer, scheduler = adapters.lora_actor(role, path)
         for step in range(2):
             adapters.train_step(role, actor, optimizer, scheduler, step)

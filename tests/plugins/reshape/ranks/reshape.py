@@ -14,17 +14,31 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from plugins.adapters.ranks import adapters
 from support import rank_checks
-from support.rank_checks import TinyActor, causal_lm, make_strategy, run, train_step, trained_actor, whole_weights
+from support.rank_checks import (
+    TinyActor,
+    causal_lm,
+    make_strategy,
+    run,
+    train_step,
+    trained_actor,
+    whole_weights,
+)
 
 from lightppo.errors import CheckpointError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 FORMS: dict[str, dict[str, Any]] = {str(stage): {"zero_stage": stage} for stage in range(4)}
-FORMS |= {f"{stage} {kind}": {"zero_stage": stage, kind: True} for stage in (1, 2, 3) for kind in ("bf16", "fp16")}
+FORMS |= {
+    f"{stage} {kind}": {"zero_stage": stage, kind: True}
+    for stage in (1, 2, 3)
+    for kind in ("bf16", "fp16")
+}
 FORMS |= {f"{stage} lora": {"zero_stage": stage} for stage in range(4)}
 FORMS |= {f"{stage} offload": {"zero_stage": stage, "adam_offload": True} for stage in (1, 2, 3)}
-FORMS |= {f"{stage} frozen": {"zero_stage": stage} for stage in range(4)}  # a layer trains, the rest does not
-FORMS["3 unsharded"] = {"zero_stage": 3}  # DeepSpeed leaves small parameters whole, as it does by default
+# a layer trains, the rest does not
+FORMS |= {f"{stage} frozen": {"zero_stage": stage} for stage in range(4)}
+# DeepSpeed leaves small parameters whole, as it does by default
+FORMS["3 unsharded"] = {"zero_stage": 3}
 CHOSEN, ACROSS = os.environ["FORMS"].split(","), "ACROSS" in os.environ
 
 # Of the losses after a resume, against going on with the same ranks: only the sums over ranks round differently.
@@ -44,33 +58,47 @@ def make(role: DeepspeedStrategy, form: str, work_dir: Path, seed: int = 0) -> t
         return trained_actor(role, seed, persist=form == "3 unsharded")
     actor = TinyActor(causal_lm(seed), rank_checks.sharded_train_config(role))
     actor.requires_grad_(False).model.model.layers[0].requires_grad_(True)
-    optimizer = role.create_optimizer(actor, lr=rank_checks.LR, weight_decay=0.1, eps=rank_checks.EPS)
+    optimizer = role.create_optimizer(
+        actor, lr=rank_checks.LR, weight_decay=0.1, eps=rank_checks.EPS
+    )
     return role.prepare((actor, optimizer, rank_checks.halving(optimizer)))
 
 
-def losses(role: DeepspeedStrategy, form: str, parts: tuple[Any, Any, Any], steps: tuple[int, ...]) -> list[float]:
+def losses(
+    role: DeepspeedStrategy, form: str, parts: tuple[Any, Any, Any], steps: tuple[int, ...]
+) -> list[float]:
     train = adapters.train_step if kind_of(form) == "lora" else train_step
     return [train(role, *parts, step)[0] for step in steps]
 
 
-def state_of(role: DeepspeedStrategy, actor: TinyActor, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def state_of(
+    role: DeepspeedStrategy, actor: TinyActor, optimizer: Any, scheduler: Any
+) -> dict[str, Any]:
     """Whole fp32 weights and moments by DeepSpeed's own functions, the weights of the forward pass, and the rest."""
     engine = actor.model
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
-        engine.optimizer._hp_optimizer_states_linked = False  # DeepSpeed links once, before there are moments
+        # DeepSpeed links once, before there are moments
+        engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     tensors = {f"weight of {name}": weight for name, weight in whole_weights(role, actor).items()}
     for name, p in engine.module.named_parameters():
         if not p.requires_grad:
             continue
         plain = role.zero_stage == 0
-        tensors[f"master of {name}"] = p.detach().clone() if plain else safe_get_full_fp32_param(p).clone()
+        tensors[f"master of {name}"] = (
+            p.detach().clone() if plain else safe_get_full_fp32_param(p).clone()
+        )
         for key in ("exp_avg", "exp_avg_sq"):
-            moment = engine.optimizer.state[p][key] if plain else safe_get_full_optimizer_state(p, key)
+            moment = (
+                engine.optimizer.state[p][key] if plain else safe_get_full_optimizer_state(p, key)
+            )
             tensors[f"{key} of {name}"] = moment.clone()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     steps = {float(state["step"]) for state in inner.state.values()}
-    groups = [{key: group[key] for key in ("lr", "weight_decay", "betas", "eps")} for group in optimizer.param_groups]
+    groups = [
+        {key: group[key] for key in ("lr", "weight_decay", "betas", "eps")}
+        for group in optimizer.param_groups
+    ]
     rest = {
         "loss scale": engine.optimizer.cur_scale if role.fp16 else None,
         "steps": steps,
@@ -109,12 +137,20 @@ def check_load(_: DeepspeedStrategy, work_dir: Path) -> None:
         for form in CHOSEN:
             role = make_strategy(**FORMS[form])
             same_stage = saved[0] == form[0]
-            if kind_of(saved) != kind_of(form) or folder.name == f"{form}@{role.world_size}" or (ACROSS and same_stage):
+            if (
+                kind_of(saved) != kind_of(form)
+                or folder.name == f"{form}@{role.world_size}"
+                or (ACROSS and same_stage)
+            ):
                 continue
-            parts, where = make(role, form, work_dir, seed=9), f"{folder.name} at {form}, {role.world_size} ranks"
+            parts, where = (
+                make(role, form, work_dir, seed=9),
+                f"{folder.name} at {form}, {role.world_size} ranks",
+            )
             if int(ranks) != role.world_size or not same_stage:
                 with pytest.raises(
-                    CheckpointError, match="set --reshape_ckpt, resume with the same number of processes"
+                    CheckpointError,
+                    match="set --reshape_ckpt, resume with the same number of processes",
                 ):
                     role.load_ckpt(parts[0], folder, tag="t")
             path, client_state = role.load_ckpt(parts[0], folder, tag="t", reshape=True)
@@ -122,10 +158,14 @@ def check_load(_: DeepspeedStrategy, work_dir: Path) -> None:
             expected, state = torch.load(folder / "expected.pt"), state_of(role, *parts)
             tensors = expected["tensors"]
             assert state["tensors"].keys() == tensors.keys()
-            assert [name for name in tensors if not torch.equal(state["tensors"][name], tensors[name])] == [], where
+            assert [
+                name for name in tensors if not torch.equal(state["tensors"][name], tensors[name])
+            ] == [], where
             assert state["rest"] == expected["rest"], where
             tolerance = TOLERANCE.get(kind_of(form), 1e-6)
-            assert losses(role, form, parts, (2, 3)) == pytest.approx(expected["losses"], rel=tolerance), where
+            assert losses(role, form, parts, (2, 3)) == pytest.approx(
+                expected["losses"], rel=tolerance
+            ), where
             done += 1
     assert done > 0
 
@@ -149,12 +189,16 @@ def check_refused(_: DeepspeedStrategy, work_dir: Path) -> None:
     actor = TinyActor(causal_lm(tied=False), rank_checks.sharded_train_config(role))
     optimizer = role.create_optimizer(actor, lr=rank_checks.LR)
     actor, *_ = role.prepare((actor, optimizer, None))
-    with pytest.raises(CheckpointError, match=r"holds other trained weights: 1 differ, first 'lm_head.weight'"):
+    with pytest.raises(
+        CheckpointError, match=r"holds other trained weights: 1 differ, first 'lm_head.weight'"
+    ):
         role.load_ckpt(actor, folder, tag="t", reshape=True)
     with pytest.raises(CheckpointError, match="its weights load with the optimizer only"):
         role.load_ckpt(actor, folder, tag="t", reshape=True, load_optimizer_states=False)
     role = make_strategy(zero_stage=2, bf16=True)
-    with pytest.raises(CheckpointError, match="bf16=False, this run has bf16=True: resume with the same"):
+    with pytest.raises(
+        CheckpointError, match="bf16=False, this run has bf16=True: resume with the same"
+    ):
         role.load_ckpt(trained_actor(role)[0], folder, tag="t", reshape=True)
 
 
