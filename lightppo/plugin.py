@@ -193,7 +193,7 @@ itself, or another one around it. They are called in the order of the table."""
 
 REWARD_MANAGERS: Table[RewardManager] = Table(
     "--reward_manager",
-    {"auto": RewardManager("lightppo.rewards.calls:one_by_one")},
+    {"auto": RewardManager("lightppo.rewards.function:OneByOne")},
     kind=RewardManager,
 )
 """How a reward function is called. A plugin may put another entry in the place of ``auto``."""

@@ -5,15 +5,17 @@ Parameter names tell the convention; if none fits, or several do, the function i
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.plugin import REWARD_MANAGERS
+from lightppo.ranks import heartbeat
 from lightppo.rewards.source import (
     NO_LABELS,
     Call,
@@ -414,6 +416,49 @@ def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
         raise ValueError(
             f"reward function {name}: its parameters cannot be read: {error}"
         ) from None
+
+
+# --- calls, one after the other; plugins bring threads, event loops and processes
+
+
+@dataclass(eq=False)
+class OneByOne:
+    """Makes the calls in their order, in the thread that asks, without a limit for their time."""
+
+    request: RunnerRequest
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """One outcome per call, in their order."""
+        return [self._call(call) for call in calls]
+
+    def _call(self, call: Call) -> Outcome:
+        try:
+            return Outcome(awaited(self.request.fn(*call.args, **call.kwargs)))
+        except (Exception, SystemExit) as error:
+            return raised(error)
+        finally:
+            heartbeat.beat()
+
+
+def is_coroutine_function(fn: Callable[..., Any]) -> bool:
+    """Whether a call gives what must be awaited, be it a function or an object with ``__call__``."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+        getattr(fn, "__call__", None)  # noqa: B004
+    )  # noqa: B004, RUF100
+
+
+def awaited(value: Any) -> Any:
+    """The value, awaited to its end if it is awaitable."""
+
+    async def run() -> Any:
+        return await value
+
+    return asyncio.run(run()) if inspect.isawaitable(value) else value
+
+
+def raised(error: BaseException) -> Outcome:
+    """The outcome of a call that raised."""
+    return Outcome(error=error_text(error), cause=error)
 
 
 # --- the source

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import re
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -13,7 +14,8 @@ import torch
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.rewards import FunctionReward, RewardSource, load_python_function, score_rollouts
-from lightppo.rewards.function import STYLES, BoundFunction, recognise
+from lightppo.rewards.function import STYLES, BoundFunction, OneByOne, recognise
+from lightppo.rewards.source import Call, RunnerRequest
 
 
 def test_gets_queries_prompts_labels(rollouts):
@@ -654,3 +656,42 @@ def test_no_parameters_to_read():
 
     with pytest.raises(ValueError, match=r"reward function f: .*parameters"):
         FunctionReward(Builtin(), "f")
+
+
+# -- calls, where no plugin makes them ------------------------------------------------------------------------
+
+
+def one_by_one(function: Callable) -> OneByOne:
+    return OneByOne(RunnerRequest(function, "score"))
+
+
+def test_calls_are_made_in_their_order_in_this_thread():
+    seen = []
+
+    def score(number: int, *, factor: int = 1) -> int:
+        seen.append((number, threading.current_thread()))
+        return number * factor
+
+    outcomes = one_by_one(score).run([Call((3,)), Call((1,), {"factor": 5}), Call((2,))])
+    assert [outcome.value for outcome in outcomes] == [3, 5, 2]
+    assert seen == [(number, threading.current_thread()) for number in (3, 1, 2)]
+
+
+def test_what_a_call_raises_is_in_its_outcome():
+    def score(number: int) -> float:
+        if number == 0:
+            raise SystemExit("no more")
+        return 1 / (number - 1)
+
+    ended, fails, scored = one_by_one(score).run([Call((0,)), Call((1,)), Call((2,))])
+    assert isinstance(ended.cause, SystemExit)
+    assert "ZeroDivisionError" in fails.error
+    assert isinstance(fails.cause, ZeroDivisionError)
+    assert (scored.value, scored.error) == (1.0, None)
+
+
+def test_coroutines_are_awaited():
+    async def score(number: int) -> int:
+        return number + 1
+
+    assert [outcome.value for outcome in one_by_one(score).run([Call((1,)), Call((2,))])] == [2, 3]

@@ -28,7 +28,7 @@ from pebble import ProcessExpired, ProcessPool
 from lightppo.errors import RewardError, WorkerStartError
 from lightppo.plugins.verifiers.runners import WATCHED, late
 from lightppo.ranks import heartbeat
-from lightppo.rewards.calls import awaited
+from lightppo.rewards.function import awaited
 from lightppo.rewards.source import Call, Outcome, RunnerRequest, in_daemon_thread
 from lightppo.user_code import error_text
 

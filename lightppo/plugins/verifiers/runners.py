@@ -17,7 +17,7 @@ from typing import Any
 
 from lightppo.errors import RewardError
 from lightppo.ranks import heartbeat
-from lightppo.rewards.calls import awaited, is_coroutine_function, raised
+from lightppo.rewards.function import awaited, is_coroutine_function, raised
 from lightppo.rewards.source import Call, Outcome, RunnerRequest, in_daemon_thread
 
 _CALLS_AT_A_TIME = 16
