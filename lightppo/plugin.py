@@ -110,6 +110,7 @@ PUBLIC: dict[str, str] = {
     "Prompt": "lightppo.data.records",
     "Rollout": "lightppo.data.records",
     "PromptDataset": "lightppo.data.datasets",
+    "RolloutBatchSampler": "lightppo.trainer.prompts",
     "blending_datasets": "lightppo.data.readers",
     "HFRolloutEngine": "lightppo.rollout.hf",
     "SamplingParams": "lightppo.rollout.engine",

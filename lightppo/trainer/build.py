@@ -31,7 +31,7 @@ from lightppo.config.rules import (
     of_role,
     old_log_probs_from,
 )
-from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
+from lightppo.data.datasets import PromptDataset, SFTDataset
 from lightppo.data.readers import blending_datasets, with_metadata
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError
@@ -57,7 +57,7 @@ from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import public_options
-from lightppo.trainer.prompts import PromptFilter, endless
+from lightppo.trainer.prompts import PromptFilter, RolloutBatchSampler, endless
 from lightppo.trainer.skipped import SkippedSteps
 from lightppo.trainer.update import Update, UpdatedModels, build_value_norm
 

@@ -1,4 +1,4 @@
-"""Whatever a dataloader yields → prompts and language-model batches; where in an episode to start."""
+"""The order of an episode's prompts, and whatever a dataloader yields → prompts and language-model batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.records import Prompt
@@ -20,6 +21,77 @@ from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import TrainerState
 
 _END = object()
+
+
+class RolloutBatchSampler(Sampler[list[int]]):
+    """Batches of prompt positions for one rank; ``batch_size`` is over all ranks.
+
+    An epoch's order and its global batches depend only on seed, epoch and position, not on the number of ranks. Rank r
+    gets ``batch[r::world_size]`` of every global batch: all ranks yield equally many batches, and a rank's share of the
+    last one may be an EMPTY list.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 42,
+    ) -> None:
+        if num_samples < 1 or batch_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(
+                f"num_samples {num_samples} and --rollout_batch_size {batch_size} must be at least 1, and rank {rank} "
+                f"one of {world_size}"
+            )
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.rank, self.world_size = rank, world_size
+        self.shuffle, self.seed = shuffle, seed
+        self.epoch = self._start = 0
+        self._left_out: set[int] = set()
+
+    def leave_out(self, positions: Iterable[int]) -> None:
+        """Leave these prompts out of all further passes, in addition to earlier ones; call it alike on every rank."""
+        left_out = self._left_out | set(positions)
+        if not left_out < set(range(self.num_samples)):
+            raise ValueError(
+                f"{len(left_out)} prompts cannot be left out of {self.num_samples}: {sorted(left_out)[-5:]}"
+            )
+        self._left_out = left_out
+
+    @property
+    def epoch_size(self) -> int:
+        """Prompts per epoch."""
+        return self.num_samples - len(self._left_out)
+
+    def order(self) -> list[int]:
+        """Positions of all prompts in this epoch's order, the same on every rank."""
+        whole: Iterable[int] = range(self.num_samples)
+        if self.shuffle:
+            # Not seed + epoch: epoch 1 of seed 42 would be epoch 0 of seed 43.
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+            whole = torch.randperm(self.num_samples, generator=generator).tolist()
+        return [position for position in whole if position not in self._left_out]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, start = self.order(), self._start
+        self._start = 0  # a resumed position counts once; the next pass is complete
+        for begin in range(start, len(order), self.batch_size):
+            yield order[begin : begin + self.batch_size][self.rank :: self.world_size]
+
+    def __len__(self) -> int:
+        """Batches in the next pass (equal on all ranks); after a resume, fewer than in an epoch."""
+        return -(-(self.epoch_size - self._start) // self.batch_size)
+
+    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
+        """Choose the next pass's order, and its start: how many prompts of this epoch all ranks have used."""
+        if not 0 <= consumed_samples <= self.epoch_size:
+            raise ValueError(
+                f"consumed_samples is {consumed_samples}, but an epoch has {self.epoch_size} prompts"
+            )
+        self.epoch, self._start = epoch, consumed_samples
 
 
 class EpisodePrompts:

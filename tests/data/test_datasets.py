@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 from lightppo.data.datasets import (
     IGNORE_INDEX,
     PromptDataset,
-    RolloutBatchSampler,
     SFTDataset,
     truncate_ids,
 )
 from lightppo.data.readers import blending_datasets
 from lightppo.errors import DataError
+from lightppo.trainer.prompts import RolloutBatchSampler
 
 USER = {"role": "user", "content": "2+2?"}
 

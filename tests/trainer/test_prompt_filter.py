@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 from support.fakes import FakeStrategy, on_ranks
 
-from lightppo.data.datasets import RolloutBatchSampler
 from lightppo.errors import ConfigError
 from lightppo.trainer.checkpointing import TrainerState
-from lightppo.trainer.prompts import PromptFilter, too_well_solved
+from lightppo.trainer.prompts import PromptFilter, RolloutBatchSampler, too_well_solved
 
 
 def loader(rows: list[int]) -> SimpleNamespace:

@@ -9,10 +9,15 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightppo.algorithms.losses import IGNORE_INDEX
-from lightppo.data.datasets import RolloutBatchSampler
 from lightppo.data.records import Prompt
 from lightppo.strategy.distributed import RankSampler
-from lightppo.trainer.prompts import EpisodePrompts, as_lm_batch, as_prompts, endless
+from lightppo.trainer.prompts import (
+    EpisodePrompts,
+    RolloutBatchSampler,
+    as_lm_batch,
+    as_prompts,
+    endless,
+)
 
 CPU = torch.device("cpu")
 

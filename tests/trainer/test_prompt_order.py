@@ -7,7 +7,7 @@ import random
 import pytest
 from torch.utils.data import DataLoader
 
-from lightppo.data.datasets import RolloutBatchSampler
+from lightppo.trainer.prompts import RolloutBatchSampler
 
 
 def ranks(n: int, batch: int, world: int, **options) -> list[RolloutBatchSampler]:
