@@ -126,6 +126,36 @@ def _mean_log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Te
     return (p * d).sum(-1), d
 
 
+class KLEstimate:
+    """A KL estimator and its limit, looked up once; called as :func:`approx_kl`."""
+
+    def __init__(self, estimator: str = "k1", clip: float | None = None) -> None:
+        entry = KL_ESTIMATORS.find(estimator)
+        if entry.over_vocabulary:
+            raise ValueError(
+                f"--kl_estimator {estimator} needs the logits of both models: call full_kl"
+            )
+        self.value, self.clip = entry.fn, clip
+        self.carrier = None if entry.gradient_of is None else load(entry.gradient_of)
+
+    def __call__(
+        self, log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor | None = None
+    ) -> Tensor:
+        require_same_shape(
+            log_probs=log_probs, ref_log_probs=ref_log_probs, action_mask=action_mask
+        )
+        log_ratio = at_least_float32(log_probs) - at_least_float32(ref_log_probs)  # (B, A)
+        if action_mask is not None:
+            log_ratio = zero_where_masked(log_ratio, action_mask)
+        kl = self.value(log_ratio)
+        if self.clip is not None:
+            kl = kl.clamp(-self.clip, self.clip)
+        if self.carrier is not None:
+            carrier = self.carrier(log_ratio)
+            kl = kl.detach() + (carrier - carrier.detach())  # the bracket is an exact 0
+        return kl
+
+
 def approx_kl(
     log_probs: Tensor,
     ref_log_probs: Tensor,
@@ -142,22 +172,7 @@ def approx_kl(
         clip: limits the value to ±clip; a clipped value has no gradient, except k2's in a straight-through estimator.
         action_mask: (B, A), True = trained token; the others become 0 and get no gradient.
     """
-    entry = KL_ESTIMATORS.find(estimator)
-    if entry.over_vocabulary:
-        raise ValueError(
-            f"--kl_estimator {estimator} needs the logits of both models: call full_kl"
-        )
-    require_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, action_mask=action_mask)
-    log_ratio = at_least_float32(log_probs) - at_least_float32(ref_log_probs)  # (B, A)
-    if action_mask is not None:
-        log_ratio = zero_where_masked(log_ratio, action_mask)
-    kl = entry.fn(log_ratio)
-    if clip is not None:
-        kl = kl.clamp(-clip, clip)
-    if entry.gradient_of is not None:
-        carrier = load(entry.gradient_of)(log_ratio)
-        kl = kl.detach() + (carrier - carrier.detach())  # the bracket is an exact 0
-    return kl
+    return KLEstimate(estimator, clip)(log_probs, ref_log_probs, action_mask)
 
 
 class KLController:

@@ -13,13 +13,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, PolicyLossEntry
+from lightppo.algorithms.entries import POLICY_LOSSES, PolicyLossEntry
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
 from lightppo.algorithms.logprobs import token_log_probs
 from lightppo.algorithms.masking import (
+    Aggregation,
     LossNormalizer,
-    aggregate_loss,
     require_same_shape,
+    token_mean,
     zero_where_masked,
 )
 from lightppo.option import shown_object
@@ -144,10 +145,13 @@ class PolicyLoss:
     loss_agg_mode: str = "token-mean"
     # by flag name; missing or None: the default
     options: Mapping[str, float | None] = field(default_factory=dict)
+    # what the names above stand for
+    of_tokens: PolicyLossFn = field(init=False, repr=False, compare=False)
+    aggregate: Aggregation = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         entry, name = self.entry, shown_object(self.policy_loss)
-        LOSS_AGG_MODES.find(self.loss_agg_mode)
+        aggregate = Aggregation.of_mode(self.loss_agg_mode)
         given = (self.clip_eps_low, self.clip_eps_high)
         if entry.eps_clip is None and given != (None, None):
             raise ValueError(
@@ -161,6 +165,8 @@ class PolicyLoss:
         object.__setattr__(self, "clip_eps_low", low)
         object.__setattr__(self, "clip_eps_high", high)
         object.__setattr__(self, "options", entry.completed(self.options, f"--policy_loss {name}"))
+        object.__setattr__(self, "of_tokens", entry.fn)
+        object.__setattr__(self, "aggregate", aggregate)
 
     @cached_property
     def entry(self) -> PolicyLossEntry:
@@ -207,21 +213,18 @@ class PolicyLoss:
             eps_high=self.clip_eps_high,
             selected=None if selected is None else selected.bool() & mask,
         )
-        token_loss, token_metrics = self.entry.fn(inputs, **self.options)
+        token_loss, token_metrics = self.of_tokens(inputs, **self.options)
         if weights is not None:
             weights = zero_where_masked(weights.detach(), mask)
             # even if the loss is not finite
             token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)
-        loss = aggregate_loss(token_loss, mask, self.loss_agg_mode, normalizer)
+        loss = self.aggregate(token_loss, mask, normalizer)
         return loss, _token_means(token_metrics, mask, normalizer)
 
 
 def _token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:
     """This micro batch's share of the step's token means, without gradient."""
-    return {
-        name: aggregate_loss(x.detach(), mask, "token-mean", normalizer)
-        for name, x in token_metrics.items()
-    }
+    return {name: token_mean(x.detach(), mask, normalizer) for name, x in token_metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -234,9 +237,10 @@ class ValueLoss:
     value_clip: float | None = 0.2  # c, in units of the value, above 0; None: no clipping
     loss_agg_mode: str = "token-mean"
     huber_delta: float | None = None  # δ, above 0; None: ½e² everywhere
+    aggregate: Aggregation = field(init=False, repr=False, compare=False)  # that of loss_agg_mode
 
     def __post_init__(self) -> None:
-        LOSS_AGG_MODES.find(self.loss_agg_mode)
+        object.__setattr__(self, "aggregate", Aggregation.of_mode(self.loss_agg_mode))
         for flag, limit in (
             ("--value_clip", self.value_clip),
             ("--value_huber_delta", self.huber_delta),
@@ -271,7 +275,7 @@ class ValueLoss:
             clipped_error = self._error(near_old - returns)
             clipped = (clipped_error > error).to(error.dtype)
             error = torch.maximum(error, clipped_error)
-        loss = aggregate_loss(error, mask, self.loss_agg_mode, normalizer)
+        loss = self.aggregate(error, mask, normalizer)
         return loss, _token_means({"value_clip_ratio": clipped}, mask, normalizer)
 
     def _error(self, difference: Tensor) -> Tensor:
@@ -309,6 +313,4 @@ class GPTLMLoss:
         token_loss = -token_log_probs(logits[:, :-1], labels.masked_fill(~mask, 0))
         tokens = float(mask.sum()) if normalizer_tokens is None else normalizer_tokens
         # token-mean needs only the tokens
-        return aggregate_loss(
-            token_loss, mask, "token-mean", LossNormalizer(tokens, sequences=0, dp_size=dp_size)
-        )
+        return token_mean(token_loss, mask, LossNormalizer(tokens, sequences=0, dp_size=dp_size))

@@ -117,16 +117,52 @@ class LossNormalizer:
         return cls(tokens=tokens, sequences=sequences, dp_size=dp_size, scale=scale)
 
 
-def all_tokens(n: LossNormalizer) -> float:
-    return n.tokens
+def all_tokens(normalizer: LossNormalizer) -> float:
+    return normalizer.tokens
 
 
-def all_sequences(n: LossNormalizer) -> float:
-    return n.sequences
+def all_sequences(normalizer: LossNormalizer) -> float:
+    return normalizer.sequences
 
 
-def scaled_sequences(n: LossNormalizer) -> float:
-    return n.sequences * n.scale
+def scaled_sequences(normalizer: LossNormalizer) -> float:
+    return normalizer.sequences * normalizer.scale
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How token losses become one number; called as :func:`aggregate_loss`, without the mode."""
+
+    divisor: Callable[[LossNormalizer], float]
+    mean_of_rows: bool = False  # each row is divided by its own number of trained tokens first
+
+    @classmethod
+    def of_mode(cls, mode: str) -> Aggregation:
+        """A name of ``--loss_agg_mode``, looked up once."""
+        entry = LOSS_AGG_MODES.find(mode)
+        return cls(entry.fn, entry.mean_of_rows)
+
+    def __call__(
+        self, token_loss: Tensor, mask: Tensor, normalizer: LossNormalizer | None = None
+    ) -> Tensor:
+        require_same_shape(token_loss=token_loss, mask=mask)
+        mask = mask.bool()
+        normalizer = normalizer or LossNormalizer.from_masks([mask])
+        kept = zero_where_masked(token_loss, mask)  # (B, A)
+        if self.mean_of_rows:
+            kept = kept / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        count = self.divisor(normalizer)
+        if count == 0:
+            if mask.any():
+                raise ValueError(
+                    f"the mask has {int(mask.sum())} tokens but the normalizer counts none: {normalizer}"
+                )
+            return kept.sum()
+        return kept.sum() * (normalizer.dp_size / count)
+
+
+token_mean = Aggregation(all_tokens)
+"""``token-mean``, which the means of metrics are, too."""
 
 
 def aggregate_loss(
@@ -152,18 +188,4 @@ def aggregate_loss(
     Sources: token-mean DAPO (arXiv:2503.14476); seq-mean-token-mean GRPO (arXiv:2402.03300); constant scale Dr. GRPO
     (arXiv:2503.20783). Without a ``normalizer``, this micro batch is the step, on one rank, with scale 1.
     """
-    entry = LOSS_AGG_MODES.find(mode)
-    require_same_shape(token_loss=token_loss, mask=mask)
-    mask = mask.bool()
-    normalizer = normalizer or LossNormalizer.from_masks([mask])
-    kept = zero_where_masked(token_loss, mask)  # (B, A)
-    if entry.mean_of_rows:
-        kept = kept / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    count = entry.fn(normalizer)
-    if count == 0:
-        if mask.any():
-            raise ValueError(
-                f"the mask has {int(mask.sum())} tokens but the normalizer counts none: {normalizer}"
-            )
-        return kept.sum()
-    return kept.sum() * (normalizer.dp_size / count)
+    return Aggregation.of_mode(mode)(token_loss, mask, normalizer)

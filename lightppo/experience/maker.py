@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightppo.algorithms.advantages import group_normalize, teacher_advantages
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
-from lightppo.algorithms.kl import KLController, approx_kl, full_kl
+from lightppo.algorithms.kl import KLController, KLEstimate, full_kl
 from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
 from lightppo.algorithms.shaping import (
@@ -175,6 +175,14 @@ class ExperienceMaker:
         self.algorithm, self.distill = config.algorithm, config.distill
         self.token_weights = token_weights(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
+        self.advantages_of = partial(
+            self.estimator.fn,
+            **{name: getattr(self.algorithm, name) for name in self.estimator.defaults},
+        )
+        is_full = self.algorithm.kl_estimator == "full"
+        self.kl_of_samples = KLEstimate(
+            "k1" if is_full else self.algorithm.kl_estimator, self.algorithm.kl_clip
+        )
         self.mask_too_long, self.prompt_max_len = (
             config.reward.mask_too_long,
             config.data.prompt_max_len,
@@ -191,11 +199,7 @@ class ExperienceMaker:
         self.compared_with_engine = self._compared_with_engine(config)
         self.has_kl = initial_model is not None and self.old_log_probs != "training"
         # Whole distributions are compared only if the reward needs it: the KL loss compares its own.
-        self.full_kl = (
-            self.has_kl
-            and self.algorithm.kl_estimator == "full"
-            and self.algorithm.use_kl_in_reward
-        )
+        self.full_kl = self.has_kl and is_full and self.algorithm.use_kl_in_reward
         self.shaper = ScoreShaper(config.reward, config.rollout.generate_max_len, strategy)
         self._all_reduce_sum = partial(strategy.all_reduce, op="sum")
 
@@ -369,9 +373,7 @@ class ExperienceMaker:
 
     def sampled_kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         """``--kl_estimator`` of each sampled token, k1 in place of ``full``; float32, in nats, without gradient."""
-        a = self.algorithm
-        estimator = "k1" if a.kl_estimator == "full" else a.kl_estimator
-        return approx_kl(log_probs.detach(), ref_log_probs, estimator, a.kl_clip).float()
+        return self.kl_of_samples(log_probs.detach(), ref_log_probs).float()
 
     def with_kl(self, experience: Experience, log_probs: Tensor) -> Experience:
         """With the KL of each sample in ``info``, of log probs that only the training pass has made."""
@@ -450,7 +452,7 @@ class ExperienceMaker:
         )  # (B, A)
         greedy = [r.baseline for r in rollouts] if self.estimator.needs_greedy_baseline else None
         groups = torch.tensor([r.prompt.index for r in rollouts], dtype=torch.long, device=device)
-        batch.advantages, batch.returns = self.estimator.fn(
+        batch.advantages, batch.returns = self.advantages_of(
             token_rewards=token_rewards,
             action_mask=mask,
             scores=token_rewards.sum(-1),
@@ -465,7 +467,6 @@ class ExperienceMaker:
             batch_std=config.grpo_std_scope == "batch",
             score_norms=norms,
             all_reduce_sum=self._all_reduce_sum,
-            **{name: getattr(config, name) for name in self.estimator.defaults},
         )
         if self.teacher is not None:
             gaps = (

@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import POLICY_LOSSES
-from lightppo.algorithms.kl import approx_kl, full_kl
+from lightppo.algorithms.kl import KLEstimate, full_kl
 from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
-from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, systematic_sample
+from lightppo.algorithms.masking import (
+    Aggregation,
+    LossNormalizer,
+    systematic_sample,
+    token_mean,
+)
 from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import LossConfig, PPOConfig
 from lightppo.config.rules import micro_batch_spec, of_role, token_weights
@@ -127,6 +132,7 @@ class Update:
         self.specs = {
             call: micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
         }
+        self.aggregate = Aggregation.of_mode(config.loss.loss_agg_mode)
 
     def train(self, step: int) -> dict[str, float]:
         """Train on the replay buffer. Collective.
@@ -236,6 +242,8 @@ class Update:
             experience,
             part.normalizer,
             loss_fn=self.policy_loss,
+            aggregate=self.aggregate,
+            kl_of_samples=self.experience_maker.kl_of_samples,
             config=self.config,
             kl_coef=self.kl_ctl.value,
             reference=self.reference,
@@ -393,6 +401,8 @@ def actor_loss(
     normalizer: LossNormalizer,
     *,
     loss_fn: PolicyLoss,
+    aggregate: Aggregation,
+    kl_of_samples: KLEstimate,
     config: PPOConfig,
     kl_coef: float,
     reference: Any | None,
@@ -433,11 +443,11 @@ def actor_loss(
     )
     metrics["entropy"], per_token = _mean_entropy(scores.entropy.detach(), sample, mask, normalizer)
     if options.entropy_coef > 0:
-        entropy = aggregate_loss(scores.entropy, mask, options.loss_agg_mode, normalizer)
+        entropy = aggregate(scores.entropy, mask, normalizer)
         loss = loss - options.entropy_coef * entropy
     if config.algorithm.use_kl_loss:
-        kl = _kl_to_reference(actor, reference, scores, experience, config)
-        kl_loss = aggregate_loss(kl, mask, options.loss_agg_mode, normalizer)
+        kl = _kl_to_reference(actor, reference, scores, experience, config, kl_of_samples)
+        kl_loss = aggregate(kl, mask, normalizer)
         loss = loss + kl_coef * kl_loss
         metrics["kl_loss"] = kl_loss.detach()
     if imitates:
@@ -486,12 +496,12 @@ def _mean_entropy(
 ) -> tuple[Tensor, Tensor]:
     """This micro batch's share of the mean, and the entropy per token (B, A), NaN where it was not computed."""
     if sample is None:
-        return aggregate_loss(per_token, mask, "token-mean", normalizer), per_token
+        return token_mean(per_token, mask, normalizer), per_token
     counted, computed = (
         to_device(places, mask.device) for places in (sample.counted, sample.computed)
     )
     of_sample = per_token.masked_fill(~counted, 0.0)
-    mean = sample.stride * aggregate_loss(of_sample, mask, "token-mean", normalizer)
+    mean = sample.stride * token_mean(of_sample, mask, normalizer)
     return mean, per_token.masked_fill(~computed, torch.nan)
 
 
@@ -536,27 +546,26 @@ def weighted_policy_loss(
     metrics["policy_loss"] = loss.detach()
     if in_training is not None:
         rejected = (in_training == 0).to(in_training.dtype)
-        metrics["rejected_ratio"] = aggregate_loss(
-            rejected, experience.action_mask, "token-mean", normalizer
-        )
+        metrics["rejected_ratio"] = token_mean(rejected, experience.action_mask, normalizer)
     return loss, metrics
 
 
 def _kl_to_reference(
-    actor: Any, reference: Any, scores: ActionScores, experience: Experience, config: PPOConfig
+    actor: Any,
+    reference: Any,
+    scores: ActionScores,
+    experience: Experience,
+    config: PPOConfig,
+    kl_of_samples: KLEstimate,
 ) -> Tensor:
     """KL estimate with gradient (B, A): from the log probs of the sampled tokens, or over the whole vocabulary."""
-    options = config.algorithm
-    if options.kl_estimator != "full":
-        return approx_kl(
-            scores.log_probs,
-            experience.base_action_log_probs,
-            options.kl_estimator,
-            options.kl_clip,
-            action_mask=experience.action_mask,
+    if config.algorithm.kl_estimator != "full":
+        return kl_of_samples(
+            scores.log_probs, experience.base_action_log_probs, experience.action_mask
         )
     kl, _ = _divergence(actor, reference, scores, experience)
-    return kl if options.kl_clip is None else kl.clamp(-options.kl_clip, options.kl_clip)
+    clip = config.algorithm.kl_clip
+    return kl if clip is None else kl.clamp(-clip, clip)
 
 
 def _distill_loss(
@@ -572,11 +581,11 @@ def _distill_loss(
     divergence, teacher_log_probs = _divergence(
         actor, teacher, scores, experience, config.distill.distill_beta
     )
-    loss = aggregate_loss(divergence, mask, config.loss.loss_agg_mode, normalizer)
+    loss = Aggregation.of_mode(config.loss.loss_agg_mode)(divergence, mask, normalizer)
     gap = scores.log_probs.detach() - teacher_log_probs
     metrics = {
-        "teacher_kl": aggregate_loss(gap, mask, "token-mean", normalizer),
-        "teacher_log_prob": aggregate_loss(teacher_log_probs, mask, "token-mean", normalizer),
+        "teacher_kl": token_mean(gap, mask, normalizer),
+        "teacher_log_prob": token_mean(teacher_log_probs, mask, normalizer),
         "distill_loss": loss.detach(),
     }
     return loss, metrics
@@ -612,7 +621,7 @@ def critic_loss(
         shown = value_norm.denormalize(shown)
         old_values, returns = value_norm.normalize_old(old_values), value_norm.normalize(returns)
     loss, metrics = loss_fn(values, old_values, returns, mask, normalizer)
-    mean_value = aggregate_loss(shown, mask, "token-mean", normalizer)
+    mean_value = token_mean(shown, mask, normalizer)
     return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}
 
 

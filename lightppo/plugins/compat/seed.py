@@ -360,7 +360,8 @@ def of_whole_step(
     """The same loss, which can also be called in the seed's form."""
     kind = PolicyLoss if isinstance(loss, losses.PolicyLoss) else ValueLoss
     return kind(
-        **{field.name: getattr(loss, field.name) for field in fields(loss)}, horizon=horizon
+        **{field.name: getattr(loss, field.name) for field in fields(loss) if field.init},
+        horizon=horizon,
     )
 
 
