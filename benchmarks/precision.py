@@ -62,7 +62,7 @@ def measure(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from lightppo.algorithms.mismatch import Summary, mismatch_metrics, mismatch_terms
+    from lightppo.algorithms.kl import mismatch_terms
     from lightppo.config import PPOConfig
     from lightppo.data.records import Prompt
     from lightppo.experience.experience import Experience
@@ -71,6 +71,7 @@ def measure(
     from lightppo.rollout.engine import SamplingParams
     from lightppo.strategy.deepspeed import DeepspeedStrategy
     from lightppo.trainer.build import build_rollout_engine
+    from lightppo.trainer.metrics import Summary, mismatch_metrics
 
     options: dict[str, Any] = {"prompt_max_len": prompt_tokens, "generate_max_len": new_tokens}
     options |= {"max_num_seqs": responses} if engine == "vllm" else {}

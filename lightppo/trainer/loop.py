@@ -24,7 +24,7 @@ from lightppo.config.options import OptionSet
 from lightppo.config.rules import idle_flags
 from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.files import local_folder
-from lightppo.plugin import CALLBACKS
+from lightppo.plugin import CALLBACKS, METRICS
 from lightppo.ranks import heartbeat
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
@@ -280,7 +280,7 @@ class TrainingLoop:
     @contextmanager
     def running(self) -> Iterator[None]:
         """The time from the first step to the end of the run."""
-        self.set_cadences()
+        self.begin_run()
         try:
             with self.callbacks.around(self):
                 self.before_first_step()
@@ -304,8 +304,9 @@ class TrainingLoop:
         elif self.config.evaluation.val_before_train:
             self.evaluate_step(step)
 
-    def set_cadences(self) -> None:
-        """Clocks begin when the run does."""
+    def begin_run(self) -> None:
+        """Clocks begin when the run does; the names of metrics are known by then."""
+        self.full_names = METRICS.by_short_name
         c, e, agree = self.config.checkpoint, self.config.evaluation, self.strategy.broadcast_object
         self.checkpoint_cadence = Cadence(c.save_steps, c.save_epochs, c.save_seconds, agree=agree)
         self.export_cadence = Cadence(
@@ -355,7 +356,7 @@ class TrainingLoop:
         Returns:
             whether a callback wants to stop.
         """
-        metrics = m.with_namespace(dict(status) | self.saving.reset())
+        metrics = m.with_namespace(dict(status) | self.saving.reset(), self.full_names)
         if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
             self.strategy.print(self.pace.line(step, self.total_steps, metrics))
         self.callbacks.on_step_end(self, step, metrics)
@@ -429,7 +430,8 @@ class TrainingLoop:
         ]
         numbers = ", ".join(f"{name} {result[f'eval/{name}']:.3f}" for name in shown)
         self.strategy.print(f"[step {step}] evaluation: {numbers}")
-        self.callbacks.on_evaluation(self, step, dict(result) | m.with_namespace(timer.reset()))
+        seconds = {f"perf/{name}": value for name, value in timer.reset().items()}
+        self.callbacks.on_evaluation(self, step, dict(result) | seconds)
         if (metric := self.config.evaluation.best_metric) is not None:
             self._keep_best(step, result, metric)
         return result

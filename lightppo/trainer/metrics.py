@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightppo.algorithms.mismatch import Summary, mismatch_metrics, mismatch_terms
+from lightppo.algorithms.kl import mismatch_terms
 from lightppo.experience.experience import Experience
 from lightppo.meanings import METRICS, TIMED
 from lightppo.ranks import Ranks, heartbeat
@@ -23,22 +24,92 @@ from lightppo.ranks import Ranks, heartbeat
 SEED_INFO = ("kl", "reward", "return", "response_length", "total_length")
 
 
-def with_namespace(status: Mapping[str, float]) -> dict[str, float]:
-    """Short names of a status → names in the logs.
+@dataclass
+class Summary:
+    """Count, sum, sum of squares, minimum and maximum of numbers; can be merged over ranks."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    @classmethod
+    def of(cls, values: Tensor) -> Summary:
+        """Summary of all entries of a tensor; NaN marks a missing number and is skipped."""
+        values = values.double()
+        values = values[~values.isnan()]
+        if values.numel() == 0:
+            return cls()
+        sums = torch.stack([values.sum(), values.square().sum(), values.min(), values.max()])
+        return cls(values.numel(), *sums.tolist())
+
+    def __add__(self, other: Summary) -> Summary:
+        return Summary(
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+    @property
+    def variance(self) -> float:
+        """Biased."""
+        return max(0.0, self.squares / self.count - self.mean**2) if self.count else math.nan
+
+
+def chi_square(ratios: Summary) -> float:
+    """E[ρ²] - 1, the χ² divergence of π_old from π_rollout, from the ratios of tokens that π_rollout sampled."""
+    return ratios.squares / ratios.count - 1 if ratios.count else math.nan
+
+
+def effective_share(weights: Summary) -> float:
+    """(Σw)² / (n·Σw²): Kish's effective sample size (1965) as a share of the n samples; 1 if all weigh the same."""
+    if not weights.count:
+        return math.nan
+    return weights.total**2 / (weights.count * weights.squares) if weights.squares else 0.0
+
+
+def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
+    """The metrics, from a summary over all ranks of each vector of :func:`.kl.mismatch_terms`."""
+    tokens, rows, difference = summaries["ratio"], summaries["seq_ratio"], summaries["logp_diff"]
+    return {
+        "kl": summaries["kl"].mean,
+        "k3_kl": summaries["k3_kl"].mean,
+        "logp_diff_max": difference.high if difference.count else math.nan,
+        "ppl_ratio": summaries["ppl_ratio"].mean,
+        "chi2_token": chi_square(tokens),
+        "chi2_seq": chi_square(rows),
+        "ess_token": effective_share(tokens),
+        "ess_seq": effective_share(rows),
+    }
+
+
+def with_namespace(
+    status: Mapping[str, float], full_names: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """Short names of a status → names in the logs, by ``full_names``; None: ``METRICS.by_short_name``.
 
     A name of the user's own is in ``train/``, or in ``rollout/`` if it begins with ``rollout_``, as LightRFT has it.
     """
-    return {_full_name(name): value for name, value in status.items()}
-
-
-def _full_name(name: str) -> str:
-    if "/" in name:
-        return name
-    if name in METRICS.by_short_name:
-        return METRICS.by_short_name[name]
-    if name.startswith("rollout_"):
-        return f"rollout/{name.removeprefix('rollout_')}"
-    return f"train/{name}"
+    full_names = METRICS.by_short_name if full_names is None else full_names
+    named = {}
+    for name, value in status.items():
+        if "/" in name:
+            full_name = name
+        elif name in full_names:
+            full_name = full_names[name]
+        elif name.startswith("rollout_"):
+            full_name = f"rollout/{name.removeprefix('rollout_')}"
+        else:
+            full_name = f"train/{name}"
+        named[full_name] = value
+    return named
 
 
 # -- of a rollout ----------------------------------------------------------------------------------------------------
@@ -245,8 +316,7 @@ _SHOWN |= {"len": "rollout/response_length"}
 
 
 def shown_status(status: Mapping[str, float]) -> str:
-    """What a line of the log and the progress bar show: ``reward 0.61 · kl 0.04 · entropy 1.3 · len 3.4``."""
-    status = with_namespace(status)
+    """What the line of a step shows of its metrics: ``reward 0.61 · kl 0.04 · entropy 1.3 · len 3.4``."""
     return " · ".join(
         f"{short} {round(status[name], 4) + 0.0:.3g}"
         for short, name in _SHOWN.items()

@@ -27,10 +27,9 @@ from support.conformance import (
 )
 from torch import Tensor
 
-from lightppo.algorithms.kl import approx_kl
+from lightppo.algorithms.kl import approx_kl, mismatch_terms
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
-from lightppo.algorithms.mismatch import mismatch_terms
 from lightppo.plugins.algorithms.correction import (
     correction_weights,
     normalize_weights,

@@ -80,7 +80,7 @@ class IdleLoop(TrainingLoop):
             for name, part in self.states.items():
                 part.load_state_dict(state[name])
             self.last_saved = start_step
-        self.set_cadences()
+        self.begin_run()
         for callback in self.callbacks:
             # a loop that its test does not end would keep the signals
             if not isinstance(callback, StopAtSignal):

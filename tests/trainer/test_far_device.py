@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lightppo import PPOTrainer
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from lightppo.algorithms.kl import mismatch_terms
 from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, whiten
-from lightppo.algorithms.mismatch import mismatch_terms
 from lightppo.config import PPOConfig
 from lightppo.config.rules import needs_critic
 from lightppo.data.records import Rollout

@@ -12,10 +12,9 @@ import pytest
 import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 
-from lightppo.algorithms.mismatch import Summary
 from lightppo.experience.experience import Experience
 from lightppo.trainer import metrics as m
-from lightppo.trainer.metrics import METRICS, PhaseTimer, perf_metrics, with_namespace
+from lightppo.trainer.metrics import METRICS, PhaseTimer, Summary, perf_metrics, with_namespace
 
 NAN = math.nan
 
@@ -365,7 +364,7 @@ def test_the_line_of_a_step(monkeypatch):
     # 94 · 3/2 s
     assert pace.line(6, 100, {"train/loss": 1.5}) == "step 6/100 · loss 1.5 · 1.0 s · ETA 2:21"
     # 10 s for 3 steps
-    assert pace.line(9, None, {"response_length": 3.4}) == "step 9 · len 3.4 · 3.3 s"
+    assert pace.line(9, None, {"rollout/response_length": 3.4}) == "step 9 · len 3.4 · 3.3 s"
     assert pace.line(10, 11, {}).endswith("ETA 4:10:00")  # 90000 s for 6 steps
 
 

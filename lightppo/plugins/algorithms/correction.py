@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import KL_ESTIMATORS
-from lightppo.algorithms.kl import limited
+from lightppo.algorithms.kl import limited, log_ratio_of, row_mean, row_product
 from lightppo.algorithms.masking import (
     AllReduceSum,
     at_least_float32,
@@ -25,7 +25,6 @@ from lightppo.algorithms.masking import (
     require_same_shape,
     zero_where_masked,
 )
-from lightppo.algorithms.mismatch import log_ratio_of, row_mean, row_product
 from lightppo.plugins.algorithms.selection import first_above_mean
 from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection
 

@@ -632,7 +632,7 @@ class PPOTrainer(core.PPOTrainer):
         if self.started:
             return
         self.started = True
-        self.set_cadences()
+        self.begin_run()
         for callback in self.callbacks:
             callback.on_start(self)
         self.use_given_trackers()

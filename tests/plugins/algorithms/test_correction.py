@@ -8,14 +8,8 @@ import torch
 from support.fakes import FakeStrategy, on_ranks
 from torch import Tensor
 
+from lightppo.algorithms.kl import mismatch_terms
 from lightppo.algorithms.losses import PolicyLoss
-from lightppo.algorithms.mismatch import (
-    Summary,
-    chi_square,
-    effective_share,
-    mismatch_metrics,
-    mismatch_terms,
-)
 from lightppo.errors import ConfigError
 from lightppo.plugins.algorithms.correction import (
     correction_weights,
@@ -23,6 +17,7 @@ from lightppo.plugins.algorithms.correction import (
     rejection_mask,
 )
 from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS, Rejection
+from lightppo.trainer.metrics import Summary, chi_square, effective_share, mismatch_metrics
 
 NAN, INF = math.nan, math.inf
 
