@@ -54,11 +54,10 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_adapters, parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, load_callbacks
-from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
+from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.loop import public_options
+from lightppo.trainer.loop import SkippedSteps, TrainerState, public_options
 from lightppo.trainer.prompts import PromptFilter, RolloutBatchSampler, endless
-from lightppo.trainer.skipped import SkippedSteps
 from lightppo.trainer.update import Update, UpdatedModels, build_value_norm
 
 T = TypeVar("T")
@@ -269,7 +268,7 @@ def assemble(
         device=strategy.device,
         pin_memory=config.data.dataloader_pin_memory,
     )
-    skipped = build_skipped(config, strategy, inputs.tokenizer)
+    skipped = build_skipped(config, state, strategy, inputs.tokenizer)
     update = kind(
         config,
         strategy,
@@ -342,7 +341,9 @@ def build_maker(
     )
 
 
-def build_skipped(config: PPOConfig, strategy: DeepspeedStrategy, tokenizer: Any) -> SkippedSteps:
+def build_skipped(
+    config: PPOConfig, state: TrainerState, strategy: DeepspeedStrategy, tokenizer: Any
+) -> SkippedSteps:
     """What keeps the batch of steps whose numbers are not finite."""
 
     def write_batch(path: Path, batch: Minibatch, facts: Mapping[str, Any]) -> Counter[str]:
@@ -352,7 +353,7 @@ def build_skipped(config: PPOConfig, strategy: DeepspeedStrategy, tokenizer: Any
 
     again = "To run the batch again: lightppo replay {folder} --step {step} --batch {batch}"
     limit, folder = config.training.max_skipped_steps, config.checkpoint.save_path
-    return SkippedSteps(strategy, limit, folder, write_batch, again)
+    return SkippedSteps(state, strategy, limit, folder, write_batch, again)
 
 
 # -- models ----------------------------------------------------------------------------------------------------------

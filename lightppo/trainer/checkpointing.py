@@ -20,9 +20,8 @@ import os
 import re
 import uuid
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from lightppo.config.options import CheckpointConfig, unsafe_changes
 from lightppo.errors import CheckpointError, ConfigError, TrainingError
@@ -46,56 +45,6 @@ from lightppo.strategy.export import clear_exports
 from lightppo.urls import shown_value
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class TrainerState:
-    """Where a run stands, after a finished step."""
-
-    global_step: int = 0  # PPO steps done
-    episode: int = 0  # current pass over the prompts, from 0
-    consumed_prompts: int = 0  # prompts taken from this episode, over all ranks
-    pretrain_batches: int = 0  # batches taken from the pretraining data on each rank
-    optimizer_steps: int = 0  # taken, of actor and critic
-    skipped_optimizer_steps: int = 0  # for a non-finite gradient, actor and critic
-    # of the skipped ones, those for too large a loss scale (--fp16)
-    overflowed_optimizer_steps: int = 0
-    # PPO steps, until the last one, in which a model had no finite gradient
-    skipped_in_a_row: int = 0
-    stopped_optimizer_steps: int = 0  # of the actor, by an early stop
-    # Only with --dataset_filter_threshold: mean score of the prompts sampled in this episode, by Prompt.index; and
-    # Prompt.index of those that it has left out of the further episodes.
-    episode_scores: dict[int, float] = field(default_factory=dict)
-    left_out_prompts: list[int] = field(default_factory=list)
-
-    @classmethod
-    def from_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Of a checkpoint."""
-        return cls(**saved)
-
-    def become(self, other: TrainerState) -> None:
-        """Stand where another state does; who holds this one sees it."""
-        vars(self).update(vars(other))
-
-    @classmethod
-    def from_consumed(
-        cls, consumed_samples: int, steps_per_episode: int, rollout_batch_size: int
-    ) -> Self:
-        """After ``consumed_samples`` prompts, counted as the seed does: steps × rollout_batch_size."""
-        step = consumed_samples // rollout_batch_size
-        episode, step_in_episode = divmod(step, steps_per_episode)
-        return cls(
-            global_step=step, episode=episode, consumed_prompts=step_in_episode * rollout_batch_size
-        )
-
-    def finish_step(self, prompts: int, last_of_episode: bool) -> None:
-        """Count one PPO step that used ``prompts`` prompts over all ranks."""
-        self.global_step += 1
-        self.consumed_prompts += prompts
-        if last_of_episode:
-            self.episode += 1
-            self.consumed_prompts = 0
-            self.episode_scores = {}
 
 
 _BEST = "best.json"

@@ -16,22 +16,22 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import idle_flags
-from lightppo.errors import ConfigError, NonFiniteError
-from lightppo.files import local_folder
+from lightppo.errors import ConfigError, NonFiniteError, TrainingError
+from lightppo.experience.experience import non_finite_text
+from lightppo.files import facts_of, files_in_use, local_folder
 from lightppo.plugin import CALLBACKS, METRICS
-from lightppo.ranks import heartbeat
+from lightppo.ranks import Ranks, heartbeat
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, Callbacks
-from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
+from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import table
-from lightppo.trainer.skipped import SkippedSteps, check_trained, is_saved
 from lightppo.urls import shown_value
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,143 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any) -> None: ...
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands, after a finished step."""
+
+    global_step: int = 0  # PPO steps done
+    episode: int = 0  # current pass over the prompts, from 0
+    consumed_prompts: int = 0  # prompts taken from this episode, over all ranks
+    pretrain_batches: int = 0  # batches taken from the pretraining data on each rank
+    optimizer_steps: int = 0  # taken, of actor and critic
+    skipped_optimizer_steps: int = 0  # for a non-finite gradient, actor and critic
+    # of the skipped ones, those for too large a loss scale (--fp16)
+    overflowed_optimizer_steps: int = 0
+    # PPO steps, until the last one, in which a model had no finite gradient
+    skipped_in_a_row: int = 0
+    stopped_optimizer_steps: int = 0  # of the actor, by an early stop
+    # Only with --dataset_filter_threshold: mean score of the prompts sampled in this episode, by Prompt.index; and
+    # Prompt.index of those that it has left out of the further episodes.
+    episode_scores: dict[int, float] = field(default_factory=dict)
+    left_out_prompts: list[int] = field(default_factory=list)
+
+    def become(self, other: TrainerState) -> None:
+        """Stand where another state does; who holds this one sees it."""
+        vars(self).update(vars(other))
+
+    @classmethod
+    def from_consumed(
+        cls, consumed_samples: int, steps_per_episode: int, rollout_batch_size: int
+    ) -> Self:
+        """After ``consumed_samples`` prompts, counted as the seed does: steps × rollout_batch_size."""
+        step = consumed_samples // rollout_batch_size
+        episode, step_in_episode = divmod(step, steps_per_episode)
+        return cls(
+            global_step=step, episode=episode, consumed_prompts=step_in_episode * rollout_batch_size
+        )
+
+    def finish_step(self, prompts: int, last_of_episode: bool) -> None:
+        """Count one PPO step that used ``prompts`` prompts over all ranks."""
+        self.global_step += 1
+        self.consumed_prompts += prompts
+        if last_of_episode:
+            self.episode += 1
+            self.consumed_prompts = 0
+            self.episode_scores = {}
+
+
+class SkippedSteps:
+    """Optimizer steps that all ranks skip together for numbers that are not finite; many in a row end the run.
+
+    A loop ends each step so, on all ranks together: ``end_step``, then what is due is logged, evaluated and saved, then
+    ``check``.
+
+    Args:
+        state: of the run; the steps are counted in it.
+        limit: ``--max_skipped_steps``; 0: none.
+        folder: of the run; batches are kept as ``nonfinite/stepN_rankR.pt`` in it.
+        write: ``write(path, batch, facts)`` keeps this rank's batch, and returns how many rows are not finite, by name.
+        again: how to run a kept batch again: a text with ``{folder}``, ``{step}`` and ``{batch}``.
+    """
+
+    def __init__(
+        self,
+        state: TrainerState,
+        strategy: Ranks,
+        limit: int,
+        folder: str | Path,
+        write: Callable[[Path, Any, Mapping[str, Any]], Mapping[str, int]],
+        again: str = "The batch: {batch}",
+    ) -> None:
+        self.state, self.strategy = state, strategy
+        self.limit, self.folder, self.write, self.again = limit, folder, write, again
+        self.of_model: dict[str, list[bool]] = {}  # of each optimizer step of this step: skipped
+        self.batch: Any = None  # of the first one that was
+        self.why = ""  # the step was left out
+        self.last_why = ""  # some step was
+        self._current: Any = None
+
+    def begin(self, batch: Any) -> None:
+        """What the next optimizer steps are of."""
+        self._current = batch
+
+    def add(self, model: str, skipped: bool, overflow: bool = False) -> None:
+        """Count an optimizer step of a model. An ``overflow`` that fp16 looks for its loss scale by ends no run."""
+        self.state.skipped_optimizer_steps += skipped
+        self.state.optimizer_steps += not skipped
+        self.state.overflowed_optimizer_steps += overflow
+        if overflow:
+            return
+        self.of_model.setdefault(model, []).append(skipped)
+        if skipped and self.batch is None:
+            self.batch = self._current
+
+    def leave_out(self, step: int, models: Iterable[str], batch: Any, why: NonFiniteError) -> None:
+        """A step in which nothing is trained, on any rank."""
+        self.begin(batch)
+        for model in models:
+            self.add(model, skipped=True)
+        self.last_why = str(why)
+        self.batch, self.why = batch, self.last_why  # also where nothing would have been trained
+        if self.strategy.is_rank_0():
+            logger.warning("step %d is left out: %s", step, why)
+
+    def models(self) -> list[str]:
+        """Those of which every optimizer step of this step was skipped; the same on every rank."""
+        return [name for name, skips in self.of_model.items() if all(skips)]
+
+    def end_step(self) -> None:
+        """Count the steps in a row."""
+        if self.models():
+            self.state.skipped_in_a_row += 1
+        elif self.of_model:
+            self.state.skipped_in_a_row = 0
+        self._current = None
+
+    def check(self, step: int) -> None:
+        """After the limit: keep the batch, end the run. Begins the next step. Collective then."""
+        models, batch, left_out = " and ".join(self.models()), self.batch, self.why
+        self.of_model, self.batch, self.why = {}, None, ""
+        if not self.limit or not models or self.state.skipped_in_a_row < self.limit:
+            return
+        rank = self.strategy.get_rank()
+        name = f"nonfinite/step{step}_rank{rank}.pt"
+        path = local_folder(self.folder) / name
+        rows_not_finite = self.write(path, batch, {"step": step, "rank": rank, "models": models})
+        files_in_use().publish(self.folder, name)
+        of_ranks = self.strategy.all_gather_object(rows_not_finite)
+        first = next((i for i, of_rank in enumerate(of_ranks) if of_rank), 0)
+        why = non_finite_text(of_ranks)
+        finite = "All numbers of the batch are finite: look at the weights and the loss; with --fp16 set --bf16 instead"
+        why = f"Not finite: {why}" if why else finite
+        why = left_out or why
+        batch_of_first = f"{self.folder}/nonfinite/step{step}_rank{first}.pt"
+        raise TrainingError(
+            f"step {step}: no finite gradient of the {models} in {self.limit} steps in a row (--max_skipped_steps). "
+            f"{why}. {self.again.format(folder=self.folder, step=step, batch=batch_of_first)}"
+        )
 
 
 @dataclass
@@ -106,6 +243,7 @@ class TrainingLoop:
     """
 
     unit = "step"
+    why_untrained = "there was none"  # where no optimizer step was taken, and none was skipped
     only_evaluates = False  # no step is trained
     samples_tokens = False  # it has an experience maker, whose rollouts its callbacks get
 
@@ -216,7 +354,7 @@ class TrainingLoop:
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Go on from :meth:`whole_state`. A part that it does not know begins anew, and this is said."""
         saved = _with_present_names(saved)
-        self.state.become(TrainerState.from_saved(saved["trainer"]))
+        self.state.become(TrainerState(**saved["trainer"]))
         self.last_saved = self.state.global_step or None
         self.unclaimed = dict(saved)
         for name, part in (self.states | self.states_of_ranks).items():
@@ -267,7 +405,12 @@ class TrainingLoop:
         step = self.state.global_step
         if not self.owns_parts or self.only_evaluates or step == 0 or not self.reached_limits():
             return False
-        return is_saved(self.strategy, self.saved_models(), step)
+        whole = False
+        if self.strategy.is_rank_0():
+            folders = [local_folder(folder) for folder in self.saved_models()]
+            whole = all(facts_of(folder).get("step") == step for folder in folders)
+            whole = whole and not any(files_in_use().damage(folder) for folder in folders)
+        return self.strategy.broadcast_object(whole)
 
     def tell_complete(self) -> None:
         done, limits = self.state.global_step, self.reached_limits()
@@ -345,7 +488,7 @@ class TrainingLoop:
                 for data in self.episode_steps():
                     heartbeat.step = self.state.global_step + 1
                     yield heartbeat.step, data
-                    self.skipped.check(self.state, heartbeat.step)
+                    self.skipped.check(heartbeat.step)
                     bar.update()
                     if self.state.episode != episode or self.reached_limits():
                         break
@@ -405,7 +548,27 @@ class TrainingLoop:
 
     def check_trained(self) -> None:
         """TrainingError where no model has changed: such a run is no success."""
-        check_trained(self.state, "there was none", not self.keeps, self.skipped.last_why)
+        state = self.state
+        if state.global_step == 0 or state.optimizer_steps > 0:
+            return
+        skipped = state.skipped_optimizer_steps - state.overflowed_optimizer_steps
+        # a trial may end before fp16's loss scale is found
+        if not self.keeps and state.overflowed_optimizer_steps and not skipped:
+            return
+        too_large = (
+            "overflowed at --fp16's loss scale, which halves each time: go on, or set --bf16"
+        )
+        counts = {
+            "had a gradient that is not finite": skipped,
+            too_large: state.overflowed_optimizer_steps,
+            "were stopped early": state.stopped_optimizer_steps,
+        }
+        counted = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        # of a step that was left out, the numbers were not finite before any gradient
+        reason = self.skipped.last_why or counted or self.why_untrained
+        raise TrainingError(
+            f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}"
+        )
 
     # -- evaluations and checkpoints -----------------------------------------------------------------------------
 

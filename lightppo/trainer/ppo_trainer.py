@@ -24,7 +24,6 @@ from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build, places,
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.loop import TrainingLoop
 from lightppo.trainer.prompts import EpisodePrompts, as_prompts
-from lightppo.trainer.skipped import check_trained
 
 
 class PPOTrainer(TrainingLoop):
@@ -36,6 +35,7 @@ class PPOTrainer(TrainingLoop):
     """
 
     samples_tokens = True
+    why_untrained = "every group was rejected: widen --filter_range, or take other prompts"
 
     def __init__(self, parts: PPOParts, callbacks: Iterable[Callback] = ()) -> None:
         self.actor, self.critic, self.initial_model = parts.actor, parts.critic, parts.initial_model
@@ -163,7 +163,7 @@ class PPOTrainer(TrainingLoop):
     def leave_out(self, step: int, error: NonFiniteError) -> None:
         """Train nothing on rollouts whose numbers are not finite, on any rank."""
         models = self.update.trained_models(step)
-        self.skipped.leave_out(self.state, step, models, Minibatch([error.batch]), error)
+        self.skipped.leave_out(step, models, Minibatch([error.batch]), error)
 
     def train(self, step: int) -> dict[str, float]:
         """The update of a step; its numbers. Collective."""
@@ -278,8 +278,7 @@ class PPOTrainer(TrainingLoop):
         self.rollout_engine.sync_weights(self.actor)
 
     def check_trained(self) -> None:
-        rejected = "every group was rejected: widen --filter_range, or take other prompts"
-        check_trained(self.state, rejected, not self.keeps, self.skipped.last_why)
+        super().check_trained()
         training, step = self.config.training, self.state.global_step
         wanted = training.total_training_steps
         if wanted is not None and step < wanted and training.benchmark_steps is None:

@@ -18,7 +18,7 @@ from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.models.packing import to_device
 from lightppo.ranks import Ranks
-from lightppo.trainer.checkpointing import TrainerState
+from lightppo.trainer.loop import TrainerState
 
 _END = object()
 

@@ -41,9 +41,8 @@ from lightppo.models.packing import all_share_prompts, on_cpu, to_device
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
-from lightppo.trainer.checkpointing import TrainerState
+from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.prompts import as_lm_batch
-from lightppo.trainer.skipped import SkippedSteps
 
 # least number of tokens, over all ranks, of which the logged entropy of a step is the mean
 _ENTROPY_SAMPLE = 2048
@@ -167,7 +166,7 @@ class Update:
         status = m.optimizer_status(trained, self.strategy)
         status = {name: value for name, value in status.items() if name not in m.SEED_INFO}
         status |= m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(rollout)))
-        self.skipped.end_step(self.state)
+        self.skipped.end_step()
         if not trained:
             status |= {f"{name}_skipped": 1.0 for name in self.skipped.of_model}
         return (
@@ -389,7 +388,7 @@ class Update:
         outcome = self.strategy.optimizer_step(optimizer, model, scheduler, name=name)
         if outcome is None:  # more micro batches follow
             return status
-        self.skipped.add(self.state, name, outcome.skipped, outcome.overflow)
+        self.skipped.add(name, outcome.skipped, outcome.overflow)
         grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
         more = {f"{name}_{key}": value for key, value in outcome.metrics().items()}
         return status | {f"{name}_grad_norm": grad_norm} | more

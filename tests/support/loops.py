@@ -9,10 +9,8 @@ from typing import Any
 from lightppo.config import PPOConfig
 from lightppo.plugins.ops.ending import StopAtSignal
 from lightppo.trainer.callbacks import Callback
-from lightppo.trainer.checkpointing import TrainerState
-from lightppo.trainer.loop import TrainingLoop
+from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
 from lightppo.trainer.metrics import PhaseTimer
-from lightppo.trainer.skipped import SkippedSteps
 from support.fakes import FakeStrategy
 
 
@@ -63,14 +61,14 @@ class IdleLoop(TrainingLoop):
         before: TrainingLoop | None = None,
     ) -> None:
         strategy = strategy or FakeStrategy()
-        self.per_episode = per_episode
+        self.per_episode, state = per_episode, TrainerState(global_step=start_step)
         super().__init__(
             config,
             strategy,
             None,
             checkpointer or FakeCheckpointer(),
-            SkippedSteps(strategy, 0, config.checkpoint.save_path, lambda *_: {}),
-            state=TrainerState(global_step=start_step),
+            SkippedSteps(state, strategy, 0, config.checkpoint.save_path, lambda *_: {}),
+            state=state,
             timer=PhaseTimer(),
             callbacks=callbacks,
             evaluator=evaluator,

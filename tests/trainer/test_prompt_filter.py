@@ -9,7 +9,7 @@ import pytest
 from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.errors import ConfigError
-from lightppo.trainer.checkpointing import TrainerState
+from lightppo.trainer.loop import TrainerState
 from lightppo.trainer.prompts import PromptFilter, RolloutBatchSampler, too_well_solved
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 from support.loops import idle_loop
 
-from lightppo.trainer.checkpointing import TrainerState
+from lightppo.trainer.loop import TrainerState
 
 
 def test_steps_and_episodes_are_counted():

@@ -71,8 +71,8 @@ from lightppo.trainer.build import (
     steps_per_episode,
 )
 from lightppo.trainer.callbacks import Callback
-from lightppo.trainer.checkpointing import TrainerState
 from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.loop import TrainerState
 from lightppo.trainer.prompts import as_prompts, endless
 from lightppo.trainer.update import Update
 

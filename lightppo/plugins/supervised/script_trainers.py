@@ -21,7 +21,7 @@ from lightppo.plugins.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.plugins.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer.checkpointing import TrainerState
+from lightppo.trainer.loop import TrainerState
 
 # Attributes of ``args`` that the loop reads; optimizer, schedule, models and data are the script's own.
 LOOP_OPTIONS = [

@@ -22,9 +22,8 @@ from lightppo.strategy.zero3 import find_adapters, parameter_count
 from lightppo.trainer import build as building
 from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, load_callbacks
-from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
-from lightppo.trainer.loop import TrainingLoop
-from lightppo.trainer.skipped import SkippedSteps
+from lightppo.trainer.checkpointing import RunCheckpointer
+from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
 
 T = TypeVar("T")
 
@@ -103,14 +102,14 @@ class SupervisedTrainer(TrainingLoop):
         self.status: dict[str, float] = {}  # metrics of the last step
         strategy, checkpoint = objective.strategy, config.checkpoint
         again = "To train on the batch again alone: lightppo replay {folder} --batch {batch}"
-        limit = config.training.max_skipped_steps
+        limit, state = config.training.max_skipped_steps, TrainerState()
         super().__init__(
             config,
             strategy,
             tokenizer,
             RunCheckpointer(strategy, checkpoint, {"actor": model}, tokenizer),
-            SkippedSteps(strategy, limit, checkpoint.save_path, self._write_batch, again),
-            state=TrainerState(),
+            SkippedSteps(state, strategy, limit, checkpoint.save_path, self._write_batch, again),
+            state=state,
             timer=m.PhaseTimer(),
             evaluator=evaluator,
             **more,
@@ -140,7 +139,7 @@ class SupervisedTrainer(TrainingLoop):
                 epoch = float(self.state.episode)
                 with self.timer("step"), self.profiler(step):
                     self.status = {**self.training_step(micro_batches), "train/epoch": epoch}
-                self.skipped.end_step(self.state)
+                self.skipped.end_step()
                 self.state.finish_step(self.config.training.train_batch_size, is_last)
                 if self.finish_step(step, self.status):
                     break
@@ -171,7 +170,7 @@ class SupervisedTrainer(TrainingLoop):
             outcome = ranks.optimizer_step(self.optim, self.model, self.scheduler, name="model")
             for metrics in found:  # only now, so that no micro batch waits for a GPU
                 sums.update(m.checked_status(metrics))
-        self.skipped.add(self.state, "model", outcome.skipped, outcome.overflow)
+        self.skipped.add("model", outcome.skipped, outcome.overflow)
         means = ranks.all_reduce(dict(sums), op="mean")
         self.tokens = counts["tokens"]
         return (
