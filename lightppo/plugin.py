@@ -145,7 +145,7 @@ in place where the option is set. Every rank then loads the whole model, and its
 PREPARATIONS: Table = Table("preparation of a model")
 """What changes a loaded model, in place and in this order, before it goes to its engine: functions
 ``(model, role, config, device)``. ``model.hf_model`` is the Hugging Face model; roles are in
-:mod:`lightppo.models.preparation`."""
+:mod:`lightppo.models.wrapper`."""
 
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
 """Factors of each token's policy loss: corrections, rejections, and others."""

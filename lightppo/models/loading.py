@@ -33,6 +33,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import deepspeed as hf_deepspeed
+from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file, is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
@@ -40,7 +41,6 @@ from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
 from lightppo.models.folders import check_model, check_tokenizer, weights_problem
 from lightppo.models.packing import VARLEN_TAKES
-from lightppo.models.towers import reads_more_than_text, untrainable
 from lightppo.plugin import LOADING
 from lightppo.suggestions import nearest
 
@@ -681,3 +681,45 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The model's repeated blocks, by transformers' names for them; empty if it names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+# -- image and audio towers ------------------------------------------------------------------------------------------
+
+# ``AutoModelForCausalLM`` reads some checkpoints without their tower (Qwen3.5), so that an export would have lost it. It
+# reads others with it (Gemma 3), which weight decay would then change although no gradient reaches it.
+
+_PART = re.compile(r"vision|visual|image|audio|speech|video|vq")  # in the name of a config's part
+_TENSOR = re.compile(
+    r"(^|[._])(vision|visual|image|audio|speech|video|vq|multi_modal|multimodal|mm_projector|vpm|apm|resampler)"
+)
+
+_MAPPINGS = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+
+
+def untrainable(
+    config: PretrainedConfig,
+    tensors: Iterable[str],
+    name: str,
+) -> str | None:
+    """Why a model with this config and these ``tensors`` is refused for training; None: it is a text model.
+
+    ``name`` stands in front, e.g. ``--pretrain FOLDER``.
+    """
+    if not reads_more_than_text(config):
+        return None
+    towers = [tensor for tensor in tensors if _TENSOR.search(tensor)]
+    if not towers:
+        return None
+    return (
+        f"{name} has an image or audio tower ({len(towers)} tensors, such as {towers[0]}), which training would drop "
+        "or change: train its language model alone, saved as a folder of its own (docs/limits.md says how)"
+    )
+
+
+def reads_more_than_text(config: PretrainedConfig) -> bool:
+    """Whether the config is of a model that can have a tower."""
+    known = any(config.model_type in getattr(modeling_auto, mapping, ()) for mapping in _MAPPINGS)
+    parts = (
+        name for name, part in vars(config).items() if isinstance(part, PretrainedConfig | dict)
+    )
+    return known or any(_PART.search(name) for name in parts)

@@ -1,4 +1,4 @@
-"""What actor, critic and reward model share: the Hugging Face model inside, how it is called, and packed rows."""
+"""What actor, critic and reward model share: the Hugging Face model inside, how it is prepared and called, packed rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,12 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from lightppo.algorithms.logprobs import TokenPlaces
+from lightppo.config.options import OptionSet
+from lightppo.config.rules import of_role
 from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
 from lightppo.models.cpu import accelerate_on_cpu
 from lightppo.models.fused import fuse
-from lightppo.models.loading import decoder_layers, disable_dropout
+from lightppo.models.loading import decoder_layers, disable_dropout, untrainable
 from lightppo.models.packing import (
     PACKED_SDPA,
     action_predictors,
@@ -41,9 +43,12 @@ from lightppo.models.packing import (
     to_device,
     why_neighbours_are_seen,
 )
-from lightppo.models.towers import untrainable
+from lightppo.plugin import PREPARATIONS
 
 logger = logging.getLogger(__name__)
+
+Role = Literal["actor", "critic", "reference", "teacher", "reward", "ema"]
+"""What a model does in a run. The model that SFT, RM or DPO train is the actor."""
 
 # where more of a packed row is read, its last layer runs whole: gathering rows costs time too
 READ_SHARE = 0.9
@@ -177,7 +182,7 @@ class PretrainedWrapper(nn.Module):
 
     @property
     def untrainable(self) -> str | None:
-        """Why ``strategy.create_optimizer`` refuses the model, see :mod:`lightppo.models.towers`."""
+        """Why ``strategy.create_optimizer`` refuses the model, see :func:`.loading.untrainable`."""
         return self.hf_model.untrainable
 
     @property
@@ -460,3 +465,36 @@ def _at_places(
     # (T, H')
     spread = output.new_zeros(shape.numel(), output.shape[1]).index_copy_(0, places, output)
     return (spread.view(*shape, -1), *rest) if rest else spread.view(*shape, -1)
+
+
+# -- before it goes to its engine ------------------------------------------------------------------------------------
+
+
+def prepare_model(
+    model: PretrainedWrapper,
+    role: Role,
+    config: OptionSet,
+    device: torch.device,
+) -> None:
+    """Change a loaded model in place: save memory where it trains, then :data:`lightppo.plugin.PREPARATIONS`."""
+    if role in ("actor", "critic"):
+        keep_fewer_activations(model, role, config, device)
+    for preparation in PREPARATIONS.values():
+        preparation.fn(model, role, config, device)
+
+
+def keep_fewer_activations(
+    model: PretrainedWrapper,
+    role: Literal["actor", "critic"],
+    config: OptionSet,
+    device: torch.device,
+) -> None:
+    """``--gradient_checkpointing`` and ``--activation_offload``, of a model that trains."""
+    if config.model.activation_offload and device.type == "cpu":
+        raise ModelLoadError(
+            "--activation_offload moves activations off a GPU, and there is no GPU: leave it out"
+        )
+    model.activation_offload = config.model.activation_offload
+    if of_role(config, role).gradient_checkpointing:
+        use_reentrant = config.model.gradient_checkpointing_use_reentrant
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from lightppo.errors import CheckpointError, StorageError
 from lightppo.files import Digest, files_in_use, is_sealed, is_url, local_folder
 from lightppo.plugin import CHECKPOINT_LOADERS
 from lightppo.ranks import Ranks
-from lightppo.strategy.frozen import check_frozen, frozen_left_out, frozen_sums, load_without_frozen
 from lightppo.strategy.zero3 import (
     find_adapters,
     forget_secondary_shard,
@@ -571,3 +571,79 @@ def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> lis
 
 def _size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+# -- frozen weights, beside which adapters are trained: no checkpoint holds them, only sums by which they are compared --
+
+
+def check_frozen(
+    path: Path,
+    meta: Mapping[str, Any],
+    sums: Sequence[tuple[float, int]],
+    *,
+    stage: int,
+    changed: bool,
+) -> None:
+    """Adapters fit the weights beside which they were trained; ``changed``: shards or ranks are not as they were."""
+    dense, in_4bit = zip(*sums)
+    saved_dense, saved_in_4bit = meta["frozen"], meta.get("in_4bit", in_4bit)
+    if changed:  # other shards: only their totals compare
+        saved_dense, saved_in_4bit = _totals(saved_dense, saved_in_4bit, meta["zero_stage"])
+        dense, in_4bit = _totals(dense, in_4bit, stage)
+    # Another machine's kernels may sum in another order; another model's sums are far off.
+    pairs = zip(saved_dense, dense, strict=True)
+    are_alike = all(math.isclose(saved, now, rel_tol=1e-9, abs_tol=1e-9) for saved, now in pairs)
+    if not are_alike or list(saved_in_4bit) != list(in_4bit):
+        raise CheckpointError(
+            f"{path} holds LoRA adapters of other frozen weights: give the --pretrain (for a critic, the "
+            "--critic_pretrain) that they were trained on, unchanged"
+        )
+
+
+def _totals(
+    dense: Sequence[float], in_4bit: Sequence[int], stage: int
+) -> tuple[list[float], list[int]]:
+    """Sums over the whole model, out of ``frozen_sums`` of each rank."""
+    return ([sum(dense)], [sum(in_4bit)]) if stage == 3 else ([dense[0]], [in_4bit[0]])
+
+
+def frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
+    """Two sums over this rank's frozen weights: dense ones, and 4-bit ones, whose changes would vanish in one sum."""
+    frozen = [own_part(weight) for weight in module.parameters() if not weight.requires_grad]
+    dense = [weight for weight in frozen if weight.is_floating_point()]
+    in_4bit = [weight for weight in frozen if not weight.is_floating_point()]
+    of_dense = [torch.linalg.vector_norm(weight, 1, dtype=torch.float64) for weight in dense]
+    return sum(map(float, of_dense)), sum(int(weight.sum(dtype=torch.int64)) for weight in in_4bit)
+
+
+def frozen_names(module: torch.nn.Module) -> set[str]:
+    return {
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    }
+
+
+@contextlib.contextmanager
+def frozen_left_out(engine: Any) -> Iterator[None]:
+    """DeepSpeed's ``exclude_frozen_parameters`` alone would save a frozen embedding under its tied head's name."""
+    frozen, original = frozen_names(engine.module), engine.module_state_dict
+    engine.module_state_dict = lambda *args, **options: {
+        name: tensor for name, tensor in original(*args, **options).items() if name not in frozen
+    }
+    try:
+        yield
+    finally:
+        del engine.module_state_dict
+
+
+def load_without_frozen(
+    strict: bool, source: str, src: dict[str, torch.Tensor], dst: torch.nn.Module
+) -> None:
+    """Loads a checkpoint that has no frozen weights."""
+    missing, unexpected = dst.load_state_dict(src, strict=False)
+    odd = sorted({*missing} - frozen_names(dst) | {*unexpected})
+    if strict and odd:
+        raise CheckpointError(
+            f"{source} holds other adapters: {len(odd)} weights differ, first {odd[0]!r}"
+        )

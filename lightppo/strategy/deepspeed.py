@@ -258,7 +258,7 @@ class DeepspeedStrategy(DistributedStrategy):
     ) -> torch.optim.AdamW:
         """AdamW over the trainable parameters; vectors (biases, norms) do not decay. Call it before ``prepare``.
 
-        ModelLoadError for a model with an image or audio tower (``lightppo.models.towers``).
+        ModelLoadError for a model with an image or audio tower (``lightppo.models.loading``).
         """
         inner = unwrap_model(model)
         if (reason := getattr(inner, "untrainable", None)) is not None:

@@ -43,7 +43,7 @@ from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.folders import check_positions
-from lightppo.models.preparation import Role, prepare_model
+from lightppo.models.wrapper import Role, prepare_model
 from lightppo.plugin import CHECKS, ENGINES, LOADING, SAMPLING, SCORED, SCORERS, TEACHERS
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward, reward_inputs

@@ -41,7 +41,7 @@ from lightppo.models.loading import (
     resolve_attn_implementation,
     valid_vocab_size,
 )
-from lightppo.models.preparation import prepare_model
+from lightppo.models.wrapper import prepare_model
 from lightppo.plugins.compat.seed import get_llm_for_sequence_regression
 from lightppo.plugins.kernels.layers import compile_layers, use_liger_kernels
 

@@ -33,8 +33,7 @@ from lightppo.models.loading import (
     load_sequence_classifier,
     value_head,
 )
-from lightppo.models.preparation import Role
-from lightppo.models.wrapper import PretrainedWrapper
+from lightppo.models.wrapper import PretrainedWrapper, Role
 from lightppo.plugins.adapters.quantised import check_bitsandbytes, dense_weight, quantised_layers
 
 _NAME = "default"  # peft's name for the only adapter

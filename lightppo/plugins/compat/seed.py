@@ -28,7 +28,7 @@ from lightppo.experience.experience import Experience
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
 from lightppo.models import loading
-from lightppo.models.preparation import Role, prepare_model
+from lightppo.models.wrapper import Role, prepare_model
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.distributed import RankSampler as DistributedSampler

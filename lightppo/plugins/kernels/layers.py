@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.loading import decoder_layers
-from lightppo.models.preparation import Role
-from lightppo.models.wrapper import PretrainedWrapper
+from lightppo.models.wrapper import PretrainedWrapper, Role
 
 POLICIES_AND_CRITIC: tuple[Role, ...] = ("actor", "critic", "reference", "teacher")
 

@@ -18,8 +18,13 @@ from torch import Tensor, nn
 
 from lightppo import tensor_file
 from lightppo.errors import CheckpointError
-from lightppo.strategy.checkpoint import FROZEN, deepspeed_classes
-from lightppo.strategy.frozen import check_frozen, frozen_names, frozen_sums
+from lightppo.strategy.checkpoint import (
+    FROZEN,
+    check_frozen,
+    deepspeed_classes,
+    frozen_names,
+    frozen_sums,
+)
 from lightppo.strategy.zero3 import (
     find_hf_model,
     forget_secondary_shard,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightppo.data.readers import blending_datasets
 from lightppo.models import loading
 from lightppo.models.packing import to_device
-from lightppo.models.preparation import prepare_model
+from lightppo.models.wrapper import prepare_model
 from lightppo.plugins.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.strategy.deepspeed import DeepspeedStrategy
