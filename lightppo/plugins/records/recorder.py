@@ -20,6 +20,7 @@ from lightppo.plugins.records.run_folder import (
     cut_samples,
     hold,
     is_at,
+    locks_of,
     record_start,
     release,
     run_name,
@@ -174,12 +175,14 @@ class Recorder(Callback):
         run.register_state("trackers", self.trackers)
         run.register_state("recorded", self.recorded)
         self.sinks: list[Sink] = []
+        self.locks: dict[Path, str] = {}  # of the folders of the run
         self.path = metrics_file(run.config)
         self.records = RecordSums(run.config.checkpoint.save_path, self.path)
 
     def on_start(self, run: Any) -> None:
         config, strategy, step = run.config, run.strategy, run.state.global_step
         folder = config.checkpoint.save_path
+        self.locks = locks_of([folder, config.checkpoint.ckpt_path])
         if step == 0:
             strategy.on_rank_0(lambda: set_records_aside(config), f"keep apart what is in {folder}")
         if run.owns_parts:
@@ -219,7 +222,7 @@ class Recorder(Callback):
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
         if self.sinks:
-            hold([run.config.checkpoint.save_path, run.config.checkpoint.ckpt_path])
+            hold(self.locks)
         if step % run.config.logging.logging_steps == 0 or step == run.total_steps:
             self.write(step, metrics)
 

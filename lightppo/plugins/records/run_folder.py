@@ -196,14 +196,18 @@ def is_at(path: Path, file: IO[str]) -> bool:
         return False
 
 
-def hold(folders: Iterable[str | None]) -> None:
-    """Make folders of this process that were removed again, and keep others out of them.
+def locks_of(folders: Iterable[str]) -> dict[Path, str]:
+    """The lock file of each folder → the folder."""
+    return {(local_folder(folder) / _LOCK).resolve(): folder for folder in folders if folder}
+
+
+def hold(locks: Mapping[Path, str]) -> None:
+    """Make folders of this process that were removed again, and keep others out of them; ``locks``: :func:`locks_of`.
 
     Raises:
         ConfigError: another process has one by now, or it cannot be made.
     """
-    for folder in filter(None, folders):
-        path = (local_folder(folder) / _LOCK).resolve()
+    for path, folder in locks.items():
         if path in _held and not is_at(path, _held[path]):
             logger.warning(
                 "%s was removed while the run goes on: it is made again, what was in it is lost",
