@@ -933,7 +933,7 @@ def build_sampler(
         on_exhausted=s.on_exhausted,
         around=[stand_around for stand_around in around if stand_around is not None],
         balance=partial(balance_ranks, strategy=strategy, prompt_once=prompt_once)
-        if t.balance_ranks
+        if t.balance_ranks and strategy.world_size > 1
         else None,
         timer=timer,
     )

@@ -90,40 +90,31 @@ class TrainerState:
             self.episode_scores = {}
 
 
+@dataclass
 class SkippedSteps:
     """Optimizer steps that all ranks skip together for numbers that are not finite; many in a row end the run.
 
     A loop ends each step so, on all ranks together: ``end_step``, then what is due is logged, evaluated and saved, then
     ``check``.
-
-    Args:
-        state: of the run; the steps are counted in it.
-        limit: ``--max_skipped_steps``; 0: none.
-        folder: of the run; batches are kept as ``nonfinite/stepN_rankR.pt`` in it.
-        write: ``write(path, batch, facts)`` keeps this rank's batch, and returns how many rows are not finite, by name.
-        again: how to run a kept batch again: a text with ``{folder}``, ``{step}`` and ``{batch}``.
     """
 
-    def __init__(
-        self,
-        state: TrainerState,
-        strategy: Ranks,
-        limit: int,
-        folder: str | Path,
-        write: Callable[[Path, Any, Mapping[str, Any]], Mapping[str, int]],
-        again: str = "The batch: {batch}",
-    ) -> None:
-        self.state, self.strategy = state, strategy
-        self.limit, self.folder, self.write, self.again = limit, folder, write, again
-        self.of_model: dict[str, list[bool]] = {}  # of each optimizer step of this step: skipped
-        self.batch: Any = None  # of the first one that was
-        self.why = ""  # the step was left out
-        self.last_why = ""  # some step was
-        self._current: Any = None
+    state: TrainerState  # of the run; the steps are counted in it
+    strategy: Ranks
+    limit: int  # --max_skipped_steps; 0: none
+    folder: str | Path  # of the run; batches are kept as nonfinite/stepN_rankR.pt in it
+    # (path, batch, facts): keeps this rank's batch, and returns how many rows are not finite, by name
+    write: Callable[[Path, Any, Mapping[str, Any]], Mapping[str, int]]
+    again: str = "The batch: {batch}"  # how to run it again, with {folder}, {step} and {batch}
+    # of each optimizer step of this step, by model: whether it was skipped
+    of_model: dict[str, list[bool]] = field(default_factory=dict, init=False)
+    batch: Any = field(default=None, init=False)  # of the first one that was
+    why: str = field(default="", init=False)  # the step was left out
+    last_why: str = field(default="", init=False)  # some step was
+    current: Any = field(default=None, init=False)  # the batch of the next optimizer steps
 
     def begin(self, batch: Any) -> None:
         """What the next optimizer steps are of."""
-        self._current = batch
+        self.current = batch
 
     def add(self, model: str, skipped: bool, overflow: bool = False) -> None:
         """Count an optimizer step of a model. An ``overflow`` that fp16 looks for its loss scale by ends no run."""
@@ -134,7 +125,7 @@ class SkippedSteps:
             return
         self.of_model.setdefault(model, []).append(skipped)
         if skipped and self.batch is None:
-            self.batch = self._current
+            self.batch = self.current
 
     def leave_out(self, step: int, models: Iterable[str], batch: Any, why: NonFiniteError) -> None:
         """A step in which nothing is trained, on any rank."""
@@ -156,7 +147,7 @@ class SkippedSteps:
             self.state.skipped_in_a_row += 1
         elif self.of_model:
             self.state.skipped_in_a_row = 0
-        self._current = None
+        self.current = None
 
     def check(self, step: int) -> None:
         """After the limit: keep the batch, end the run. Begins the next step. Collective then."""
@@ -171,10 +162,12 @@ class SkippedSteps:
         files_in_use().publish(self.folder, name)
         of_ranks = self.strategy.all_gather_object(rows_not_finite)
         first = next((i for i, of_rank in enumerate(of_ranks) if of_rank), 0)
-        why = non_finite_text(of_ranks)
-        finite = "All numbers of the batch are finite: look at the weights and the loss; with --fp16 set --bf16 instead"
-        why = f"Not finite: {why}" if why else finite
-        why = left_out or why
+        if left_out:
+            why = left_out
+        elif rows := non_finite_text(of_ranks):
+            why = f"Not finite: {rows}"
+        else:
+            why = "All numbers of the batch are finite: look at the weights and the loss; with --fp16 set --bf16 instead"
         batch_of_first = f"{self.folder}/nonfinite/step{step}_rank{first}.pt"
         raise TrainingError(
             f"step {step}: no finite gradient of the {models} in {self.limit} steps in a row (--max_skipped_steps). "

@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,6 @@ from lightppo.algorithms.kl import mismatch_terms
 from lightppo.experience.experience import Experience
 from lightppo.meanings import METRICS, TIMED
 from lightppo.ranks import Ranks, heartbeat
-
-# means that the seed's training_step gives
-SEED_INFO = ("kl", "reward", "return", "response_length", "total_length")
 
 
 @dataclass
@@ -231,27 +228,10 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
 # -- of training -----------------------------------------------------------------------------------------------------
 
 
-def micro_batch_status(
-    metrics: Mapping[str, Tensor], experience: Experience, scale: float
-) -> dict[str, Tensor]:
-    """What a micro batch says, on its device: its metrics times ``scale``, and the seed's means over samples.
-
-    Args:
-        metrics: shares of the metrics of the optimizer step.
-        scale: ``StepPart.status_scale``.
-    """
-    device = experience.action_mask.device
-    known = {name: experience.info[name] for name in SEED_INFO if name in experience.info}
-    # the seed puts numbers in
-    info = {name: torch.as_tensor(x, device=device).float() for name, x in known.items()}
-    means = {name: values.mean() for name, values in info.items()}
-    if "kl" in info:  # per token, as far as lengths tell
-        means["kl"] = (info["kl"] * info["response_length"]).sum() / info["response_length"].sum()
-    values = torch.stack(
-        [*means.values(), *(x.detach().float() for x in metrics.values())]
-    ).double()
-    values[len(means) :] *= scale
-    return dict(zip([*means, *metrics], values.unbind()))
+def micro_batch_status(metrics: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """What a micro batch says, on its device: its shares of the step's metrics, times ``StepPart.status_scale``."""
+    values = torch.stack([share.detach().float() for share in metrics.values()])
+    return dict(zip(metrics, (values.double() * scale).unbind()))
 
 
 def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
@@ -350,11 +330,11 @@ class Pace:
         return " · ".join(filter(None, parts))
 
 
+@dataclass
 class PhaseTimer:
     """Seconds per phase of a step; on a GPU between two marks in its stream, so that no phase waits for it."""
 
-    def __init__(self) -> None:
-        self.passed: list[tuple[str, Any, Any]] = []  # phase, start and end
+    passed: list[tuple[str, Any, Any]] = field(default_factory=list)  # phase, start and end
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

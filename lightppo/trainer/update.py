@@ -162,9 +162,7 @@ class Update:
                     trained.append(self.train_minibatch(minibatch, step))
         self.epoch = 0
         rollout = m.merge_summaries([rollout, self.on_policy])
-        # the means of the rollout take the place of the seed's
         status = m.optimizer_status(trained, self.strategy)
-        status = {name: value for name, value in status.items() if name not in m.SEED_INFO}
         status |= m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(rollout)))
         self.skipped.end_step()
         if not trained:
@@ -256,7 +254,7 @@ class Update:
         if experience.action_log_probs is None and part.has_samples:
             self.unread.append((experience, log_probs))
             experience = self.with_kl(experience, log_probs)
-        status: dict[str, Any] = m.micro_batch_status(metrics, experience, part.status_scale)
+        status: dict[str, Any] = m.micro_batch_status(metrics, part.status_scale)
         if part.pretrain is not None:
             batch, tokens, batches = part.pretrain
             ptx = pretrain_loss(
@@ -274,7 +272,7 @@ class Update:
             self.critic, experience, part.normalizer, self.value_loss, self.value_norm
         )
         self.backward(loss * part.loss_scale, self.critic, self.critic_optim)
-        status: dict[str, Any] = m.micro_batch_status(metrics, experience, part.status_scale)
+        status: dict[str, Any] = m.micro_batch_status(metrics, part.status_scale)
         status |= self.optimizer_step(
             "critic", self.critic, self.critic_optim, self.critic_scheduler
         )

@@ -279,6 +279,18 @@ OUTCOMES = {
 }
 
 
+def seed_means(experience: Experience) -> dict[str, Tensor]:
+    """The means over samples that the seed's ``training_step`` gives."""
+    device = experience.action_mask.device
+    known = {name: experience.info[name] for name in SEED_INFO if name in experience.info}
+    # the seed puts numbers in
+    info = {name: torch.as_tensor(x, device=device).float() for name, x in known.items()}
+    means = {name: values.mean() for name, values in info.items()}
+    if "kl" in info:  # per token, as far as lengths tell
+        means["kl"] = (info["kl"] * info["response_length"]).sum() / info["response_length"].sum()
+    return means
+
+
 class PolicyLoss(losses.PolicyLoss):
     """A :class:`lightppo.algorithms.losses.PolicyLoss` that can also be called as the seed's.
 

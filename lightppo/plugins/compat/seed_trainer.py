@@ -50,6 +50,7 @@ from lightppo.plugins.compat.seed import (
     pretrain_loss_of,
     sample_share,
     script_args,
+    seed_means,
     take_schedule,
     value_loss_of,
     with_generation,
@@ -87,7 +88,12 @@ class SeedUpdate(Update):
     waits = True  # training_step returns numbers, not tensors on a GPU
 
     def train_minibatch(self, minibatch: Any, step: int = 0) -> list[Mapping[str, float]]:
-        return self.trainer.train_minibatch(minibatch, step)
+        statuses = self.trainer.train_minibatch(minibatch, step)
+        # the means of the rollout take the place of the seed's
+        return [
+            {name: value for name, value in status.items() if name not in SEED_INFO}
+            for status in statuses
+        ]
 
     def take_step(self, minibatch: Any, step: int) -> list[Mapping[str, float]]:
         """The optimizer step of actor and critic."""
@@ -156,7 +162,8 @@ class SeedUpdate(Update):
         if not self.waits:
             return dict(status)
         self.summarise()
-        return self.trainer.of_micro_batch(m.checked_status(status), experience)
+        status = m.checked_status(seed_means(experience) | status)
+        return self.trainer.of_micro_batch(status, experience)
 
     def accumulate_alone(self) -> None:
         """A loop in the seed's style takes a step every ``train_batch_size`` samples; ``fit`` says it for each step."""

@@ -21,7 +21,7 @@ from lightppo.algorithms import losses
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
-from lightppo.plugins.compat.seed import PromptText
+from lightppo.plugins.compat.seed import PromptText, seed_means
 from lightppo.plugins.ops import signals
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -176,6 +176,18 @@ def test_losses_in_the_seeds_form_have_the_trainers_gradient(trained):
             name
         )
     assert own["train/my_number"] == pytest.approx(2.5)
+
+
+def test_the_means_that_the_seed_gives_are_per_sample_and_the_kl_per_token():
+    item = Experience(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 2, dtype=torch.bool))
+    item.info = {"reward": torch.tensor([1.0, 3.0]), "response_length": torch.tensor([2.0, 1.0])}
+    item.info |= {"kl": torch.tensor([0.3, 0.9]), "mine": torch.zeros(2)}
+    means = {name: value.item() for name, value in seed_means(item).items()}
+    assert means == {
+        "reward": 2,
+        "response_length": 1.5,
+        "kl": pytest.approx((2 * 0.3 + 1 * 0.9) / 3),
+    }
 
 
 def test_a_status_is_averaged_over_all_its_names(made, parts, monkeypatch):
