@@ -51,31 +51,30 @@ def balance_ranks(
     tokens: Counter[int] = Counter()
     samples: Counter[int] = Counter()
     for rollout in rollouts:
-        index, prompt = rollout.prompt.index, len(rollout.prompt.token_ids)
-        tokens[index] += len(rollout.response_ids) + (
-            0 if prompt_once and samples[index] else prompt
-        )
+        index = rollout.prompt.index
+        tokens[index] += len(rollout.response_ids)
+        if not prompt_once or samples[index] == 0:
+            tokens[index] += len(rollout.prompt.token_ids)
         samples[index] += 1
     before: list[list[Group]] = strategy.all_gather_object(
-        [Group(tokens[i], samples[i], i) for i in samples]
+        [Group(tokens[index], samples[index], index) for index in samples]
     )
     after = swapped(before)
     if after == before:
         return list(rollouts)
-    has = {group.index for group in after[strategy.get_rank()]}
-    leave = [r for r in rollouts if r.prompt.index not in has]
-    going = {r.prompt.index for r in leave}
-    to = {
-        group.index: rank
-        for rank, groups in enumerate(after)
-        for group in groups
-        if group.index in going
-    }
-    parts: dict[int, list[Rollout]] = defaultdict(list)
-    for rollout in leave:
-        parts[to[rollout.prompt.index]].append(rollout)
-    came = strategy.exchange_objects(parts)  # only to the ranks that train on them
-    return [r for r in rollouts if r.prompt.index in has] + [r for part in came for r in part]
+    rank_of = {group.index: rank for rank, groups in enumerate(after) for group in groups}
+    staying: list[Rollout] = []
+    leaving: dict[int, list[Rollout]] = defaultdict(list)  # by the rank that they go to
+    kept = {group.index for group in after[strategy.get_rank()]}
+    for rollout in rollouts:
+        index = rollout.prompt.index
+        if index in kept:
+            staying.append(rollout)
+        else:
+            leaving[rank_of[index]].append(rollout)
+    for arrived in strategy.exchange_objects(leaving):  # only to the ranks that train on them
+        staying += arrived
+    return staying
 
 
 def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> list[list[Group]]:
@@ -136,15 +135,21 @@ def select_tokens(items: Sequence[Experience], loss: PolicyLoss, ranks: Ranks, s
         return
     items = items or [Experience.placeholder()]  # for the collectives of a rank without samples
     masks = [item.action_mask for item in items]  # (1, A) each
-    rows = [(item.action_log_probs, item.advantages, _uniforms(item, seed)) for item in items]
+
+    def trained(rows: Iterable[Tensor]) -> Tensor:
+        """(N,) of the trained tokens."""
+        return torch.cat([row[mask] for row, mask in zip(rows, masks)])
+
     chosen = select(
-        # (N,) trained tokens
-        *(torch.cat([row[mask] for row, mask in zip(column, masks)]) for column in zip(*rows)),
+        trained(item.action_log_probs for item in items),
+        trained(item.advantages for item in items),
+        trained(_uniforms(item, seed) for item in items),
         options=loss.options,
         all_reduce_sum=partial(ranks.all_reduce, op="sum"),
     )  # (N,)
-    for item, mask, part in zip(items, masks, chosen.split([int(mask.sum()) for mask in masks])):
-        item.selected = torch.zeros_like(mask).masked_scatter(mask, part)
+    of_rows = chosen.split([int(mask.sum()) for mask in masks])
+    for item, mask, of_row in zip(items, masks, of_rows):
+        item.selected = torch.zeros_like(mask).masked_scatter(mask, of_row)
 
 
 def _uniforms(item: Experience, seed: int) -> Tensor:
@@ -217,9 +222,9 @@ class ReplayBuffer:
     def collate_fn(self, items: Sequence[Experience]) -> Experience:
         """Rows → one padded batch on the training device."""
         batch = Experience.collate(items)
-        return (batch.pin_memory() if self.pin_memory and self.cpu_offload else batch).to_device(
-            self.device
-        )
+        if self.pin_memory and self.cpu_offload:
+            batch.pin_memory()
+        return batch.to_device(self.device)
 
     def normalize(
         self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any
@@ -231,14 +236,15 @@ class ReplayBuffer:
         items = self.items or [Experience.placeholder()]
         values = torch.cat([item.advantages for item in items], 1)  # (1, ΣA)
         mask = torch.cat([item.action_mask for item in items], 1)
-        options |= {
-            "all_reduce_sum": partial(strategy.all_reduce, op="sum"),
-            "divide_std": divide_std,
-        }
-        whitened = whiten(values, mask, **options).split(
-            [item.num_actions for item in items], dim=1
+        whitened = whiten(
+            values,
+            mask,
+            all_reduce_sum=partial(strategy.all_reduce, op="sum"),
+            divide_std=divide_std,
+            **options,
         )
-        for item, row in zip(items, whitened):
+        rows = whitened.split([item.num_actions for item in items], dim=1)
+        for item, row in zip(items, rows):
             item.advantages = row
 
 
@@ -269,9 +275,11 @@ class Minibatch:
 def normalizer_of(
     micro_batches: Sequence[Experience], ranks: Ranks, scale: float
 ) -> LossNormalizer:
-    masks, total = [m.action_mask for m in micro_batches], partial(ranks.all_reduce, op="sum")
     return LossNormalizer.from_masks(
-        masks, all_reduce_sum=total, dp_size=ranks.world_size, scale=scale
+        [micro_batch.action_mask for micro_batch in micro_batches],
+        all_reduce_sum=partial(ranks.all_reduce, op="sum"),
+        dp_size=ranks.world_size,
+        scale=scale,
     )
 
 
@@ -281,9 +289,11 @@ def plan_step(
     """Gives this rank's micro batches the step's totals, and adds placeholders up to the common count. Collective."""
     placeholder = Experience.placeholder(ranks.device)
     normalizer = normalizer_of(micro_batches or [placeholder], ranks, scale)
-    part = StepPart(normalizer, ranks.all_reduce(len(micro_batches), "sum") / ranks.world_size)
+    count = ranks.all_reduce(len(micro_batches), "sum")
+    part = StepPart(normalizer, status_scale=count / ranks.world_size)
     placeholder.part = replace(part, has_samples=False)
-    return level([replace(m, part=part) for m in micro_batches], ranks, lambda: placeholder)
+    planned = [replace(micro_batch, part=part) for micro_batch in micro_batches]
+    return level(planned, ranks, filler=lambda: placeholder)
 
 
 @dataclass(frozen=True)
@@ -331,26 +341,26 @@ def minibatches(
     order = torch.randperm(len(items), generator=generator).tolist()
     prompts = [item.prompts()[0] for item in items] if share_prompts or shuffle == "groups" else []
     if shuffle == "groups":  # all samples of a prompt come to its first one
-        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts[i] for i in order))}
-        order.sort(key=lambda i: place[prompts[i]])
-    lengths, batching = (
-        [item.row_lengths()[0] for item in items],
-        MicroBatching(ranks, packed, share_prompts),
-    )
+        first_places: dict[bytes, int] = {}
+        for place, row in enumerate(order):
+            first_places.setdefault(prompts[row], place)
+        order.sort(key=lambda row: first_places[prompts[row]])
+    lengths = [item.row_lengths()[0] for item in items]
+    batching = MicroBatching(ranks, packed, share_prompts)
+
+    def planned(rows: Sequence[int], spec: MicroBatchSpec) -> list[Experience]:
+        """The micro batches of an optimizer step of these rows."""
+        parts = batching.split(
+            [lengths[row] for row in rows], spec, [prompts[row] for row in rows if share_prompts]
+        )
+        batches = [collate([items[rows[i]] for i in part]) for part in parts]
+        return plan_step(batches, ranks, scale=loss_scale)
+
     for rows in torch.tensor(order, dtype=torch.long).tensor_split(steps) if steps else ():
-        step, plans = rows.tolist(), []
-        for spec in (actor,) if critic in (None, actor) else (actor, critic):
-            parts = batching.split(
-                [lengths[i] for i in step], spec, [prompts[i] for i in step if share_prompts]
-            )
-            plans.append(
-                plan_step(
-                    [collate([items[step[i]] for i in part]) for part in parts],
-                    ranks,
-                    scale=loss_scale,
-                )
-            )
-        yield Minibatch(*plans)
+        of_step = rows.tolist()
+        of_actor = planned(of_step, actor)
+        has_its_own = critic is not None and critic != actor
+        yield Minibatch(of_actor, planned(of_step, critic) if has_its_own else None)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -367,10 +377,11 @@ def save_batch(
     """
 
     def plain(part: Experience) -> dict[str, Any]:
-        names = [f.name for f in fields(Experience) if f.name not in ("info", "part")]
-        tensors = {
-            name: x if (x := getattr(part, name)) is None else on_cpu(x).detach() for name in names
-        }
+        tensors = {}
+        for field in fields(Experience):
+            if field.name not in ("info", "part"):
+                tensor = getattr(part, field.name)
+                tensors[field.name] = None if tensor is None else on_cpu(tensor).detach()
         step = part.part and vars(part.part) | {"normalizer": vars(part.part.normalizer)}
         if step and step["pretrain"]:
             step["pretrain"] = (dict(part.part.pretrain[0]), *part.part.pretrain[1:])

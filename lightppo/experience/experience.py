@@ -55,6 +55,11 @@ class Experience:
         return self.action_mask.size(1)
 
     @property
+    def _prompt_columns(self) -> int:
+        """S - A, the columns before the action positions."""
+        return self.sequences.size(1) - self.num_actions
+
+    @property
     def response_lengths(self) -> Tensor:
         """Tokens of each response, trained or not (B,)."""
         return self.attention_mask[:, -self.num_actions :].sum(-1)
@@ -67,15 +72,16 @@ class Experience:
     def row_lengths(self) -> list[tuple[int, int]]:
         """Prompt and response tokens of each row."""
         real = on_cpu(self.attention_mask)
-        totals, responses = (x.sum(-1).tolist() for x in (real, real[:, -self.num_actions :]))
+        totals = real.sum(-1).tolist()
+        responses = real[:, -self.num_actions :].sum(-1).tolist()
         return [(total - response, response) for total, response in zip(totals, responses)]
 
     def non_finite(self) -> dict[str, int]:
         """Rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
-        rows = {
-            n: (~getattr(self, n).isfinite() & self.action_mask).any(1).sum()
-            for n in self._present()
-        }
+        rows = {}
+        for name in self._present():
+            broken = ~getattr(self, name).isfinite() & self.action_mask  # (B, A)
+            rows[name] = broken.any(1).sum()
         if "reward" in self.info:
             rows["score"] = (~self.info["reward"].isfinite()).sum()
         counts = torch.stack([*rows.values(), self.action_mask.sum()]).tolist()  # one copy
@@ -83,13 +89,13 @@ class Experience:
 
     def prompts(self) -> list[bytes]:
         """The prompt of each row as bytes, equal for equal token ids."""
-        split = self.sequences.size(1) - self.num_actions
-        ids, real = on_cpu(self.sequences)[:, :split], on_cpu(self.attention_mask)[:, :split].bool()
+        ids = on_cpu(self.sequences)[:, : self._prompt_columns]
+        real = on_cpu(self.attention_mask)[:, : self._prompt_columns].bool()
         return [row[mask].numpy().tobytes() for row, mask in zip(ids, real)]
 
     def texts(self, decode: Callable[[Tensor], str]) -> list[tuple[str, str]]:
         """Prompt and response of each row."""
-        split = self.sequences.size(1) - self.num_actions
+        split = self._prompt_columns
         rows = zip(on_cpu(self.sequences), on_cpu(self.attention_mask).bool())
         return [
             (decode(ids[:split][real[:split]]), decode(ids[split:][real[split:]]))
@@ -102,18 +108,9 @@ class Experience:
         if not rollouts:
             raise ValueError("no rollouts: an Experience needs at least one row")
         for rollout in rollouts:
-            where, n = f"prompt {rollout.prompt.index}", len(rollout.response_ids)
-            if not rollout.prompt.token_ids or not n:
-                raise ValueError(
-                    f"{where}: the {'response' if rollout.prompt.token_ids else 'prompt'} has no tokens"
-                )
-            if rollout.log_probs is not None and len(rollout.log_probs) != n:
-                raise ValueError(
-                    f"{where}, sample {rollout.sample_index}: the rollout engine gave {len(rollout.log_probs)} log "
-                    f"probs for {n} response tokens"
-                )
-        prompts = [torch.tensor(r.prompt.token_ids) for r in rollouts]
-        responses = [torch.tensor(r.response_ids) for r in rollouts]
+            _check_tokens(rollout)
+        prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in rollouts]
+        responses = [torch.tensor(rollout.response_ids) for rollout in rollouts]
         prompt_mask = _pad([torch.ones_like(ids) for ids in prompts], left=True)
         response_mask = _pad([torch.ones_like(ids) for ids in responses])
         experience = cls(
@@ -121,14 +118,14 @@ class Experience:
             attention_mask=torch.cat([prompt_mask, response_mask], 1),  # (B, S)
             action_mask=response_mask.bool(),  # (B, A)
         )
-        if all(r.log_probs is not None for r in rollouts):
+        if all(rollout.log_probs is not None for rollout in rollouts):
             experience.rollout_log_probs = _pad(
-                [torch.tensor(r.log_probs, dtype=torch.float32) for r in rollouts]
+                [torch.tensor(rollout.log_probs, dtype=torch.float32) for rollout in rollouts]
             )
         experience.info = {
             "response_length": experience.response_lengths.float(),
             "total_length": experience.total_lengths.float(),
-            "truncated": torch.tensor([float(r.truncated) for r in rollouts]),
+            "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]),
         }
         return experience
 
@@ -153,11 +150,8 @@ class Experience:
     def _cut(self, rows: Sequence[tuple[int, int, int]]) -> Self:
         """Rows by number, length of the prompt, and length of the response."""
         numbers, prompts, responses = zip(*rows)
-        split = self.sequences.size(1) - self.num_actions  # columns before the action positions
-        columns, actions = (
-            slice(split - max(prompts), split + max(responses)),
-            slice(0, max(responses)),
-        )
+        start, end = self._prompt_columns - max(prompts), self._prompt_columns + max(responses)
+        columns, actions = slice(start, end), slice(0, max(responses))
         picked = to_device(torch.tensor(numbers), self.sequences.device)
         return type(self)(
             self.sequences[picked, columns],
@@ -169,7 +163,7 @@ class Experience:
 
     def without_rows(self) -> Self:
         """The same tensors without rows, for a rank without samples in computations over all ranks."""
-        return dataclasses.replace(self)._map(lambda x: x[:0])
+        return dataclasses.replace(self)._map(lambda tensor: tensor[:0])
 
     @classmethod
     def collate(cls, parts: Sequence[Experience]) -> Self:
@@ -184,46 +178,58 @@ class Experience:
 
         def sequence_shaped(name: str) -> Tensor:
             """(ΣB, S): prompts are padded on the left, responses on the right."""
-            rows = [
-                row.tensor_split([len(row) - p.num_actions])
-                for p in parts
-                for row in getattr(p, name)
-            ]
-            return torch.cat(
-                [_pad([left for left, _ in rows], left=True), _pad([right for _, right in rows])], 1
-            )
+            prompts, responses = [], []
+            for part in parts:
+                prompts += getattr(part, name)[:, : part._prompt_columns]
+                responses += getattr(part, name)[:, part._prompt_columns :]
+            return torch.cat([_pad(prompts, left=True), _pad(responses)], 1)
 
         def action_shaped(name: str) -> Tensor:
             """(ΣB, A)."""
-            return _pad([row for p in parts for row in getattr(p, name)])
+            return _pad([row for part in parts for row in getattr(part, name)])
 
         return cls(
             sequence_shaped("sequences"),
             sequence_shaped("attention_mask"),
             action_shaped("action_mask"),
-            info={name: torch.cat([p.info[name] for p in parts]) for name in info},
+            info={name: torch.cat([part.info[name] for part in parts]) for name in info},
             **{name: action_shaped(name) for name in names},
         )
 
     def _present(self) -> list[str]:
         return [name for name in ACTION_TENSORS if getattr(self, name) is not None]
 
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         for name in ("sequences", "attention_mask", "action_mask", *self._present()):
-            setattr(self, name, fn(getattr(self, name)))
-        self.info = {name: fn(values) for name, values in self.info.items()}
+            setattr(self, name, change(getattr(self, name)))
+        self.info = {name: change(values) for name, values in self.info.items()}
         return self
 
     def to_device(self, device: torch.device | str) -> Self:
         """Moves every tensor in place; returns itself."""
-        # Not to the CPU: that copy returns before the numbers have arrived, and nothing would wait for them.
-        return self._map(
-            Tensor.cpu if torch.device(device).type == "cpu" else partial(to_device, device=device)
-        )
+        if torch.device(device).type == "cpu":
+            # to_device returns before the numbers have arrived here, and nothing would wait for them
+            return self._map(Tensor.cpu)
+        return self._map(partial(to_device, device=device))
 
     def pin_memory(self) -> Self:
         """Pins every tensor on the CPU in place for fast copies to a GPU; returns itself."""
-        return self._map(lambda x: x.pin_memory() if x.device.type == "cpu" else x)
+        return self._map(
+            lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+        )
+
+
+def _check_tokens(rollout: Rollout) -> None:
+    where, length = f"prompt {rollout.prompt.index}", len(rollout.response_ids)
+    if not rollout.prompt.token_ids:
+        raise ValueError(f"{where}: the prompt has no tokens")
+    if length == 0:
+        raise ValueError(f"{where}: the response has no tokens")
+    if rollout.log_probs is not None and len(rollout.log_probs) != length:
+        raise ValueError(
+            f"{where}, sample {rollout.sample_index}: the rollout engine gave {len(rollout.log_probs)} log "
+            f"probs for {length} response tokens"
+        )
 
 
 def non_finite_text(found: Sequence[Mapping[str, int]]) -> str:
@@ -236,7 +242,9 @@ def non_finite_text(found: Sequence[Mapping[str, int]]) -> str:
 
 
 # (B, A), may be absent
-ACTION_TENSORS = [f.name for f in dataclasses.fields(Experience) if f.type == "Tensor | None"]
+ACTION_TENSORS = [
+    field.name for field in dataclasses.fields(Experience) if field.type == "Tensor | None"
+]
 
 
 def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -70,21 +71,19 @@ class ScoreShaper:
 
     def shape(self, rollouts: Sequence[Rollout]) -> Tensor:
         """The score of each response (B,); with dense rewards, the reward added at its end."""
-        c, scores = self.config, self._scaled(rollouts)  # (B,)
-        truncated = torch.tensor(
-            [r.truncated for r in rollouts], dtype=torch.bool, device=self.device
-        )
+        config, scores = self.config, self._scaled(rollouts)  # (B,)
+        truncated = truncated_of(rollouts, self.device)
         if self.running is not None:
             scores = self.running.normalize(scores)
-        if c.use_dense_reward:
+        if config.use_dense_reward:
             scores = torch.zeros_like(scores)
-        if c.stop_properly_penalty is not None:
-            scores = stop_properly(scores, truncated, c.stop_properly_penalty)
-        if c.overlong_buffer_len is not None:
+        if config.stop_properly_penalty is not None:
+            scores = stop_properly(scores, truncated, config.stop_properly_penalty)
+        if config.overlong_buffer_len is not None:
             scores = scores + self.overlong(rollouts)
-        if c.mask_no_eos_with_zero:
+        if config.mask_no_eos_with_zero:
             scores = zero_truncated(scores, truncated)
-        return clip_scores(scores, c.reward_clip_range)
+        return clip_scores(scores, config.reward_clip_range)
 
     def token_scores(self, rollouts: Sequence[Rollout], action_mask: Tensor) -> Tensor | None:
         """Dense rewards (B, A), scaled like scores; ``None`` without ``--use_dense_reward``."""
@@ -108,9 +107,11 @@ class ScoreShaper:
 
     def overlong(self, rollouts: Sequence[Rollout]) -> Tensor:
         """The penalty for the length of each response, at most 0 (B,)."""
-        c = self.config
         return overlong_penalty(
-            self._lengths(rollouts), self.max_len, c.overlong_buffer_len, c.overlong_penalty_factor
+            self._lengths(rollouts),
+            self.max_len,
+            self.config.overlong_buffer_len,
+            self.config.overlong_penalty_factor,
         )
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -123,14 +124,18 @@ class ScoreShaper:
             self.running.load_state_dict(state)
 
     def _scaled(self, rollouts: Sequence[Rollout]) -> Tensor:
-        return self.scale(
-            torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=self.device)
-        )
+        scores = [rollout.reward for rollout in rollouts]
+        return self.scale(torch.tensor(scores, dtype=torch.float32, device=self.device))
 
     def _lengths(self, rollouts: Sequence[Rollout]) -> Tensor:
-        return torch.tensor(
-            [len(r.response_ids) for r in rollouts], dtype=torch.float32, device=self.device
-        )
+        lengths = [len(rollout.response_ids) for rollout in rollouts]
+        return torch.tensor(lengths, dtype=torch.float32, device=self.device)
+
+
+def truncated_of(rollouts: Sequence[Rollout], device: Any) -> Tensor:
+    """Whether each response was truncated (B,)."""
+    truncated = [rollout.truncated for rollout in rollouts]
+    return torch.tensor(truncated, dtype=torch.bool, device=device)
 
 
 class ExperienceMaker:
@@ -235,9 +240,7 @@ class ExperienceMaker:
         self._require_finite(batch)
         if not rollouts:
             batch, made = batch.without_rows(), {name: values[:0] for name, values in made.items()}
-        truncated = torch.tensor(
-            [r.truncated for r in rollouts], dtype=torch.bool, device=self.strategy.device
-        )
+        truncated = truncated_of(rollouts, self.strategy.device)
         if self.mask_too_long:
             batch.action_mask &= ~truncated[:, None]
         bootstraps = self.algorithm.bootstrap_truncated and self.critic is not None
@@ -261,18 +264,20 @@ class ExperienceMaker:
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
         """Whitens and clips the advantages over all ranks, and selects tokens for the loss. Collective."""
-        a = self.algorithm
+        algorithm, limit = self.algorithm, self.algorithm.advantage_clip
         with self.timer("advantages"):
-            if a.adv_norm and a.adv_norm_scope == "batch":
-                options = {
-                    "shift_mean": a.adv_shift_mean,
-                    "unbiased": a.adv_std_unbiased,
-                    "eps": a.adv_norm_eps,
-                }
-                buffer.normalize("advantages", self.strategy, a.adv_std_norm, **options)
-            if a.advantage_clip is not None:
+            if algorithm.adv_norm and algorithm.adv_norm_scope == "batch":
+                buffer.normalize(
+                    "advantages",
+                    self.strategy,
+                    divide_std=algorithm.adv_std_norm,
+                    shift_mean=algorithm.adv_shift_mean,
+                    unbiased=algorithm.adv_std_unbiased,
+                    eps=algorithm.adv_norm_eps,
+                )
+            if limit is not None:
                 for item in buffer.items:
-                    item.advantages = item.advantages.clamp(-a.advantage_clip, a.advantage_clip)
+                    item.advantages = item.advantages.clamp(-limit, limit)
         select_tokens(buffer.items, loss, self.strategy, seed_of_step(self.seed, step))
 
     def _needs_entropy(self) -> bool:
@@ -338,14 +343,17 @@ class ExperienceMaker:
                 model.eval()
 
         lengths, prompts, device = batch.row_lengths(), batch.prompts(), self.strategy.device
-        near = Experience(*map(on_cpu, (batch.sequences, batch.attention_mask, batch.action_mask)))
+        near = Experience(
+            sequences=on_cpu(batch.sequences),
+            attention_mask=on_cpu(batch.attention_mask),
+            action_mask=on_cpu(batch.action_mask),
+        )
         plan = []
-        for name, phase, run in [call for *call, needed in calls if needed]:
-            parts = self.batching.split(lengths, self.micro_batches[name], prompts)
-            plan += [
-                (phase, run, rows)
-                for rows in level(parts, self.strategy, lambda parts=parts: parts[-1])
-            ]
+        for name, phase, run, needed in calls:
+            if needed:
+                parts = self.batching.split(lengths, self.micro_batches[name], prompts)
+                parts = level(parts, self.strategy, lambda parts=parts: parts[-1])
+                plan += [(phase, run, rows) for rows in parts]
         made: dict[str, Tensor] = defaultdict(
             lambda: torch.zeros(batch.action_mask.shape, device=device)
         )
@@ -450,8 +458,11 @@ class ExperienceMaker:
             kl_coef=self.kl_ctl.value if config.use_kl_in_reward and batch.kl is not None else 0.0,
             token_scores=self.shaper.token_scores(rollouts, mask),
         )  # (B, A)
-        greedy = [r.baseline for r in rollouts] if self.estimator.needs_greedy_baseline else None
-        groups = torch.tensor([r.prompt.index for r in rollouts], dtype=torch.long, device=device)
+        greedy = None
+        if self.estimator.needs_greedy_baseline:
+            greedy = [rollout.baseline for rollout in rollouts]
+        groups = [rollout.prompt.index for rollout in rollouts]
+        groups = torch.tensor(groups, dtype=torch.long, device=device)
         batch.advantages, batch.returns = self.advantages_of(
             token_rewards=token_rewards,
             action_mask=mask,
@@ -500,19 +511,21 @@ class ExperienceMaker:
 
     def _add_info(self, batch: Experience, rollouts: Sequence[Rollout]) -> None:
         """One number per sample, for the logs."""
-        tensor = partial(torch.tensor, dtype=torch.float32, device=self.strategy.device)
-        kl = (
-            torch.zeros_like(batch.action_mask, dtype=torch.float32)
-            if batch.kl is None
-            else batch.kl
-        )
+
+        def of_rollouts(number: Callable[[Rollout], float | None]) -> Tensor:
+            """(B,)."""
+            numbers = [number(rollout) for rollout in rollouts]
+            return torch.tensor(numbers, dtype=torch.float32, device=self.strategy.device)
+
         if self.rewarded:
-            batch.info["reward"] = tensor([r.reward for r in rollouts])
-        if any(r.stale for r in rollouts):
-            batch.info["stale"] = tensor([r.stale for r in rollouts])
+            batch.info["reward"] = of_rollouts(lambda rollout: rollout.reward)
+        if any(rollout.stale for rollout in rollouts):
+            batch.info["stale"] = of_rollouts(lambda rollout: rollout.stale)
+        kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl
         batch.info["kl"] = masked_mean(kl, batch.action_mask)
-        at_limit = [float(len(r.prompt.token_ids) >= self.prompt_max_len) for r in rollouts]
-        batch.info["prompt_clip_ratio"] = tensor(at_limit)
+        batch.info["prompt_clip_ratio"] = of_rollouts(
+            lambda rollout: len(rollout.prompt.token_ids) >= self.prompt_max_len
+        )
         if self.shaper.config.overlong_buffer_len is not None:
             penalty = self.shaper.overlong(rollouts)
             batch.info |= {
@@ -520,8 +533,10 @@ class ExperienceMaker:
                 "reward/overlong_reward": penalty,
             }
         if self.estimator.needs_greedy_baseline:
-            batch.info["reward/greedy_baseline"] = tensor([r.baseline.reward for r in rollouts])
-        for name in sorted({name for r in rollouts for name in r.extras}):
-            batch.info[f"reward/{name}"] = tensor(
-                [r.extras.get(name, float("nan")) for r in rollouts]
+            batch.info["reward/greedy_baseline"] = of_rollouts(
+                lambda rollout: rollout.baseline.reward
+            )
+        for name in sorted({name for rollout in rollouts for name in rollout.extras}):
+            batch.info[f"reward/{name}"] = of_rollouts(
+                lambda rollout, name=name: rollout.extras.get(name, math.nan)
             )
