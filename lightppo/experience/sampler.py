@@ -43,9 +43,11 @@ def best_of_n(
 
 # Any other name is one of the numbers that the reward source gives beside the score.
 FILTER_METRICS: dict[str, Callable[[Rollout], float | None]] = {
-    "score": lambda r: r.reward,
-    "acc": lambda r: r.extras.get("acc", r.extras.get("accuracy")),
-    "seq_reward": lambda r: r.reward if r.token_rewards is None else sum(r.token_rewards),
+    "score": lambda rollout: rollout.reward,
+    "acc": lambda rollout: rollout.extras.get("acc", rollout.extras.get("accuracy")),
+    "seq_reward": lambda rollout: (
+        rollout.reward if rollout.token_rewards is None else sum(rollout.token_rewards)
+    ),
 }
 
 EQUAL, LOW, HIGH, UNMEASURED = REASONS = (
@@ -75,8 +77,10 @@ class GroupFilter:
         if self.metric == "seq_final_reward":
             values = self.final_scores(group).tolist()
         else:
-            of = FILTER_METRICS.get(self.metric, lambda r: r.extras.get(self.metric))
-            values = [of(r) for r in group]
+            number_of = FILTER_METRICS.get(
+                self.metric, lambda rollout: rollout.extras.get(self.metric)
+            )
+            values = [number_of(rollout) for rollout in group]
         if any(value is None for value in values):
             return UNMEASURED
         if self.limits is None:
@@ -160,10 +164,9 @@ class RolloutSampler:
 
         A group that becomes too small for the estimator, or whose greedy baseline is unscored, is left out and counted.
         """
-        everything = [
-            *rollouts,
-            *{id(r.baseline): r.baseline for r in rollouts if r.baseline is not None}.values(),
-        ]
+        baselines = [rollout.baseline for rollout in rollouts if rollout.baseline is not None]
+        # all samples of a prompt have the same one
+        everything = [*rollouts, *{id(baseline): baseline for baseline in baselines}.values()]
         not_finite = None
         try:
             if self.scorer is None:
@@ -181,33 +184,43 @@ class RolloutSampler:
             return SampledBatch(rollouts, {}, {}, not_finite)
         # Totals, not means over the samples that stay, which lack the samples that failed for good.
         left_out = {
-            name: sum(r.extras.pop(name.removeprefix("reward/"), 0.0) for r in everything)
+            name: sum(
+                rollout.extras.pop(name.removeprefix("reward/"), 0.0) for rollout in everything
+            )
             for name in FAILURE_COUNTS
         }
-        scored = [r for r in rollouts if r.reward is not None]
+        scored = [rollout for rollout in rollouts if rollout.reward is not None]
         self._check_token_scores(scored)
         groups = group_by_prompt(scored)
         best = scored
         if self.keeps_best:
-            best = [r for group in groups for r in best_of_n(group, self.group_size, self.tie)]
+            best = [
+                rollout
+                for group in groups
+                for rollout in best_of_n(group, self.group_size, self.tie)
+            ]
             left_out["not_best"] = len(scored) - len(best)
-        sizes = Counter(r.prompt.index for r in best)
-        large = [r for r in best if sizes[r.prompt.index] >= self.min_group_size]
-        kept = [r for r in large if r.baseline is None or r.baseline.reward is not None]
+        sizes = Counter(rollout.prompt.index for rollout in best)
+        kept = [
+            rollout
+            for rollout in best
+            if sizes[rollout.prompt.index] >= self.min_group_size
+            and (rollout.baseline is None or rollout.baseline.reward is not None)
+        ]
         unscored, small_group = len(rollouts) - len(scored), len(best) - len(kept)
         if unscored or small_group:
             text = "%s left %d of %d samples unscored; %d more left out because too little of their group was scored"
             logger.warning(text, self.reward_source.name, unscored, len(rollouts), small_group)
+        left_out |= {"unscored": unscored, "small_group": small_group}
         means = {
-            group[0].prompt.index: sum(r.reward for r in group) / len(group) for group in groups
+            group[0].prompt.index: sum(rollout.reward for rollout in group) / len(group)
+            for group in groups
         }
-        return SampledBatch(
-            kept, left_out | {"unscored": unscored, "small_group": small_group}, means
-        )
+        return SampledBatch(kept, left_out, means)
 
     def _check_token_scores(self, rollouts: Sequence[Rollout]) -> None:
         name = self.reward_source.name
-        given = [r.token_rewards is not None for r in rollouts]
+        given = [rollout.token_rewards is not None for rollout in rollouts]
         if not self.dense and any(given):
             raise RewardError(f"{name} gave token scores: set --use_dense_reward to train on them")
         if self.dense and not all(given):
@@ -317,7 +330,8 @@ class GroupCollector:
             if total >= self.groups_per_step or exhausted or limit_reached:
                 break
             self._generate(source, step, tally)
-        missing, repeats = self.groups_per_step - total, [0] * len(available)
+        missing = self.groups_per_step - total
+        repeats = [0] * len(available)  # of each rank
         # on_exhausted does not apply at the end of an episode, nor without a filter.
         if missing > 0 and not exhausted and self.group_filter is not None:
             text = (
@@ -335,10 +349,8 @@ class GroupCollector:
                 repeats = deal(
                     missing, available, [missing if groups else 0 for groups in available]
                 )
-        shares, rank = (
-            deal(self.groups_per_step, [0] * len(available), room=available),
-            self.strategy.get_rank(),
-        )
+        rank = self.strategy.get_rank()
+        shares = deal(self.groups_per_step, [0] * len(available), room=available)
         extra = [i % shares[rank] for i in range(repeats[rank])]
         return self._finish(step, tally, shares[rank], extra, total - sum(shares))
 
@@ -356,17 +368,18 @@ class GroupCollector:
                 tally.not_finite, tally.lost = batch.not_finite, batch.rollouts
                 tally.counts["not_finite"] += 1
             for group in group_by_prompt(batch.rollouts) if batch.not_finite is None else ():
+                tally.counts["judged"] += 1
                 reason = self.group_filter(group) if self.group_filter is not None else None
                 if reason is None:
                     self.surplus.append((step, group))
-                tally.counts.update(("judged",) if reason is None else ("judged", reason))
+                else:
+                    tally.counts[reason] += 1
         tally.batches += 1
-        tokens = sum(len(r.response_ids) for r in rollouts)
-        tally.counts.update(
-            batch.left_out | {"generated_samples": len(rollouts), "generated_tokens": tokens}
-        )
+        tally.counts.update(batch.left_out)
+        tally.counts["generated_samples"] += len(rollouts)
+        tally.counts["generated_tokens"] += sum(len(rollout.response_ids) for rollout in rollouts)
         tally.prompt_scores |= batch.prompt_scores
-        tally.names |= {name for r in batch.rollouts for name in r.extras}
+        tally.names |= {name for rollout in batch.rollouts for name in rollout.extras}
 
     def _agree(
         self, source: PromptSource, tally: Tally, step: int
@@ -399,16 +412,11 @@ class GroupCollector:
         rollouts, places = [], []
         for sampled, group in chosen:
             places.append(range(len(rollouts), len(rollouts) + len(group)))
-            rollouts += (
-                [replace(rollout, stale=True) for rollout in group] if sampled < step else group
-            )
-        names = (
-            *SAMPLE_COUNTS,
-            "judged",
-            "not_finite",
-            *REASONS,
-            *(["not_best"] if self.sampler.keeps_best else []),
-        )
+            is_stale = sampled < step
+            rollouts += [replace(rollout, stale=True) for rollout in group] if is_stale else group
+        names = [*SAMPLE_COUNTS, "judged", "not_finite", *REASONS]
+        if self.sampler.keeps_best:
+            names.append("not_best")
         selection = {
             "trained_groups": len(chosen) + len(extra),
             "reused_groups": len(extra),
@@ -436,14 +444,8 @@ class GroupCollector:
             return CollectedStep(
                 rollouts + tally.lost, 0, [], counts, tally.prompt_scores, surplus, text
             )
-        return CollectedStep(
-            rollouts,
-            trained,
-            [i for e in extra for i in places[e]],
-            counts,
-            tally.prompt_scores,
-            surplus,
-        )
+        repeated = [place for group in extra for place in places[group]]
+        return CollectedStep(rollouts, trained, repeated, counts, tally.prompt_scores, surplus)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """This rank's surplus, as plain values."""

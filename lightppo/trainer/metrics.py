@@ -128,17 +128,14 @@ def policy_summaries(
     mask = experience.action_mask & ~log_probs.isnan()
     if reference is not None:
         mask = mask & ~reference.isnan()
-        terms["policy_kl"] = (log_probs - reference)[mask]
-        terms["kl"] = (
-            sampled_kl(log_probs, reference) if experience.kl is None else experience.kl
-        )[mask]
+        kl = sampled_kl(log_probs, reference) if experience.kl is None else experience.kl
+        terms |= {"policy_kl": (log_probs - reference)[mask], "kl": kl[mask]}
     if (teacher := experience.teacher_log_probs) is not None:
         terms |= {"teacher_kl": (log_probs - teacher)[mask], "teacher_log_prob": teacher[mask]}
     if engine is not None:
-        terms |= {
-            f"mismatch_{name}": x for name, x in mismatch_terms(log_probs, engine, mask).items()
-        }
-    summaries = {name: Summary.of(x) for name, x in terms.items()}
+        mismatch = mismatch_terms(log_probs, engine, mask)
+        terms |= {f"mismatch_{name}": numbers for name, numbers in mismatch.items()}
+    summaries = {name: Summary.of(numbers) for name, numbers in terms.items()}
     if engine is not None:
         summaries["mismatch_on_policy"] = summaries["mismatch_logp_diff"]
         if (stale := experience.info.get("stale")) is not None:
@@ -158,14 +155,18 @@ def rollout_summaries(
         return {}
     batch = Experience.collate(items)
     tokens = {"advantage": batch.advantages, "return_token": batch.returns, "value": batch.values}
-    tokens = {name: x[batch.action_mask] for name, x in tokens.items() if x is not None}
+    tokens = {
+        name: tensor[batch.action_mask] for name, tensor in tokens.items() if tensor is not None
+    }
     if "value" in tokens:
         tokens["residual"] = tokens["return_token"] - tokens["value"]
     if batch.loss_weights is not None:
         weights = batch.loss_weights[batch.action_mask]
         tokens |= {"loss_weight": weights, "loss_weight_zero": weights == 0}
     summaries = {
-        name: Summary.of(x) for name, x in batch.info.items() if name not in ("kl", "stale")
+        name: Summary.of(numbers)
+        for name, numbers in batch.info.items()
+        if name not in ("kl", "stale")
     }
     if {"total_length", "response_length"} <= batch.info.keys():
         summaries["prompt_length"] = Summary.of(
@@ -173,7 +174,7 @@ def rollout_summaries(
         )
     if batch.action_log_probs is not None:
         summaries |= policy_summaries(batch, batch.action_log_probs, sampled_kl)
-    return summaries | {name: Summary.of(x) for name, x in tokens.items()}
+    return summaries | {name: Summary.of(numbers) for name, numbers in tokens.items()}
 
 
 def merge_summaries(per_rank: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
@@ -193,16 +194,14 @@ _MEAN_NAMES = {"truncated": "response_clip_ratio"} | {name: f"{name}_mean" for n
 def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
     """The flat status of a rollout, by its short names: ``reward``, ``kl``, ``response_length`` …"""
     status: dict[str, float] = {}
-    mismatch = {
-        name.removeprefix("mismatch_"): s
-        for name, s in summaries.items()
-        if name.startswith("mismatch_")
-    }
-    for name, s in summaries.items():
-        if name != "residual" and not name.startswith("mismatch_"):
-            status[_MEAN_NAMES.get(name, name)] = s.mean
+    mismatch: dict[str, Summary] = {}
+    for name, summary in summaries.items():
+        if name.startswith("mismatch_"):
+            mismatch[name.removeprefix("mismatch_")] = summary
+        elif name != "residual":
+            status[_MEAN_NAMES.get(name, name)] = summary.mean
         if name in _WITH_RANGE:
-            status |= {f"{name}_max": s.high, f"{name}_min": s.low}
+            status |= {f"{name}_max": summary.high, f"{name}_min": summary.low}
     if mismatch:
         on_policy = mismatch.pop("on_policy")
         if on_policy.count < mismatch["logp_diff"].count:
@@ -238,12 +237,12 @@ def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
     """A status as numbers; an override may have added some of its own. Raises TypeError for an entry that is none."""
     status, numbers = dict(status or {}), {}
     tensors = {
-        name: x.detach().double()
-        for name, x in status.items()
-        if isinstance(x, Tensor) and x.dim() == 0
+        name: value.detach().double()
+        for name, value in status.items()
+        if isinstance(value, Tensor) and value.dim() == 0
     }
-    for device in {x.device for x in tensors.values()}:  # one copy, and one wait for a GPU
-        names = [name for name, x in tensors.items() if x.device == device]
+    for device in {tensor.device for tensor in tensors.values()}:  # one copy, one wait for a GPU
+        names = [name for name, tensor in tensors.items() if tensor.device == device]
         status |= zip(names, torch.stack([tensors[name] for name in names]).tolist())
     for name, value in status.items():
         try:
@@ -268,21 +267,19 @@ def optimizer_status(
     """
     own = {name for step in steps for status in step for name in status}
     names = sorted(set().union(*ranks.all_gather_object(own)))
-    values = [
-        [[status[name] for status in step if name in status] for step in steps] for name in names
-    ]
-    # (names, steps, 2)
-    totals = torch.tensor([[(sum(v), len(v)) for v in of] for of in values], dtype=torch.float64)
-    of_names = ranks.all_reduce(totals, "sum").tolist() if names else []
-    return {
-        name: _mean_of_numbers([x / n for x, n in of if n]) for name, of in zip(names, of_names)
-    }
-
-
-def _mean_of_numbers(values: Sequence[float]) -> float:
-    """NaN marks a missing number and is left out."""
-    numbers = [x for x in values if not math.isnan(x)]
-    return sum(numbers) / len(numbers) if numbers else math.nan
+    if not names:
+        return {}
+    totals = torch.zeros(len(names), len(steps), 2, dtype=torch.float64)  # sums and counts
+    for row, name in enumerate(names):
+        for column, step in enumerate(steps):
+            values = [status[name] for status in step if name in status]
+            totals[row, column, 0], totals[row, column, 1] = sum(values), len(values)
+    means = {}
+    for name, of_steps in zip(names, ranks.all_reduce(totals, "sum").tolist()):
+        of_step = [total / count for total, count in of_steps if count]
+        numbers = [mean for mean in of_step if not math.isnan(mean)]
+        means[name] = sum(numbers) / len(numbers) if numbers else math.nan
+    return means
 
 
 _SHOWN = {
@@ -408,10 +405,10 @@ def perf_metrics(
     if generated and seconds.get("time_rollout"):
         perf["rollout_tokens_per_second"] = generated / seconds["time_rollout"]
         perf["rollout_ms_per_token"] = 1000 * seconds["time_rollout"] / generated
-    for part in [part for part in TIMED if tokens and f"time_{part}" in seconds]:
-        perf[f"{part}_ms_per_token"] = (
-            1000 * seconds[f"time_{part}"] / (tokens * epochs.get(part, 1))
-        )
+    for part in TIMED:
+        if tokens and f"time_{part}" in seconds:
+            passed = tokens * epochs.get(part, 1)
+            perf[f"{part}_ms_per_token"] = 1000 * seconds[f"time_{part}"] / passed
     if trained and (train := seconds.get("time_train")):
         perf["train_tokens_per_second"] = trained / train
         perf["train_ms_per_token"] = 1000 * train / trained
