@@ -443,28 +443,36 @@ class TrainingLoop:
     def begin_run(self) -> None:
         """Clocks begin when the run does; the names of metrics are known by then."""
         self.full_names = METRICS.by_short_name
-        c, e, agree = self.config.checkpoint, self.config.evaluation, self.strategy.broadcast_object
-        self.checkpoint_cadence = Cadence(c.save_steps, c.save_epochs, c.save_seconds, agree=agree)
-        self.export_cadence = Cadence(
-            c.hf_save_steps, c.hf_save_epochs, c.hf_save_seconds, agree=agree
+        checkpoint, evaluation = self.config.checkpoint, self.config.evaluation
+        agree = self.strategy.broadcast_object
+        self.checkpoint_cadence = Cadence(
+            checkpoint.save_steps, checkpoint.save_epochs, checkpoint.save_seconds, agree=agree
         )
-        per_episode = 1 if e.eval_steps == -1 and e.eval_seconds is None else None
+        self.export_cadence = Cadence(
+            checkpoint.hf_save_steps,
+            checkpoint.hf_save_epochs,
+            checkpoint.hf_save_seconds,
+            agree=agree,
+        )
+        eval_epochs = evaluation.eval_epochs
+        if evaluation.eval_steps == -1 and evaluation.eval_seconds is None:
+            eval_epochs = eval_epochs or 1
         self.evaluation_cadence = Cadence(
-            e.eval_steps, e.eval_epochs or per_episode, e.eval_seconds, agree=agree
+            evaluation.eval_steps, eval_epochs or None, evaluation.eval_seconds, agree=agree
         )
         self.pace = m.Pace(self.state.global_step)
-        if e.best_metric is not None and self.state.global_step > 0:
-            self.best = self.checkpointer.best_value(c.ckpt_path, e.best_metric)
+        if evaluation.best_metric is not None and self.state.global_step > 0:
+            self.best = self.checkpointer.best_value(checkpoint.ckpt_path, evaluation.best_metric)
 
     def _catch_up(self, step: int) -> None:
         """After a resume: the evaluation and the export that were due at this step, if they lack. Collective."""
-        c, metric = self.config.checkpoint, self.config.evaluation.best_metric
+        checkpoint, metric = self.config.checkpoint, self.config.evaluation.best_metric
         if self.evaluation.step == step and self.evaluation.result and metric is not None:
             self._keep_best(step, self.evaluation.result, metric)
         elif self.evaluation_cadence.due(step, self.finished_episodes):
             self.evaluate_step(step)
-        due = c.save_hf_ckpt or self.export_cadence.due(step, self.finished_episodes)
-        self.checkpointer.catch_up(self.ckpt_path, step, due and c.resume == "auto")
+        due = checkpoint.save_hf_ckpt or self.export_cadence.due(step, self.finished_episodes)
+        self.checkpointer.catch_up(self.ckpt_path, step, due and checkpoint.resume == "auto")
 
     def steps(self) -> Iterator[tuple[int, Any]]:
         """Number and data of each step until a limit is reached."""
