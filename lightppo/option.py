@@ -273,17 +273,17 @@ class Section(types.SimpleNamespace):
         return {}
 
     @staticmethod
-    def problems(o: Any) -> Iterable[str]:
+    def problems(options: Any) -> Iterable[str]:
         """What cannot work, a line for each, which begins with the option.
 
         Args:
-            o: every option by name, with what None stands for; and ``config``, ``ranks``, ``facts``.
+            options: every option by name, with what None stands for; and ``config``, ``ranks``, ``facts``.
         """
         return ()
 
     @staticmethod
-    def passes(o: Any) -> Iterable[str]:
-        """Why log probs that were recorded while sampling would not do; ``o`` as of :meth:`problems`."""
+    def passes(options: Any) -> Iterable[str]:
+        """Why log probs that were recorded while sampling would not do; ``options`` as of :meth:`problems`."""
         return ()
 
     @staticmethod

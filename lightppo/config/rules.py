@@ -134,15 +134,15 @@ def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
 
 def micro_batch_spec(config: Options, call: str) -> MicroBatchSpec:
     """What holds for one of ``CALLS``: its own spec, else the token budget, else the number of samples."""
-    t = config.training
+    training = config.training
     if call == "teacher" and config.distill.teacher_url:
         return MicroBatchSpec(_samples(config))  # servers share out all that there is
-    if (own := parse_specs(t.micro_batch_specs).get(call)) is not None:
+    if (own := parse_specs(training.micro_batch_specs).get(call)) is not None:
         return own
-    if t.max_tokens_per_micro_batch is not None:
-        return MicroBatchSpec(t.max_tokens_per_micro_batch, "tokens")
+    if training.max_tokens_per_micro_batch is not None:
+        return MicroBatchSpec(training.max_tokens_per_micro_batch, "tokens")
     return MicroBatchSpec(
-        rollout_rows(config) if call in SCORING_CALLS else t.micro_train_batch_size
+        rollout_rows(config) if call in SCORING_CALLS else training.micro_train_batch_size
     )
 
 
@@ -168,25 +168,30 @@ def old_log_probs_from(
         exact_rollout: the engine samples with the actor's own weights and forward, so that what it records is what a
             pass would give.
     """
-    a, t, s, rollout = config.algorithm, config.training, config.sampling, config.rollout
+    algorithm, training = config.algorithm, config.training
+    sampling, rollout = config.sampling, config.rollout
     if config.loss.old_log_probs != "auto":
         return config.loss.old_log_probs
     if token_weights(config, in_training=False):
         return "forward"
     needed_before = (
-        (a.init_kl_coef > 0 and a.use_kl_in_reward)
+        (algorithm.init_kl_coef > 0 and algorithm.use_kl_in_reward)
         or teacher_adds(config)
         or policy_loss_entry(config).selection is not None
         or estimator_entry(config).needs_score_norms
-        or a.freezing_actor_steps > 0
+        or algorithm.freezing_actor_steps > 0
     )
-    if t.max_epochs == 1 and t.train_batch_size == _samples(config) and not needed_before:
+    if (
+        training.max_epochs == 1
+        and training.train_batch_size == _samples(config)
+        and not needed_before
+    ):
         return "training"
     # Groups left over may be trained on in a later step, when the policy is another.
     stale = (
-        s.skip_rollout is not None
-        or s.dynamic_sampling
-        or (s.gen_batch_size or 0) > rollout.rollout_batch_size
+        sampling.skip_rollout is not None
+        or sampling.dynamic_sampling
+        or (sampling.gen_batch_size or 0) > rollout.rollout_batch_size
     )
     needs_pass = stale or _needs_pass(config.flat())
     recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
@@ -195,19 +200,19 @@ def old_log_probs_from(
 
 def _needs_pass(values: Mapping[str, Any]) -> list[str]:
     """Why recorded log probs would not do."""
-    o = SimpleNamespace(**values)
+    options = SimpleNamespace(**values)
     reasons = {
-        f"--advantage_estimator {shown_value(o.advantage_estimator)} needs the distributions of a pass": (
-            ADVANTAGE_ESTIMATORS.find(o.advantage_estimator).needs_score_norms
+        f"--advantage_estimator {shown_value(options.advantage_estimator)} needs the distributions of a pass": (
+            ADVANTAGE_ESTIMATORS.find(options.advantage_estimator).needs_score_norms
         ),
         "--kl_estimator full needs the distributions of a pass": (
-            o.init_kl_coef > 0 and o.kl_estimator == "full" and o.use_kl_in_reward
+            options.init_kl_coef > 0 and options.kl_estimator == "full" and options.use_kl_in_reward
         ),
-        f"greedy rollouts record them at temperature 1, not --temperature {o.temperature:g}": (
-            not o.do_sample and o.temperature not in (0, 1)
+        f"greedy rollouts record them at temperature 1, not --temperature {options.temperature:g}": (
+            not options.do_sample and options.temperature not in (0, 1)
         ),
     }
-    of_sections = [reason for part in Options.parts() for reason in part.passes(o)]
+    of_sections = [reason for part in Options.parts() for reason in part.passes(options)]
     return of_sections + [reason for reason, is_so in reasons.items() if is_so]
 
 
@@ -234,11 +239,11 @@ def reward_plan(config: Options, flag: str = "--reward_source") -> Plan | None:
     Raises:
         ConfigError: not of the form, an unknown source, or a weight that is no number.
     """
-    v = config.verifier
-    if v.reward_routes is not None:
-        return _routes(v.reward_routes)
-    if v.reward_source:
-        named = (text.partition("=") for text in v.reward_source)
+    verifier = config.verifier
+    if verifier.reward_routes is not None:
+        return _routes(verifier.reward_routes)
+    if verifier.reward_source:
+        named = (text.partition("=") for text in verifier.reward_source)
         weights = {name.strip(): weight if equals else 1.0 for name, equals, weight in named}
         return {ANY_ROUTE: _weights(flag, weights)}
     return None
@@ -246,13 +251,11 @@ def reward_plan(config: Options, flag: str = "--reward_source") -> Plan | None:
 
 def evaluation_config(config: Options) -> Options | None:
     """The config whose rewards score evaluations: ``--eval_reward_source``; ``None``: those of training do."""
-    e = config.evaluation
-    if not e.eval_reward_source and e.eval_reward_fn is None:
+    evaluation = config.evaluation
+    if not evaluation.eval_reward_source and evaluation.eval_reward_fn is None:
         return None
-    sources, function = (
-        e.eval_reward_source or ("function",),
-        _or(e.eval_reward_fn, config.reward.reward_fn),
-    )
+    sources = evaluation.eval_reward_source or ("function",)
+    function = _or(evaluation.eval_reward_fn, config.reward.reward_fn)
     of_training = {"reward_routes": None, "check_xml_format": False, "reward_minimum": None}
     there = {name: value for name, value in of_training.items() if name in config.flat()}
     return config.with_options(reward_source=sources, reward_fn=function, **there)
@@ -260,11 +263,8 @@ def evaluation_config(config: Options) -> Options | None:
 
 def reward_sources(config: Options) -> set[str]:
     """Names of all sources of a run, whichever flags they come from; they are in ``REWARDS``."""
-    plan, urls, models = (
-        reward_plan(config),
-        config.reward.remote_rm_url,
-        config.model.reward_pretrain,
-    )
+    plan, urls = reward_plan(config), config.reward.remote_rm_url
+    models = config.model.reward_pretrain
     if plan is not None:
         return {name for weights in plan.values() for name in weights}
     is_file = len(urls) == 1 and "://" not in urls[0]
@@ -321,26 +321,23 @@ def _weights(where: str, weights: dict[str, Any]) -> dict[str, float]:
 
 def resolutions(config: Options) -> dict[str, Any]:
     """What every "None means …" option stands for. Options of a part that the run lacks stay None."""
-    m, a, o, t, s, r = (
-        config.model,
-        config.algorithm,
-        config.loss,
-        config.training,
-        config.strategy,
-        config.rollout,
-    )
+    model, algorithm, loss_options = config.model, config.algorithm, config.loss
+    training, strategy, rollout = config.training, config.strategy, config.rollout
     estimator, loss = estimator_entry(config), policy_loss_entry(config)
-    frozen_stage = 3 if s.zero_stage == 3 else 0
+    frozen_stage = 3 if strategy.zero_stage == 3 else 0
     use_kl_loss = _or(
-        a.use_kl_loss, estimator.kl_in_loss and a.init_kl_coef > 0 and not a.use_kl_in_reward
+        algorithm.use_kl_loss,
+        estimator.kl_in_loss and algorithm.init_kl_coef > 0 and not algorithm.use_kl_in_reward,
     )
 
     meant: dict[str, Any] = {
-        "train_batch_size": _samples(config) // t.ppo_n_minibatches if t.ppo_n_minibatches else 128,
+        "train_batch_size": _samples(config) // training.ppo_n_minibatches
+        if training.ppo_n_minibatches
+        else 128,
         "ref_zero_stage": frozen_stage,
-        "reward_zero_stage": _or(s.ref_zero_stage, frozen_stage),
-        "generation_size": r.n_samples_per_prompt,
-        "gen_batch_size": r.rollout_batch_size,
+        "reward_zero_stage": _or(strategy.ref_zero_stage, frozen_stage),
+        "generation_size": rollout.n_samples_per_prompt,
+        "gen_batch_size": rollout.rollout_batch_size,
         "adv_norm": estimator.whiten,
         "ckpt_path": str(join(config.checkpoint.save_path, "checkpoints_ppo")),
         "use_kl_loss": use_kl_loss,
@@ -352,23 +349,27 @@ def resolutions(config: Options) -> dict[str, Any]:
         **estimator.defaults,
         **loss.defaults,
     }
-    if a.init_kl_coef > 0:
-        meant["ref_pretrain"] = m.pretrain
+    if algorithm.init_kl_coef > 0:
+        meant["ref_pretrain"] = model.pretrain
     if config.distill.teacher_pretrain:
-        meant["teacher_zero_stage"] = _or(s.ref_zero_stage, frozen_stage)
+        meant["teacher_zero_stage"] = _or(strategy.ref_zero_stage, frozen_stage)
     if estimator.needs_critic:
         meant |= _critic_resolutions(config)
-    if estimator.divides_by_std and a.group_std_norm:
+    if estimator.divides_by_std and algorithm.group_std_norm:
         meant["grpo_std_eps"] = 1e-6
-    if _or(a.adv_norm, estimator.whiten):
-        meant["adv_norm_eps"] = 1e-5 if a.adv_norm_scope == "group" else 1e-8
+    if _or(algorithm.adv_norm, estimator.whiten):
+        meant["adv_norm_eps"] = 1e-5 if algorithm.adv_norm_scope == "group" else 1e-8
     if loss.eps_clip is not None:
-        low, high = loss.eps_clip if o.eps_clip is None else (o.eps_clip, o.eps_clip)
+        low, high = (
+            loss.eps_clip
+            if loss_options.eps_clip is None
+            else (loss_options.eps_clip, loss_options.eps_clip)
+        )
         meant |= {"eps_clip_low": low, "eps_clip_high": high}
-    if o.value_norm is not None:
+    if loss_options.value_norm is not None:
         meant |= {
             "value_norm_eps": 1e-5,
-            "value_norm_beta": 0.99995 if o.value_norm == "exp" else None,
+            "value_norm_beta": 0.99995 if loss_options.value_norm == "exp" else None,
         }
     if config.sampling.fire_sampling:
         meant["fire_temperature"] = 10.0
@@ -380,7 +381,9 @@ def resolutions(config: Options) -> dict[str, Any]:
     given = config.flat()
     resolved = {name: _or(given[name], value) for name, value in meant.items()}
     return resolved | {
-        "attn_implementation": "flash_attention_2" if m.flash_attn else m.attn_implementation,
+        "attn_implementation": "flash_attention_2"
+        if model.flash_attn
+        else model.attn_implementation,
         "reward_manager": {"dapo": "auto"}.get(manager := config.verifier.reward_manager, manager),
         "resume": config.checkpoint.resume if config.checkpoint.load_checkpoint else "never",
     }
@@ -388,16 +391,18 @@ def resolutions(config: Options) -> dict[str, Any]:
 
 def _critic_resolutions(config: Options) -> dict[str, Any]:
     """The critic's options: as the actor's, but for where it starts."""
-    m, s = config.model, config.strategy
+    model, strategy = config.model, config.strategy
     reward_model = (
-        m.reward_pretrain[0] if m.reward_pretrain and not m.init_critic_from_actor else None
+        model.reward_pretrain[0]
+        if model.reward_pretrain and not model.init_critic_from_actor
+        else None
     )
-    stage = _or(s.critic_zero_stage, s.zero_stage)
+    stage = _or(strategy.critic_zero_stage, strategy.zero_stage)
     meant = {
-        "critic_pretrain": reward_model or m.pretrain,
+        "critic_pretrain": reward_model or model.pretrain,
         "critic_zero_stage": stage,
-        "critic_adam_offload": s.adam_offload and stage > 0,
-        "critic_param_offload": s.param_offload and stage == 3,
+        "critic_adam_offload": strategy.adam_offload and stage > 0,
+        "critic_param_offload": strategy.param_offload and stage == 3,
         **{f"critic_{name}": value for name, value in vars(of_role(config, "actor")).items()},
     }
     # a share wins over the actor's number of steps
@@ -563,9 +568,14 @@ def contradictions(
         by_hand: models, data and rewards were made by hand: only what concerns the trainer.
         unfed: the run is only computed: it needs neither prompts nor a reward.
     """
-    o = SimpleNamespace(**config.flat() | resolutions(config))
-    o.config, o.ranks, o.samples, o.facts = config, world_size, _samples(config), facts_of(config)
-    o.unfed = unfed
+    options = SimpleNamespace(**config.flat() | resolutions(config))
+    options.config, options.ranks, options.samples, options.facts = (
+        config,
+        world_size,
+        _samples(config),
+        facts_of(config),
+    )
+    options.unfed = unfed
     rules = [_batches, _sampling, _algorithm]
     if not by_hand:
         rules = [
@@ -579,16 +589,16 @@ def contradictions(
             _strategy,
             _warm_up,
         ]
-        o.plan_problem = None
+        options.plan_problem = None
         try:
-            o.plan, o.sources, o.judges = (
+            options.plan, options.sources, options.judges = (
                 reward_plan(config),
                 reward_sources(config),
                 _judges(config),
             )
-            o.facts |= _source_facts(o.plan, o.sources, o.judges)
+            options.facts |= _source_facts(options.plan, options.sources, options.judges)
         except ConfigError as error:
-            o.plan_problem = str(error)
+            options.plan_problem = str(error)
     sections = config.sections()
     rules += [
         part.problems
@@ -596,7 +606,7 @@ def contradictions(
         if not by_hand or sections[part._owner].of in ("trainer", "training")
     ]
     return first_of_each(
-        [*relations(o, by_hand), *(message for rule in rules for message in rule(o))]
+        [*relations(options, by_hand), *(message for rule in rules for message in rule(options))]
     )
 
 
@@ -630,140 +640,141 @@ def first_of_each(messages: Iterable[str]) -> list[str]:
     return list(found.values())
 
 
-def relations(o: SimpleNamespace, by_hand: bool = False) -> Iterator[str]:
-    """Options without what they need, and options that exclude each other. ``o`` has ``config`` and ``facts`` too."""
+def relations(options: SimpleNamespace, by_hand: bool = False) -> Iterator[str]:
+    """Options without what they need, and such as exclude each other; ``options`` has ``config`` and ``facts``, too."""
+    config, given = options.config, options.config.flat()
     of_trainer = {
-        name for name, kind in o.config.sections().items() if kind.of in ("trainer", "training")
+        name for name, kind in config.sections().items() if kind.of in ("trainer", "training")
     }
-    options = {
-        one.name: one for one in o.config.all_options() if not by_hand or one.owner in of_trainer
+    declared = {
+        option.name: option
+        for option in config.all_options()
+        if not by_hand or option.owner in of_trainer
     }
-    values, given = {name: getattr(o, name) for name in options} | o.facts, o.config.flat()
+    values = {name: getattr(options, name) for name in declared} | options.facts
     if by_hand:
         values["enable_ema"] = True  # the script brings its ema_model
     is_set = {
-        f"no_{n}" if given[n] is False else n: one
-        for n, one in options.items()
-        if one.is_set(given[n])
+        f"no_{name}" if given[name] is False else name: option
+        for name, option in declared.items()
+        if option.is_set(given[name])
     }
     for flag, option in is_set.items():
         for condition in option.needs:
             if not _holds(condition, values):
                 yield f"--{flag} needs {condition_text(condition)}: set that, or leave --{flag} out"
-    exclusive = [*_EXCLUSIVE, *(one for part in o.config.parts() for one in part.exclusive)]
+    exclusive = [*_EXCLUSIVE, *(one for part in config.parts() for one in part.exclusive)]
     for flag, others, reason in exclusive:
         for other in others.split():
             if {flag, other} <= is_set.keys():
                 yield f"--{flag} and --{other} {reason}: leave one out"
 
 
-def _batches(o: SimpleNamespace) -> Iterator[str]:
-    batch, parts, samples = (
-        o.train_batch_size,
-        o.ppo_n_minibatches,
-        f"the {o.samples} samples of a rollout",
-    )
-    product = f"(--rollout_batch_size {o.rollout_batch_size} × --n_samples_per_prompt {o.n_samples_per_prompt})"
-    if parts and o.samples % parts:
+def _batches(options: SimpleNamespace) -> Iterator[str]:
+    batch, parts = options.train_batch_size, options.ppo_n_minibatches
+    samples = f"the {options.samples} samples of a rollout"
+    product = f"(--rollout_batch_size {options.rollout_batch_size} × --n_samples_per_prompt {options.n_samples_per_prompt})"
+    if parts and options.samples % parts:
         yield f"--ppo_n_minibatches {parts} does not divide {samples} {product}"
-    elif parts and batch * parts != o.samples:
+    elif parts and batch * parts != options.samples:
         yield f"--train_batch_size {batch} and --ppo_n_minibatches {parts} disagree for {samples}: leave one out"
-    elif o.samples % batch:
-        fitting = math.gcd(o.samples, batch)
+    elif options.samples % batch:
+        fitting = math.gcd(options.samples, batch)
         yield f"--train_batch_size {batch} does not divide {samples} {product}: set {fitting}, or --ppo_n_minibatches"
-    of_all_ranks = {"rollout_batch_size": o.rollout_batch_size, "train_batch_size": batch}
-    if o.gen_batch_size != o.rollout_batch_size:
-        of_all_ranks["gen_batch_size"] = o.gen_batch_size
+    of_all_ranks = {"rollout_batch_size": options.rollout_batch_size, "train_batch_size": batch}
+    if options.gen_batch_size != options.rollout_batch_size:
+        of_all_ranks["gen_batch_size"] = options.gen_batch_size
     for name, size in of_all_ranks.items():
-        if size % o.ranks:
-            yield f"--{name} {size} is not divisible by the {o.ranks} ranks"
+        if size % options.ranks:
+            yield f"--{name} {size} is not divisible by the {options.ranks} ranks"
     for name in ("min_new_tokens", "overlong_buffer_len"):
-        if (length := getattr(o, name) or 0) > o.generate_max_len:
-            yield f"--{name} {length} exceeds --generate_max_len {o.generate_max_len}"
-    surplus = o.dynamic_sampling or o.gen_batch_size > o.rollout_batch_size
-    held = o.samples if surplus else o.samples // o.ranks
-    if 0 < o.buffer_limit < held:
+        if (length := getattr(options, name) or 0) > options.generate_max_len:
+            yield f"--{name} {length} exceeds --generate_max_len {options.generate_max_len}"
+    surplus = options.dynamic_sampling or options.gen_batch_size > options.rollout_batch_size
+    held = options.samples if surplus else options.samples // options.ranks
+    if 0 < options.buffer_limit < held:
         why = " with --dynamic_sampling or --gen_batch_size" if surplus else ""
-        yield f"--buffer_limit {o.buffer_limit} loses samples: a rank may hold {held} of a step{why}; set 0 or as many"
+        yield f"--buffer_limit {options.buffer_limit} loses samples: a rank may hold {held} of a step{why}; set 0 or as many"
 
 
-def _sampling(o: SimpleNamespace) -> Iterator[str]:
-    n, size, batch = o.n_samples_per_prompt, o.generation_size, o.gen_batch_size
-    if size < n:
-        yield f"--generation_size {size} is below --n_samples_per_prompt {n}: raise it, or leave it out"
-    if size == n and o.best_of_n_tie != "shorter":
-        yield f"--best_of_n_tie chooses nothing unless --generation_size is above --n_samples_per_prompt {n}"
-    if size > n and not o.facts["sampling"]:
+def _sampling(options: SimpleNamespace) -> Iterator[str]:
+    samples, size = options.n_samples_per_prompt, options.generation_size
+    batch = options.gen_batch_size
+    if size < samples:
+        yield f"--generation_size {size} is below --n_samples_per_prompt {samples}: raise it, or leave it out"
+    if size == samples and options.best_of_n_tie != "shorter":
+        yield f"--best_of_n_tie chooses nothing unless --generation_size is above --n_samples_per_prompt {samples}"
+    if size > samples and not options.facts["sampling"]:
         yield f"--generation_size {size}: greedy samples are all the same; leave it out, or set a --temperature"
-    if batch < o.rollout_batch_size and not o.dynamic_sampling:
-        few = f"--gen_batch_size {batch} is below --rollout_batch_size {o.rollout_batch_size}"
+    if batch < options.rollout_batch_size and not options.dynamic_sampling:
+        few = f"--gen_batch_size {batch} is below --rollout_batch_size {options.rollout_batch_size}"
         yield f"{few}, and only --dynamic_sampling samples several batches: raise it, or leave it out"
-    if o.skip_rollout_reuse and (o.dynamic_sampling or batch != o.rollout_batch_size):
+    if options.skip_rollout_reuse and (
+        options.dynamic_sampling or batch != options.rollout_batch_size
+    ):
         yield "--skip_rollout_reuse repeats the first groups: leave --dynamic_sampling and --gen_batch_size out"
     for name in ("filter_range", "reward_clip_range"):
-        if (ends := getattr(o, name)) is not None and ends[0] >= ends[1]:
+        if (ends := getattr(options, name)) is not None and ends[0] >= ends[1]:
             yield f"--{name} {ends[0]:g} {ends[1]:g} is empty: give the lower end first"
     empty = {
-        "stop": "" in o.stop,
-        "bad_words": not all(map(str.strip, o.bad_words)),
-        "filter_metric": not o.filter_metric.strip(),
+        "stop": "" in options.stop,
+        "bad_words": not all(map(str.strip, options.bad_words)),
+        "filter_metric": not options.filter_metric.strip(),
     }
     yield from (
         f"--{name} has an empty text: leave it out" for name, is_empty in empty.items() if is_empty
     )
 
 
-def _algorithm(o: SimpleNamespace) -> Iterator[str]:
-    n, estimator = o.n_samples_per_prompt, estimator_entry(o.config)
-    name, least = (
-        f"--advantage_estimator {shown_value(o.advantage_estimator)}",
-        estimator.min_group_size,
-    )
-    if n < least:
+def _algorithm(options: SimpleNamespace) -> Iterator[str]:
+    samples, estimator = options.n_samples_per_prompt, estimator_entry(options.config)
+    name = f"--advantage_estimator {shown_value(options.advantage_estimator)}"
+    least = estimator.min_group_size
+    if samples < least:
         yield f"{name} compares samples of one prompt: set --n_samples_per_prompt to at least {least}"
-    if estimator.needs_greedy_baseline and not o.facts["sampling"]:
+    if estimator.needs_greedy_baseline and not options.facts["sampling"]:
         yield f"{name} compares with the greedy answer, which every sample is: set a --temperature above 0"
-    if estimator.needs_greedy_baseline and o.use_dense_reward:
+    if estimator.needs_greedy_baseline and options.use_dense_reward:
         yield f"{name} acts on the one score of a response, --use_dense_reward on token scores: leave one out"
-    if estimator.of_teacher and not (o.teacher_pretrain or o.teacher_url):
+    if estimator.of_teacher and not (options.teacher_pretrain or options.teacher_url):
         yield f"{name} learns from a teacher alone: set --teacher_pretrain or --teacher_url"
-    if o.teacher_url and o.temperature not in (0, 1):
-        yield f"--teacher_url gives log probs at --temperature 1, not {o.temperature:g}: set 1, or --teacher_pretrain"
-    if o.init_kl_coef > 0 and not o.use_kl_loss and not o.use_kl_in_reward:
+    if options.teacher_url and options.temperature not in (0, 1):
+        yield f"--teacher_url gives log probs at --temperature 1, not {options.temperature:g}: set 1, or --teacher_pretrain"
+    if options.init_kl_coef > 0 and not options.use_kl_loss and not options.use_kl_in_reward:
         yield "--no_use_kl_in_reward without --use_kl_loss leaves --init_kl_coef without effect: set --init_kl_coef 0"
-    if o.kl_target is not None and 0.2 * o.samples >= o.kl_horizon:
-        shortest = f"set it above {0.2 * o.samples:g}, a fifth of the samples of a rollout"
-        yield f"--kl_horizon {o.kl_horizon} is so short that the coefficient could change sign: {shortest}"
-    if o.eps_clip not in (None, o.eps_clip_low, o.eps_clip_high):
+    if options.kl_target is not None and 0.2 * options.samples >= options.kl_horizon:
+        shortest = f"set it above {0.2 * options.samples:g}, a fifth of the samples of a rollout"
+        yield f"--kl_horizon {options.kl_horizon} is so short that the coefficient could change sign: {shortest}"
+    if options.eps_clip not in (None, options.eps_clip_low, options.eps_clip_high):
         yield "--eps_clip has no effect beside --eps_clip_low and --eps_clip_high: leave it out"
-    if o.reward_scaling == 0:
+    if options.reward_scaling == 0:
         yield "--reward_scaling 0 makes all scores the same: set another factor"
-    yield from out_of_order(all_options(), vars(o))
-    if o.old_log_probs == "rollout":
+    yield from out_of_order(all_options(), vars(options))
+    if options.old_log_probs == "rollout":
         try:
             yield from (
                 f"--old_log_probs rollout: {why}; set auto or forward"
-                for why in _needs_pass(vars(o))
+                for why in _needs_pass(vars(options))
             )
         except ConfigError:  # of a value that its section refuses
             return
 
 
-def _required(o: SimpleNamespace) -> Iterator[str]:
-    without_prompts = o.val_only or o.unfed
+def _required(options: SimpleNamespace) -> Iterator[str]:
+    without_prompts = options.val_only or options.unfed
     yield from (
         line
-        for line in o.config.missing()
+        for line in options.config.missing()
         if not (without_prompts and line.startswith("--prompt_data "))
     )
-    if o.val_only and o.eval_data is None:
+    if options.val_only and options.eval_data is None:
         yield "--eval_data is required: the prompts whose answers an evaluation scores"
 
 
-def _micro_batches(o: SimpleNamespace) -> Iterator[str]:
+def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
     """Specs that cannot be read, or of calls that the run does not make."""
     try:
-        specs = parse_specs(o.micro_batch_specs)
+        specs = parse_specs(options.micro_batch_specs)
     except ConfigError as error:
         yield str(error)
         return
@@ -775,21 +786,21 @@ def _micro_batches(o: SimpleNamespace) -> Iterator[str]:
     }
     needed["teacher"] = "teacher_pretrain"
     for call in specs:
-        if call in needed and not _holds(needed[call], vars(o) | o.facts):
+        if call in needed and not _holds(needed[call], vars(options) | options.facts):
             yield f"--micro_batch_specs {call}=…: the call needs {condition_text(needed[call])}; leave it out"
 
 
-def _models(o: SimpleNamespace) -> Iterator[str]:
-    if o.init_critic_from_actor and o.critic_pretrain not in (None, o.pretrain):
+def _models(options: SimpleNamespace) -> Iterator[str]:
+    if options.init_critic_from_actor and options.critic_pretrain not in (None, options.pretrain):
         yield "--init_critic_from_actor and --critic_pretrain name two starts for the critic: leave one out"
-    if o.override_config is not None:
+    if options.override_config is not None:
         try:
-            values = json.loads(o.override_config)
+            values = json.loads(options.override_config)
             is_object = isinstance(values, dict)
         except json.JSONDecodeError:
             is_object = False
         if not is_object:
-            yield f"--override_config must be a JSON object, not {o.override_config!r}"
+            yield f"--override_config must be a JSON object, not {options.override_config!r}"
         else:
             yield from _wrong_dropouts(values)
 
@@ -805,69 +816,69 @@ def _wrong_dropouts(overrides: dict[str, Any]) -> Iterator[str]:
             yield f"--override_config {name!r}: a rate is a number of at least 0 and below 1, not {value!r}"
 
 
-def _rewards(o: SimpleNamespace) -> Iterator[str]:
+def _rewards(options: SimpleNamespace) -> Iterator[str]:
     """Which sources there are, and what they need."""
     for name in ("reward_fn", "eval_reward_fn"):
-        given = getattr(o, name)
+        given = getattr(options, name)
         usable = not isinstance(given, type) and (
             callable(given) or callable(getattr(given, "score", None))
         )
         if is_object(given) and not usable:
             yield f"--{name}: {given!r} scores nothing: give a function, or an object with name and score(rollouts)"
-    if o.plan_problem:
-        yield o.plan_problem
+    if options.plan_problem:
+        yield options.plan_problem
         return
     own = sources_by_flag()
-    given = [name for name, flag in own.items() if getattr(o, flag)]
-    models = len(o.reward_pretrain)
-    if o.plan is None:
-        if not given and not o.facts["trained_scores"]:
+    given = [name for name, flag in own.items() if getattr(options, flag)]
+    models = len(options.reward_pretrain)
+    if options.plan is None:
+        if not given and not options.facts["trained_scores"]:
             picks = {
-                "dynamic_sampling": o.dynamic_sampling,
-                "dataset_filter_threshold": o.dataset_filter_threshold,
+                "dynamic_sampling": options.dynamic_sampling,
+                "dataset_filter_threshold": options.dataset_filter_threshold,
             }
-            picks["generation_size"] = o.generation_size > o.n_samples_per_prompt
+            picks["generation_size"] = options.generation_size > options.n_samples_per_prompt
             for name in filter(picks.get, picks):
                 yield f"--{name} chooses by scores, and this run has no reward: leave it out"
-            if o.eval_data and not o.judges:
+            if options.eval_data and not options.judges:
                 yield "--eval_data: nothing scores the answers: set --eval_reward_source, or --eval_reward_fn path.py"
-        elif not given and not o.unfed and not (o.val_only and o.judges):
+        elif not given and not options.unfed and not (options.val_only and options.judges):
             named = f"a built-in --reward_source ({', '.join(built_in())})"
             yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or {named}"
         for other in ("model", "function"):
             if {"server", other} <= set(given):
                 yield f"--remote_rm_url and --{own[other]}: leave one out, or add them up by --reward_source"
     else:
-        by = "--reward_source" if o.reward_routes is None else "--reward_routes"
+        by = "--reward_source" if options.reward_routes is None else "--reward_routes"
         combines = ["function"] if models > 1 else []
         for name, flag in own.items():
-            if name in o.sources and name not in given:
+            if name in options.sources and name not in given:
                 yield f"{by} names {name!r}, which is what --{flag} gives: set --{flag}"
-            if name in given and name not in [*o.sources, *combines, *o.judges]:
+            if name in given and name not in [*options.sources, *combines, *options.judges]:
                 yield f"--{flag} is set, but {by} does not name {name!r}: add it, or leave --{flag} out"
-        if o.sources & set(combines):
+        if options.sources & set(combines):
             yield "--reward_fn combines the scores of several --reward_pretrain: it cannot be a source itself too"
     flags = own | {"function": "eval_reward_fn"}
     has = {
-        n: getattr(o, flag) or (n == "function" and models < 2 and o.reward_fn)
+        n: getattr(options, flag) or (n == "function" and models < 2 and options.reward_fn)
         for n, flag in flags.items()
     }
-    for name in o.judges & flags.keys():
+    for name in options.judges & flags.keys():
         if not has[name]:
             yield f"--eval_reward_source names {name!r}, which is what --{flags[name]} gives: set --{flags[name]}"
-    if o.eval_reward_fn and "function" not in o.judges:
+    if options.eval_reward_fn and "function" not in options.judges:
         yield "--eval_reward_fn is set, but --eval_reward_source does not name 'function': add it, or leave one out"
-    if models > 1 and not o.reward_fn:
+    if models > 1 and not options.reward_fn:
         yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
-    if models and (tokenizers := len(o.reward_input_tokenizer)) not in (0, 1, models):
+    if models and (tokenizers := len(options.reward_input_tokenizer)) not in (0, 1, models):
         yield f"--reward_input_tokenizer has {tokenizers} for {models} --reward_pretrain: give one for all, or one each"
 
 
-def _urls(o: SimpleNamespace) -> Iterator[str]:
+def _urls(options: SimpleNamespace) -> Iterator[str]:
     """Addresses of services that nobody can be reached at."""
-    urls = [(url, "--teacher_url", "--teacher_api_key_env") for url in o.teacher_url]
-    for url in o.remote_rm_url:
-        if len(o.remote_rm_url) > 1 or "://" in url or not url.split(":")[0].endswith(".py"):
+    urls = [(url, "--teacher_url", "--teacher_api_key_env") for url in options.teacher_url]
+    for url in options.remote_rm_url:
+        if len(options.remote_rm_url) > 1 or "://" in url or not url.split(":")[0].endswith(".py"):
             urls.append((url,))
     for address in urls:
         try:
@@ -876,13 +887,14 @@ def _urls(o: SimpleNamespace) -> Iterator[str]:
             yield str(error)
 
 
-def files(o: SimpleNamespace) -> Iterator[str]:
+def files(options: SimpleNamespace) -> Iterator[str]:
     """The template, folders and URLs, and what is saved in them."""
-    if o.input_template is not None and o.input_template.count("{}") != 1:
-        yield f"--input_template {o.input_template!r} needs exactly one {{}} for the prompt"
-    yield from _cut_addresses(o)
+    if options.input_template is not None and options.input_template.count("{}") != 1:
+        yield f"--input_template {options.input_template!r} needs exactly one {{}} for the prompt"
+    yield from _cut_addresses(options)
     folders = {
-        name: getattr(o.config.checkpoint, name) for name in ("save_path", "ckpt_path", "resume")
+        name: getattr(options.config.checkpoint, name)
+        for name in ("save_path", "ckpt_path", "resume")
     }
     for name, url in folders.items():
         try:
@@ -894,38 +906,40 @@ def files(o: SimpleNamespace) -> Iterator[str]:
         except StagingError as error:
             yield str(error)
     if (
-        (o.save_steps > 0 or o.save_epochs or o.save_seconds)
-        and o.disable_ds_ckpt
-        and not o.save_hf_ckpt
+        (options.save_steps > 0 or options.save_epochs or options.save_seconds)
+        and options.disable_ds_ckpt
+        and not options.save_hf_ckpt
     ):
         yield "--disable_ds_ckpt without --save_hf_ckpt leaves nothing to save at --save_steps/epochs/seconds"
 
 
-def _cut_addresses(o: SimpleNamespace) -> Iterator[str]:
+def _cut_addresses(options: SimpleNamespace) -> Iterator[str]:
     """Addresses out of the files of a run, which lack what may be a secret."""
-    flat, models = (
-        o.config.flat(),
-        {one.name for one in o.config.all_options() if one.owner in ("model", "distill")},
-    )
+    flat = options.config.flat()
+    models = {
+        option.name
+        for option in options.config.all_options()
+        if option.owner in ("model", "distill")
+    }
     unread = {"prompt_data", "pretrain_data"} if flat.get("val_only") else set()
-    unread |= flat.keys() - models if getattr(o, "unfed", False) else set()
+    unread |= flat.keys() - models if getattr(options, "unfed", False) else set()
     for name, value in flat.items():
         if name not in unread and (cut := cut_urls(value)):
             yield f"--{name} {cut[0]}: {GIVE_WHOLE}: --{name} URL wins over --config"
 
 
-def _strategy(o: SimpleNamespace) -> Iterator[str]:
-    if o.critic_adam_offload and o.critic_zero_stage == 0:
+def _strategy(options: SimpleNamespace) -> Iterator[str]:
+    if options.critic_adam_offload and options.critic_zero_stage == 0:
         yield "--critic_adam_offload moves sharded optimizer states: it needs --critic_zero_stage 1, 2 or 3"
-    if o.critic_param_offload and o.critic_zero_stage != 3:
+    if options.critic_param_offload and options.critic_zero_stage != 3:
         yield "--critic_param_offload offloads ZeRO-3 shards: it needs --critic_zero_stage 3"
-    if o.ranks % o.zpg:
-        yield f"--zpg {o.zpg} does not divide the {o.ranks} ranks"
+    if options.ranks % options.zpg:
+        yield f"--zpg {options.zpg} does not divide the {options.ranks} ranks"
 
 
-def _warm_up(o: SimpleNamespace) -> Iterator[str]:
+def _warm_up(options: SimpleNamespace) -> Iterator[str]:
     """Of the critic, whose values follow the actor's in a resolved config."""
-    given = o.config.training
+    given = options.config.training
     own_ratio = given.critic_lr_warmup_ratio not in (None, given.lr_warmup_ratio)
     if own_ratio and given.critic_lr_warmup_steps is not None:
         yield "--critic_lr_warmup_ratio and --critic_lr_warmup_steps both say how long the warm-up is: leave one out"
@@ -933,7 +947,7 @@ def _warm_up(o: SimpleNamespace) -> Iterator[str]:
 
 def advice(config: Options) -> list[str]:
     """What works but is seldom meant; of a resolved config."""
-    a, found = config.algorithm, []
+    algorithm, found = config.algorithm, []
     if not config.evaluation.val_only and not (
         config.rollout.do_sample and config.rollout.temperature > 0
     ):
@@ -941,14 +955,20 @@ def advice(config: Options) -> list[str]:
         found.append(
             f"{what}: rollouts are the most likely answers alone, and a policy learns by trying others: set 1"
         )
-    name = f"--kl_estimator {a.kl_estimator}"
-    if a.use_kl_loss and a.kl_estimator in ("k1", "abs"):
+    name = f"--kl_estimator {algorithm.kl_estimator}"
+    if algorithm.use_kl_loss and algorithm.kl_estimator in ("k1", "abs"):
         what = {
             "k1": "has an expected gradient of 0",
             "abs": "pulls by the sign of the difference alone",
         }
-        found.append(f"{name} as a loss {what[a.kl_estimator]}: k2 has the gradient of the KL")
-    if a.init_kl_coef > 0 and a.use_kl_in_reward and a.kl_estimator in ("k2", "k3", "k3+"):
+        found.append(
+            f"{name} as a loss {what[algorithm.kl_estimator]}: k2 has the gradient of the KL"
+        )
+    if (
+        algorithm.init_kl_coef > 0
+        and algorithm.use_kl_in_reward
+        and algorithm.kl_estimator in ("k2", "k3", "k3+")
+    ):
         found.append(
             f"{name} in the reward hardly pulls near the reference: k1 has the gradient of the KL"
         )

@@ -591,17 +591,17 @@ def by_flag(config: PPOConfig, models: Models) -> dict[str, Any]:
 def check_tokenizers(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> Any | None:
     """A teacher must have the student's vocabulary, as must reward models that read its ids; the servers of
     ``--teacher_url``. Collective."""
-    d = config.distill
+    distill = config.distill
     if config.model.reward_pretrain:
         with _as_config_error():
             reward_inputs(config, tokenizer)
-    if needs_teacher(config) and d.teacher_url:
+    if needs_teacher(config) and distill.teacher_url:
         teachers = (entry.fn(config, tokenizer, strategy) for entry in TEACHERS.values())
         if (teacher := next(filter(None, teachers), None)) is None:
             raise ConfigError("--teacher_url: no plugin asks servers: set --teacher_pretrain")
         return teacher
     if needs_teacher(config):
-        check_vocabulary(config, d.teacher_pretrain, "--teacher_pretrain", tokenizer)
+        check_vocabulary(config, distill.teacher_pretrain, "--teacher_pretrain", tokenizer)
     return None
 
 
@@ -763,20 +763,22 @@ def build_prompts(
     config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, evaluation: bool = False
 ) -> PromptDataset:
     """Prompts of ``--prompt_data`` or ``--eval_data``, checked and tokenised."""
-    d, flag = config.data, "--eval_data" if evaluation else "--prompt_data"
-    paths, probs, split, limit = d.prompt_data, d.prompt_data_probs, d.prompt_split, d.max_samples
+    data = config.data
+    flag, paths, limit = "--prompt_data", data.prompt_data, data.max_samples
+    probs, split = data.prompt_data_probs, data.prompt_split
     if evaluation:
-        paths, probs, split, limit = d.eval_data, None, d.eval_split, d.eval_max_samples
+        flag, paths, limit = "--eval_data", data.eval_data, data.eval_max_samples
+        probs, split = None, data.eval_split
     rows = blending_datasets(
         paths, probs, strategy, config.strategy.seed, train_split=split, flag=flag
     )
-    rows = with_metadata(rows, d.prompt_metadata)
+    rows = with_metadata(rows, data.prompt_metadata)
     # else nothing would tell them apart
-    if evaluation and "," in paths and d.data_source_key not in rows.column_names:
+    if evaluation and "," in paths and data.data_source_key not in rows.column_names:
         names = [
             Path(re.sub(r"(:\d+|, row \d+)$", "", origin)).stem for origin in rows[ORIGIN_COLUMN]
         ]
-        rows = rows.add_column(d.data_source_key, names)
+        rows = rows.add_column(data.data_source_key, names)
     by = config.verifier.reward_routes_by
     if config.verifier.reward_routes and by not in ("label", "data_source", *rows.column_names):
         raise ConfigError(
@@ -785,17 +787,17 @@ def build_prompts(
     dataset = PromptDataset(
         rows.select(range(min(len(rows), limit))),
         tokenizer,
-        input_template=d.input_template,
-        input_key=d.input_key,
-        label_key=d.label_key,
-        data_source_key=d.data_source_key,
-        apply_chat_template=d.apply_chat_template,
-        prompt_max_len=d.prompt_max_len,
-        truncation=d.truncation,
-        system_prompt=d.system_prompt,
-        on_bad_row=d.on_bad_row,
-        filter_overlong=d.filter_overlong_prompts,
-        num_workers=d.data_num_workers,
+        input_template=data.input_template,
+        input_key=data.input_key,
+        label_key=data.label_key,
+        data_source_key=data.data_source_key,
+        apply_chat_template=data.apply_chat_template,
+        prompt_max_len=data.prompt_max_len,
+        truncation=data.truncation,
+        system_prompt=data.system_prompt,
+        on_bad_row=data.on_bad_row,
+        filter_overlong=data.filter_overlong_prompts,
+        num_workers=data.data_num_workers,
         ranks=strategy,
     )
     strategy.print(f"{flag} {paths}: {dataset.report}")
@@ -821,26 +823,26 @@ def build_pretrain(
     config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy
 ) -> DataLoader | None:
     """Batches for the PTX loss."""
-    d = config.data
-    if d.pretrain_data is None or config.algorithm.ptx_coef == 0:
+    data = config.data
+    if data.pretrain_data is None or config.algorithm.ptx_coef == 0:
         return None
-    source = {"train_split": d.pretrain_split, "flag": "--pretrain_data"}
+    source = {"train_split": data.pretrain_split, "flag": "--pretrain_data"}
     rows = blending_datasets(
-        d.pretrain_data, d.pretrain_data_probs, strategy, config.strategy.seed, **source
+        data.pretrain_data, data.pretrain_data_probs, strategy, config.strategy.seed, **source
     )
     dataset = SFTDataset(
         rows,
         tokenizer,
-        d.prompt_max_len + config.rollout.generate_max_len,
-        pretrain_mode=d.output_key is None,
-        input_key=d.input_key,
-        output_key=d.output_key,
-        on_bad_row=d.on_bad_row,
-        num_workers=d.data_num_workers,
+        data.prompt_max_len + config.rollout.generate_max_len,
+        pretrain_mode=data.output_key is None,
+        input_key=data.input_key,
+        output_key=data.output_key,
+        on_bad_row=data.on_bad_row,
+        num_workers=data.data_num_workers,
         ranks=strategy,
         overlong_cure="raise --prompt_max_len or --generate_max_len, whose sum it is",
     )
-    size, pin = config.training.micro_train_batch_size, d.dataloader_pin_memory
+    size, pin = config.training.micro_train_batch_size, data.dataloader_pin_memory
     return strategy.setup_dataloader(dataset, size, pin_memory=pin, collate_fn=dataset.collate_fn)
 
 
@@ -850,12 +852,12 @@ def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int
     From the length of the dataloader, whose batches are generation batches; where it has none, from ``update_steps``,
     the optimizer steps per episode.
     """
-    r, t = config.rollout, config.training
+    rollout, training = config.rollout, config.training
     if hasattr(dataloader, "__len__"):
-        per_batch = config.sampling.gen_batch_size or r.rollout_batch_size
-        return math.ceil(len(dataloader) * per_batch / r.rollout_batch_size)
-    samples = r.rollout_batch_size * r.n_samples_per_prompt
-    return max(1, update_steps * t.train_batch_size // t.max_epochs // samples)
+        per_batch = config.sampling.gen_batch_size or rollout.rollout_batch_size
+        return math.ceil(len(dataloader) * per_batch / rollout.rollout_batch_size)
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    return max(1, update_steps * training.train_batch_size // training.max_epochs // samples)
 
 
 def optimizer_steps(
@@ -863,22 +865,25 @@ def optimizer_steps(
 ) -> int:
     """Optimizer steps of the whole run: what the learning-rate schedule of a model stretches over."""
     # no critic: None
-    r, t, epochs = config.rollout, config.training, of_role(config, role).max_epochs or 0
-    rollouts = t.total_training_steps or t.num_episodes * rollouts_per_episode
+    rollout, training = config.rollout, config.training
+    epochs = of_role(config, role).max_epochs or 0
+    rollouts = training.total_training_steps or training.num_episodes * rollouts_per_episode
     return (
         rollouts
-        * math.ceil(r.rollout_batch_size * r.n_samples_per_prompt / t.train_batch_size)
+        * math.ceil(
+            rollout.rollout_batch_size * rollout.n_samples_per_prompt / training.train_batch_size
+        )
         * epochs
     )
 
 
 def check_total_steps(config: PPOConfig, per_episode: int, prompts: int) -> None:
     """The schedules must not stretch over steps that the prompts do not hold."""
-    t = config.training
-    total, held = t.total_training_steps, t.num_episodes * per_episode
+    training = config.training
+    total, held = training.total_training_steps, training.num_episodes * per_episode
     if total is not None and total > held:
         raise ConfigError(
-            f"--total_training_steps {total} is more than the {held} steps of --num_episodes {t.num_episodes} "
+            f"--total_training_steps {total} is more than the {held} steps of --num_episodes {training.num_episodes} "
             f"({prompts} prompts, --rollout_batch_size {config.rollout.rollout_batch_size}): set at most {held}, or "
             f"--num_episodes {math.ceil(total / per_episode)}"
         )
@@ -896,13 +901,15 @@ def build_sampler(
     timer: Callable[[str], Any],
 ) -> GroupCollector:
     """Prompts → the scored groups that a step trains on. ConfigError: engine or source cannot do what options ask."""
-    s, t, per_step = config.sampling, config.training, config.rollout.rollout_batch_size
-    if s.fire_sampling and not capabilities_of(engine).heats_first_token:
+    sampling, training = config.sampling, config.training
+    per_step = config.rollout.rollout_batch_size
+    if sampling.fire_sampling and not capabilities_of(engine).heats_first_token:
         raise ConfigError(
             f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out"
         )
     entry = ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
     checks = [scored.fn(config, strategy, source) for scored in SCORED.values()]
+    scorers = (scorer.fn(config, engine, source) for scorer in SCORERS.values())
     sampler = RolloutSampler(
         engine,
         source,
@@ -911,30 +918,33 @@ def build_sampler(
         greedy_baseline=entry.needs_greedy_baseline,
         dense=config.reward.use_dense_reward,
         group_size=config.rollout.n_samples_per_prompt,
-        tie=s.best_of_n_tie,
-        scorer=next(
-            filter(None, (entry.fn(config, engine, source) for entry in SCORERS.values())), None
-        ),
+        tie=sampling.best_of_n_tie,
+        scorer=next((scorer for scorer in scorers if scorer is not None), None),
         checks=[check for check in checks if check is not None],
         timer=timer,
     )
-    prompt_once = maker.batching.packed and t.share_prompts and t.shuffle == "groups"
+    prompt_once = maker.batching.packed and training.share_prompts and training.shuffle == "groups"
     around = [
         entry.fn(config=config, strategy=strategy, actor=maker.actor, engine=engine)
         for entry in SAMPLING.values()
     ]
-    group_filter = GroupFilter(s.filter_metric, s.filter_range, maker.shaper.final_scores)
+    balance = group_filter = None
+    if training.balance_ranks and strategy.world_size > 1:
+        balance = partial(balance_ranks, strategy=strategy, prompt_once=prompt_once)
+    if sampling.dynamic_sampling:
+        group_filter = GroupFilter(
+            sampling.filter_metric, sampling.filter_range, maker.shaper.final_scores
+        )
+    chooses = sampling.dynamic_sampling or sampling.gen_batch_size > per_step
     return GroupCollector(
         sampler,
         strategy,
-        groups_per_step=per_step if s.dynamic_sampling or s.gen_batch_size > per_step else None,
-        group_filter=group_filter if s.dynamic_sampling else None,
-        max_batches=s.max_num_gen_batches if s.dynamic_sampling else 1,
-        on_exhausted=s.on_exhausted,
+        groups_per_step=per_step if chooses else None,
+        group_filter=group_filter,
+        max_batches=sampling.max_num_gen_batches if sampling.dynamic_sampling else 1,
+        on_exhausted=sampling.on_exhausted,
         around=[stand_around for stand_around in around if stand_around is not None],
-        balance=partial(balance_ranks, strategy=strategy, prompt_once=prompt_once)
-        if t.balance_ranks and strategy.world_size > 1
-        else None,
+        balance=balance,
         timer=timer,
     )
 
@@ -962,37 +972,40 @@ def build_evaluator(
     strategy: Ranks,
 ) -> Evaluator:
     """Evaluation on held-out prompts with the run's engine and rewards."""
-    sampling, folder = (
-        eval_sampling_params(config),
-        local_folder(config.checkpoint.save_path) / "eval",
-    )
-    threshold = config.evaluation.eval_correct_threshold
     return Evaluator(
-        engine, source, prompts, sampling, strategy, threshold=threshold, folder=folder
+        engine,
+        source,
+        prompts,
+        eval_sampling_params(config),
+        strategy,
+        threshold=config.evaluation.eval_correct_threshold,
+        folder=local_folder(config.checkpoint.save_path) / "eval",
     )
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:
     """How training rollouts are sampled."""
-    r, s = config.rollout, config.sampling
-    same_name = {f.name: getattr(r, f.name) for f in fields(SamplingParams) if hasattr(r, f.name)}
+    rollout, sampling = config.rollout, config.sampling
+    same_name = {
+        f.name: getattr(rollout, f.name) for f in fields(SamplingParams) if hasattr(rollout, f.name)
+    }
     return SamplingParams(
         **same_name,
-        max_new_tokens=r.generate_max_len,
-        n=s.generation_size or r.n_samples_per_prompt,
+        max_new_tokens=rollout.generate_max_len,
+        n=sampling.generation_size or rollout.n_samples_per_prompt,
         seed=config.strategy.seed,
-        first_token_temperature=s.fire_temperature if s.fire_sampling else None,
+        first_token_temperature=sampling.fire_temperature if sampling.fire_sampling else None,
     )
 
 
 def eval_sampling_params(config: PPOConfig) -> SamplingParams:
     """How evaluation samples: as training, but for temperature, top-p, top-k and the number of samples."""
-    e = config.evaluation
+    evaluation = config.evaluation
     own = {
-        "n": e.eval_n_samples,
-        "temperature": e.eval_temperature,
-        "top_p": e.eval_top_p,
-        "top_k": e.eval_top_k,
+        "n": evaluation.eval_n_samples,
+        "temperature": evaluation.eval_temperature,
+        "top_p": evaluation.eval_top_p,
+        "top_k": evaluation.eval_top_k,
     }
     return replace(sampling_params(config), **own, do_sample=True, first_token_temperature=None)
 
@@ -1026,10 +1039,8 @@ def check_lengths(config: OptionSet, model_config: Any, longest: int | None = No
 def described(config: OptionSet) -> str:
     """The options that were set, and differ from the defaults and from what None means, by section."""
     config, asked = config.resolved(), config.flat()
-    public, lines = (
-        public_options(config),
-        ["options that differ from the defaults (all are in run_config.yaml):"],
-    )
+    public = public_options(config)
+    lines = ["options that differ from the defaults (all are in run_config.yaml):"]
 
     def is_meant(name: str) -> bool:
         return config.with_options(**{name: None}).resolved().flat()[name] == config.flat()[name]
@@ -1063,16 +1074,17 @@ def model_sizes(models: Models) -> str:
 
 def places(config: OptionSet) -> str:
     """Where a run writes to."""
-    c = config.checkpoint
-    saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
+    checkpoint = config.checkpoint
+    saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
     # A run that goes on from checkpoints, or was stopped, has some, and writes one at its end.
     saves = saves or (
-        c.resume != "never" and any(local_folder(c.ckpt_path).glob("_actor/global_step*"))
+        checkpoint.resume != "never"
+        and any(local_folder(checkpoint.ckpt_path).glob("_actor/global_step*"))
     )
     found = [
-        f"model and logs in {c.save_path}",
-        f"checkpoints in {c.ckpt_path}" if saves else "no checkpoints (--save_steps)",
+        f"model and logs in {checkpoint.save_path}",
+        f"checkpoints in {checkpoint.ckpt_path}" if saves else "no checkpoints (--save_steps)",
     ]
     found += [place for part in config.parts() for place in part.places(config)]
-    found += [f"profiles in {c.save_path}/profile"] if config.logging.profile_steps else []
+    found += [f"profiles in {checkpoint.save_path}/profile"] if config.logging.profile_steps else []
     return ", ".join(found)
