@@ -93,44 +93,46 @@ out, of this rank's N trained tokens in the rollout; every rank calls it, even w
 before the first update on the rollout; ``uniforms``, in [0, 1) and independent of ranks, break ties."""
 
 
-def ppo_policy_loss(x: LossInputs, *, dual_clip: float | None = None) -> TokenLoss:
+def ppo_policy_loss(inputs: LossInputs, *, dual_clip: float | None = None) -> TokenLoss:
     """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A); with ``dual_clip`` c, at most -cA where A < 0.
 
     Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two epsilons ("clip-higher"): DAPO (arXiv:2503.14476),
     eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
     """
-    loss, lost = x.clipped_surrogate(x.ratio)
-    lost = lost | x.beyond_limit(x.log_ratio)
+    loss, lost = inputs.clipped_surrogate(inputs.ratio)
+    lost = lost | inputs.beyond_limit(inputs.log_ratio)
     if dual_clip is None:
-        return loss, x.metrics(lost)
-    bound = -dual_clip * x.advantages
-    dual_clipped = (x.advantages < 0) & (loss > bound)
-    return torch.where(dual_clipped, bound, loss), x.metrics(
+        return loss, inputs.metrics(lost)
+    bound = -dual_clip * inputs.advantages
+    dual_clipped = (inputs.advantages < 0) & (loss > bound)
+    return torch.where(dual_clipped, bound, loss), inputs.metrics(
         lost | dual_clipped, dual_clip_ratio=dual_clipped
     )
 
 
-def gspo_policy_loss(x: LossInputs) -> TokenLoss:
+def gspo_policy_loss(inputs: LossInputs) -> TokenLoss:
     """PPO's loss with one ratio per row, s = exp(mean d of its trained tokens), so whole rows are clipped.
 
     Each token gets sg(s)·exp(log_probs - sg(log_probs)): the value s, and the gradient -sA to its own log prob. With
     one advantage per row and ``seq-mean-token-mean``, this is the gradient of -min(sA, clip(s)·A) itself.
     Source: Zheng et al. 2025 (arXiv:2507.18071), §4.1 and the token form of §4.3.
     """
-    log_row_ratio = x.row_mean(x.log_ratio.detach())  # (B, 1)
-    ratio = limited(log_row_ratio + (x.log_probs - x.log_probs.detach())).exp()  # (B, A)
-    loss, lost = x.clipped_surrogate(ratio)
-    return loss, x.metrics(lost | x.beyond_limit(log_row_ratio), ratio=ratio)
+    log_row_ratio = inputs.row_mean(inputs.log_ratio.detach())  # (B, 1)
+    ratio = limited(log_row_ratio + (inputs.log_probs - inputs.log_probs.detach())).exp()  # (B, A)
+    loss, lost = inputs.clipped_surrogate(ratio)
+    return loss, inputs.metrics(lost | inputs.beyond_limit(log_row_ratio), ratio=ratio)
 
 
-def cispo_policy_loss(x: LossInputs) -> TokenLoss:
+def cispo_policy_loss(inputs: LossInputs) -> TokenLoss:
     """-sg(clip(ρ, 1 - ε_low, 1 + ε_high))·A·log_probs: REINFORCE with a bounded weight, so no token loses its gradient.
 
     Sources: MiniMax-M1 (arXiv:2506.13585), eq. 4 and 5; ScaleRL (arXiv:2510.13786) bounds the weight above only.
     """
-    ratio = x.ratio.detach()
-    weight = ratio.clamp(1.0 - x.eps_low, 1.0 + x.eps_high)
-    return -weight * x.advantages * x.log_probs, x.metrics(weight_clip_ratio=weight != ratio)
+    ratio = inputs.ratio.detach()
+    weight = ratio.clamp(1.0 - inputs.eps_low, 1.0 + inputs.eps_high)
+    return -weight * inputs.advantages * inputs.log_probs, inputs.metrics(
+        weight_clip_ratio=weight != ratio
+    )
 
 
 @dataclass(frozen=True)

@@ -282,9 +282,11 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str 
     )
 
 
-def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Length of the common beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(one, other)) if x != y), min(len(one), len(other))
+    )
 
 
 def text_or_chat(value: Any, where: str) -> str | Chat:

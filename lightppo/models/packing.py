@@ -84,24 +84,30 @@ def _row(
     )
 
 
-def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Copy from the CPU without waiting for what the GPU is doing; :func:`on_cpu` gives ``x`` again."""
-    moved = _pinned(x, device).to(device, non_blocking=True)
-    if moved is not x:
-        moved.source = x, x._version + moved._version
+    moved = _pinned(tensor, device).to(device, non_blocking=True)
+    if moved is not tensor:
+        moved.source = tensor, tensor._version + moved._version
     return moved
 
 
-def _pinned(x: Tensor, device: torch.device | str) -> Tensor:
+def _pinned(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A tensor from which the driver can copy to the device at its leisure; small ones it keeps aside by itself."""
-    travels = x.device.type == "cpu" and torch.device(device).type not in ("cpu", "meta")
-    return x.pin_memory() if travels and x.nbytes > _KEPT_ASIDE and not x.is_pinned() else x
+    travels = tensor.device.type == "cpu" and torch.device(device).type not in ("cpu", "meta")
+    return (
+        tensor.pin_memory()
+        if travels and tensor.nbytes > _KEPT_ASIDE and not tensor.is_pinned()
+        else tensor
+    )
 
 
-def on_cpu(x: Tensor) -> Tensor:
+def on_cpu(tensor: Tensor) -> Tensor:
     """On the CPU, without a wait for a GPU if it came by :func:`to_device` and nothing was written to it since."""
-    source, version = getattr(x, "source", (None, 0))
-    return x.cpu() if source is None or source._version + x._version != version else source
+    source, version = getattr(tensor, "source", (None, 0))
+    return (
+        tensor.cpu() if source is None or source._version + tensor._version != version else source
+    )
 
 
 def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
@@ -178,11 +184,11 @@ def why_neighbours_are_seen(model: PreTrainedModel) -> str:
     return f"{reason}, and {type(model).__name__} has no sdpa, which keeps sequences apart"
 
 
-def alike(a: Tensor, b: Tensor) -> bool:
+def alike(one: Tensor, other: Tensor) -> bool:
     """Whether outputs are equal but for rounding; False where any is NaN."""
-    difference = ((a.float() - b.float()).abs().mean() / b.float().abs().mean()).item()
+    difference = ((one.float() - other.float()).abs().mean() / other.float().abs().mean()).item()
     # Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
-    return difference <= (3e-3 if a.dtype == torch.float32 else 1e-1)
+    return difference <= (3e-3 if one.dtype == torch.float32 else 1e-1)
 
 
 # -- attention inside a packed row ------------------------------------------------------------------------------------

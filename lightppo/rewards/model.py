@@ -161,10 +161,10 @@ class RewardModelSource:
     name: str = "reward_model"
 
     def __post_init__(self) -> None:
-        n, longest, size = len(self.models), self.reward_max_length, self.micro_batch_size
-        if n == 0 or (n > 1 and self.reward_fn is None):
+        count, longest, size = len(self.models), self.reward_max_length, self.micro_batch_size
+        if count == 0 or (count > 1 and self.reward_fn is None):
             raise ValueError(
-                f"{n} reward models: give one, or several with --reward_fn to combine them"
+                f"{count} reward models: give one, or several with --reward_fn to combine them"
             )
         if longest is not None and longest < 2:
             raise ValueError(f"--reward_max_length must be at least 2, got {longest}")
@@ -179,17 +179,17 @@ class RewardModelSource:
             if self.pad_token_id is None:
                 raise ValueError("RewardModelSource needs pad_token_id or inputs")
             self.inputs = [SameIds(self.pad_token_id)]
-        if len(self.inputs) not in (1, n):
+        if len(self.inputs) not in (1, count):
             raise ValueError(
-                f"{len(self.inputs)} inputs for {n} reward models: give one for all, or one for each"
+                f"{len(self.inputs)} inputs for {count} reward models: give one for all, or one for each"
             )
-        self.inputs = list(self.inputs) * (n if len(self.inputs) == 1 else 1)
+        self.inputs = list(self.inputs) * (count if len(self.inputs) == 1 else 1)
         self.ranks = self.ranks or Alone(self.device)
 
     @torch.no_grad()
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples. Collective: a rank without samples takes part too."""
-        n = len(rollouts)
+        count = len(rollouts)
         # models may share their inputs
         rows = {id(reads): self._rows(reads, rollouts) for reads in self.inputs}
         scores = []
@@ -202,10 +202,10 @@ class RewardModelSource:
             metrics["input_truncated"] = [
                 float(any(cut)) for cut in zip(*(cut for _, cut in rows.values()))
             ]
-        if self.reward_fn is None or n == 0:
+        if self.reward_fn is None or count == 0:
             return RewardOutput(scores[0].tolist(), metrics)
         metrics |= {f"{self.name}_{i}": values.tolist() for i, values in enumerate(scores)}
-        combined = _checked(self.reward_fn(scores), n, f"{self.name}: --reward_fn")
+        combined = _checked(self.reward_fn(scores), count, f"{self.name}: --reward_fn")
         return RewardOutput(combined.float().tolist(), metrics)
 
     def _rows(self, reads: RewardInputs, rollouts: list[Rollout]) -> tuple[Rows, list[bool]]:
@@ -251,8 +251,8 @@ class RewardModelSource:
         return _checked(scores, len(batch), f"{self.name}: model {model_index}").float().cpu()
 
 
-def _checked(scores: Any, n: int, whose: str) -> Tensor:
-    if isinstance(scores, Tensor) and scores.shape == (n,):
+def _checked(scores: Any, rows: int, whose: str) -> Tensor:
+    if isinstance(scores, Tensor) and scores.shape == (rows,):
         return scores
     got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-    raise RewardError(f"{whose} must return a tensor of shape ({n},), got {got}")
+    raise RewardError(f"{whose} must return a tensor of shape ({rows},), got {got}")

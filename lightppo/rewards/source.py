@@ -210,11 +210,11 @@ def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
         )
 
 
-def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
-    """Reads what reward functions and servers return: a list or tensor of n scores, or a dict.
+def output_from_result(result: Any, count: int, source_name: str) -> RewardOutput:
+    """Reads what reward functions and servers return: a list or tensor of ``count`` scores, or a dict.
 
-    Keys of the dict: ``rewards`` (required; used for training), ``scores`` (n numbers, kept as metric ``score``),
-    ``extra_logs`` (name → n numbers or n texts, or one number for the batch), ``token_scores`` (per sample one number
+    Keys of the dict: ``rewards`` (required; used for training), ``scores`` (as many, kept as metric ``score``),
+    ``extra_logs`` (name → as many numbers or texts, or one number for the batch), ``token_scores`` (per sample one number
     per response token). :func:`check_output` checks the values.
     """
     if not isinstance(result, Mapping):
@@ -246,7 +246,7 @@ def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
         column = (
             _as_list(values, source_name, f"extra_logs[{name!r}]")
             if single is None
-            else [single] * n
+            else [single] * count
         )
         (texts if any(isinstance(value, str) for value in column) else metrics)[name] = column
     if token_scores is not None:
@@ -323,15 +323,15 @@ def _token_numbers(
         checked[i] = numbers = [
             finite(value) for value in _as_list(row, source_name, f"token scores of sample {i}")
         ]
-        sample, n = describe_sample(rollouts, i), len(rollouts[i].response_ids)
-        if len(numbers) != n:
+        sample, length = describe_sample(rollouts, i), len(rollouts[i].response_ids)
+        if len(numbers) != length:
             raise RewardError(
-                f"{source_name}: {len(numbers)} token scores for the {n} response tokens of {sample}"
+                f"{source_name}: {len(numbers)} token scores for the {length} response tokens of {sample}"
             )
         if None in numbers:
-            t = numbers.index(None)
-            raise (NonFiniteRewardError if is_non_finite(row[t]) else RewardError)(
-                f"{source_name}: token score {t} of {sample} is {_shown_number(row[t])}; it must be a finite number"
+            place = numbers.index(None)
+            raise (NonFiniteRewardError if is_non_finite(row[place]) else RewardError)(
+                f"{source_name}: token score {place} of {sample} is {_shown_number(row[place])}; it must be a finite number"
             )
     return checked
 

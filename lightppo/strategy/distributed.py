@@ -507,9 +507,9 @@ class DistributedStrategy:
         heartbeat.beat()
         return holder[0]
 
-    def same_count(self, n: int) -> int:
-        """The largest ``n`` of all ranks: how often every rank has to run a collective. Collective."""
-        return self.all_reduce(int(n), op="max")
+    def same_count(self, count: int) -> int:
+        """The largest count of all ranks: how often every rank has to run a collective. Collective."""
+        return self.all_reduce(int(count), op="max")
 
     def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
         """Runs ``action`` on rank 0 while the others wait; its failure is raised on every rank. Collective.

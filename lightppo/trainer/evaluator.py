@@ -39,16 +39,16 @@ class EvalSample:
 
     @classmethod
     def of(cls, rollout: Rollout) -> EvalSample:
-        p, r = rollout.prompt, rollout
-        text = (p.text, r.response_text, p.label)
         return cls(
-            *text,
-            r.reward,
-            p.data_source,
-            len(r.response_ids),
-            r.finish_reason,
-            p.index,
-            r.extras | r.texts,
+            prompt=rollout.prompt.text,
+            response=rollout.response_text,
+            label=rollout.prompt.label,
+            score=rollout.reward,
+            data_source=rollout.prompt.data_source,
+            response_length=len(rollout.response_ids),
+            finish_reason=rollout.finish_reason,
+            index=rollout.prompt.index,
+            extras=rollout.extras | rollout.texts,
         )
 
     def correct(self, threshold: float) -> float:
