@@ -34,6 +34,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
         "checkpoints for other ranks or ZeRO stages",
         "checkpoints.md#other-ranks-other-zero-stages",
     ),
+    "sources": ("rows of the hub, CSV and tables, blends; folders of models", "data.md"),
     "supervised": ("SFT, reward models, DPO", "supervised.md"),
     "tools": ("`lightppo data`, `chat`, `convert`, `merge`, `tiny-model`", "commands.md"),
     "verifiers": ("mathematics, formats, code, the sandbox", "rewards.md"),

@@ -110,7 +110,6 @@ PUBLIC: dict[str, str] = {
     "Prompt": "lightppo.data.records",
     "Rollout": "lightppo.data.records",
     "PromptDataset": "lightppo.data.datasets",
-    "blending_datasets": "lightppo.data.readers",
     "HFRolloutEngine": "lightppo.rollout.hf",
     "SamplingParams": "lightppo.rollout.engine",
     "PolicyLoss": "lightppo.algorithms.losses",
@@ -123,6 +122,17 @@ PUBLIC: dict[str, str] = {
 }
 """What ``from lightppo import NAME`` imports, by name: the module. A plugin may put another module in its place."""
 
+
+ROWS: Table = Table("reading of rows", {"files": Entry("lightppo.data.readers:rows_of_files")})
+"""What reads the rows of an option: a function of the config, the option's name, the split and the strategy returns a
+``datasets.Dataset``. The entry that was registered last reads."""
+
+FORMATS: Table = Table(
+    "file format",
+    dict.fromkeys((".jsonl", ".ndjson", ".json"), Entry("lightppo.data.readers:read_json")),
+)
+"""Formats of data files by the end of their names: functions ``(path, name, limit)`` that return a
+``datasets.Dataset``; errors call the file by ``name``, ``limit`` is None or how many rows to read."""
 
 ENGINES: Table = Table("--rollout_engine", {"hf": Entry("lightppo.rollout.hf:build")}, files=True)
 """Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,
@@ -140,6 +150,10 @@ strategy, called on all ranks together. Read for ``micro_rollout_batch_size``.""
 LOADING: Table = Table("option of loading a model")
 """What changes weights while they load: the name of an option, and a function of the Hugging Face model that changes it
 in place where the option is set. Every rank then loads the whole model, and its engine shards it."""
+
+MODEL_PATHS: Table = Table("look at a path of a model")
+"""What looks at a folder or a name before it is loaded, and where that fails: functions ``(path, flag, kind)``, of which
+kind is ``model`` or ``tokenizer``; ModelLoadError says what is wrong with it."""
 
 PREPARATIONS: Table = Table("preparation of a model")
 """What changes a loaded model, in place and in this order, before it goes to its engine: functions

@@ -118,14 +118,7 @@ class DataConfig(Section):
     prompt_data: str | None = option(
         None, "Prompts: file, folder, hub name or URL; separate several with commas.", required=True
     )
-    prompt_data_probs: str | None = option(
-        None, "Sampling probabilities of several --prompt_data, e.g. 0.7,0.3."
-    )
     prompt_split: str = option("train", "Split of --prompt_data.")
-    prompt_metadata: str | None = option(
-        None,
-        "File with extra columns for all prompts, also for evaluation, joined by query_id or id: AReaL's code tests.",
-    )
     eval_data: str | None = safe(None, "Held-out prompts. None: no evaluation.")
     eval_split: str = safe("test", "Split of --eval_data. Files without splits have only one.")
     pretrain_data: str | None = option(None, "Text for the PTX loss.", needs="ptx_coef>0")

@@ -931,6 +931,16 @@ def _warm_up(o: SimpleNamespace) -> Iterator[str]:
         yield "--critic_lr_warmup_ratio and --critic_lr_warmup_steps both say how long the warm-up is: leave one out"
 
 
+def check_positions(config: Any, positions: int | None) -> None:
+    """Prompt and response must fit; ``None``: a model without a limit."""
+    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    if positions is not None and prompt + response > positions:
+        raise ConfigError(
+            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
+            f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
+        )
+
+
 def advice(config: Options) -> list[str]:
     """What works but is seldom meant; of a resolved config."""
     a, found = config.algorithm, []

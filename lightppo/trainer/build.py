@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     advice,
+    check_positions,
     evaluation_config,
     moves_reference,
     needs_critic,
@@ -32,8 +32,7 @@ from lightppo.config.rules import (
     old_log_probs_from,
 )
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
-from lightppo.data.readers import blending_datasets, with_metadata
-from lightppo.data.rows import ORIGIN_COLUMN
+from lightppo.data.readers import read_rows
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, balance_ranks, save_batch
 from lightppo.experience.maker import ExperienceMaker
@@ -42,7 +41,6 @@ from lightppo.files import local_folder, stage_to_local
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
-from lightppo.models.folders import check_positions
 from lightppo.models.preparation import Role, prepare_model
 from lightppo.plugin import CHECKS, ENGINES, LOADING, SAMPLING, SCORED, SCORERS, TEACHERS
 from lightppo.ranks import Ranks
@@ -762,25 +760,11 @@ def build_prompts(
     config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, evaluation: bool = False
 ) -> PromptDataset:
     """Prompts of ``--prompt_data`` or ``--eval_data``, checked and tokenised."""
-    d, flag = config.data, "--eval_data" if evaluation else "--prompt_data"
-    paths, probs, split, limit = d.prompt_data, d.prompt_data_probs, d.prompt_split, d.max_samples
-    if evaluation:
-        paths, probs, split, limit = d.eval_data, None, d.eval_split, d.eval_max_samples
-    rows = blending_datasets(
-        paths, probs, strategy, config.strategy.seed, train_split=split, flag=flag
+    d, name = config.data, "eval_data" if evaluation else "prompt_data"
+    split, limit = (
+        (d.eval_split, d.eval_max_samples) if evaluation else (d.prompt_split, d.max_samples)
     )
-    rows = with_metadata(rows, d.prompt_metadata)
-    # else nothing would tell them apart
-    if evaluation and "," in paths and d.data_source_key not in rows.column_names:
-        names = [
-            Path(re.sub(r"(:\d+|, row \d+)$", "", origin)).stem for origin in rows[ORIGIN_COLUMN]
-        ]
-        rows = rows.add_column(d.data_source_key, names)
-    by = config.verifier.reward_routes_by
-    if config.verifier.reward_routes and by not in ("label", "data_source", *rows.column_names):
-        raise ConfigError(
-            f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {rows.column_names}"
-        )
+    rows = read_rows(config, name, split, strategy)
     dataset = PromptDataset(
         rows.select(range(min(len(rows), limit))),
         tokenizer,
@@ -797,7 +781,7 @@ def build_prompts(
         num_workers=d.data_num_workers,
         ranks=strategy,
     )
-    strategy.print(f"{flag} {paths}: {dataset.report}")
+    strategy.print(f"--{name} {config.flat()[name]}: {dataset.report}")
     return dataset
 
 
@@ -823,10 +807,7 @@ def build_pretrain(
     d = config.data
     if d.pretrain_data is None or config.algorithm.ptx_coef == 0:
         return None
-    source = {"train_split": d.pretrain_split, "flag": "--pretrain_data"}
-    rows = blending_datasets(
-        d.pretrain_data, d.pretrain_data_probs, strategy, config.strategy.seed, **source
-    )
+    rows = read_rows(config, "pretrain_data", d.pretrain_split, strategy)
     dataset = SFTDataset(
         rows,
         tokenizer,

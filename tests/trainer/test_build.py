@@ -508,13 +508,14 @@ def test_columns_of_the_data_source_and_of_routes(make_config, tokenizer, tmp_pa
     }
     routes = {"reward_fn": None, "reward_routes": '{"math": {"format": 1}, "*": {"format": 2}}'}
     by_task = make_config(**routes, prompt_data=path, reward_routes_by="task")
-    assert build.build_prompts(by_task, tokenizer, DeepspeedStrategy())[0].extra["task"] == "math"
+    prompts = build.build_prompts(by_task, tokenizer, DeepspeedStrategy())
+    assert prompts[0].extra["task"] == "math"
     source = build.build_rewards(by_task, [], tokenizer, DeepspeedStrategy())[0]
     assert source.by == "task"
+    other, strategy = by_task.with_options(reward_routes_by="tusk"), DeepspeedStrategy()
+    building = build.Building(other, other, other, strategy, rows={"prompt_data": prompts})
     with pytest.raises(ConfigError, match=r"--reward_routes_by 'tusk'"):
-        build.build_prompts(
-            by_task.with_options(reward_routes_by="tusk"), tokenizer, DeepspeedStrategy()
-        )
+        building.check("data")
 
 
 def test_probabilities_of_the_sources(make_config, tokenizer, splits):

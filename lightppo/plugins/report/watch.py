@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from lightppo.config.cli import CommandParser
-from lightppo.hub import mistyped_path
 from lightppo.plugins.records.alarms import ALARMS
+from lightppo.plugins.sources.hub import mistyped_path
 from lightppo.terminal import plain
 
 _SECONDS = 2.0  # between two frames

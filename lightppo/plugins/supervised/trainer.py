@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from lightppo.data.readers import blending_datasets
+from lightppo.data.readers import read_rows
 from lightppo.models import loading
 from lightppo.models.packing import to_device
 from lightppo.models.preparation import prepare_model
@@ -329,23 +329,19 @@ def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | 
     """Rows to learn from, and held-out ones if there are any; of a trial the longest ones. Collective."""
     config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
 
-    def dataset(paths: str, split: str, limit: int, flag: str) -> Any:
-        rows = blending_datasets(
-            paths, None, strategy, config.strategy.seed, train_split=split, flag=flag
-        )
+    def dataset(name: str, split: str, limit: int) -> Any:
+        rows = read_rows(config, name, split, strategy)
         read = objective.build_dataset(rows.select(range(min(len(rows), limit))), tokenizer)
-        strategy.print(f"{flag} {paths}: {read.report}")
+        strategy.print(f"--{name} {config.flat()[name]}: {read.report}")
         return read
 
     def part_of(whole: Any, positions: Iterable[int]) -> Any:
         return objective.build_dataset(whole.dataset.select(whole.numbers(positions)), tokenizer)
 
     data, held_out = config.data, None
-    rows = dataset(data.dataset, data.dataset_split, data.max_samples, "--dataset")
+    rows = dataset("dataset", data.dataset_split, data.max_samples)
     if data.eval_dataset:
-        held_out = dataset(
-            data.eval_dataset, data.eval_split, data.eval_max_samples, "--eval_dataset"
-        )
+        held_out = dataset("eval_dataset", data.eval_split, data.eval_max_samples)
     run.rows, run.held_out = {"dataset": rows}, held_out
     building.check_lengths(config, building.model_config(config), int(rows.lengths.max()))
     run.check("data")

@@ -11,7 +11,7 @@ from typing import Any
 from lightppo.config import RolloutConfig, StrategyConfig
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError, UserError
-from lightppo.models.folders import check_model
+from lightppo.plugins.sources.folders import check_model
 from lightppo.plugins.tools.convert import add_base, open_model
 from lightppo.terminal import plain
 

@@ -98,8 +98,8 @@ def kind_of(config: RowsConfig) -> str:
 
 def check(config: RowsConfig) -> None:
     """Refuses what is not there, before anything heavy is imported."""
-    from lightppo.data.readers import check_data_paths
-    from lightppo.models.folders import check_tokenizer
+    from lightppo.plugins.sources.blends import check_data_paths
+    from lightppo.plugins.sources.folders import check_tokenizer
 
     flag = "prompt_data" if kind_of(config) == "ppo" else "dataset"
     check_data_paths(getattr(config, flag), flag=f"--{flag}")
@@ -110,7 +110,7 @@ def check(config: RowsConfig) -> None:
 
 def read(config: RowsConfig) -> tuple[Any, str]:
     """The rows, and the flag that names them."""
-    from lightppo.data.readers import blending_datasets, with_metadata
+    from lightppo.plugins.sources.blends import blending_datasets, with_metadata
 
     paths, probs, split, flag = (
         config.prompt_data,
