@@ -228,6 +228,10 @@ FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:PlainFi
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;
 those that were registered last are in use."""
 
+WITH_CHECKPOINTS: Table = Table("what is saved with a checkpoint")
+"""What is written when a checkpoint is: an entry's function ``(checkpointer, root, step)`` gets the
+:class:`lightppo.trainer.checkpointing.RunCheckpointer`. It is called on all ranks together."""
+
 CHECKPOINT_CHECKS: Table = Table("check of a checkpoint")
 """What looks at an undamaged checkpoint of a run before the run goes on from it: an entry's function
 ``(root, tag, parts)`` returns None, or why these parts are no checkpoint. It is called on rank 0."""

@@ -50,6 +50,7 @@ FLOORS = {
 # Plugins, too: what many need, then what a run has, what checks all of that, and what reads what others wrote.
 PLUGIN_FLOORS = {
     "sources": 0,
+    "exports": 1,
     "http": 1,
     "ops": 1,
     "adapters": 2,

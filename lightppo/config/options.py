@@ -292,15 +292,6 @@ class SamplingConfig(Section, of="training"):
     fire_temperature: float | None = option(
         None, "Temperature of the first token. None: 10.", gt=0, needs="fire_sampling", off=(10,)
     )
-    record_samples: int = safe(
-        16,
-        "Samples kept in SAVE_PATH/rollouts with numbers per token, in whole groups; 0: none.",
-        "samples per step",
-        ge=0,
-    )
-    rollout_data_dir: str | None = safe(
-        None, "Folder for stepN.jsonl, with every sample that the step trains on."
-    )
     skip_rollout: str | None = safe(
         None,
         "Debugging: save rollouts in this folder; the next run reads them instead of sampling.",
@@ -798,12 +789,6 @@ class CheckpointConfig(Section, resume_safe=True):
     save_steps: int = option(-1, "Save a checkpoint every N steps; -1: never.", "PPO steps", ge=-1)
     save_epochs: int | None = option(None, "Save a checkpoint every N episodes.", "episodes", ge=1)
     save_seconds: float | None = option(None, "Save a checkpoint every N seconds.", "seconds", gt=0)
-    hf_save_steps: int = option(
-        -1, "Export the actor in HF format every N steps; -1: never.", "PPO steps", ge=-1
-    )
-    hf_save_epochs: int | None = option(None, "Export every N episodes.", "episodes", ge=1)
-    hf_save_seconds: float | None = option(None, "Export every N seconds.", "seconds", gt=0)
-    save_hf_ckpt: bool = saved(False, "Also export the actor in HF format with each checkpoint.")
     disable_ds_ckpt: bool = saved(False, "Leave the resumable state out of checkpoints.")
     max_ckpt_num: int = option(
         3, "Maximum number of checkpoints; the oldest is removed first.", ge=1
@@ -878,10 +863,6 @@ class EvaluationConfig(Section, resume_safe=True):
     eval_reward_fn: str | None = evaluated(
         None, "Reward function for evaluation, path.py[:name].", takes_object=True
     )
-    best_metric: str | None = evaluated(
-        None,
-        "Keep the actor with the highest value of this metric in --ckpt_path/best_hf, e.g. eval/accuracy.",
-    )
     val_before_train: bool = evaluated(True, "Evaluate before the first step.")
     val_only: bool = safe(False, "Evaluate and stop; needs no prompts, critic or reference.")
 
@@ -894,10 +875,6 @@ class LoggingConfig(Section, resume_safe=True):
         None, "Peak speed of one device in the training type, for perf/mfu.", "TFLOP/s", gt=0
     )
     debug: bool = option(False, "Show errors with the full traceback instead of one line.")
-    num_examine: int = option(1, "Samples printed per step and data source.", "samples", ge=0)
-    profile_steps: tuple[int, ...] = option(
-        (), "Steps to trace with torch's profiler, into SAVE_PATH/profile.", "PPO steps", ge=1
-    )
 
 
 class OptionSet:

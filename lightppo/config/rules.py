@@ -893,12 +893,6 @@ def files(o: SimpleNamespace) -> Iterator[str]:
                     yield f"--{name}: {what}: set FSSPEC_{url.split(':')[0].upper()}_PASSWORD"
         except StagingError as error:
             yield str(error)
-    if (
-        (o.save_steps > 0 or o.save_epochs or o.save_seconds)
-        and o.disable_ds_ckpt
-        and not o.save_hf_ckpt
-    ):
-        yield "--disable_ds_ckpt without --save_hf_ckpt leaves nothing to save at --save_steps/epochs/seconds"
 
 
 def _cut_addresses(o: SimpleNamespace) -> Iterator[str]:
@@ -939,30 +933,6 @@ def check_positions(config: Any, positions: int | None) -> None:
             f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
             f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
         )
-
-
-def advice(config: Options) -> list[str]:
-    """What works but is seldom meant; of a resolved config."""
-    a, found = config.algorithm, []
-    if not config.evaluation.val_only and not (
-        config.rollout.do_sample and config.rollout.temperature > 0
-    ):
-        what = "--temperature 0" if config.rollout.do_sample else "--no_do_sample"
-        found.append(
-            f"{what}: rollouts are the most likely answers alone, and a policy learns by trying others: set 1"
-        )
-    name = f"--kl_estimator {a.kl_estimator}"
-    if a.use_kl_loss and a.kl_estimator in ("k1", "abs"):
-        what = {
-            "k1": "has an expected gradient of 0",
-            "abs": "pulls by the sign of the difference alone",
-        }
-        found.append(f"{name} as a loss {what[a.kl_estimator]}: k2 has the gradient of the KL")
-    if a.init_kl_coef > 0 and a.use_kl_in_reward and a.kl_estimator in ("k2", "k3", "k3+"):
-        found.append(
-            f"{name} in the reward hardly pulls near the reference: k1 has the gradient of the KL"
-        )
-    return found
 
 
 # -- the options of a run --------------------------------------------------------------------------------------------

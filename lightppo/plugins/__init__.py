@@ -12,6 +12,7 @@ SHIPPED = (
     "verifiers",
     "http",
     "checks",
+    "exports",
     "records",
     "report",
     "ops",

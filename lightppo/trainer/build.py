@@ -21,7 +21,6 @@ from lightppo.algorithms.kl import make_kl_controller
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
-    advice,
     check_positions,
     evaluation_config,
     moves_reference,
@@ -54,7 +53,6 @@ from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.loop import public_options
 from lightppo.trainer.prompts import PromptFilter, endless
 from lightppo.trainer.skipped import SkippedSteps
 from lightppo.trainer.update import Update, UpdatedModels, build_value_norm
@@ -199,9 +197,6 @@ def begin(config: PPOConfig) -> Building:
     resolved = config.resolved()
     building = Building(given=config, asked=resolved, config=resolved, strategy=strategy)
     building.check("options")
-    strategy.print(described(config))
-    for line in advice(resolved):
-        strategy.print(f"note: {line}")
     check_lengths(resolved, model_config(resolved))
     if not resolved.evaluation.val_only:
         check_text_only(resolved)
@@ -232,7 +227,6 @@ def load_models(building: Building, per_episode: int) -> tuple[Models, dict[str,
     into_engine, optimizers = into_engines(config, strategy, per_episode)
     models = build_models(config, strategy, into_engine)
     fit_vocabulary(models, building.tokenizer, config)
-    strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
     settle_packing(config, strategy, models.actor, models.critic, models.reference, models.teacher)
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
     building.sizes = {
@@ -998,61 +992,3 @@ def check_lengths(config: OptionSet, model_config: Any, longest: int | None = No
             f"--max_len {config.data.max_len}: the longest row has {longest} tokens, but {config.model.pretrain} has "
             f"{positions} positions: set --max_len {positions}, with --truncation right or drop"
         )
-
-
-# -- what a run says of itself ---------------------------------------------------------------------------------------
-
-
-def described(config: OptionSet) -> str:
-    """The options that were set, and differ from the defaults and from what None means, by section."""
-    config, asked = config.resolved(), config.flat()
-    public, lines = (
-        public_options(config),
-        ["options that differ from the defaults (all are in run_config.yaml):"],
-    )
-
-    def is_meant(name: str) -> bool:
-        return config.with_options(**{name: None}).resolved().flat()[name] == config.flat()[name]
-
-    for title, section in config.sections().items():
-        set_here = [o for o in section.options().values() if asked[o.name] != o.default]
-        set_here = [o.name for o in set_here if o.default is not None or not is_meant(o.name)]
-        lines += (
-            [f"  {title}: {' '.join(f'{name}={public[name]!r}' for name in set_here)}"]
-            if set_here
-            else []
-        )
-    return "\n".join(lines)
-
-
-def model_sizes(models: Models) -> str:
-    """The parameters of each model, and how many of them train where not all do."""
-    named = {"actor": models.actor, "critic": models.critic, "reference": models.reference}
-    named |= {"moving average": models.ema, "teacher": models.teacher}
-    named |= {f"reward model {i}": model for i, model in enumerate(models.reward_models, start=1)}
-    texts = []
-    for name, model in named.items():
-        if model is not None:
-            total, trained = parameter_count(model), parameter_count(model, trained_only=True)
-            part = (
-                f" ({trained:,} train)" if name in ("actor", "critic") and trained < total else ""
-            )
-            texts.append(f"{name} {total:,} parameters{part}")
-    return ", ".join(texts)
-
-
-def places(config: OptionSet) -> str:
-    """Where a run writes to."""
-    c = config.checkpoint
-    saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
-    # A run that goes on from checkpoints, or was stopped, has some, and writes one at its end.
-    saves = saves or (
-        c.resume != "never" and any(local_folder(c.ckpt_path).glob("_actor/global_step*"))
-    )
-    found = [
-        f"model and logs in {c.save_path}",
-        f"checkpoints in {c.ckpt_path}" if saves else "no checkpoints (--save_steps)",
-    ]
-    found += [place for part in config.parts() for place in part.places(config)]
-    found += [f"profiles in {c.save_path}/profile"] if config.logging.profile_steps else []
-    return ", ".join(found)

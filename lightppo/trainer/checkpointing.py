@@ -2,8 +2,6 @@
 
 ckpt_path/_actor/global_stepN    weights, optimizer, scheduler; its client state is the state of the run
 ckpt_path/_critic/global_stepN   likewise _ema, and _reference if it moves
-ckpt_path/global_stepN_hf        the actor for transformers (--save_hf_ckpt)
-ckpt_path/best_hf                the actor of the best evaluation (--best_metric), and best.json
 ckpt_path/latest                 the last tag of which every part is whole
 
 Each part is sealed with facts (:mod:`lightppo.files`): part, step, run, and the seals of the parts that were saved
@@ -13,7 +11,6 @@ renamed, all parts together, to ``global_stepN.damaged``, and the run goes on fr
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -28,7 +25,7 @@ from lightppo.config.options import CheckpointConfig, unsafe_changes
 from lightppo.errors import CheckpointError, ConfigError, TrainingError
 from lightppo.files import facts_of, files_in_use, is_url, join, local_folder, seal_of
 from lightppo.option import Option
-from lightppo.plugin import CHECKPOINT_CHECKS
+from lightppo.plugin import CHECKPOINT_CHECKS, WITH_CHECKPOINTS
 from lightppo.strategy.checkpoint import (
     DAMAGED,
     LATEST,
@@ -42,7 +39,6 @@ from lightppo.strategy.checkpoint import (
     rng_state,
 )
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.export import clear_exports
 from lightppo.urls import shown_value
 
 logger = logging.getLogger(__name__)
@@ -98,9 +94,7 @@ class TrainerState:
             self.episode_scores = {}
 
 
-_BEST = "best.json"
 _STEP = re.compile(r"global_step\d+")
-_HF_EXPORT = re.compile(r"global_step\d+_hf")
 
 
 class RunCheckpointer:
@@ -135,8 +129,8 @@ class RunCheckpointer:
         self.require_finite(step)
         if not self.config.disable_ds_ckpt:
             self._save_parts(root, step, client_state)
-        if self.config.save_hf_ckpt:
-            self.save_hf(root, step)
+        for entry in WITH_CHECKPOINTS.values():
+            entry.fn(self, root, step)
 
     def _save_parts(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
         tag = f"global_step{step}"
@@ -192,62 +186,6 @@ class RunCheckpointer:
                 "and the last checkpoint stays. Lower the learning rate, or train in fp32; the same command goes on "
                 "from there"
             )
-
-    def save_hf(self, root: str | Path, step: int) -> None:
-        """Export the actor as ``root/global_stepN_hf``; the oldest exports beyond ``max_ckpt_num`` go. Collective."""
-        self.require_finite(step)
-        name = f"global_step{step}_hf"
-        self.strategy.save_model(self.models["actor"], self.tokenizer, join(root, name))
-
-        def rotate() -> None:
-            files = files_in_use()
-            exports = [
-                path for path in local_folder(root).iterdir() if _HF_EXPORT.fullmatch(path.name)
-            ]
-            others = [path for path in exports if path.name != name]
-            # By age, not by number: a run started anew in this folder counts from 1 again.
-            others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-            for old in others[self.config.max_ckpt_num - 1 :]:
-                with files.explained(old):
-                    files.remove(old)
-                files.publish(root, old.name)
-
-        self.strategy.on_rank_0(rotate, f"remove old exports in {root}")
-
-    def save_best(self, root: str | Path, step: int, metric: str, value: float) -> None:
-        """Export the actor as ``root/best_hf``, in place of an older best; rotation leaves it alone. Collective."""
-        self.require_finite(step)
-        note = json.dumps({"step": step, "metric": metric, "value": value})
-        folder = join(root, "best_hf")
-        self.strategy.save_model(self.models["actor"], self.tokenizer, folder, files={_BEST: note})
-
-    def catch_up(self, root: str | Path, step: int, due: bool) -> None:
-        """After a resume: exports that were interrupted go; that of this step is made if it was due. Collective."""
-        name, local = f"global_step{step}_hf", local_folder(root)
-        interrupted: list[str] = []
-
-        def clear() -> None:
-            with files_in_use().explained(local):
-                interrupted.extend(clear_exports(local))
-
-        self.strategy.on_rank_0(clear, f"clear {root}")
-        is_missing = (due or name in interrupted) and not (local / name).exists()
-        if self.strategy.broadcast_object(is_missing):
-            self.strategy.print(f"{root}/{name} was not written before the run ended: it is now")
-            self.save_hf(root, step)
-
-    def best_value(self, root: str | Path, metric: str) -> float | None:
-        """The metric's value of ``root/best_hf``; ``None`` without one, or with one by another metric. Collective."""
-        path, note = local_folder(root) / "best_hf" / _BEST, None
-        if self.strategy.is_rank_0() and path.is_file():
-            try:
-                note = json.loads(path.read_text())
-            except ValueError as error:
-                raise CheckpointError(
-                    f"{path} is damaged: remove {path.parent}, and the next best is kept"
-                ) from error
-        note = self.strategy.broadcast_object(note)
-        return note["value"] if note is not None and note["metric"] == metric else None
 
     def find(self, root: str | Path) -> str | None:
         """Tag of the last checkpoint with all parts, or ``None``. CheckpointError: this run has other parts."""
@@ -574,7 +512,7 @@ def _mark(root: str | Path, tag: str) -> None:
 
 def download_marks(root: str) -> None:
     """Of the checkpoints and exports at a URL, the small files that say which are whole."""
-    marks = (LATEST, META, f"_hf/{_BEST}", "_hf/config.json")
+    marks = (LATEST, META, "_hf/best.json", "_hf/config.json")
     files_in_use().fetch(root, lambda name: name.endswith(marks))
 
 

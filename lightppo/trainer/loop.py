@@ -15,15 +15,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import idle_flags
-from lightppo.errors import ConfigError, NonFiniteError
-from lightppo.files import local_folder
+from lightppo.errors import NonFiniteError
 from lightppo.plugin import CALLBACKS
 from lightppo.ranks import heartbeat
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -132,7 +130,6 @@ class TrainingLoop:
         self.total_steps: int | None = None  # of the run, known in fit
         self.bar: Any = None  # of the steps
         self.evaluation = LastEvaluation()
-        self.best: float | None = None  # value of --best_metric
         self.last_saved: int | None = None
         self.states: dict[str, Stateful] = {}
         self.states_of_ranks: dict[str, Stateful] = {}
@@ -294,13 +291,13 @@ class TrainingLoop:
         """End what the run has started."""
 
     def before_first_step(self) -> None:
-        """What a resumed run has to make up for; the evaluation before training. Collective."""
+        """The evaluation that a resumed run lacks, or that before training. Collective."""
         step = self.state.global_step
         if self.only_evaluates:
             self.evaluate_step(step)
         elif step > 0:
-            if self.owns_parts:
-                self._catch_up(step)
+            if self.owns_parts and self.evaluation_cadence.due(step, self.finished_episodes):
+                self.evaluate_step(step)
         elif self.config.evaluation.val_before_train:
             self.evaluate_step(step)
 
@@ -308,26 +305,11 @@ class TrainingLoop:
         """Clocks begin when the run does."""
         c, e, agree = self.config.checkpoint, self.config.evaluation, self.strategy.broadcast_object
         self.checkpoint_cadence = Cadence(c.save_steps, c.save_epochs, c.save_seconds, agree=agree)
-        self.export_cadence = Cadence(
-            c.hf_save_steps, c.hf_save_epochs, c.hf_save_seconds, agree=agree
-        )
         per_episode = 1 if e.eval_steps == -1 and e.eval_seconds is None else None
         self.evaluation_cadence = Cadence(
             e.eval_steps, e.eval_epochs or per_episode, e.eval_seconds, agree=agree
         )
         self.pace = m.Pace(self.state.global_step)
-        if e.best_metric is not None and self.state.global_step > 0:
-            self.best = self.checkpointer.best_value(c.ckpt_path, e.best_metric)
-
-    def _catch_up(self, step: int) -> None:
-        """After a resume: the evaluation and the export that were due at this step, if they lack. Collective."""
-        c, metric = self.config.checkpoint, self.config.evaluation.best_metric
-        if self.evaluation.step == step and self.evaluation.result and metric is not None:
-            self._keep_best(step, self.evaluation.result, metric)
-        elif self.evaluation_cadence.due(step, self.finished_episodes):
-            self.evaluate_step(step)
-        due = c.save_hf_ckpt or self.export_cadence.due(step, self.finished_episodes)
-        self.checkpointer.catch_up(self.ckpt_path, step, due and c.resume == "auto")
 
     def steps(self) -> Iterator[tuple[int, Any]]:
         """Number and data of each step until a limit is reached."""
@@ -339,7 +321,6 @@ class TrainingLoop:
             self.bar = bar
             while not self.reached_limits():
                 self.total_steps = bar.total = self.count_steps()
-                self._check_profiled_steps()
                 episode = self.state.episode
                 for data in self.episode_steps():
                     heartbeat.step = self.state.global_step + 1
@@ -350,7 +331,7 @@ class TrainingLoop:
                         break
 
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
-        """Log a trained step; evaluate, save and export what is due or voted for. Collective.
+        """Log a trained step; evaluate and save what is due or voted for. Collective.
 
         Returns:
             whether a callback wants to stop.
@@ -375,9 +356,6 @@ class TrainingLoop:
             self.evaluate_step(step)
         if self.checkpoint_cadence.due(step, self.finished_episodes) or votes["save"]:
             self.save_checkpoint(step)
-        if self.export_cadence.due(step, self.finished_episodes):
-            with self.saving("save"):
-                self.checkpointer.save_hf(self.ckpt_path, step)
 
     def finish(self) -> None:
         """The end of a run: the last evaluation, the last checkpoint, the model. Collective."""
@@ -395,12 +373,6 @@ class TrainingLoop:
             if self.owns_parts:
                 self.save_model()
             self.strategy.print(f"finished: {step} steps")
-            for line in self.closing_lines():
-                self.strategy.print(line)
-
-    def closing_lines(self) -> list[str]:
-        """Where everything is, and what to do next."""
-        return []
 
     def check_trained(self) -> None:
         """TrainingError where no model has changed: such a run is no success."""
@@ -430,23 +402,7 @@ class TrainingLoop:
         numbers = ", ".join(f"{name} {result[f'eval/{name}']:.3f}" for name in shown)
         self.strategy.print(f"[step {step}] evaluation: {numbers}")
         self.callbacks.on_evaluation(self, step, dict(result) | m.with_namespace(timer.reset()))
-        if (metric := self.config.evaluation.best_metric) is not None:
-            self._keep_best(step, result, metric)
         return result
-
-    def _keep_best(self, step: int, result: Mapping[str, float], metric: str) -> None:
-        if metric not in result:
-            known = ", ".join(sorted(result))
-            raise ConfigError(
-                f"--best_metric {metric} is not among the evaluation's metrics: {known}"
-            )
-        sign = -1 if metric.endswith("loss") else 1
-        if self.best is not None and sign * result[metric] <= sign * self.best:
-            return
-        self.best = result[metric]
-        if step > 0:  # the start is the bar to pass, not a result
-            with self.saving("save"):
-                self.checkpointer.save_best(self.ckpt_path, step, metric, self.best)
 
     def save_checkpoint(self, step: int) -> None:
         """Save, once per step at most. Collective."""
@@ -462,20 +418,6 @@ class TrainingLoop:
         self.checkpointer.save(self.ckpt_path, step, self.whole_state())
 
     # -- parts of the loop ---------------------------------------------------------------------------------------
-
-    def profiler(self, step: int) -> AbstractContextManager:
-        """Writes a trace of a step of ``--profile_steps``."""
-        if step not in self.config.logging.profile_steps:
-            return nullcontext()
-        name = f"step{step}_rank{self.strategy.get_rank()}.json.gz"
-        return m.profile(
-            Path(local_folder(self.config.checkpoint.save_path)) / "profile" / name, self.timer
-        )
-
-    def _check_profiled_steps(self) -> None:
-        late = [step for step in self.config.logging.profile_steps if step > self.total_steps]
-        if late:
-            raise ConfigError(f"--profile_steps {late[0]}: the run has {self.total_steps} steps")
 
     def progress_bar(self, items: Any, text: str, **options: Any) -> Any:
         """A progress bar on rank 0 of a terminal; elsewhere silent."""

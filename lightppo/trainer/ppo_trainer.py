@@ -15,12 +15,11 @@ from lightppo.errors import NonFiniteError
 from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import CollectedStep
-from lightppo.files import local_folder
 from lightppo.rewards.registry import reward_of
 from lightppo.rewards.source import NoReward, RewardSource, close_source
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
-from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build, places, steps_per_episode
+from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build, steps_per_episode
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.loop import TrainingLoop
 from lightppo.trainer.prompts import EpisodePrompts, as_prompts
@@ -119,7 +118,7 @@ class PPOTrainer(TrainingLoop):
         with self.running():
             for step, prompts in self.steps():
                 taken = prompts.taken
-                with self.timer("step"), self.profiler(step):
+                with self.timer("step"), self.callbacks.around_step(self, step):
                     # 1 prompts → responses, scored and selected
                     collected = self.sampler.collect(prompts, step)
                     self.callbacks.on_rollouts(self, step, collected)
@@ -304,26 +303,6 @@ class PPOTrainer(TrainingLoop):
             models.insert(0, (self.critic, f"{str(path).rstrip('/')}_critic"))
         for model, folder in models:
             self.strategy.save_model(model, self.tokenizer, folder, step=self.state.global_step)
-
-    def closing_lines(self) -> list[str]:
-        config, folder = self.config, local_folder(self.config.checkpoint.save_path)
-        if not self.owns_parts:
-            return []
-        lines = [
-            f"files: {places(config)}",
-            f"""generate: python -c "from transformers import pipeline; print(pipeline('text-generation', """
-            f"""'{folder}')('PROMPT'))\"""",
-        ]
-        if config.data.eval_data:
-            where = f"--pretrain {folder} --save_path {folder}_eval"
-            lines.append(
-                f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {where} --resume never"
-            )
-        if self.checkpoint_cadence.active:
-            lines.append(
-                "go on: the same command with a larger --num_episodes or --total_training_steps"
-            )
-        return lines
 
     def close(self) -> None:
         """End the rollout engine; of a run that was built the reward sources, too: a script ends its own."""

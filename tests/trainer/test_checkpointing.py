@@ -595,35 +595,6 @@ def test_random_numbers_of_every_rank_are_in_the_checkpoint(tmp_path):
     assert state["rng"] == [{"of rank": 0}, {"of rank": 1}]
 
 
-def test_exports_alone(tmp_path):
-    mine = checkpointer(disable_ds_ckpt=True, save_hf_ckpt=True, max_ckpt_num=2)
-    for step in (8, 9, 10):
-        mine.save(tmp_path, step, {})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10_hf", "global_step9_hf"]
-    assert (tmp_path / "global_step10_hf" / "model").read_text() == "ACTOR TOKENIZER"
-    assert mine.find(tmp_path) is None
-
-
-def test_the_oldest_exports_go_not_those_with_the_lowest_number(tmp_path):
-    mine = checkpointer(max_ckpt_num=2)
-    for step in (90, 100, 1, 2):  # started anew after step 100
-        mine.save_hf(tmp_path, step)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1_hf", "global_step2_hf"]
-    mine.save_hf(tmp_path, 1)  # once more: takes its own place
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1_hf", "global_step2_hf"]
-
-
-def test_other_folders_are_no_exports(tmp_path):
-    for name in ("global_step1_hf.bak", "global_stepX_hf", "mine"):
-        (tmp_path / name).mkdir()
-    mine = checkpointer(max_ckpt_num=1)
-    for step in (1, 2):
-        mine.save_hf(tmp_path, step)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        *("global_step1_hf.bak", "global_step2_hf", "global_stepX_hf", "mine")
-    ]
-
-
 # -- where to look ---------------------------------------------------------------------------------------------------
 
 

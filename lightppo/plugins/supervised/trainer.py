@@ -138,7 +138,7 @@ class SupervisedTrainer(TrainingLoop):
         with self.running():
             for step, (micro_batches, is_last) in self.steps():
                 epoch = float(self.state.episode)
-                with self.timer("step"), self.profiler(step):
+                with self.timer("step"), self.callbacks.around_step(self, step):
                     self.status = {**self.training_step(micro_batches), "train/epoch": epoch}
                 self.skipped.end_step(self.state)
                 self.state.finish_step(self.config.training.train_batch_size, is_last)
@@ -222,6 +222,12 @@ class SupervisedTrainer(TrainingLoop):
 
     # -- the end -------------------------------------------------------------------------------------------------
 
+    def finish(self) -> None:
+        super().finish()
+        if self.keeps:
+            path = self.config.checkpoint.save_path
+            self.strategy.print(f"next: {self.objective.next.format(path=path)}")
+
     def save_model(self) -> None:
         """The model at ``save_path``, with what the objective finds out of it at the end. Collective."""
         self.model.eval()
@@ -234,13 +240,6 @@ class SupervisedTrainer(TrainingLoop):
             self.config.checkpoint.save_path,
             step=self.state.global_step,
         )
-
-    def closing_lines(self) -> list[str]:
-        path = self.config.checkpoint.save_path
-        return [
-            f"files: {building.places(self.config)}",
-            f"next: {self.objective.next.format(path=path)}",
-        ]
 
     def _write_batch(
         self, path: Path, batch: Sequence[Batch], facts: Mapping[str, Any]
@@ -279,9 +278,6 @@ def build(
     prepare_model(model, "actor", config, strategy.device)
     counted = parameter_count(model, trained_only=find_adapters(model) is not None)
     run.sizes = {"actor": counted, "export": parameter_count(model)}
-    strategy.print(
-        f"model: {parameter_count(model):,} parameters, {counted:,} train\nfiles: {building.places(config)}"
-    )
     steps = schedule_steps(config, loader, strategy)
     prepared = strategy.prepare(
         building.with_optimizer(model, training.learning_rate, steps, config, strategy)
@@ -313,7 +309,6 @@ def begin(config: SupervisedConfig) -> building.Building:
     strategy = building.build_strategy(config)
     strategy.setup_distributed()
     config.validate(strategy.world_size)
-    strategy.print(building.described(config))
     asked = config.resolved()
     run = building.Building(given=config, asked=asked, config=asked, strategy=strategy)
     run.check("options")
