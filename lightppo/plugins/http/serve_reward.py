@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightppo.config.cli import CommandParser, exit_on_mistakes
+from lightppo.config.cli import exit_on_mistakes
+from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.terminal import log_to_terminal
 
 PROG = "lightppo serve-reward"

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lightppo.config.cli import exit_on_mistakes, parse_section
+from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.options import all_options
 from lightppo.errors import ConfigError, DataError, UserError
 from lightppo.option import Option, Section, option
+from lightppo.plugins.hints.small_commands import parse_section
 from lightppo.plugins.supervised.sections import COMMANDS
 from lightppo.terminal import plain
 
