@@ -271,19 +271,6 @@ class SamplingConfig(Section, of="training"):
         "If groups are missing after --max_num_gen_batches: train on fewer, stop the run, or train on some twice.",
         needs="dynamic_sampling and max_num_gen_batches>0",
     )
-    dataset_filter_threshold: float | None = option(
-        None,
-        "After an episode, drop prompts whose mean score is above this.",
-        needs="dataset_max_filter_percentage>0",
-    )
-    dataset_max_filter_percentage: float = option(
-        0.1,
-        "Maximum share of the prompts to drop per episode.",
-        ge=0,
-        lt=1,
-        needs="dataset_filter_threshold",
-        off=(0,),
-    )
     fire_sampling: bool = option(
         False,
         "Sample the first token of each response at --fire_temperature.",
@@ -807,14 +794,6 @@ class CheckpointConfig(Section, resume_safe=True):
     load_checkpoint: bool = option(True, "--no_load_checkpoint means --resume never.")
     reshape_ckpt: bool = option(
         False, "Also resume a checkpoint from a different number of processes or ZeRO stage."
-    )
-    signal_grace: float = option(
-        25.0,
-        "Maximum wait for the current step after a signal. SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run "
-        "after that step and save it; if it takes longer, the run ends unsaved. torchrun, deepspeed, Slurm and "
-        "Kubernetes kill 30 s after SIGTERM.",
-        "seconds",
-        gt=0,
     )
     save_value_network: bool = critic(False, "Also save the critic with the final model.")
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
 
 from lightppo.algorithms.entries import (
     ADVANTAGE_ESTIMATORS,
@@ -22,12 +21,12 @@ from lightppo.algorithms.entries import (
     PolicyLossEntry,
 )
 from lightppo.config.options import Options, OptionSet, all_options
-from lightppo.errors import ConfigError, StagingError
-from lightppo.files import check_file_url, is_url, join
+from lightppo.errors import ConfigError
+from lightppo.files import join
 from lightppo.option import is_object, out_of_order
 from lightppo.plugin import REWARDS, TOKEN_WEIGHTS
 from lightppo.suggestions import nearest
-from lightppo.urls import GIVE_WHOLE, check_url, cut_urls, shown_value
+from lightppo.urls import shown_value
 
 # -- facts -----------------------------------------------------------------------------------------------------------
 
@@ -574,8 +573,7 @@ def contradictions(
             _micro_batches,
             _models,
             _rewards,
-            _urls,
-            files,
+            templates,
             _strategy,
             _warm_up,
         ]
@@ -824,9 +822,8 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
         if not given and not o.facts["trained_scores"]:
             picks = {
                 "dynamic_sampling": o.dynamic_sampling,
-                "dataset_filter_threshold": o.dataset_filter_threshold,
+                "generation_size": o.generation_size > o.n_samples_per_prompt,
             }
-            picks["generation_size"] = o.generation_size > o.n_samples_per_prompt
             for name in filter(picks.get, picks):
                 yield f"--{name} chooses by scores, and this run has no reward: leave it out"
             if o.eval_data and not o.judges:
@@ -863,49 +860,10 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
         yield f"--reward_input_tokenizer has {tokenizers} for {models} --reward_pretrain: give one for all, or one each"
 
 
-def _urls(o: SimpleNamespace) -> Iterator[str]:
-    """Addresses of services that nobody can be reached at."""
-    urls = [(url, "--teacher_url", "--teacher_api_key_env") for url in o.teacher_url]
-    for url in o.remote_rm_url:
-        if len(o.remote_rm_url) > 1 or "://" in url or not url.split(":")[0].endswith(".py"):
-            urls.append((url,))
-    for address in urls:
-        try:
-            check_url(*address)
-        except ValueError as error:
-            yield str(error)
-
-
-def files(o: SimpleNamespace) -> Iterator[str]:
-    """The template, folders and URLs, and what is saved in them."""
+def templates(o: SimpleNamespace) -> Iterator[str]:
+    """The template around prompts."""
     if o.input_template is not None and o.input_template.count("{}") != 1:
         yield f"--input_template {o.input_template!r} needs exactly one {{}} for the prompt"
-    yield from _cut_addresses(o)
-    folders = {
-        name: getattr(o.config.checkpoint, name) for name in ("save_path", "ckpt_path", "resume")
-    }
-    for name, url in folders.items():
-        try:
-            if url is not None and is_url(url):
-                check_file_url(url, f"--{name}")
-                if urlsplit(url).password:
-                    what = "a password in a URL would be written into logs"
-                    yield f"--{name}: {what}: set FSSPEC_{url.split(':')[0].upper()}_PASSWORD"
-        except StagingError as error:
-            yield str(error)
-
-
-def _cut_addresses(o: SimpleNamespace) -> Iterator[str]:
-    """Addresses out of the files of a run, which lack what may be a secret."""
-    flat, models = (
-        o.config.flat(),
-        {one.name for one in o.config.all_options() if one.owner in ("model", "distill")},
-    )
-    unread = {"prompt_data", "pretrain_data"} if flat.get("val_only") else set()
-    unread |= flat.keys() - models if getattr(o, "unfed", False) else set()
-    for name, value in flat.items():
-        if name not in unread and (cut := cut_urls(value)):
-            yield f"--{name} {cut[0]}: {GIVE_WHOLE}: --{name} URL wins over --config"
 
 
 def _strategy(o: SimpleNamespace) -> Iterator[str]:

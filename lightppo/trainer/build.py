@@ -53,7 +53,7 @@ from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.prompts import PromptFilter, endless
+from lightppo.trainer.prompts import endless
 from lightppo.trainer.skipped import SkippedSteps
 from lightppo.trainer.update import Update, UpdatedModels, build_value_norm
 
@@ -139,7 +139,6 @@ class PPOParts(PPOInputs):
     replay_buffer: ReplayBuffer = field(kw_only=True)
     sampler: GroupCollector = field(kw_only=True)
     update: Update = field(kw_only=True)
-    prompt_filter: PromptFilter = field(kw_only=True)
     checkpointer: RunCheckpointer = field(kw_only=True)
     skipped: SkippedSteps = field(kw_only=True)
 
@@ -253,7 +252,7 @@ def assemble(
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = build_value_norm(config.loss)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, own_training_step)
-    training, sampling = config.training, config.sampling
+    training = config.training
     buffer = ReplayBuffer(
         training.micro_train_batch_size,
         training.buffer_limit,
@@ -298,9 +297,6 @@ def assemble(
             config, strategy, inputs.rollout_engine, inputs.reward_source, maker, timer
         ),
         update=update,
-        prompt_filter=PromptFilter(
-            sampling.dataset_filter_threshold, sampling.dataset_max_filter_percentage, strategy
-        ),
         checkpointer=RunCheckpointer(strategy, config.checkpoint, saved, inputs.tokenizer),
         skipped=skipped,
     )

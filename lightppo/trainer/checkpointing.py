@@ -17,7 +17,7 @@ import os
 import re
 import uuid
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -59,10 +59,6 @@ class TrainerState:
     # PPO steps, until the last one, in which a model had no finite gradient
     skipped_in_a_row: int = 0
     stopped_optimizer_steps: int = 0  # of the actor, by an early stop
-    # Only with --dataset_filter_threshold: mean score of the prompts sampled in this episode, by Prompt.index; and
-    # Prompt.index of those that it has left out of the further episodes.
-    episode_scores: dict[int, float] = field(default_factory=dict)
-    left_out_prompts: list[int] = field(default_factory=list)
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
@@ -91,7 +87,6 @@ class TrainerState:
         if last_of_episode:
             self.episode += 1
             self.consumed_prompts = 0
-            self.episode_scores = {}
 
 
 _STEP = re.compile(r"global_step\d+")

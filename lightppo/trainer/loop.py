@@ -430,12 +430,14 @@ _SINCE = ("evaluation", "trackers", "recorded")
 
 
 def _with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds; an older one has the trackers' runs in the state of the trainer."""
+    """What a checkpoint holds; an older one has parts' states in that of the trainer."""
     trainer = dict(saved["trainer"])
     run_ids = trainer.pop("run_ids", None) or {}
     if (run_id := trainer.pop("run_id", None)) is not None:
         run_ids = {"wandb": run_id}
+    scores, left_out = trainer.pop("episode_scores", {}), trainer.pop("left_out_prompts", [])
     older = {"trackers": run_ids, "recorded": saved.get("records", {})}
+    older["prompt_filter"] = {"scores": scores, "left_out": left_out}
     return older | dict(saved) | {"trainer": trainer}
 
 

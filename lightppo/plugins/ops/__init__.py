@@ -1,5 +1,6 @@
 """Signals, hanging ranks, files that survive a crash, URLs of storage."""
 
+from lightppo.option import register_section
 from lightppo.plugin import AROUND, CALLBACKS, CHECKPOINT_CHECKS, FILES, CallbackEntry
 from lightppo.table import Entry
 
@@ -12,3 +13,4 @@ def register() -> None:
     AROUND.register("guard", Entry("lightppo.plugins.ops.guard:guarded"))
     FILES.register("kept", Entry("lightppo.plugins.ops.kept:KeptFiles"))
     CHECKPOINT_CHECKS.register("mixture", Entry("lightppo.plugins.ops.mixtures:mixture"))
+    register_section("signals", "lightppo.plugins.ops.sections:SignalConfig", adds_to="checkpoint")
