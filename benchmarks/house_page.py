@@ -25,6 +25,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "checks": ("checks before a run starts, dry runs, the memory budget", "memory.md"),
     "compat": ("constructors and call forms of OpenRLHF and LightRFT scripts", "migrating.md"),
     "exports": ("models for transformers while a run goes on, the best one", "checkpoints.md"),
+    "hints": ("what a mistyped name may have meant", "commands.md"),
     "http": ("rewards over HTTP, the reward server", "rewards.md#http-servers"),
     "kernels": ("CUDA graphs, compiled layers", "performance.md"),
     "migration": ("option names of other trainers", "migrating.md"),

@@ -232,9 +232,11 @@ WITH_CHECKPOINTS: Table = Table("what is saved with a checkpoint")
 """What is written when a checkpoint is: an entry's function ``(checkpointer, root, step)`` gets the
 :class:`lightppo.trainer.checkpointing.RunCheckpointer`. It is called on all ranks together."""
 
-CHECKPOINT_CHECKS: Table = Table("check of a checkpoint")
-"""What looks at an undamaged checkpoint of a run before the run goes on from it: an entry's function
-``(root, tag, parts)`` returns None, or why these parts are no checkpoint. It is called on rank 0."""
+CHECKPOINT_CHOICES: Table = Table(
+    "choice of a checkpoint", {"last": Entry("lightppo.trainer.checkpointing:last_whole")}
+)
+"""Which checkpoint a run goes on from, the last entry: a function ``(checkpointer, root, is_held, before)`` returns a tag
+or None. It has looked at the files; where the run holds the folder, it may rename others. It is called on all ranks."""
 
 CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
 """What loads a checkpoint of another number of ranks or another ZeRO stage, the last one: an entry's function

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightppo.data import readers
 from lightppo.data.readers import Rows, dataset_of, open_text
 from lightppo.errors import DataError
-from lightppo.files import in_cache, made_once
+from lightppo.plugins.sources.node_cache import in_cache, made_once
 from lightppo.ranks import ranks_on_node
 
 if TYPE_CHECKING:
