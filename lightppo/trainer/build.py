@@ -36,7 +36,7 @@ from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, balance_ranks, save_batch
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
-from lightppo.files import local_folder, stage_to_local
+from lightppo.files import stage_to_local
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
@@ -932,14 +932,8 @@ def build_evaluator(
     strategy: Ranks,
 ) -> Evaluator:
     """Evaluation on held-out prompts with the run's engine and rewards."""
-    sampling, folder = (
-        eval_sampling_params(config),
-        local_folder(config.checkpoint.save_path) / "eval",
-    )
-    threshold = config.evaluation.eval_correct_threshold
-    return Evaluator(
-        engine, source, prompts, sampling, strategy, threshold=threshold, folder=folder
-    )
+    sampling, threshold = eval_sampling_params(config), config.evaluation.eval_correct_threshold
+    return Evaluator(engine, source, prompts, sampling, strategy, threshold=threshold)
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:

@@ -28,7 +28,6 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, Callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
-from lightppo.trainer.evaluator import table
 from lightppo.trainer.skipped import SkippedSteps, check_trained, is_saved
 from lightppo.urls import shown_value
 
@@ -360,8 +359,6 @@ class TrainingLoop:
     def finish(self) -> None:
         """The end of a run: the last evaluation, the last checkpoint, the model. Collective."""
         if self.only_evaluates:
-            for line in table(self.evaluation.result):
-                self.strategy.print(line)
             return
         step = self.state.global_step
         self.vote(step)  # before what may take long

@@ -28,6 +28,7 @@ from lightppo.plugins.exports.periodic import Exports
 from lightppo.rewards.source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
+from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.update import build_value_norm
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -357,15 +358,18 @@ def eval_data(tmp_path) -> str:
     return write_jsonl(tmp_path / "eval.jsonl", sums(6))
 
 
-def test_evaluation_options(make_config, eval_data, parts, trainer_with, tmp_path):
+def test_evaluation_options(make_config, eval_data, parts, trainer_with):
     real_engine = HFRolloutEngine(parts["actor"][0], parts["tokenizer"])
 
-    def evaluated(**options: Any) -> dict[str, float]:
+    def evaluator(**options: Any) -> Evaluator:
         config = make_config(eval_data=eval_data, **options).resolved()
         tokenizer, strategy = parts["tokenizer"], parts["strategy"]
         source = build.build_reward(config, [], tokenizer, strategy)
         prompts = build.build_prompts(config, tokenizer, strategy, evaluation=True)
-        return build.build_evaluator(config, real_engine, source, prompts, strategy).evaluate(0)
+        return build.build_evaluator(config, real_engine, source, prompts, strategy)
+
+    def evaluated(**options: Any) -> dict[str, float]:
+        return evaluator(**options).evaluate(0)
 
     one = evaluated()
     assert {"eval/mean@1", "eval/accuracy"} <= one.keys()
@@ -386,9 +390,9 @@ def test_evaluation_options(make_config, eval_data, parts, trainer_with, tmp_pat
     assert evaluated(eval_correct_threshold=100)["eval/accuracy"] == 0
 
     def responses(**options: Any) -> list[str]:
-        evaluated(**options, save_path=str(tmp_path / "samples"))
-        lines = (tmp_path / "samples" / "eval" / "step0.jsonl").read_text().splitlines()
-        return [json.loads(line)["response"] for line in lines]
+        mine = evaluator(**options)
+        mine.evaluate(0)
+        return [sample.response for sample in mine.samples]
 
     greedy = responses()
     assert greedy == responses(seed=1)

@@ -12,6 +12,7 @@ def register() -> None:
     CHECKS.register("told_options", Check(f"{here}.told:tell_options"))
     CHECKS.register("told_models", Check(f"{here}.told:tell_models", when="models"))
     CALLBACKS.register("profiles", CallbackEntry(f"{here}.profiles:profiles"))
+    CALLBACKS.register("evaluations", CallbackEntry(f"{here}.evaluations:Evaluations"))
     CALLBACKS.register("closing_lines", CallbackEntry(f"{here}.told:ClosingLines"))
     CHECKS.register(
         "own_folders", Check("lightppo.plugins.records.run_folder:claim_folders", when="folders")
