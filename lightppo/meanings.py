@@ -130,7 +130,6 @@ _ROLLOUT = {
     "rejected_low": "groups rejected because their mean is at or below the lower bound of --filter_range",
     "rejected_high": "groups rejected because their mean is at or above the upper bound",
     "rejected_unmeasured": "groups rejected because a sample lacks --filter_metric",
-    "left_out_prompts": "prompts that --dataset_filter_threshold has left out so far",
 }
 
 _TRAIN = {

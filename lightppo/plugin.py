@@ -111,7 +111,6 @@ PUBLIC: dict[str, str] = {
     "Rollout": "lightppo.data.records",
     "PromptDataset": "lightppo.data.datasets",
     "RolloutBatchSampler": "lightppo.trainer.prompts",
-    "blending_datasets": "lightppo.data.readers",
     "HFRolloutEngine": "lightppo.rollout.hf",
     "SamplingParams": "lightppo.rollout.engine",
     "PolicyLoss": "lightppo.algorithms.losses",
@@ -124,6 +123,17 @@ PUBLIC: dict[str, str] = {
 }
 """What ``from lightppo import NAME`` imports, by name: the module. A plugin may put another module in its place."""
 
+
+ROWS: Table = Table("reading of rows", {"files": Entry("lightppo.data.readers:rows_of_files")})
+"""What reads the rows of an option: a function of the config, the option's name, the split and the strategy returns a
+``datasets.Dataset``. The entry that was registered last reads."""
+
+FORMATS: Table = Table(
+    "file format",
+    dict.fromkeys((".jsonl", ".ndjson", ".json"), Entry("lightppo.data.readers:read_json")),
+)
+"""Formats of data files by the end of their names: functions ``(path, name, limit)`` that return a
+``datasets.Dataset``; errors call the file by ``name``, ``limit`` is None or how many rows to read."""
 
 ENGINES: Table = Table("--rollout_engine", {"hf": Entry("lightppo.rollout.hf:build")}, files=True)
 """Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,
@@ -141,6 +151,10 @@ strategy, called on all ranks together. Read for ``micro_rollout_batch_size``.""
 LOADING: Table = Table("option of loading a model")
 """What changes weights while they load: the name of an option, and a function of the Hugging Face model that changes it
 in place where the option is set. Every rank then loads the whole model, and its engine shards it."""
+
+MODEL_PATHS: Table = Table("look at a path of a model")
+"""What looks at a folder or a name before it is loaded, and where that fails: functions ``(path, flag, kind)``, of which
+kind is ``model`` or ``tokenizer``; ModelLoadError says what is wrong with it."""
 
 PREPARATIONS: Table = Table("preparation of a model")
 """What changes a loaded model, in place and in this order, before it goes to its engine: functions
@@ -215,9 +229,15 @@ FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:PlainFi
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;
 those that were registered last are in use."""
 
-CHECKPOINT_CHECKS: Table = Table("check of a checkpoint")
-"""What looks at an undamaged checkpoint of a run before the run goes on from it: an entry's function
-``(root, tag, parts)`` returns None, or why these parts are no checkpoint. It is called on rank 0."""
+WITH_CHECKPOINTS: Table = Table("what is saved with a checkpoint")
+"""What is written when a checkpoint is: an entry's function ``(checkpointer, root, step)`` gets the
+:class:`lightppo.trainer.checkpointing.RunCheckpointer`. It is called on all ranks together."""
+
+CHECKPOINT_CHOICES: Table = Table(
+    "choice of a checkpoint", {"last": Entry("lightppo.trainer.checkpointing:last_whole")}
+)
+"""Which checkpoint a run goes on from, the last entry: a function ``(checkpointer, root, is_held, before)`` returns a tag
+or None. It has looked at the files; where the run holds the folder, it may rename others. It is called on all ranks."""
 
 CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
 """What loads a checkpoint of another number of ranks or another ZeRO stage, the last one: an entry's function

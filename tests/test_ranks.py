@@ -65,9 +65,7 @@ def evaluation(strategy, length: int, folder) -> dict[str, float]:
     prompts = [Prompt("p" * length, [1], index=i, data_source="ab"[i % 2]) for i in range(RANKS)]
     scores = {(i, 0): float(i) for i in range(RANKS)}
     sampling = SamplingParams(n=1)
-    return Evaluator(
-        FakeEngine(), FakeReward(scores), prompts, sampling, strategy, folder=folder
-    ).evaluate(0)
+    return Evaluator(FakeEngine(), FakeReward(scores), prompts, sampling, strategy).evaluate(0)
 
 
 def record(strategy, length: int, folder) -> None:

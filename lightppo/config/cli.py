@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
@@ -25,11 +25,11 @@ from lightppo.config.rules import (
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
 from lightppo.plugin import ARGUMENTS, trained_by
-from lightppo.suggestions import answer_of, nearest
+from lightppo.suggestions import nearest
 from lightppo.terminal import plain
 from lightppo.urls import without_secrets
 
-S, C = TypeVar("S", bound=Section), TypeVar("C", bound=OptionSet)
+C = TypeVar("C", bound=OptionSet)
 
 _DATA = "--pretrain MODEL --dataset FILE"
 _USAGE = "--pretrain MODEL --prompt_data FILE --reward_fn FILE.py"
@@ -66,12 +66,12 @@ def parse_args(
     Raises:
         SystemExit: code 2 on an unknown flag or key, a value out of range or a contradiction; code 0 after ``--help``.
     """
-    arguments = _arguments(argv, lambda everything: help_text(prog, everything, kind))
+    arguments = arguments_of(argv, lambda everything: help_text(prog, everything, kind))
     with exit_on_mistakes(prog):
-        flags = _read_flags(arguments, list(kind.all_options()))
+        flags = read_flags(arguments, list(kind.all_options()))
         config = kind()
         if flags.get("config") is not None:
-            config = _with_file(config, flags["config"])
+            config = with_file(config, flags["config"])
         config = config.with_options(**flags)
         if problems := without_effect_on_evaluation(config, flags):
             raise ConfigError("\n".join(problems))
@@ -80,42 +80,18 @@ def parse_args(
         for needed, names in idle_flags(config, flags).items():
             change = "changes" if len(names) == 1 else "change"
             given = ", ".join(f"--{name}" for name in names)
-            _print(
+            print_on_rank_0(
                 f"{prog}: note: {given} {change} nothing here: as by default, without {needed}\n",
                 sys.stderr,
             )
     return config
 
 
-def parse_section(
-    kind: type[S], check: Callable[[S, int], list[str]], argv: Sequence[str] | None, prog: str
-) -> S:
-    """The options of a script that has one section; errors as :func:`parse_args`.
-
-    ``check`` says what is wrong with values that are each in range, for so many ranks. An option ``config`` names the
-    YAML file of a run, out of which the section's options are taken beneath the flags.
-    """
-    arguments = _arguments(argv, lambda _: section_help(f"{prog} [flags]", kind))
-    with exit_on_mistakes(prog):
-        flags = _read_flags(arguments, list(kind.options().values()))
-        if flags.get("config") is not None:
-            of_run = _with_file(
-                trained_by().get(flags.get("for"), PPOConfig)(), flags["config"]
-            ).flat()
-            flags = {
-                name: value for name, value in of_run.items() if name in kind.options()
-            } | flags
-        config = kind(**flags)
-        if problems := config.missing() + check(config, int(os.environ.get("WORLD_SIZE", "1"))):
-            raise ConfigError("\n".join(problems))
-    return config
-
-
-def _arguments(argv: Sequence[str] | None, help_of: Callable[[bool], str]) -> Sequence[str]:
+def arguments_of(argv: Sequence[str] | None, help_of: Callable[[bool], str]) -> Sequence[str]:
     """The arguments; with ``--help`` prints the text, of all options or the usual ones, and exits."""
     arguments = sys.argv[1:] if argv is None else argv
     if "--help" in arguments or "-h" in arguments:
-        _print(help_of("all" in arguments))
+        print_on_rank_0(help_of("all" in arguments))
         raise SystemExit(0)
     return arguments
 
@@ -129,39 +105,11 @@ def exit_on_mistakes(
         yield
     except kind as error:
         for line in str(error).split("\n"):
-            _print(f"{prog}: error: {line}\n", sys.stderr)
+            print_on_rank_0(f"{prog}: error: {line}\n", sys.stderr)
         raise SystemExit(2) from None
 
 
-class CommandParser(argparse.ArgumentParser):
-    """The arguments of a small command: a mistake ends it with exit code 2 and a line, which says what was meant."""
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(self.explained(unknown[0]))
-        return found
-
-    def error(self, message: str) -> NoReturn:
-        _print(f"{self.prog}: error: {message}\n", sys.stderr)
-        raise SystemExit(2)
-
-    def explained(self, word: str) -> str:
-        """What is wrong with an argument that the command does not know."""
-        name = word.partition("=")[0]
-        if not name.startswith("-"):
-            return f"unexpected argument {word!r}"
-        places = [
-            action.metavar
-            for action in self._actions
-            if action.metavar and not action.option_strings
-        ]
-        if place := answer_of(name, places, "argument"):
-            return f"unknown flag {name}: {place} is given without a flag: {self.prog} {' '.join(places)}"
-        return f"unknown flag {name}{nearest(name, self._option_string_actions, 'flag')}"
-
-
-def _print(text: str, file: Any = None) -> None:
+def print_on_rank_0(text: str, file: Any = None) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(plain(without_secrets(text)), end="", file=file)
 
@@ -169,7 +117,7 @@ def _print(text: str, file: Any = None) -> None:
 # -- flags and YAML --------------------------------------------------------------------------------------------------
 
 
-def _read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str, Any]:
+def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str, Any]:
     """The options that are given, in their types; a ConfigError has one line for each mistake."""
     # --train-batch-size is --train_batch_size
     spelled = [
@@ -309,14 +257,14 @@ def _typed(value: str | list[str], option: Option) -> Any:
     return meant.get(value, value)
 
 
-def _with_file(config: C, path: str, above: tuple[str, ...] = ()) -> C:
+def with_file(config: C, path: str, above: tuple[str, ...] = ()) -> C:
     """The config with the options of the ``--config`` file, over those of the file beside it that it names itself."""
     try:
         values = _read_yaml(path, config.sections())
         if (base := values.pop("config", None)) is not None:
             if path in above:
                 raise ConfigError("'config' leads back to this file")
-            config = _with_file(config, str(Path(path).parent / str(base)), (*above, path))
+            config = with_file(config, str(Path(path).parent / str(base)), (*above, path))
         return config.with_options(**values)
     except ConfigError as error:
         raise ConfigError(

@@ -118,14 +118,7 @@ class DataConfig(Section):
     prompt_data: str | None = option(
         None, "Prompts: file, folder, hub name or URL; separate several with commas.", required=True
     )
-    prompt_data_probs: str | None = option(
-        None, "Sampling probabilities of several --prompt_data, e.g. 0.7,0.3."
-    )
     prompt_split: str = option("train", "Split of --prompt_data.")
-    prompt_metadata: str | None = option(
-        None,
-        "File with extra columns for all prompts, also for evaluation, joined by query_id or id: AReaL's code tests.",
-    )
     eval_data: str | None = safe(None, "Held-out prompts. None: no evaluation.")
     eval_split: str = safe("test", "Split of --eval_data. Files without splits have only one.")
     pretrain_data: str | None = option(None, "Text for the PTX loss.", needs="ptx_coef>0")
@@ -278,19 +271,6 @@ class SamplingConfig(Section, of="training"):
         "If groups are missing after --max_num_gen_batches: train on fewer, stop the run, or train on some twice.",
         needs="dynamic_sampling and max_num_gen_batches>0",
     )
-    dataset_filter_threshold: float | None = option(
-        None,
-        "After an episode, drop prompts whose mean score is above this.",
-        needs="dataset_max_filter_percentage>0",
-    )
-    dataset_max_filter_percentage: float = option(
-        0.1,
-        "Maximum share of the prompts to drop per episode.",
-        ge=0,
-        lt=1,
-        needs="dataset_filter_threshold",
-        off=(0,),
-    )
     fire_sampling: bool = option(
         False,
         "Sample the first token of each response at --fire_temperature.",
@@ -298,15 +278,6 @@ class SamplingConfig(Section, of="training"):
     )
     fire_temperature: float | None = option(
         None, "Temperature of the first token. None: 10.", gt=0, needs="fire_sampling", off=(10,)
-    )
-    record_samples: int = safe(
-        16,
-        "Samples kept in SAVE_PATH/rollouts with numbers per token, in whole groups; 0: none.",
-        "samples per step",
-        ge=0,
-    )
-    rollout_data_dir: str | None = safe(
-        None, "Folder for stepN.jsonl, with every sample that the step trains on."
     )
     skip_rollout: str | None = safe(
         None,
@@ -805,12 +776,6 @@ class CheckpointConfig(Section, resume_safe=True):
     save_steps: int = option(-1, "Save a checkpoint every N steps; -1: never.", "PPO steps", ge=-1)
     save_epochs: int | None = option(None, "Save a checkpoint every N episodes.", "episodes", ge=1)
     save_seconds: float | None = option(None, "Save a checkpoint every N seconds.", "seconds", gt=0)
-    hf_save_steps: int = option(
-        -1, "Export the actor in HF format every N steps; -1: never.", "PPO steps", ge=-1
-    )
-    hf_save_epochs: int | None = option(None, "Export every N episodes.", "episodes", ge=1)
-    hf_save_seconds: float | None = option(None, "Export every N seconds.", "seconds", gt=0)
-    save_hf_ckpt: bool = saved(False, "Also export the actor in HF format with each checkpoint.")
     disable_ds_ckpt: bool = saved(False, "Leave the resumable state out of checkpoints.")
     max_ckpt_num: int = option(
         3, "Maximum number of checkpoints; the oldest is removed first.", ge=1
@@ -829,14 +794,6 @@ class CheckpointConfig(Section, resume_safe=True):
     load_checkpoint: bool = option(True, "--no_load_checkpoint means --resume never.")
     reshape_ckpt: bool = option(
         False, "Also resume a checkpoint from a different number of processes or ZeRO stage."
-    )
-    signal_grace: float = option(
-        25.0,
-        "Maximum wait for the current step after a signal. SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run "
-        "after that step and save it; if it takes longer, the run ends unsaved. torchrun, deepspeed, Slurm and "
-        "Kubernetes kill 30 s after SIGTERM.",
-        "seconds",
-        gt=0,
     )
     save_value_network: bool = critic(False, "Also save the critic with the final model.")
 
@@ -885,10 +842,6 @@ class EvaluationConfig(Section, resume_safe=True):
     eval_reward_fn: str | None = evaluated(
         None, "Reward function for evaluation, path.py[:name].", takes_object=True
     )
-    best_metric: str | None = evaluated(
-        None,
-        "Keep the actor with the highest value of this metric in --ckpt_path/best_hf, e.g. eval/accuracy.",
-    )
     val_before_train: bool = evaluated(True, "Evaluate before the first step.")
     val_only: bool = safe(False, "Evaluate and stop; needs no prompts, critic or reference.")
 
@@ -901,10 +854,6 @@ class LoggingConfig(Section, resume_safe=True):
         None, "Peak speed of one device in the training type, for perf/mfu.", "TFLOP/s", gt=0
     )
     debug: bool = option(False, "Show errors with the full traceback instead of one line.")
-    num_examine: int = option(1, "Samples printed per step and data source.", "samples", ge=0)
-    profile_steps: tuple[int, ...] = option(
-        (), "Steps to trace with torch's profiler, into SAVE_PATH/profile.", "PPO steps", ge=1
-    )
 
 
 class OptionSet:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
 
 from lightppo.algorithms.entries import (
     ADVANTAGE_ESTIMATORS,
@@ -22,12 +21,12 @@ from lightppo.algorithms.entries import (
     PolicyLossEntry,
 )
 from lightppo.config.options import Options, OptionSet, all_options
-from lightppo.errors import ConfigError, StagingError
-from lightppo.files import check_file_url, is_url, join
+from lightppo.errors import ConfigError
+from lightppo.files import join
 from lightppo.option import is_object, out_of_order
 from lightppo.plugin import REWARDS, TOKEN_WEIGHTS
 from lightppo.suggestions import nearest
-from lightppo.urls import GIVE_WHOLE, check_url, cut_urls, shown_value
+from lightppo.urls import shown_value
 
 # -- facts -----------------------------------------------------------------------------------------------------------
 
@@ -584,8 +583,7 @@ def contradictions(
             _micro_batches,
             _models,
             _rewards,
-            _urls,
-            files,
+            templates,
             _strategy,
             _warm_up,
         ]
@@ -835,9 +833,8 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
         if not given and not options.facts["trained_scores"]:
             picks = {
                 "dynamic_sampling": options.dynamic_sampling,
-                "dataset_filter_threshold": options.dataset_filter_threshold,
+                "generation_size": options.generation_size > options.n_samples_per_prompt,
             }
-            picks["generation_size"] = options.generation_size > options.n_samples_per_prompt
             for name in filter(picks.get, picks):
                 yield f"--{name} chooses by scores, and this run has no reward: leave it out"
             if options.eval_data and not options.judges:
@@ -874,58 +871,10 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
         yield f"--reward_input_tokenizer has {tokenizers} for {models} --reward_pretrain: give one for all, or one each"
 
 
-def _urls(options: SimpleNamespace) -> Iterator[str]:
-    """Addresses of services that nobody can be reached at."""
-    urls = [(url, "--teacher_url", "--teacher_api_key_env") for url in options.teacher_url]
-    for url in options.remote_rm_url:
-        if len(options.remote_rm_url) > 1 or "://" in url or not url.split(":")[0].endswith(".py"):
-            urls.append((url,))
-    for address in urls:
-        try:
-            check_url(*address)
-        except ValueError as error:
-            yield str(error)
-
-
-def files(options: SimpleNamespace) -> Iterator[str]:
-    """The template, folders and URLs, and what is saved in them."""
+def templates(options: SimpleNamespace) -> Iterator[str]:
+    """The template around prompts."""
     if options.input_template is not None and options.input_template.count("{}") != 1:
         yield f"--input_template {options.input_template!r} needs exactly one {{}} for the prompt"
-    yield from _cut_addresses(options)
-    folders = {
-        name: getattr(options.config.checkpoint, name)
-        for name in ("save_path", "ckpt_path", "resume")
-    }
-    for name, url in folders.items():
-        try:
-            if url is not None and is_url(url):
-                check_file_url(url, f"--{name}")
-                if urlsplit(url).password:
-                    what = "a password in a URL would be written into logs"
-                    yield f"--{name}: {what}: set FSSPEC_{url.split(':')[0].upper()}_PASSWORD"
-        except StagingError as error:
-            yield str(error)
-    if (
-        (options.save_steps > 0 or options.save_epochs or options.save_seconds)
-        and options.disable_ds_ckpt
-        and not options.save_hf_ckpt
-    ):
-        yield "--disable_ds_ckpt without --save_hf_ckpt leaves nothing to save at --save_steps/epochs/seconds"
-
-
-def _cut_addresses(options: SimpleNamespace) -> Iterator[str]:
-    """Addresses out of the files of a run, which lack what may be a secret."""
-    flat = options.config.flat()
-    models = {
-        option.name
-        for option in options.config.all_options()
-        if option.owner in ("model", "distill")
-    }
-    unread = {"prompt_data", "pretrain_data"} if flat.get("val_only") else set()
-    unread |= flat.keys() - models if getattr(options, "unfed", False) else set()
-    for name, value in flat.items():
-        if name not in unread and (cut := cut_urls(value)):
-            yield f"--{name} {cut[0]}: {GIVE_WHOLE}: --{name} URL wins over --config"
 
 
 def _strategy(options: SimpleNamespace) -> Iterator[str]:
@@ -945,34 +894,14 @@ def _warm_up(options: SimpleNamespace) -> Iterator[str]:
         yield "--critic_lr_warmup_ratio and --critic_lr_warmup_steps both say how long the warm-up is: leave one out"
 
 
-def advice(config: Options) -> list[str]:
-    """What works but is seldom meant; of a resolved config."""
-    algorithm, found = config.algorithm, []
-    if not config.evaluation.val_only and not (
-        config.rollout.do_sample and config.rollout.temperature > 0
-    ):
-        what = "--temperature 0" if config.rollout.do_sample else "--no_do_sample"
-        found.append(
-            f"{what}: rollouts are the most likely answers alone, and a policy learns by trying others: set 1"
+def check_positions(config: Any, positions: int | None) -> None:
+    """Prompt and response must fit; ``None``: a model without a limit."""
+    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    if positions is not None and prompt + response > positions:
+        raise ConfigError(
+            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
+            f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
         )
-    name = f"--kl_estimator {algorithm.kl_estimator}"
-    if algorithm.use_kl_loss and algorithm.kl_estimator in ("k1", "abs"):
-        what = {
-            "k1": "has an expected gradient of 0",
-            "abs": "pulls by the sign of the difference alone",
-        }
-        found.append(
-            f"{name} as a loss {what[algorithm.kl_estimator]}: k2 has the gradient of the KL"
-        )
-    if (
-        algorithm.init_kl_coef > 0
-        and algorithm.use_kl_in_reward
-        and algorithm.kl_estimator in ("k2", "k3", "k3+")
-    ):
-        found.append(
-            f"{name} in the reward hardly pulls near the reference: k1 has the gradient of the KL"
-        )
-    return found
 
 
 # -- the options of a run --------------------------------------------------------------------------------------------

@@ -39,9 +39,8 @@ from transformers.utils import logging as hf_logging
 
 from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
-from lightppo.models.folders import check_model, check_tokenizer, weights_problem
 from lightppo.models.packing import VARLEN_TAKES
-from lightppo.plugin import LOADING
+from lightppo.plugin import LOADING, MODEL_PATHS
 from lightppo.suggestions import nearest
 
 logger = logging.getLogger(__name__)
@@ -258,9 +257,9 @@ def _load_config(
 def _model_path(
     path: str,
     flag: str,
-    check: Callable[[str, str], None] = check_model,
+    kind: str = "model",
 ) -> str:
-    """``~`` expanded. An error: a path or hub id that does not exist, and a URL, which must be copied before."""
+    """``~`` expanded. An error: what ``MODEL_PATHS`` refuses, and a URL, which must be copied before."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
         return str(folder)
@@ -268,8 +267,14 @@ def _model_path(
         raise ModelLoadError(
             f"{flag} {path}: no such folder. Give a folder with a Hugging Face model, or a hub id"
         )
-    check(path, flag)
+    _look_at(path, flag, kind)
     return path
+
+
+def _look_at(path: str, flag: str, kind: str = "model") -> None:
+    """ModelLoadError where a plugin sees what is wrong."""
+    for entry in MODEL_PATHS.values():
+        entry.fn(path, flag, kind)
 
 
 @contextmanager
@@ -282,9 +287,8 @@ def _errors_name(path: str, flag: str) -> Iterator[None]:
     except pickle.UnpicklingError as error:  # transformers, too, reads with weights_only
         raise ModelLoadError(f"{flag} {tensor_file.explained(path, error)}") from error
     except (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError) as error:
-        problem = weights_problem(Path(path)) if Path(path, "config.json").is_file() else None
-        if problem:
-            raise ModelLoadError(f"{flag} {path}: {problem}") from error
+        if Path(path, "config.json").is_file():
+            _look_at(path, flag)
         # One line: transformers may list pages of class names.
         reason = textwrap.shorten(str(error), 1000, placeholder=" …")
         raise ModelLoadError(f"{flag} {path} could not be loaded: {reason}") from error
@@ -616,14 +620,14 @@ def get_tokenizer(
     A missing pad token becomes EOS (masks come from lengths, never from the pad id). A model may have more embedding
     rows than the tokenizer has entries: sample with :func:`valid_vocab_size`.
     """
-    path = _model_path(path, flag, check_tokenizer)
+    path = _model_path(path, flag, "tokenizer")
     try:
         with _errors_name(path, flag):
             tokenizer = AutoTokenizer.from_pretrained(
                 path, use_fast=use_fast, trust_remote_code=trust_remote_code
             )
     except ModelLoadError:
-        check_tokenizer(path, flag)  # says more, if files are missing
+        _look_at(path, flag, "tokenizer")  # says more, if files are missing
         raise
     if not use_fast and tokenizer.is_fast:  # transformers 5 does not look at use_fast
         raise ModelLoadError(

@@ -4,6 +4,8 @@ import importlib
 
 # In this order: what a run calls of several plugins, it calls in the order in which they are registered.
 SHIPPED = (
+    "hints",
+    "sources",
     "algorithms",
     "adapters",
     "kernels",
@@ -11,6 +13,7 @@ SHIPPED = (
     "verifiers",
     "http",
     "checks",
+    "exports",
     "records",
     "report",
     "ops",

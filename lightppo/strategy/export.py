@@ -162,25 +162,6 @@ def _take_place(staging: Path, output_dir: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def clear_exports(root: Path) -> list[str]:
-    """Remove exports below ``root`` whose saving was interrupted, and return their names; what they were to take the
-    place of is there again."""
-    if not root.is_dir():
-        return []
-    for replaced in root.glob(f".*{REPLACED}"):
-        whole = root / replaced.name.removeprefix(".").removesuffix(REPLACED)
-        if whole.exists():
-            files_in_use().remove(replaced)
-        else:
-            files_in_use().rename(replaced, whole)
-    names = []
-    for leftover in root.glob(f".?*{SAVING}"):
-        logger.warning("removing %s, an export that was interrupted", leftover)
-        shutil.rmtree(leftover)
-        names.append(leftover.name.removeprefix(".").removesuffix(SAVING))
-    return names
-
-
 @contextlib.contextmanager
 def _savable(hf_model: Any) -> Iterator[None]:
     """Without the progress bar of each save; with ``do_sample`` in the generation config of a model that samples.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from lightppo.algorithms.kl import make_kl_controller
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
-    advice,
+    check_positions,
     evaluation_config,
     moves_reference,
     needs_critic,
@@ -32,17 +31,15 @@ from lightppo.config.rules import (
     old_log_probs_from,
 )
 from lightppo.data.datasets import PromptDataset, SFTDataset
-from lightppo.data.readers import blending_datasets, with_metadata
-from lightppo.data.rows import ORIGIN_COLUMN
+from lightppo.data.readers import read_rows
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, balance_ranks, save_batch
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
-from lightppo.files import local_folder, stage_to_local
+from lightppo.files import stage_to_local
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
-from lightppo.models.folders import check_positions
 from lightppo.models.wrapper import Role, prepare_model
 from lightppo.plugin import CHECKS, ENGINES, LOADING, SAMPLING, SCORED, SCORERS, TEACHERS
 from lightppo.ranks import Ranks
@@ -56,8 +53,8 @@ from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.loop import SkippedSteps, TrainerState, public_options
-from lightppo.trainer.prompts import PromptFilter, RolloutBatchSampler, endless
+from lightppo.trainer.loop import SkippedSteps, TrainerState
+from lightppo.trainer.prompts import RolloutBatchSampler, endless
 from lightppo.trainer.update import Update, UpdatedModels, build_value_norm
 
 T = TypeVar("T")
@@ -142,7 +139,6 @@ class PPOParts(PPOInputs):
     replay_buffer: ReplayBuffer = field(kw_only=True)
     sampler: GroupCollector = field(kw_only=True)
     update: Update = field(kw_only=True)
-    prompt_filter: PromptFilter = field(kw_only=True)
     checkpointer: RunCheckpointer = field(kw_only=True)
     skipped: SkippedSteps = field(kw_only=True)
 
@@ -200,9 +196,6 @@ def begin(config: PPOConfig) -> Building:
     resolved = config.resolved()
     building = Building(given=config, asked=resolved, config=resolved, strategy=strategy)
     building.check("options")
-    strategy.print(described(config))
-    for line in advice(resolved):
-        strategy.print(f"note: {line}")
     check_lengths(resolved, model_config(resolved))
     if not resolved.evaluation.val_only:
         check_text_only(resolved)
@@ -233,7 +226,6 @@ def load_models(building: Building, per_episode: int) -> tuple[Models, dict[str,
     into_engine, optimizers = into_engines(config, strategy, per_episode)
     models = build_models(config, strategy, into_engine)
     fit_vocabulary(models, building.tokenizer, config)
-    strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
     settle_packing(config, strategy, models.actor, models.critic, models.reference, models.teacher)
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
     building.sizes = {
@@ -260,7 +252,7 @@ def assemble(
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = build_value_norm(config.loss)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, own_training_step)
-    training, sampling = config.training, config.sampling
+    training = config.training
     buffer = ReplayBuffer(
         training.micro_train_batch_size,
         training.buffer_limit,
@@ -305,9 +297,6 @@ def assemble(
             config, strategy, inputs.rollout_engine, inputs.reward_source, maker, timer
         ),
         update=update,
-        prompt_filter=PromptFilter(
-            sampling.dataset_filter_threshold, sampling.dataset_max_filter_percentage, strategy
-        ),
         checkpointer=RunCheckpointer(strategy, config.checkpoint, saved, inputs.tokenizer),
         skipped=skipped,
     )
@@ -763,27 +752,11 @@ def build_prompts(
     config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, evaluation: bool = False
 ) -> PromptDataset:
     """Prompts of ``--prompt_data`` or ``--eval_data``, checked and tokenised."""
-    data = config.data
-    flag, paths, limit = "--prompt_data", data.prompt_data, data.max_samples
-    probs, split = data.prompt_data_probs, data.prompt_split
+    data, name = config.data, "eval_data" if evaluation else "prompt_data"
+    split, limit = data.prompt_split, data.max_samples
     if evaluation:
-        flag, paths, limit = "--eval_data", data.eval_data, data.eval_max_samples
-        probs, split = None, data.eval_split
-    rows = blending_datasets(
-        paths, probs, strategy, config.strategy.seed, train_split=split, flag=flag
-    )
-    rows = with_metadata(rows, data.prompt_metadata)
-    # else nothing would tell them apart
-    if evaluation and "," in paths and data.data_source_key not in rows.column_names:
-        names = [
-            Path(re.sub(r"(:\d+|, row \d+)$", "", origin)).stem for origin in rows[ORIGIN_COLUMN]
-        ]
-        rows = rows.add_column(data.data_source_key, names)
-    by = config.verifier.reward_routes_by
-    if config.verifier.reward_routes and by not in ("label", "data_source", *rows.column_names):
-        raise ConfigError(
-            f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {rows.column_names}"
-        )
+        split, limit = data.eval_split, data.eval_max_samples
+    rows = read_rows(config, name, split, strategy)
     dataset = PromptDataset(
         rows.select(range(min(len(rows), limit))),
         tokenizer,
@@ -800,7 +773,7 @@ def build_prompts(
         num_workers=data.data_num_workers,
         ranks=strategy,
     )
-    strategy.print(f"{flag} {paths}: {dataset.report}")
+    strategy.print(f"--{name} {config.flat()[name]}: {dataset.report}")
     return dataset
 
 
@@ -826,10 +799,7 @@ def build_pretrain(
     data = config.data
     if data.pretrain_data is None or config.algorithm.ptx_coef == 0:
         return None
-    source = {"train_split": data.pretrain_split, "flag": "--pretrain_data"}
-    rows = blending_datasets(
-        data.pretrain_data, data.pretrain_data_probs, strategy, config.strategy.seed, **source
-    )
+    rows = read_rows(config, "pretrain_data", data.pretrain_split, strategy)
     dataset = SFTDataset(
         rows,
         tokenizer,
@@ -979,7 +949,6 @@ def build_evaluator(
         eval_sampling_params(config),
         strategy,
         threshold=config.evaluation.eval_correct_threshold,
-        folder=local_folder(config.checkpoint.save_path) / "eval",
     )
 
 
@@ -1031,60 +1000,3 @@ def check_lengths(config: OptionSet, model_config: Any, longest: int | None = No
             f"--max_len {config.data.max_len}: the longest row has {longest} tokens, but {config.model.pretrain} has "
             f"{positions} positions: set --max_len {positions}, with --truncation right or drop"
         )
-
-
-# -- what a run says of itself ---------------------------------------------------------------------------------------
-
-
-def described(config: OptionSet) -> str:
-    """The options that were set, and differ from the defaults and from what None means, by section."""
-    config, asked = config.resolved(), config.flat()
-    public = public_options(config)
-    lines = ["options that differ from the defaults (all are in run_config.yaml):"]
-
-    def is_meant(name: str) -> bool:
-        return config.with_options(**{name: None}).resolved().flat()[name] == config.flat()[name]
-
-    for title, section in config.sections().items():
-        set_here = [o for o in section.options().values() if asked[o.name] != o.default]
-        set_here = [o.name for o in set_here if o.default is not None or not is_meant(o.name)]
-        lines += (
-            [f"  {title}: {' '.join(f'{name}={public[name]!r}' for name in set_here)}"]
-            if set_here
-            else []
-        )
-    return "\n".join(lines)
-
-
-def model_sizes(models: Models) -> str:
-    """The parameters of each model, and how many of them train where not all do."""
-    named = {"actor": models.actor, "critic": models.critic, "reference": models.reference}
-    named |= {"moving average": models.ema, "teacher": models.teacher}
-    named |= {f"reward model {i}": model for i, model in enumerate(models.reward_models, start=1)}
-    texts = []
-    for name, model in named.items():
-        if model is not None:
-            total, trained = parameter_count(model), parameter_count(model, trained_only=True)
-            part = (
-                f" ({trained:,} train)" if name in ("actor", "critic") and trained < total else ""
-            )
-            texts.append(f"{name} {total:,} parameters{part}")
-    return ", ".join(texts)
-
-
-def places(config: OptionSet) -> str:
-    """Where a run writes to."""
-    checkpoint = config.checkpoint
-    saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
-    # A run that goes on from checkpoints, or was stopped, has some, and writes one at its end.
-    saves = saves or (
-        checkpoint.resume != "never"
-        and any(local_folder(checkpoint.ckpt_path).glob("_actor/global_step*"))
-    )
-    found = [
-        f"model and logs in {checkpoint.save_path}",
-        f"checkpoints in {checkpoint.ckpt_path}" if saves else "no checkpoints (--save_steps)",
-    ]
-    found += [place for part in config.parts() for place in part.places(config)]
-    found += [f"profiles in {checkpoint.save_path}/profile"] if config.logging.profile_steps else []
-    return ", ".join(found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightppo.errors import ConfigError
@@ -35,6 +35,10 @@ class Callback:
 
     def on_start(self, run: Any) -> None:
         """``fit`` begins; a run that goes on has its state already."""
+
+    def around_step(self, run: Any, step: int) -> AbstractContextManager:
+        """A context in which the step is trained."""
+        return nullcontext()
 
     def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
         """The rollouts of a step are sampled, scored and selected; no log probs of the trainer's yet. PPO only."""
@@ -131,6 +135,13 @@ class Callbacks:
             logger.exception(
                 "%s.on_end failed after %s", type(callback).__name__, type(error).__name__
             )
+
+    @contextmanager
+    def around_step(self, run: Any, step: int) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for callback in self.all:
+                contexts.enter_context(callback.around_step(run, step))
+            yield
 
     def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
         for callback in self.all:

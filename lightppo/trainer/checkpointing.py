@@ -2,38 +2,31 @@
 
 ckpt_path/_actor/global_stepN    weights, optimizer, scheduler; its client state is the state of the run
 ckpt_path/_critic/global_stepN   likewise _ema, and _reference if it moves
-ckpt_path/global_stepN_hf        the actor for transformers (--save_hf_ckpt)
-ckpt_path/best_hf                the actor of the best evaluation (--best_metric), and best.json
 ckpt_path/latest                 the last tag of which every part is whole
 
 Each part is sealed with facts (:mod:`lightppo.files`): part, step, run, and the seals of the parts that were saved
-before it, by which a part of another checkpoint is told. A checkpoint with a file that is not as it was saved is
-renamed, all parts together, to ``global_stepN.damaged``, and the run goes on from the one before.
+before it, by which a part of another checkpoint is told.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import re
 import uuid
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightppo.config.options import CheckpointConfig, unsafe_changes
 from lightppo.errors import CheckpointError, ConfigError, TrainingError
-from lightppo.files import facts_of, files_in_use, is_url, join, local_folder, seal_of
+from lightppo.files import files_in_use, is_url, join, local_folder, seal_of
 from lightppo.option import Option
-from lightppo.plugin import CHECKPOINT_CHECKS
+from lightppo.plugin import CHECKPOINT_CHOICES, WITH_CHECKPOINTS
 from lightppo.strategy.checkpoint import (
-    DAMAGED,
     LATEST,
     META,
-    bring,
-    damage,
     list_tags,
     read_mark,
     remove_checkpoint,
@@ -41,15 +34,12 @@ from lightppo.strategy.checkpoint import (
     rng_state,
 )
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.export import clear_exports
 from lightppo.urls import shown_value
 
 logger = logging.getLogger(__name__)
 
 
-_BEST = "best.json"
 _STEP = re.compile(r"global_step\d+")
-_HF_EXPORT = re.compile(r"global_step\d+_hf")
 
 
 class RunCheckpointer:
@@ -84,8 +74,8 @@ class RunCheckpointer:
         self.require_finite(step)
         if not self.config.disable_ds_ckpt:
             self._save_parts(root, step, client_state)
-        if self.config.save_hf_ckpt:
-            self.save_hf(root, step)
+        for entry in WITH_CHECKPOINTS.values():
+            entry.fn(self, root, step)
 
     def _save_parts(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
         tag = f"global_step{step}"
@@ -114,14 +104,16 @@ class RunCheckpointer:
                 facts={"part": name, "step": step, "run": self.run, "siblings": dict(seals)},
             )
             seals[name] = seal_of(local_folder(root) / f"_{name}" / tag)
-        self.strategy.on_rank_0(lambda: _mark(root, tag), f"mark {tag} as the latest in {root}")
+        self.strategy.on_rank_0(
+            lambda: mark_latest(root, tag), f"mark {tag} as the latest in {root}"
+        )
 
     def adopt(self, root: str | Path, tag: str) -> None:
         """Mark a checkpoint that others have written as the latest, if all parts have it. Collective."""
 
         def mark() -> None:
             if all(tag in _tags(name, local_folder(root)) for name in self.models):
-                _mark(root, tag)
+                mark_latest(root, tag)
 
         self.strategy.on_rank_0(mark, f"mark {tag} as the latest in {root}")
 
@@ -142,62 +134,6 @@ class RunCheckpointer:
                 "from there"
             )
 
-    def save_hf(self, root: str | Path, step: int) -> None:
-        """Export the actor as ``root/global_stepN_hf``; the oldest exports beyond ``max_ckpt_num`` go. Collective."""
-        self.require_finite(step)
-        name = f"global_step{step}_hf"
-        self.strategy.save_model(self.models["actor"], self.tokenizer, join(root, name))
-
-        def rotate() -> None:
-            files = files_in_use()
-            exports = [
-                path for path in local_folder(root).iterdir() if _HF_EXPORT.fullmatch(path.name)
-            ]
-            others = [path for path in exports if path.name != name]
-            # By age, not by number: a run started anew in this folder counts from 1 again.
-            others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-            for old in others[self.config.max_ckpt_num - 1 :]:
-                with files.explained(old):
-                    files.remove(old)
-                files.publish(root, old.name)
-
-        self.strategy.on_rank_0(rotate, f"remove old exports in {root}")
-
-    def save_best(self, root: str | Path, step: int, metric: str, value: float) -> None:
-        """Export the actor as ``root/best_hf``, in place of an older best; rotation leaves it alone. Collective."""
-        self.require_finite(step)
-        note = json.dumps({"step": step, "metric": metric, "value": value})
-        folder = join(root, "best_hf")
-        self.strategy.save_model(self.models["actor"], self.tokenizer, folder, files={_BEST: note})
-
-    def catch_up(self, root: str | Path, step: int, due: bool) -> None:
-        """After a resume: exports that were interrupted go; that of this step is made if it was due. Collective."""
-        name, local = f"global_step{step}_hf", local_folder(root)
-        interrupted: list[str] = []
-
-        def clear() -> None:
-            with files_in_use().explained(local):
-                interrupted.extend(clear_exports(local))
-
-        self.strategy.on_rank_0(clear, f"clear {root}")
-        is_missing = (due or name in interrupted) and not (local / name).exists()
-        if self.strategy.broadcast_object(is_missing):
-            self.strategy.print(f"{root}/{name} was not written before the run ended: it is now")
-            self.save_hf(root, step)
-
-    def best_value(self, root: str | Path, metric: str) -> float | None:
-        """The metric's value of ``root/best_hf``; ``None`` without one, or with one by another metric. Collective."""
-        path, note = local_folder(root) / "best_hf" / _BEST, None
-        if self.strategy.is_rank_0() and path.is_file():
-            try:
-                note = json.loads(path.read_text())
-            except ValueError as error:
-                raise CheckpointError(
-                    f"{path} is damaged: remove {path.parent}, and the next best is kept"
-                ) from error
-        note = self.strategy.broadcast_object(note)
-        return note["value"] if note is not None and note["metric"] == metric else None
-
     def find(self, root: str | Path) -> str | None:
         """Tag of the last checkpoint with all parts, or ``None``. CheckpointError: this run has other parts."""
         return next(iter(self._candidates(root)), None)
@@ -215,8 +151,6 @@ class RunCheckpointer:
                 f"the checkpoints in {root} have no part {missing}: they belong to a run with other options; set "
                 "--resume never, or another --save_path"
             )
-        if tags:
-            _tell_of_mark(local, tags)
         return tags
 
     def _with_all_parts(self, root: Path) -> list[str]:
@@ -233,30 +167,7 @@ class RunCheckpointer:
         whole.reverse()
         return sorted(whole, key=lambda tag: tag != marked)
 
-    def _undamaged(
-        self, root: str | Path, keep_aside: bool, before: int | None = None
-    ) -> str | None:
-        """The first candidate whose files are as they were saved; those before it are kept aside. Collective.
-
-        ``before``: of those before this step, which are only read: a damaged one is passed over.
-        """
-        tags = self._shared_candidates(root, before)
-        damaged: dict[str, str] = {}
-        whole = None
-        for tag in tags:
-            if texts := self._damage(root, tag):
-                damaged[tag] = "; ".join(texts)
-                continue
-            self._require_one_save(root, tag, tags)
-            whole = tag
-            break
-        if damaged:
-            self._leave_out(
-                root, damaged, whole, keep_aside=keep_aside, are_only_read=before is not None
-            )
-        return whole
-
-    def _shared_candidates(self, root: str | Path, before: int | None) -> list[str]:
+    def candidates(self, root: str | Path, before: int | None) -> list[str]:
         """Rank 0's candidates on all ranks, or its error. Collective."""
         tags, refusal = [], None
         if self.strategy.is_rank_0():
@@ -269,83 +180,6 @@ class RunCheckpointer:
         if refusal:
             raise CheckpointError(refusal)
         return tags
-
-    def _leave_out(
-        self,
-        root: str | Path,
-        damaged: Mapping[str, str],
-        whole: str | None,
-        *,
-        keep_aside: bool,
-        are_only_read: bool,
-    ) -> None:
-        """Say that the run goes on from a whole checkpoint before damaged ones; CheckpointError where it may not."""
-        if keep_aside and whole is not None:
-            self.strategy.on_rank_0(
-                lambda: self._set_aside(root, damaged, whole), f"rename {list(damaged)}"
-            )
-            told = "; ".join(
-                f"{name} is damaged, kept as {name}{DAMAGED}: {text}"
-                for name, text in damaged.items()
-            )
-            self.strategy.print(f"{root}: {told}; going on from {whole}")
-        elif are_only_read:
-            told = "; ".join(f"{name} is damaged: {text}" for name, text in damaged.items())
-            self.strategy.print(f"{root}: {told}; going on from {whole or 'the start'}")
-        else:
-            first, text = next(iter(damaged.items()))
-            left = (
-                "no whole one is left"
-                if whole is None
-                else f"the run that owns it would go on from {whole}"
-            )
-            raise CheckpointError(
-                f"{root}/{first} is damaged: {text}; {left}. To start anew, set --resume never"
-            )
-
-    def _damage(self, root: str | Path, tag: str) -> list[str]:
-        """What is damaged in any part, a text per file. Collective."""
-        texts: list[str] = []
-        for name in self.models:
-            part = join(root, f"_{name}")
-            bring(self.strategy, part, tag)
-            texts += [
-                f"_{name}: {text}" for text in damage(self.strategy, local_folder(part) / tag)
-            ]
-        return texts
-
-    def _require_one_save(self, root: str | Path, tag: str, tags: Sequence[str]) -> None:
-        """CheckpointError on all ranks where the parts of a checkpoint were not saved together. Collective."""
-        told = None
-        if self.strategy.is_rank_0():
-            checks = (
-                entry.fn(local_folder(root), tag, self.models)
-                for entry in CHECKPOINT_CHECKS.values()
-            )
-            told = next(filter(None, checks), None)
-        told = self.strategy.broadcast_object(told)
-        if told is not None:
-            before = tags[tags.index(tag) + 1 :]
-            back = f", or remove {tag} from every part to go on from {before[0]}" if before else ""
-            raise CheckpointError(
-                f"{root}/{tag} has parts of different checkpoints: {told}. Restore all parts of {tag} from one "
-                f"backup{back}; to start anew, set --resume never"
-            )
-
-    def _set_aside(self, root: str | Path, tags: Iterable[str], whole: str) -> None:
-        """Other names for damaged checkpoints, in all parts; ``latest`` names the whole one."""
-        files = files_in_use()
-        for part in _parts(root):
-            folder = join(root, part.name)
-            for tag in tags:
-                if (part / tag).is_dir():
-                    names = [f"{tag}{DAMAGED}"] + [f"{tag}.{i}{DAMAGED}" for i in range(1, 100)]
-                    name = next(name for name in names if not (part / name).exists())
-                    files.rename(part / tag, part / name)
-                    files.publish(folder, name, tag)
-            files.write_text(part / LATEST, whole)
-            files.publish(folder, LATEST)
-        _mark(root, whole)
 
     def resume(
         self,
@@ -374,10 +208,11 @@ class RunCheckpointer:
         root = resume_root(self.config.resume, self.config.ckpt_path)
         # A folder that this run does not hold, such as another run's, is only read.
         is_held = is_own and not options.get("val_only")
-        tag = self._undamaged(root, is_held, before) if root is not None else None
+        choose = next(reversed(CHECKPOINT_CHOICES.values())).fn
+        tag = choose(self, root, is_held, before) if root is not None else None
         if tag is None:
             return None
-        saved = self.load(root, tag, checked=True)
+        saved = self.load(root, tag, checked=choose is not last_whole)
         # older ones are not
         as_shown = {name: shown_value(value) for name, value in saved["config"].items()}
         refused, safe = unsafe_changes(as_shown, options, idle, declared)
@@ -444,6 +279,13 @@ class RunCheckpointer:
         return state
 
 
+def last_whole(
+    checkpointer: RunCheckpointer, root: str | Path, is_held: bool, before: int | None
+) -> str | None:
+    """The last checkpoint that has all parts. Collective."""
+    return next(iter(checkpointer.candidates(root, before)), None)
+
+
 def _tags(name: str, root: Path) -> list[str]:
     """Whole checkpoints of one part, oldest first."""
     part = root / f"_{name}"
@@ -453,44 +295,15 @@ def _tags(name: str, root: Path) -> list[str]:
 def _drop(root: str | Path, tag: str) -> None:
     """An older run's checkpoint of this tag goes before its parts are written one by one, the actor's first: parts of
     two runs would look like one checkpoint."""
-    for part in _parts(root):
+    for part in parts_of(root):
         if (part / tag).is_dir():
             remove_checkpoint(part / tag)
             files_in_use().publish(join(root, part.name), tag)
 
 
-def _parts(root: str | Path) -> list[Path]:
+def parts_of(root: str | Path) -> list[Path]:
     """Folders of all parts that are there, the actor's first."""
     return sorted(local_folder(root).glob("_*"), key=lambda path: path.name != "_actor")
-
-
-def _tell_of_mark(root: Path, whole: Sequence[str]) -> None:
-    """Where ``latest`` is not the name of the last whole checkpoint: the first of ``whole`` is taken."""
-    marked = read_mark(root)
-    if marked != whole[0]:
-        logger.warning(
-            "%s/latest names %r; the last whole checkpoint is %s", root, marked, whole[0]
-        )
-    elif later := _later(root, marked, whole):
-        logger.warning(
-            "%s/latest names %s, but the later %s of the same run is whole, too. Going on from %s; to go on from the "
-            "other one, stop, and write its name into that file",
-            root,
-            marked,
-            later,
-            marked,
-        )
-
-
-def _later(root: Path, marked: str, whole: Iterable[str]) -> str | None:
-    """The last checkpoint of the marked one's run that comes after it."""
-    facts = {tag: facts_of(root / "_actor" / tag) for tag in whole}
-    run, step = facts[marked].get("run"), facts[marked].get("step")
-    if not run:
-        return None
-    of_run = {tag: saved["step"] for tag, saved in facts.items() if saved.get("run") == run}
-    later = [tag for tag in of_run if of_run[tag] > step]
-    return max(later, key=of_run.__getitem__, default=None)
 
 
 def in_the_way(root: Path, names: Iterable[str]) -> str | None:
@@ -516,14 +329,14 @@ def _before(step: int, tags: Iterable[str]) -> list[str]:
     return kept
 
 
-def _mark(root: str | Path, tag: str) -> None:
+def mark_latest(root: str | Path, tag: str) -> None:
     files_in_use().write_text(local_folder(root) / LATEST, tag)
     files_in_use().publish(root, LATEST)
 
 
 def download_marks(root: str) -> None:
     """Of the checkpoints and exports at a URL, the small files that say which are whole."""
-    marks = (LATEST, META, f"_hf/{_BEST}", "_hf/config.json")
+    marks = (LATEST, META, "_hf/best.json", "_hf/config.json")
     files_in_use().fetch(root, lambda name: name.endswith(marks))
 
 

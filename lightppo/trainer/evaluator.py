@@ -1,25 +1,20 @@
-"""Evaluation on held-out prompts: accuracy, mean@n, pass@k, maj@n, per data source; every sample kept."""
+"""Evaluation on held-out prompts: accuracy, mean@n, pass@k, maj@n, per data source."""
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import NonFiniteError, NonFiniteRewardError, RewardError
-from lightppo.files import files_in_use
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
-from lightppo.terminal import plain
 
 
 @dataclass(frozen=True)
@@ -146,50 +141,6 @@ def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) ->
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
-def by_source(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The metrics of :func:`eval_metrics` by data source; "all": of all samples."""
-    each = [name[len("eval/") : -len("/samples")] for name in metrics if name.endswith("/samples")]
-    # one may begin with another one's name
-    sources = sorted(filter(None, each), key=len, reverse=True)
-    found: dict[str, dict[str, float]] = {source: {} for source in ("all", *sorted(sources))}
-    for name, value in metrics.items():
-        source = next((s for s in sources if name.startswith(f"eval/{s}/")), None)
-        found[source or "all"][name.removeprefix(f"eval/{source}/" if source else "eval/")] = value
-    return found
-
-
-_IN_TABLE = (
-    "accuracy",
-    "reward",
-    "mean@",
-    "best@",
-    "maj@",
-    "pass@",
-    "response_length",
-    "truncated",
-    "unscored",
-    "samples",
-)
-
-
-def table(metrics: Mapping[str, float]) -> list[str]:
-    """Lines that show :func:`eval_metrics`, one per data source."""
-    found = by_source({name: value for name, value in metrics.items() if name.startswith("eval/")})
-    names = [
-        name
-        for kind in _IN_TABLE
-        for name in found["all"]
-        if re.fullmatch(rf"{kind}(?<=@)\d+|{kind}", name)
-    ]
-    cells = [["", *names]]
-    cells += [
-        [plain(source), *(f"{of[name]:.4g}" if name in of else "" for name in names)]
-        for source, of in found.items()
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in cells]
-
-
 def _extras_of(samples: Sequence[EvalSample]) -> dict[str, float]:
     """Means of the reward source's numbers, each over the samples that have it."""
     values: dict[str, list[float]] = defaultdict(list)
@@ -210,8 +161,7 @@ class Evaluator:
     sampling: SamplingParams  # the same random numbers at every evaluation
     strategy: Ranks
     threshold: float = 0.5  # a score of at least this is correct, where the source gives no acc
-    # rank 0 writes all samples to step{N}.jsonl in it, the metrics to step{N}.json
-    folder: Path | None = None
+    samples: list[EvalSample] = field(default_factory=list)  # of the last evaluation, on rank 0
 
     def __post_init__(self) -> None:
         # Apart from every training step's seed: evaluation prompt i does not get the samples of training prompt i.
@@ -236,19 +186,8 @@ class Evaluator:
     def _judge(
         self, step: int, not_finite: Sequence[str | None], gathered: Sequence[Sequence[EvalSample]]
     ) -> dict[str, float]:
-        """Metrics of the samples of all ranks, written to the folder."""
+        """Metrics of the samples of all ranks."""
         if any(not_finite):
             raise NonFiniteError("; ".join(filter(None, not_finite)))
-        samples = sorted((s for part in gathered for s in part), key=lambda s: s.index)
-        metrics = eval_metrics(samples, self.threshold)
-        if self.folder is not None:
-            lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]
-            files = files_in_use()
-            with files.explained(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                files.write_text(self.folder / f"step{step}.jsonl", "".join(lines))
-                files.write_text(
-                    self.folder / f"step{step}.json",
-                    json.dumps(by_source(metrics), indent=1) + "\n",
-                )
-        return metrics
+        self.samples = sorted((s for part in gathered for s in part), key=lambda s: s.index)
+        return eval_metrics(self.samples, self.threshold)

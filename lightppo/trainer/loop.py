@@ -15,14 +15,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import idle_flags
-from lightppo.errors import ConfigError, NonFiniteError, TrainingError
+from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.experience.experience import non_finite_text
 from lightppo.files import facts_of, files_in_use, local_folder
 from lightppo.plugin import CALLBACKS, METRICS
@@ -31,7 +31,6 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, Callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer
-from lightppo.trainer.evaluator import table
 from lightppo.urls import shown_value
 
 logger = logging.getLogger(__name__)
@@ -60,10 +59,6 @@ class TrainerState:
     # PPO steps, until the last one, in which a model had no finite gradient
     skipped_in_a_row: int = 0
     stopped_optimizer_steps: int = 0  # of the actor, by an early stop
-    # Only with --dataset_filter_threshold: mean score of the prompts sampled in this episode, by Prompt.index; and
-    # Prompt.index of those that it has left out of the further episodes.
-    episode_scores: dict[int, float] = field(default_factory=dict)
-    left_out_prompts: list[int] = field(default_factory=list)
 
     def become(self, other: TrainerState) -> None:
         """Stand where another state does; who holds this one sees it."""
@@ -87,7 +82,6 @@ class TrainerState:
         if last_of_episode:
             self.episode += 1
             self.consumed_prompts = 0
-            self.episode_scores = {}
 
 
 @dataclass
@@ -263,7 +257,6 @@ class TrainingLoop:
         self.total_steps: int | None = None  # of the run, known in fit
         self.bar: Any = None  # of the steps
         self.evaluation = LastEvaluation()
-        self.best: float | None = None  # value of --best_metric
         self.last_saved: int | None = None
         self.states: dict[str, Stateful] = {}
         self.states_of_ranks: dict[str, Stateful] = {}
@@ -430,13 +423,13 @@ class TrainingLoop:
         """End what the run has started."""
 
     def before_first_step(self) -> None:
-        """What a resumed run has to make up for; the evaluation before training. Collective."""
+        """The evaluation that a resumed run lacks, or that before training. Collective."""
         step = self.state.global_step
         if self.only_evaluates:
             self.evaluate_step(step)
         elif step > 0:
-            if self.owns_parts:
-                self._catch_up(step)
+            if self.owns_parts and self.evaluation_cadence.due(step, self.finished_episodes):
+                self.evaluate_step(step)
         elif self.config.evaluation.val_before_train:
             self.evaluate_step(step)
 
@@ -448,12 +441,6 @@ class TrainingLoop:
         self.checkpoint_cadence = Cadence(
             checkpoint.save_steps, checkpoint.save_epochs, checkpoint.save_seconds, agree=agree
         )
-        self.export_cadence = Cadence(
-            checkpoint.hf_save_steps,
-            checkpoint.hf_save_epochs,
-            checkpoint.hf_save_seconds,
-            agree=agree,
-        )
         eval_epochs = evaluation.eval_epochs
         if evaluation.eval_steps == -1 and evaluation.eval_seconds is None:
             eval_epochs = eval_epochs or 1
@@ -461,18 +448,6 @@ class TrainingLoop:
             evaluation.eval_steps, eval_epochs or None, evaluation.eval_seconds, agree=agree
         )
         self.pace = m.Pace(self.state.global_step)
-        if evaluation.best_metric is not None and self.state.global_step > 0:
-            self.best = self.checkpointer.best_value(checkpoint.ckpt_path, evaluation.best_metric)
-
-    def _catch_up(self, step: int) -> None:
-        """After a resume: the evaluation and the export that were due at this step, if they lack. Collective."""
-        checkpoint, metric = self.config.checkpoint, self.config.evaluation.best_metric
-        if self.evaluation.step == step and self.evaluation.result and metric is not None:
-            self._keep_best(step, self.evaluation.result, metric)
-        elif self.evaluation_cadence.due(step, self.finished_episodes):
-            self.evaluate_step(step)
-        due = checkpoint.save_hf_ckpt or self.export_cadence.due(step, self.finished_episodes)
-        self.checkpointer.catch_up(self.ckpt_path, step, due and checkpoint.resume == "auto")
 
     def steps(self) -> Iterator[tuple[int, Any]]:
         """Number and data of each step until a limit is reached."""
@@ -484,7 +459,6 @@ class TrainingLoop:
             self.bar = bar
             while not self.reached_limits():
                 self.total_steps = bar.total = self.count_steps()
-                self._check_profiled_steps()
                 episode = self.state.episode
                 for data in self.episode_steps():
                     heartbeat.step = self.state.global_step + 1
@@ -495,7 +469,7 @@ class TrainingLoop:
                         break
 
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
-        """Log a trained step; evaluate, save and export what is due or voted for. Collective.
+        """Log a trained step; evaluate and save what is due or voted for. Collective.
 
         Returns:
             whether a callback wants to stop.
@@ -520,15 +494,10 @@ class TrainingLoop:
             self.evaluate_step(step)
         if self.checkpoint_cadence.due(step, self.finished_episodes) or votes["save"]:
             self.save_checkpoint(step)
-        if self.export_cadence.due(step, self.finished_episodes):
-            with self.saving("save"):
-                self.checkpointer.save_hf(self.ckpt_path, step)
 
     def finish(self) -> None:
         """The end of a run: the last evaluation, the last checkpoint, the model. Collective."""
         if self.only_evaluates:
-            for line in table(self.evaluation.result):
-                self.strategy.print(line)
             return
         step = self.state.global_step
         self.vote(step)  # before what may take long
@@ -540,12 +509,6 @@ class TrainingLoop:
             if self.owns_parts:
                 self.save_model()
             self.strategy.print(f"finished: {step} steps")
-            for line in self.closing_lines():
-                self.strategy.print(line)
-
-    def closing_lines(self) -> list[str]:
-        """Where everything is, and what to do next."""
-        return []
 
     def check_trained(self) -> None:
         """TrainingError where no model has changed: such a run is no success."""
@@ -596,23 +559,7 @@ class TrainingLoop:
         self.strategy.print(f"[step {step}] evaluation: {numbers}")
         seconds = {f"perf/{name}": value for name, value in timer.reset().items()}
         self.callbacks.on_evaluation(self, step, dict(result) | seconds)
-        if (metric := self.config.evaluation.best_metric) is not None:
-            self._keep_best(step, result, metric)
         return result
-
-    def _keep_best(self, step: int, result: Mapping[str, float], metric: str) -> None:
-        if metric not in result:
-            known = ", ".join(sorted(result))
-            raise ConfigError(
-                f"--best_metric {metric} is not among the evaluation's metrics: {known}"
-            )
-        sign = -1 if metric.endswith("loss") else 1
-        if self.best is not None and sign * result[metric] <= sign * self.best:
-            return
-        self.best = result[metric]
-        if step > 0:  # the start is the bar to pass, not a result
-            with self.saving("save"):
-                self.checkpointer.save_best(self.ckpt_path, step, metric, self.best)
 
     def save_checkpoint(self, step: int) -> None:
         """Save, once per step at most. Collective."""
@@ -629,20 +576,6 @@ class TrainingLoop:
 
     # -- parts of the loop ---------------------------------------------------------------------------------------
 
-    def profiler(self, step: int) -> AbstractContextManager:
-        """Writes a trace of a step of ``--profile_steps``."""
-        if step not in self.config.logging.profile_steps:
-            return nullcontext()
-        name = f"step{step}_rank{self.strategy.get_rank()}.json.gz"
-        return m.profile(
-            Path(local_folder(self.config.checkpoint.save_path)) / "profile" / name, self.timer
-        )
-
-    def _check_profiled_steps(self) -> None:
-        late = [step for step in self.config.logging.profile_steps if step > self.total_steps]
-        if late:
-            raise ConfigError(f"--profile_steps {late[0]}: the run has {self.total_steps} steps")
-
     def progress_bar(self, items: Any, text: str, **options: Any) -> Any:
         """A progress bar on rank 0 of a terminal; elsewhere silent."""
         return m.progress_bar(items, text, shown=self.strategy.is_rank_0(), **options)
@@ -654,12 +587,14 @@ _SINCE = ("evaluation", "trackers", "recorded")
 
 
 def _with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds; an older one has the trackers' runs in the state of the trainer."""
+    """What a checkpoint holds; an older one has parts' states in that of the trainer."""
     trainer = dict(saved["trainer"])
     run_ids = trainer.pop("run_ids", None) or {}
     if (run_id := trainer.pop("run_id", None)) is not None:
         run_ids = {"wandb": run_id}
+    scores, left_out = trainer.pop("episode_scores", {}), trainer.pop("left_out_prompts", [])
     older = {"trackers": run_ids, "recorded": saved.get("records", {})}
+    older["prompt_filter"] = {"scores": scores, "left_out": left_out}
     return older | dict(saved) | {"trainer": trainer}
 
 

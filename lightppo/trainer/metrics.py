@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -366,22 +365,6 @@ def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **opt
     return tqdm(
         items, desc=desc, ncols=80, bar_format=layout, disable=None if shown else True, **options
     )
-
-
-@contextmanager
-def profile(path: Path, timer: PhaseTimer) -> Iterator[None]:
-    """A context whose operators torch's profiler writes to ``path``, a trace for chrome://tracing or Perfetto."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profiler = torch.profiler.profile(
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path))
-    )
-    with timer("start_profile"):
-        profiler.start()
-    try:
-        yield
-    finally:
-        with timer("stop_profile"):
-            profiler.stop()
 
 
 def perf_metrics(

@@ -11,19 +11,19 @@ from typing import Any, Self
 import torch
 
 from lightppo.config import PPOConfig
+from lightppo.data.records import Prompt
 from lightppo.errors import NonFiniteError
 from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import CollectedStep
-from lightppo.files import local_folder
 from lightppo.rewards.registry import reward_of
 from lightppo.rewards.source import NoReward, RewardSource, close_source
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
-from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build, places, steps_per_episode
+from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build, steps_per_episode
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.loop import TrainingLoop
-from lightppo.trainer.prompts import EpisodePrompts, as_prompts
+from lightppo.trainer.prompts import EpisodePrompts
 
 
 class PPOTrainer(TrainingLoop):
@@ -51,7 +51,7 @@ class PPOTrainer(TrainingLoop):
             parts.update,
             parts.kl_ctl,
         )
-        self.prompt_filter, self.prompts = parts.prompt_filter, parts.prompts_dataloader
+        self.prompts = parts.prompts_dataloader
         self._replaced_sources: list[RewardSource] = []
         super().__init__(
             parts.config,
@@ -119,7 +119,7 @@ class PPOTrainer(TrainingLoop):
         with self.running():
             for step, prompts in self.steps():
                 taken = prompts.taken
-                with self.timer("step"), self.profiler(step):
+                with self.timer("step"), self.callbacks.around_step(self, step):
                     # 1 prompts → responses, scored and selected
                     collected = self.sampler.collect(prompts, step)
                     self.callbacks.on_rollouts(self, step, collected)
@@ -134,7 +134,7 @@ class PPOTrainer(TrainingLoop):
                         # 5 the next rollouts are on-policy
                         self.rollout_engine.sync_weights(self.actor)
                     self.control_kl(status)  # 6
-                status |= self.count_step(prompts, taken, collected)
+                self.count_step(prompts, taken, collected)
                 if self.finish_step(step, status):  # 7 logged, evaluated, saved
                     break
             self.finish()
@@ -182,16 +182,10 @@ class PPOTrainer(TrainingLoop):
         if not math.isnan(status.get("advantage_mean", 0.0)):
             self.kl_ctl.update(status.get("policy_kl", 0.0), int(status.get("samples", 0)))
 
-    def count_step(
-        self, prompts: EpisodePrompts, taken: int, collected: CollectedStep
-    ) -> dict[str, float]:
-        """Bring the state up to date after a step; what there is to log. Collective."""
+    def count_step(self, prompts: EpisodePrompts, taken: int, collected: CollectedStep) -> None:
+        """Bring the state up to date after a step. Collective."""
         ended = prompts.exhausted and collected.surplus == 0
-        status = self.prompt_filter.after_step(
-            self.prompts, self.state, collected.prompt_scores, ended
-        )
         self.state.finish_step(self.strategy.all_reduce(prompts.taken - taken, "sum"), ended)
-        return status
 
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
         return super().finish_step(step, dict(status) | self.speed(status))
@@ -245,17 +239,17 @@ class PPOTrainer(TrainingLoop):
     def episode_steps(self) -> Iterator[EpisodePrompts]:
         """The prompts of the episode, once for each step that takes some of them."""
         prompts = EpisodePrompts(
-            self.prompts,
-            self.state.episode,
-            self.state.consumed_prompts,
-            lambda batch: as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len),
+            self.prompts, self.state.episode, self.state.consumed_prompts, self.prompts_of
         )
         while True:
             yield prompts
 
+    def prompts_of(self, batch: list[Prompt]) -> list[Prompt]:
+        """Of a batch of the dataloader."""
+        return batch
+
     def before_first_step(self) -> None:
         if not self.only_evaluates:
-            self.prompt_filter.restore(self.prompts, self.state)
             for _ in range(
                 self.state.pretrain_batches if self.update.pretrain_batches is not None else 0
             ):
@@ -303,26 +297,6 @@ class PPOTrainer(TrainingLoop):
             models.insert(0, (self.critic, f"{str(path).rstrip('/')}_critic"))
         for model, folder in models:
             self.strategy.save_model(model, self.tokenizer, folder, step=self.state.global_step)
-
-    def closing_lines(self) -> list[str]:
-        config, folder = self.config, local_folder(self.config.checkpoint.save_path)
-        if not self.owns_parts:
-            return []
-        lines = [
-            f"files: {places(config)}",
-            f"""generate: python -c "from transformers import pipeline; print(pipeline('text-generation', """
-            f"""'{folder}')('PROMPT'))\"""",
-        ]
-        if config.data.eval_data:
-            where = f"--pretrain {folder} --save_path {folder}_eval"
-            lines.append(
-                f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {where} --resume never"
-            )
-        if self.checkpoint_cadence.active:
-            lines.append(
-                "go on: the same command with a larger --num_episodes or --total_training_steps"
-            )
-        return lines
 
     def close(self) -> None:
         """End the rollout engine; of a run that was built the reward sources, too: a script ends its own."""

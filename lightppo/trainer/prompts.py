@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +13,7 @@ from torch.utils.data import Sampler
 
 from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.records import Prompt
-from lightppo.errors import ConfigError
 from lightppo.models.packing import to_device
-from lightppo.ranks import Ranks
-from lightppo.trainer.loop import TrainerState
 
 _END = object()
 
@@ -102,7 +97,7 @@ class EpisodePrompts:
             ``set_epoch(epoch)`` cannot start inside an episode, one with none is taken as it comes.
         episode: its number, from 0; seeds the shuffling.
         consumed_prompts: prompts of this episode that were used before, over all ranks.
-        convert: makes prompts of what the dataloader yields.
+        convert: makes prompts of what the dataloader yields, which without it are prompts.
 
     Attributes:
         exhausted: no batch is left; the same on every rank.
@@ -114,7 +109,7 @@ class EpisodePrompts:
         dataloader: Iterable,
         episode: int,
         consumed_prompts: int,
-        convert: Callable[[Any], list[Prompt]],
+        convert: Callable[[Any], list[Prompt]] = lambda batch: batch,
     ) -> None:
         samplers = (
             getattr(dataloader, "batch_sampler", None),
@@ -149,153 +144,6 @@ class EpisodePrompts:
         self._look_ahead()
         self.taken += len(prompts)
         return prompts
-
-
-@dataclass
-class PromptFilter:
-    """Gathers the mean scores of an episode's prompts, and leaves the best solved ones out of the next.
-
-    At most ``max_share`` of the prompts of an episode leave, of those with a mean score above ``threshold``, the
-    highest first; without a threshold none.
-    """
-
-    threshold: float | None
-    max_share: float
-    strategy: Ranks
-
-    def restore(self, dataloader: Iterable, state: TrainerState) -> None:
-        """Leave out what was left out before, at the start of a run."""
-        if self.threshold is None:
-            return
-        sampler, dataset = (
-            getattr(dataloader, "batch_sampler", None),
-            getattr(dataloader, "dataset", None),
-        )
-        if not hasattr(sampler, "leave_out") or not hasattr(dataset, "positions_of"):
-            raise ConfigError(
-                "--dataset_filter_threshold needs a dataloader that can leave prompts out: a PromptDataset with a "
-                "RolloutBatchSampler, as PPOTrainer.from_config makes it"
-            )
-        sampler.leave_out(dataset.positions_of(state.left_out_prompts))
-
-    def after_step(
-        self,
-        dataloader: Any,
-        state: TrainerState,
-        prompt_scores: Mapping[int, float],
-        ends_episode: bool,
-    ) -> dict[str, float]:
-        """Take a step's mean score of each prompt into the state; at the end of the episode, leave prompts out.
-
-        Returns what to log; empty without a filter. Collective.
-        """
-        if self.threshold is None:
-            return {}
-        for part in self.strategy.all_gather_object(dict(prompt_scores)):
-            state.episode_scores |= part
-        if ends_episode:
-            sampler, dataset = dataloader.batch_sampler, dataloader.dataset
-            found = too_well_solved(
-                state.episode_scores, self.threshold, self.max_share, sampler.epoch_size
-            )
-            sampler.leave_out(dataset.positions_of(found))
-            state.left_out_prompts = state.left_out_prompts + found
-            self.strategy.print(
-                f"--dataset_filter_threshold {self.threshold:g}: {len(found)} prompts left out after episode "
-                f"{state.episode + 1}, {sampler.epoch_size} stay"
-            )
-        return {"left_out_prompts": float(len(state.left_out_prompts))}
-
-
-def too_well_solved(
-    scores: Mapping[int, float], threshold: float, max_share: float, prompts: int
-) -> list[int]:
-    """The prompts with a mean score above the threshold, at most ``max_share`` of all, best solved first."""
-    # Of equal scores the lower row number goes first: every rank and a resumed run choose the same.
-    above = sorted(
-        (index for index in scores if scores[index] > threshold), key=lambda i: (-scores[i], i)
-    )
-    return above[: int(max_share * prompts)]
-
-
-class PromptText(str):
-    """The text of a prompt, which also knows the :class:`Prompt`: its token ids, row number and further columns."""
-
-    prompt: Prompt
-
-    @classmethod
-    def of(cls, prompt: Prompt) -> PromptText:
-        text = cls(prompt.text)
-        text.prompt = prompt
-        return text
-
-
-def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
-    """A batch of a prompts dataloader as prompts.
-
-    Args:
-        batch: prompts, strings, or in the seed's style (prompts, labels) or (prompts, labels, references), where
-            ``references`` are the ground truth and ``labels`` name the data source.
-        tokenizer: for strings.
-        prompt_max_len: longest prompt, tokens.
-
-    Raises:
-        TypeError: on a batch of another form.
-        ValueError: on a string longer than ``prompt_max_len`` tokens, or columns of different lengths.
-    """
-    if isinstance(batch, list) and all(isinstance(item, Prompt) for item in batch):
-        return batch
-    texts, labels, references = _columns(batch)
-    for name, column in (("labels", labels), ("references", references)):
-        if column is not None and len(column) != len(texts):
-            raise ValueError(f"a batch of {len(texts)} prompts has {len(column)} {name}")
-    prompts = []
-    for i, text in enumerate(texts):
-        if isinstance(text, PromptText):
-            label = (
-                references[i]
-                if references is not None
-                else text.prompt.label
-                if labels is None
-                else labels[i]
-            )
-            prompts.append(replace(text.prompt, label=label))
-            continue
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(token_ids) > prompt_max_len:
-            raise ValueError(
-                f"the prompt {text[:60]!r}… has {len(token_ids)} tokens, more than prompt_max_len {prompt_max_len}: "
-                "raise it, or build the dataset with truncation"
-            )
-        label = (
-            references[i] if references is not None else labels[i] if labels is not None else None
-        )
-        source = str(labels[i]) if references is not None and labels is not None else "default"
-        prompts.append(Prompt(text, token_ids, label, _index_of(text), source))
-    return prompts
-
-
-def _columns(batch: Any) -> list:
-    """``[prompts, labels, references]``, the last two possibly ``None``."""
-    columns = (
-        [batch] if _is_texts(batch) else list(batch) if isinstance(batch, (list, tuple)) else []
-    )
-    of_rows = all(c is None or (hasattr(c, "__len__") and not isinstance(c, str)) for c in columns)
-    if not 1 <= len(columns) <= 3 or not _is_texts(columns[0]) or not of_rows:
-        raise TypeError(
-            "a batch of prompts must be a list of Prompt or of strings, or (prompts, labels[, references]); "
-            f"got {type(batch).__name__} {str(batch)[:80]}"
-        )
-    return [*columns, None, None][:3]
-
-
-def _is_texts(column: Any) -> bool:
-    return isinstance(column, (list, tuple)) and all(isinstance(text, str) for text in column)
-
-
-def _index_of(text: str) -> int:
-    """A number for a prompt without row number: equal texts form one group, on any rank."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
 def as_lm_batch(batch: Any, device: torch.device) -> dict[str, Tensor]:

@@ -243,7 +243,7 @@ def test_the_file_of_a_run_may_say_how_its_training_samples(tmp_path, capsys):
 
 def test_greedy_rollouts_are_told():
     from lightppo.config import PPOConfig
-    from lightppo.config.rules import advice
+    from lightppo.plugins.checks.advice import advice
 
     def told(**options):
         return " ".join(advice(PPOConfig.from_flat(pretrain="m", **options).resolved()))

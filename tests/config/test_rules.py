@@ -15,7 +15,6 @@ from lightppo.config.options import all_options
 from lightppo.config.rules import (
     CALLS,
     MicroBatchSpec,
-    advice,
     condition_text,
     conditions,
     contradictions,
@@ -32,6 +31,7 @@ from lightppo.plugin import REWARDS
 from lightppo.plugins.adapters.sections import reference_is_actor
 from lightppo.plugins.algorithms.tables import CORRECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
+from lightppo.plugins.checks.advice import advice
 
 PATHS = {"pretrain": "model", "prompt_data": "p.jsonl", "reward_fn": "r.py"}
 RLOO = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2}

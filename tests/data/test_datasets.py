@@ -15,8 +15,8 @@ from lightppo.data.datasets import (
     SFTDataset,
     truncate_ids,
 )
-from lightppo.data.readers import blending_datasets
 from lightppo.errors import DataError
+from lightppo.plugins.sources.blends import blending_datasets
 from lightppo.trainer.prompts import RolloutBatchSampler
 
 USER = {"role": "user", "content": "2+2?"}

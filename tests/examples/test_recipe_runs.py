@@ -13,7 +13,7 @@ from support.ranks import REPO
 from support.tiny import save_causal_lm, save_reward_model, write_jsonl
 
 from lightppo.config import PPOConfig, parse_args
-from lightppo.config.rules import advice
+from lightppo.plugins.checks.advice import advice
 
 FOLDER = REPO / "examples" / "recipes"
 RUNS = {path.stem: path for path in sorted(FOLDER.glob("runs/*.yaml")) if path.stem != "gsm8k"}

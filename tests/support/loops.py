@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,18 @@ class FakeCheckpointer:
     def __init__(self) -> None:
         self.saved: list[tuple[str, int, Any]] = []
         self.exported: list[tuple[str, int]] = []
-        self.caught_up: list[tuple[int, bool]] = []
+        self.models, self.tokenizer, self.strategy = {"actor": None}, None, FakeStrategy()
+        self.strategy.save_model = self.export
+        self.strategy.on_rank_0 = lambda work, what: None  # there is no folder
 
     def save(self, root: str, step: int, client_state: Any) -> None:
         self.saved.append((root, step, client_state))
 
-    def save_hf(self, root: str, step: int) -> None:
-        self.exported.append((root, step))
+    def export(self, model: Any, tokenizer: Any, folder: Path) -> None:
+        self.exported.append((str(folder.parent), int(re.sub(r"\D", "", folder.name))))
 
-    def catch_up(self, root: str, step: int, due: bool) -> None:
-        self.caught_up.append((step, due))
-
-    def best_value(self, root: str, metric: str) -> float | None:
-        return None
+    def require_finite(self, step: int) -> None:
+        """The weights are."""
 
 
 class FakeEvaluator:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -508,13 +507,14 @@ def test_columns_of_the_data_source_and_of_routes(make_config, tokenizer, tmp_pa
     }
     routes = {"reward_fn": None, "reward_routes": '{"math": {"format": 1}, "*": {"format": 2}}'}
     by_task = make_config(**routes, prompt_data=path, reward_routes_by="task")
-    assert build.build_prompts(by_task, tokenizer, DeepspeedStrategy())[0].extra["task"] == "math"
+    prompts = build.build_prompts(by_task, tokenizer, DeepspeedStrategy())
+    assert prompts[0].extra["task"] == "math"
     source = build.build_rewards(by_task, [], tokenizer, DeepspeedStrategy())[0]
     assert source.by == "task"
+    other, strategy = by_task.with_options(reward_routes_by="tusk"), DeepspeedStrategy()
+    building = build.Building(other, other, other, strategy, rows={"prompt_data": prompts})
     with pytest.raises(ConfigError, match=r"--reward_routes_by 'tusk'"):
-        build.build_prompts(
-            by_task.with_options(reward_routes_by="tusk"), tokenizer, DeepspeedStrategy()
-        )
+        building.check("data")
 
 
 def test_probabilities_of_the_sources(make_config, tokenizer, splits):
@@ -826,40 +826,6 @@ def test_options_of_the_run_are_kept_and_can_be_read_again(make_config, tmp_path
     }
 
 
-def test_the_options_that_were_set_are_described(make_config):
-    asked = make_config(gamma=0.5, adv_norm=False, policy_loss="ppo")
-    text = build.described(asked)
-    set_there = {name for name, value in asked.flat().items() if value != PPOConfig().flat()[name]}
-    # which it would be without the option
-    assert set(re.findall(r"(\w+)=", text)) == set_there - {"policy_loss"}
-    assert "algorithm: gamma=0.5 adv_norm=False" in text
-
-
-def test_sizes_of_the_models_and_places_are_said(make_config, parts, tmp_path):
-    from lightppo.strategy.zero3 import parameter_count
-
-    actor = parts["actor"][0]
-    models = build.Models(actor, None, None, [parts["reference"]], None)
-    count = f"{parameter_count(actor):,} parameters"
-    assert build.model_sizes(models) == f"actor {count}, reward model 1 {count}"
-    for parameter in (frozen := list(actor.parameters()))[1:]:
-        parameter.requires_grad_(False)
-    try:
-        assert build.model_sizes(models).startswith(f"actor {count} ({frozen[0].numel():,} train)")
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-    assert (
-        build.places(make_config())
-        == f"model and logs in {tmp_path}/run, no checkpoints (--save_steps)"
-    )
-    where = build.places(make_config(save_epochs=1, use_tensorboard="tb", profile_steps=[2]))
-    assert (
-        f"checkpoints in {tmp_path}/ckpt, TensorBoard in tb, profiles in {tmp_path}/run/profile"
-        in where
-    )
-
-
 def test_a_run_folder_that_cannot_be_written_is_named(make_config, tmp_path):
     from lightppo.errors import ConfigError
 
@@ -901,15 +867,3 @@ def test_what_needs_a_gpu_is_refused_without(make_config, option):
 def test_torch_compile_where_it_cannot_work(make_config, options):
     with pytest.raises(ConfigError, match="--torch_compile"):
         make_config(torch_compile=True, **options).validate()
-
-
-def test_a_run_says_where_its_checkpoints_are(tmp_path):
-    """Also one that goes on from some, or was stopped: it writes one at its end, without --save_steps too."""
-    config = PPOConfig.from_flat(save_path=str(tmp_path)).resolved()
-    assert "no checkpoints (--save_steps)" in build.places(config)
-    assert f"checkpoints in {tmp_path}/checkpoints_ppo" in build.places(
-        config.with_options(save_steps=2)
-    )
-    (tmp_path / "checkpoints_ppo" / "_actor" / "global_step2").mkdir(parents=True)
-    assert f"checkpoints in {tmp_path}/checkpoints_ppo" in build.places(config)
-    assert "no checkpoints" in build.places(config.with_options(resume="never"))

@@ -18,6 +18,7 @@ from support.fakes import FakeStrategy, on_ranks
 from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError
 from lightppo.plugins.ops import durable
+from lightppo.plugins.ops.damaged import last_undamaged
 from lightppo.strategy.checkpoint import list_tags
 from lightppo.strategy.distributed import DistributedStrategy
 from lightppo.trainer.checkpointing import RunCheckpointer, resume_root
@@ -322,7 +323,7 @@ def test_a_mark_with_a_flipped_bit_is_named_and_the_last_whole_checkpoint_taken(
         flipped[place // 8] ^= 1 << place % 8
         (tmp_path / "latest").write_bytes(flipped)
         caplog.clear()
-        found = checkpointer(ema=True).find(tmp_path)
+        found = last_undamaged(checkpointer(ema=True), tmp_path, False, None)
         assert found == ("global_step1" if flipped == b"global_step1" else "global_step2")
         if flipped.decode(errors="replace").strip() != "global_step2":
             assert f"{tmp_path}/latest names" in caplog.text
@@ -593,35 +594,6 @@ def test_random_numbers_of_every_rank_are_in_the_checkpoint(tmp_path):
     on_ranks(2, save)
     state = torch.load(tmp_path / "_actor" / "global_step1" / "state.pt", weights_only=False)
     assert state["rng"] == [{"of rank": 0}, {"of rank": 1}]
-
-
-def test_exports_alone(tmp_path):
-    mine = checkpointer(disable_ds_ckpt=True, save_hf_ckpt=True, max_ckpt_num=2)
-    for step in (8, 9, 10):
-        mine.save(tmp_path, step, {})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10_hf", "global_step9_hf"]
-    assert (tmp_path / "global_step10_hf" / "model").read_text() == "ACTOR TOKENIZER"
-    assert mine.find(tmp_path) is None
-
-
-def test_the_oldest_exports_go_not_those_with_the_lowest_number(tmp_path):
-    mine = checkpointer(max_ckpt_num=2)
-    for step in (90, 100, 1, 2):  # started anew after step 100
-        mine.save_hf(tmp_path, step)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1_hf", "global_step2_hf"]
-    mine.save_hf(tmp_path, 1)  # once more: takes its own place
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1_hf", "global_step2_hf"]
-
-
-def test_other_folders_are_no_exports(tmp_path):
-    for name in ("global_step1_hf.bak", "global_stepX_hf", "mine"):
-        (tmp_path / name).mkdir()
-    mine = checkpointer(max_ckpt_num=1)
-    for step in (1, 2):
-        mine.save_hf(tmp_path, step)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        *("global_step1_hf.bak", "global_step2_hf", "global_stepX_hf", "mine")
-    ]
 
 
 # -- where to look ---------------------------------------------------------------------------------------------------

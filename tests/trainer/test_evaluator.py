@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 from support.fakes import FakeEngine, FakeReward, FakeStrategy, make_rollout, on_ranks
-from support.tiny import read_jsonl
 
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
@@ -16,10 +14,8 @@ from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.evaluator import (
     EvalSample,
     Evaluator,
-    by_source,
     eval_metrics,
     pass_at_k,
-    table,
 )
 
 
@@ -159,26 +155,6 @@ def test_each_data_source_has_its_own_metrics():
     assert metrics["eval/math/samples"] == 2.0
     # one source: once
     assert not [name for name in eval_metrics(samples[:2], 0.5) if name.startswith("eval/math")]
-    assert by_source(metrics)["math"]["accuracy"] == 0.5
-    assert by_source(metrics)["all"] == {
-        name[5:]: value for name, value in metrics.items() if name.count("/") == 1
-    }
-
-
-def test_the_table_has_a_line_per_source():
-    """One of the sources begins with the other's name; three samples: pass@3 too."""
-    samples = [
-        sample(i, float(i + j == 0), source)
-        for i, source in enumerate(("a", "a/b"))
-        for j in range(3)
-    ]
-    metrics = eval_metrics(samples, threshold=0.5)
-    assert table(metrics | {"perf/time_eval": 1.0}) == [
-        "     accuracy  reward  mean@3  best@3  pass@1  pass@2  pass@3  response_length  truncated  samples",
-        "all    0.1667  0.1667  0.1667     0.5  0.1667  0.3333     0.5                2          0        6",
-        "  a    0.3333  0.3333  0.3333       1  0.3333  0.6667       1                2          0        3",
-        "a/b         0       0       0       0       0       0       0                2          0        3",
-    ]
 
 
 def test_unscored_samples_are_counted_and_count_nowhere_else():
@@ -220,7 +196,7 @@ PROMPTS = [
 SCORES = {(i, j): (i + j) / 5 for i in range(5) for j in range(2)}
 
 
-def evaluator(strategy, folder=None, scores=SCORES, threshold=0.5) -> Evaluator:
+def evaluator(strategy, scores=SCORES, threshold=0.5) -> Evaluator:
     sampling = SamplingParams(n=2, seed=42, temperature=0.6)
     return Evaluator(
         FakeEngine(),
@@ -229,25 +205,24 @@ def evaluator(strategy, folder=None, scores=SCORES, threshold=0.5) -> Evaluator:
         sampling,
         strategy,
         threshold=threshold,
-        folder=folder,
     )
 
 
-def test_prompts_are_shared_out_and_every_rank_gets_all_metrics(tmp_path):
-    alone = evaluator(FakeStrategy(), tmp_path / "alone").evaluate(3)
+def test_prompts_are_shared_out_and_every_rank_gets_all_metrics():
+    whole = evaluator(FakeStrategy())
+    alone = whole.evaluate(3)
 
-    def evaluate(strategy: FakeStrategy) -> tuple[dict, list[int]]:
-        mine = evaluator(strategy, tmp_path / "two")
-        return mine.evaluate(3), mine.engine.calls[0][0]
+    def evaluate(strategy: FakeStrategy) -> tuple[dict, list[int], list]:
+        mine = evaluator(strategy)
+        return mine.evaluate(3), mine.engine.calls[0][0], mine.samples
 
-    (first, indices), (second, others) = on_ranks(2, evaluate)
+    (first, indices, samples), (second, others, _) = on_ranks(2, evaluate)
     assert (indices, others) == ([0, 2, 4], [1, 3])
     assert first == second == alone
     # (i + j)/5 over i < 5, j < 2: 0 .2 .4 .6 .8 and .2 .4 .6 .8 1 have the mean (2 + 3)/10
     assert alone["eval/reward"] == pytest.approx(0.5)
     assert alone["eval/best@2"] == pytest.approx(0.6)
-    files = [tmp_path / name / "step3.jsonl" for name in ("alone", "two")]
-    assert files[0].read_text() == files[1].read_text()
+    assert samples == whole.samples
 
 
 def test_more_ranks_than_prompts():
@@ -256,38 +231,6 @@ def test_more_ranks_than_prompts():
         return mine.evaluate(0)["eval/reward"]
 
     assert on_ranks(3, evaluate) == [pytest.approx(0.1)] * 3
-
-
-def test_all_samples_are_kept_in_the_order_of_prompts(tmp_path):
-    evaluator(FakeStrategy(), tmp_path).evaluate(7)
-    rows = read_jsonl(tmp_path / "step7.jsonl")
-    assert [(row["index"], row["score"]) for row in rows] == [
-        (i, (i + j) / 5) for i in range(5) for j in range(2)
-    ]
-    metrics = json.loads((tmp_path / "step7.json").read_text())
-    assert metrics["all"]["samples"] == 10
-    assert metrics["b"]["reward"] == pytest.approx(
-        sum(r["score"] for r in rows if r["data_source"] == "b") / 4
-    )
-    assert rows[3] == {
-        "prompt": "prompt 1",
-        "response": "answer 1.1",
-        "label": {"gold": 1},
-        "score": 0.4,
-        "data_source": "b",
-        "response_length": 2,
-        "finish_reason": "stop",
-        "index": 1,
-        "extras": {},
-    }
-
-
-def test_labels_that_are_no_json_are_written_as_text(tmp_path):
-    prompts = [Prompt("p", [1], label={1, 2}, index=0)]
-    Evaluator(
-        FakeEngine(), FakeReward(SCORES), prompts, SamplingParams(), FakeStrategy(), folder=tmp_path
-    ).evaluate(0)
-    assert json.loads((tmp_path / "step0.jsonl").read_text())["label"] == "{1, 2}"
 
 
 def test_samples_are_the_same_at_every_step_and_not_those_of_training():

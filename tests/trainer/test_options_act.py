@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.fakes import FakeEngine, FakeStrategy
-from support.loops import IdleLoop
+from support.fakes import FakeEngine
+from support.loops import FakeCheckpointer, IdleLoop
 from support.runs import fitted, logged
 from support.sampled import PROMPTS, collected, sample
 from support.tiny import sums, write_jsonl
@@ -22,11 +22,13 @@ from support.tiny import sums, write_jsonl
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
-from lightppo.errors import ConfigError, RewardError
+from lightppo.errors import RewardError
 from lightppo.models.wrapper import PretrainedWrapper
+from lightppo.plugins.exports.periodic import Exports
 from lightppo.rewards.source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
+from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.update import build_value_norm
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -258,20 +260,15 @@ def test_samples_of_each_data_source_are_shown(trainer_with, capsys):
 # -- when: evaluation, checkpoints, exports --------------------------------------------------------------------------
 
 
-class Calls:
+class Calls(FakeCheckpointer):
     """Stands in for checkpointer and evaluator: the steps at which each was called."""
 
     def __init__(self) -> None:
-        self.records: dict[str, Any] = {}
-        self.saved: list[int] = []
-        self.exported: list[int] = []
+        super().__init__()
         self.evaluated: list[int] = []
 
     def save(self, root: str, step: int, client_state: Any) -> None:
         self.saved.append(step)
-
-    def save_hf(self, root: str, step: int) -> None:
-        self.exported.append(step)
 
     def evaluate(self, step: int) -> dict[str, float]:
         self.evaluated.append(step)
@@ -297,62 +294,21 @@ class Calls:
 )
 def test_what_is_due_after_a_step(parts, tmp_path, options, saved, exported, evaluated):
     calls, now = Calls(), [0.0]
-    config = PPOConfig.from_flat(save_path=str(tmp_path / "run"), **options)
+    folders = {"save_path": str(tmp_path / "run"), "ckpt_path": "CKPT"}
+    config = PPOConfig.from_flat(**folders, **options)
     loop = IdleLoop(config, checkpointer=calls, evaluator=calls, per_episode=2)
-    for cadence in (loop.checkpoint_cadence, loop.evaluation_cadence, loop.export_cadence):
+    exports = next(callback for callback in loop.callbacks if isinstance(callback, Exports))
+    for cadence in (loop.checkpoint_cadence, loop.evaluation_cadence, exports.cadence):
         cadence.clock, cadence.last = lambda: now[0], 0.0
     for _ in range(6):
         now[0] += 10
         loop.step()
-    assert (calls.saved, calls.exported, calls.evaluated) == (saved, exported, evaluated)
+    assert (calls.saved, calls.evaluated) == (saved, evaluated)
+    assert [step for _, step in calls.exported] == exported
 
 
 def test_value_huber_delta_reaches_the_critic_loss(trainer_with):
     assert trainer_with(value_huber_delta=0.5).critic_loss_fn.huber_delta == 0.5
-
-
-def test_best_metric_keeps_the_best_evaluation_apart_from_rotation(parts, tmp_path):
-    from lightppo.trainer.checkpointing import RunCheckpointer
-
-    class Evaluated:
-        def evaluate(self, step: int) -> dict[str, float]:
-            return {"eval/accuracy": [0.2, 0.5, 0.4, 0.7, 0.1][step], "eval/reward": 0.0}
-
-    exports: list[Path] = []
-
-    class Strategy(FakeStrategy):
-        def save_model(self, model, tokenizer, folder: Path, files: Mapping[str, str]) -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in files.items():
-                (folder / name).write_text(text)
-            exports.append(folder)
-
-    options = {
-        "save_path": str(tmp_path / "run"),
-        "ckpt_path": str(tmp_path / "ckpt"),
-        "eval_steps": 1,
-    }
-    config = PPOConfig.from_flat(**options, best_metric="eval/accuracy")
-    checkpointer = RunCheckpointer(Strategy(), config.checkpoint, {"actor": "actor"}, None)
-    best = tmp_path / "ckpt" / "best_hf" / "best.json"
-
-    loop = IdleLoop(config, checkpointer=checkpointer, evaluator=Evaluated())
-    loop.evaluate_step(0)
-    assert not best.exists()  # the start is the bar to pass
-    for step, kept in ((1, 1), (2, 1), (3, 3)):
-        loop.evaluate_step(step)
-        assert json.loads(best.read_text())["step"] == kept
-    assert len(exports) == 2
-
-    resumed = IdleLoop(config, checkpointer=checkpointer, evaluator=Evaluated(), start_step=3)
-    assert resumed.best == 0.7
-    resumed.evaluate_step(4)  # 0.1: the best of before stays
-    assert json.loads(best.read_text()) == {"step": 3, "metric": "eval/accuracy", "value": 0.7}
-
-    wrong = config.with_options(best_metric="eval/acc")
-    wrong = IdleLoop(wrong, checkpointer=checkpointer, evaluator=Evaluated())
-    with pytest.raises(ConfigError, match=r"--best_metric eval/acc .*eval/accuracy"):
-        wrong.evaluate_step(1)
 
 
 # -- whole runs ------------------------------------------------------------------------------------------------------
@@ -402,15 +358,18 @@ def eval_data(tmp_path) -> str:
     return write_jsonl(tmp_path / "eval.jsonl", sums(6))
 
 
-def test_evaluation_options(make_config, eval_data, parts, trainer_with, tmp_path):
+def test_evaluation_options(make_config, eval_data, parts, trainer_with):
     real_engine = HFRolloutEngine(parts["actor"][0], parts["tokenizer"])
 
-    def evaluated(**options: Any) -> dict[str, float]:
+    def evaluator(**options: Any) -> Evaluator:
         config = make_config(eval_data=eval_data, **options).resolved()
         tokenizer, strategy = parts["tokenizer"], parts["strategy"]
         source = build.build_reward(config, [], tokenizer, strategy)
         prompts = build.build_prompts(config, tokenizer, strategy, evaluation=True)
-        return build.build_evaluator(config, real_engine, source, prompts, strategy).evaluate(0)
+        return build.build_evaluator(config, real_engine, source, prompts, strategy)
+
+    def evaluated(**options: Any) -> dict[str, float]:
+        return evaluator(**options).evaluate(0)
 
     one = evaluated()
     assert {"eval/mean@1", "eval/accuracy"} <= one.keys()
@@ -431,9 +390,9 @@ def test_evaluation_options(make_config, eval_data, parts, trainer_with, tmp_pat
     assert evaluated(eval_correct_threshold=100)["eval/accuracy"] == 0
 
     def responses(**options: Any) -> list[str]:
-        evaluated(**options, save_path=str(tmp_path / "samples"))
-        lines = (tmp_path / "samples" / "eval" / "step0.jsonl").read_text().splitlines()
-        return [json.loads(line)["response"] for line in lines]
+        mine = evaluator(**options)
+        mine.evaluate(0)
+        return [sample.response for sample in mine.samples]
 
     greedy = responses()
     assert greedy == responses(seed=1)

@@ -15,6 +15,7 @@ from support.tiny import read_jsonl, sums, write_jsonl
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RewardError, TrainingError
+from lightppo.plugins.algorithms.prompt_filter import PromptFilter
 from lightppo.plugins.vllm.rollout_check import tolerance_of
 from lightppo.trainer.build import eval_sampling_params, sampling_params
 from lightppo.trainer.metrics import METRICS
@@ -124,7 +125,9 @@ def test_a_resumed_run_is_the_uninterrupted_run(config_of, options):
     assert resumed.state == straight.state
     ours, theirs = whole_weights(resumed), whole_weights(straight)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert ("dataset_filter_threshold" in options) == bool(straight.state.left_out_prompts)
+    assert ("dataset_filter_threshold" in options) == bool(
+        numbers(straight.config)[-1].get("rollout/left_out_prompts")
+    )
 
 
 def test_each_accepted_prompt_is_trained_on_once_per_episode(config_of):
@@ -297,6 +300,10 @@ def test_an_engine_that_cannot_heat_the_first_token_is_refused(trainer_with):
         trainer_with(fire_sampling=True)
 
 
+def filter_of(trainer) -> PromptFilter:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, PromptFilter))
+
+
 def test_easy_prompts_leave_the_further_episodes(config_of, tmp_path):
     config = config_of(
         dataset_filter_threshold=0.99, dataset_max_filter_percentage=0.4, num_episodes=2
@@ -306,7 +313,7 @@ def test_easy_prompts_leave_the_further_episodes(config_of, tmp_path):
     # 40% of 12, of 8
     assert [row["rollout/left_out_prompts"] for row in rows] == [0] * 5 + [4] * 4 + [4 + 3]
     seen = {s["index"]: s for samples in steps[6:] for s in samples}
-    first = trainer.state.left_out_prompts[:4]
+    first = filter_of(trainer).left_out[:4]
     assert not set(first) & seen.keys()
     assert len(seen) == 8
     labels = {s["index"]: int(s["ground_truth"]) for samples in steps for s in samples}
@@ -322,7 +329,7 @@ def test_prompts_of_dropped_rows_are_found(config_of, tmp_path):
     config = config_of(prompt_data=path, on_bad_row="skip", dataset_filter_threshold=0.99, num_episodes=2,
                        dataset_max_filter_percentage=0.5)  # fmt: skip
     trainer = fitted(config)
-    left_out = set(trainer.state.left_out_prompts)
+    left_out = set(filter_of(trainer).left_out)
     assert left_out
     assert 0 not in left_out
     dataset = trainer.prompts_dataloader.dataset

@@ -1,7 +1,7 @@
 """Corrections, rejections, rarely used estimators and policy losses, and a teacher on servers."""
 
 from lightppo.option import register_section
-from lightppo.plugin import TEACHERS, TOKEN_WEIGHTS, TokenWeight
+from lightppo.plugin import CALLBACKS, METRICS, TEACHERS, TOKEN_WEIGHTS, CallbackEntry, TokenWeight
 from lightppo.table import Entry
 
 _WEIGHTS = "lightppo.plugins.algorithms.token_weights"
@@ -42,3 +42,15 @@ def register() -> None:
         "high_entropy", "lightppo.plugins.algorithms.sections:HighEntropyConfig", adds_to="loss"
     )
     TEACHERS.register("servers", Entry("lightppo.plugins.algorithms.teacher:TeacherServers"))
+    CALLBACKS.register(
+        "prompt_filter", CallbackEntry("lightppo.plugins.algorithms.prompt_filter:prompt_filter")
+    )
+    METRICS.register(
+        "rollout",
+        {"left_out_prompts": "prompts that --dataset_filter_threshold has left out so far"},
+    )
+    register_section(
+        "prompt_filter",
+        "lightppo.plugins.algorithms.sections:PromptFilterConfig",
+        adds_to="sampling",
+    )

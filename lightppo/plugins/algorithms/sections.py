@@ -1,9 +1,10 @@
-"""Options of corrections and rejections."""
+"""Options of corrections and rejections, and of the filter of prompts."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from lightppo.config.rules import sources_by_flag
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
 from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection
@@ -79,3 +80,28 @@ class HighEntropyConfig(Section, adds_to="loss"):
     def passes(o: Any) -> Iterator[str]:
         if o.high_entropy_token_ratio is not None:
             yield "--high_entropy_token_ratio needs the entropy of a pass"
+
+
+class PromptFilterConfig(Section, adds_to="sampling"):
+    """Prompts that are solved leave the further episodes."""
+
+    dataset_filter_threshold: float | None = option(
+        None,
+        "After an episode, drop prompts whose mean score is above this.",
+        needs="dataset_max_filter_percentage>0",
+    )
+    dataset_max_filter_percentage: float = option(
+        0.1,
+        "Maximum share of the prompts to drop per episode.",
+        ge=0,
+        lt=1,
+        needs="dataset_filter_threshold",
+        off=(0,),
+    )
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        if o.dataset_filter_threshold is None or o.facts["trained_scores"]:
+            return
+        if getattr(o, "plan", o) is None and not any(map(vars(o).get, sources_by_flag().values())):
+            yield "--dataset_filter_threshold chooses by scores, and this run has no reward: leave it out"

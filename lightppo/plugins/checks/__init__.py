@@ -27,6 +27,7 @@ def register() -> None:
         "micro_rollout_batch_size", Entry("lightppo.plugins.checks.budget:rows_that_fit")
     )
     CHECKS.register("files", Check("lightppo.plugins.checks.building:check_files"))
+    CHECKS.register("advice", Check("lightppo.plugins.checks.advice:tell_advice"))
     CHECKS.register(
         "memory", Check("lightppo.plugins.checks.building:tell_memory_of", when="folders")
     )

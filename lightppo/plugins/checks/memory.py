@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from lightppo.config import ModelConfig, parse_args
-from lightppo.config.cli import CommandParser, exit_on_mistakes
+from lightppo.config.cli import exit_on_mistakes
 from lightppo.errors import ConfigError, UserError
-from lightppo.models.folders import check_model
+from lightppo.plugins.hints.small_commands import CommandParser
+from lightppo.plugins.sources.folders import check_model
 
 _UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20}
 

@@ -17,6 +17,7 @@ from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     ANY_ROUTE,
+    check_positions,
     estimator_entry,
     evaluation_config,
     needs_critic,
@@ -24,7 +25,7 @@ from lightppo.config.rules import (
     needs_teacher,
     reward_plan,
 )
-from lightppo.data.readers import SPLIT_WORDS, check_data_paths, first_rows, with_metadata
+from lightppo.data.readers import SPLIT_WORDS
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import (
     Encoded,
@@ -40,11 +41,12 @@ from lightppo.data.rows import (
     resolve_fields,
 )
 from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
-from lightppo.models.folders import check_model, check_positions, check_tokenizer
 from lightppo.plugin import REWARDS
 from lightppo.plugins.ops.durable import check_writable
 from lightppo.plugins.records.places import check_places
 from lightppo.plugins.records.trackers import check_trackers
+from lightppo.plugins.sources.blends import check_data_paths, first_rows, with_metadata
+from lightppo.plugins.sources.folders import check_model, check_tokenizer
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.rewards.registry import check_reward_files

@@ -29,12 +29,12 @@ from lightppo.models import actor as actors
 from lightppo.models import critic as critics
 from lightppo.models import loading
 from lightppo.models.wrapper import Role, prepare_model
+from lightppo.plugins.compat.prompt_batches import PromptText
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.distributed import RankSampler as DistributedSampler
 from lightppo.strategy.zero3 import is_engine
 from lightppo.suggestions import nearest
-from lightppo.trainer.prompts import PromptText
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
 CONSTRUCTOR_DEFAULTS: dict[str, Any] = {

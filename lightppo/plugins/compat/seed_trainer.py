@@ -29,10 +29,11 @@ from lightppo.config.rules import (
     of_role,
     rollout_rows,
 )
-from lightppo.data.records import Rollout
+from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import StepPart
 from lightppo.experience.experience import Experience
+from lightppo.plugins.compat.prompt_batches import as_prompts
 from lightppo.plugins.compat.seed import (
     OUTCOMES,
     SEED_INFO,
@@ -74,7 +75,7 @@ from lightppo.trainer.build import (
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import TrainerState
-from lightppo.trainer.prompts import as_prompts, endless
+from lightppo.trainer.prompts import endless
 from lightppo.trainer.update import Update
 
 _STEPS = ("training_step", "training_step_actor", "training_step_critic")
@@ -489,6 +490,9 @@ class PPOTrainer(core.PPOTrainer):
                 )
             self.started = True
         super().fit()
+
+    def prompts_of(self, batch: Any) -> list[Prompt]:
+        return as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len)
 
     def before_first_step(self) -> None:
         self.use_given_trackers()

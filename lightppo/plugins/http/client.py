@@ -25,9 +25,10 @@ from lightppo.errors import (
     UnreachableError,
     UserError,
 )
+from lightppo.plugins.http.addresses import check_url, is_loopback
 from lightppo.ranks import heartbeat
 from lightppo.terminal import plain
-from lightppo.urls import check_url, is_loopback, shown_url
+from lightppo.urls import shown_url
 
 if TYPE_CHECKING:
     import requests

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
+from lightppo.plugins.http.addresses import check_url
 from lightppo.plugins.http.client import HTTPClient, read_token
 from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.source import (
@@ -25,7 +26,6 @@ from lightppo.rewards.source import (
     join_outputs,
     output_from_result,
 )
-from lightppo.urls import check_url
 
 if TYPE_CHECKING:
     from lightppo.rewards.registry import RewardRequest

@@ -1,8 +1,11 @@
 """Options of reward servers; docs/rewards.md."""
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from lightppo.option import Section, option
+from lightppo.plugins.http.addresses import check_url
 
 safe = partial(option, resume_safe=True)
 
@@ -15,3 +18,18 @@ class RewardServerConfig(Section, adds_to="reward"):
     remote_rm_token_env: str | None = safe(
         None, "Environment variable with the servers' bearer token.", needs="server"
     )
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        """Addresses of services that nobody can be reached at."""
+        if not hasattr(o, "plan_problem"):
+            return  # a script has made its rewards by hand
+        urls = [(url, "--teacher_url", "--teacher_api_key_env") for url in o.teacher_url]
+        for url in o.remote_rm_url:
+            if len(o.remote_rm_url) > 1 or "://" in url or not url.split(":")[0].endswith(".py"):
+                urls.append((url,))
+        for address in urls:
+            try:
+                check_url(*address)
+            except ValueError as error:
+                yield str(error)

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightppo.config.cli import CommandParser, exit_on_mistakes
+from lightppo.config.cli import exit_on_mistakes
+from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.terminal import log_to_terminal
 
 PROG = "lightppo serve-reward"
@@ -147,9 +148,9 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # raised again once the server has shut down
         signal.signal(number, lambda *_: sys.exit(0))
 
-    from lightppo.models.folders import check_model
     from lightppo.plugins.http.client import check_bind, read_token
     from lightppo.plugins.http.reward_server import RewardApp, serve
+    from lightppo.plugins.sources.folders import check_model
 
     with exit_on_mistakes(prog, (ValueError, OSError)):
         token = read_token(env=args.token_env, option="--token_env")

@@ -1,6 +1,7 @@
 """Signals, hanging ranks, files that survive a crash, URLs of storage."""
 
-from lightppo.plugin import AROUND, CALLBACKS, CHECKPOINT_CHECKS, FILES, CallbackEntry
+from lightppo.option import register_section
+from lightppo.plugin import AROUND, CALLBACKS, CHECKPOINT_CHOICES, FILES, CallbackEntry
 from lightppo.table import Entry
 
 
@@ -11,4 +12,5 @@ def register() -> None:
     )
     AROUND.register("guard", Entry("lightppo.plugins.ops.guard:guarded"))
     FILES.register("kept", Entry("lightppo.plugins.ops.kept:KeptFiles"))
-    CHECKPOINT_CHECKS.register("mixture", Entry("lightppo.plugins.ops.mixtures:mixture"))
+    CHECKPOINT_CHOICES.register("undamaged", Entry("lightppo.plugins.ops.damaged:last_undamaged"))
+    register_section("signals", "lightppo.plugins.ops.sections:SignalConfig", adds_to="checkpoint")

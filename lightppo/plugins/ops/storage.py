@@ -18,7 +18,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightppo.errors import StagingError
-from lightppo.files import CACHE_VARIABLE, cache_folder, in_cache, is_url, made_once
+from lightppo.files import is_url
+from lightppo.plugins.sources.node_cache import (
+    CACHE_VARIABLE,
+    cache_folder,
+    in_cache,
+    made_once,
+)
 from lightppo.urls import GIVE_WHOLE, is_cut, login_of, shown_url, without_secrets
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,12 @@ from lightppo.table import Entry
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     ARGUMENTS.register("wandb_key", Entry("lightppo.plugins.records.wandb_key:take_wandb_key"))
+    here = "lightppo.plugins.records"
+    CHECKS.register("told_options", Check(f"{here}.told:tell_options"))
+    CHECKS.register("told_models", Check(f"{here}.told:tell_models", when="models"))
+    CALLBACKS.register("profiles", CallbackEntry(f"{here}.profiles:profiles"))
+    CALLBACKS.register("evaluations", CallbackEntry(f"{here}.evaluations:Evaluations"))
+    CALLBACKS.register("closing_lines", CallbackEntry(f"{here}.told:ClosingLines"))
     CHECKS.register(
         "own_folders", Check("lightppo.plugins.records.run_folder:claim_folders", when="folders")
     )
@@ -24,7 +30,12 @@ def register() -> None:
         "lightppo.plugins.records.alarms:meanings",
         about="1 if the metrics show a problem, otherwise 0; the log says when it starts",
     )
-    register_section(
-        "trackers", "lightppo.plugins.records.sections:TrackerConfig", adds_to="logging"
-    )
+    sections = {
+        "trackers": "TrackerConfig",
+        "profiles": "ProfileConfig",
+        "examples": "ExamplesConfig",
+    }
+    for name, kind in sections.items():
+        register_section(name, f"{here}.sections:{kind}", adds_to="logging")
+    register_section("samples", f"{here}.sections:SamplesConfig", adds_to="sampling")
     SAMPLING.register("replay", Entry("lightppo.plugins.records.rollout_files:replay"))

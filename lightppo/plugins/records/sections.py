@@ -1,4 +1,4 @@
-"""Options of trackers beside metrics.jsonl."""
+"""Options of trackers beside metrics.jsonl, of recorded samples and of profiles."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -62,3 +62,36 @@ class TrackerConfig(Section, adds_to="logging", resume_safe=True):
             yield f"MLflow in {asked.use_mlflow}"
         if asked.use_trackio:
             yield f"trackio: trackio show --project {asked.use_trackio}"
+
+
+class ProfileConfig(Section, adds_to="logging", resume_safe=True):
+    """Traces of steps."""
+
+    profile_steps: tuple[int, ...] = option(
+        (), "Steps to trace with torch's profiler, into SAVE_PATH/profile.", "PPO steps", ge=1
+    )
+
+    @staticmethod
+    def places(config: Any) -> Iterator[str]:
+        if config.logging.profile_steps:
+            yield f"profiles in {config.checkpoint.save_path}/profile"
+
+
+class ExamplesConfig(Section, adds_to="logging", resume_safe=True):
+    """Samples in the log."""
+
+    num_examine: int = option(1, "Samples printed per step and data source.", "samples", ge=0)
+
+
+class SamplesConfig(Section, adds_to="sampling", resume_safe=True):
+    """Samples in files."""
+
+    record_samples: int = option(
+        16,
+        "Samples kept in SAVE_PATH/rollouts with numbers per token, in whole groups; 0: none.",
+        "samples per step",
+        ge=0,
+    )
+    rollout_data_dir: str | None = option(
+        None, "Folder for stepN.jsonl, with every sample that the step trains on."
+    )

@@ -9,8 +9,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lightppo.config.cli import CommandParser
 from lightppo.errors import ReportError
+from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.report.page import (
     facts_of,
     options_of,

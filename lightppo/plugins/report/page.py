@@ -18,9 +18,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightppo.config.cli import CommandParser
 from lightppo.config.rules import PPOConfig
 from lightppo.errors import ReportError, StagingError
+from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.ops import durable
 from lightppo.plugins.ops.storage import download, is_url, local_folder, read_apart
 from lightppo.plugins.records.alarms import ALARMS

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from lightppo.config.cli import CommandParser
-from lightppo.hub import mistyped_path
+from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.records.alarms import ALARMS
+from lightppo.plugins.sources.hub import mistyped_path
 from lightppo.terminal import plain
 
 _SECONDS = 2.0  # between two frames

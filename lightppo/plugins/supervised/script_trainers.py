@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightppo.data.datasets import SFTDataset as ExampleDataset
 from lightppo.errors import ConfigError
+from lightppo.plugins.exports.periodic import save_hf
 from lightppo.plugins.supervised.objectives import DPO, SFT, Objective, RewardModelling
 from lightppo.plugins.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.plugins.supervised.sections import SupervisedConfig
@@ -239,7 +240,7 @@ class ScriptTrainer(SupervisedTrainer):
                 self.model, root, f"global_step{step}", **limits, client_state=states
             )
         if c.save_hf_ckpt:
-            self.checkpointer.save_hf(root, step)
+            save_hf(self.checkpointer, root, step)
 
     def evaluate(self, eval_dataloader: DataLoader, steps: int = 0) -> dict[str, float]:
         """``eval/loss`` and further means over all rows of the dataloader. Collective."""

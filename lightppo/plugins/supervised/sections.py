@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from lightppo.config import options as ppo
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import files, first_of_each, relations
+from lightppo.config.rules import first_of_each, relations, templates
 from lightppo.errors import ConfigError
 from lightppo.files import join
 from lightppo.option import SECTIONS, Section, option
@@ -238,7 +238,7 @@ class SupervisedConfig(OptionSet):
         o.config, o.facts = self, {}
         yield from self.missing()
         yield from relations(o)
-        yield from files(o)
+        yield from templates(o)
         for part in self.parts():
             yield from part.problems(o)
         if o.num_epochs is not None and o.max_steps is not None:

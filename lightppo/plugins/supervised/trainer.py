@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from lightppo.data.readers import blending_datasets
+from lightppo.data.readers import read_rows
 from lightppo.models import loading
 from lightppo.models.packing import to_device
 from lightppo.models.wrapper import prepare_model
@@ -137,7 +137,7 @@ class SupervisedTrainer(TrainingLoop):
         with self.running():
             for step, (micro_batches, is_last) in self.steps():
                 epoch = float(self.state.episode)
-                with self.timer("step"), self.profiler(step):
+                with self.timer("step"), self.callbacks.around_step(self, step):
                     self.status = {**self.training_step(micro_batches), "train/epoch": epoch}
                 self.skipped.end_step()
                 self.state.finish_step(self.config.training.train_batch_size, is_last)
@@ -221,6 +221,12 @@ class SupervisedTrainer(TrainingLoop):
 
     # -- the end -------------------------------------------------------------------------------------------------
 
+    def finish(self) -> None:
+        super().finish()
+        if self.keeps:
+            path = self.config.checkpoint.save_path
+            self.strategy.print(f"next: {self.objective.next.format(path=path)}")
+
     def save_model(self) -> None:
         """The model at ``save_path``, with what the objective finds out of it at the end. Collective."""
         self.model.eval()
@@ -233,13 +239,6 @@ class SupervisedTrainer(TrainingLoop):
             self.config.checkpoint.save_path,
             step=self.state.global_step,
         )
-
-    def closing_lines(self) -> list[str]:
-        path = self.config.checkpoint.save_path
-        return [
-            f"files: {building.places(self.config)}",
-            f"next: {self.objective.next.format(path=path)}",
-        ]
 
     def _write_batch(
         self, path: Path, batch: Sequence[Batch], facts: Mapping[str, Any]
@@ -278,9 +277,6 @@ def build(
     prepare_model(model, "actor", config, strategy.device)
     counted = parameter_count(model, trained_only=find_adapters(model) is not None)
     run.sizes = {"actor": counted, "export": parameter_count(model)}
-    strategy.print(
-        f"model: {parameter_count(model):,} parameters, {counted:,} train\nfiles: {building.places(config)}"
-    )
     steps = schedule_steps(config, loader, strategy)
     prepared = strategy.prepare(
         building.with_optimizer(model, training.learning_rate, steps, config, strategy)
@@ -312,7 +308,6 @@ def begin(config: SupervisedConfig) -> building.Building:
     strategy = building.build_strategy(config)
     strategy.setup_distributed()
     config.validate(strategy.world_size)
-    strategy.print(building.described(config))
     asked = config.resolved()
     run = building.Building(given=config, asked=asked, config=asked, strategy=strategy)
     run.check("options")
@@ -328,23 +323,19 @@ def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | 
     """Rows to learn from, and held-out ones if there are any; of a trial the longest ones. Collective."""
     config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
 
-    def dataset(paths: str, split: str, limit: int, flag: str) -> Any:
-        rows = blending_datasets(
-            paths, None, strategy, config.strategy.seed, train_split=split, flag=flag
-        )
+    def dataset(name: str, split: str, limit: int) -> Any:
+        rows = read_rows(config, name, split, strategy)
         read = objective.build_dataset(rows.select(range(min(len(rows), limit))), tokenizer)
-        strategy.print(f"{flag} {paths}: {read.report}")
+        strategy.print(f"--{name} {config.flat()[name]}: {read.report}")
         return read
 
     def part_of(whole: Any, positions: Iterable[int]) -> Any:
         return objective.build_dataset(whole.dataset.select(whole.numbers(positions)), tokenizer)
 
     data, held_out = config.data, None
-    rows = dataset(data.dataset, data.dataset_split, data.max_samples, "--dataset")
+    rows = dataset("dataset", data.dataset_split, data.max_samples)
     if data.eval_dataset:
-        held_out = dataset(
-            data.eval_dataset, data.eval_split, data.eval_max_samples, "--eval_dataset"
-        )
+        held_out = dataset("eval_dataset", data.eval_split, data.eval_max_samples)
     run.rows, run.held_out = {"dataset": rows}, held_out
     building.check_lengths(config, building.model_config(config), int(rows.lengths.max()))
     run.check("data")

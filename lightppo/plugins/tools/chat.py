@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config import RolloutConfig, StrategyConfig
-from lightppo.config.cli import CommandParser, exit_on_mistakes
+from lightppo.config.cli import exit_on_mistakes
 from lightppo.errors import ConfigError, UserError
-from lightppo.models.folders import check_model
+from lightppo.plugins.hints.small_commands import CommandParser
+from lightppo.plugins.sources.folders import check_model
 from lightppo.plugins.tools.convert import add_base, open_model
 from lightppo.terminal import plain
 

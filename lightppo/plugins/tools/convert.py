@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightppo.config.cli import CommandParser, exit_on_mistakes
+from lightppo.config.cli import exit_on_mistakes
 from lightppo.errors import CheckpointError, ConfigError, ModelLoadError, UserError
-from lightppo.hub import mistyped_path
-from lightppo.models.folders import check_model
+from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.ops.durable import check_writable
 from lightppo.plugins.records.places import check_output
 from lightppo.plugins.report.page import options_of, recorded_path
+from lightppo.plugins.sources.folders import check_model
+from lightppo.plugins.sources.hub import mistyped_path
 
 _BASE_KEY = "base_model_name_or_path"  # of an adapter's config
 PARTS = ("actor", "critic", "ema", "reference")

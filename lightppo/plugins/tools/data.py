@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lightppo.config.cli import exit_on_mistakes, parse_section
+from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.options import all_options
 from lightppo.errors import ConfigError, DataError, UserError
 from lightppo.option import Option, Section, option
+from lightppo.plugins.hints.small_commands import parse_section
 from lightppo.plugins.supervised.sections import COMMANDS
 from lightppo.terminal import plain
 
@@ -98,8 +99,8 @@ def kind_of(config: RowsConfig) -> str:
 
 def check(config: RowsConfig) -> None:
     """Refuses what is not there, before anything heavy is imported."""
-    from lightppo.data.readers import check_data_paths
-    from lightppo.models.folders import check_tokenizer
+    from lightppo.plugins.sources.blends import check_data_paths
+    from lightppo.plugins.sources.folders import check_tokenizer
 
     flag = "prompt_data" if kind_of(config) == "ppo" else "dataset"
     check_data_paths(getattr(config, flag), flag=f"--{flag}")
@@ -110,7 +111,7 @@ def check(config: RowsConfig) -> None:
 
 def read(config: RowsConfig) -> tuple[Any, str]:
     """The rows, and the flag that names them."""
-    from lightppo.data.readers import blending_datasets, with_metadata
+    from lightppo.plugins.sources.blends import blending_datasets, with_metadata
 
     paths, probs, split, flag = (
         config.prompt_data,

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightppo.config.cli import CommandParser, exit_on_mistakes
+from lightppo.config.cli import exit_on_mistakes
 from lightppo.errors import ConfigError
+from lightppo.plugins.hints.small_commands import CommandParser
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

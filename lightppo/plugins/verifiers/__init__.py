@@ -3,12 +3,14 @@
 from lightppo import rewards
 from lightppo.option import register_section
 from lightppo.plugin import (
+    CHECKS,
     REWARD_MANAGERS,
     REWARD_SUMS,
     REWARD_WRAPPERS,
     REWARDS,
     SCORED,
     SCORERS,
+    Check,
     RewardEntry,
     RewardManager,
 )
@@ -29,6 +31,7 @@ def register() -> None:
     for name, calls in {"naive": "sample", "batch": "batch", "dapo": "either"}.items():
         REWARD_MANAGERS.register(name, RewardManager(f"{here}.runners:runner_of", calls=calls))
     REWARD_MANAGERS["auto"] = RewardManager(f"{here}.runners:runner_of")
+    CHECKS.register("routes", Check(f"{here}.sums:check_routes", when="data"))
     REWARD_SUMS.register("weighted", Entry(f"{here}.sums:sum_of"))
     SCORERS.register("async_rewards", Entry(f"{here}.background:scorer_of"))
     SCORED.register("check_verifier_status", Entry(f"{here}.status:status_check"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lightppo.data.records import Rollout
-from lightppo.errors import NonFiniteRewardError, RewardError
+from lightppo.errors import ConfigError, NonFiniteRewardError, RewardError
 from lightppo.rewards.source import (
     RewardOutput,
     RewardSource,
@@ -27,6 +28,18 @@ def sum_of(routes: Routes, by: str) -> RewardSource:
     if list(routes) == [DEFAULT_ROUTE]:
         return CombinedReward(dict(routes[DEFAULT_ROUTE]))
     return RoutedReward(routes, by=by)
+
+
+def check_routes(building: Any) -> None:
+    """ConfigError where ``--reward_routes_by`` is no column of the prompts."""
+    flat = building.config.flat()
+    data = {"--prompt_data": building.rows.get("prompt_data"), "--eval_data": building.held_out}
+    for flag, prompts in data.items() if flat.get("reward_routes") else ():
+        columns = [] if prompts is None else prompts.dataset.column_names
+        if columns and (by := flat["reward_routes_by"]) not in ("label", "data_source", *columns):
+            raise ConfigError(
+                f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {columns}"
+            )
 
 
 class RoutedReward:

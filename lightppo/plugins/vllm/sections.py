@@ -6,7 +6,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from lightppo.option import Section, option
-from lightppo.urls import check_url, is_loopback, shown_url
+from lightppo.plugins.http.addresses import check_url, is_loopback
+from lightppo.urls import shown_url
 
 vllm = partial(option, needs="rollout_engine=vllm")
 any_vllm = partial(option, needs="rollout_engine=vllm|vllm_server")

@@ -16,9 +16,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightppo.config.cli import CommandParser, exit_on_mistakes
-from lightppo.models.folders import check_model
+from lightppo.config.cli import exit_on_mistakes
+from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.http.client import check_bind, read_token
+from lightppo.plugins.sources.folders import check_model
 from lightppo.plugins.vllm.serving import REFUSED, server_command, server_environment
 
 

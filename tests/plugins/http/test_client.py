@@ -18,8 +18,8 @@ from lightppo.errors import (
     SlowServerError,
     UnreachableError,
 )
+from lightppo.plugins.http.addresses import check_url, is_loopback
 from lightppo.plugins.http.client import HTTPClient, check_bind, read_token
-from lightppo.urls import check_url, is_loopback
 
 TOKEN = "s3cret-Token/+=="
 

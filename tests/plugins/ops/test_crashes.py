@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from support.loops import IdleLoop
 
 from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError, TrainingError
+from lightppo.plugins.exports.periodic import clear_exports, save_best, save_hf
 from lightppo.plugins.ops import durable
-from lightppo.strategy.export import clear_exports
 from lightppo.trainer.checkpointing import RunCheckpointer
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -97,7 +98,7 @@ def test_weights_that_are_not_finite_take_no_good_checkpoint(saver, tmp_path):
     with logged(root) as log:
         for bad in (float("nan"), float("inf")):
             weight[0] = bad
-            for save in (mine.save_hf, lambda root, step: mine.save(root, step, {})):
+            for save in (partial(save_hf, mine), lambda root, step: mine.save(root, step, {})):
                 with pytest.raises(
                     TrainingError, match="after step 2 weights of the critic are not finite"
                 ):
@@ -152,9 +153,9 @@ def test_a_crash_takes_no_row_of_a_step_that_is_saved(saver, parts, tmp_path):
 
 def test_a_crash_while_an_export_is_replaced_leaves_the_old_or_the_new(saver, tmp_path):
     mine, root = saver(), tmp_path / "ckpt"
-    mine.save_best(root, 1, "eval/reward", 0.1)
+    save_best(mine, root, 1, "eval/reward", 0.1)
     with logged(root) as log:
-        mine.save_best(root, 2, "eval/reward", 0.2)
+        save_best(mine, root, 2, "eval/reward", 0.2)
 
     def look(folder: Path) -> Any:
         clear_exports(folder)

@@ -11,10 +11,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lightppo.data.readers import blending_datasets
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError, StagingError
 from lightppo.plugins.ops.storage import check_scheme, content_folder, stage_to_local
+from lightppo.plugins.sources.blends import blending_datasets
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightppo.errors import DataError, ModelLoadError
-from lightppo.suggestions import similar
+from lightppo.plugins.hints.meant_names import similar
 
 SECONDS = 5.0  # that the hub has to answer
 

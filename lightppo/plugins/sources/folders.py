@@ -7,10 +7,9 @@ import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from lightppo.errors import ConfigError, ModelLoadError
-from lightppo.hub import check_on_hub, mistyped_path
+from lightppo.errors import ModelLoadError
+from lightppo.plugins.sources.hub import check_on_hub, mistyped_path
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".ckpt")
@@ -24,6 +23,12 @@ _TOKENIZER = (
 )
 _TOKENIZER += ("*.tiktoken", "tiktoken.model", "tekken.json", "tokenization_*.py")
 _LFS = b"version https://git-lfs"
+
+
+def look(path: str, flag: str, kind: str) -> None:
+    """:func:`check_model` or :func:`check_tokenizer`."""
+    check = check_tokenizer if kind == "tokenizer" else check_model
+    check(path, flag)
 
 
 def check_model(
@@ -168,13 +173,3 @@ def file_problem(file: Path) -> str | None:
         if size == whole
         else f"is not complete: {size:,} of {whole:,} bytes; download it again"
     )
-
-
-def check_positions(config: Any, positions: int | None) -> None:
-    """Prompt and response must fit; ``None``: a model without a limit."""
-    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
-    if positions is not None and prompt + response > positions:
-        raise ConfigError(
-            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
-            f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
-        )

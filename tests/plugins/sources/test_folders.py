@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.folders import check_model, check_tokenizer, file_problem, weights_problem
 from lightppo.models.loading import get_tokenizer, load_causal_lm
+from lightppo.plugins.sources.folders import (
+    check_model,
+    check_tokenizer,
+    file_problem,
+    weights_problem,
+)
 
 
 @pytest.fixture

@@ -1,0 +1,89 @@
+"""Batches of a script's own prompts dataloader as prompts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+from lightppo.data.records import Prompt
+
+
+class PromptText(str):
+    """The text of a prompt, which also knows the :class:`Prompt`: its token ids, row number and further columns."""
+
+    prompt: Prompt
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> PromptText:
+        text = cls(prompt.text)
+        text.prompt = prompt
+        return text
+
+
+def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
+    """A batch of a prompts dataloader as prompts.
+
+    Args:
+        batch: prompts, strings, or in the seed's style (prompts, labels) or (prompts, labels, references), where
+            ``references`` are the ground truth and ``labels`` name the data source.
+        tokenizer: for strings.
+        prompt_max_len: longest prompt, tokens.
+
+    Raises:
+        TypeError: on a batch of another form.
+        ValueError: on a string longer than ``prompt_max_len`` tokens, or columns of different lengths.
+    """
+    if isinstance(batch, list) and all(isinstance(item, Prompt) for item in batch):
+        return batch
+    texts, labels, references = _columns(batch)
+    for name, column in (("labels", labels), ("references", references)):
+        if column is not None and len(column) != len(texts):
+            raise ValueError(f"a batch of {len(texts)} prompts has {len(column)} {name}")
+    prompts = []
+    for i, text in enumerate(texts):
+        if isinstance(text, PromptText):
+            label = (
+                references[i]
+                if references is not None
+                else text.prompt.label
+                if labels is None
+                else labels[i]
+            )
+            prompts.append(replace(text.prompt, label=label))
+            continue
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(token_ids) > prompt_max_len:
+            raise ValueError(
+                f"the prompt {text[:60]!r}… has {len(token_ids)} tokens, more than prompt_max_len {prompt_max_len}: "
+                "raise it, or build the dataset with truncation"
+            )
+        label = (
+            references[i] if references is not None else labels[i] if labels is not None else None
+        )
+        source = str(labels[i]) if references is not None and labels is not None else "default"
+        prompts.append(Prompt(text, token_ids, label, _index_of(text), source))
+    return prompts
+
+
+def _columns(batch: Any) -> list:
+    """``[prompts, labels, references]``, the last two possibly ``None``."""
+    columns = (
+        [batch] if _is_texts(batch) else list(batch) if isinstance(batch, (list, tuple)) else []
+    )
+    of_rows = all(c is None or (hasattr(c, "__len__") and not isinstance(c, str)) for c in columns)
+    if not 1 <= len(columns) <= 3 or not _is_texts(columns[0]) or not of_rows:
+        raise TypeError(
+            "a batch of prompts must be a list of Prompt or of strings, or (prompts, labels[, references]); "
+            f"got {type(batch).__name__} {str(batch)[:80]}"
+        )
+    return [*columns, None, None][:3]
+
+
+def _is_texts(column: Any) -> bool:
+    return isinstance(column, (list, tuple)) and all(isinstance(text, str) for text in column)
+
+
+def _index_of(text: str) -> int:
+    """A number for a prompt without row number: equal texts form one group, on any rank."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
