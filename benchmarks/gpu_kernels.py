@@ -328,7 +328,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"checkpoints": True},
     "checkpointing, torch.compile": {"checkpoints": True, "compiled": True},
     "checkpointing, activations offloaded": {"checkpoints": True, "offload": True},
-    "Liger": {"liger": True},  # last: it changes transformers' classes for the rest of the process
+    "Liger": {"liger": True},
 }
 
 
@@ -404,6 +404,7 @@ def train_once(
     from lightppo.models.actor import Actor
     from lightppo.models.packing import on_cpu
     from lightppo.plugins.kernels import layers
+    from lightppo.plugins.kernels.liger import use_liger_kernels
 
     counters.clear()
     config = llama_config(scale)
@@ -417,7 +418,7 @@ def train_once(
         actor.gradient_checkpointing_enable()
     actor.activation_offload = offload
     if liger:
-        layers.use_liger_kernels(model)
+        use_liger_kernels(model)
     if compiled:
         layers.compile_layers(model, "eager" if device == "cpu" else "inductor")
     given, turn = batches_of(scale, device), iter(range(10**9))
