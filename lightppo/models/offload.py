@@ -268,10 +268,14 @@ class ActivationOffload:
         kept = {**self._leaving, **self._ahead}
         return sum(self._kept[number].nbytes for number in kept)
 
+    def _takes(self, saved: Tensor) -> bool:
+        plain = type(saved) is Tensor and saved.layout is torch.strided
+        return plain and saved.device == self.streams.device and saved.nbytes >= self.smallest
+
     def _pack(self, own: OwnWeights, saved: Tensor) -> Any:
         if weight := own.reference(saved):
             return weight
-        if saved.device != self.streams.device or saved.nbytes < self.smallest:
+        if not self._takes(saved):
             return saved
         self._clear_up()
         self._count += 1

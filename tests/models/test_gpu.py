@@ -16,7 +16,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from lightppo.models import packing
 from lightppo.models.actor import Actor
-from lightppo.models.offload import ActivationOffload, CUDAStreams, is_exact
+from lightppo.models.offload import ActivationOffload, CUDAStreams, is_exact, offload_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,7 +92,10 @@ def test_no_packed_row_needs_the_slow_kernel(
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpointing", "offloading"])
-def test_no_layer_waits(how: str) -> None:
+def test_no_layer_waits(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "offloading":  # also what is small
+        device = torch.device("cuda", torch.cuda.current_device())
+        monkeypatch.setattr(offload_of(device), "smallest", 1)
     prompts = torch.tensor([[5, 6, 7], [5, 6, 7], [8, 9, 10]])
     sequences = torch.cat([prompts, torch.randint(3, 48, (3, 6))], 1).cuda()
     waits = []

@@ -211,6 +211,10 @@ def test_weights_small_tensors_and_other_devices_stay(streams: LateStreams) -> N
         assert streams.counts["to the CPU"] == 1
     assert small.grad_fn._saved_self.data_ptr() == x.data_ptr()
     assert far.grad_fn._saved_self.is_meta
+    few = torch.eye(SIZE).to_sparse()
+    with small_offload(streams).around(own):
+        product = torch.sparse.mm(few, x)
+    assert product.grad_fn._saved_self.is_sparse
 
 
 def test_backward_twice(streams: LateStreams) -> None:
