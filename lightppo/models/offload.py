@@ -48,6 +48,8 @@ class OwnWeights:
 
     def reference(self, saved: Tensor) -> tuple[nn.Parameter, torch.Size, tuple[int, ...]] | None:
         """To a weight, or a transposed view of it; None for anything else."""
+        if saved.layout is not torch.strided:  # it has no memory of its own
+            return None
         for weight in self._by_numel.get(saved.numel(), ()):
             if weight.data_ptr() == saved.data_ptr():
                 return weight, saved.size(), saved.stride()

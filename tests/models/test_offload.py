@@ -214,7 +214,7 @@ def test_weights_small_tensors_and_other_devices_stay(streams: LateStreams) -> N
     few = torch.eye(SIZE).to_sparse()
     with small_offload(streams).around(own):
         product = torch.sparse.mm(few, x)
-    assert product.grad_fn._saved_self.is_sparse
+    assert product.grad_fn._saved_mat1.is_sparse
 
 
 def test_backward_twice(streams: LateStreams) -> None:
