@@ -271,8 +271,11 @@ class ActivationOffload:
         return sum(self._kept[number].nbytes for number in kept)
 
     def _takes(self, saved: Tensor) -> bool:
-        plain = type(saved) is Tensor and saved.layout is torch.strided
-        return plain and saved.device == self.streams.device and saved.nbytes >= self.smallest
+        if saved.device != self.streams.device or saved.layout is not torch.strided:
+            return False
+        # of repeated rows the memory is less
+        nbytes = min(saved.nbytes, saved.untyped_storage().nbytes())
+        return type(saved) is Tensor and nbytes >= self.smallest
 
     def _pack(self, own: OwnWeights, saved: Tensor) -> Any:
         if weight := own.reference(saved):

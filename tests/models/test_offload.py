@@ -209,6 +209,10 @@ def test_weights_small_tensors_and_other_devices_stay(streams: LateStreams) -> N
         small = x[0].sin()
         far = torch.ones(SIZE, SIZE, device="meta", requires_grad=True).sin()
         assert streams.counts["to the CPU"] == 1
+        row = torch.ones(1, SIZE, requires_grad=True)
+        (row.expand(SIZE, SIZE) * x.cos()).sum()
+        # x for its cosine, and that; not the row, which is one in memory
+        assert streams.counts["to the CPU"] == 3
     assert small.grad_fn._saved_self.data_ptr() == x.data_ptr()
     assert far.grad_fn._saved_self.is_meta
     few = torch.eye(SIZE).to_sparse()
