@@ -328,7 +328,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"checkpoints": True},
     "checkpointing, torch.compile": {"checkpoints": True, "compiled": True},
     "checkpointing, activations offloaded": {"checkpoints": True, "offload": True},
-    "Liger": {"liger": True},  # last: it changes transformers' classes for the rest of the process
+    "Liger": {"liger": True},
+    "checkpointing, Liger": {"checkpoints": True, "liger": True},
 }
 
 
@@ -337,9 +338,10 @@ def train(rows: Rows) -> None:
     sizes = {"0.6B": SCALES["gpu"], "1.5B": SCALES["1.5B"], "7B": SCALES["7B"]}
     sizes = {"tiny": SCALES["tiny"]} if rows.small else sizes
     for name, how in VARIANTS.items():
-        missing = {"flash_attention_2": "flash_attn", "Liger": "liger_kernel"}.get(name)
+        missing = "liger_kernel" if how.get("liger") else ""
+        missing = "flash_attn" if name == "flash_attention_2" else missing
         reason = lacks(missing) if missing else ""
-        if rows.small and name in ("Liger", "checkpointing, activations offloaded"):
+        if rows.small and (how.get("liger") or how.get("offload")):
             reason = reason or "for a GPU"
         for size, scale in sizes.items():
             if size == "7B" and "checkpoints" not in how:
@@ -404,6 +406,7 @@ def train_once(
     from lightppo.models.actor import Actor
     from lightppo.models.packing import on_cpu
     from lightppo.plugins.kernels import layers
+    from lightppo.plugins.kernels.liger import use_liger_kernels
 
     counters.clear()
     config = llama_config(scale)
@@ -417,7 +420,7 @@ def train_once(
         actor.gradient_checkpointing_enable()
     actor.activation_offload = offload
     if liger:
-        layers.use_liger_kernels(model)
+        use_liger_kernels(model)
     if compiled:
         layers.compile_layers(model, "eager" if device == "cpu" else "inductor")
     given, turn = batches_of(scale, device), iter(range(10**9))

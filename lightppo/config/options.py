@@ -100,15 +100,17 @@ class ModelConfig(Section, of="weights"):
         needs="gradient_checkpointing or critic_gradient_checkpointing",
     )
     activation_offload: bool = safe(
-        False, "GPU only: keep activations in CPU memory. Less GPU memory, more time."
+        False, "GPU only: keep activations in CPU memory. They are copied while the GPU computes."
     )
     torch_compile: bool = safe(
         False,
         "Compile the layers of actor, critic and reference: minutes at the start, faster steps on a GPU.",
         needs="zero_stage!=3 and critic_zero_stage!=3 and ref_zero_stage!=3",
     )
-    use_liger_kernel: bool = safe(
-        False, "GPU only: use liger-kernel's norms, rotary embeddings and MLPs."
+    use_liger_kernel: bool | None = safe(
+        None,
+        "GPU only: use liger-kernel's norms, rotary embeddings and MLPs. None: if it is installed and gives the same "
+        "log probs and gradients, without --torch_compile; the log says which.",
     )
 
 

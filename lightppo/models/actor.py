@@ -276,7 +276,8 @@ class Actor(PretrainedWrapper):
         if router_logits:
             inputs["output_router_logits"] = True
         partly = position_ids is not None and places is not None and not reads_mask
-        with self._offloading(), self._reading(places, input_ids) if partly else nullcontext():
+        reading = self._reading(places, input_ids) if partly else nullcontext()
+        with self._offloading(input_ids.device), reading:
             output = self.model(**inputs)
         if places is not None and not in_model:
             output.logits = output.logits[:, places]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
 from lightppo.models.cpu import accelerate_on_cpu
 from lightppo.models.fused import fuse
 from lightppo.models.loading import decoder_layers, disable_dropout, untrainable
+from lightppo.models.offload import offloading
 from lightppo.models.packing import (
     PACKED_SDPA,
     action_predictors,
@@ -313,31 +313,11 @@ class PretrainedWrapper(nn.Module):
             return nullcontext()
         return only_at(self.last_layer_parts, places)
 
-    def _offloading(self) -> AbstractContextManager:
-        """Keeps activations, but no weights, in CPU memory until the backward pass, page-locked if there is a GPU."""
+    def _offloading(self, device: torch.device) -> AbstractContextManager:
+        """Context for a forward whose activations, but no weights, wait for the backward pass in CPU memory."""
         if not self.activation_offload or not torch.is_grad_enabled():
             return nullcontext()
-        weights: dict[int, list[nn.Parameter]] = defaultdict(list)
-        for weight in self.hf_model.parameters():
-            weights[getattr(weight, "ds_numel", weight.numel())].append(weight)
-
-        def pack(saved: Tensor) -> tuple[Any, ...]:
-            for weight in weights.get(saved.numel(), ()):
-                if weight.data_ptr() == saved.data_ptr():  # the weight, or a transposed view of it
-                    return weight, saved.size(), saved.stride()
-            kept = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
-            # unlike save_on_cpu's: the host does not wait
-            return saved.device, kept.copy_(saved, non_blocking=True)
-
-        def unpack(packed: tuple[Any, ...]) -> Tensor:
-            # of ZeRO-3, gathered again and perhaps elsewhere
-            if isinstance(packed[0], nn.Parameter):
-                weight, size, stride = packed
-                return weight.detach().as_strided(size, stride, weight.storage_offset())
-            device, kept = packed
-            return kept.to(device, non_blocking=True)
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return offloading(self.hf_model.parameters(), device)
 
 
 def is_models_own(error: Exception) -> bool:

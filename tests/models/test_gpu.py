@@ -16,6 +16,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from lightppo.models import packing
 from lightppo.models.actor import Actor
+from lightppo.models.offload import ActivationOffload, CUDAStreams, is_exact, offload_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,7 +92,10 @@ def test_no_packed_row_needs_the_slow_kernel(
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpointing", "offloading"])
-def test_no_layer_waits(how: str) -> None:
+def test_no_layer_waits(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "offloading":  # also what is small
+        device = torch.device("cuda", torch.cuda.current_device())
+        monkeypatch.setattr(offload_of(device), "smallest", 1)
     prompts = torch.tensor([[5, 6, 7], [5, 6, 7], [8, 9, 10]])
     sequences = torch.cat([prompts, torch.randint(3, 48, (3, 6))], 1).cuda()
     waits = []
@@ -112,6 +116,26 @@ def test_no_layer_waits(how: str) -> None:
                 torch.cuda.set_sync_debug_mode("default")
         waits.append(sum("called a synchronizing" in str(w.message) for w in caught))
     assert waits[0] == waits[1] <= 8
+
+
+@pytest.mark.parametrize("slow", ["computing", "copying"])
+def test_copies_and_computation_wait_for_each_other(slow: str) -> None:
+    """Whichever of the two streams is late."""
+
+    class SlowStreams(CUDAStreams):
+        def computing(self) -> torch.cuda.Stream:
+            if slow == "computing":
+                torch.cuda._sleep(1_000_000)
+            return super().computing()
+
+        def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            if slow == "copying":
+                with torch.cuda.stream(self.copying):
+                    torch.cuda._sleep(1_000_000)
+            super().copy(target, source)
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert is_exact(ActivationOffload(SlowStreams(device), slab=1 << 20))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

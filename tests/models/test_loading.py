@@ -43,7 +43,8 @@ from lightppo.models.loading import (
 )
 from lightppo.models.wrapper import prepare_model
 from lightppo.plugins.compat.seed import get_llm_for_sequence_regression
-from lightppo.plugins.kernels.layers import compile_layers, use_liger_kernels
+from lightppo.plugins.kernels.layers import compile_layers
+from lightppo.plugins.kernels.liger import use_liger_kernels
 
 MakeModel = Callable[..., PreTrainedModel]
 

@@ -9,6 +9,6 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     CHECKS.register("cuda_graphs", Check("lightppo.plugins.kernels.graphs:check_device"))
     DECODING_RUNNERS.register("cuda_graphs", Entry("lightppo.plugins.kernels.graphs:runner"))
-    PREPARATIONS.register("liger", Entry("lightppo.plugins.kernels.layers:prepare_liger"))
+    PREPARATIONS.register("liger", Entry("lightppo.plugins.kernels.liger:prepare_liger"))
     PREPARATIONS.register("compile", Entry("lightppo.plugins.kernels.layers:prepare_compiled"))
     register_section("kernels", "lightppo.plugins.kernels.sections:KernelConfig", adds_to="engine")

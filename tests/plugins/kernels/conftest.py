@@ -1,5 +1,16 @@
 """What tests of this plugin share with those of other folders."""
 
 from support.fixtures.character_models import actor_of, llama, make_llama, model, prompts, tokenizer
+from support.fixtures.families import causal_lm, classifier, family
 
-__all__ = ["actor_of", "llama", "make_llama", "model", "prompts", "tokenizer"]
+__all__ = [
+    "actor_of",
+    "causal_lm",
+    "classifier",
+    "family",
+    "llama",
+    "make_llama",
+    "model",
+    "prompts",
+    "tokenizer",
+]
