@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
@@ -23,7 +23,7 @@ def properties(function) -> dict[str, Any]:
 
 
 def plain(
-    x: int, names: list[str], choice: Literal["a", "b"], more: Optional[dict[str, float]] = None
+    x: int, names: list[str], choice: Literal["a", "b"], more: dict[str, float] | None = None
 ) -> str:
     """
     Does a thing.
@@ -211,9 +211,9 @@ def test_names():
     def others(x: int, **more): ...
 
     assert tool(named).check({"x": 1}) == {"x": 1}
-    with pytest.raises(BadCall, match="missing argument x. It takes x, y."):
+    with pytest.raises(BadCall, match=r"missing argument x\. It takes x, y\."):
         tool(named).check({"y": 1})
-    with pytest.raises(BadCall, match="unknown argument z. It takes x, y."):
+    with pytest.raises(BadCall, match=r"unknown argument z\. It takes x, y\."):
         tool(named).check({"x": 1, "z": 1})
     with pytest.raises(BadCall, match="must be an object"):
         tool(named).check("x")
