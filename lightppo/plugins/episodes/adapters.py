@@ -107,13 +107,14 @@ class GymEnvironment:
 def _gym(name: str) -> Adapted:
     option = f"--env gym:{name}"
     gymnasium = _installed("gymnasium", option)
-    registration = gymnasium.envs.registration
     try:
         module, _, own = name.rpartition(":")  # gymnasium's own MODULE:ID, which registers it
         if module:
             importlib.import_module(module)
         spec = gymnasium.spec(own)
-        creator = registration.load_env_creator(spec.entry_point)
+        creator = spec.entry_point
+        if not callable(creator):
+            creator = gymnasium.envs.registration.load_env_creator(creator)
     except Exception as error:
         raise ConfigError(f"{option}: {error_text(error)}") from error
     options = {}

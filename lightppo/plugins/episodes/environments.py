@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -88,6 +89,7 @@ class Environments:
             )
         self._probe()
         self._python = self._python_tool(sandbox)
+        self._forgotten: deque[Seat] = deque()  # of sessions whose loop ended before them
         self._schemas: dict[str, list[dict[str, Any]]] = {}
 
     @property
@@ -114,7 +116,7 @@ class Environments:
         wanted = row.get(ROUTING_COLUMN)
         if len(self._specs) == 1 and (wanted is None or self.contract == "trl"):
             return next(iter(self._specs))
-        if wanted not in self._specs:
+        if not isinstance(wanted, str) or wanted not in self._specs:
             has = f"has {wanted!r}" if wanted is not None else "is missing"
             raise ConfigError(
                 f"--env: the row's column {ROUTING_COLUMN!r} {has}; it must be one of {', '.join(self._specs)}"
@@ -174,6 +176,8 @@ class Environments:
         return getattr(self._room, "pids", [])
 
     async def _take(self, spec: EnvironmentSpec) -> Seat:
+        while self._forgotten:
+            self._forgotten.popleft().drop()
         needs_process = spec.make is not None or spec.functions.keys() - {PYTHON_TOOL}
         return await (self._room if needs_process else self._local).take(spec)
 
@@ -222,7 +226,9 @@ class Session:
         self._spec = spec
         self._seat: Seat | None = seat
         self._failure: Exception | None = None
+        self._is_made = False
         self._one_at_a_time = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
 
     @property
     def environment(self) -> Any:
@@ -257,7 +263,8 @@ class Session:
             return
         failed = self._failure is not None
         try:
-            if self._spec.method("close") is not None and not self._seat.is_lost:
+            has_close = self._spec.method("close") is not None
+            if has_close and self._is_made and not self._seat.is_lost:
                 self._failure = None
                 await self._ask("close")
         except EnvironmentFailed as error:
@@ -270,14 +277,19 @@ class Session:
                 seat.leave()
 
     def __del__(self) -> None:
-        """A session that nobody closed must not keep a place for ever."""
+        """A session that nobody closed must not keep a place for ever. Garbage is collected anywhere: in the loop."""
         seat = getattr(self, "_seat", None)
-        if seat is not None:
-            seat.drop()
+        if seat is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(seat.drop)
+        except RuntimeError:  # the loop is closed
+            self._environments._forgotten.append(seat)
 
     async def _start(self, row: Mapping[str, Any], seed: int) -> None:
         try:
             await self._ask("constructor", seed=seed)
+            self._is_made = True
             self.opening = await self._ask("reset", row=row, seed=seed)
         except BaseException as error:
             self._failure = self._failure or error

@@ -330,7 +330,7 @@ class UserLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.lost = Once()  # it was blocked, and is given up
+        self.lost = Once()  # why it is given up
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
@@ -349,11 +349,11 @@ class UserLoop:
                 "an environment blocks the event loop of all async ones: it does something slow without await; "
                 "--env_workers runs each one in a process of its own"
             )
-            self.end()
-            self.lost.happen()
+            self.end("another environment blocked the event loop")
 
-    def end(self) -> None:
-        """As soon as it can: tasks are cancelled, the thread ends."""
+    def end(self, why: str) -> None:
+        """As soon as it can: tasks are cancelled, the thread ends. Who waits for it learns why at once."""
+        self.lost.happen(why)
         self._ended = True
         with contextlib.suppress(RuntimeError):  # closed already
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -457,6 +457,9 @@ class LocalSeat:
 
     async def ask(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
         loop = self._used_loop
+        if loop is not None and loop.lost.has_happened:
+            self._abandon()
+            return {"kind": "lost", "text": loop.lost.value}
         with loop.lost.watched() if loop else contextlib.nullcontext() as lost:
             future = self._submit(place, given)
             waiting = {asyncio.wrap_future(one) for one in (future, lost) if one is not None}
@@ -469,7 +472,7 @@ class LocalSeat:
             return future.result()
         self._abandon(future)
         if loop is not None and loop.lost.has_happened:
-            return {"kind": "lost", "text": "another environment blocked the event loop"}
+            return {"kind": "lost", "text": loop.lost.value}
         if self._used_loop is not None:
             await self._used_loop.check()
         return {"kind": "timeout", "text": f"no answer within {timeout:g} s"}
@@ -499,33 +502,34 @@ class LocalSeat:
         self._thread = self._thread or CallThread()
         return self._thread.submit(lambda: drive(self._host.handle(place, given)))
 
-    def _abandon(self, future: Future[Any]) -> None:
-        """What hangs is cancelled where it can be. An object that a thread gives free later is closed there."""
+    def _abandon(self, future: Future[Any] | None = None) -> None:
+        """What hangs is cancelled where it can be. Its object is closed when the call has come back."""
         self.is_lost = True
         if self._loop is not None:
-            future.cancel()
-            if self._host.spec.method("close") is not None and self._host.environment is not None:
-                self._loop.submit(self._host.handle("close", {}))
+            if future is not None:
+                future.cancel()
+            if not self._loop.lost.has_happened:
+                self._loop.submit(self._close_late())
             return
         waits_for = self._in_thread.waits_for
         if waits_for is not None:
             waits_for.cancel()
-        if self._host.spec.method("close") is not None:
-            self._thread.submit(self._close_late)
-        self._thread.end()
-        self._room.abandoned.append(self._thread)
+        if self._thread is not None:
+            self._thread.submit(lambda: drive(self._close_late()))
+            self._thread.end()
+            self._room.abandon(self._thread)
 
-    def _close_late(self) -> None:
-        if self._host.environment is not None:
-            drive(self._host.handle("close", {}))
+    async def _close_late(self) -> None:
+        if self._host.environment is not None and self.spec.method("close") is not None:
+            await self._host.handle("close", {})
 
 
 class LocalRoom:
     """The threads and loops of a run without worker processes, and TRL's objects that wait for their next reset."""
 
     def __init__(self) -> None:
-        self.abandoned: list[CallThread] = []  # whose call hangs
         self.blocked_loops = 0
+        self._abandoned: list[CallThread] = []  # whose call hangs
         self._loop: UserLoop | None = None
         self._kept: dict[str, list[LocalSeat]] = {}
         self._lock = threading.Lock()
@@ -554,10 +558,15 @@ class LocalRoom:
                 self._loop = UserLoop()
             return self._loop
 
+    def abandon(self, thread: CallThread) -> None:
+        """Its call does not come back."""
+        with self._lock:
+            self._abandoned = [one for one in self._abandoned if one.is_alive] + [thread]
+
     @property
     def hung_threads(self) -> int:
-        self.abandoned = [thread for thread in self.abandoned if thread.is_alive]
-        return len(self.abandoned)
+        """Threads whose call has not come back."""
+        return sum(thread.is_alive for thread in self._abandoned)
 
     def close(self) -> None:
         with self._lock:
@@ -566,4 +575,4 @@ class LocalRoom:
         for seat in (seat for seats in kept.values() for seat in seats):
             seat.end()
         if loop is not None:
-            loop.end()
+            loop.end("the environments were closed")

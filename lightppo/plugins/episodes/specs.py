@@ -90,7 +90,7 @@ class EnvironmentSpec:
         """Whether all of it runs in an event loop, so that it needs no thread."""
         names = RESERVED[self.contract]
         functions = [function for name in names if (function := self.method(name)) is not None]
-        functions += [tool.function for tool in self.tools.values()]
+        functions += [tool.function for name, tool in self.tools.items() if name != PYTHON_TOOL]
         return all(map(inspect.iscoroutinefunction, functions))
 
     @property

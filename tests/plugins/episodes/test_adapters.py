@@ -41,8 +41,6 @@ def spec(id):
 
 def make(spec, **options):
     return spec.entry_point(**options)
-
-envs = types.SimpleNamespace(registration=types.SimpleNamespace(load_env_creator=lambda entry: entry))
 """
 
 GAMES = """

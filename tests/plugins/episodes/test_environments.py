@@ -561,7 +561,7 @@ def test_a_hung_thread_is_counted_and_cleans_up_when_it_comes_back(tmp_path):
     asyncio.run(run())
     assert environments.hung_threads == environments.counts["hung_threads"] == 1
     assert not Slow.closed.is_set()
-    thread = environments._local.abandoned[0]
+    thread = environments._local._abandoned[0]
     Slow.go.set()
     assert Slow.closed.wait(60)
     thread._thread.join(60)
@@ -708,3 +708,60 @@ def test_names():
     assert issubclass(ToolError, Exception)
     assert issubclass(EnvFailure, Exception)
     assert math.isfinite(Reply("").reward)
+
+
+def test_the_end_of_all_ends_what_waits():
+    class Waits:
+        async def reset(self): ...
+
+        async def wait(self) -> str:
+            """Wait."""
+            await asyncio.Event().wait()
+
+    environments = Environments(Waits, timeout=60)
+
+    async def run():
+        session = await environments.open({}, seed=1)
+        waiting = asyncio.ensure_future(session.call("wait", {}))
+        await asyncio.sleep(0)
+        await environments.close()
+        for _ in range(2):
+            with pytest.raises(EnvironmentFailed, match="the environments were closed") as caught:
+                await waiting
+            waiting = session.call("wait", {})
+        await session.close()
+        return caught.value.kind
+
+    assert asyncio.run(run()) == "lost"
+
+
+def test_an_object_that_was_never_made_is_not_closed(caplog):
+    class Broken:
+        closed = 0
+
+        def __init__(self):
+            raise ValueError("no")
+
+        def reset(self): ...
+
+        def close(self):
+            Broken.closed += 1
+
+    class Resets(Broken):
+        def __init__(self): ...
+
+        def reset(self):
+            raise ValueError("no")
+
+    for kind, closed in ((Broken, 0), (Resets, 1)):
+        with pytest.raises(EnvironmentFailed, match="no"):
+            asyncio.run(Environments(kind, timeout=60).open({}, seed=1))
+        assert Broken.closed == closed
+
+
+@pytest.mark.parametrize("column", [["Guess"], 3, ""])
+def test_columns_that_route_nowhere(tmp_path, column):
+    environments = Environments(f"{write(tmp_path, GUESS)}:Guess", timeout=60)
+    with pytest.raises(ConfigError, match="must be one of Guess"):
+        environments.route({"environment": column})
+    assert environments.route({"environment": "Guess"}) == environments.route({}) == "Guess"
