@@ -461,18 +461,28 @@ class LocalSeat:
             self._abandon()
             return {"kind": "lost", "text": loop.lost.value}
         with loop.lost.watched() if loop else contextlib.nullcontext() as lost:
-            future = self._submit(place, given)
+            try:
+                future = self._submit(place, given)
+            except RuntimeError as error:
+                self.is_lost = True
+                return {"kind": "lost", "text": f"no thread can be started: {error}"}
             waiting = {asyncio.wrap_future(one) for one in (future, lost) if one is not None}
             try:
                 await asyncio.wait(waiting, timeout=timeout, return_when=FIRST_COMPLETED)
             except asyncio.CancelledError:
                 self._abandon(future)
                 raise
-        if future.done():
-            return future.result()
-        self._abandon(future)
-        if loop is not None and loop.lost.has_happened:
+        answer = future.result() if future.done() and not future.cancelled() else {}
+        if "value" in answer:
+            return answer
+        if (
+            loop is not None and loop.lost.has_happened
+        ):  # then it is no fault of the call that it was cancelled
+            self._abandon(future)
             return {"kind": "lost", "text": loop.lost.value}
+        if answer:
+            return answer
+        self._abandon(future)
         if self._used_loop is not None:
             await self._used_loop.check()
         return {"kind": "timeout", "text": f"no answer within {timeout:g} s"}

@@ -39,6 +39,7 @@ from lightppo.user_code import error_text
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 120  # until the user's files are loaded; imports are slow on a busy machine
+_START_TRIES = 5
 _END_SECONDS = 5  # until the server has ended by itself
 _SETTLE = 0.1  # seconds for an answer on its way
 _LAST_WORDS = 5.0  # seconds in which the server says how a worker ended
@@ -64,7 +65,10 @@ class WorkerRoom:
             raise ConfigError("--env_workers works on Linux only; set it to 0")
         self.size = size
         self.lost_workers = 0  # that were killed, or ended by themselves
-        self._orders = {"entries": list(entries), "tools": list(tools), "contract": contract}
+        self._orders = {
+            **{"entries": list(entries), "tools": list(tools), "contract": contract},
+            "folder": os.getcwd(),  # that relative paths start from
+        }
         self._lock = threading.Lock()
         self._places = size
         self._waiting: deque[Future[None]] = deque()
@@ -152,18 +156,27 @@ class WorkerRoom:
                 known = self._idle[0]
             if known is not None:
                 self._idle.remove(known)
-        if known is None:
-            server = self.start()
-            await server.wait_until_ready()
-            known = server.fork()
-            try:
-                await known.wait_until_ready()
-            except BaseException:
-                known.kill()
-                known.close()
-                raise
+        known = known or await self._new_worker()
         known.names.add(name)
         return known
+
+    async def _new_worker(self) -> _Worker:
+        for _ in range(_START_TRIES):
+            server = self.start()
+            await server.wait_until_ready()
+            try:
+                worker = server.fork()
+            except OSError as error:  # too many open files
+                raise WorkerStartError(f"no worker process can be started: {error}") from error
+            try:
+                problem = await worker.wait_until_ready()
+            except BaseException:
+                worker.close()
+                raise
+            if not problem:
+                return worker
+            worker.close()
+        raise WorkerStartError(f"{_START_TRIES} worker processes in a row did not start: {problem}")
 
 
 class _Server:
@@ -235,6 +248,7 @@ class _Server:
             with theirs:
                 self._process = subprocess.Popen(
                     command,
+                    cwd=orders["folder"],
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what environments print is no output of the run
                     pass_fds=[theirs.fileno()],
@@ -266,7 +280,8 @@ class _Server:
         else:
             with self._lock:
                 worker = self._workers.pop(message["worker"])
-            worker.has_ended(f"its process died ({_how(message['code'])})")
+            how = message.get("not_started") or f"its process died ({_how(message['code'])})"
+            worker.has_ended(how)
 
 
 class _Worker:
@@ -282,13 +297,13 @@ class _Worker:
         self._server = server
         channel.setblocking(False)
 
-    async def wait_until_ready(self) -> None:
-        """Until it has loaded what its server could not."""
+    async def wait_until_ready(self) -> str:
+        """Until it has loaded what its server could not; why it did not start, if so."""
         answer = await self._within(self._receive(), _START_SECONDS)
-        if "value" not in answer:
-            raise WorkerStartError(f"a worker process did not start: {answer['text']}")
-        if answer["value"]:
+        if answer.get("value"):
+            self.kill()
             raise WorkerStartError(answer["value"])
+        return answer.get("text", "")
 
     async def exchange(self, question: bytes, timeout: float) -> Answer:
         """Its answer; after anything else it is killed."""
@@ -322,8 +337,8 @@ class _Worker:
 
     async def _first(self, task: asyncio.Task, ended: asyncio.Future, timeout: float) -> Answer:
         await asyncio.wait({task, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if ended.done():
-            await asyncio.wait({task}, timeout=_SETTLE)  # its last answer
+        if not task.done():  # its last answer; or this loop was late itself
+            await asyncio.wait({task}, timeout=_SETTLE)
         if task.done() and task.exception() is None:
             return task.result()
         self.kill()  # also what it has started, or what it sent is nonsense
@@ -420,10 +435,12 @@ def serve(control_fd: int, orders: Mapping[str, Any]) -> None:
     problem = ""
     if not orders.get("late"):
         signal.alarm(_START_SECONDS)
+        before = _open_files()
         specs, problem = _load(orders)
         signal.alarm(0)
-        if not problem and len(os.listdir("/proc/self/task")) > 1:
-            # Forks would lack the threads that the files have started: workers load them themselves.
+        if not problem and (len(os.listdir("/proc/self/task")) > 1 or _open_files() - before):
+            # Forks would lack the threads that the files have started, and share the connections that they have opened:
+            # workers load them themselves.
             again = json.dumps({**orders, "late": True})
             os.set_inheritable(control_fd, True)
             os.execv(sys.executable, [sys.executable, "-c", _STARTER, str(control_fd), again])
@@ -439,6 +456,11 @@ def _load(orders: Mapping[str, Any]) -> tuple[dict[str, EnvironmentSpec], str]:
     except BaseException as error:
         text = str(error) if isinstance(error, ConfigError) else error_text(error)
         return {}, f"the environments cannot be loaded in a worker process: {text}"
+
+
+def _open_files() -> set[str]:
+    folder = Path("/proc/self/fd")
+    return {path.name for path in folder.iterdir() if path.is_symlink()}
 
 
 def _end_with(parent: int | None) -> None:
@@ -495,7 +517,11 @@ class _Forks:
     def fork(self, number: int, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
         server = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # too many processes, too little memory
+            os.close(descriptor)
+            return self.tell({"worker": number, "not_started": str(error)})
         if pid == 0:
             code = 1
             try:

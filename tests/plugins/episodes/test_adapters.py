@@ -197,7 +197,7 @@ def test_reasoning_gym(reasoning):
 
 
 AGENT = """
-import torch
+import numpy
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 
@@ -211,7 +211,7 @@ class AgentInstance(AgentInstanceBase):
     async def step(self, states: dict, **kwargs):
         self.seen = states["observation_text"]
         done = states["action_text"] == states["label"]
-        reward = torch.tensor([1.0]) if done else torch.tensor(0)
+        reward = numpy.array([1.0]) if done else numpy.array(0)
         feedback = (
             "\\n\\nHuman: [CORRECT]\\n</s>" if done else
             "<|im_end|>\\n<|im_start|>user\\nPlease try again.<|im_end|>\\n<|im_start|>assistant\\n"
@@ -220,7 +220,7 @@ class AgentInstance(AgentInstanceBase):
         return {
             "rewards": reward, "scores": reward, "environment_feedback": feedback, "done": done,
             "sampling_params": states.get("sampling_params", None),
-            "extra_logs": {"turn_count": torch.tensor(self.step_idx), "text": self.seen},
+            "extra_logs": {"turn_count": numpy.array(self.step_idx), "text": self.seen},
         }
 
 

@@ -725,10 +725,9 @@ def test_the_end_of_all_ends_what_waits():
         waiting = asyncio.ensure_future(session.call("wait", {}))
         await asyncio.sleep(0)
         await environments.close()
-        for _ in range(2):
+        for call in (waiting, session.call("wait", {})):
             with pytest.raises(EnvironmentFailed, match="the environments were closed") as caught:
-                await waiting
-            waiting = session.call("wait", {})
+                await call
         await session.close()
         return caught.value.kind
 
@@ -765,3 +764,38 @@ def test_columns_that_route_nowhere(tmp_path, column):
     with pytest.raises(ConfigError, match="must be one of Guess"):
         environments.route({"environment": column})
     assert environments.route({"environment": "Guess"}) == environments.route({}) == "Guess"
+
+
+def test_a_sandbox_that_fails_is_a_failure_of_the_world():
+    from lightppo.errors import SandboxError
+
+    class Pool:
+        def run(self, program):
+            raise SandboxError("the sandbox failed twice")
+
+        def close(self): ...
+
+    environments = Environments(tools="python", timeout=60, sandbox=Pool)
+
+    async def run():
+        session = await environments.open({}, seed=1)
+        try:
+            await session.call("python", {"code": "1"})
+        finally:
+            await session.close()
+
+    with pytest.raises(EnvironmentFailed, match="tool python: the sandbox failed twice") as caught:
+        asyncio.run(run())
+    assert (caught.value.kind, caught.value.place) == ("failure", "tool")
+
+
+def test_a_machine_without_room_for_a_thread(tmp_path, monkeypatch):
+    environments = Environments(f"{write(tmp_path, GUESS)}:Guess", timeout=60)
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", start)
+    with pytest.raises(EnvironmentFailed, match="no thread can be started") as caught:
+        asyncio.run(environments.open({"n": 1}, seed=1))
+    assert caught.value.kind == "lost"

@@ -417,3 +417,61 @@ def test_a_session_that_nobody_closed_gives_its_place_free(path):
     finally:
         environments.end()
     assert forgotten != session
+
+
+def test_files_that_open_connections_are_loaded_by_each_worker(tmp_path):
+    path = tmp_path / "connected.py"
+    path.write_text(
+        """
+import os, socket
+class Env:
+    loaded = os.getpid()
+    server = socket.create_server(("127.0.0.1", 0))
+    def reset(self): return str(self.loaded == os.getpid())
+    def step(self, text): return ""
+"""
+    )
+    environments = Environments(f"{path}:Env", timeout=60, workers=1)
+
+    async def run():
+        session = await environments.open({}, seed=1)
+        await session.close()
+        return session.opening
+
+    try:
+        assert asyncio.run(run()) == "True"
+    finally:
+        environments.end()
+
+
+def test_files_are_found_from_where_the_run_began(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    environments = Environments(f"{path.name}:Env", timeout=60, workers=1)
+    monkeypatch.chdir("/")
+
+    async def run():
+        session = await environments.open({}, seed=1)
+        await session.close()
+        return session.opening
+
+    try:
+        assert int(asyncio.run(run())) > 0
+    finally:
+        environments.end()
+
+
+def test_a_machine_without_room_for_a_process(environments, monkeypatch):
+    def fork(server):
+        raise OSError("too many open files")
+
+    monkeypatch.setattr("lightppo.plugins.episodes.workers._Server.fork", fork)
+    with pytest.raises(UserError, match="no worker process can be started: too many open files"):
+        asyncio.run(environments.open({}, seed=1))
+    monkeypatch.undo()
+
+    async def both():  # no place was lost
+        sessions = [await environments.open({}, seed=1) for _ in range(2)]
+        for session in sessions:
+            await session.close()
+
+    asyncio.run(both())
