@@ -322,11 +322,13 @@ class Env:
         "Hang."
         never.wait()
 
-environments = Environments(Env, timeout=0.3)
+environments = Environments(Env, timeout=60)
 
 async def run():
     for name in ("hang", "hang_async"):
+        environments.timeout = 60
         session = await environments.open({}, seed=1)
+        environments.timeout = 0.3
         try:
             await session.call(name, {})
         except EnvironmentFailed as error:
@@ -475,3 +477,9 @@ def test_a_machine_without_room_for_a_process(environments, monkeypatch):
             await session.close()
 
     asyncio.run(both())
+
+
+def test_warming_up_starts_the_server_alone(environments):
+    environments.warm_up()
+    assert is_running(server_of(environments))
+    assert environments.worker_pids == []
