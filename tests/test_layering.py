@@ -65,6 +65,7 @@ PLUGIN_FLOORS = {
     "vllm": 3,
     "supervised": 3,
     "checks": 4,
+    "episodes": 4,
     "report": 5,
     "tools": 6,
 }

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lightppo.user_code import error_place, load_python_function
+from lightppo.user_code import error_place, load_python_function, load_python_objects
 
 MODULE = """
 from dataclasses import dataclass
@@ -167,3 +167,12 @@ def test_a_file_that_fails_says_where(tmp_path, source, place):
     with pytest.raises(ValueError, match="fails when run") as caught:
         load_python_function(str(tmp_path / "mine.py"), "f", option="--reward_fn")
     assert f"{tmp_path}/mine.py{place}" in str(caught.value)
+
+
+def test_several_objects_of_a_file_that_runs_once(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("made = []\nclass A:\n    made.append(1)\ndef f():\n    return made\n")
+    kind, function = load_python_objects(path, ["A", "f"])
+    assert (kind.__name__, function()) == ("A", [1])
+    with pytest.raises(ValueError, match=r"--env: .*own.py has no 'B'; it has A, f"):
+        load_python_objects(path, ["A", "B"], option="--env")

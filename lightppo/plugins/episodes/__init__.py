@@ -1,0 +1,1 @@
+"""Episodes: tools and environments over several turns."""
