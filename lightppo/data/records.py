@@ -37,6 +37,10 @@ class Rollout:
     # "stop": end-of-text, stop id or stop string; "length": cut by the token limit
     finish_reason: FinishReason
     log_probs: list[float] | None = None  # per response id, under the sampling temperature
+    # per response id: it was sampled, so it is trained; None: all were
+    trained: list[bool] | None = None
+    # the whole conversation, of an episode of several turns; response_text is then its last turn
+    messages: list[dict[str, Any]] | None = None
     reward: float | None = None  # None until scored
     token_rewards: list[float] | None = None  # one score per response token
     # numbers from the reward source, logged as reward/<name>
@@ -51,6 +55,11 @@ class Rollout:
     def truncated(self) -> bool:
         """True if the token limit cut the response."""
         return self.finish_reason == "length"
+
+    @property
+    def trained_length(self) -> int:
+        """How many response ids were sampled."""
+        return len(self.response_ids) if self.trained is None else sum(self.trained)
 
 
 def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:

@@ -112,21 +112,32 @@ class Experience:
                     f"{where}, sample {rollout.sample_index}: the rollout engine gave {len(rollout.log_probs)} log "
                     f"probs for {n} response tokens"
                 )
+            if rollout.trained is not None and (
+                len(rollout.trained) != n or not any(rollout.trained)
+            ):
+                raise ValueError(
+                    f"{where}, sample {rollout.sample_index}: trained names {sum(rollout.trained)} of "
+                    f"{len(rollout.trained)} tokens; the response has {n}, of which at least one is trained"
+                )
         prompts = [torch.tensor(r.prompt.token_ids) for r in rollouts]
         responses = [torch.tensor(r.response_ids) for r in rollouts]
         prompt_mask = _pad([torch.ones_like(ids) for ids in prompts], left=True)
         response_mask = _pad([torch.ones_like(ids) for ids in responses])
+        action_mask = response_mask.bool()
+        if any(r.trained is not None for r in rollouts):
+            trained = [r.trained or [True] * len(r.response_ids) for r in rollouts]
+            action_mask = _pad([torch.tensor(row) for row in trained])
         experience = cls(
             sequences=torch.cat([_pad(prompts, left=True), _pad(responses)], 1),  # (B, S)
             attention_mask=torch.cat([prompt_mask, response_mask], 1),  # (B, S)
-            action_mask=response_mask.bool(),  # (B, A)
+            action_mask=action_mask,  # (B, A)
         )
         if all(r.log_probs is not None for r in rollouts):
             experience.rollout_log_probs = _pad(
                 [torch.tensor(r.log_probs, dtype=torch.float32) for r in rollouts]
             )
         experience.info = {
-            "response_length": experience.response_lengths.float(),
+            "response_length": experience.action_mask.sum(-1).float(),
             "total_length": experience.total_lengths.float(),
             "truncated": torch.tensor([float(r.truncated) for r in rollouts]),
         }

@@ -129,7 +129,7 @@ class ScoreShaper:
 
     def _lengths(self, rollouts: Sequence[Rollout]) -> Tensor:
         return torch.tensor(
-            [len(r.response_ids) for r in rollouts], dtype=torch.float32, device=self.device
+            [r.trained_length for r in rollouts], dtype=torch.float32, device=self.device
         )
 
 

@@ -36,7 +36,7 @@ def best_of_n(
     """The ``n`` samples with the highest scores, in sampling order; ``tie`` decides between equal scores by length."""
     sign = 1 if tie == "shorter" else -1
     ranked = sorted(
-        range(len(group)), key=lambda i: (-group[i].reward, sign * len(group[i].response_ids), i)
+        range(len(group)), key=lambda i: (-group[i].reward, sign * group[i].trained_length, i)
     )
     return [group[i] for i in sorted(ranked[:n])]
 
@@ -361,7 +361,7 @@ class GroupCollector:
                     self.surplus.append((step, group))
                 tally.counts.update(("judged",) if reason is None else ("judged", reason))
         tally.batches += 1
-        tokens = sum(len(r.response_ids) for r in rollouts)
+        tokens = sum(r.trained_length for r in rollouts)
         tally.counts.update(
             batch.left_out | {"generated_samples": len(rollouts), "generated_tokens": tokens}
         )

@@ -45,7 +45,7 @@ class EvalSample:
             *text,
             r.reward,
             p.data_source,
-            len(r.response_ids),
+            r.trained_length,
             r.finish_reason,
             p.index,
             r.extras | r.texts,
