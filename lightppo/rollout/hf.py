@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -186,8 +186,7 @@ class HFRolloutEngine:
         def more(wait: bool) -> list[tuple[list[int], int]] | None:
             came = turns.take(wait)
             for turn in came or ():
-                one = replace(turn.prompt, token_ids=turn.token_ids)
-                check_lengths([one], replace(sampling, max_new_tokens=turn.max_new_tokens), limit)
+                check_length(turn.prompt.index, len(turn.token_ids), turn.max_new_tokens, limit)
             asked.extend(came or ())
             return came and [(turn.token_ids, turn.max_new_tokens) for turn in came]
 
@@ -324,16 +323,26 @@ def check_lengths(
 ) -> None:
     """Raises ValueError for the first prompt that is empty or, with its response, longer than ``limit``."""
     for prompt in prompts:
-        length = len(prompt.token_ids)
-        if length == 0:
-            raise ValueError(
-                f"prompt {prompt.index} has no tokens; there is nothing to predict the first token from"
-            )
-        if limit is not None and length + sampling.max_new_tokens > limit:
-            raise ValueError(
-                f"prompt {prompt.index} has {length} tokens, with the response {length + sampling.max_new_tokens}, but "
-                f"{whose} {limit} positions: lower --prompt_max_len or --generate_max_len"
-            )
+        check_length(prompt.index, len(prompt.token_ids), sampling.max_new_tokens, limit, whose)
+
+
+def check_length(
+    index: int,
+    length: int,
+    new_tokens: int,
+    limit: int | None,
+    whose: str = "the model has",
+) -> None:
+    """Raises ValueError if a prompt of so many tokens is empty or, with its response, longer than ``limit``."""
+    if length == 0:
+        raise ValueError(
+            f"prompt {index} has no tokens; there is nothing to predict the first token from"
+        )
+    if limit is not None and length + new_tokens > limit:
+        raise ValueError(
+            f"prompt {index} has {length} tokens, with the response {length + new_tokens}, but "
+            f"{whose} {limit} positions: lower --prompt_max_len or --generate_max_len"
+        )
 
 
 def check_drawn(prompt: Prompt, log_probs: Sequence[float]) -> None:
