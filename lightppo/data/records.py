@@ -41,6 +41,7 @@ class Rollout:
     trained: list[bool] | None = None
     # the whole conversation, of an episode of several turns; response_text is then its last turn
     messages: list[dict[str, Any]] | None = None
+    turns: list[dict[str, Any]] | None = None  # what happened in each turn of an episode
     reward: float | None = None  # None until scored
     token_rewards: list[float] | None = None  # one score per response token
     # numbers from the reward source, logged as reward/<name>

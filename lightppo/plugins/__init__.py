@@ -10,6 +10,7 @@ SHIPPED = (
     "vllm",
     "verifiers",
     "http",
+    "episodes",
     "checks",
     "records",
     "report",
