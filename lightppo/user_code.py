@@ -11,7 +11,7 @@ import symtable
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +56,16 @@ def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
     module = _run_file(path, option)
     if name == default_names[0]:
         name = next((known for known in default_names if hasattr(module, known)), name)
+    return _object_of(module, path, name, option)
+
+
+def load_python_objects(path: Path, names: Sequence[str], *, option: str = "") -> list[Any]:
+    """Several objects of one file, which runs once. Errors as of :func:`load_python_function`."""
+    module = _run_file(path, option)
+    return [_object_of(module, path, name, option) for name in names]
+
+
+def _object_of(module: ModuleType, path: Path, name: str, option: str) -> Any:
     if hasattr(module, name):
         return getattr(module, name)
     own = [

@@ -63,6 +63,7 @@ PLUGIN_FLOORS = {
     "vllm": 1,
     "supervised": 1,
     "checks": 2,
+    "episodes": 2,
     "report": 3,
     "tools": 4,
 }

@@ -1,0 +1,264 @@
+"""Tools: their JSON schema, the check of a call's arguments, and their results as text for the model."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lightppo.errors import ConfigError
+from lightppo.user_code import error_text
+
+_BASIC = (int, float, str, bool, type(None), list, tuple, dict, Any)
+_MOST_SHOWN = 80  # characters of a wrong argument
+_SECTIONS = r"(?:Args|Arguments|Parameters|Returns|Raises|Yields|Examples?)"
+
+
+class BadCall(Exception):
+    """A call that no tool can take; the text says to the model what to write instead."""
+
+
+@dataclass(eq=False)
+class Tool:
+    """A function that the model may call, as its signature and docstring describe it."""
+
+    name: str
+    function: Callable[..., Any]
+    where: str  # file.py:Class.name
+    is_method: bool = False  # the first parameter is the environment
+
+    @cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """What the model gives, by name."""
+        found = list(inspect.signature(self.function).parameters.values())[self.is_method :]
+        for one in found:
+            if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL):
+                raise ConfigError(
+                    f"{self.where}: a model gives arguments by name, so {one} cannot be filled"
+                )
+        return {one.name: one for one in found if one.kind != one.VAR_KEYWORD}
+
+    @cached_property
+    def takes_others(self) -> bool:
+        """Whether it has ``**kwargs``."""
+        found = inspect.signature(self.function).parameters.values()
+        return any(one.kind == one.VAR_KEYWORD for one in found)
+
+    @cached_property
+    def hints(self) -> dict[str, Any]:
+        """The types of the parameters, and of the result as ``return``."""
+        try:
+            return typing.get_type_hints(self.function, include_extras=True)
+        except Exception as error:  # names that only a type checker sees, and whatever else
+            raise ConfigError(
+                f"{self.where}: its types cannot be read: {error_text(error)}"
+            ) from error
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema for chat templates, by transformers."""
+        from transformers.utils import get_json_schema
+
+        untyped = [name for name in self.parameters if name not in self.hints]
+        if untyped:
+            raise ConfigError(
+                f"{self.where}: argument {untyped[0]} has no type; write {untyped[0]}: int, for example"
+            )
+        basic = {name: hint for name, hint in self.hints.items() if _is_basic(hint)}
+        own = {
+            name: basic.get(name, Any)
+            for name in [*self.parameters, "return"]
+            if name in basic or name in self.parameters
+        }
+
+        def described() -> None: ...
+
+        described.__name__ = self.name
+        described.__doc__ = self._docstring()
+        described.__annotations__ = own
+        described.__signature__ = inspect.Signature(
+            [one.replace(annotation=own[name]) for name, one in self.parameters.items()]
+        )
+        try:
+            schema = get_json_schema(described)
+        except Exception as error:
+            raise ConfigError(f"{self.where}: no JSON schema: {error_text(error)}") from error
+        properties = schema["function"]["parameters"]["properties"]
+        for name in self.parameters.keys() - basic.keys():
+            properties[name] = self._schema_by_pydantic(name) | {
+                "description": properties[name]["description"]
+            }
+        return schema
+
+    def check(self, given: Any) -> dict[str, Any]:
+        """The arguments of a call by the signature's types; :class:`BadCall` says what is wrong.
+
+        Names are strict. Values are converted where nothing is lost, as parsers of calls may give all values as texts:
+        ``"3"`` and ``3.0`` are 3 for an ``int``, ``"[1, 2]"`` is a list for a ``list``, and 3 is ``"3"`` for a ``str``.
+        """
+        if not isinstance(given, Mapping):
+            raise BadCall(f"{self.name}: the arguments must be an object. {self._usage}")
+        missing = [
+            name
+            for name, one in self.parameters.items()
+            if one.default is one.empty and name not in given
+        ]
+        if missing:
+            raise BadCall(f"{self.name}: missing argument {', '.join(missing)}. {self._usage}")
+        unknown = [] if self.takes_others else [str(k) for k in given if k not in self.parameters]
+        if unknown:
+            raise BadCall(f"{self.name}: unknown argument {', '.join(unknown)}. {self._usage}")
+        return {
+            name: self._converted(name, value) if name in self.parameters else value
+            for name, value in given.items()
+        }
+
+    @cached_property
+    def _usage(self) -> str:
+        return f"It takes {', '.join(self.parameters) or 'no arguments'}."
+
+    @cached_property
+    def adapters(self) -> dict[str, Any]:
+        """What checks and converts the value of each parameter."""
+        from pydantic import ConfigDict, PydanticUserError, TypeAdapter
+
+        config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)
+        adapters = {}
+        for name in self.parameters:
+            hint = self.hints.get(name, Any)
+            try:
+                try:
+                    adapters[name] = TypeAdapter(hint, config=config)
+                except (
+                    PydanticUserError
+                ):  # models and dataclasses have a configuration of their own
+                    adapters[name] = TypeAdapter(hint)
+            except Exception as error:
+                raise ConfigError(
+                    f"{self.where}: the type of argument {name} cannot be checked: {error_text(error)}"
+                ) from error
+        return adapters
+
+    def _converted(self, name: str, value: Any) -> Any:
+        from pydantic import ValidationError
+
+        try:
+            return self.adapters[name].validate_python(value)
+        except ValidationError as error:
+            wrong = error
+        if isinstance(value, str):
+            try:
+                return self.adapters[name].validate_python(json.loads(value))
+            except (ValueError, RecursionError):  # ValidationError is a ValueError
+                pass
+        first = wrong.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, (name, *first["loc"])))
+        shown = repr(value)
+        shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
+        raise BadCall(f"{self.name}: argument {place}: {first['msg']}, got {shown}")
+
+    def _schema_by_pydantic(self, name: str) -> dict[str, Any]:
+        """Of enumerations, models and whatever else transformers takes for any object."""
+        try:
+            schema = self.adapters[name].json_schema()
+            return _without_references(schema, schema.pop("$defs", {}))
+        except Exception as error:
+            raise ConfigError(
+                f"{self.where}: no JSON schema for argument {name}: {error_text(error)}"
+            ) from error
+
+    def _docstring(self) -> str:
+        """The docstring in the form that transformers reads: Google's, with one argument a line."""
+        from transformers.utils.chat_template_utils import parse_google_format_docstring
+
+        text = (inspect.getdoc(self.function) or "").strip()
+        example = ", ".join(f"{name}: what it is" for name in self.parameters)
+        example = f' For example: """What it does. Args: {example}."""' if example else ""
+        if not text:
+            raise ConfigError(
+                f"{self.where} has no docstring, which tells the model what the tool does.{example}"
+            )
+        if self.parameters.keys() <= parse_google_format_docstring(text)[1].keys():
+            return text
+        text = _rewritten(text, list(self.parameters))
+        missing = self.parameters.keys() - parse_google_format_docstring(text)[1].keys()
+        if missing:
+            raise ConfigError(
+                f"{self.where}: the docstring does not describe {', '.join(sorted(missing))}.{example}"
+            )
+        return text
+
+
+def _rewritten(text: str, names: list[str]) -> str:
+    """A docstring whose sections stand anywhere, such as ``Guess. Args: x: a number.``, with lines of their own."""
+    parts = re.split(rf"(?:^|(?<=\s))({_SECTIONS}):(?=\s|$)", text)
+    description, sections = parts[0].strip(), dict(zip(parts[1::2], parts[2::2]))
+    arguments = next(
+        (sections.pop(name) for name in ("Args", "Arguments", "Parameters") if name in sections), ""
+    )
+    known = "|".join(map(re.escape, names))
+    found = re.split(rf"(?:^|(?<=[\s,;]))({known})\s*(?:\([^)]*\))?:(?=\s)", arguments)
+    lines = [
+        f"    {name}: {' '.join(what.split()).rstrip(',;')}"
+        for name, what in zip(found[1::2], found[2::2])
+    ]
+    block = "\n".join(["", "", "Args:", *lines]) if lines else ""
+    returns = " ".join(sections.get("Returns", "").split())
+    return description + block + (f"\n\nReturns:\n    {returns}" if returns else "")
+
+
+def _is_basic(hint: Any) -> bool:
+    """Whether transformers describes a type exactly."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is None:
+        return any(hint is basic for basic in _BASIC)
+    if origin is typing.Literal:
+        return all(type(one) in _BASIC for one in inner)
+    if origin is tuple and (Ellipsis in inner or len(inner) == 1):
+        return False
+    return origin in (list, tuple, dict, typing.Union, types.UnionType) and all(
+        map(_is_basic, inner)
+    )
+
+
+def _without_references(schema: Any, definitions: Mapping[str, Any], depth: int = 0) -> Any:
+    """Templates print schemas as they are, so what ``$ref`` names stands in its place."""
+    if depth > 20:
+        raise ValueError("the type contains itself")
+    if isinstance(schema, list):
+        return [_without_references(one, definitions, depth + 1) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        named = definitions[schema["$ref"].rpartition("/")[2]]
+        return _without_references(named | rest, definitions, depth + 1)
+    return {
+        key: _without_references(value, definitions, depth + 1) for key, value in schema.items()
+    }
+
+
+def text_of(result: Any, *, as_trl: bool) -> str:
+    """A tool's result as the model reads it.
+
+    Ours: texts as they are, nothing for ``None``, JSON for the rest. TRL: ``str(result)``; of a list of content parts,
+    which are for models that see images, their texts.
+    """
+    if isinstance(result, str):
+        return str(result)
+    if as_trl:
+        parts = result if isinstance(result, list) and result else [None]
+        if all(isinstance(part, Mapping) and "type" in part for part in parts):
+            return "".join(str(part["text"]) for part in parts if "text" in part)
+        return str(result)
+    if result is None:
+        return ""
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(result)
