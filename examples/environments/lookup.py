@@ -29,10 +29,10 @@ class Drawers:
         """A question is answered; anything else is the model's answer, and ends the episode."""
         text = text.removesuffix(".")
         if text.startswith("?"):
-            return Step(f"{self.look(text[1:])}.")
+            return Step(f"{self._look(text[1:])}.")
         return Step(None, reward=float(text == self.number), done=True)
 
-    def look(self, drawer: str) -> str:
+    def _look(self, drawer: str) -> str:
         """What lies in a drawer; in one that is not asked for lies another number, always the same."""
         if drawer == self.drawer:
             return self.number

@@ -13,4 +13,4 @@ def register() -> None:
     REWARDS.register("environment", RewardEntry(f"{here}.rewards:environment_reward"))
     REWARD_WRAPPERS.register("failed_episodes", Entry(f"{here}.rewards:unless_failed"))
     for name in ("EnvFailure", "Reply", "Step", "ToolError"):
-        PUBLIC[name] = f"{here}.environments"
+        PUBLIC[name] = f"{here}.contract"

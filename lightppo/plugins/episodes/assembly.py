@@ -53,7 +53,7 @@ def around(engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any) ->
 
 def format_of(name: str, environments: Environments, tokenizer: Any, config: Any) -> Format:
     """How the conversations of an environment are written; ConfigError if the template cannot write them."""
-    from lightppo.plugins.episodes.chat import ChatFormat
+    from lightppo.plugins.episodes.chat_format import ChatFormat
     from lightppo.plugins.episodes.episode import PlainText
 
     tools = environments.tools(name)

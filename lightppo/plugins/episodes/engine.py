@@ -15,7 +15,8 @@ from torch import nn
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
-from lightppo.plugins.episodes.environments import EnvironmentFailed, Environments
+from lightppo.plugins.episodes.contract import EnvironmentFailed
+from lightppo.plugins.episodes.environments import Environments
 from lightppo.plugins.episodes.episode import Episode, Format, Limits
 from lightppo.plugins.episodes.rewards import has_failed
 from lightppo.ranks import Ranks, heartbeat
@@ -97,6 +98,7 @@ class EpisodeEngine:
             RolloutError: on every rank, if more of the batch's episodes failed than ``failure_limit`` allows, or the
                 samples of a prompt do not start alike.
         """
+        sampling = self._ending(sampling)
         stage = _Stage(self._loop, self.limits.max_opening + sampling.max_new_tokens, on_finished)
         streams = request_streams(prompts, sampling)
         requests = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
@@ -122,6 +124,11 @@ class EpisodeEngine:
         self._check_failures(rollouts)
         _share_openings(rollouts, sampling.n)
         return rollouts
+
+    def _ending(self, sampling: SamplingParams) -> SamplingParams:
+        """Turns end where their templates say, too."""
+        ends = {end for one in self.formats.values() for end in one.stop_ids}
+        return replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
 
     async def _played(self, episode: Episode) -> Rollout:
         """The episode, tried again where its environment fails; one without tokens if it always does."""

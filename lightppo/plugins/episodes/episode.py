@@ -12,17 +12,22 @@ from typing import Any, Protocol
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RolloutError
-from lightppo.plugins.episodes.chat import AssistantTurn
-from lightppo.plugins.episodes.environments import EnvironmentFailed, Environments, Session
+from lightppo.plugins.episodes.chat_format import AssistantTurn
+from lightppo.plugins.episodes.contract import EnvironmentFailed
+from lightppo.plugins.episodes.environments import Environments, Session, opening_messages
 from lightppo.rollout.engine import Turn
 
 Sample = Callable[[Turn], Awaitable[Rollout]]
 
 
 class Format(Protocol):
-    """How a conversation is written in token ids; see :class:`lightppo.plugins.episodes.chat.ChatFormat`."""
+    """How a conversation is written in token ids; see :class:`lightppo.plugins.episodes.chat_format.ChatFormat`."""
 
-    def opening(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    stop_ids: tuple[int, ...]
+
+    def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]: ...
+
+    def harmless(self, text: str) -> tuple[str, int]: ...
 
     def parse(self, ids: list[int], *, stopped: bool) -> AssistantTurn: ...
 
@@ -36,6 +41,8 @@ class Format(Protocol):
 class PlainText:
     """Conversations without a template: observations follow answers as they are."""
 
+    stop_ids = ()
+
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
@@ -45,8 +52,11 @@ class PlainText:
         plain = {"add_special_tokens": False, "split_special_tokens": True}
         return self.tokenizer(texts, **plain).input_ids if texts else []
 
-    def opening(self, messages: list[dict[str, Any]]) -> list[int]:
+    def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]:
         return self.ids_of(messages)
+
+    def harmless(self, text: str) -> tuple[str, int]:
+        return text, 0
 
     def parse(self, ids: list[int], *, stopped: bool) -> AssistantTurn:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -135,8 +145,7 @@ class Episode:
             self.environments.open(row_of(self.prompt), seed=self.seed), "reset"
         )
         try:
-            opening = messages_of(self.prompt, session.opening)
-            self.opened = self._opened(opening, session.opening)
+            opening = self._open(session)
             reason = "no turn"
             while reason in ("no turn", None):
                 reason = await self._turn(session)
@@ -147,20 +156,25 @@ class Episode:
             await session.close()
         return self._rollout(opening, reason)
 
-    def _opened(
-        self, messages: list[dict[str, Any]], added: str | list[dict[str, Any]] | None
-    ) -> Prompt:
-        """The prompt as this episode's environment opens it."""
+    def _open(self, session: Session) -> list[dict[str, Any]]:
+        """The first messages: the row's, and what ``reset`` gave; ``self.opened`` is the prompt of them."""
+        added = session.opening
+        if isinstance(added, str):
+            added, escapes = self.format.harmless(added)
+            self.transcript.escapes += escapes
+        messages = opening_messages(messages_of(self.prompt), added or None, session.contract)
         if isinstance(self.format, PlainText):
             ids = self.prompt.token_ids + self.format.ids_of(as_messages(added, "user"))
         else:
-            ids = self.format.opening(messages)
+            observed = len(added) if isinstance(added, list) else 0
+            ids = self.format.opening(messages, observed=observed)
         if len(ids) > self.limits.max_opening:
             raise RolloutError(
                 f"prompt {self.prompt.index} has {len(ids)} tokens with what its environment adds (tools, reset): "
                 f"raise --prompt_max_len, now {self.limits.max_opening}"
             )
-        return replace(self.prompt, token_ids=ids, messages=messages)
+        self.opened = replace(self.prompt, token_ids=ids, messages=messages)
+        return messages
 
     async def _turn(self, session: Session) -> str | None:
         """One turn of the model and one of the environment; why the episode has ended, or None."""
@@ -226,6 +240,8 @@ class Episode:
         if self.limits.max_turns is not None and len(said.turns) >= self.limits.max_turns:
             return "max_turns"
         answer = [self._shortened(message) for message in answer]
+        for message in answer:
+            said.escapes += self.format.harmless(str(message["content"]))[1]
         ids = closing + self.format.continuation(turn, answer)
         if len(said.ids) + len(ids) >= self.limits.budget:
             return "length"  # no token could follow it
@@ -267,6 +283,7 @@ class Episode:
             "tool_errors": float(sum(turn["errors"] for turn in turns)),
             "environment_seconds": self.spent,
             "observation_tokens": float(len(said.ids) - said.sampled),
+            "escapes": float(said.escapes),
         }
         return Rollout(
             self.opened,
@@ -289,22 +306,11 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
     return {"prompt": start, "label": prompt.label} | prompt.extra
 
 
-def messages_of(prompt: Prompt, opening: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The conversation's first messages: the row's, and what ``reset`` gave.
-
-    A text of ``reset`` stands at the end of the row's last message, as in TRL; messages follow it.
-    """
-    messages = [dict(message) for message in prompt.messages or ()]
-    if prompt.messages is None and prompt.text:
-        messages = [{"role": "user", "content": prompt.text}]
-    if isinstance(opening, str) and opening:
-        if messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] = f"{messages[-1]['content']}{opening}"
-        else:
-            messages.append({"role": "user", "content": opening})
-    elif opening:
-        messages += [dict(message) for message in opening]
-    return messages
+def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
+    """The row's messages; a prompt that is no chat is a message of the user."""
+    if prompt.messages is not None:
+        return [dict(message) for message in prompt.messages]
+    return [{"role": "user", "content": prompt.text}] if prompt.text else []
 
 
 def as_messages(observation: str | list[dict[str, Any]] | None, role: str) -> list[dict[str, Any]]:
