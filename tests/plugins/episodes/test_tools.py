@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
@@ -23,7 +23,7 @@ def properties(function) -> dict[str, Any]:
 
 
 def plain(
-    x: int, names: list[str], choice: Literal["a", "b"], more: Optional[dict[str, float]] = None
+    x: int, names: list[str], choice: Literal["a", "b"], more: dict[str, float] | None = None
 ) -> str:
     """
     Does a thing.
