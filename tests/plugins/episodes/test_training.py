@@ -48,7 +48,7 @@ def trained(world, make_episodes):
 
 def test_log_probs_of_trained_tokens_are_those_of_a_forward_pass(trained):
     assert len({len(one.turns) for one in trained.seen}) > 1
-    model = trained.actor.module.hf_model
+    model = trained.rollout_engine.engine.model
     for one in trained.seen:
         ids = torch.tensor([one.prompt.token_ids + one.response_ids])
         start = len(one.prompt.token_ids)
