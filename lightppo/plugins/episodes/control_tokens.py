@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
 # Stands behind the first character of what looks like a control token and is none. Only parsers see it.
 MARK = "\U0010fffd"
 
@@ -51,7 +53,8 @@ def _broken(string: str, breaker: str) -> str:
 class ControlTokens:
     """Encodes and decodes, and tells control tokens from text.
 
-    White space that was added to a vocabulary steers nothing, nor does the token of unknown characters.
+    What any text may become steers nothing: white space and single bytes that were added to a vocabulary, and the token
+    of unknown characters.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -61,7 +64,10 @@ class ControlTokens:
         self.strings = {
             id: token.content
             for id, token in added.items()
-            if id != unknown and token.content.strip() and (token.special or len(token.content) > 1)
+            if id != unknown
+            and token.content.strip()
+            and (token.special or len(token.content) > 1)
+            and not _BYTE.fullmatch(token.content)
         }
         self.special = {id for id in self.strings if added[id].special}
         self._all = Strings(self.strings.values())

@@ -22,7 +22,12 @@ from support.chats import (
 )
 
 from lightppo.errors import ConfigError
-from lightppo.plugins.episodes.chat_format import AssistantTurn, ChatFormat, call_ids
+from lightppo.plugins.episodes.chat_format import (
+    AssistantTurn,
+    ChatFormat,
+    ObservationError,
+    call_ids,
+)
 from lightppo.plugins.episodes.tool_formats import Call
 
 QUESTION = [{"role": "user", "content": "Guess the number."}]
@@ -31,7 +36,8 @@ TEXT_ONLY = {"plain": PLAIN, "deaf": DEAF}
 
 
 def chat_of(template: str, tools=TOOLS, **options) -> ChatFormat:
-    return ChatFormat(chat_tokenizer(template), tools, **options)
+    plain = {"added": "<s> </s>", "end": "</s>"} if "USER: " in template else {}
+    return ChatFormat(chat_tokenizer(template, **plain), tools, **options)
 
 
 def rendered(chat: ChatFormat, messages, generation=True) -> str:
@@ -241,6 +247,16 @@ def test_another_end_of_text_than_the_template_writes():
     assert chat.tokenizer.decode(ids) == (
         "So<|endoftext|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_a_template_that_demands_a_question_at_the_end():
+    demand = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('ask') }}{% endif %}"
+    chat = chat_of(demand + PLAIN, tools=())
+    chat.check()
+    assert closed(chat, "I say") == "</s>"
+    turn = parsed(chat, "I say", stopped=False)
+    ids = chat.continuation(turn, [{"role": "user", "content": "Go on."}])
+    assert chat.tokenizer.decode(ids) == "\nUSER: Go on.\nASSISTANT:"
 
 
 # Parsing.
@@ -476,11 +492,11 @@ def test_names_that_the_model_made_up_are_not_rendered():
 def test_what_is_no_observation():
     chat = chat_of(CHATML)
     turn = AssistantTurn("", None, (), True)
-    with pytest.raises(ValueError, match="role 'assistant'"):
+    with pytest.raises(ObservationError, match="role 'assistant'"):
         chat.continuation(turn, [{"role": "assistant", "content": "I won"}])
-    with pytest.raises(ValueError, match="1 messages of tools answer 0 calls"):
+    with pytest.raises(ObservationError, match="1 messages of tools answer 0 calls"):
         chat.continuation(turn, [{"role": "tool", "content": "x"}])
-    with pytest.raises(ValueError, match="no text"):
+    with pytest.raises(ObservationError, match="no text"):
         chat.continuation(turn, [{"role": "user", "content": [{"type": "image", "url": "x"}]}])
     assert "None" not in chat.tokenizer.decode(
         chat.continuation(turn, [{"role": "user", "content": None}])
