@@ -6,10 +6,13 @@ They split a text before it is tokenised, so that ids on both sides do not depen
 
 from __future__ import annotations
 
+import copy
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
@@ -58,7 +61,7 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = _own(tokenizer)
         unknown = getattr(tokenizer, "unk_token_id", None)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.strings = {
@@ -103,6 +106,20 @@ class ControlTokens:
         for id in self.special:
             text = text.replace(self.strings[id], "")
         return text
+
+
+def _own(tokenizer: Any) -> Any:
+    """A copy that nobody else uses: another thread that truncates or pads would do so to these texts, too."""
+    with _LOCK:
+        found = _COPIES.get(tokenizer)
+        if found is None or len(found) != len(tokenizer):
+            found = _COPIES[tokenizer] = copy.deepcopy(tokenizer)
+            found("", add_special_tokens=False)  # sets neither from now on
+        return found
+
+
+_COPIES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # a copy takes seconds
+_LOCK = threading.Lock()
 
 
 class Breaker:

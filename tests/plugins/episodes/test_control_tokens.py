@@ -79,3 +79,20 @@ def test_lone_surrogates_leave():
 
 def test_signs_are_spaced_out():
     assert spaced_out("<|a_b|> 5.\n") == "< | a_b| >  5. \n"
+
+
+def test_others_who_truncate_and_pad_do_not_change_ids():
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer("a text", truncation=True, max_length=2, padding="max_length")
+    control = ControlTokens(tokenizer)
+    ids = control.encode("a text of some length")
+    backend = control._tokenizer.backend_tokenizer
+    assert tokenizer.backend_tokenizer.truncation
+    assert backend.truncation is None
+    assert backend.padding is None
+    tokenizer("a text", truncation=True, max_length=2)
+    assert backend.truncation is None
+    assert control.decode(ids) == "a text of some length"
+    assert ControlTokens(tokenizer)._tokenizer is control._tokenizer
+    tokenizer.add_tokens(["<new>"])
+    assert "<new>" in ControlTokens(tokenizer).decode(tokenizer.encode("<new>"))
