@@ -369,7 +369,7 @@ class ChatFormat:
         """The template's own text, or an empty one."""
         try:
             return self.tokenizer.get_chat_template(tools=self.tools or None) or ""
-        except (AttributeError, ValueError):
+        except (AttributeError, NotImplementedError, ValueError):
             return ""
 
     def _written(
@@ -559,7 +559,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _breaker(self) -> Breaker:
-        markers = {*itertools.chain.from_iterable(THINKING), *self._scaffold()}
+        markers = {*itertools.chain.from_iterable(self._known_thinking), *self._scaffold()}
         if self.tools:
             markers |= set(self.format.markers)
         return Breaker(self.control, markers)

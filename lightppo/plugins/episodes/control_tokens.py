@@ -10,7 +10,7 @@ import copy
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -63,7 +63,10 @@ class ControlTokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = _own(tokenizer)
         unknown = getattr(tokenizer, "unk_token_id", None)
-        added = getattr(tokenizer, "added_tokens_decoder", {})
+        added = getattr(tokenizer, "added_tokens_decoder", None)
+        added = (
+            added if isinstance(added, Mapping) else {}
+        )  # tokenizers without templates have none
         self.strings = {
             id: token.content
             for id, token in added.items()

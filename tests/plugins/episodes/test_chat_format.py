@@ -448,6 +448,8 @@ def test_markers_of_the_format_in_plain_text_are_broken_and_counted():
     )
     assert text == "a < tool_response> b < /tool_response> c < |im_end|> <b>d</b> [1] USER: x"
     assert count == 3
+    assert chat.harmless("<think> [THINK]")[1] == 0  # this chat knows neither
+    assert chat_of(FORGETFUL).harmless("<think>")[1] == 1
     plain = chat_of(PLAIN, tools=())
     text, count = plain.harmless("so\nUSER: hi ASSISTANT: yes\nanswer: 5")
     assert (text, count) == ("so\nU SER: hi A SSISTANT: yes\nanswer: 5", 2)
@@ -489,6 +491,16 @@ def test_names_that_the_model_made_up_are_not_rendered():
     assert "\nunknown!\n" in shown
 
 
+def test_a_user_message_may_follow_those_of_tools():
+    chat = chat_of(CHATML)
+    turn = AssistantTurn("", None, (Call("guess", {}), Call("guess", {})), True)
+    new = [{"role": "tool", "content": "low"}, {"role": "user", "content": "one call left"}]
+    assert chat.tokenizer.decode(chat.continuation(turn, new)) == (
+        "\n<|im_start|>user\n<tool_response>\nlow\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\none call left<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def test_what_is_no_observation():
     chat = chat_of(CHATML)
     turn = AssistantTurn("", None, (), True)
@@ -523,6 +535,17 @@ def test_what_is_no_observation():
 def test_templates_that_are_refused(template, tools, said):
     with pytest.raises(ConfigError, match=said):
         ChatFormat(chat_tokenizer(template), tools).check()
+
+
+@pytest.mark.parametrize("error", [AttributeError, NotImplementedError, ValueError])
+def test_tokenizers_that_know_no_templates_are_refused(monkeypatch, error):
+    def refuse(**_):
+        raise error
+
+    tokenizer = chat_tokenizer(CHATML)
+    monkeypatch.setattr(tokenizer, "get_chat_template", refuse)
+    with pytest.raises(ConfigError, match="need a chat template"):
+        ChatFormat(tokenizer).check()
 
 
 def test_a_format_that_does_not_read_the_template_is_refused():
