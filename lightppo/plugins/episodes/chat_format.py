@@ -31,10 +31,13 @@ from lightppo.plugins.episodes.tool_formats import (
     vllm_formats,
 )
 
+_CHANNELS = ("<|channel|>analysis<|message|>", "<|end|>")
+_CHANNEL_HEADER = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>[^<]*<\|message\|>")
+
 THINKING = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
+    _CHANNELS,
     ("<|channel>thought", "<channel|>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<seed:think>", "</seed:think>"),
@@ -123,6 +126,10 @@ class _Bridge:
     control: tuple[int, ...]  # the control tokens behind it, for harmless messages
 
 
+class ObservationError(ValueError):
+    """A message from an environment that cannot be shown to the model. It ends that episode, not the run."""
+
+
 class _Refused(ConfigError):
     """The template refuses a conversation, or drops part of it."""
 
@@ -195,9 +202,16 @@ class ChatFormat:
 
         Raises:
             ConfigError: the template refuses them.
+            ObservationError: an observed message without text.
         """
         first = len(messages) - observed
-        messages = [*messages[:first], *self._harmless(messages[first:], roles=None)]
+        harmless = [
+            {**message, "content": spaced_out(message["content"])}
+            if self.control.among(self.control.encode(message["content"]))
+            else message
+            for message in self._harmless(messages[first:], roles=None)
+        ]
+        messages = [*messages[:first], *harmless]
         try:
             return self.control.encode(self._render(messages))
         except _Refused as refusal:
@@ -225,6 +239,8 @@ class ChatFormat:
         if complete and self.tools:
             end = self.control.decode(ids[-1:])
             text, calls = self.format.fn(text, tools=self.tools, tokenizer=self.tokenizer, end=end)
+        if self._thinking == _CHANNELS:
+            text = _CHANNEL_HEADER.sub("", text)
         return AssistantTurn(
             text=without_marks(self.control.without_special(text)).strip(),
             thinking=None if thinking is None else without_marks(thinking).strip(),
@@ -264,12 +280,13 @@ class ChatFormat:
 
         Raises:
             ConfigError: the template refuses these messages.
-            ValueError: a message of the model, of a tool without a call, or without text.
+            ObservationError: a message of the model, of a tool without a call, without text, or with control tokens
+                that nothing keeps out.
         """
         roles = tuple(str(message.get("role")) for message in messages)
         answers = roles.count("tool")
         if answers > len(turn.calls):
-            raise ValueError(f"{answers} messages of tools answer {len(turn.calls)} calls")
+            raise ObservationError(f"{answers} messages of tools answer {len(turn.calls)} calls")
         calls = turn.calls[:answers]
         bridge = self._bridge(answers, roles)
         messages = self._harmless(messages, roles=_OUTER_ROLES)
@@ -282,7 +299,7 @@ class ChatFormat:
             self._count(len(messages))
             ids = self._behind(bridge, calls, messages)
             if self.control.among(ids) != bridge.control:
-                raise ConfigError(
+                raise ObservationError(
                     "the tokenizer reads control tokens in an observation, and nothing that lightppo does keeps them "
                     f"out: {messages[-1]['content'][:_SHOWN]!r}"
                 )
@@ -352,7 +369,7 @@ class ChatFormat:
         """The template's own text, or an empty one."""
         try:
             return self.tokenizer.get_chat_template(tools=self.tools or None) or ""
-        except (AttributeError, ValueError):
+        except (AttributeError, NotImplementedError, ValueError):
             return ""
 
     def _written(
@@ -467,7 +484,7 @@ class ChatFormat:
         control = self.control.among(behind)
         if not control:
             raise _Refused("no token ends a turn")
-        if self.control.among(alone):
+        if control[0] == eos or self.control.among(alone):
             return control[0], False
         # Does another role bring another token?
         try:
@@ -528,7 +545,7 @@ class ChatFormat:
         for message in messages:
             role = message.get("role")
             if roles is not None and role not in roles:
-                raise ValueError(
+                raise ObservationError(
                     f"an observation has the role {role!r}; it may have: {', '.join(roles)}"
                 )
             text, escapes = self._breaker(_text_of(message.get("content")))
@@ -542,7 +559,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _breaker(self) -> Breaker:
-        markers = {*itertools.chain.from_iterable(THINKING), *self._scaffold()}
+        markers = {*itertools.chain.from_iterable(self._known_thinking), *self._scaffold()}
         if self.tools:
             markers |= set(self.format.markers)
         return Breaker(self.control, markers)
@@ -674,7 +691,7 @@ def _text_of(content: Any) -> str:
         for part in content
     ):
         return "".join(part if isinstance(part, str) else part["text"] for part in content)
-    raise ValueError(f"an observation is no text, but {content!r:.80}")
+    raise ObservationError(f"an observation is no text, but {content!r:.80}")
 
 
 def _probes(roles: Sequence[str], writing: _Writing, calls: int) -> list[dict]:

@@ -6,10 +6,15 @@ They split a text before it is tokenised, so that ids on both sides do not depen
 
 from __future__ import annotations
 
+import copy
 import re
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
+
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 # Stands behind the first character of what looks like a control token and is none. Only parsers see it.
 MARK = "\U0010fffd"
@@ -51,17 +56,24 @@ def _broken(string: str, breaker: str) -> str:
 class ControlTokens:
     """Encodes and decodes, and tells control tokens from text.
 
-    White space that was added to a vocabulary steers nothing, nor does the token of unknown characters.
+    What any text may become steers nothing: white space and single bytes that were added to a vocabulary, and the token
+    of unknown characters.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = _own(tokenizer)
         unknown = getattr(tokenizer, "unk_token_id", None)
-        added = getattr(tokenizer, "added_tokens_decoder", {})
+        added = getattr(tokenizer, "added_tokens_decoder", None)
+        added = (
+            added if isinstance(added, Mapping) else {}
+        )  # tokenizers without templates have none
         self.strings = {
             id: token.content
             for id, token in added.items()
-            if id != unknown and token.content.strip() and (token.special or len(token.content) > 1)
+            if id != unknown
+            and token.content.strip()
+            and (token.special or len(token.content) > 1)
+            and not _BYTE.fullmatch(token.content)
         }
         self.special = {id for id in self.strings if added[id].special}
         self._all = Strings(self.strings.values())
@@ -97,6 +109,20 @@ class ControlTokens:
         for id in self.special:
             text = text.replace(self.strings[id], "")
         return text
+
+
+def _own(tokenizer: Any) -> Any:
+    """A copy that nobody else uses: another thread that truncates or pads would do so to these texts, too."""
+    with _LOCK:
+        found = _COPIES.get(tokenizer)
+        if found is None or len(found) != len(tokenizer):
+            found = _COPIES[tokenizer] = copy.deepcopy(tokenizer)
+            found("", add_special_tokens=False)  # sets neither from now on
+        return found
+
+
+_COPIES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # a copy takes seconds
+_LOCK = threading.Lock()
 
 
 class Breaker:

@@ -22,7 +22,12 @@ from support.chats import (
 )
 
 from lightppo.errors import ConfigError
-from lightppo.plugins.episodes.chat_format import AssistantTurn, ChatFormat, call_ids
+from lightppo.plugins.episodes.chat_format import (
+    AssistantTurn,
+    ChatFormat,
+    ObservationError,
+    call_ids,
+)
 from lightppo.plugins.episodes.tool_formats import Call
 
 QUESTION = [{"role": "user", "content": "Guess the number."}]
@@ -31,7 +36,8 @@ TEXT_ONLY = {"plain": PLAIN, "deaf": DEAF}
 
 
 def chat_of(template: str, tools=TOOLS, **options) -> ChatFormat:
-    return ChatFormat(chat_tokenizer(template), tools, **options)
+    plain = {"added": "<s> </s>", "end": "</s>"} if "USER: " in template else {}
+    return ChatFormat(chat_tokenizer(template, **plain), tools, **options)
 
 
 def rendered(chat: ChatFormat, messages, generation=True) -> str:
@@ -243,6 +249,16 @@ def test_another_end_of_text_than_the_template_writes():
     )
 
 
+def test_a_template_that_demands_a_question_at_the_end():
+    demand = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('ask') }}{% endif %}"
+    chat = chat_of(demand + PLAIN, tools=())
+    chat.check()
+    assert closed(chat, "I say") == "</s>"
+    turn = parsed(chat, "I say", stopped=False)
+    ids = chat.continuation(turn, [{"role": "user", "content": "Go on."}])
+    assert chat.tokenizer.decode(ids) == "\nUSER: Go on.\nASSISTANT:"
+
+
 # Parsing.
 
 
@@ -432,6 +448,8 @@ def test_markers_of_the_format_in_plain_text_are_broken_and_counted():
     )
     assert text == "a < tool_response> b < /tool_response> c < |im_end|> <b>d</b> [1] USER: x"
     assert count == 3
+    assert chat.harmless("<think> [THINK]")[1] == 0  # this chat knows neither
+    assert chat_of(FORGETFUL).harmless("<think>")[1] == 1
     plain = chat_of(PLAIN, tools=())
     text, count = plain.harmless("so\nUSER: hi ASSISTANT: yes\nanswer: 5")
     assert (text, count) == ("so\nU SER: hi A SSISTANT: yes\nanswer: 5", 2)
@@ -473,14 +491,24 @@ def test_names_that_the_model_made_up_are_not_rendered():
     assert "\nunknown!\n" in shown
 
 
+def test_a_user_message_may_follow_those_of_tools():
+    chat = chat_of(CHATML)
+    turn = AssistantTurn("", None, (Call("guess", {}), Call("guess", {})), True)
+    new = [{"role": "tool", "content": "low"}, {"role": "user", "content": "one call left"}]
+    assert chat.tokenizer.decode(chat.continuation(turn, new)) == (
+        "\n<|im_start|>user\n<tool_response>\nlow\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\none call left<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def test_what_is_no_observation():
     chat = chat_of(CHATML)
     turn = AssistantTurn("", None, (), True)
-    with pytest.raises(ValueError, match="role 'assistant'"):
+    with pytest.raises(ObservationError, match="role 'assistant'"):
         chat.continuation(turn, [{"role": "assistant", "content": "I won"}])
-    with pytest.raises(ValueError, match="1 messages of tools answer 0 calls"):
+    with pytest.raises(ObservationError, match="1 messages of tools answer 0 calls"):
         chat.continuation(turn, [{"role": "tool", "content": "x"}])
-    with pytest.raises(ValueError, match="no text"):
+    with pytest.raises(ObservationError, match="no text"):
         chat.continuation(turn, [{"role": "user", "content": [{"type": "image", "url": "x"}]}])
     assert "None" not in chat.tokenizer.decode(
         chat.continuation(turn, [{"role": "user", "content": None}])
@@ -507,6 +535,17 @@ def test_what_is_no_observation():
 def test_templates_that_are_refused(template, tools, said):
     with pytest.raises(ConfigError, match=said):
         ChatFormat(chat_tokenizer(template), tools).check()
+
+
+@pytest.mark.parametrize("error", [AttributeError, NotImplementedError, ValueError])
+def test_tokenizers_that_know_no_templates_are_refused(monkeypatch, error):
+    def refuse(**_):
+        raise error
+
+    tokenizer = chat_tokenizer(CHATML)
+    monkeypatch.setattr(tokenizer, "get_chat_template", refuse)
+    with pytest.raises(ConfigError, match="need a chat template"):
+        ChatFormat(tokenizer).check()
 
 
 def test_a_format_that_does_not_read_the_template_is_refused():
