@@ -269,6 +269,12 @@ class Session:
             if seat is not None:
                 seat.leave()
 
+    def __del__(self) -> None:
+        """A session that nobody closed must not keep a place for ever."""
+        seat = getattr(self, "_seat", None)
+        if seat is not None:
+            seat.drop()
+
     async def _start(self, row: Mapping[str, Any], seed: int) -> None:
         try:
             await self._ask("constructor", seed=seed)

@@ -433,6 +433,9 @@ class Seat(Protocol):
     def leave(self) -> None:
         """The session has ended."""
 
+    def drop(self) -> None:
+        """Nobody knows how far the session came: its object is not used again."""
+
 
 class LocalSeat:
     """In this process: in a thread, or in the loop of all async environments if nothing of it needs a thread."""
@@ -480,6 +483,10 @@ class LocalSeat:
             self._room.keep(self)
         else:
             self.end()
+
+    def drop(self) -> None:
+        """As :class:`Seat`."""
+        self.end()
 
     def end(self) -> None:
         """Its thread ends."""

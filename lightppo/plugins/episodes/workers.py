@@ -378,7 +378,13 @@ class ProcessSeat:
             self.is_lost = self._worker.is_ending
 
     def leave(self) -> None:
+        """As :class:`lightppo.plugins.episodes.hosts.Seat`."""
         self._room.give_back(self._worker)
+
+    def drop(self) -> None:
+        """As :class:`lightppo.plugins.episodes.hosts.Seat`."""
+        self._worker.kill()
+        self.leave()
 
 
 def _end_all(servers: list[_Server], owner: int) -> None:
