@@ -64,7 +64,6 @@ PLUGIN_FLOORS = {
     "supervised": 1,
     "checks": 2,
     "episodes": 2,
-    "episodes": 2,
     "report": 3,
     "tools": 4,
 }

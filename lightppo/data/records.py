@@ -42,6 +42,8 @@ class Rollout:
     # the whole conversation, of an episode of several turns; response_text is then its last turn
     messages: list[dict[str, Any]] | None = None
     turns: list[dict[str, Any]] | None = None  # what happened in each turn of an episode
+    # the user's object that an episode was played in, while reward functions may ask it; it is not saved
+    environment: Any = None
     reward: float | None = None  # None until scored
     token_rewards: list[float] | None = None  # one score per response token
     # numbers from the reward source, logged as reward/<name>
@@ -74,9 +76,13 @@ def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _fields(record: Prompt | Rollout) -> dict[str, Any]:
-    """A record's own fields, without the records that it points to."""
+    """A record's own fields, without the records and objects that it points to."""
     names = (f.name for f in dataclasses.fields(record))
-    return {name: getattr(record, name) for name in names if name not in ("prompt", "baseline")}
+    return {
+        name: getattr(record, name)
+        for name in names
+        if name not in ("prompt", "baseline", "environment")
+    }
 
 
 def from_plain(values: Mapping[str, Any]) -> list[Rollout]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.plugins.episodes.contract import EnvironmentFailed
-from lightppo.plugins.episodes.environments import Environments
+from lightppo.plugins.episodes.environments import Environments, Session
 from lightppo.plugins.episodes.episode import Episode, Format, Limits
 from lightppo.plugins.episodes.rewards import has_failed
 from lightppo.ranks import Ranks, heartbeat
@@ -70,6 +70,9 @@ class EpisodeEngine:
         self.retries = retries
         self.failure_limit = failure_limit
         self.keeps_rewards = keeps_rewards
+        # Sessions whose objects reward functions may ask, of the last two calls: a greedy baseline is
+        # sampled before the samples are scored.
+        self._kept: deque[list[Session]] = deque([[], []], maxlen=2)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
@@ -99,6 +102,7 @@ class EpisodeEngine:
                 samples of a prompt do not start alike.
         """
         sampling = self._ending(sampling)
+        self._close_kept([])
         stage = _Stage(self._loop, self.limits.max_opening + sampling.max_new_tokens, on_finished)
         streams = request_streams(prompts, sampling)
         requests = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
@@ -114,6 +118,7 @@ class EpisodeEngine:
                 sample=stage.sample,
                 shortened=self.shortened,
                 keeps_rewards=self.keeps_rewards,
+                keep_open=self._kept[-1].append if self._keeps_objects else None,
             )
             stage.begin(number, self._played(episode))
         try:
@@ -124,6 +129,21 @@ class EpisodeEngine:
         self._check_failures(rollouts)
         _share_openings(rollouts, sampling.n)
         return rollouts
+
+    @property
+    def _keeps_objects(self) -> bool:
+        return self.environments.contract == "trl"
+
+    def _close_kept(self, following: list[Session]) -> None:
+        """Closes the sessions of the call before the last one."""
+        oldest = self._kept[0]
+        self._kept.append(following)
+        for session in oldest:
+            closed = asyncio.run_coroutine_threadsafe(session.close(), self._loop)
+            try:
+                closed.result()
+            except EnvironmentFailed as error:  # its episode has been scored
+                logger.warning("%s", error)
 
     def _ending(self, sampling: SamplingParams) -> SamplingParams:
         """Turns end where their templates say, too."""
@@ -193,6 +213,8 @@ class EpisodeEngine:
     def close(self) -> None:
         """Ends the environments, and the engine."""
         if self._thread.is_alive():
+            self._close_kept([])
+            self._close_kept([])
             asyncio.run_coroutine_threadsafe(self.environments.close(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -5,6 +5,7 @@ Ids are only ever added: those that the engine sampled are trained, all others a
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -136,6 +137,8 @@ class Episode:
     sample: Sample
     shortened: Callable[[str, int], str]  # a text of at most so many tokens
     keeps_rewards: bool = True  # asks the environment for rewards
+    # takes the session at the end, which it closes later: reward functions may ask its object until then
+    keep_open: Callable[[Session], object] | None = None
 
     async def play(self) -> Rollout:
         """The whole episode. EnvironmentFailed: its world failed."""
@@ -152,9 +155,16 @@ class Episode:
             if self.keeps_rewards:
                 reward = await self._in_time(session.get_reward(), "get_reward")
                 self.transcript.turns[-1]["reward"] += reward or 0.0
-        finally:
+        except BaseException:
             await session.close()
-        return self._rollout(opening, reason)
+            raise
+        rollout = self._rollout(opening, reason)
+        if self.keep_open is None:
+            await session.close()
+        else:
+            rollout.environment = session.environment
+            self.keep_open(session)
+        return rollout
 
     def _open(self, session: Session) -> list[dict[str, Any]]:
         """The first messages: the row's, and what ``reset`` gave; ``self.opened`` is the prompt of them."""
@@ -296,7 +306,7 @@ class Episode:
             messages=[*opening, *said.messages],
             turns=turns,
             extras=extras | self.metrics,
-            texts={"stop_reason": reason},
+            texts={"stop_reason": reason, "conversation": as_text([*opening, *said.messages])},
         )
 
 
@@ -320,6 +330,11 @@ def as_messages(observation: str | list[dict[str, Any]] | None, role: str) -> li
     if isinstance(observation, str):
         return [{"role": role, "content": observation}]
     return [dict(message) for message in observation]
+
+
+def as_text(messages: list[dict[str, Any]]) -> str:
+    """A conversation for files of samples."""
+    return json.dumps(messages, ensure_ascii=False, default=str)
 
 
 def tool_message(call: Any, text: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from typing import ClassVar
 
 import pytest
 from support.chats import CHATML, chat_tokenizer
@@ -17,6 +18,7 @@ from lightppo.plugins.episodes.chat_format import ChatFormat
 from lightppo.plugins.episodes.engine import EpisodeEngine
 from lightppo.plugins.episodes.environments import Environments
 from lightppo.plugins.episodes.episode import Limits, PlainText
+from lightppo.rewards.function import BoundFunction
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=600, n=2, seed=3)
@@ -162,7 +164,8 @@ class TestConversation:
         assert rollout.turns[-1]["end"] == len(rollout.response_ids) - 1
         expected = {"turns": 5.0, "tool_calls": 5.0, "tool_errors": 3.0, "found": 1.0}
         assert expected.items() <= rollout.extras.items()
-        assert rollout.texts == {"stop_reason": "done"}
+        assert rollout.texts["stop_reason"] == "done"
+        assert json.loads(rollout.texts["conversation"]) == rollout.messages
         assert rollout.finish_reason == "stop"
 
 
@@ -263,6 +266,52 @@ def test_a_prompt_that_is_no_chat_goes_on_as_text(tokenizer):
     assert tokenizer.decode(rollout.response_ids) == f"one two{END}I heard 2 wordsbye{END}"
     assert [turn["reward"] for turn in rollout.turns] == [0.5, 2.0]
     assert rollout.response_text == "bye"
+
+
+def test_objects_of_trls_contract_are_there_until_they_are_scored(build, tokenizer):
+    """They are made once and reset often; reward functions get them as ``environments``."""
+
+    class Trl:
+        made: ClassVar[list] = []
+
+        def __init__(self):
+            self.made.append(self)
+
+        def reset(self, n, **row):
+            self.n, self.guesses = n, []
+
+        def guess(self, x: int) -> str:
+            """
+            Guess a number.
+
+            Args:
+                x: the number
+
+            Returns:
+                what it is
+            """
+            self.guesses.append(x)
+            if x > 90:
+                raise ValueError("too large to be true")
+            return "no"
+
+    engine = build(Trl, spoken([call(95), call(7), END]), contract="trl")
+    prompts = [prompt_of("Which?", tokenizer, index=i, n=i) for i in range(2)]
+    for _ in range(4):
+        rollouts = engine.generate(prompts, SAMPLING)
+        arguments = BoundFunction(trl_reward, "trl_reward").calls(rollouts)[0].kwargs
+        objects = arguments["environments"]
+        assert len({id(one) for one in objects}) == 4
+        assert [one.n for one in objects] == [0, 0, 1, 1]
+        assert [one.guesses for one in objects] == [[95, 7]] * 4
+        roles = ["assistant", "tool", "assistant", "tool", "assistant"]
+        assert [[m["role"] for m in part] for part in arguments["completions"]] == [roles] * 4
+        assert "too large to be true" in arguments["completions"][0][1]["content"]
+    assert len(Trl.made) == 8  # of two calls; the third takes those of the first
+
+
+def trl_reward(completions, environments, **columns):
+    return [0.0] * len(completions)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
