@@ -17,9 +17,9 @@ def around(engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any) ->
     if not asked.env and not asked.tools:
         return engine
     # imported where they are used: most runs play no episodes
-    from lightppo.plugins.episodes.engine import EpisodeEngine
     from lightppo.plugins.episodes.environments import Environments
     from lightppo.plugins.episodes.episode import Limits
+    from lightppo.plugins.episodes.episode_engine import EpisodeEngine
 
     environments = Environments(
         asked.env,

@@ -15,9 +15,9 @@ from support.puppet import Puppet, prompt_of
 from lightppo import EnvFailure, Reply, Step, ToolError
 from lightppo.errors import RolloutError
 from lightppo.plugins.episodes.chat_format import ChatFormat
-from lightppo.plugins.episodes.engine import EpisodeEngine
 from lightppo.plugins.episodes.environments import Environments
 from lightppo.plugins.episodes.episode import Limits, PlainText
+from lightppo.plugins.episodes.episode_engine import EpisodeEngine
 from lightppo.rewards.function import BoundFunction
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from lightppo.data.records import Prompt
 from lightppo.errors import RolloutError
 from lightppo.models.actor import Actor
-from lightppo.plugins.episodes.engine import EpisodeEngine
 from lightppo.plugins.episodes.environments import Environments
 from lightppo.plugins.episodes.episode import Limits, PlainText
+from lightppo.plugins.episodes.episode_engine import EpisodeEngine
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
