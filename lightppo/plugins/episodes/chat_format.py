@@ -179,19 +179,15 @@ class ChatFormat:
             raise ConfigError(
                 "the chat template drops user messages: give the tokenizer another chat_template"
             )
-        names = [tool.get("function", tool).get("name") for tool in self.tools]
-        if hidden := [name for name in names if name not in opening]:
-            raise ConfigError(
-                f"the chat template does not show the tools to the model ({', '.join(hidden)}): give the tokenizer a "
-                "chat_template that writes `tools`"
-            )
+        examples = [list(messages) for messages in examples]
+        for messages in examples:
+            self.opening(messages)
+        self._check_tools_are_shown([self._render(messages) for messages in examples] or [opening])
         self._bridge(0, ("user",))
         if self.tools:
             self._bridge(1, ("tool",))
             self._bridge(2, ("tool", "tool"))
             self._check_format()
-        for messages in examples:
-            self.opening(messages)
 
     def opening(self, messages: Sequence[dict], *, observed: int = 0) -> list[int]:
         """The ids of the first messages, with tools and what opens the model's turn.
@@ -670,6 +666,15 @@ class ChatFormat:
         _, calls = entry.fn(turn, tools=self.tools, tokenizer=self.tokenizer, end=end)
         name = self.tools[0].get("function", self.tools[0])["name"]
         return [(call.name, call.arguments) for call in calls] == [(name, {"argument": _SENTINEL})]
+
+    def _check_tools_are_shown(self, openings: Sequence[str]) -> None:
+        """ConfigError where neither the template nor the prompts name the tools."""
+        names = [tool.get("function", tool).get("name") for tool in self.tools]
+        if hidden := [name for name in names if not all(name in each for each in openings)]:
+            raise ConfigError(
+                f"the chat template does not show the tools to the model ({', '.join(hidden)}): describe them in the "
+                "system message of each prompt, or give the tokenizer a chat_template that writes `tools`"
+            )
 
     def _check_format(self) -> None:
         """ConfigError where the format of ``--tool_format`` does not read what the template writes."""

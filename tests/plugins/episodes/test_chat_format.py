@@ -554,6 +554,14 @@ def test_a_format_that_does_not_read_the_template_is_refused():
     chat_of(XML, tool_format="qwen_xml").check()
 
 
+def test_tools_that_the_prompts_describe():
+    chat = chat_of(BLIND)
+    told = [{"role": "system", "content": "You may call guess and look_up."}, *QUESTION]
+    chat.check([told])
+    with pytest.raises(ConfigError, match="does not show the tools"):
+        chat.check([told, QUESTION])
+
+
 def test_openings_that_the_template_refuses():
     chat = chat_of(BRACKETS)
     with pytest.raises(

@@ -16,10 +16,6 @@ from lightppo.plugins.episodes.tool_formats import (
     vllm_formats,
 )
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
-)
-
 
 def read(name: str, text: str):
     return TOOL_FORMATS[name].fn(text, tools=TOOLS, tokenizer=None, end="")
@@ -188,18 +184,3 @@ def test_an_unknown_name_without_vllm(monkeypatch):
     with pytest.raises(ConfigError, match=r"'hermse'.*hermes.*not installed"):
         find_format("hermse")
     assert list(vllm_formats("<arg_key>")) == []
-
-
-@needs_vllm
-def test_the_parsers_of_vllm():
-    with pytest.raises(ConfigError, match=r"of vLLM: .*glm45"):
-        find_format("no such parser")
-    written = "Hm.<tool_call>guess\n<arg_key>x</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
-    (entry,) = vllm_formats(written)
-    added = (
-        "<tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value> <think> </think>"
-    )
-    text, calls = entry.fn(
-        written, tools=TOOLS, tokenizer=chat_tokenizer(CHATML, added=added), end=""
-    )
-    assert (text.strip(), calls) == ("Hm.", [Call("guess", {"x": 5})])
