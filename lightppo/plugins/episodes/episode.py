@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RolloutError
-from lightppo.plugins.episodes.chat_format import AssistantTurn
+from lightppo.plugins.episodes.chat_format import AssistantTurn, ObservationError
 from lightppo.plugins.episodes.contract import EnvironmentFailed
 from lightppo.plugins.episodes.environments import Environments, Session, opening_messages
 from lightppo.rollout.engine import Turn
@@ -30,9 +30,9 @@ class Format(Protocol):
 
     def harmless(self, text: str) -> tuple[str, int]: ...
 
-    def parse(self, ids: list[int], *, stopped: bool) -> AssistantTurn: ...
+    def parse(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> AssistantTurn: ...
 
-    def closing(self, ids: list[int], *, stopped: bool) -> list[int]: ...
+    def closing(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> list[int]: ...
 
     def continuation(self, turn: AssistantTurn, messages: list[dict[str, Any]]) -> list[int]: ...
 
@@ -59,11 +59,11 @@ class PlainText:
     def harmless(self, text: str) -> tuple[str, int]:
         return text, 0
 
-    def parse(self, ids: list[int], *, stopped: bool) -> AssistantTurn:
+    def parse(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> AssistantTurn:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return AssistantTurn(text=text, thinking=None, calls=(), complete=stopped)
 
-    def closing(self, ids: list[int], *, stopped: bool) -> list[int]:
+    def closing(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> list[int]:
         return []
 
     def continuation(self, turn: AssistantTurn, messages: list[dict[str, Any]]) -> list[int]:
@@ -189,10 +189,11 @@ class Episode:
     async def _turn(self, session: Session) -> str | None:
         """One turn of the model and one of the environment; why the episode has ended, or None."""
         said = self.transcript
+        before = self.opened.token_ids + said.ids
         asked = Turn(
             self.prompt,
             self.stream,
-            self.opened.token_ids + said.ids,
+            before,
             max_new_tokens=self.limits.room(len(said.ids)),
             number=len(said.turns),
             sampled=said.sampled,
@@ -200,12 +201,12 @@ class Episode:
         sampled = await self.sample(asked)
         said.add_sampled(sampled)
         stopped = sampled.finish_reason == "stop"
-        turn = self.format.parse(sampled.response_ids, stopped=stopped)
+        turn = self.format.parse(sampled.response_ids, stopped=stopped, prompt=before)
         said.text = turn.text
         said.messages.append(self.format.message(turn))
         if not stopped and len(said.ids) >= self.limits.budget:
             return "length"
-        closing = self.format.closing(sampled.response_ids, stopped=stopped)
+        closing = self.format.closing(sampled.response_ids, stopped=stopped, prompt=before)
         answer, done = await self._answer(session, turn)
         if done is not None:
             return done
@@ -252,7 +253,10 @@ class Episode:
         answer = [self._shortened(message) for message in answer]
         for message in answer:
             said.escapes += self.format.harmless(str(message["content"]))[1]
-        ids = closing + self.format.continuation(turn, answer)
+        try:
+            ids = closing + self.format.continuation(turn, answer)
+        except ObservationError as error:
+            raise EnvironmentFailed("exception", "step", f"an observation: {error}") from error
         if len(said.ids) + len(ids) >= self.limits.budget:
             return "length"  # no token could follow it
         said.add(ids)
