@@ -519,7 +519,7 @@ SUPERVISED: dict[str, Changes] = {
 }
 
 ELSEWHERE = {
-    "env_contract": "plugins/episodes/test_episodes.py",
+    "env_contract": "plugins/episodes/test_assembly.py",
     "tool_format": "plugins/episodes/test_assembly.py",
     "tools": "plugins/episodes/test_assembly.py",
     "aux_loss_coef": "trainer/test_algorithms_act.py",  # of a mixture of experts

@@ -297,20 +297,9 @@ class _Stage:
 
     def take(self, wait: bool) -> list[Turn] | None:
         turns: list[Turn] = []
-        while True:
-            busy = len(self._tasks) - self._decoding - len(turns)  # episodes at their environment
-            if not busy and self._brought.empty():
-                break
-            try:
-                item = (
-                    self._brought.get(timeout=self._patience(wait, turns))
-                    if wait
-                    else (self._brought.get_nowait())
-                )
-            except queue.Empty:
-                heartbeat.beat()
-                if wait and not turns:
-                    continue
+        while self._may_come(turns):
+            item = self._next(wait, turns)
+            if item is None:
                 break
             if isinstance(item, _Asked):
                 self._futures[id(item.turn)] = item.future
@@ -325,8 +314,22 @@ class _Stage:
             turns, key=lambda turn: (-len(turn.token_ids), turn.prompt.index, turn.sample_index)
         )
 
-    def _patience(self, wait: bool, turns: list[Turn]) -> float:
-        return _LINGER_SECONDS if turns else _BEAT_SECONDS
+    def _may_come(self, turns: list[Turn]) -> bool:
+        """Whether an episode is at its environment, or has brought something since."""
+        at_environments = len(self._tasks) - self._decoding - len(turns)
+        return at_environments > 0 or not self._brought.empty()
+
+    def _next(self, wait: bool, turns: list[Turn]) -> _Asked | tuple[int, Any] | None:
+        """What episodes bring; None: nothing now, and no need to wait for it."""
+        while True:
+            try:
+                if not wait:
+                    return self._brought.get_nowait()
+                return self._brought.get(timeout=_LINGER_SECONDS if turns else _BEAT_SECONDS)
+            except queue.Empty:
+                heartbeat.beat()
+                if not wait or turns:
+                    return None
 
     def ended(self, turn: Turn, rollout: Rollout) -> None:
         self._decoding -= 1

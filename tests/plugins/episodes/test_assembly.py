@@ -81,6 +81,12 @@ def test_tools_stand_beside_those_of_an_environment(engine_of):
     assert sorted(names_of(engine_of(env=("Guess",), tools=("double",)))) == ["double", "guess"]
 
 
+def test_contracts(engine_of):
+    for contract in ("lightppo", "trl"):
+        engine = engine_of(env=("Guess",), env_contract=contract)
+        assert engine.environments.contract == contract
+
+
 def test_a_talk_needs_no_template(engine_of):
     assert isinstance(engine_of(env=("Talk",)).formats["Talk"], PlainText)
     chat = engine_of(env=("Talk",), apply_chat_template=True).formats["Talk"]
