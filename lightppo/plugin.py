@@ -139,6 +139,10 @@ ENGINES: Table = Table("--rollout_engine", {"hf": Entry("lightppo.rollout.hf:bui
 """Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,
 of the config, the strategy, the actor and the tokenizer; it has the actor's present weights."""
 
+ENGINE_WRAPPERS: Table = Table("what is around a run's rollout engine")
+"""An entry's function gets the engine of a run, the config, the strategy and the tokenizer, and returns the engine
+itself, or another one around it. They are called in the order of the table."""
+
 DECODING_RUNNERS: Table = Table("decoding runner")
 """What runs the decoding steps of the HF engine. An entry's function makes a
 :class:`lightppo.rollout.decode.DecodingRunner` of the config and the strategy, or returns None; the first one runs."""

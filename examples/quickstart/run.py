@@ -3,6 +3,7 @@
     make quickstart
     make quickstart RANKS=2 ZERO_STAGE=3
     make quickstart ENGINE=vllm
+    make quickstart ENV=lookup
 
 Every phase is an ordinary command, printed before it runs; the scripts are those for real models.
 """
@@ -35,6 +36,7 @@ def main(
     resume: bool = False,
     rollout_engine: Literal["hf", "vllm"] = "hf",
     head_dim: int | None = None,
+    env: Literal["none", "lookup"] = "none",
 ) -> None:
     """Run the quickstart.
 
@@ -47,9 +49,14 @@ def main(
         resume: keep an older run's folder and go on where its PPO run was interrupted.
         rollout_engine: what samples in the PPO run.
         head_dim: width of the model's attention heads. None: 16; with vLLM 32, the least that it takes on a CPU.
+        env: none: sums of two numbers; lookup: a question to an environment comes before the answer.
     """
     assets, sft, ppo = run_dir / "assets", run_dir / "sft", run_dir / "ppo"
     shared = ["--zero_stage", zero_stage, "--seed", seed]
+    make_assets, config = HERE / "make_assets.py", HERE / "ppo.yaml"
+    if env != "none":
+        folder = EXAMPLES / "environments"
+        make_assets, config = folder / f"{env}.py", folder / f"{env}.yaml"
     seconds = {"install": install_seconds, "sft": 0.0, "ppo": 0.0}
     if resume and (run_dir / "seconds.json").is_file():
         seconds = json.loads((run_dir / "seconds.json").read_text())
@@ -60,7 +67,7 @@ def main(
         run(
             [
                 sys.executable,
-                HERE / "make_assets.py",
+                make_assets,
                 "--output_dir",
                 assets,
                 "--seed",
@@ -74,7 +81,7 @@ def main(
         seconds["sft"] = time.monotonic() - start
         (run_dir / "seconds.json").write_text(json.dumps(seconds))
     start = time.monotonic()
-    launch(ranks, "train_ppo.py", "--config", HERE / "ppo.yaml", "--pretrain", sft,
+    launch(ranks, "train_ppo.py", "--config", config, "--pretrain", sft,
            "--prompt_data", assets / "prompts.jsonl", "--eval_data", assets / "eval.jsonl",
            "--save_path", ppo, "--ckpt_path", run_dir / "checkpoints", "--rollout_engine", rollout_engine,
            *shared)  # fmt: skip

@@ -37,6 +37,13 @@ class Rollout:
     # "stop": end-of-text, stop id or stop string; "length": cut by the token limit
     finish_reason: FinishReason
     log_probs: list[float] | None = None  # per response id, under the sampling temperature
+    # per response id: it was sampled, so it is trained; None: all were
+    trained: list[bool] | None = None
+    # the whole conversation, of an episode of several turns; response_text is then its last turn
+    messages: list[dict[str, Any]] | None = None
+    turns: list[dict[str, Any]] | None = None  # what happened in each turn of an episode
+    # the user's object that an episode was played in, while reward functions may ask it; it is not saved
+    environment: Any = None
     reward: float | None = None  # None until scored
     token_rewards: list[float] | None = None  # one score per response token
     # numbers from the reward source, logged as reward/<name>
@@ -52,6 +59,11 @@ class Rollout:
         """True if the token limit cut the response."""
         return self.finish_reason == "length"
 
+    @property
+    def trained_length(self) -> int:
+        """How many response ids were sampled."""
+        return len(self.response_ids) if self.trained is None else sum(self.trained)
+
 
 def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:
     """Samples of one prompt as plain values; the prompt and its greedy baseline are stored once."""
@@ -64,9 +76,13 @@ def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _fields(record: Prompt | Rollout) -> dict[str, Any]:
-    """A record's own fields, without the records that it points to."""
+    """A record's own fields, without the records and objects that it points to."""
     names = (f.name for f in dataclasses.fields(record))
-    return {name: getattr(record, name) for name in names if name not in ("prompt", "baseline")}
+    return {
+        name: getattr(record, name)
+        for name in names
+        if name not in ("prompt", "baseline", "environment")
+    }
 
 
 def from_plain(values: Mapping[str, Any]) -> list[Rollout]:

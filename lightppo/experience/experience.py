@@ -113,17 +113,21 @@ class Experience:
         responses = [torch.tensor(rollout.response_ids) for rollout in rollouts]
         prompt_mask = _pad([torch.ones_like(ids) for ids in prompts], left=True)
         response_mask = _pad([torch.ones_like(ids) for ids in responses])
+        action_mask = response_mask.bool()
+        if any(rollout.trained is not None for rollout in rollouts):
+            masks = [rollout.trained or [True] * len(rollout.response_ids) for rollout in rollouts]
+            action_mask = _pad([torch.tensor(mask) for mask in masks])
         experience = cls(
             sequences=torch.cat([_pad(prompts, left=True), _pad(responses)], 1),  # (B, S)
             attention_mask=torch.cat([prompt_mask, response_mask], 1),  # (B, S)
-            action_mask=response_mask.bool(),  # (B, A)
+            action_mask=action_mask,  # (B, A)
         )
         if all(rollout.log_probs is not None for rollout in rollouts):
             experience.rollout_log_probs = _pad(
                 [torch.tensor(rollout.log_probs, dtype=torch.float32) for rollout in rollouts]
             )
         experience.info = {
-            "response_length": experience.response_lengths.float(),
+            "response_length": experience.action_mask.sum(-1).float(),
             "total_length": experience.total_lengths.float(),
             "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]),
         }
@@ -229,6 +233,12 @@ def _check_tokens(rollout: Rollout) -> None:
         raise ValueError(
             f"{where}, sample {rollout.sample_index}: the rollout engine gave {len(rollout.log_probs)} log "
             f"probs for {length} response tokens"
+        )
+    trained = rollout.trained
+    if trained is not None and (len(trained) != length or not any(trained)):
+        raise ValueError(
+            f"{where}, sample {rollout.sample_index}: trained names {sum(trained)} of {len(trained)} "
+            f"tokens; the response has {length}, of which at least one is trained"
         )
 
 

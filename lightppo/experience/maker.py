@@ -128,7 +128,7 @@ class ScoreShaper:
         return self.scale(torch.tensor(scores, dtype=torch.float32, device=self.device))
 
     def _lengths(self, rollouts: Sequence[Rollout]) -> Tensor:
-        lengths = [len(rollout.response_ids) for rollout in rollouts]
+        lengths = [rollout.trained_length for rollout in rollouts]
         return torch.tensor(lengths, dtype=torch.float32, device=self.device)
 
 

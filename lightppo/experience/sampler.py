@@ -36,7 +36,7 @@ def best_of_n(
     """The ``n`` samples with the highest scores, in sampling order; ``tie`` decides between equal scores by length."""
     sign = 1 if tie == "shorter" else -1
     ranked = sorted(
-        range(len(group)), key=lambda i: (-group[i].reward, sign * len(group[i].response_ids), i)
+        range(len(group)), key=lambda i: (-group[i].reward, sign * group[i].trained_length, i)
     )
     return [group[i] for i in sorted(ranked[:n])]
 
@@ -377,7 +377,7 @@ class GroupCollector:
         tally.batches += 1
         tally.counts.update(batch.left_out)
         tally.counts["generated_samples"] += len(rollouts)
-        tally.counts["generated_tokens"] += sum(len(rollout.response_ids) for rollout in rollouts)
+        tally.counts["generated_tokens"] += sum(rollout.trained_length for rollout in rollouts)
         tally.prompt_scores |= batch.prompt_scores
         tally.names |= {name for rollout in batch.rollouts for name in rollout.extras}
 

@@ -12,6 +12,7 @@ SHIPPED = (
     "vllm",
     "verifiers",
     "http",
+    "episodes",
     "checks",
     "exports",
     "records",

@@ -152,18 +152,26 @@ def _ours(rollout: Rollout) -> Values:
         "response_ids": rollout.response_ids,
         "data_sources": prompt.data_source,
         "extras": prompt.extra,
-    }
+    } | _episode(rollout)
+
+
+def _episode(rollout: Rollout) -> Values:
+    """What there is to say of a conversation of several turns; nothing of a single response."""
+    if rollout.turns is None:
+        return {}
+    return {"conversations": rollout.messages, "num_turns": len(rollout.turns)}
 
 
 def _verl(rollout: Rollout) -> Values:
     info = rollout.prompt.extra.get("extra_info")
     info = info if isinstance(info, dict) else rollout.prompt.extra
+    num_turns = None if rollout.turns is None else len(rollout.turns)
     return {
         "data_source": rollout.prompt.data_source,
         "solution_str": rollout.response_text,
         "ground_truth": rollout.prompt.label,
         # a copy, as functions write into it; the two keys are always there in verl
-        "extra_info": {"num_turns": None, "rollout_reward_scores": {}} | info,
+        "extra_info": {"num_turns": num_turns, "rollout_reward_scores": {}} | info,
     }
 
 
@@ -172,12 +180,15 @@ def _verl_batch(rollout: Rollout) -> Values:
 
 
 def _trl(rollout: Rollout) -> Values:
-    """If the prompt is a chat, the completion is one too: one message of the assistant."""
+    """If the prompt is a chat, the completion is one too: one message of the assistant, or those of an episode."""
     prompt, text, ids = rollout.prompt, rollout.response_text, rollout.response_ids
     if prompt.messages is None:
         return {"prompts": prompt.text, "completions": text, "completion_ids": ids}
     answer = [{"role": "assistant", "content": text}]
-    return {"prompts": prompt.messages, "completions": answer, "completion_ids": ids}
+    if rollout.messages is not None:
+        answer = rollout.messages[len(prompt.messages) :]
+    own = {} if rollout.environment is None else {"environments": rollout.environment}
+    return own | {"prompts": prompt.messages, "completions": answer, "completion_ids": ids}
 
 
 def _areal(rollout: Rollout) -> Values:

@@ -10,7 +10,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -103,6 +103,9 @@ class DecodedBatch:
 
 
 Group = tuple[list[int], list[int]]  # a prompt, and the numbers of its requests
+# further requests, (prompt, most new tokens) each, whose numbers go on; None: there will be none.
+# With True it waits for one.
+More = Callable[[bool], list[tuple[list[int], int]] | None]
 Uniforms = Callable[[list[int]], Tensor]  # numbers of requests -> (k, max_new_tokens) float64
 Decoded = Iterator[tuple[list[int], DecodedBatch]]  # numbers of requests and their responses
 
@@ -112,7 +115,8 @@ class Decoder:
     """Decodes many requests with one model, at most ``slots`` at a time.
 
     ``run(prompts, uniforms)`` yields some requests (their places in ``prompts``) and their responses, until all are
-    done; put the longest prompts first.
+    done; put the longest prompts first. With ``more``, requests may come while others decode; a prompt and its
+    response then have at most ``max_columns`` tokens.
     """
 
     forward: CachedForward
@@ -121,6 +125,8 @@ class Decoder:
     slots: int
     max_new_tokens: int
     device: torch.device
+    # of a prompt and its response; None: as the prompts say
+    max_columns: int | None = field(default=None, kw_only=True)
 
 
 # -- attention of one new token ---------------------------------------------------------------------------------------
@@ -402,13 +408,21 @@ class PromptQueue:
         self._forward = forward
         self._device = device
         self._max_prompts = max_prompts  # in one forward
-        same: dict[tuple[int, ...], list[int]] = {}
-        for number, ids in enumerate(requests):
-            same.setdefault(tuple(ids), []).append(number)
-        self._groups: deque[Group] = deque((list(ids), numbers) for ids, numbers in same.items())
+        self._groups: deque[Group] = deque()
         self._parts: deque[list[Group]] = deque()  # each for one forward
         self._block: Prefilled | None = None
-        self.waiting = len(requests)  # without a slot
+        self._count = 0  # of all requests so far
+        self.waiting = 0  # requests without a slot
+        self.add(requests)
+
+    def add(self, requests: list[list[int]]) -> None:
+        """More requests, behind those that are there."""
+        same: dict[tuple[int, ...], list[int]] = {}
+        for number, ids in enumerate(requests, start=self._count):
+            same.setdefault(tuple(ids), []).append(number)
+        self._groups.extend((list(ids), numbers) for ids, numbers in same.items())
+        self._count += len(requests)
+        self.waiting += len(requests)
 
     @property
     def at_hand(self) -> bool:
@@ -496,6 +510,8 @@ class Rows:
         self.log_probs = torch.zeros(slots, max_new_tokens, device=device)
         self.uniforms = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=device)
         self.ages = torch.zeros(slots, dtype=torch.long, device=device)  # tokens so far
+        # most tokens of each; entries beyond the rows in use mean nothing
+        self.limits = torch.full((slots,), max_new_tokens, device=device)
         # of the newest token in prompt + response
         self.positions = torch.zeros(slots, dtype=torch.long, device=device)
 
@@ -509,12 +525,15 @@ class Rows:
         positions: Tensor,
         uniforms: Tensor,
         prompts: Tensor | None,
+        limits: Tensor | None = None,
     ) -> slice:
         """Adds rows without tokens; returns where they are. ``prompts`` (k, ·): kept for :meth:`history`."""
         new = slice(len(self), len(self) + len(numbers))
         self.numbers += numbers
         self.starts += starts
         self.uniforms[new], self.ages[new], self.positions[new] = uniforms, 0, positions
+        if limits is not None:
+            self.limits[new] = limits
         if prompts is not None:
             width = self.ids.shape[1] - self.tokens.shape[1]
             self.ids[new, :width] = pad(prompts, (width - prompts.shape[1], 0), value=NO_TOKEN)
@@ -544,7 +563,14 @@ class Rows:
         del self.numbers[left:], self.starts[left:]
         if holes:
             index = torch.tensor([movers, holes], device=self.ages.device)
-            for x in (self.ids, self.log_probs, self.uniforms, self.ages, self.positions):
+            for x in (
+                self.ids,
+                self.log_probs,
+                self.uniforms,
+                self.ages,
+                self.limits,
+                self.positions,
+            ):
                 x[index[1]] = x[index[0]]
         self.ages[left : left + len(gone)] = self.tokens.shape[1]
         return movers, holes
@@ -561,15 +587,26 @@ class SlotDecoder(Decoder):
     """Decodes in a fixed number of slots; needs a model with ``can_use_slots``."""
 
     @torch.no_grad()
-    def run(self, prompts: list[list[int]], uniforms: Uniforms) -> Decoded:
+    def run(
+        self, prompts: list[list[int]], uniforms: Uniforms, more: More | None = None
+    ) -> Decoded:
         """See :class:`Decoder`."""
-        queue = self._start(prompts)
+        queue = self._start(prompts, goes_on=more is not None)
         while True:
             heartbeat.beat()
+            if more is not None:
+                came = more(not len(self.rows) and not queue.waiting)
+                if came is None:
+                    more = None
+                else:
+                    queue.add([ids for ids, _ in came])
+                    self.limits += [most for _, most in came]
             if self._refills(queue):
                 self._admit(*queue.take(self.slots - len(self.rows)), uniforms)
             elif not len(self.rows):
-                break
+                if more is None:
+                    break
+                continue
             else:
                 self._step(queue)
             # the only wait for the device in a step
@@ -577,13 +614,16 @@ class SlotDecoder(Decoder):
             if gone:
                 yield self._leave(gone)
 
-    def _start(self, prompts: list[list[int]]) -> PromptQueue:
+    def _start(self, prompts: list[list[int]], goes_on: bool = False) -> PromptQueue:
         self.text_config = self.forward.config.get_text_config(decoder=True)
         can_attend = can_attend_to_slots(self.forward.model, self.text_config)
         self.prepares_masks = self.forward.takes_position_ids and can_attend
-        self.slots = min(self.slots, len(prompts))
+        self.goes_on = goes_on  # more requests may come
+        if not goes_on:
+            self.slots = min(self.slots, len(prompts))
+        self.limits = [self.max_new_tokens] * len(prompts)  # of each request
         longest = max(map(len, prompts), default=0)
-        most = longest + self.max_new_tokens
+        most = self.max_columns or longest + self.max_new_tokens
         tight = self.device.type == "cpu"
         self.cache = SlotCache(
             self.forward.config,
@@ -592,11 +632,13 @@ class SlotDecoder(Decoder):
             max_columns=most,
             tight=tight,
         )
+        history = most if goes_on else longest
+        history = history if self.sampler.needs_history else 0
         self.rows = Rows(
             self.slots,
             self.max_new_tokens,
             self.device,
-            prompt_width=longest if self.sampler.needs_history else 0,
+            prompt_width=history,
         )
         return PromptQueue(self.forward, prompts, self.slots, self.device)
 
@@ -617,13 +659,20 @@ class SlotDecoder(Decoder):
     ) -> None:
         """Gives requests a slot and their first token."""
         uniforms = uniforms_of(numbers)
-        end = self.cache.span.end
         prompts = [block.prompts[row] for row in rows]
         lengths = [len(prompt) for prompt in prompts]
+        if max(lengths) > self.cache.span.end:  # it came after the others
+            self._move_columns(self.slots, max(lengths))
+        end = self.cache.span.end
         index = torch.tensor([rows, lengths], device=self.device)
         history = left_pad(prompts, self.device)[0] if self.sampler.needs_history else None
         new = self.rows.append(
-            numbers, [end - length for length in lengths], index[1] - 1, uniforms, history
+            numbers,
+            [end - length for length in lengths],
+            index[1] - 1,
+            uniforms,
+            history,
+            limits=torch.tensor([self.limits[number] for number in numbers], device=self.device),
         )
         self.cache.append(block.cache, rows, max(lengths))
         self.rows.write(new, *self.sampler(block.logits[index[0]], uniforms[:, 0], 0, history))
@@ -651,10 +700,13 @@ class SlotDecoder(Decoder):
     def _make_room(self, queue: PromptQueue) -> None:
         """A free column, if there is none."""
         if self.cache.span.end == self.cache.columns:
-            shift = self.cache.make_room(
-                min(self.slots, len(self.rows) + queue.waiting), queue.longest
-            )
-            self.rows.starts = [start - shift for start in self.rows.starts]
+            slots = self.slots if self.goes_on else min(self.slots, len(self.rows) + queue.waiting)
+            self._move_columns(slots, queue.longest)
+
+    def _move_columns(self, slots: int, at_least: int) -> None:
+        shift = self.cache.make_room(slots, at_least)
+        self.rows.starts = [start - shift for start in self.rows.starts]
+        if len(self.rows):
             self._see_starts()
 
     def _step_mask(self) -> Tensor:
@@ -677,7 +729,7 @@ class SlotDecoder(Decoder):
         rows = torch.arange(len(self.rows), device=self.device)
         ages = self.rows.ages[: len(self.rows)]
         self._stopped = self.stop.ended(self.rows.tokens, rows, ages)
-        return self._stopped | (ages == self.max_new_tokens)
+        return self._stopped | (ages == self.rows.limits[: len(self.rows)])
 
     def _leave(self, gone: list[int]) -> tuple[list[int], DecodedBatch]:
         """Takes finished rows out of the batch."""
@@ -708,21 +760,39 @@ class BatchDecoder(Decoder):
     """Decodes one micro batch after the other, for caches with recurrent states, chunked attention, indexed layers."""
 
     @torch.no_grad()
-    def run(self, prompts: list[list[int]], uniforms: Uniforms) -> Decoded:
+    def run(
+        self, prompts: list[list[int]], uniforms: Uniforms, more: More | None = None
+    ) -> Decoded:
         """See :class:`Decoder`."""
-        for first in range(0, len(prompts), self.slots):
-            numbers = list(range(first, min(first + self.slots, len(prompts))))
-            yield numbers, self._decode([prompts[i] for i in numbers], uniforms(numbers))
+        waiting = deque(enumerate(prompts))
+        limits = [self.max_new_tokens] * len(prompts)
+        while waiting or more is not None:
+            if more is not None:
+                came = more(not waiting)
+                if came is None:
+                    more = None
+                    continue
+                waiting.extend(enumerate((ids for ids, _ in came), start=len(limits)))
+                limits += [most for _, most in came]
+            if waiting:
+                batch = [waiting.popleft() for _ in range(min(self.slots, len(waiting)))]
+                numbers = [number for number, _ in batch]
+                limits_of_batch = torch.tensor([limits[i] for i in numbers], device=self.device)
+                prompts_of_batch = [ids for _, ids in batch]
+                yield (
+                    numbers,
+                    self._decode(prompts_of_batch, uniforms(numbers), limits_of_batch),
+                )
 
-    def _decode(self, prompts: list[list[int]], uniforms: Tensor) -> DecodedBatch:
-        """Decodes until every row has ended or has ``max_new_tokens``."""
+    def _decode(self, prompts: list[list[int]], uniforms: Tensor, limits: Tensor) -> DecodedBatch:
+        """Decodes until every row has ended or has its limit of new tokens, ``limits`` (B,)."""
         batch_size, most = uniforms.shape
         prompt_ids, mask, positions = left_pad(prompts, self.device)  # (B, P)
         prompt_width = prompt_ids.shape[1]
         ids = pad(prompt_ids, (0, most))  # (B, P + max_new)
         responses = ids[:, prompt_width:]  # a view: what is written here is seen in ids
         log_probs = torch.zeros(batch_size, most, device=self.device)
-        lengths = torch.full((batch_size,), most, device=self.device)
+        lengths = limits.clone()
         stopped = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
 
         # What follows has b rows: those still in the batch, of which `done` have ended but have not left it yet.
@@ -742,7 +812,7 @@ class BatchDecoder(Decoder):
             ended = self.stop.ended(responses, rows, step + 1) & ~done
             lengths[rows] = torch.where(ended, step + 1, lengths[rows])
             stopped[rows] |= ended
-            done |= ended
+            done |= ended | (limits[rows] == step + 1)
             running = len(rows) - int(done.sum())
             if running == 0:
                 break

@@ -24,11 +24,12 @@ from lightppo.rollout.decode import (
     BatchDecoder,
     CachedForward,
     DecodedBatch,
+    Decoder,
     DecodingRunner,
     SlotDecoder,
     can_use_slots,
 )
-from lightppo.rollout.engine import Capabilities, SamplingParams
+from lightppo.rollout.engine import Capabilities, SamplingParams, TurnSource
 from lightppo.rollout.sampling import (
     StopCriteria,
     TokenSampler,
@@ -82,7 +83,7 @@ class HFRolloutEngine:
     """
 
     capabilities: ClassVar = Capabilities(
-        exact_log_probs=True, reports_finished=True, heats_first_token=True
+        exact_log_probs=True, reports_finished=True, heats_first_token=True, takes_turns=True
     )
 
     # Has .model, a Hugging Face model or the DeepSpeed engine around it; log probs are over its first valid_vocab_size
@@ -126,9 +127,7 @@ class HFRolloutEngine:
         """
         start = time.perf_counter()
         forward = CachedForward(self.model)
-        text_config = forward.config.get_text_config(decoder=True)
-        check_lengths(prompts, sampling, getattr(text_config, "max_position_embeddings", None))
-        stop, sampler = self._criteria(sampling, text_config.vocab_size)
+        check_lengths(prompts, sampling, self.positions)
         requests = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
         streams = request_streams(prompts, sampling)
         # Longest first: little padding, and a lack of memory shows at once.
@@ -142,33 +141,22 @@ class HFRolloutEngine:
             ncols=80,
             disable=not self.progress,
         )
-        with (
-            in_any_order(),
-            self.gather_parameters(),
-            generation_mode(self.model),
-            bar,
-            self.runner or nullcontext(),
-        ):
-            device = next(self.model.parameters()).device  # offloaded parameters are on it now
-            kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
-            kind = kind if self.runner is None else self.runner.decoder(kind)
-            slots = self.micro_rollout_batch_size
+        with bar, self._decoder(forward, sampling) as decoder:
             most = sampling.max_new_tokens
-            decoder = kind(forward, sampler, stop.to(device), slots, most, device)
 
             def uniforms(numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
                 table = [request_uniforms(sampling.seed, *streams[order[i]], most) for i in numbers]
-                return torch.from_numpy(np.stack(table)).to(device)
+                return torch.from_numpy(np.stack(table)).to(decoder.device)
 
             finished: list[Rollout] = []
-            for numbers, decoded in decoder.run(
-                [requests[number][0].token_ids for number in order], uniforms
-            ):
-                ended = self._to_rollouts([requests[order[i]] for i in numbers], decoded, stop)
+            in_order = [requests[number][0].token_ids for number in order]
+            for numbers, decoded in decoder.run(in_order, uniforms):
+                asked = [requests[order[i]] for i in numbers]
+                ended = self._to_rollouts(asked, decoded, decoder.stop)
                 for i, rollout in zip(numbers, ended):
                     rollouts[order[i]] = rollout
                 finished += ended
-                if len(finished) >= REPORT_SHARE * slots:
+                if len(finished) >= REPORT_SHARE * self.micro_rollout_batch_size:
                     on_finished(finished)
                     finished = []
                 bar.update(len(ended))
@@ -182,6 +170,64 @@ class HFRolloutEngine:
             "seconds": time.perf_counter() - start,
         }
         return rollouts
+
+    def generate_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
+        """Samples turns until no more come; those that come take the slots of those that have ended.
+
+        A turn's random numbers are those of its conversation's one stream, behind the tokens that were sampled before.
+
+        Raises:
+            ValueError: a turn has no tokens or too many for the model, or a stop id or bad word is unknown to it.
+            FloatingPointError: as :meth:`generate`.
+        """
+        limit, asked = self.positions, []
+        most = sampling.max_new_tokens
+
+        def more(wait: bool) -> list[tuple[list[int], int]] | None:
+            came = turns.take(wait)
+            for turn in came or ():
+                check_length(turn.prompt.index, len(turn.token_ids), turn.max_new_tokens, limit)
+            asked.extend(came or ())
+            return came and [(turn.token_ids, turn.max_new_tokens) for turn in came]
+
+        def uniforms(numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
+            table = np.zeros((len(numbers), most))
+            for row, turn in zip(table, (asked[i] for i in numbers)):
+                end = turn.sampled + turn.max_new_tokens
+                key = (sampling.seed, turn.prompt.index, turn.sample_index)
+                row[: turn.max_new_tokens] = request_uniforms(*key, end)[turn.sampled :]
+            return torch.from_numpy(table).to(decoder.device)
+
+        with self._decoder(CachedForward(self.model), sampling) as decoder:
+            decoder.max_columns = turns.longest
+            for numbers, decoded in decoder.run([], uniforms, more):
+                ended = [asked[i] for i in numbers]
+                samples = [(turn.prompt, turn.sample_index) for turn in ended]
+                for turn, rollout in zip(ended, self._to_rollouts(samples, decoded, decoder.stop)):
+                    turns.ended(turn, rollout)
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model takes; None: any."""
+        text_config = self.model.config.get_text_config(decoder=True)
+        return getattr(text_config, "max_position_embeddings", None)
+
+    @contextmanager
+    def _decoder(self, forward: CachedForward, sampling: SamplingParams) -> Iterator[Decoder]:
+        """What decodes with the model's full weights, while the context lasts. Collective."""
+        vocab_size = forward.config.get_text_config(decoder=True).vocab_size
+        stop, sampler = self._criteria(sampling, vocab_size)
+        with (
+            in_any_order(),
+            self.gather_parameters(),
+            generation_mode(self.model),
+            self.runner or nullcontext(),
+        ):
+            device = next(self.model.parameters()).device  # offloaded parameters are on it now
+            kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
+            kind = kind if self.runner is None else self.runner.decoder(kind)
+            slots, most = self.micro_rollout_batch_size, sampling.max_new_tokens
+            yield kind(forward, sampler, stop.to(device), slots, most, device)
 
     def sync_weights(self, actor: nn.Module) -> None:
         """Decodes with ``actor`` from now on; its weights are used in place."""
@@ -277,16 +323,26 @@ def check_lengths(
 ) -> None:
     """Raises ValueError for the first prompt that is empty or, with its response, longer than ``limit``."""
     for prompt in prompts:
-        length = len(prompt.token_ids)
-        if length == 0:
-            raise ValueError(
-                f"prompt {prompt.index} has no tokens; there is nothing to predict the first token from"
-            )
-        if limit is not None and length + sampling.max_new_tokens > limit:
-            raise ValueError(
-                f"prompt {prompt.index} has {length} tokens, with the response {length + sampling.max_new_tokens}, but "
-                f"{whose} {limit} positions: lower --prompt_max_len or --generate_max_len"
-            )
+        check_length(prompt.index, len(prompt.token_ids), sampling.max_new_tokens, limit, whose)
+
+
+def check_length(
+    index: int,
+    length: int,
+    new_tokens: int,
+    limit: int | None,
+    whose: str = "the model has",
+) -> None:
+    """Raises ValueError if a prompt of so many tokens is empty or, with its response, longer than ``limit``."""
+    if length == 0:
+        raise ValueError(
+            f"prompt {index} has no tokens; there is nothing to predict the first token from"
+        )
+    if limit is not None and length + new_tokens > limit:
+        raise ValueError(
+            f"prompt {index} has {length} tokens, with the response {length + new_tokens}, but "
+            f"{whose} {limit} positions: lower --prompt_max_len or --generate_max_len"
+        )
 
 
 def check_drawn(prompt: Prompt, log_probs: Sequence[float]) -> None:

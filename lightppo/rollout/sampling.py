@@ -63,9 +63,10 @@ def request_uniforms(
     return (np.frombuffer(stream, dtype="<u8") >> 12) * 2.0**-52
 
 
-def request_seed(seed: int, prompt_index: int, sample_index: int) -> int:
+def request_seed(seed: int, prompt_index: int, sample_index: int, turn: int = 0) -> int:
     """The seed of one request in [0, 2^63), for engines that take a seed rather than uniforms."""
-    return _hashed(f"lightppo/{seed}/{prompt_index}/{sample_index}")
+    key = f"lightppo/{seed}/{prompt_index}/{sample_index}"
+    return _hashed(f"{key}/turn {turn}" if turn else key)
 
 
 def joint_seed(seeds: Sequence[int]) -> int:

@@ -41,7 +41,16 @@ from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.wrapper import Role, prepare_model
-from lightppo.plugin import CHECKS, ENGINES, LOADING, SAMPLING, SCORED, SCORERS, TEACHERS
+from lightppo.plugin import (
+    CHECKS,
+    ENGINE_WRAPPERS,
+    ENGINES,
+    LOADING,
+    SAMPLING,
+    SCORED,
+    SCORERS,
+    TEACHERS,
+)
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward, reward_inputs
 from lightppo.rewards.source import NoReward, RewardSource
@@ -984,7 +993,10 @@ def build_rollout_engine(
 ) -> RolloutEngine:
     """The engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
     make_engine = ENGINES.find(config.engine.rollout_engine).fn
-    return make_engine(config, strategy, actor, tokenizer)
+    engine = make_engine(config, strategy, actor, tokenizer)
+    for wrapper in ENGINE_WRAPPERS.values():
+        engine = wrapper.fn(engine, config, strategy, tokenizer)
+    return engine
 
 
 # -- checks before anything large is loaded ---------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class EvalSample:
             label=rollout.prompt.label,
             score=rollout.reward,
             data_source=rollout.prompt.data_source,
-            response_length=len(rollout.response_ids),
+            response_length=rollout.trained_length,
             finish_reason=rollout.finish_reason,
             index=rollout.prompt.index,
             extras=rollout.extras | rollout.texts,

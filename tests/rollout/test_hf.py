@@ -7,10 +7,12 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+from support.conversations import Conversations, FixedTurns
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -20,7 +22,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from lightppo.data.records import Prompt
+from lightppo.data.records import Prompt, Rollout
 from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters
 from lightppo.plugins.vllm.weights import full_weights
@@ -289,6 +291,72 @@ def test_sliding_windows_alibi_and_recurrent_states(build, engine_of, prompts):
     for rollout in rollouts:
         expected = trainer_log_probs(model, rollout, 1.0)
         torch.testing.assert_close(torch.tensor(rollout.log_probs), expected, atol=1e-4, rtol=0)
+
+
+class TestTurns:
+    """Conversations of one to three turns; what stands between two depends on what was sampled."""
+
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.9, seed=5)
+
+    def played(self, engine, prompts, sampling=sampling, **options) -> Conversations:
+        conversations = Conversations(prompts, turns=3, samples=2, **options)
+        engine.generate_turns(conversations, sampling)
+        return conversations
+
+    @pytest.mark.parametrize("build", [None, mistral, lfm2])
+    def test_a_turn_depends_on_its_conversation_alone(self, build, llama, engine_of, prompts):
+        model = llama if build is None else build().eval()
+        expected = self.played(engine_of(model, 8), prompts)
+        assert {len(one.answers) for one in expected.all} == {1, 2, 3}
+        for slots, late in ((1, False), (3, True), (64, True)):
+            again = self.played(engine_of(model, slots), prompts[::-1], late=late)
+            assert again.ids() == expected.ids()
+        for one in expected.all:
+            for turn, answer in zip(one.asked, one.answers):
+                assert len(answer.response_ids) <= turn.max_new_tokens
+                cut = len(answer.response_ids) == turn.max_new_tokens
+                assert (answer.finish_reason == "stop") == (answer.response_ids[-1] == EOS_ID)
+                assert cut or answer.finish_reason == "stop"
+                whole = Prompt("", turn.token_ids, index=turn.prompt.index)
+                rollout = Rollout(whole, 0, answer.response_ids, "", "stop")
+                log_probs = trainer_log_probs(model, rollout, 0.9)
+                got = torch.tensor(answer.log_probs)
+                torch.testing.assert_close(got, log_probs, atol=1e-4, rtol=0)
+
+    def test_first_turns_are_responses_and_later_ones_go_on_in_their_random_numbers(
+        self, llama, engine_of, prompts
+    ):
+        engine = engine_of(llama, 4)
+        sampling = SamplingParams(max_new_tokens=5, temperature=0.9, seed=5, n=2)
+        responses = ids_by_key(engine.generate(prompts, sampling))
+        played = self.played(engine, prompts)
+        for one in played.all:
+            assert one.answers[0].response_ids == responses[one.prompt.index, one.sample_index]
+        # A turn whose stream began anew would draw the numbers of the first turn again.
+        again = [one for one in played.all if len(one.answers) == 3][:4]
+        source = FixedTurns([replace(one.asked[1], sampled=0) for one in again])
+        engine.generate_turns(source, self.sampling)
+        second = {tuple(one.answers[1].response_ids) for one in again}
+        assert len(source.answers) == 4
+        assert {tuple(rollout.response_ids) for rollout in source.answers} != second
+
+    def test_penalties_see_the_whole_conversation(self, llama, engine_of, prompts):
+        """Prompts that come later may be longer than all that the decoder began with."""
+        sampling = SamplingParams(max_new_tokens=8, seed=5, repetition_penalty=1.5)
+        expected = self.played(engine_of(llama, 8), prompts, sampling)
+        assert (
+            self.played(engine_of(llama, 2), prompts, sampling, late=True).ids() == expected.ids()
+        )
+        assert self.played(engine_of(llama, 8), prompts).ids() != expected.ids()
+
+    def test_no_prompts(self, llama, engine_of):
+        assert self.played(engine_of(llama, 8), []).ids() == {}
+
+    def test_a_turn_that_is_too_long_is_named(self, llama, engine_of, prompts):
+        conversations = Conversations(prompts[:1], turns=1)
+        conversations.all[0].ids = [5] * 60
+        with pytest.raises(ValueError, match=r"prompt 100 has 63 tokens, with the response 68"):
+            engine_of(llama).generate_turns(conversations, self.sampling)
 
 
 class TestRecords:

@@ -24,6 +24,11 @@ COLUMNS = ON | {"prompt_data": "@columns", "eval_data": "@columns"}
 CODE = {"reward_source": ("code",), "reward_fn": None, "allow_unsafe_code_execution": True}
 FUSION = CODE | {"sandbox_fusion_url": "http://127.0.0.1:9"}
 SERVICE = CODE | {"function_call_url": "http://127.0.0.1:9"}
+EPISODES = ON | {
+    "reward_fn": None,
+    "reward_source": ("environment",),
+    "env": ("@env:Talk",),
+}
 TEACHER = ON | {"teacher_pretrain": "@other_model"}
 
 REFUSED_HERE = {
@@ -256,6 +261,26 @@ NEARER = SHORT | {
     "init_kl_coef": 0.5,
 }
 DISTILLED = SHORT | TEACHER
+
+BUILT += [
+    (
+        EPISODES,
+        {
+            "env": ("@env:Walk",),
+            "max_turns": 3,
+            "max_turn_tokens": 3,
+            "max_tool_calls": 3,
+            "max_observation_len": 3,
+            "env_timeout": 3.0,
+            "episode_timeout": 3.0,
+            "env_workers": 1,
+            "env_retries": 3,
+            "on_env_failure": "error",
+            "env_failure_limit": 0.25,
+        },
+    ),
+    (EPISODES | {"use_dense_reward": True, "env_reward": "turns"}, {"env_reward": "sum"}),
+]
 
 RAN: Changes = [
     (
@@ -494,6 +519,9 @@ SUPERVISED: dict[str, Changes] = {
 }
 
 ELSEWHERE = {
+    "env_contract": "plugins/episodes/test_assembly.py",
+    "tool_format": "plugins/episodes/test_assembly.py",
+    "tools": "plugins/episodes/test_assembly.py",
     "aux_loss_coef": "trainer/test_algorithms_act.py",  # of a mixture of experts
     "config": "config/test_cli.py",
     "data_num_workers": "trainer/test_build.py",

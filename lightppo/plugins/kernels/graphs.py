@@ -129,8 +129,8 @@ class StaticDecoder(SlotDecoder):
 
     runner: CUDAGraphs
 
-    def _start(self, prompts: list[list[int]]) -> PromptQueue:
-        queue = super()._start(prompts)
+    def _start(self, prompts: list[list[int]], goes_on: bool = False) -> PromptQueue:
+        queue = super()._start(prompts, goes_on)
         cache = self.cache
         self._is_static = self.prepares_masks and (
             cache.window is None or cache.window >= cache.max_columns
@@ -178,7 +178,7 @@ class StaticDecoder(SlotDecoder):
         tokens = rows.tokens[active]
         log_probs = rows.log_probs[active]
         newest = tokens.gather(1, (ages - 1).clamp(min=0).unsqueeze(1))  # (b, 1)
-        runs = (ages < self.max_new_tokens) & ~self.stop.is_stop[newest.squeeze(1)]
+        runs = (ages < rows.limits[active]) & ~self.stop.is_stop[newest.squeeze(1)]
         self._mask.index_fill_(1, span.column, 0)
         mask = self._mask[active, None, None, : span.width]
         positions = rows.positions[active].unsqueeze(1)

@@ -43,7 +43,7 @@ def with_overlong(
     """Copies whose score has the overlong penalty, and extras its numbers, as in verl; without a buffer as they are."""
     if buffer_len is None:
         return list(rollouts)
-    lengths = torch.tensor([len(r.response_ids) for r in rollouts], dtype=torch.float32)
+    lengths = torch.tensor([r.trained_length for r in rollouts], dtype=torch.float32)
     penalties = overlong_penalty(lengths, max_len, buffer_len, penalty_factor).tolist()
     return [
         replace(

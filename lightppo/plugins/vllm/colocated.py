@@ -13,7 +13,7 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,8 @@ from lightppo.plugins.vllm.weights import (
     trainer_fingerprints,
 )
 from lightppo.ranks import heartbeat
-from lightppo.rollout.engine import Capabilities, SamplingParams
-from lightppo.rollout.hf import check_drawn, check_lengths, request_streams
+from lightppo.rollout.engine import Capabilities, SamplingParams, Turn, TurnSource
+from lightppo.rollout.hf import check_drawn, check_length, check_lengths, request_streams
 from lightppo.rollout.sampling import (
     StopCriteria,
     bad_word_ids,
@@ -75,10 +75,13 @@ class VLLMEngine:
     """A :class:`~lightppo.rollout.engine.RolloutEngine` with a copy of the weights. All ranks build it together.
 
     Every response is a request of its own with its own seed, so that in float32 a response depends neither on the batch
-    nor on the number of ranks. Subclasses have ``_sample``, ``_push``, ``_fall_asleep(level)`` and ``_wake(tag)``.
+    nor on the number of ranks. Subclasses have ``_sample``, ``_sample_turns``, ``_push``, ``_fall_asleep(level)`` and
+    ``_wake(tag)``.
     """
 
-    capabilities = Capabilities(reports_finished=True, keeps_weights=True, compares_weights=True)
+    capabilities = Capabilities(
+        reports_finished=True, keeps_weights=True, compares_weights=True, takes_turns=True
+    )
     sleeps = False  # while the trainer trains
 
     def __init__(
@@ -120,6 +123,15 @@ class VLLMEngine:
             "seconds": time.perf_counter() - start,
         }
         return rollouts
+
+    def generate_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
+        """Samples turns until no more come; the random numbers of each are its own.
+
+        Raises:
+            ValueError, FloatingPointError, RolloutError: as :meth:`generate`.
+        """
+        self.wake()
+        self._sample_turns(turns, sampling)
 
     def sync_weights(self, actor: nn.Module) -> None:
         """Pushes the present weights of ``actor`` and forgets all cached prefixes. Collective."""
@@ -164,6 +176,7 @@ class Requests:
         self.sampling = sampling
         self._tokenizer = engine.tokenizer
         model = engine.hf_model
+        self.longest = longest_sequence(engine.config)
         self._streams = request_streams(prompts, sampling)
         eos_ids = end_of_text_ids(engine.tokenizer, getattr(model, "generation_config", None))
         # with the end-of-text ids, which vLLM is told to ignore
@@ -173,7 +186,23 @@ class Requests:
         # unknown words are refused, as by every engine
         bad_word_ids(engine.tokenizer, sampling.bad_words)
 
+    def of_turn(self, turn: Turn) -> tuple[list[int], dict[str, Any]]:
+        """The request of a turn: its ids, and how to sample. ValueError: it is too long."""
+        index, length = turn.prompt.index, len(turn.token_ids)
+        check_length(index, length, turn.max_new_tokens, self.longest, "--max_model_len leaves")
+        key = (self.sampling.seed, index, turn.sample_index, turn.number)
+        lengths = {
+            "max_tokens": turn.max_new_tokens,
+            "min_tokens": min(self.sampling.min_new_tokens, turn.max_new_tokens),
+        }
+        how = self._how_to_sample() | lengths | {"seed": request_seed(*key)}
+        return turn.token_ids, how
+
     def parameters(self, r: int) -> dict[str, Any]:
+        """How to sample a request."""
+        return self._how_to_sample() | {"seed": request_seed(self.sampling.seed, *self._streams[r])}
+
+    def _how_to_sample(self) -> dict[str, Any]:
         sampling = self.sampling
         parameters = {
             "max_tokens": sampling.max_new_tokens,
@@ -185,7 +214,6 @@ class Requests:
             "repetition_penalty": sampling.repetition_penalty,
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
-            "seed": request_seed(sampling.seed, *self._streams[r]),
             "stop_token_ids": self._stop.ids,
             "ignore_eos": True,
             "logprobs": 0,  # of the sampled token alone
@@ -205,7 +233,18 @@ class Requests:
         finish_reason: str | None,
     ) -> Rollout:
         """The answer to a request; the text is decoded and cut here, as for every engine."""
-        (prompt, sample_index), ids = self.samples[r], list(ids)
+        return self.rollout_of(*self.samples[r], ids, log_probs, finish_reason)
+
+    def rollout_of(
+        self,
+        prompt: Prompt,
+        sample_index: int,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        finish_reason: str | None,
+    ) -> Rollout:
+        """What was sampled of a prompt."""
+        ids = list(ids)
         if finish_reason not in ("stop", "length") or len(log_probs) != len(ids):
             what = f"{len(ids)} tokens, {len(log_probs)} log probs, finish reason {finish_reason}"
             raise RolloutError(f"vLLM gave up prompt {prompt.index}, sample {sample_index}: {what}")
@@ -388,21 +427,11 @@ class VLLMRolloutEngine(VLLMEngine):
         self, requests: list[tuple[list[int], dict[str, Any]]]
     ) -> Iterator[tuple[int, Any]]:
         """(request number, vLLM's output) as the responses end."""
-        from vllm import SamplingParams as VLLMSamplingParams
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
         engine = self.llm.llm_engine
         running = {}
         try:
             for r, (token_ids, parameters) in enumerate(requests):
-                self._requests += 1
-                name = f"rollout-{self._requests}"
-                running[name] = r
-                how = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
-                engine.add_request(
-                    name, tokens_input(list(token_ids)), VLLMSamplingParams(**parameters, **how)
-                )
+                running[self._add(token_ids, parameters)] = r
             while engine.has_unfinished_requests():
                 heartbeat.beat()
                 for output in engine.step():
@@ -412,6 +441,44 @@ class VLLMRolloutEngine(VLLMEngine):
                 raise RolloutError(
                     f"vLLM ended without an answer to {len(running)} of {len(requests)} requests"
                 )
+        finally:
+            if running:
+                engine.abort_request(list(running))
+
+    def _add(self, token_ids: Sequence[int], parameters: Mapping[str, Any]) -> str:
+        """Gives vLLM a request; its name."""
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self._requests += 1
+        name = f"rollout-{self._requests}"
+        how = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
+        self.llm.llm_engine.add_request(
+            name, tokens_input(list(token_ids)), VLLMSamplingParams(**parameters, **how)
+        )
+        return name
+
+    def _sample_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
+        """Requests come between vLLM's steps. What a conversation has so far is in the prefix cache."""
+        requests, engine = Requests(self, [], sampling), self.llm.llm_engine
+        running: dict[str, Turn] = {}
+        came: list[Turn] | None = []
+        try:
+            with in_any_order():
+                while running or came is not None:
+                    heartbeat.beat()
+                    if came is not None:
+                        came = turns.take(wait=not running)
+                    for turn in came or ():
+                        running[self._add(*requests.of_turn(turn))] = turn
+                    for output in engine.step() if running else ():
+                        if output.finished:
+                            turn, answer = running.pop(output.request_id), output.outputs[0]
+                            values = (answer.token_ids, answer.logprobs.logprobs)
+                            sample = (turn.prompt, turn.sample_index)
+                            reason = answer.finish_reason
+                            turns.ended(turn, requests.rollout_of(*sample, *values, reason))
         finally:
             if running:
                 engine.abort_request(list(running))

@@ -7,9 +7,10 @@ import logging
 import queue
 import sys
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,8 @@ from lightppo.plugins.vllm.weights import (
     open_transport,
     trainer_fingerprints,
 )
-from lightppo.rollout.engine import SamplingParams
+from lightppo.ranks import heartbeat
+from lightppo.rollout.engine import SamplingParams, Turn, TurnSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +57,7 @@ _START_TRY_SECONDS = 2.0  # between two looks at a server that is still starting
 _START = "start it by `lightppo serve-vllm`"
 _NO_LOG_PROB = -9999.0  # what vLLM sends in place of NaN
 _THREADS = 1024  # requests of this process at a time
+_LOOK_SECONDS = 0.01  # between two looks for turns that came, while others are under way
 
 
 class VLLMServerRolloutEngine(VLLMEngine):
@@ -104,7 +107,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         """Servers in use."""
         return [i for i in range(len(self.servers)) if i not in self.lost]
 
-    def _lose(self, reasons: Mapping[int, str]) -> None:
+    def lose(self, reasons: Mapping[int, str]) -> None:
         for i, reason in sorted(reasons.items()):
             if i not in self.lost:
                 self.lost[i] = reason
@@ -114,7 +117,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
                     len(self.live),
                 )
 
-    def _check_any_left(self) -> None:
+    def check_any_left(self) -> None:
         if not self.live:
             raise RolloutError(
                 f"--vllm_server_url: none of the {len(self.servers)} servers is left: "
@@ -130,11 +133,16 @@ class VLLMServerRolloutEngine(VLLMEngine):
         sampling: SamplingParams,
         on_finished: OnFinished,
     ) -> list[Rollout]:
+        """Every rank asks for its own. Collective."""
+        with self._together():
+            return self._ask(Requests(self, prompts, sampling), on_finished)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
         """Every rank learns what the others met: servers lost, and failures, which end the call for all. Collective."""
-        rollouts: list[Rollout] = []
         failure = text = None
         try:
-            rollouts = self._ask(Requests(self, prompts, sampling), on_finished)
+            yield
         except Exception as error:
             failure = error
             text = (
@@ -144,22 +152,32 @@ class VLLMServerRolloutEngine(VLLMEngine):
             )
         everything = self.strategy.all_gather_object((text, self.lost))
         for _, lost in everything:
-            self._lose(lost)
+            self.lose(lost)
         if failure is not None:
             raise failure
         for rank, (text, _) in enumerate(everything):
             if text is not None:
                 raise RolloutError(f"rank {rank}: {text}")
-        return rollouts
+
+    def _sample_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
+        """A conversation stays on its server, which has what came before in its prefix cache; if that is lost, it goes
+        on elsewhere, from its ids. Collective."""
+        with self._together():
+            _Conversations(self, Requests(self, [], sampling)).run(turns)
+
+    def requests_at_a_time(self) -> int:
+        """Of one server: this rank's share."""
+        world_size, rank = self.strategy.world_size, self.strategy.get_rank()
+        each, more = divmod(self.config.engine.vllm_server_concurrency, world_size)
+        return max(1, each + (rank < more))
 
     def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
         """The dearest requests first, each to the server with the least under way."""
-        self._check_any_left()
+        self.check_any_left()
         vocab_size = vocab_size_of(self.hf_model)
         rank = self.strategy.get_rank()
         parameters = requests.parameters
-        each, more = divmod(self.config.engine.vllm_server_concurrency, self.strategy.world_size)
-        most = max(1, each + (rank < more))  # of a server: this rank's share
+        most = self.requests_at_a_time()
         costs = [
             len(prompt.token_ids) + requests.sampling.max_new_tokens
             for prompt, _ in requests.samples
@@ -199,8 +217,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 except RefusedError as error:
                     raise RolloutError(str(error)) from None
                 except RequestError as error:
-                    self._lose({i: str(error)})
-                    self._check_any_left()
+                    self.lose({i: str(error)})
+                    self.check_any_left()
                     waiting.append(r)
                     continue
                 rollouts[r] = requests.rollout(r, *completion)
@@ -234,8 +252,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
             logger.info("%s is used again: it has the present weights", self.servers[i].name)
         self.version = version
         self.lost = {i: lost[i] for i in self.lost if i in lost}
-        self._lose(lost)
-        self._check_any_left()
+        self.lose(lost)
+        self.check_any_left()
 
     def _send(
         self,
@@ -368,12 +386,77 @@ class VLLMServerRolloutEngine(VLLMEngine):
             if self.strategy.is_rank_0()
             else {}
         )
-        self._lose(self.strategy.broadcast_object(self._failures(begun)))
+        self.lose(self.strategy.broadcast_object(self._failures(begun)))
 
     def close(self) -> None:
         """Ends the connections; the servers go on. It may be called again."""
         for server in self.servers:
             server.close()
+
+
+class _Conversations:
+    """The turns of one call of ``generate_turns``, each asked by a thread of its own."""
+
+    def __init__(self, engine: VLLMServerRolloutEngine, requests: Requests) -> None:
+        self.engine = engine
+        self.requests = requests
+        self.vocab_size = vocab_size_of(engine.hf_model)
+        self.most = engine.requests_at_a_time()
+        self.server_of: dict[tuple[int, int], int] = {}  # conversation → where it is
+        self.under_way: dict[int, int] = dict.fromkeys(engine.live, 0)  # server → turns
+        self.answers: queue.SimpleQueue[tuple[int, Turn, Future]] = queue.SimpleQueue()
+
+    def run(self, turns: TurnSource) -> None:
+        """Until no more turns come."""
+        self.engine.check_any_left()
+        waiting: deque[Turn] = deque()
+        came: list[Turn] | None = []
+        while came is not None or waiting or any(self.under_way.values()):
+            heartbeat.beat()
+            idle = not waiting and not any(self.under_way.values())
+            if came is not None:
+                came = turns.take(wait=idle)
+                waiting.extend(came or ())
+            for _ in range(len(waiting)):
+                turn = waiting.popleft()
+                if not self._begin(turn):
+                    waiting.append(turn)
+            if any(self.under_way.values()):
+                waiting.extend(self._bring(turns))
+
+    def _begin(self, turn: Turn) -> bool:
+        """Asks a server for a turn; False where it has no room now."""
+        key = (turn.prompt.index, turn.sample_index)
+        server = self.server_of.get(key)
+        if server not in self.engine.live:
+            server = min(self.engine.live, key=lambda i: self.under_way[i])
+        if self.under_way[server] >= self.most:
+            return False
+        self.server_of[key] = server
+        self.under_way[server] += 1
+        token_ids, parameters = self.requests.of_turn(turn)
+        complete = self.engine.servers[server].complete
+        answer = thread(complete)(parameters, token_ids, self.vocab_size, self.engine.version)
+        answer.add_done_callback(lambda answer: self.answers.put((server, turn, answer)))
+        return True
+
+    def _bring(self, turns: TurnSource) -> list[Turn]:
+        """Brings the next answer where it belongs; turns that must be asked again, of a server that is lost."""
+        try:
+            server, turn, answer = self.answers.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            return []
+        self.under_way[server] -= 1
+        try:
+            completion = answer.result()
+        except RefusedError as error:
+            raise RolloutError(str(error)) from None
+        except RequestError as error:
+            self.engine.lose({server: str(error)})
+            self.engine.check_any_left()
+            return [turn]
+        turns.ended(turn, self.requests.rollout_of(turn.prompt, turn.sample_index, *completion))
+        return []
 
 
 class VLLMServer:

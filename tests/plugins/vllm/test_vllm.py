@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.once import once
-from support.ranks import run_ranks
+from support.ranks import WITH_SUPPORT, run_ranks
 from support.tiny import save_causal_lm, save_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -87,7 +87,15 @@ def see_one_rank(folder: Path) -> list[dict]:
     ]
     cases += [{"model": name, "zero_stage": 0, "brief": True} for name in FAMILIES]
     cases += [{"model": "untied", "zero_stage": 1, "bf16": True, "brief": True}]
-    run_ranks(WORKER, folder, *map(json.dumps, cases), vllm=True, world_size=1, timeout=500)
+    run_ranks(
+        WORKER,
+        folder,
+        *map(json.dumps, cases),
+        env=WITH_SUPPORT,
+        vllm=True,
+        world_size=1,
+        timeout=500,
+    )
     return json.loads((folder / "rank0of1.json").read_text())
 
 
@@ -106,7 +114,7 @@ def see_two_ranks(folder: Path) -> list[list[dict]]:
     for group in (0, 1):  # what a run that was killed has left, which vLLM refuses
         with suppress(FileExistsError):
             (SHARED_MEMORY / f"-tp:{group}-[0-1]-cpushm_0").open("x").close()
-    run_ranks(WORKER, folder, *map(json.dumps, cases), vllm=True)
+    run_ranks(WORKER, folder, *map(json.dumps, cases), env=WITH_SUPPORT, vllm=True)
     forget_shared_memory()
     return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
 
@@ -247,6 +255,16 @@ def test_same_tokens_texts_and_reasons_as_hugging_face(one_rank, how):
 
 def test_filters_do_not_change_what_log_probs_mean(one_rank):
     assert one_rank[0]["sampling"]["filtered difference"] < 1e-4
+
+
+def test_turns_depend_on_their_conversation_alone(one_rank):
+    seen = one_rank[0]["sampling"]["conversations"]
+    assert seen["greedy"] == seen["greedy hf"]
+    assert seen["late"] == seen["sampled"]
+    assert seen["nothing"]  # another seed gives other conversations
+    first = {(index, sample): ids for index, sample, ids, *_ in seen["first turns"]}
+    for index, sample, ids in seen["sampled"]:
+        assert ids[:5] == first[index, sample][:5]
 
 
 def test_what_cannot_be_sampled_is_refused(one_rank):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.conversations import Conversations
 from support.fake_vllm import FakeVLLM, answers, made_up_ids
 from support.fakes import FakeStrategy
 from support.ranks import free_port
@@ -75,7 +76,7 @@ def build(fakes, llama, tokenizer, tmp_path):
             rollout_engine="vllm_server",
             vllm_server_url=urls,
             vllm_server_start_timeout=options.pop("vllm_server_start_timeout", 0.0),
-            prompt_max_len=20,
+            prompt_max_len=options.pop("prompt_max_len", 20),
             generate_max_len=10,
             **options,
         )
@@ -194,6 +195,43 @@ class TestGenerate:
         fakes[0].replies[GENERATE] = reply
         with pytest.raises(FloatingPointError, match="prompt 100, response token 1"):
             build(urls=[fakes[0].url]).generate(prompts[:1], GREEDY)
+
+
+class TestTurns:
+    sampling = SamplingParams(max_new_tokens=6, seed=9)
+
+    def played(self, engine, prompts, **options) -> Conversations:
+        conversations = Conversations(prompts, turns=3, samples=2, **options)
+        engine.generate_turns(conversations, self.sampling)
+        return conversations
+
+    def test_a_conversation_stays_on_its_server(self, build, fakes, tokenizer):
+        prompts = [Prompt("ab", tokenizer.encode("ab"), index=i) for i in range(6)]
+        played = self.played(build(prompt_max_len=40), prompts, late=True)
+        of_server = [[body["token_ids"] for body in completions(server)] for server in fakes]
+        assert all(of_server)
+        turns = [turn for one in played.all for turn in one.asked]
+        assert sum(map(len, of_server)) == len(turns)
+        for one in played.all:
+            homes = {
+                home
+                for turn in one.asked
+                for home, asked in enumerate(of_server)
+                if turn.number and turn.token_ids in asked
+            }
+            assert len(homes) <= 1
+
+    def test_it_goes_on_elsewhere_if_that_is_lost(self, build, fakes, tokenizer, caplog):
+        prompts = [Prompt("ab", tokenizer.encode("ab"), index=i) for i in range(6)]
+        whole = self.played(build(prompt_max_len=40), prompts).ids()
+        fakes[0].replies[GENERATE] = failing(after=len(completions(fakes[0])) + 5)
+        engine = build(prompt_max_len=40)
+        assert self.played(engine, prompts).ids() == whole
+        assert list(engine.lost) == [0]
+
+    def test_what_another_rank_met_ends_turns_here_too(self, build, fakes):
+        with pytest.raises(RolloutError, match="rank 1: ValueError: no"):
+            self.played(build(beside(("ValueError: no", {}))), [])
 
 
 class TestLostServers:

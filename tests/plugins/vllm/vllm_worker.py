@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from support.conversations import Conversations
 from transformers import AutoTokenizer
 
 from lightppo.config import PPOConfig
@@ -249,6 +250,26 @@ def unseeded(case):
     return seen
 
 
+def conversations(case):
+    """Turns of both engines, greedy and sampled; they come at once, or late and few at a time."""
+
+    def played(engine, how, **options):
+        source = Conversations(case.prompts[:5], turns=3, samples=2, **options)
+        engine.generate_turns(source, how)
+        return [[*key, ids] for key, ids in source.ids().items()]
+
+    greedy = replace(GREEDY, max_new_tokens=8)
+    sampled = replace(SAMPLED, max_new_tokens=8, n=1)
+    return {
+        "greedy": played(case.engine, greedy),
+        "greedy hf": played(case.hf, greedy),
+        "sampled": played(case.engine, sampled),
+        "late": played(case.engine, sampled, late=True),
+        "first turns": facts(case.engine.generate(case.prompts[:5], replace(sampled, n=2))),
+        "nothing": played(case.engine, replace(sampled, seed=9)) != played(case.engine, sampled),
+    }
+
+
 def sampling(case):
     """Seeds, orders, filters; one rank."""
     generate = case.engine.generate
@@ -280,6 +301,7 @@ def sampling(case):
         },
         "refused": refused(case),
         "unseeded": unseeded(case),
+        "conversations": conversations(case),
     }
 
 

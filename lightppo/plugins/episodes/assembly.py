@@ -1,0 +1,64 @@
+"""Makes the engine of episodes of a run's options."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightppo.rollout.engine import RolloutEngine
+
+if TYPE_CHECKING:
+    from lightppo.plugins.episodes.environments import Environments
+    from lightppo.plugins.episodes.episode import Format
+
+
+def around(engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any) -> RolloutEngine:
+    """For ``lightppo.plugin.ENGINE_WRAPPERS``: episodes, if ``--env`` or ``--tools`` asks for them."""
+    asked = config.episodes
+    if not asked.env and not asked.tools:
+        return engine
+    # imported where they are used: most runs play no episodes
+    from lightppo.plugins.episodes.environments import Environments
+    from lightppo.plugins.episodes.episode import Limits
+    from lightppo.plugins.episodes.episode_engine import EpisodeEngine
+
+    environments = Environments(
+        asked.env,
+        tools=asked.tools,
+        contract=asked.env_contract,
+        timeout=asked.env_timeout,
+        workers=asked.env_workers,
+    )
+    return EpisodeEngine(
+        engine,
+        tokenizer,
+        environments,
+        strategy,
+        limits=Limits(
+            budget=config.rollout.generate_max_len,
+            max_opening=config.data.prompt_max_len,
+            max_turns=asked.max_turns,
+            max_turn_tokens=asked.max_turn_tokens,
+            max_tool_calls=asked.max_tool_calls,
+            max_observation_len=asked.max_observation_len,
+            seconds=asked.episode_timeout,
+        ),
+        formats={
+            name: format_of(name, environments, tokenizer, config) for name in environments.names
+        },
+        retries=asked.env_retries,
+        failure_limit=0.0 if asked.on_env_failure == "error" else asked.env_failure_limit,
+        keeps_rewards=asked.env_reward != "none",
+    )
+
+
+def format_of(name: str, environments: Environments, tokenizer: Any, config: Any) -> Format:
+    """How the conversations of an environment are written; ConfigError if the template cannot write them."""
+    from lightppo.plugins.episodes.chat_format import ChatFormat
+    from lightppo.plugins.episodes.episode import PlainText
+
+    tools = environments.tools(name)
+    if not tools and not config.data.apply_chat_template:
+        return PlainText(tokenizer)
+    chat = ChatFormat(tokenizer, tools, tool_format=config.episodes.tool_format)
+    chat.check()
+    return chat

@@ -1,0 +1,154 @@
+"""The control tokens of a tokenizer, and texts that contain none of them.
+
+Control tokens are all tokens that were added to the vocabulary, special or not: ``<tool_call>`` is often not special.
+They split a text before it is tokenised, so that ids on both sides do not depend on each other.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+# Stands behind the first character of what looks like a control token and is none. Only parsers see it.
+MARK = "\U0010fffd"
+
+
+class Strings:
+    """Finds many strings in a text; those of six thousand added tokens in a millisecond."""
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self._by_beginning: dict[str, list[str]] = defaultdict(list)
+        for string in set(strings):
+            self._by_beginning[string[:4]].append(string)
+
+    def broken(self, text: str, breaker: str) -> tuple[str, int]:
+        """The text with ``breaker`` behind the first character of each string, and how many there were."""
+        total = 0
+        for _ in range(len(text) + 1):  # what stands between two halves may become whole
+            found = [
+                string
+                for beginning, strings in self._by_beginning.items()
+                if beginning in text
+                for string in strings
+                if string in text
+            ]
+            if not found:
+                break
+            found.sort(key=len, reverse=True)
+            pattern = "|".join(map(re.escape, found))
+            text, count = re.subn(pattern, lambda match: _broken(match[0], breaker), text)
+            total += count
+        return text, total
+
+
+def _broken(string: str, breaker: str) -> str:
+    # A single character has no middle: the breaker takes its place.
+    return string[0] + breaker + string[1:] if len(string) > 1 else breaker
+
+
+class ControlTokens:
+    """Encodes and decodes, and tells control tokens from text.
+
+    What any text may become steers nothing: white space and single bytes that were added to a vocabulary, and the token
+    of unknown characters.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = _own(tokenizer)
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        added = getattr(tokenizer, "added_tokens_decoder", None)
+        added = (
+            added if isinstance(added, Mapping) else {}
+        )  # tokenizers without templates have none
+        self.strings = {
+            id: token.content
+            for id, token in added.items()
+            if id != unknown
+            and token.content.strip()
+            and (token.special or len(token.content) > 1)
+            and not _BYTE.fullmatch(token.content)
+        }
+        self.special = {id for id in self.strings if added[id].special}
+        self._all = Strings(self.strings.values())
+
+    def encode(self, text: str) -> list[int]:
+        """Its ids; strings of control tokens become control tokens, and nothing is added."""
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def among(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The control tokens in ids, in their order."""
+        return tuple(id for id in ids if id in self.strings)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Their text. Only true control tokens read as such: what only spells one has a ``MARK`` in it."""
+        pieces: list[str] = []
+        ordinary: list[int] = []
+        for id in [*ids, None]:
+            if id is not None and id not in self.strings:
+                ordinary.append(id)
+                continue
+            if ordinary:
+                text = self._tokenizer.decode(
+                    ordinary, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+                pieces.append(self._all.broken(text.replace(MARK, ""), MARK)[0])
+                ordinary = []
+            if id is not None:
+                pieces.append(self.strings[id])
+        return "".join(pieces)
+
+    def without_special(self, text: str) -> str:
+        """A decoded text without its special tokens."""
+        for id in self.special:
+            text = text.replace(self.strings[id], "")
+        return text
+
+
+def _own(tokenizer: Any) -> Any:
+    """A copy that nobody else uses: another thread that truncates or pads would do so to these texts, too."""
+    with _LOCK:
+        found = _COPIES.get(tokenizer)
+        if found is None or len(found) != len(tokenizer):
+            found = _COPIES[tokenizer] = copy.deepcopy(tokenizer)
+            found("", add_special_tokens=False)  # sets neither from now on
+        return found
+
+
+_COPIES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # a copy takes seconds
+_LOCK = threading.Lock()
+
+
+class Breaker:
+    """Makes texts from outside harmless: no control token and no marker of the chat's format is left in them."""
+
+    def __init__(self, control: ControlTokens, markers: Iterable[str]) -> None:
+        self._strings = Strings([*control.strings.values(), *filter(None, markers)])
+
+    def __call__(self, text: str) -> tuple[str, int]:
+        """The text with a space in each such string, and how many there were."""
+        # a lone surrogate is no character, and tokenizers refuse it
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        return self._strings.broken(text, " ")
+
+
+def spaced_out(text: str) -> str:
+    """The text with a space behind each sign: for tokenizers that take other characters for those of a control token."""
+    return re.sub(r"([^\w\s])", r"\1 ", text)
+
+
+def without_marks(value: Any) -> Any:
+    """A text, or JSON value, as the model wrote it."""
+    if isinstance(value, str):
+        return value.replace(MARK, "")
+    if isinstance(value, dict):
+        return {without_marks(key): without_marks(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_marks(each) for each in value]
+    return value

@@ -1,0 +1,346 @@
+"""One episode: a coroutine that samples turns, calls an environment between them, and keeps every token id.
+
+Ids are only ever added: those that the engine sampled are trained, all others are not.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import RolloutError
+from lightppo.plugins.episodes.chat_format import AssistantTurn, ObservationError
+from lightppo.plugins.episodes.contract import EnvironmentFailed
+from lightppo.plugins.episodes.environments import Environments, Session, opening_messages
+from lightppo.rollout.engine import Turn
+
+Sample = Callable[[Turn], Awaitable[Rollout]]
+
+
+class Format(Protocol):
+    """How a conversation is written in token ids; see :class:`lightppo.plugins.episodes.chat_format.ChatFormat`."""
+
+    stop_ids: tuple[int, ...]
+
+    def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]: ...
+
+    def harmless(self, text: str) -> tuple[str, int]: ...
+
+    def parse(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> AssistantTurn: ...
+
+    def closing(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> list[int]: ...
+
+    def continuation(self, turn: AssistantTurn, messages: list[dict[str, Any]]) -> list[int]: ...
+
+    def message(self, turn: AssistantTurn) -> dict[str, Any]: ...
+
+
+class PlainText:
+    """Conversations without a template: observations follow answers as they are."""
+
+    stop_ids = ()
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def ids_of(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The texts of messages; what is written like a special token is text."""
+        texts = "".join(str(message["content"]) for message in messages)
+        plain = {"add_special_tokens": False, "split_special_tokens": True}
+        return self.tokenizer(texts, **plain).input_ids if texts else []
+
+    def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]:
+        return self.ids_of(messages)
+
+    def harmless(self, text: str) -> tuple[str, int]:
+        return text, 0
+
+    def parse(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> AssistantTurn:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return AssistantTurn(text=text, thinking=None, calls=(), complete=stopped)
+
+    def closing(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> list[int]:
+        return []
+
+    def continuation(self, turn: AssistantTurn, messages: list[dict[str, Any]]) -> list[int]:
+        return self.ids_of(messages)
+
+    def message(self, turn: AssistantTurn) -> dict[str, Any]:
+        return {"role": "assistant", "content": turn.text}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where an episode ends, or a text is cut."""
+
+    budget: int  # most tokens behind the opening, observations included
+    max_opening: int  # most tokens of the opening
+    max_turns: int | None = None
+    max_turn_tokens: int | None = None
+    max_tool_calls: int | None = None
+    max_observation_len: int | None = None  # tokens
+    seconds: float | None = None  # that the environment may take in all
+
+    def room(self, taken: int) -> int:
+        """Most tokens of the next turn."""
+        left = self.budget - taken
+        return left if self.max_turn_tokens is None else min(left, self.max_turn_tokens)
+
+
+@dataclass
+class Transcript:
+    """What was said behind the opening."""
+
+    ids: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    # of each turn: "end", the place of its last sampled id; "reward"; "calls"; "errors"; "seconds" in the environment
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""  # of the last turn
+    escapes: int = 0  # markers that were broken in observations
+
+    @property
+    def sampled(self) -> int:
+        return sum(self.trained)
+
+    def add_sampled(self, rollout: Rollout) -> None:
+        """The ids of a turn, as the engine gave them."""
+        self.ids += rollout.response_ids
+        self.trained += [True] * len(rollout.response_ids)
+        self.log_probs += rollout.log_probs
+        end = len(self.ids) - 1
+        self.turns.append({"end": end, "reward": 0.0, "calls": 0, "errors": 0, "seconds": 0.0})
+
+    def add(self, ids: list[int]) -> None:
+        """Ids that nobody sampled."""
+        self.ids += ids
+        self.trained += [False] * len(ids)
+        self.log_probs += [0.0] * len(ids)
+
+
+@dataclass
+class Episode:
+    """Plays one sample of a prompt."""
+
+    prompt: Prompt
+    sample_index: int
+    stream: int  # number of the sample among those that share its random numbers' key
+    seed: int  # of the environment: the same for all samples of the prompt
+    format: Format
+    environments: Environments
+    limits: Limits
+    sample: Sample
+    shortened: Callable[[str, int], str]  # a text of at most so many tokens
+    keeps_rewards: bool = True  # asks the environment for rewards
+    # takes the session at the end, which it closes later: reward functions may ask its object until then
+    keep_open: Callable[[Session], object] | None = None
+
+    async def play(self) -> Rollout:
+        """The whole episode. EnvironmentFailed: its world failed."""
+        self.transcript, self.metrics = Transcript(), {}
+        self.spent = 0.0
+        session = await self._in_time(
+            self.environments.open(row_of(self.prompt), seed=self.seed), "reset"
+        )
+        try:
+            opening = self._open(session)
+            reason = "no turn"
+            while reason in ("no turn", None):
+                reason = await self._turn(session)
+            if self.keeps_rewards:
+                reward = await self._in_time(session.get_reward(), "get_reward")
+                self.transcript.turns[-1]["reward"] += reward or 0.0
+        except BaseException:
+            await session.close()
+            raise
+        rollout = self._rollout(opening, reason)
+        if self.keep_open is None:
+            await session.close()
+        else:
+            rollout.environment = session.environment
+            self.keep_open(session)
+        return rollout
+
+    def _open(self, session: Session) -> list[dict[str, Any]]:
+        """The first messages: the row's, and what ``reset`` gave; ``self.opened`` is the prompt of them."""
+        added = session.opening
+        if isinstance(added, str):
+            added, escapes = self.format.harmless(added)
+            self.transcript.escapes += escapes
+        messages = opening_messages(messages_of(self.prompt), added or None, session.contract)
+        if isinstance(self.format, PlainText):
+            ids = self.prompt.token_ids + self.format.ids_of(as_messages(added, "user"))
+        else:
+            observed = len(added) if isinstance(added, list) else 0
+            ids = self.format.opening(messages, observed=observed)
+        if len(ids) > self.limits.max_opening:
+            raise RolloutError(
+                f"prompt {self.prompt.index} has {len(ids)} tokens with what its environment adds (tools, reset): "
+                f"raise --prompt_max_len, now {self.limits.max_opening}"
+            )
+        self.opened = replace(self.prompt, token_ids=ids, messages=messages)
+        return messages
+
+    async def _turn(self, session: Session) -> str | None:
+        """One turn of the model and one of the environment; why the episode has ended, or None."""
+        said = self.transcript
+        before = self.opened.token_ids + said.ids
+        asked = Turn(
+            self.prompt,
+            self.stream,
+            before,
+            max_new_tokens=self.limits.room(len(said.ids)),
+            number=len(said.turns),
+            sampled=said.sampled,
+        )
+        sampled = await self.sample(asked)
+        said.add_sampled(sampled)
+        stopped = sampled.finish_reason == "stop"
+        turn = self.format.parse(sampled.response_ids, stopped=stopped, prompt=before)
+        said.text = turn.text
+        said.messages.append(self.format.message(turn))
+        if not stopped and len(said.ids) >= self.limits.budget:
+            return "length"
+        closing = self.format.closing(sampled.response_ids, stopped=stopped, prompt=before)
+        answer, done = await self._answer(session, turn)
+        if done is not None:
+            return done
+        return self._go_on(turn, closing, answer)
+
+    async def _answer(
+        self, session: Session, turn: AssistantTurn
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """The environment's messages, and why the episode has ended, or None."""
+        now = self.transcript.turns[-1]
+        if session.has_step:
+            step = await self._in_time(session.step(turn.text), "step")
+            now["reward"] += step.reward
+            self._note(step.metrics)
+            messages = as_messages(step.observation, "user")
+            return messages, "done" if step.done or not messages else None
+        if not turn.calls:
+            return [], "answer" if turn.complete or turn.text else "no call"
+        messages, done = [], None
+        for call in turn.calls:
+            now["calls"] += 1
+            if call.problem is not None:
+                now["errors"] += 1
+                messages.append(tool_message(call, call.problem))
+                continue
+            reply = await self._in_time(session.call(call.name, call.arguments), "tool")
+            now["errors"] += reply.error
+            now["reward"] += reply.reward
+            self._note(reply.metrics)
+            messages.append(tool_message(call, reply.text))
+            done = "done" if reply.done else done
+        calls = sum(earlier["calls"] for earlier in self.transcript.turns)
+        if done is None and self.limits.max_tool_calls is not None:
+            done = "max_tool_calls" if calls >= self.limits.max_tool_calls else None
+        return messages, done
+
+    def _go_on(
+        self, turn: AssistantTurn, closing: list[int], answer: list[dict[str, Any]]
+    ) -> str | None:
+        """Adds what stands between this turn and the next; why there is no next one, or None."""
+        said = self.transcript
+        if self.limits.max_turns is not None and len(said.turns) >= self.limits.max_turns:
+            return "max_turns"
+        answer = [self._shortened(message) for message in answer]
+        for message in answer:
+            said.escapes += self.format.harmless(str(message["content"]))[1]
+        try:
+            ids = closing + self.format.continuation(turn, answer)
+        except ObservationError as error:
+            raise EnvironmentFailed("exception", "step", f"an observation: {error}") from error
+        if len(said.ids) + len(ids) >= self.limits.budget:
+            return "length"  # no token could follow it
+        said.add(ids)
+        said.messages += answer
+        return None
+
+    def _shortened(self, message: dict[str, Any]) -> dict[str, Any]:
+        """An observation of at most ``max_observation_len`` tokens, with a mark where it was cut."""
+        limit, text = self.limits.max_observation_len, message["content"]
+        if limit is None or not isinstance(text, str):
+            return message
+        return message | {"content": self.shortened(text, limit)}
+
+    async def _in_time(self, call: Awaitable[Any], place: str) -> Any:
+        """What the environment gives; its seconds are counted, and limited over the whole episode."""
+        begin = time.monotonic()
+        try:
+            result = await call
+        finally:
+            seconds = time.monotonic() - begin
+            self.spent += seconds
+            if self.transcript.turns:
+                self.transcript.turns[-1]["seconds"] += seconds
+        if self.limits.seconds is not None and self.spent > self.limits.seconds:
+            text = f"the episode's environment took {self.spent:.1f} s, --episode_timeout is {self.limits.seconds:g}"
+            raise EnvironmentFailed("timeout", place, text)
+        return result
+
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    def _rollout(self, opening: list[dict[str, Any]], reason: str) -> Rollout:
+        said, turns = self.transcript, self.transcript.turns
+        extras = {
+            "turns": float(len(turns)),
+            "tool_calls": float(sum(turn["calls"] for turn in turns)),
+            "tool_errors": float(sum(turn["errors"] for turn in turns)),
+            "environment_seconds": self.spent,
+            "observation_tokens": float(len(said.ids) - said.sampled),
+            "escapes": float(said.escapes),
+        }
+        return Rollout(
+            self.opened,
+            self.sample_index,
+            said.ids,
+            said.text,
+            "length" if reason == "length" else "stop",
+            said.log_probs,
+            trained=said.trained,
+            messages=[*opening, *said.messages],
+            turns=turns,
+            extras=extras | self.metrics,
+            texts={"stop_reason": reason, "conversation": as_text([*opening, *said.messages])},
+        )
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """The columns that an environment gets."""
+    start = prompt.text if prompt.messages is None else prompt.messages
+    return {"prompt": start, "label": prompt.label} | prompt.extra
+
+
+def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
+    """The row's messages; a prompt that is no chat is a message of the user."""
+    if prompt.messages is not None:
+        return [dict(message) for message in prompt.messages]
+    return [{"role": "user", "content": prompt.text}] if prompt.text else []
+
+
+def as_messages(observation: str | list[dict[str, Any]] | None, role: str) -> list[dict[str, Any]]:
+    """An observation as messages; none for None or an empty one."""
+    if not observation:
+        return []
+    if isinstance(observation, str):
+        return [{"role": role, "content": observation}]
+    return [dict(message) for message in observation]
+
+
+def as_text(messages: list[dict[str, Any]]) -> str:
+    """A conversation for files of samples."""
+    return json.dumps(messages, ensure_ascii=False, default=str)
+
+
+def tool_message(call: Any, text: str) -> dict[str, Any]:
+    """A tool's answer."""
+    return {"role": "tool", "name": call.name, "content": text}

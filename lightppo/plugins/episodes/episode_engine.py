@@ -1,0 +1,353 @@
+"""Episodes as a rollout engine: around an engine that samples turns, with environments between them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import ConfigError, RolloutError
+from lightppo.plugins.episodes.contract import EnvironmentFailed
+from lightppo.plugins.episodes.environments import Environments, Session
+from lightppo.plugins.episodes.episode import Episode, Format, Limits
+from lightppo.plugins.episodes.rewards import has_failed
+from lightppo.ranks import Ranks, heartbeat
+from lightppo.rollout.engine import (
+    Capabilities,
+    RolloutEngine,
+    SamplingParams,
+    Turn,
+    capabilities_of,
+)
+from lightppo.rollout.hf import request_streams
+from lightppo.rollout.sampling import joint_seed
+
+logger = logging.getLogger(__name__)
+
+_BEAT_SECONDS = 1.0  # between two signs of life while the environments are at it
+_LINGER_SECONDS = 0.02  # for turns that come together: their prompts go through the model together
+_MOST_NAMED = 3  # failures in a message
+CUT = " … [cut] … "
+
+
+class EpisodeEngine:
+    """A :class:`~lightppo.rollout.engine.RolloutEngine` whose responses are episodes.
+
+    ``generate`` plays ``sampling.n`` episodes of each prompt; ``sampling.max_new_tokens`` is the budget of each,
+    observations included. The environments run on an event loop in a thread of their own, while this one decodes.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        environments: Environments,
+        strategy: Ranks,
+        *,
+        limits: Limits,
+        formats: dict[str, Format],
+        retries: int = 0,
+        failure_limit: float = 1.0,
+        keeps_rewards: bool = True,
+    ) -> None:
+        if not capabilities_of(engine).takes_turns:
+            name = type(engine).__name__
+            raise ConfigError(f"--env: {name} samples no turns; set --rollout_engine hf or vllm")
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.environments = environments
+        self.strategy = strategy
+        self.limits = limits
+        self.formats = formats
+        self.retries = retries
+        self.failure_limit = failure_limit
+        self.keeps_rewards = keeps_rewards
+        # Sessions whose objects reward functions may ask, of the last two calls: a greedy baseline is
+        # sampled before the samples are scored.
+        self._kept: deque[list[Session]] = deque([[], []], maxlen=2)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread.start()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the engine within."""
+        own = {"reports_finished": True, "heats_first_token": False, "takes_turns": False}
+        return replace(capabilities_of(self.engine), **own)
+
+    @property
+    def last_stats(self) -> dict[str, float]:
+        return self.engine.last_stats
+
+    # -- episodes --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: Callable[[list[Rollout]], object] = lambda rollouts: None,
+    ) -> list[Rollout]:
+        """Plays the episodes; those whose environment failed for good have no tokens and are not scored. Collective.
+
+        Raises:
+            RolloutError: on every rank, if more of the batch's episodes failed than ``failure_limit`` allows, or the
+                samples of a prompt do not start alike.
+        """
+        sampling = self._ending(sampling)
+        self._close_kept([])
+        stage = _Stage(self._loop, self.limits.max_opening + sampling.max_new_tokens, on_finished)
+        streams = request_streams(prompts, sampling)
+        requests = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
+        for number, (prompt, sample_index) in enumerate(requests):
+            episode = Episode(
+                prompt,
+                sample_index,
+                stream=streams[number][1],
+                seed=joint_seed([sampling.seed, prompt.index]) % 2**31,
+                format=self.formats[self.environments.route(row_columns(prompt))],
+                environments=self.environments,
+                limits=replace(self.limits, budget=sampling.max_new_tokens),
+                sample=stage.sample,
+                shortened=self.shortened,
+                keeps_rewards=self.keeps_rewards,
+                keep_open=self._kept[-1].append if self._keeps_objects else None,
+            )
+            stage.begin(number, self._played(episode))
+        try:
+            self.engine.generate_turns(stage, sampling)
+        finally:
+            stage.end()
+        rollouts = [stage.rollouts[number] for number in range(len(requests))]
+        self._check_failures(rollouts)
+        _share_openings(rollouts, sampling.n)
+        return rollouts
+
+    @property
+    def _keeps_objects(self) -> bool:
+        return self.environments.contract == "trl"
+
+    def _close_kept(self, following: list[Session]) -> None:
+        """Closes the sessions of the call before the last one."""
+        oldest = self._kept[0]
+        self._kept.append(following)
+        for session in oldest:
+            closed = asyncio.run_coroutine_threadsafe(session.close(), self._loop)
+            try:
+                closed.result()
+            except EnvironmentFailed as error:  # its episode has been scored
+                logger.warning("%s", error)
+
+    def _ending(self, sampling: SamplingParams) -> SamplingParams:
+        """Turns end where their templates say, too."""
+        ends = {end for one in self.formats.values() for end in one.stop_ids}
+        return replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
+
+    async def _played(self, episode: Episode) -> Rollout:
+        """The episode, tried again where its environment fails; one without tokens if it always does."""
+        tries = []
+        for _ in range(self.retries + 1):
+            try:
+                rollout = await episode.play()
+            except EnvironmentFailed as error:
+                tries.append(error)
+            else:
+                rollout.extras |= _counts(tries)
+                return rollout
+        failed = Rollout(
+            episode.prompt, episode.sample_index, [], "", "stop", [], trained=[], turns=[]
+        )
+        failed.extras |= _counts(tries)
+        failed.texts["failure"] = str(tries[-1])
+        return failed
+
+    def _check_failures(self, rollouts: Sequence[Rollout]) -> None:
+        """Raises on every rank if too many episodes failed on all of them. Collective."""
+        failures = [rollout.texts["failure"] for rollout in rollouts if has_failed(rollout)]
+        told = self.strategy.all_gather_object((len(rollouts), failures))
+        total = sum(count for count, _ in told)
+        texts = Counter(text for _, failures in told for text in failures)
+        failed = texts.total()
+        if failed and self.strategy.is_rank_0():
+            logger.warning(
+                "the environments of %d of %d episodes failed, which are left out: %s",
+                failed,
+                total,
+                _most_common(texts),
+            )
+        if failed > self.failure_limit * total:
+            raise RolloutError(
+                f"the environments of {failed} of {total} episodes failed (--env_failure_limit "
+                f"{self.failure_limit:g}): {_most_common(texts)}"
+            )
+
+    def shortened(self, text: str, limit: int) -> str:
+        """A text of about ``limit`` tokens: its beginning and its end."""
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) <= limit:
+            return text
+        head, tail = ids[: (limit + 1) // 2], ids[len(ids) - limit // 2 :]
+        return CUT.join(self.tokenizer.decode(part) for part in (head, tail) if part)
+
+    # -- what the engine within does -------------------------------------------------------------------------------
+
+    def sync_weights(self, actor: nn.Module) -> None:
+        self.engine.sync_weights(actor)
+
+    def differing_weights(self) -> tuple[list[str], list[str]]:
+        return self.engine.differing_weights()
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+    def close(self) -> None:
+        """Ends the environments, and the engine."""
+        if self._thread.is_alive():
+            self._close_kept([])
+            self._close_kept([])
+            asyncio.run_coroutine_threadsafe(self.environments.close(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        self.engine.close()
+
+
+def row_columns(prompt: Prompt) -> dict[str, Any]:
+    """What tells which environment a row has."""
+    return prompt.extra
+
+
+def _counts(tries: Sequence[EnvironmentFailed]) -> dict[str, float]:
+    """Failed tries, for the counts of failures and time-outs; none without any."""
+    if not tries:
+        return {}
+    timeouts = sum(error.kind == "timeout" for error in tries)
+    return {"failures": float(len(tries)), "timeouts": float(timeouts)}
+
+
+def _most_common(texts: Counter[str]) -> str:
+    named = [f"{text} ({count})" for text, count in texts.most_common(_MOST_NAMED)]
+    return "; ".join(named)
+
+
+def _share_openings(rollouts: Sequence[Rollout], n: int) -> None:
+    """All samples of a prompt have one Prompt; RolloutError if their openings differ."""
+    for first in range(0, len(rollouts), n):
+        group = [rollout for rollout in rollouts[first : first + n] if not has_failed(rollout)]
+        for rollout in group:
+            if rollout.prompt.token_ids != group[0].prompt.token_ids:
+                raise RolloutError(
+                    f"prompt {rollout.prompt.index}: samples {group[0].sample_index} and {rollout.sample_index} start "
+                    "with different texts: reset must give the same for the same row and seed (take seed=)"
+                )
+            rollout.prompt = group[0].prompt
+
+
+# -- between the two threads ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A turn that waits for the engine, and who waits for its tokens."""
+
+    turn: Turn
+    future: asyncio.Future[Rollout]
+
+
+class _Stage:
+    """A :class:`~lightppo.rollout.engine.TurnSource` of the episodes of one call."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        longest: int,
+        on_finished: Callable[[list[Rollout]], object],
+    ) -> None:
+        self.longest = longest
+        self.rollouts: dict[int, Rollout] = {}
+        self._loop = loop
+        self._on_finished = on_finished
+        # what the episodes' thread brings: turns to sample, numbers of episodes that have ended
+        self._brought: queue.SimpleQueue[_Asked | tuple[int, Any]] = queue.SimpleQueue()
+        self._futures: dict[int, asyncio.Future[Rollout]] = {}  # by id of the turn
+        self._tasks: dict[int, Any] = {}  # episodes that have not ended
+        self._decoding = 0  # turns that the engine has
+
+    def begin(self, number: int, episode: Coroutine[Any, Any, Rollout]) -> None:
+        """Starts an episode in its thread."""
+        task = asyncio.run_coroutine_threadsafe(episode, self._loop)
+        self._tasks[number] = task
+        task.add_done_callback(lambda task: self._brought.put((number, task)))
+
+    async def sample(self, turn: Turn) -> Rollout:
+        """What the engine samples. In the episodes' thread."""
+        future = self._loop.create_future()
+        self._brought.put(_Asked(turn, future))
+        return await future
+
+    def take(self, wait: bool) -> list[Turn] | None:
+        turns: list[Turn] = []
+        while self._may_come(turns):
+            item = self._next(wait, turns)
+            if item is None:
+                break
+            if isinstance(item, _Asked):
+                self._futures[id(item.turn)] = item.future
+                turns.append(item.turn)
+            else:
+                self._finish(*item)
+        if not turns and not self._tasks:
+            return None
+        self._decoding += len(turns)
+        # Longest first, equal prompts together; not in the order in which threads bring them.
+        return sorted(
+            turns, key=lambda turn: (-len(turn.token_ids), turn.prompt.index, turn.sample_index)
+        )
+
+    def _may_come(self, turns: list[Turn]) -> bool:
+        """Whether an episode is at its environment, or has brought something since."""
+        at_environments = len(self._tasks) - self._decoding - len(turns)
+        return at_environments > 0 or not self._brought.empty()
+
+    def _next(self, wait: bool, turns: list[Turn]) -> _Asked | tuple[int, Any] | None:
+        """What episodes bring; None: nothing now, and no need to wait for it."""
+        while True:
+            try:
+                if not wait:
+                    return self._brought.get_nowait()
+                return self._brought.get(timeout=_LINGER_SECONDS if turns else _BEAT_SECONDS)
+            except queue.Empty:
+                heartbeat.beat()
+                if not wait or turns:
+                    return None
+
+    def ended(self, turn: Turn, rollout: Rollout) -> None:
+        self._decoding -= 1
+        future = self._futures.pop(id(turn))
+        self._loop.call_soon_threadsafe(_bring, future, rollout)
+
+    def end(self) -> None:
+        """No episode goes on, also after an error."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _finish(self, number: int, task: Any) -> None:
+        """An episode has ended; raises what it raised."""
+        del self._tasks[number]
+        self.rollouts[number] = task.result()
+        self._on_finished([self.rollouts[number]])
+
+
+def _bring(future: asyncio.Future[Rollout], rollout: Rollout) -> None:
+    if not future.done():
+        future.set_result(rollout)

@@ -1,0 +1,82 @@
+"""Options of episodes: environments and tools over several turns; docs/environments.md."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+from lightppo.option import Section, option
+
+played = partial(option, needs="env or tools")
+world = partial(option, needs="env or tools", resume_safe=True)
+
+
+class EpisodesConfig(Section):
+    """Episodes: environments and tools over several turns."""
+
+    env: tuple[str, ...] = option(
+        (),
+        "Classes of environments, path.py:Name or name=path.py:Name. Of several, the row's column environment names one.",
+    )
+    tools: tuple[str, ...] = option(
+        (),
+        "Functions that the model may call, path.py:f,g; or python, which runs programs in the sandbox.",
+    )
+    env_contract: Literal["lightppo", "trl"] = option(
+        "lightppo",
+        "lightppo: ToolError is text for the model, any other exception a failure. trl: TRL's environment classes; any "
+        "exception of a tool is text for the model.",
+        needs="env",
+    )
+    tool_format: str = played(
+        "auto",
+        "How the model writes calls: response_template, hermes, qwen_xml, llama3, mistral, or a name of vLLM's "
+        "tool parsers. auto: by the chat template.",
+    )
+    max_turns: int | None = played(None, "Most turns of the model in an episode. None: any.", ge=1)
+    max_turn_tokens: int | None = played(
+        None, "Most tokens of a turn. None: what is left of --generate_max_len.", "tokens", ge=1
+    )
+    max_tool_calls: int | None = played(None, "Most calls in an episode. None: any.", ge=1)
+    max_observation_len: int | None = played(
+        None,
+        "Most tokens of an observation; a longer one keeps its beginning and its end. None: any.",
+        "tokens",
+        ge=2,
+    )
+    env_reward: Literal["sum", "turns", "none"] = played(
+        "sum",
+        "Rewards of environments, for --reward_source environment. sum: one score, of all turns and get_reward. turns: "
+        "each on its turn's last token. none: they are not asked for.",
+    )
+    env_timeout: float = world(60.0, "Most seconds of a call of an environment.", "seconds", gt=0)
+    episode_timeout: float | None = world(
+        None, "Most seconds of all calls of an episode. None: any.", "seconds", gt=0
+    )
+    env_workers: int = world(
+        0,
+        "Processes per rank that environments run in, each of which can be killed. 0: threads of the rank.",
+        ge=0,
+    )
+    env_retries: int = world(1, "Times that a failed episode is played again.", ge=0)
+    on_env_failure: Literal["unscored", "error"] = world(
+        "unscored",
+        "An episode whose environment failed for good: leave it out, and count it; or end the run.",
+    )
+    env_failure_limit: float = world(
+        0.5, "Largest share of a batch's episodes that may fail; more end the run.", ge=0, le=1
+    )
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        if "environment" in o.sources and not o.env:
+            yield "--reward_source environment: there is none; set --env, or another reward"
+        if not o.env and not o.tools:
+            return
+        if "environment" in o.sources and o.env_reward == "none":
+            yield "--reward_source environment needs --env_reward sum or turns"
+        if o.env_reward == "turns" and not o.use_dense_reward:
+            yield "--env_reward turns puts rewards on tokens: set --use_dense_reward"
+        if getattr(o, "tensor_parallel_size", 1) > 1:
+            yield "--env and --tools need --tensor_parallel_size 1: ranks play different episodes"
+        if o.fire_sampling:
+            yield "--fire_sampling has another temperature for the first token: leave it out with --env or --tools"

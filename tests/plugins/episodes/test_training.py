@@ -1,0 +1,259 @@
+"""Training on episodes: masks, log probs, gradients, rewards of turns, resume, ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.runs import fitted, forget_checkpoints, logged, trained_rows, whole_weights
+
+from lightppo import PPOTrainer
+from lightppo.algorithms.advantages import gae
+from lightppo.algorithms.masking import LossNormalizer
+from lightppo.data.records import Prompt, Rollout
+from lightppo.experience.experience import Experience
+from lightppo.models.actor import Actor
+from lightppo.plugins.episodes.rewards import EnvironmentReward
+from lightppo.trainer.update import actor_loss, build_policy_loss
+
+GROUPED = {"advantage_estimator": "grpo", "n_samples_per_prompt": 2, "init_kl_coef": 0}
+WORKER = Path(__file__).parent / "ranks" / "episodes.py"
+
+
+class Seen(PPOTrainer):
+    """Keeps the rollouts of every step."""
+
+    def fit(self) -> None:
+        self.seen = []
+        collect = self.sampler.collect
+
+        def noting(prompts, step):
+            collected = collect(prompts, step)
+            self.seen += collected.rollouts
+            return collected
+
+        self.sampler.collect = noting
+        super().fit()
+
+
+@pytest.fixture
+def trained(world, make_episodes):
+    trainer = fitted(make_episodes(**GROUPED, benchmark_steps=1, actor_learning_rate=0.0), Seen)
+    return trainer
+
+
+def test_log_probs_of_trained_tokens_are_those_of_a_forward_pass(trained):
+    assert len({len(one.turns) for one in trained.seen}) > 1
+    model = trained.rollout_engine.engine.model
+    for one in trained.seen:
+        ids = torch.tensor([one.prompt.token_ids + one.response_ids])
+        start = len(one.prompt.token_ids)
+        with torch.no_grad():
+            scores = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
+        expected = scores.gather(1, torch.tensor(one.response_ids)[:, None])[:, 0]
+        mask = torch.tensor(one.trained)
+        assert 0 < mask.sum() <= len(mask)
+        got = torch.tensor(one.log_probs)
+        torch.testing.assert_close(got[mask], expected[mask], atol=1e-4, rtol=0)
+        assert not got[~mask].any()
+
+
+def test_what_is_logged(trained):
+    (row,) = trained_rows(trained.config, ("rollout/", "train/", "reward/"))
+    turns = [len(one.turns) for one in trained.seen]
+    assert row["reward/turns"] == pytest.approx(sum(turns) / len(turns))
+    lengths = [sum(one.trained) for one in trained.seen]
+    assert row["rollout/response_length"] == pytest.approx(sum(lengths) / len(lengths))
+    rewards = [sum(turn["reward"] for turn in one.turns) for one in trained.seen]
+    assert row["rollout/reward"] == pytest.approx(sum(rewards) / len(rewards))
+    assert all(reward >= 0.5 for reward in rewards)  # that of the end
+
+
+def rollout(ids, trained, reward=1.0, turns=((0, 0.0),), index=0) -> Rollout:
+    prompt = Prompt("x", [5, 6, 7], index=index)
+    return Rollout(
+        prompt,
+        0,
+        list(ids),
+        "",
+        "stop",
+        [-0.5 if yes else 0.0 for yes in trained],
+        reward=reward,
+        trained=list(trained),
+        turns=[{"end": end, "reward": reward} for end, reward in turns],
+    )
+
+
+def test_holes_are_not_trained():
+    """The mask has them; lengths count what was sampled, totals what the model reads."""
+    mask = [True, True, False, False, True]
+    batch = Experience.from_rollouts(
+        [rollout(range(10, 15), mask), rollout([10, 11], [True, True])]
+    )
+    assert batch.action_mask.tolist() == [mask, [True, True, False, False, False]]
+    assert batch.attention_mask.sum(1).tolist() == [8, 5]
+    assert batch.info["response_length"].tolist() == [3.0, 2.0]
+    assert batch.info["total_length"].tolist() == [8.0, 5.0]
+
+
+@pytest.mark.parametrize("trained", [[True], [False, False]])
+def test_masks_that_do_not_fit_are_refused(trained):
+    with pytest.raises(
+        ValueError, match=r"prompt 0, sample 0: trained names .* the response has 2"
+    ):
+        Experience.from_rollouts([rollout([10, 11], trained) if len(trained) == 2 else bad()])
+
+
+def bad() -> Rollout:
+    one = rollout([10, 11], [True, True])
+    one.trained = [True]
+    return one
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_targets_of_observations_leave_the_gradient_as_it_is(tiny_model, make_episodes, packing):
+    """An observation at the end, so that it is a target alone; with a broken mask, it would be learnt."""
+    actor = Actor(tiny_model, packing_samples=packing)
+    config = make_episodes(**GROUPED).resolved()
+
+    def gradient(observation: list[int], mask: list[bool]) -> list[torch.Tensor]:
+        ids = [10, 11, 12, *observation]
+        batch = Experience.from_rollouts([rollout(ids, mask), rollout(ids, mask)])
+        batch.advantages = torch.tensor([[1.0], [-0.5]]) * batch.action_mask
+        actor.zero_grad()
+        loss, *_ = actor_loss(
+            actor,
+            batch,
+            LossNormalizer.from_masks([batch.action_mask]),
+            loss_fn=build_policy_loss(config),
+            config=config,
+            kl_coef=0.0,
+            reference=None,
+        )
+        loss.backward()
+        return [p.grad.clone() for p in actor.parameters() if p.grad is not None]
+
+    def same(mask: list[bool]) -> bool:
+        before, after = gradient([20, 21], mask), gradient([30, 31], mask)
+        assert any(grad.any() for grad in before)
+        return all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
+
+    assert same([True, True, True, False, False])
+    assert not same([True] * 5)
+
+
+class TestRewardsOfTurns:
+    def test_they_stand_on_the_last_sampled_tokens(self):
+        mask = [True, True, False, True, False, False, True]
+        one = rollout(range(7), mask, turns=((1, 0.5), (3, -1.0), (6, 2.0)))
+        output = EnvironmentReward(of_turns=True).score([one])
+        assert output.scores == [1.5]
+        assert output.token_scores == [[0.0, 0.5, 0.0, -1.0, 0.0, 0.0, 2.0]]
+
+    def test_gae_over_two_holes_by_hand(self):
+        """γ = 0.9, λ = 0.5, values 0: A_t = r_t + 0.45 A_next, where next is the next trained token."""
+        mask = torch.tensor([[True, True, False, True, False, False, True]])
+        rewards = torch.tensor([[0.0, 0.5, 0.0, -1.0, 0.0, 0.0, 2.0]])
+        values = torch.zeros(1, 7)
+        advantages, _ = gae(
+            token_rewards=rewards, action_mask=mask, values=values, gamma=0.9, lambd=0.5
+        )
+        last = 2.0
+        third = -1.0 + 0.45 * last
+        second = 0.5 + 0.45 * third
+        first = 0.45 * second
+        expected = torch.tensor([first, second, third, last])
+        torch.testing.assert_close(advantages[mask], expected)
+
+    def test_a_run_with_a_critic(self, world, make_episodes):
+        config = make_episodes(
+            advantage_estimator="gae",
+            env_reward="turns",
+            use_dense_reward=True,
+            benchmark_steps=2,
+        )
+        trainer = fitted(config, Seen)
+        for one in trainer.seen:
+            for turn in one.turns:
+                assert one.trained[turn["end"]]
+            assert one.reward == pytest.approx(sum(turn["reward"] for turn in one.turns))
+        assert all(math.isfinite(row["train/critic_loss"]) for row in trained_rows(config))
+
+
+def test_it_depends_on_neither_micro_batches_nor_packing(world, make_episodes, tmp_path):
+    options = GROUPED | {"benchmark_steps": 2}
+    runs = {
+        "padded": {"packing_samples": False, "micro_train_batch_size": 4},
+        "ones": {"packing_samples": False, "micro_train_batch_size": 1},
+        "packed": {"packing_samples": True, "share_prompts": False},
+        "shared": {"packing_samples": True, "share_prompts": True},
+        "slots": {"packing_samples": True, "micro_rollout_batch_size": 1},
+    }
+    weights = {}
+    for name, more in runs.items():
+        folder = {"save_path": str(tmp_path / name), "ckpt_path": str(tmp_path / f"{name}_ckpt")}
+        weights[name] = whole_weights(fitted(make_episodes(**options | more | folder)))
+    for name, found in weights.items():
+        for key, expected in weights["padded"].items():
+            torch.testing.assert_close(
+                found[key],
+                expected,
+                atol=2e-4,
+                rtol=0,
+                msg=lambda m, at=f"{name} {key}": f"{at}: {m}",
+            )
+
+
+def test_a_resumed_run_is_the_uninterrupted_run(world, make_episodes, tmp_path):
+    def options(name: str) -> dict:
+        paths = {"save_path": str(tmp_path / name), "ckpt_path": str(tmp_path / f"{name}_ckpt")}
+        return GROUPED | paths | {"save_steps": 1}
+
+    straight = fitted(make_episodes(**options("straight"), benchmark_steps=3))
+    fitted(make_episodes(**options("again"), benchmark_steps=3))
+    forget_checkpoints(tmp_path / "again_ckpt", after=1)
+    resumed = fitted(make_episodes(**options("again"), benchmark_steps=3))
+    expected, found = whole_weights(straight), whole_weights(resumed)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_another_reward_sees_the_last_turn_and_no_failed_episode(world, make_episodes, tmp_path):
+    (tmp_path / "scores.py").write_text(
+        "def reward_func(queries, prompts, labels, *, responses):\n"
+        "    assert all(responses)\n"
+        "    return [float(len(response)) for response in responses]\n"
+    )
+    rows = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    rows[2]["fails"] = "yes"
+    (tmp_path / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_episodes(
+        **GROUPED,
+        reward_fn=str(tmp_path / "scores.py"),
+        reward_source=["function"],
+        env_reward="none",
+        env_retries=0,
+        num_episodes=1,
+    )
+    trainer = fitted(config, Seen)
+    assert len(trainer.seen) == 22
+    assert all(one.reward == len(one.response_text) for one in trainer.seen)
+    counts = [row.get("rollout/unscored", 0) for row in logged(config)]
+    assert sum(counts) == 2
+    assert sum(row.get("reward/failures", 0) for row in logged(config)) == 2
+
+
+def test_two_ranks_under_zero_3(tiny_model, tmp_path):
+    """Ranks with 1 and with 8 turns, a rank without prompts, a rank whose episodes all fail: nobody waits for ever."""
+    run_ranks(WORKER, tiny_model, tmp_path, timeout=400)
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert results[0]["turns"] == [1, 1]
+    assert results[1]["turns"] == [8, 8]
+    assert [len(result["nothing"]) for result in results] == [2, 0]
+    assert results[0]["failed"] == [[], []]
+    assert all(results[1]["failed"])
+    for result in results:
+        assert "of 2 of 4 episodes failed (--env_failure_limit 0.4)" in result["too many"]
