@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.preparation import Role
-from lightppo.models.wrapper import PretrainedWrapper, is_models_own, one_line
+from lightppo.models.wrapper import PretrainedWrapper, Role, is_models_own, one_line
 from lightppo.plugins.kernels.layers import POLICIES_AND_CRITIC
 
 logger = logging.getLogger(__name__)
