@@ -8,10 +8,10 @@ import pytest
 from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.config import PPOConfig
-from lightppo.data.datasets import RolloutBatchSampler
 from lightppo.errors import ConfigError
 from lightppo.plugins.algorithms.prompt_filter import PromptFilter, prompt_filter, too_well_solved
 from lightppo.trainer.checkpointing import TrainerState
+from lightppo.trainer.prompts import RolloutBatchSampler
 
 
 def loader(rows: list[int]) -> SimpleNamespace:

@@ -21,7 +21,7 @@ from lightppo.config import PPOConfig
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.preparation import prepare_model
+from lightppo.models.wrapper import prepare_model
 from lightppo.plugins.kernels import liger
 
 MakeModel = Callable[..., PreTrainedModel]
