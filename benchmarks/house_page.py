@@ -27,7 +27,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "exports": ("models for transformers while a run goes on, the best one", "checkpoints.md"),
     "hints": ("what a mistyped name may have meant", "commands.md"),
     "http": ("rewards over HTTP, the reward server", "rewards.md#http-servers"),
-    "kernels": ("CUDA graphs, compiled layers", "performance.md"),
+    "kernels": ("fused norms, CPU products, CUDA graphs", "performance.md"),
     "migration": ("option names of other trainers", "migrating.md"),
     "ops": ("signals, the watchdog, files that survive a crash, URLs", "faults.md"),
     "records": ("the run folder, metrics, trackers, alarms, recorded samples", "metrics.md"),

@@ -165,6 +165,21 @@ PREPARATIONS: Table = Table("preparation of a model")
 ``(model, role, config, device)``. ``model.hf_model`` is the Hugging Face model; roles are in
 :mod:`lightppo.models.wrapper`."""
 
+MODULES: Table = Table("change of a model's modules")
+"""What puts other code into modules, in place and in this order: functions of a Hugging Face model, called when
+:class:`lightppo.models.wrapper.PretrainedWrapper` gets it. Names and weights stay, and results but for rounding."""
+
+KERNELS: Table = Table(
+    "kernel",
+    {
+        "linear": Entry("torch.nn.functional:linear"),
+        "product": Entry("torch:matmul"),
+        "decoding": Entry("contextlib:nullcontext"),
+    },
+)
+"""How log probs multiply hidden states and head, as torch's functions do, and a context of a model that decodes. A
+plugin may put another entry in the place of each."""
+
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
 """Factors of each token's policy loss: corrections, rejections, and others."""
 

@@ -1,4 +1,7 @@
-"""The core without ``lightppo/plugins``: it trains, saves, is killed, goes on, and its weights are the product's."""
+"""The core without ``lightppo/plugins``: it trains, saves, is killed, goes on, and its weights are the product's.
+
+The product runs with the plain kernels of the core, because those of its plugin round differently.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,15 @@ def reward_func(queries, prompts, labels):
         os.kill(os.getpid(), signal.SIGKILL)
     return [float(query.count("1") + query.count("2")) for query in queries]
 '''
+PLAIN_KERNELS = """
+from lightppo.__main__ import main
+from lightppo.plugin import KERNELS, MODULES
+from lightppo.table import Entry
+MODULES.clear()
+KERNELS |= {"linear": Entry("torch.nn.functional:linear"), "product": Entry("torch:matmul")}
+KERNELS["decoding"] = Entry("contextlib:nullcontext")
+main()
+"""
 SMALL = {
     "prompt_max_len": 12,
     "generate_max_len": 5,
@@ -72,7 +84,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lightppo(
     package: Path, folder: Path, run: str, model: str, **environment: str
 ) -> subprocess.CompletedProcess:
-    """``lightppo ppo`` of a package, in a process of its own."""
+    """``lightppo ppo`` of a package with plain kernels, in a process of its own."""
     options = (
         SMALL
         | RUNS[run]
@@ -86,7 +98,7 @@ def lightppo(
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
     ]
     return subprocess.run(
-        [sys.executable, "-m", "lightppo", "ppo", *words],
+        [sys.executable, "-c", PLAIN_KERNELS, "ppo", *words],
         cwd=folder.parent,
         env=os.environ
         | {"PYTHONPATH": str(package), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

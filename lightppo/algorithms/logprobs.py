@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightppo.algorithms.masking import at_least_float32
-from lightppo.algorithms.matmul import linear, product
+from lightppo.plugin import KERNELS
 
 CHUNK_ELEMENTS = 1 << 26  # numbers in a float32 chunk: 256 MB, whatever the vocabulary
 # products of the head are multiples of this wide: a GPU takes far longer where rows begin at odd
@@ -250,6 +250,7 @@ def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, plan: _Plan
 ) -> Tensor:
     """(T, block), divided by the temperature, -inf beyond the valid ids, in a buffer that may be overwritten."""
+    linear = KERNELS["linear"].fn
     logits = at_least_float32(linear(hidden, weight[block], None if bias is None else bias[block]))
     logits[:, max(0, plan.valid - block.start) :] = -torch.inf
     return logits if plan.temperature == 1.0 else logits.div_(plan.temperature)
@@ -304,6 +305,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, entropy, log_sum, log_softmax = ctx.saved_tensors
         plan: _Plan = ctx.plan
+        product = KERNELS["product"].fn
         wide = torch.promote_types(hidden.dtype, torch.float32)
         to_hidden, to_weight, to_bias = (
             x.new_zeros(x.shape, dtype=dtype) if needed else None

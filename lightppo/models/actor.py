@@ -18,8 +18,7 @@ from lightppo.algorithms.logprobs import (
     log_probs_and_entropy,
     token_log_probs,
 )
-from lightppo.models.cpu import is_plain_linear
-from lightppo.models.loading import load_causal_lm
+from lightppo.models.loading import is_plain_linear, load_causal_lm
 from lightppo.models.packing import check_num_actions, on_cpu, real_actions
 from lightppo.models.wrapper import Batch, PretrainedWrapper, model_inputs, takes
 

@@ -20,8 +20,6 @@ from lightppo.algorithms.logprobs import TokenPlaces
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import of_role
 from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
-from lightppo.models.cpu import accelerate_on_cpu
-from lightppo.models.fused import fuse
 from lightppo.models.loading import decoder_layers, disable_dropout, untrainable
 from lightppo.models.offload import offloading
 from lightppo.models.packing import (
@@ -43,7 +41,7 @@ from lightppo.models.packing import (
     to_device,
     why_neighbours_are_seen,
 )
-from lightppo.plugin import PREPARATIONS
+from lightppo.plugin import MODULES, PREPARATIONS
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +128,10 @@ class PretrainedWrapper(nn.Module):
         else:
             dtype = torch.bfloat16 if bf16 else dtype
             self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
-        accelerate_on_cpu(self.model)
         # On an H100 torch prefers cuDNN's, which makes a plan for each new length (half a second): each decoded token.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        fuse(self.model)
+        for change in MODULES.values():
+            change.fn(self.model)
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
         self.packing_samples = bool(packing_samples)  # None: as False until try_packing
         self.share_prompts = share_prompts

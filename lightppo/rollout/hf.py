@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.models.cpu import packed_weights
-from lightppo.plugin import DECODING_RUNNERS, FITTED
+from lightppo.plugin import DECODING_RUNNERS, FITTED, KERNELS
 from lightppo.rollout.decode import (
     BatchDecoder,
     CachedForward,
@@ -62,7 +61,11 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = False
         # Not inference_mode: buffers that a forward makes (rotary caches) must stay usable in training. Layers would be
         # compiled again for every kind of cache.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), packed_weights(model):
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            KERNELS["decoding"].fn(model),
+        ):
             yield
     finally:
         for module in training:

@@ -30,7 +30,6 @@ from transformers import (
 from lightppo.config import PPOConfig
 from lightppo.errors import ModelLoadError
 from lightppo.models import loading
-from lightppo.models import wrapper as wrapper_module
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.loading import (
@@ -42,6 +41,7 @@ from lightppo.models.loading import (
     valid_vocab_size,
 )
 from lightppo.models.wrapper import prepare_model
+from lightppo.plugin import MODULES
 from lightppo.plugins.compat.seed import get_llm_for_sequence_regression
 from lightppo.plugins.kernels.layers import compile_layers
 from lightppo.plugins.kernels.liger import use_liger_kernels
@@ -510,7 +510,7 @@ def test_loading_under_zero3(
     assert float(scratch.std()) > 0.1  # initializer_range 0.2
 
     # The packed forward of the sharded engines, with checkpointing, against one padded process of plain torch.
-    monkeypatch.setattr(wrapper_module, "fuse", lambda model: None)
+    monkeypatch.delitem(MODULES, "fused")
     actor, critic = Actor(str(tmp_path / "llama")), Critic(str(tmp_path / "llama"), seed=7)
     for wrapper in (actor, critic):
         name = type(wrapper).__name__

@@ -1,7 +1,7 @@
-"""Other kernels, where options ask for them: CUDA graphs of decoding steps, compiled layers, Liger's."""
+"""Kernels: fused norms, matrix products on CPUs; if options ask for them, CUDA graphs, compiled layers, Liger's."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CHECKS, DECODING_RUNNERS, PREPARATIONS, Check
+from lightppo.plugin import CHECKS, DECODING_RUNNERS, KERNELS, MODULES, PREPARATIONS, Check
 from lightppo.table import Entry
 
 
@@ -9,6 +9,11 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     CHECKS.register("cuda_graphs", Check("lightppo.plugins.kernels.graphs:check_device"))
     DECODING_RUNNERS.register("cuda_graphs", Entry("lightppo.plugins.kernels.graphs:runner"))
+    MODULES.register("cpu_linear", Entry("lightppo.plugins.kernels.cpu:accelerate_on_cpu"))
+    MODULES.register("fused", Entry("lightppo.plugins.kernels.fused:fuse"))
+    KERNELS["linear"] = Entry("lightppo.plugins.kernels.matmul:linear")
+    KERNELS["product"] = Entry("lightppo.plugins.kernels.matmul:product")
+    KERNELS["decoding"] = Entry("lightppo.plugins.kernels.cpu:packed_weights")
     PREPARATIONS.register("liger", Entry("lightppo.plugins.kernels.liger:prepare_liger"))
     PREPARATIONS.register("compile", Entry("lightppo.plugins.kernels.layers:prepare_compiled"))
     register_section("kernels", "lightppo.plugins.kernels.sections:KernelConfig", adds_to="engine")

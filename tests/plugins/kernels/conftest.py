@@ -1,16 +1,18 @@
 """What tests of this plugin share with those of other folders."""
 
 from support.fixtures.character_models import actor_of, llama, make_llama, model, prompts, tokenizer
-from support.fixtures.families import causal_lm, classifier, family
+from support.fixtures.families import causal_lm, classifier, configs, family, ragged
 
 __all__ = [
     "actor_of",
     "causal_lm",
     "classifier",
+    "configs",
     "family",
     "llama",
     "make_llama",
     "model",
     "prompts",
+    "ragged",
     "tokenizer",
 ]

@@ -1,4 +1,4 @@
-"""A model's linear layers by the faster matrix product of this machine's CPU (:mod:`lightppo.algorithms.matmul`)."""
+"""A model's linear layers by the faster matrix product of this machine's CPU (:mod:`lightppo.plugins.kernels.matmul`)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.matmul import by_onednn, linear, linear_packed, onednn_is_faster, packed
+from lightppo.models.loading import is_plain_linear
+from lightppo.plugins.kernels.matmul import (
+    by_onednn,
+    linear,
+    linear_packed,
+    onednn_is_faster,
+    packed,
+)
 
 PACKED_BYTES = 1 << 30
 """Larger models are not copied for decoding."""
 
 
 class CPULinear(nn.Linear):
-    """``nn.Linear``, by :func:`lightppo.algorithms.matmul.linear`."""
+    """``nn.Linear``, by :func:`lightppo.plugins.kernels.matmul.linear`."""
 
+    is_plain_linear = True
     packed_weight: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if self.packed_weight is not None and by_onednn(input, self.weight):
             return linear_packed(input, self.packed_weight, self.bias)
         return linear(input, self.weight, self.bias)
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """A linear layer that nothing but :func:`accelerate_on_cpu` has changed."""
-    return type(module) in (nn.Linear, CPULinear) and "forward" not in vars(module)
 
 
 def accelerate_on_cpu(model: nn.Module) -> None:

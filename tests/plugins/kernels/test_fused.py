@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from lightppo.models import wrapper
 from lightppo.models.actor import Actor
-from lightppo.models.fused import fuse, rms_norm, rotary, same_code
+from lightppo.plugin import MODULES
+from lightppo.plugins.kernels.fused import fuse, rms_norm, rotary, same_code
 from lightppo.plugins.kernels.layers import compile_layers
+from lightppo.table import Entry
 
 Call = Callable[..., tuple[Tensor, ...]]
 EPS = 1e-5
@@ -129,7 +130,7 @@ def test_the_same_model(
     sequences, mask, actions = ragged
     results = []
     for apply in (fuse, lambda model: None):
-        monkeypatch.setattr(wrapper, "fuse", apply)
+        monkeypatch.setitem(MODULES, "fused", Entry(apply))
         plain = causal_lm(family)
         names, kinds = (
             list(plain.state_dict()),

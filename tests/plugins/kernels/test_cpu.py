@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightppo.algorithms import matmul
-from lightppo.models import cpu
 from lightppo.models.actor import Actor
-from lightppo.models.cpu import CPULinear, accelerate_on_cpu, packed_weights
 from lightppo.models.critic import Critic
+from lightppo.plugins.kernels import cpu, matmul
+from lightppo.plugins.kernels.cpu import CPULinear, accelerate_on_cpu, packed_weights
+from lightppo.rollout.hf import generation_mode
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"
@@ -106,7 +106,7 @@ def test_weights_are_packed_for_decoding_only(
 
     expected = model(ids).logits
     names = list(model.state_dict())
-    with torch.no_grad(), packed_weights(model):
+    with generation_mode(model):
         assert are_packed() == {True}
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
         assert list(model.state_dict()) == names
