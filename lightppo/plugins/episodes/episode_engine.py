@@ -248,7 +248,8 @@ def _share_openings(rollouts: Sequence[Rollout], n: int) -> None:
             if rollout.prompt.token_ids != group[0].prompt.token_ids:
                 raise RolloutError(
                     f"prompt {rollout.prompt.index}: samples {group[0].sample_index} and {rollout.sample_index} start "
-                    "with different texts: reset must give the same for the same row and seed (take seed=)"
+                    "with different texts: reset must give the same for the same row and seed (take seed=, or set "
+                    "--env_workers, where random is seeded)"
                 )
             rollout.prompt = group[0].prompt
 
