@@ -407,6 +407,7 @@ def train_once(
     from lightppo.models.packing import on_cpu
     from lightppo.plugins.kernels import layers
     from lightppo.plugins.kernels.liger import use_liger_kernels
+    from lightppo.plugins.kernels.offload import offloading
 
     counters.clear()
     config = llama_config(scale)
@@ -418,7 +419,7 @@ def train_once(
     actor = Actor(model, packing_samples=packed).train()
     if checkpoints:
         actor.gradient_checkpointing_enable()
-    actor.activation_offload = offload
+    actor.around_pass = offloading if offload else None
     if liger:
         use_liger_kernels(model)
     if compiled:

@@ -276,7 +276,7 @@ class Actor(PretrainedWrapper):
             inputs["output_router_logits"] = True
         partly = position_ids is not None and places is not None and not reads_mask
         reading = self._reading(places, input_ids) if partly else nullcontext()
-        with self._offloading(input_ids.device), reading:
+        with self._training_pass(input_ids.device), reading:
             output = self.model(**inputs)
         if places is not None and not in_model:
             output.logits = output.logits[:, places]

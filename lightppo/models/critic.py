@@ -64,7 +64,7 @@ class SequenceRegressor(PretrainedWrapper):
         position_ids: Tensor | None,
     ) -> ModelOutput:
         base = self.hf_model.base_model
-        with self._offloading(input_ids.device):
+        with self._training_pass(input_ids.device):
             return base(**model_inputs(base, input_ids, attention_mask, position_ids))
 
     def run_rows(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:

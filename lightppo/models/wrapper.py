@@ -21,7 +21,6 @@ from lightppo.config.options import OptionSet
 from lightppo.config.rules import of_role
 from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
 from lightppo.models.loading import decoder_layers, disable_dropout, untrainable
-from lightppo.models.offload import offloading
 from lightppo.models.packing import (
     PACKED_SDPA,
     action_predictors,
@@ -135,7 +134,8 @@ class PretrainedWrapper(nn.Module):
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
         self.packing_samples = bool(packing_samples)  # None: as False until try_packing
         self.share_prompts = share_prompts
-        self.activation_offload = False  # activations wait for the backward pass in CPU memory
+        # a context of each pass with gradients, of the weights and the device; None: there is none
+        self.around_pass: Callable[..., AbstractContextManager] | None = None
         # run at the read positions only; None until the first packed forward has looked
         self.last_layer_parts: list[nn.Module] | None = None
         if packing_samples:
@@ -311,11 +311,11 @@ class PretrainedWrapper(nn.Module):
             return nullcontext()
         return only_at(self.last_layer_parts, places)
 
-    def _offloading(self, device: torch.device) -> AbstractContextManager:
-        """Context for a forward whose activations, but no weights, wait for the backward pass in CPU memory."""
-        if not self.activation_offload or not torch.is_grad_enabled():
+    def _training_pass(self, device: torch.device) -> AbstractContextManager:
+        """What is around a forward pass with gradients."""
+        if self.around_pass is None or not torch.is_grad_enabled():
             return nullcontext()
-        return offloading(self.hf_model.parameters(), device)
+        return self.around_pass(self.hf_model.parameters(), device)
 
 
 def is_models_own(error: Exception) -> bool:
@@ -456,23 +456,15 @@ def prepare_model(
 ) -> None:
     """Change a loaded model in place: save memory where it trains, then :data:`lightppo.plugin.PREPARATIONS`."""
     if role in ("actor", "critic"):
-        keep_fewer_activations(model, role, config, device)
+        keep_fewer_activations(model, role, config)
     for preparation in PREPARATIONS.values():
         preparation.fn(model, role, config, device)
 
 
 def keep_fewer_activations(
-    model: PretrainedWrapper,
-    role: Literal["actor", "critic"],
-    config: OptionSet,
-    device: torch.device,
+    model: PretrainedWrapper, role: Literal["actor", "critic"], config: OptionSet
 ) -> None:
-    """``--gradient_checkpointing`` and ``--activation_offload``, of a model that trains."""
-    if config.model.activation_offload and device.type == "cpu":
-        raise ModelLoadError(
-            "--activation_offload moves activations off a GPU, and there is no GPU: leave it out"
-        )
-    model.activation_offload = config.model.activation_offload
+    """``--gradient_checkpointing``, of a model that trains."""
     if of_role(config, role).gradient_checkpointing:
         use_reentrant = config.model.gradient_checkpointing_use_reentrant
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})

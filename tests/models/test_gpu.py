@@ -16,7 +16,13 @@ from transformers.utils import is_flash_attn_2_available
 
 from lightppo.models import packing
 from lightppo.models.actor import Actor
-from lightppo.models.offload import ActivationOffload, CUDAStreams, is_exact, offload_of
+from lightppo.plugins.kernels.offload import (
+    ActivationOffload,
+    CUDAStreams,
+    is_exact,
+    offload_of,
+    offloading,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,7 +111,7 @@ def test_no_layer_waits(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         actor = Actor(model.cuda(), packing_samples=True).train()
         if how == "checkpointing":
             actor.gradient_checkpointing_enable()
-        actor.activation_offload = how == "offloading"
+        actor.around_pass = offloading if how == "offloading" else None
         actor(sequences, 6)  # the first call also looks whether sequences are apart
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

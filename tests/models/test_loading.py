@@ -45,6 +45,7 @@ from lightppo.plugin import MODULES
 from lightppo.plugins.compat.seed import get_llm_for_sequence_regression
 from lightppo.plugins.kernels.layers import compile_layers
 from lightppo.plugins.kernels.liger import use_liger_kernels
+from lightppo.plugins.kernels.offload import offloading
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -699,7 +700,7 @@ def test_offloaded_activations_give_the_same(
         Critic(classifier()),
     ):
         plain = gradients_of(model, ragged)
-        model.activation_offload = True
+        model.around_pass = offloading
         moved.clear()
         torch.testing.assert_close(gradients_of(model, ragged), plain, atol=0, rtol=0)
         assert len(moved) > 20
@@ -717,9 +718,9 @@ def test_what_needs_a_gpu_says_so(causal_lm: MakeModel) -> None:
     with pytest.raises(ModelLoadError, match="--activation_offload"):
         prepare_model(actor, "actor", asked, torch.device("cpu"))
     prepare_model(actor, "reference", asked, torch.device("cpu"))
-    assert not actor.activation_offload
+    assert actor.around_pass is None
     prepare_model(actor, "actor", asked, torch.device("cuda"))
-    assert actor.activation_offload
+    assert actor.around_pass is offloading
     if not torch.cuda.is_available():
         with pytest.raises(ModelLoadError, match="--use_liger_kernel"):
             use_liger_kernels(causal_lm())

@@ -14,6 +14,9 @@ def register() -> None:
     KERNELS["linear"] = Entry("lightppo.plugins.kernels.matmul:linear")
     KERNELS["product"] = Entry("lightppo.plugins.kernels.matmul:product")
     KERNELS["decoding"] = Entry("lightppo.plugins.kernels.cpu:packed_weights")
+    PREPARATIONS.register(
+        "activation_offload", Entry("lightppo.plugins.kernels.offload:prepare_offload")
+    )
     PREPARATIONS.register("liger", Entry("lightppo.plugins.kernels.liger:prepare_liger"))
     PREPARATIONS.register("compile", Entry("lightppo.plugins.kernels.layers:prepare_compiled"))
     register_section("kernels", "lightppo.plugins.kernels.sections:KernelConfig", adds_to="engine")

@@ -36,6 +36,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from lightppo.errors import LaunchError
 from lightppo.models.actor import Actor
+from lightppo.plugins.kernels.offload import offloading
 from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy, StepOutcome
 
@@ -267,7 +268,7 @@ def check_activation_offload_in_shards(_: DeepspeedStrategy, work_dir: Path) -> 
         actor = Actor(causal_lm(tied=False), ds_config=sharded_train_config(role))
         optimizer = role.create_optimizer(actor, lr=LR)
         actor, optimizer, _ = role.prepare((actor, optimizer, None))
-        actor.activation_offload = offloads
+        actor.around_pass = offloading if offloads else None
         for step in range(2):
             mine = batch(step).chunk(role.world_size)[role.get_rank()]
             role.backward(-actor(mine, 5).sum() / 40 * role.world_size, actor)

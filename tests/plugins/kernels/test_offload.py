@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from lightppo.models import offload
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.offload import ActivationOffload, OwnWeights
+from lightppo.plugins.kernels import offload
+from lightppo.plugins.kernels.offload import ActivationOffload, OwnWeights, offloading
 
 MakeModel = Callable[..., PreTrainedModel]
 Batch = tuple[Tensor, Tensor, int]
@@ -181,7 +181,7 @@ def test_models_train_the_same(
         model.hf_model.enable_input_require_grads()
     found = []
     for offloads in (False, True, True):
-        model.activation_offload = offloads
+        model.around_pass = offloading if offloads else None
         model.zero_grad()
         sequences, mask, num_actions = ragged
         out = model(sequences, num_actions, mask)

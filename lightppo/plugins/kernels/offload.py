@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from lightppo.errors import ModelLoadError
+
 logger = logging.getLogger(__name__)
 
 SMALLEST = 1 << 18  # bytes: less stays where it is
@@ -29,6 +31,17 @@ LEAVING = 1 << 29  # bytes on the GPU whose copies to the CPU need not have ende
 AHEAD = 1 << 28  # bytes that come back before they are needed
 SLAB = 1 << 28  # bytes of CPU memory that are taken at once
 ALIGNED = 256  # places in a slab are multiples of this
+
+
+def prepare_offload(model: Any, role: str, config: Any, device: torch.device) -> None:
+    """For ``lightppo.plugin.PREPARATIONS``: ``--activation_offload``, of a model that trains."""
+    if role not in ("actor", "critic") or not config.model.activation_offload:
+        return
+    if device.type == "cpu":
+        raise ModelLoadError(
+            "--activation_offload moves activations off a GPU, and there is no GPU: leave it out"
+        )
+    model.around_pass = offloading
 
 
 def offloading(weights: Iterable[nn.Parameter], device: torch.device) -> AbstractContextManager:
