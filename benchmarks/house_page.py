@@ -37,7 +37,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
         "checkpoints.md#other-ranks-other-zero-stages",
     ),
     "sources": ("rows of the hub, CSV and tables, blends; folders of models", "data.md"),
-    "supervised": ("SFT, reward models, DPO", "supervised.md"),
+    "supervised": ("SFT, reward models, DPO, the PTX loss", "supervised.md"),
     "tools": ("`lightppo data`, `chat`, `convert`, `merge`, `tiny-model`", "commands.md"),
     "verifiers": ("mathematics, formats, code, the sandbox", "rewards.md"),
     "vllm": ("vLLM in the same process or as a server", "rollouts.md"),

@@ -136,7 +136,6 @@ _TRAIN = {
     "policy_loss": "policy loss",
     "kl_loss": "KL term of the loss, before its coefficient (--use_kl_loss)",
     "distill_loss": "divergence from the teacher's distributions, before its coefficient (--distill_by loss)",
-    "ptx_loss": "language-model loss on --pretrain_data",
     "clip_ratio": "share of trained tokens without gradient because of clipping",
     "ratio": "mean probability ratio of new to old policy",
     "approx_kl": "mean KL estimate of old to new policy per trained token, nats",

@@ -115,7 +115,6 @@ PUBLIC: dict[str, str] = {
     "SamplingParams": "lightppo.rollout.engine",
     "PolicyLoss": "lightppo.algorithms.losses",
     "ValueLoss": "lightppo.algorithms.losses",
-    "GPTLMLoss": "lightppo.algorithms.losses",
     "estimator": "lightppo.algorithms.entries",
     "policy_loss": "lightppo.algorithms.entries",
     "FixedKLController": "lightppo.algorithms.kl",
@@ -179,6 +178,11 @@ KERNELS: Table = Table(
 )
 """How log probs multiply hidden states and head, as torch's functions do, and a context of a model that decodes. A
 plugin may put another entry in the place of each."""
+
+LOSS_TERMS: Table = Table("term of the actor's loss")
+"""Further terms of the actor's loss, under the names of their states. An entry's function gets the
+:class:`lightppo.trainer.build.Building` whose prompts are read, and returns a
+:class:`lightppo.trainer.update.LossTerm`, or None where the options ask for no such term."""
 
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
 """Factors of each token's policy loss: corrections, rejections, and others."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightppo.algorithms.entries import POLICY_LOSSES, PolicyLossEntry
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
-from lightppo.algorithms.logprobs import token_log_probs
 from lightppo.algorithms.masking import (
     Aggregation,
     LossNormalizer,
@@ -27,7 +26,6 @@ from lightppo.option import shown_object
 
 Metrics = dict[str, Tensor]
 TokenLoss = tuple[Tensor, Metrics]
-IGNORE_INDEX = -100  # labels with this value have no loss
 
 
 @dataclass(frozen=True)
@@ -288,31 +286,3 @@ class ValueLoss:
         return torch.nn.functional.huber_loss(
             difference, zeros, reduction="none", delta=self.huber_delta
         )
-
-
-class GPTLMLoss:
-    """Next-token cross entropy, mean over the step's tokens; for supervised training and PTX (arXiv:2203.02155)."""
-
-    IGNORE_INDEX = IGNORE_INDEX
-
-    def num_tokens(self, labels: Tensor) -> int:
-        """Tokens of ``labels`` (B, S) that the loss counts; their sum over the step is ``normalizer_tokens``."""
-        return int((labels[:, 1:] != self.IGNORE_INDEX).sum())
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        normalizer_tokens: float | None = None,
-        dp_size: int = 1,
-    ) -> Tensor:
-        """Loss of one micro batch; position t of ``logits`` (B, S, V) predicts label t + 1.
-
-        ``normalizer_tokens`` counts the whole optimizer step over all ranks; ``None``: this micro batch is the step.
-        """
-        labels = labels[:, 1:]
-        mask = labels != self.IGNORE_INDEX  # (B, S-1)
-        token_loss = -token_log_probs(logits[:, :-1], labels.masked_fill(~mask, 0))
-        tokens = float(mask.sum()) if normalizer_tokens is None else normalizer_tokens
-        # token-mean needs only the tokens
-        return token_mean(token_loss, mask, LossNormalizer(tokens, sequences=0, dp_size=dp_size))

@@ -115,7 +115,7 @@ class ModelConfig(Section, of="weights"):
 
 
 class DataConfig(Section):
-    """Data: prompts, evaluation prompts and pretraining text."""
+    """Data: prompts and evaluation prompts."""
 
     prompt_data: str | None = option(
         None, "Prompts: file, folder, hub name or URL; separate several with commas.", required=True
@@ -123,22 +123,9 @@ class DataConfig(Section):
     prompt_split: str = option("train", "Split of --prompt_data.")
     eval_data: str | None = safe(None, "Held-out prompts. None: no evaluation.")
     eval_split: str = safe("test", "Split of --eval_data. Files without splits have only one.")
-    pretrain_data: str | None = option(None, "Text for the PTX loss.", needs="ptx_coef>0")
-    pretrain_data_probs: str | None = option(
-        None,
-        "Sampling probabilities of several --pretrain_data.",
-        needs="pretrain_data",
-        off=("1.0", "1"),
-    )
-    pretrain_split: str = option("train", "Split of --pretrain_data.", needs="pretrain_data")
     input_key: str = option("input", "Column with the prompt: text, or a list of chat messages.")
     label_key: str | None = option(
         None, "Column with the ground truth. None: detected from the row."
-    )
-    output_key: str | None = option(
-        None,
-        "Column with the answer in --pretrain_data. None: --input_key holds the whole text.",
-        needs="pretrain_data",
     )
     input_template: str | None = option(None, "Text around the prompt; {} stands for the prompt.")
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
@@ -480,13 +467,6 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
     )
     ref_reset_steps: int | None = kl(
         None, "Copy the actor to the reference every N steps.", "PPO steps", ge=1
-    )
-    ptx_coef: float = option(
-        0.05,
-        "Weight of the language-model loss on --pretrain_data.",
-        ge=0,
-        needs="pretrain_data",
-        off=(0,),
     )
     freezing_actor_steps: int = critic(
         -1,

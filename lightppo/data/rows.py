@@ -37,8 +37,6 @@ PROMPT_KEYS = (
     "problem",
     "instruction",
 )
-TEXT_KEYS = (DEFAULT_INPUT_KEY, "text", "content")  # plain documents, for pretraining
-COMPLETION_KEYS = ("output", "completion", "response", "answer", "solution")
 LABEL_KEYS = (
     "reward_model.ground_truth",
     "ground_truth",
@@ -59,23 +57,18 @@ class RowFields:
     """The keys to try, in order, for each part of a row; the first key with a value in the row counts."""
 
     prompt: tuple[str, ...]
-    completion: tuple[str, ...] = ()
     label: tuple[str, ...] = ()
     label_required: bool = False  # a row without a label is bad
-    completion_required: bool = False  # a row without a completion is bad
     preference: bool = False  # the prompt may be the common beginning of chosen and rejected
-    pair: tuple[str, str] = PREFERENCE_KEYS
-    documents: bool = False  # text columns are whole documents, without a completion
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.prompt, *self.label, *(PREFERENCE_KEYS if self.preference else ()))
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
         """The columns that are needed to render a row."""
-        keys = (
-            *self.prompt,
-            *self.completion,
-            *self.label,
-            *(self.pair if self.preference else ()),
-        )
-        return [c for c in columns if c in {_column_of(key, columns) for key in keys}]
+        return [c for c in columns if c in {column_of(key, columns) for key in self.keys}]
 
 
 def resolve_fields(
@@ -83,68 +76,42 @@ def resolve_fields(
     *,
     input_key: str | None = None,
     label_key: str | None = None,
-    output_key: str | None = None,
-    supervised: bool = False,
-    documents: bool = False,
-    pairs: bool = False,
-    chosen_key: str | None = None,
-    rejected_key: str | None = None,
+    label_flag: str = "--label_key",
+    prompt_keys: Iterable[str] = PROMPT_KEYS,
+    pair: Sequence[str] = PREFERENCE_KEYS,
+    keeps_pair: bool = False,
 ) -> RowFields:
     """Decide which keys are read from data with these columns; DataError lists the columns if none fits.
 
-    None, or a default name without a column, tries the known names. ``supervised`` rows need a completion too;
-    ``documents`` may be plain text (pretraining), unless a completion is found; ``pairs`` need both answers, and their
-    label is the margin.
+    None, or a default name without a column, tries the known names. A ``pair`` of answers may hold the prompt, also
+    beside a column that ``input_key`` names if ``keeps_pair``.
     """
-
-    def known(keys: Iterable[str]) -> tuple[str, ...]:
-        return tuple(k for k in dict.fromkeys(keys) if _column_of(k, columns))
-
-    def explicit(key: str, flag: str) -> tuple[str, ...]:
-        require_column(key, columns, flag)
-        return (key,)
-
-    input_key = input_key or DEFAULT_INPUT_KEY
-    label = (
-        explicit(label_key, "--margin_key" if pairs else "--label_key")
-        if label_key
-        else known(LABEL_KEYS)
-    )
-    pair = tuple(
-        key or default for key, default in zip((chosen_key, rejected_key), PREFERENCE_KEYS)
-    )
-    preference = all(_column_of(key, columns) for key in pair)
-    for key, default in zip(pair, PREFERENCE_KEYS) if pairs else ():
-        require_column(key, columns, f"--{default}_key")
-    if documents and _column_of(input_key, columns) is None and (text := known(TEXT_KEYS)):
-        # --input_key names the prompts' column; the pretraining data beside them has its own
-        logger.info(
-            "--input_key %r is not a column of the text data; reading %r", input_key, text[0]
-        )
-        input_key = DEFAULT_INPUT_KEY
-    if input_key != DEFAULT_INPUT_KEY:
-        prompt = explicit(input_key, "--input_key")
-        preference = (supervised or pairs) and preference
-    else:
-        prompt = known((*TEXT_KEYS, *PROMPT_KEYS) if documents else PROMPT_KEYS)
+    label = known_keys(LABEL_KEYS, columns)
+    if label_key:
+        require_column(label_key, columns, label_flag)
+        label = (label_key,)
+    preference = all(column_of(key, columns) for key in pair)
+    prompt = known_keys(prompt_keys, columns)
+    if (input_key or DEFAULT_INPUT_KEY) != DEFAULT_INPUT_KEY:
+        require_column(input_key, columns, "--input_key")
+        prompt, preference = (input_key,), keeps_pair and preference
     if not prompt and not preference:
         known_names = f"recognised without it: {', '.join(PROMPT_KEYS)}, or chosen and rejected"
         listed = _listed(columns)
         raise DataError(
             f"no column with a prompt: set --input_key to one of the columns: {listed} ({known_names})"
         )
-    completion: tuple[str, ...] = ()
-    if output_key:
-        completion = explicit(output_key, "--output_key")
-    elif supervised and not (documents and input_key != DEFAULT_INPUT_KEY):
-        completion = tuple(k for k in known(COMPLETION_KEYS) if k not in prompt)
-    required = label_key is not None, output_key is not None
-    return RowFields(prompt, completion, label, *required, preference, pair, documents)
+    return RowFields(prompt, label, label_key is not None, preference)
+
+
+def known_keys(keys: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]:
+    """Those that are columns, or fields of one."""
+    return tuple(key for key in dict.fromkeys(keys) if column_of(key, columns))
 
 
 def require_column(key: str, columns: Sequence[str], flag: str) -> None:
     """DataError unless ``key`` is a column, or a field of one."""
-    if _column_of(key, columns) is None:
+    if column_of(key, columns) is None:
         raise DataError(
             f"{flag} {key!r} is not a column of the data; its columns: {_listed(columns)}"
         )
@@ -154,7 +121,7 @@ def _listed(columns: Iterable[str]) -> str:
     return ", ".join(c for c in columns if c != ORIGIN_COLUMN) or "(none)"
 
 
-def _column_of(key: str, columns: Iterable[str]) -> str | None:
+def column_of(key: str, columns: Iterable[str]) -> str | None:
     """The column that holds ``key``: itself, or the part before the first dot."""
     columns = set(columns)
     return next((name for name in (key, key.split(".")[0]) if name in columns), None)
@@ -183,7 +150,7 @@ def first_value(row: Mapping[str, Any], keys: Iterable[str]) -> tuple[str | None
 
 def read_prompt(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None]:
     """A row's prompt (without a chat's final answer) and its key (None: from ``chosen`` and ``rejected``)."""
-    prompt, key, _ = _prompt_and_chosen(row, fields)
+    prompt, key, _ = prompt_and_chosen(row, fields)
     if key == "messages" and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         if len(prompt) == 1:
             raise BadRowError("missing", "'messages' has an answer but no prompt")
@@ -208,40 +175,12 @@ def read_label(row: Mapping[str, Any], fields: RowFields) -> Any:
     return value
 
 
-def read_example(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | Chat | None]:
-    """Prompt and completion of a supervised row; the completion is None for plain text."""
-    prompt, key, chosen = _prompt_and_chosen(row, fields)
-    if key is None:
-        return prompt, chosen
-    output, answer = first_value(row, fields.completion)
-    if output is None and fields.completion_required:
-        raise BadRowError("missing", f"no completion: {fields.completion[0]!r} missing or null")
-    if output is None and fields.preference and row.get("chosen") is not None:
-        output, answer = "chosen", row["chosen"]
-    # A conversation holds its own answer, so another column (AReaL's `answer`) is a label.
-    finished = isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
-    if finished and not fields.completion_required:
-        return prompt[:-1], prompt[-1:]
-    if output is None or (key in TEXT_KEYS and fields.documents and not fields.completion_required):
-        return prompt, None
-    return after_prompt(prompt, text_or_chat(answer, repr(output)))
-
-
-def after_prompt(prompt: str | Chat, answer: str | Chat) -> tuple[str | Chat, str | Chat]:
-    """Prompt and answer as two texts or two chats; TRL: a chat may repeat the prompt."""
-    if isinstance(prompt, str) and isinstance(answer, str):
-        return prompt, answer
-    chat, answer = as_chat(prompt, "user"), as_chat(answer, "assistant")
-    repeated = len(answer) > len(chat) and answer[: len(chat)] == chat
-    return chat, answer[len(chat) :] if repeated else answer
-
-
 def as_chat(prompt: str | Chat, role: str) -> Chat:
     """A chat as it is, a text as one message."""
     return prompt if isinstance(prompt, list) else [{"role": role, "content": prompt}]
 
 
-def _prompt_and_chosen(
+def prompt_and_chosen(
     row: Mapping[str, Any], fields: RowFields
 ) -> tuple[str | Chat, str | None, str | Chat | None]:
     """(prompt, its key, None), or from a preference pair (common beginning, None, rest of the chosen answer)."""

@@ -259,8 +259,8 @@ class StepPart:
     status_scale: float = 1.0
     loss_scale: float = 1.0  # factor of the loss beside the normalizer; 1 if the step was planned
     has_samples: bool = True  # False: a placeholder that only keeps the ranks' collectives level
-    # batch for the PTX loss, labelled tokens of all such batches of the step, and how many of them a rank has
-    pretrain: tuple[Any, float, int] | None = None  # placeholders have one too
+    # of further terms of the actor's loss: lightppo.trainer.update.OwnLoss; placeholders have some, too
+    own_losses: tuple[Callable[[Any], Any], ...] = ()
 
 
 @dataclass
@@ -382,9 +382,10 @@ def save_batch(
             if field.name not in ("info", "part"):
                 tensor = getattr(part, field.name)
                 tensors[field.name] = None if tensor is None else on_cpu(tensor).detach()
-        step = part.part and vars(part.part) | {"normalizer": vars(part.part.normalizer)}
-        if step and step["pretrain"]:
-            step["pretrain"] = (dict(part.part.pretrain[0]), *part.part.pretrain[1:])
+        step = part.part and vars(part.part) | {
+            "normalizer": vars(part.part.normalizer),
+            "own_losses": (),
+        }
         return {"tensors": tensors, "info": part.info, "part": step}
 
     kinds = {
@@ -402,6 +403,7 @@ def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, 
 
     def experience(plain: dict[str, Any]) -> Experience:
         if (part := plain["part"]) is not None:
+            part.pop("pretrain", None)  # of an older lightppo
             part = StepPart(**part | {"normalizer": LossNormalizer(**part["normalizer"])})
         return Experience(**plain["tensors"], info=plain["info"], part=part)
 

@@ -30,7 +30,7 @@ from lightppo.config.rules import (
     of_role,
     old_log_probs_from,
 )
-from lightppo.data.datasets import PromptDataset, SFTDataset
+from lightppo.data.datasets import PromptDataset
 from lightppo.data.readers import read_rows
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, balance_ranks, save_batch
@@ -46,6 +46,7 @@ from lightppo.plugin import (
     ENGINE_WRAPPERS,
     ENGINES,
     LOADING,
+    LOSS_TERMS,
     SAMPLING,
     SCORED,
     SCORERS,
@@ -63,8 +64,8 @@ from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import SkippedSteps, TrainerState
-from lightppo.trainer.prompts import RolloutBatchSampler, endless
-from lightppo.trainer.update import Update, UpdatedModels, build_value_norm
+from lightppo.trainer.prompts import RolloutBatchSampler
+from lightppo.trainer.update import LossTerm, Update, UpdatedModels, build_value_norm
 
 T = TypeVar("T")
 
@@ -84,6 +85,7 @@ class Building:
     # data sets by the option that names their files
     rows: dict[str, Any] = field(default_factory=dict)
     held_out: Any = None  # data to evaluate on
+    loss_terms: dict[str, LossTerm] = field(default_factory=dict)
     reward_source: RewardSource | None = None
     judge: RewardSource | None = None  # scores evaluations
     teacher: Any = None  # servers
@@ -132,7 +134,7 @@ class PPOInputs:
     rollout_engine: RolloutEngine
     teacher: Any | None = None
     prompts_dataloader: Iterable | None = None
-    pretrain_dataloader: Iterable | None = None
+    loss_terms: Mapping[str, LossTerm] = field(default_factory=dict)
     evaluator: Evaluator | None = None
     origin: Origin = field(default_factory=Origin)
 
@@ -157,7 +159,7 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
     callbacks = [*callbacks, *load_callbacks(config.training.callback)]
     building = begin(config)
-    loader, pretrain = read_data(building)
+    loader = read_data(building)
     models, optimizers = load_models(building, steps_per_episode(building.config, loader))
     actor, reference = models.actor, models.reference
     if reference is None and needs_reference(building.config):
@@ -190,7 +192,7 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         rollout_engine=engine,
         teacher=models.teacher or building.teacher,
         prompts_dataloader=loader,
-        pretrain_dataloader=pretrain,
+        loss_terms=building.loss_terms,
         evaluator=evaluator,
         origin=Origin(building.given, building.content, building.keeps),
     )
@@ -215,18 +217,20 @@ def begin(config: PPOConfig) -> Building:
     return building
 
 
-def read_data(building: Building) -> tuple[DataLoader | None, DataLoader | None]:
-    """All rows are read, and what scores them, if it is no model: dataloaders of prompts and of pretraining text."""
+def read_data(building: Building) -> DataLoader | None:
+    """All rows are read, and what scores them, if it is no model: the dataloader of prompts."""
     config, strategy, tokenizer = building.config, building.strategy, building.tokenizer
-    loader, pretrain, building.held_out = build_data(config, tokenizer, strategy, building.asked)
+    loader, building.held_out = build_data(config, tokenizer, strategy, building.asked)
+    if loader is not None:
+        building.rows["prompt_data"] = loader.dataset
+    terms = {name: entry.fn(building) for name, entry in LOSS_TERMS.items()}
+    building.loss_terms = {name: term for name, term in terms.items() if term is not None}
     if not config.model.reward_pretrain:
         building.reward_source, building.judge = build_rewards(config, [], tokenizer, strategy)
-    loaders = {"prompt_data": loader, "pretrain_data": pretrain}
-    building.rows = {name: one.dataset for name, one in loaders.items() if one is not None}
     if loader is not None and building.keeps:
         check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
     building.check("data")
-    return loader, pretrain
+    return loader
 
 
 def load_models(building: Building, per_episode: int) -> tuple[Models, dict[str, Any]]:
@@ -291,9 +295,8 @@ def assemble(
         state=state,
         skipped=skipped,
         timer=timer,
+        loss_terms=inputs.loss_terms,
     )
-    if inputs.pretrain_dataloader is not None:
-        update.pretrain_batches = endless(inputs.pretrain_dataloader)
     saved = saved_parts(config, inputs.actor, inputs.critic, inputs.ema_model, inputs.initial_model)
     return PPOParts(
         **vars(inputs),
@@ -746,15 +749,14 @@ def into_engines(
 
 def build_data(
     config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, asked: PPOConfig
-) -> tuple[DataLoader | None, DataLoader | None, PromptDataset | None]:
-    """Prompts, pretraining text, held-out prompts: all of ``asked``, also where a dry run takes few."""
+) -> tuple[DataLoader | None, PromptDataset | None]:
+    """Prompts, and held-out prompts: all of ``asked``, also where a dry run takes few."""
     loader = eval_prompts = None
     if not config.evaluation.val_only:
         loader = prompts_dataloader(config, build_prompts(config, tokenizer, strategy), strategy)
-    pretrain = build_pretrain(config, tokenizer, strategy)
     if config.data.eval_data is not None:
         eval_prompts = build_prompts(asked, tokenizer, strategy, evaluation=True)
-    return loader, pretrain, eval_prompts
+    return loader, eval_prompts
 
 
 def build_prompts(
@@ -799,30 +801,6 @@ def prompts_dataloader(
     return DataLoader(
         prompts, batch_sampler=sampler, collate_fn=PromptDataset.collate_fn, generator=generator
     )
-
-
-def build_pretrain(
-    config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy
-) -> DataLoader | None:
-    """Batches for the PTX loss."""
-    data = config.data
-    if data.pretrain_data is None or config.algorithm.ptx_coef == 0:
-        return None
-    rows = read_rows(config, "pretrain_data", data.pretrain_split, strategy)
-    dataset = SFTDataset(
-        rows,
-        tokenizer,
-        data.prompt_max_len + config.rollout.generate_max_len,
-        pretrain_mode=data.output_key is None,
-        input_key=data.input_key,
-        output_key=data.output_key,
-        on_bad_row=data.on_bad_row,
-        num_workers=data.data_num_workers,
-        ranks=strategy,
-        overlong_cure="raise --prompt_max_len or --generate_max_len, whose sum it is",
-    )
-    size, pin = config.training.micro_train_batch_size, data.dataloader_pin_memory
-    return strategy.setup_dataloader(dataset, size, pin_memory=pin, collate_fn=dataset.collate_fn)
 
 
 def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int = 0) -> int:

@@ -51,7 +51,6 @@ class TrainerState:
     global_step: int = 0  # PPO steps done
     episode: int = 0  # current pass over the prompts, from 0
     consumed_prompts: int = 0  # prompts taken from this episode, over all ranks
-    pretrain_batches: int = 0  # batches taken from the pretraining data on each rank
     optimizer_steps: int = 0  # taken, of actor and critic
     skipped_optimizer_steps: int = 0  # for a non-finite gradient, actor and critic
     # of the skipped ones, those for too large a loss scale (--fp16)
@@ -595,6 +594,9 @@ def _with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     scores, left_out = trainer.pop("episode_scores", {}), trainer.pop("left_out_prompts", [])
     older = {"trackers": run_ids, "recorded": saved.get("records", {})}
     older["prompt_filter"] = {"scores": scores, "left_out": left_out}
+    older["pretraining"] = {
+        "batches": trainer.pop("pretrain_batches", 0) * saved.get("world_size", 1)
+    }
     return older | dict(saved) | {"trainer": trainer}
 
 

@@ -72,6 +72,7 @@ class PPOTrainer(TrainingLoop):
             "kl_ctl": self.kl_ctl,
             "score_statistics": self.experience_maker.shaper,
             "value_statistics": self.update.value_norm,
+            **self.update.loss_terms,
         }
         for name, part in states.items():
             if part is not None:
@@ -250,10 +251,8 @@ class PPOTrainer(TrainingLoop):
 
     def before_first_step(self) -> None:
         if not self.only_evaluates:
-            for _ in range(
-                self.state.pretrain_batches if self.update.pretrain_batches is not None else 0
-            ):
-                next(self.update.pretrain_batches)  # resume where the pretraining data was left
+            for term in self.update.loss_terms.values():
+                term.before_first_step()
         super().before_first_step()
 
     # -- state and the end ---------------------------------------------------------------------------------------
@@ -266,9 +265,6 @@ class PPOTrainer(TrainingLoop):
         if self.only_evaluates:  # another training's statistics and samples are not its own
             saved = {name: saved[name] for name in ("trainer", "world_size")}
         super().load_state(saved)
-        before, now = saved["world_size"], self.strategy.world_size
-        # of each rank
-        self.state.pretrain_batches = math.ceil(self.state.pretrain_batches * before / now)
         self.rollout_engine.sync_weights(self.actor)
 
     def check_trained(self) -> None:

@@ -1,19 +1,15 @@
-"""The order of an episode's prompts, and whatever a dataloader yields → prompts and language-model batches."""
+"""The order of an episode's prompts, and its batches on each rank."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Sampler
 
-from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.records import Prompt
-from lightppo.models.packing import to_device
 
 _END = object()
 
@@ -144,41 +140,3 @@ class EpisodePrompts:
         self._look_ahead()
         self.taken += len(prompts)
         return prompts
-
-
-def as_lm_batch(batch: Any, device: torch.device) -> dict[str, Tensor]:
-    """``input_ids``, ``attention_mask`` and ``labels``, each (B, S), of a pretraining dataloader's batch.
-
-    Args:
-        batch: a mapping, perhaps without ``labels``; or in the seed's style a tuple whose second and third entries are
-            ids and mask, (B, S) or (B, 1, S).
-        device: where it goes.
-    """
-    if isinstance(batch, (tuple, list)):
-        batch = {"input_ids": batch[1], "attention_mask": batch[2]}
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    ids, mask = ids.reshape(-1, ids.size(-1)), mask.reshape(-1, mask.size(-1))
-    labels = batch.get("labels")
-    labels = ids.masked_fill(mask == 0, IGNORE_INDEX) if labels is None else labels
-    found = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return {name: to_device(tensor, device) for name, tensor in found.items()}
-
-
-def endless(dataloader: Iterable) -> Iterator:
-    """The batches again and again, reshuffled each time round where the sampler can."""
-    if isinstance(dataloader, Iterator):
-        yield from dataloader
-        raise ValueError(
-            "the iterator over the pretraining data came to its end: pass the dataloader itself"
-        )
-    sampler = getattr(dataloader, "sampler", None)
-    for round_ in itertools.count():
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(round_)
-        batch = None
-        for batch in dataloader:
-            yield batch
-        if batch is None:
-            raise ValueError(
-                "the pretraining dataloader gave no batch: it has less data than one batch"
-            )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.kl import KLEstimate, full_kl
-from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
+from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import (
     Aggregation,
     LossNormalizer,
@@ -42,7 +42,6 @@ from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 from lightppo.trainer.loop import SkippedSteps, TrainerState
-from lightppo.trainer.prompts import as_lm_batch
 
 # least number of tokens, over all ranks, of which the logged entropy of a step is the mean
 _ENTROPY_SAMPLE = 2048
@@ -68,6 +67,32 @@ class UpdatedModels:
     critic_scheduler: Any
 
 
+OwnLoss = Callable[[Any], tuple[float, Tensor, Metrics]]
+"""Of the actor: the weight of a term, the term, and numbers without gradient by their names in train/."""
+
+
+class LossTerm:
+    """A further term of the actor's loss, with a forward and a backward pass of its own. Its state is in checkpoints."""
+
+    metrics: Sequence[str] = ()  # names of its numbers
+
+    def losses(self, micro_batches: int) -> list[OwnLoss]:
+        """One for each micro batch of the optimizer step that begins, or none at all. Collective.
+
+        Each is a share of the step's loss, like that of :func:`~lightppo.algorithms.masking.aggregate_loss`.
+        """
+        raise NotImplementedError
+
+    def before_first_step(self) -> None:
+        """The state of a resumed run is loaded. Collective."""
+
+    def state_dict(self) -> Any:
+        """The same on every rank."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+
+
 class Update:
     """Trains actor and critic on the replay buffer: ``max_epochs`` passes, an optimizer step per ``train_batch_size``.
 
@@ -91,8 +116,9 @@ class Update:
         state: TrainerState,
         skipped: SkippedSteps,
         timer: m.PhaseTimer,
+        loss_terms: Mapping[str, LossTerm] = {},
     ) -> None:
-        self.strategy = strategy
+        self.strategy, self.loss_terms = strategy, dict(loss_terms)
         self.use(config)
         self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
         self.teacher, self.ema_model = models.teacher, models.ema_model
@@ -110,14 +136,12 @@ class Update:
         if self.critic is not None:
             self.critic_max_epochs = of_role(config, "critic").max_epochs or training.max_epochs
         self.epoch = 0  # the pass over the rollout that is under way
-        self.ema_beta, self.ptx_coef = algorithm.ema_beta, algorithm.ptx_coef
+        self.ema_beta = algorithm.ema_beta
         self.policy_loss = build_policy_loss(config)
         self.token_weights = list(token_weights(config, in_training=True).values())
         self.value_loss = ValueLoss(
             loss.value_clip, loss_agg_mode=loss.loss_agg_mode, huber_delta=loss.value_huber_delta
         )
-        self.pretrain_loss = GPTLMLoss()
-        self.pretrain_batches: Iterator | None = None  # endless
         self.early_stop = EarlyStop(loss, strategy)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
@@ -175,7 +199,7 @@ class Update:
 
     def train_minibatch(self, minibatch: Minibatch, step: int = 0) -> list[Mapping[str, float]]:
         """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
-        micro_batches = self.with_pretrain(minibatch.micro_batches)
+        micro_batches = self.with_own_losses(minibatch.micro_batches)
         of_critic = (
             micro_batches
             if minibatch.critic_micro_batches is None
@@ -205,11 +229,12 @@ class Update:
             (experience.part.has_samples, m.checked_status(status)) for experience, status in done
         ]
         self.summarise()
-        # A placeholder says nothing but the PTX loss of its own batch.
+        # A placeholder says nothing but the losses of further terms.
+        own = [name for term in self.loss_terms.values() for name in term.metrics]
         return [
             status
             if has_samples
-            else {name: value for name, value in status.items() if name == "ptx_loss"}
+            else {name: value for name, value in status.items() if name in own}
             for has_samples, status in statuses
         ]
 
@@ -255,13 +280,10 @@ class Update:
             self.unread.append((experience, log_probs))
             experience = self.with_kl(experience, log_probs)
         status: dict[str, Any] = m.micro_batch_status(metrics, part.status_scale)
-        if part.pretrain is not None:
-            batch, tokens, batches = part.pretrain
-            ptx = pretrain_loss(
-                self.actor, batch, self.pretrain_loss, tokens, self.strategy.world_size
-            )
-            self.backward(self.ptx_coef * part.loss_scale * ptx, self.actor, self.actor_optim)
-            status["ptx_loss"] = ptx.detach().double() * batches
+        for own_loss in part.own_losses:
+            coef, loss, own_metrics = own_loss(self.actor)
+            self.backward(coef * part.loss_scale * loss, self.actor, self.actor_optim)
+            status |= own_metrics
         return self.told(status | self.actor_step(), experience)
 
     def training_step_critic(self, experience: Experience) -> Status:
@@ -336,22 +358,14 @@ class Update:
         of_critic = self.specs["critic_train"]
         return None if self.critic is None or of_critic == self.specs["actor_train"] else of_critic
 
-    def with_pretrain(self, micro_batches: list[Experience]) -> list[Experience]:
-        """The micro batches of a step, each with a batch for the PTX loss where there is one. Collective then."""
-        if self.pretrain_batches is None or self.ptx_coef == 0 or self.epoch >= self.max_epochs:
+    def with_own_losses(self, micro_batches: list[Experience]) -> list[Experience]:
+        """The micro batches of a step, each with what further terms add to the actor's loss. Collective."""
+        if self.epoch >= self.max_epochs:
             return micro_batches
-        batches = [
-            as_lm_batch(next(self.pretrain_batches), self.strategy.device) for _ in micro_batches
-        ]
-        self.state.pretrain_batches += len(batches)
-        tokens = sum(self.pretrain_loss.num_tokens(on_cpu(batch["labels"])) for batch in batches)
-        tokens = self.strategy.all_reduce(tokens, "sum")
-        return [
-            replace(
-                experience, part=replace(experience.part, pretrain=(batch, tokens, len(batches)))
-            )
-            for experience, batch in zip(micro_batches, batches)
-        ]
+        found = [term.losses(len(micro_batches)) for term in self.loss_terms.values()]
+        of_each = zip(*filter(None, found))
+        parts = [replace(one.part, own_losses=own) for one, own in zip(micro_batches, of_each)]
+        return [replace(one, part=part) for one, part in zip(micro_batches, parts)] or micro_batches
 
     def actor_trains(self, step: int) -> bool:
         return step > self.freezing_actor_steps and self.epoch < self.max_epochs
@@ -620,17 +634,6 @@ def critic_loss(
     loss, metrics = loss_fn(values, old_values, returns, mask, normalizer)
     mean_value = token_mean(shown, mask, normalizer)
     return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}
-
-
-def pretrain_loss(
-    model: Any, batch: Mapping[str, Tensor], loss_fn: GPTLMLoss, tokens: float, dp_size: int
-) -> Tensor:
-    """Language-model loss of a batch: its share of the mean over the ``tokens`` with labels of all ranks."""
-    # (B, S, V)
-    logits = model(
-        batch["input_ids"], attention_mask=batch["attention_mask"], return_output=True
-    ).logits
-    return loss_fn(logits, batch["labels"], tokens, dp_size)
 
 
 class EarlyStop:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.algorithms.kl import approx_kl
-from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
+from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.config import PPOConfig
 from lightppo.config.rules import token_weights
@@ -193,28 +193,6 @@ def test_means_per_micro_batch_would_differ(simulate_ranks):
     _, whole = run_step(policy("token-mean"), [[ALL]], simulate_ranks)
     _, gradient = run_step(per_micro_batch, [split(ALL, 2)], simulate_ranks)
     assert not torch.allclose(gradient, whole, rtol=1e-2, atol=1e-4)
-
-
-def test_language_model_loss_does_not_depend_on_the_split():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(4, 9, 7, generator=generator)
-    labels = torch.randint(7, (4, 9), generator=generator)
-    for row, length in enumerate([9, 2, 5, 1]):  # one row has no label to predict
-        labels[row, length:] = -100
-    loss_fn = GPTLMLoss()
-    tokens = loss_fn.num_tokens(labels)
-    assert tokens == 8 + 1 + 4 + 0
-
-    def gradient(batches: list[slice], dp_size: int) -> Tensor:
-        x = logits.clone().requires_grad_()
-        # ranks run one after the other here; their average is the division at the end
-        for rows in batches:
-            loss_fn(x[rows], labels[rows], tokens, dp_size).backward()
-        return x.grad / dp_size
-
-    whole = gradient([slice(0, 4)], 1)
-    torch.testing.assert_close(gradient([slice(0, 1), slice(1, 4)], 1), whole)
-    torch.testing.assert_close(gradient([slice(0, 3), slice(3, 4)], 2), whole)
 
 
 def test_rejections_leave_out_some(simulate_ranks):

@@ -9,7 +9,6 @@ import pytest
 from lightppo.data.rows import (
     PromptTemplate,
     lookup,
-    read_example,
     read_label,
     read_prompt,
     resolve_fields,
@@ -88,8 +87,6 @@ def test_missing_columns_are_listed() -> None:
         resolve_fields(["a", "b", "__origin__"], input_key="query")
     with pytest.raises(DataError, match=r"--label_key 'gold' .* prompt"):
         resolve_fields(["prompt"], label_key="gold")
-    with pytest.raises(DataError, match="--output_key 'o'"):
-        resolve_fields(["prompt"], output_key="o", supervised=True)
     with pytest.raises(DataError, match=r"--input_key .*: a, b"):
         resolve_fields(["a", "b"])
 
@@ -131,39 +128,6 @@ def test_a_row_without_the_explicit_label() -> None:
 def test_arrows_empty_fields_are_taken_out_of_messages() -> None:
     row = {"prompt": [{**USER, "tool_calls": None, "name": None}]}
     assert read_prompt(row, resolve_fields(["prompt"]))[0] == [USER]
-
-
-EXAMPLES = [
-    ({"prompt": "q", "completion": "a"}, "q", "a"),
-    ({"prompt": [USER], "completion": [ANSWER]}, [USER], [ANSWER]),
-    ({"prompt": [USER], "completion": "4"}, [USER], [ANSWER]),
-    ({"messages": [USER, ANSWER], "answer": "gold"}, [USER], [ANSWER]),
-    ({"question": "q", "answer": "a"}, "q", "a"),
-    ({"input": "q", "output": "a"}, "q", "a"),
-    ({"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, USER]}, [USER], [ANSWER]),
-    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "q", "a"),
-    ({"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "5"}]}, [USER], [ANSWER]),
-    ({"prompt": "q"}, "q", None),
-]
-
-
-@pytest.mark.parametrize(("row", "prompt", "completion"), EXAMPLES)
-def test_supervised_forms(row: dict, prompt: object, completion: object) -> None:
-    assert read_example(row, resolve_fields(list(row), supervised=True)) == (prompt, completion)
-
-
-def test_documents_are_whole_texts() -> None:
-    def read(row: dict, **keys) -> tuple:
-        return read_example(row, resolve_fields(list(row), supervised=True, documents=True, **keys))
-
-    assert read({"text": "all", "answer": "x"}) == ("all", None)
-    assert read({"input": "all", "output": "x"}) == ("all", None)
-    assert read({"input": "all", "output": "x"}, output_key="output") == ("all", "x")
-    assert read({"prompt": "q", "completion": "a"}) == ("q", "a")
-    # the prompts' key, not this data's
-    assert read({"text": "all"}, input_key="question") == ("all", None)
-    with pytest.raises(DataError, match="--input_key 'question'"):
-        read({"body": "all"}, input_key="question")
 
 
 HI = {"role": "user", "content": "hi"}

@@ -17,7 +17,6 @@ from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.models.loading import get_tokenizer
 from lightppo.plugins.kernels.graphs import CUDAGraphs
 from lightppo.plugins.records import run_folder
-from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_engine
 from lightppo.trainer import build
@@ -541,59 +540,6 @@ def test_tokenising_processes(make_config, tokenizer, monkeypatch):
     assert asked == []
     assert prompts_of(make_config(data_num_workers=2), tokenizer) == alone
     assert asked == [2]
-
-
-def pretrain_texts(config: PPOConfig, tokenizer: Any) -> list[str]:
-    loader = build.build_pretrain(config, tokenizer, DeepspeedStrategy())
-    return sorted(
-        tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in loader.dataset
-    )
-
-
-def test_pretraining_data(make_config, tokenizer, splits):
-    assert build.build_pretrain(make_config(), tokenizer, DeepspeedStrategy()) is None
-    assert (
-        build.build_pretrain(
-            make_config(pretrain_data=splits, ptx_coef=0), tokenizer, DeepspeedStrategy()
-        )
-        is None
-    )
-    assert pretrain_texts(make_config(pretrain_data=splits), tokenizer) == [
-        "train 0",
-        "train 1",
-        "train 2",
-    ]
-    config = make_config(pretrain_data=splits, pretrain_split="test")
-    assert pretrain_texts(config, tokenizer) == ["test 0", "test 1", "test 2"]
-    files = f"{splits}/train.jsonl,{splits}/test.jsonl"
-    texts = pretrain_texts(
-        make_config(pretrain_data=files, pretrain_data_probs="0.9,0.1"), tokenizer
-    )
-    assert (
-        sum(text.startswith("train") for text in texts)
-        > sum(text.startswith("test") for text in texts)
-        >= 3
-    )
-
-
-def test_pretraining_answers_have_a_loss_of_their_own(make_config, tokenizer, splits):
-    config = make_config(pretrain_data=f"{splits}/train.jsonl", output_key="label")
-    row = build.build_pretrain(config, tokenizer, DeepspeedStrategy()).dataset[1]
-    assert (
-        tokenizer.decode(row["input_ids"][row["labels"] != -100], skip_special_tokens=True) == "1"
-    )
-
-
-def test_batches_are_pinned_only_where_there_is_a_gpu(make_config, tokenizer, splits, monkeypatch):
-    def pins(**options: Any) -> bool:
-        return build.build_pretrain(
-            make_config(pretrain_data=splits, **options), tokenizer, DeepspeedStrategy()
-        ).pin_memory
-
-    assert not pins()
-    monkeypatch.setattr(distributed, "on_cuda", lambda: True)
-    assert pins()
-    assert not pins(dataloader_pin_memory=False)
 
 
 def test_rollout_batches(make_config, tokenizer):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lightppo import PPOTrainer
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from lightppo.algorithms.kl import mismatch_terms
-from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
+from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config import PPOConfig
 from lightppo.config.rules import needs_critic
@@ -34,6 +34,7 @@ from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
 from lightppo.plugins.records.samples import Samples
 from lightppo.plugins.supervised import objectives
+from lightppo.plugins.supervised.lm_loss import GPTLMLoss
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 from lightppo.rewards.model import RewardModelSource
 from lightppo.strategy.deepspeed import StepOutcome

@@ -1,18 +1,12 @@
-"""Batches for the language-model loss; where an episode starts."""
+"""The order of the prompts of an episode; where it starts."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
-import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.strategy.distributed import RankSampler
-from lightppo.trainer.prompts import EpisodePrompts, RolloutBatchSampler, as_lm_batch, endless
-
-CPU = torch.device("cpu")
+from lightppo.trainer.prompts import EpisodePrompts, RolloutBatchSampler
 
 
 def episode(dataloader, number: int, consumed_prompts: int) -> list[tuple[list, bool]]:
@@ -88,63 +82,3 @@ def test_any_iterable_of_batches_starts_from_its_beginning_only():
 def test_an_empty_dataloader_is_an_error():
     with pytest.raises(ValueError, match="episode 3"):
         episode([], 2, 0)
-
-
-# -- pretraining data ------------------------------------------------------------------------------------------------
-
-IDS, MASK = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
-UNPADDED = [[5, 6, 7], [8, 9, IGNORE_INDEX]]
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        {"input_ids": IDS, "attention_mask": MASK},
-        ([2, 2], IDS, MASK),
-        [[2, 2], IDS, MASK, {"input": ["a", "b"]}],
-        ([2, 2], IDS[:, None], MASK[:, None]),  # (B, 1, S)
-    ],
-    ids=["mapping", "tuple", "list", "extra dimension"],
-)
-def test_language_model_batches_in_all_forms(batch):
-    found = as_lm_batch(batch, CPU)
-    assert found["input_ids"].tolist() == IDS.tolist()
-    assert found["attention_mask"].tolist() == MASK.tolist()
-    assert found["labels"].tolist() == UNPADDED
-
-
-def test_labels_of_the_dataset_win():
-    labels = torch.tensor([[-100, 6, 7], [-100, 9, -100]])
-    found = as_lm_batch({"input_ids": IDS, "attention_mask": MASK, "labels": labels}, CPU)
-    assert found["labels"].tolist() == labels.tolist()
-
-
-def test_language_model_batches_go_to_the_device():
-    found = as_lm_batch({"input_ids": IDS, "attention_mask": MASK}, torch.device("meta"))
-    assert {t.device.type for t in found.values()} == {"meta"}
-
-
-def test_endless_goes_round_and_reshuffles():
-    sampler = RankSampler(range(4), 1, 0, seed=3)
-    rounds = list(itertools.islice(endless(DataLoader(range(4), batch_size=2, sampler=sampler)), 6))
-    orders = [torch.cat(rounds[i : i + 2]).tolist() for i in (0, 2, 4)]
-    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
-    assert len({tuple(order) for order in orders}) > 1
-
-
-def test_endless_takes_a_plain_list_and_an_endless_iterator():
-    assert list(itertools.islice(endless([1, 2]), 5)) == [1, 2, 1, 2, 1]
-    assert list(itertools.islice(endless(itertools.cycle([1, 2])), 3)) == [1, 2, 1]
-
-
-def test_an_iterator_that_ends_says_so():
-    batches = endless(iter([1, 2]))
-    assert [next(batches), next(batches)] == [1, 2]
-    with pytest.raises(ValueError, match=r"iterator.*pretraining"):
-        next(batches)
-
-
-def test_pretraining_data_without_a_batch_is_an_error_not_a_hang():
-    empty = DataLoader(range(3), batch_size=4, drop_last=True)
-    with pytest.raises(ValueError, match="pretraining dataloader"):
-        next(endless(empty))

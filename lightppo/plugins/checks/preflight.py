@@ -35,7 +35,6 @@ from lightppo.data.rows import (
     origin_of,
     other_columns,
     prepare_rows,
-    read_example,
     read_label,
     read_prompt,
     resolve_fields,
@@ -47,6 +46,11 @@ from lightppo.plugins.records.places import check_places
 from lightppo.plugins.records.trackers import check_trackers
 from lightppo.plugins.sources.blends import check_data_paths, first_rows, with_metadata
 from lightppo.plugins.sources.folders import check_model, check_tokenizer
+from lightppo.plugins.supervised.example_rows import (
+    ExampleFields,
+    read_example,
+    resolve_example_fields,
+)
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.rewards.registry import check_reward_files
@@ -131,7 +135,7 @@ def preflight_supervised(config: SupervisedConfig) -> None:
             "rejected_key": d.rejected_key,
         }
         if is_pairs
-        else {"output_key": d.output_key, "supervised": True}
+        else {"output_key": d.output_key}
     )
     rendering = partial(
         PromptTemplate, apply_chat_template=d.apply_chat_template, input_template=d.input_template,
@@ -142,7 +146,7 @@ def preflight_supervised(config: SupervisedConfig) -> None:
         check_data_paths(paths, flag=flag)
         template = rendering(_tokenizer(config.model.tokenizer_path or config.model.pretrain))
 
-        def render(row: Row, fields: RowFields) -> None:
+        def render(row: Row, fields: ExampleFields) -> None:
             if is_pairs:
                 prompt, *_ = read_pair(row, fields)
                 read_margin(row, fields)
@@ -152,7 +156,9 @@ def preflight_supervised(config: SupervisedConfig) -> None:
                     raise BadRowError("missing", "no completion: set --output_key")
             template.render(prompt)
 
-        _check_rows(flag, paths, split, fields, render, d.on_bad_row)
+        _check_rows(
+            flag, paths, split, fields, render, d.on_bad_row, resolve=resolve_example_fields
+        )
 
     models = {name: flat[name] for name in ("pretrain", "ref_pretrain") if flat.get(name)}
     folders = {
@@ -412,7 +418,7 @@ def check_label(config: PPOConfig, prompt: Prompt) -> None:
 
 def _check_pretraining(config: PPOConfig) -> None:
     d = config.data
-    fields = {"input_key": d.input_key, "output_key": d.output_key, "supervised": True}
+    fields = {"input_key": d.input_key, "output_key": d.output_key}
     check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
     source = (
         "--pretrain_data",
@@ -420,7 +426,7 @@ def _check_pretraining(config: PPOConfig) -> None:
         d.pretrain_split,
         fields | {"documents": d.output_key is None},
     )
-    _check_rows(*source, read_example, d.on_bad_row)
+    _check_rows(*source, read_example, d.on_bad_row, resolve=resolve_example_fields)
 
 
 def _check_rows(
@@ -431,6 +437,7 @@ def _check_rows(
     render: Callable[[Row, RowFields], Any],
     on_bad_row: str = "error",
     metadata: str | None = None,
+    resolve: Callable[..., RowFields] = resolve_fields,
 ) -> list[tuple[Any, RowFields]]:
     """The first rows of each local source, and their keys. With ``skip`` it is only seen that sources can be read."""
 
@@ -447,7 +454,7 @@ def _check_rows(
         if rows is not None and on_bad_row == "error":
             rows = with_metadata(rows, metadata)
             try:
-                known = resolve_fields(rows.column_names, **fields)
+                known = resolve(rows.column_names, **fields)
             except DataError as error:
                 raise DataError(f"{flag} {source}: {error}") from error
             read = known.columns_in(rows.column_names)

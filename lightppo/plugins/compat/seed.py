@@ -30,6 +30,7 @@ from lightppo.models import critic as critics
 from lightppo.models import loading
 from lightppo.models.wrapper import Role, prepare_model
 from lightppo.plugins.compat.prompt_batches import PromptText
+from lightppo.plugins.supervised.lm_loss import GPTLMLoss
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.distributed import RankSampler as DistributedSampler
@@ -481,7 +482,7 @@ def value_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics
     return loss
 
 
-class _PretrainLoss(losses.GPTLMLoss):
+class _PretrainLoss(GPTLMLoss):
     """A ``ptx_loss_fn`` in the seed's form, as the trainer calls it: its mean counts by the labelled tokens."""
 
     def __init__(self, fn: Callable[[Tensor, Tensor], Tensor]) -> None:

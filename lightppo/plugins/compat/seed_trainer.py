@@ -56,6 +56,7 @@ from lightppo.plugins.compat.seed import (
     value_loss_of,
     with_generation,
 )
+from lightppo.plugins.supervised.pretraining import Pretraining, endless
 from lightppo.rewards.registry import build_reward_source, reward_of
 from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine
@@ -75,8 +76,7 @@ from lightppo.trainer.build import (
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import TrainerState
-from lightppo.trainer.prompts import endless
-from lightppo.trainer.update import Update
+from lightppo.trainer.update import LossTerm, Update
 
 _STEPS = ("training_step", "training_step_actor", "training_step_critic")
 _TRAINING_METHODS = ("ppo_train", *_STEPS)
@@ -148,7 +148,7 @@ class SeedUpdate(Update):
         part = lone_part(
             experience, self.strategy, scale=scale, accumulation=self.lone_accumulation()
         )
-        return self.with_pretrain([replace(experience, part=part)])[0].part
+        return self.with_own_losses([replace(experience, part=part)])[0].part
 
     def with_kl(self, experience: Experience, log_probs: Tensor) -> Experience:
         """Nobody else gives a loop of the script's own the KL."""
@@ -280,13 +280,14 @@ def _setting(path: str, apply: str | None = None) -> property:
     return property(read, write)
 
 
-def _of_update(name: str) -> property:
-    """An attribute that the seed's trainer has, and here its update."""
+def _of_part(path: str) -> property:
+    """An attribute that the seed's trainer has, and here a part of it."""
+    part, _, name = path.rpartition(".")
 
     def write(trainer: Any, value: Any) -> None:
-        setattr(trainer.update, name, value)
+        setattr(attrgetter(part)(trainer), name, value)
 
-    return property(attrgetter(f"update.{name}"), write)
+    return property(attrgetter(path), write)
 
 
 def _tracker(name: str, of_recorder: str) -> property:
@@ -367,6 +368,7 @@ class PPOTrainer(core.PPOTrainer):
         rollout_engine: RolloutEngine | None = None,
         prompts_dataloader: Iterable | None = None,
         pretrain_dataloader: Iterable | None = None,
+        loss_terms: Mapping[str, LossTerm] = {},
         eval_prompts=None,
         evaluator: Evaluator | None = None,
         callbacks: Iterable[Callback] = (),
@@ -386,12 +388,14 @@ class PPOTrainer(core.PPOTrainer):
                 source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")
             )
             evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
+        terms = {"pretraining": Pretraining(config.algorithm.ptx_coef, strategy), **loss_terms}
+        if pretrain_dataloader is not None:
+            terms["pretraining"].batches = endless(pretrain_dataloader)
         inputs = PPOInputs(
             strategy, actor, critic, reward_model, initial_model, ema_model,
             actor_optim, critic_optim, actor_scheduler, critic_scheduler,
             config=config, tokenizer=tokenizer, reward_source=source, rollout_engine=engine, teacher=teacher,
-            prompts_dataloader=prompts_dataloader, pretrain_dataloader=pretrain_dataloader,
-            evaluator=evaluator, origin=origin or Origin(),
+            prompts_dataloader=prompts_dataloader, loss_terms=terms, evaluator=evaluator, origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
         super().__init__(
@@ -406,7 +410,7 @@ class PPOTrainer(core.PPOTrainer):
         horizon = float(config.rollout.generate_max_len)
         self.actor_loss_fn = of_whole_step(self.update.policy_loss, horizon)
         self.critic_loss_fn = of_whole_step(self.update.value_loss, horizon)
-        self.ptx_loss_fn = self.update.pretrain_loss
+        self.ptx_loss_fn = self.pretrain_loss
         self.update.accumulate_alone()
         self._accept_seed_calls("fit", *_TRAINING_METHODS)
 
@@ -678,21 +682,21 @@ class PPOTrainer(core.PPOTrainer):
     disable_ds_ckpt = _setting("checkpoint.disable_ds_ckpt")
     _wandb = _tracker("_wandb", "wandb_run")
     _tensorboard = _tracker("_tensorboard", "tensorboard_writer")
-    max_epochs = _of_update("max_epochs")
-    critic_max_epochs = _of_update("critic_max_epochs")
-    freezing_actor_steps = _of_update("freezing_actor_steps")
-    epoch = _of_update("epoch")
-    ema_beta = _of_update("ema_beta")
-    ptx_coef = _of_update("ptx_coef")
-    policy_loss = _of_update("policy_loss")
-    value_loss = _of_update("value_loss")
-    pretrain_loss = _of_update("pretrain_loss")
-    value_norm = _of_update("value_norm")
-    early_stop = _of_update("early_stop")
-    actor_optim = _of_update("actor_optim")
-    critic_optim = _of_update("critic_optim")
-    actor_scheduler = _of_update("actor_scheduler")
-    critic_scheduler = _of_update("critic_scheduler")
+    max_epochs = _of_part("update.max_epochs")
+    critic_max_epochs = _of_part("update.critic_max_epochs")
+    freezing_actor_steps = _of_part("update.freezing_actor_steps")
+    epoch = _of_part("update.epoch")
+    ema_beta = _of_part("update.ema_beta")
+    ptx_coef = _of_part("pretraining.coef")
+    policy_loss = _of_part("update.policy_loss")
+    value_loss = _of_part("update.value_loss")
+    pretrain_loss = _of_part("pretraining.loss_fn")
+    value_norm = _of_part("update.value_norm")
+    early_stop = _of_part("update.early_stop")
+    actor_optim = _of_part("update.actor_optim")
+    critic_optim = _of_part("update.critic_optim")
+    actor_scheduler = _of_part("update.actor_scheduler")
+    critic_scheduler = _of_part("update.critic_scheduler")
 
     @property
     def micro_rollout_batch_size(self) -> int:
@@ -792,12 +796,17 @@ class PPOTrainer(core.PPOTrainer):
         self.prompts = loader.loader if isinstance(loader, SeedLoader) else loader
 
     @property
+    def pretraining(self) -> Pretraining:
+        """The PTX loss."""
+        return self.update.loss_terms["pretraining"]
+
+    @property
     def pretrain_dataloader(self) -> Any:
-        return self.update.pretrain_batches
+        return self.pretraining.batches
 
     @pretrain_dataloader.setter
     def pretrain_dataloader(self, batches: Any) -> None:
-        self.update.pretrain_batches = (
+        self.pretraining.batches = (
             pretrain_batches_of(batches) if isinstance(batches, Iterator) else batches
         )
 

@@ -1,6 +1,8 @@
-"""Training on data: ``lightppo sft``, ``rm`` and ``dpo``."""
+"""Training on data: ``lightppo sft``, ``rm`` and ``dpo``, and the PTX loss of PPO."""
 
-from lightppo.plugin import COMMANDS, METRICS, PUBLIC, Command
+from lightppo.option import register_section
+from lightppo.plugin import COMMANDS, LOSS_TERMS, METRICS, PUBLIC, Command
+from lightppo.table import Entry
 
 SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
     "loss": "mean loss per labelled token, or per pair",
@@ -53,15 +55,21 @@ def register() -> None:
             "tokens": "labelled tokens in --eval_dataset",
         },
     )
+    sections = "lightppo.plugins.supervised.sections"
+    register_section("pretraining_data", f"{sections}:PretrainingDataConfig", adds_to="data")
+    register_section("pretraining", f"{sections}:PretrainingConfig", adds_to="algorithm")
+    LOSS_TERMS.register("pretraining", Entry("lightppo.plugins.supervised.pretraining:pretraining"))
+    METRICS.register("train", {"ptx_loss": "language-model loss on --pretrain_data"})
     for name, about, config in _COMMANDS:
         function = f"lightppo.plugins.supervised.{name}:main"
-        options = f"lightppo.plugins.supervised.sections:{config}"
+        options = f"{sections}:{config}"
         COMMANDS.register(name, Command(function, about=about, config=options))
     PUBLIC.update(
         {
             "SFTTrainer": "lightppo.plugins.supervised.script_trainers",
             "RewardModelTrainer": "lightppo.plugins.supervised.script_trainers",
             "DPOTrainer": "lightppo.plugins.supervised.script_trainers",
+            "GPTLMLoss": "lightppo.plugins.supervised.lm_loss",
             "SFTDataset": "lightppo.plugins.supervised.script_datasets",
             "RewardDataset": "lightppo.plugins.supervised.script_datasets",
         }

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.losses import IGNORE_INDEX, GPTLMLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
-from lightppo.data.datasets import SFTDataset
 from lightppo.files import stage_to_local
 from lightppo.models.actor import Actor
 from lightppo.models.critic import NewRewardModel
 from lightppo.models.loading import value_head
 from lightppo.models.packing import on_cpu, to_device
+from lightppo.plugins.supervised.examples import SFTDataset
+from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX, GPTLMLoss, pretrain_loss
 from lightppo.plugins.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 from lightppo.plugins.supervised.preferences import answer_log_probs, bradley_terry_loss, pair_mean
@@ -25,7 +25,6 @@ from lightppo.ranks import heartbeat, level
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_hf_model
 from lightppo.trainer.build import loading_options
-from lightppo.trainer.update import pretrain_loss
 
 FULL = 0.9  # of padded rows: attention over each row alone takes longer than so little padding
 Batch = dict[str, Tensor]

@@ -8,8 +8,6 @@ from typing import Any
 
 from lightppo.data.rows import (
     Chat,
-    RowFields,
-    after_prompt,
     first_value,
     lookup,
     read_label,
@@ -18,10 +16,11 @@ from lightppo.data.rows import (
     text_or_chat,
 )
 from lightppo.errors import BadRowError
+from lightppo.plugins.supervised.example_rows import ExampleFields, after_prompt
 
 
 def read_pair(
-    row: Mapping[str, Any], fields: RowFields
+    row: Mapping[str, Any], fields: ExampleFields
 ) -> tuple[str | Chat, str | Chat, str | Chat]:
     """Prompt, chosen and rejected answer of a row. Of two answers that are whole chats the prompt is the beginning."""
     given = {key: lookup(row, key) for key in fields.pair}
@@ -52,7 +51,7 @@ def read_pair(
     return prompt, chosen, rejected
 
 
-def read_margin(row: Mapping[str, Any], fields: RowFields) -> float | None:
+def read_margin(row: Mapping[str, Any], fields: ExampleFields) -> float | None:
     """The margin of a pair, a number at least 0; ``None`` where no --margin_key is given."""
     if not fields.label_required:
         return None

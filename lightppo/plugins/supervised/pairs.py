@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightppo.data.datasets import SFTDataset
 from lightppo.data.rows import Encoded, Outcome, Rendered
 from lightppo.errors import BadRowError
+from lightppo.plugins.supervised.examples import SFTDataset
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightppo.algorithms.losses import IGNORE_INDEX
-from lightppo.data import datasets
 from lightppo.data.rows import Chat, Encoded, Outcome, Rendered, lookup, setting
 from lightppo.errors import BadRowError, DataError
+from lightppo.plugins.supervised import examples
+from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX
 from lightppo.plugins.supervised.pairs import ReferencedPairs
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class _ScriptRows:
         return self.collate_fn
 
 
-class SFTDataset(_ScriptRows, datasets.SFTDataset):
-    """:class:`lightppo.data.datasets.SFTDataset`, whose options it takes by name, with OpenRLHF's arguments.
+class SFTDataset(_ScriptRows, examples.SFTDataset):
+    """:class:`lightppo.plugins.supervised.examples.SFTDataset`, whose options it takes by name, with OpenRLHF's arguments.
 
     Of a script's ``args`` count ``input_key``, ``output_key``, ``apply_chat_template``, ``tokenizer_chat_template``.
     With ``multiturn`` the loss covers every assistant turn of a chat, else the last one.
@@ -81,7 +81,7 @@ class SFTDataset(_ScriptRows, datasets.SFTDataset):
         max_len: int | None = None,
         **options: Any,
     ) -> None:
-        # pretrain_mode in the place that it has in data.datasets
+        # pretrain_mode in the place that it has in examples.SFTDataset
         if isinstance(input_template, bool):
             input_template, pretrain_mode = None, input_template
         if multiturn and (pretrain_mode or not getattr(tokenizer, "is_fast", False)):

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import DataLoader
 
-from lightppo.data.datasets import SFTDataset as ExampleDataset
 from lightppo.errors import ConfigError
 from lightppo.plugins.exports.periodic import save_hf
+from lightppo.plugins.supervised.examples import SFTDataset as ExampleDataset
 from lightppo.plugins.supervised.objectives import DPO, SFT, Objective, RewardModelling
 from lightppo.plugins.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.plugins.supervised.sections import SupervisedConfig

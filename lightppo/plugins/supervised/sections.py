@@ -29,6 +29,36 @@ WORDS = {
 }
 
 
+class PretrainingDataConfig(Section, adds_to="data"):
+    """Text for the PTX loss of PPO."""
+
+    pretrain_data: str | None = option(None, "Text for the PTX loss.", needs="ptx_coef>0")
+    pretrain_data_probs: str | None = option(
+        None,
+        "Sampling probabilities of several --pretrain_data.",
+        needs="pretrain_data",
+        off=("1.0", "1"),
+    )
+    pretrain_split: str = option("train", "Split of --pretrain_data.", needs="pretrain_data")
+    output_key: str | None = option(
+        None,
+        "Column with the answer in --pretrain_data. None: --input_key holds the whole text.",
+        needs="pretrain_data",
+    )
+
+
+class PretrainingConfig(Section, adds_to="algorithm"):
+    """The PTX loss of PPO."""
+
+    ptx_coef: float = option(
+        0.05,
+        "Weight of the language-model loss on --pretrain_data.",
+        ge=0,
+        needs="pretrain_data",
+        off=(0,),
+    )
+
+
 class SupervisedModelConfig(
     ppo.ModelConfig,
     only="init_from_scratch override_config external_lib trust_remote_code tokenizer_path disable_fast_tokenizer bf16 "

@@ -6,8 +6,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from lightppo.data.rows import resolve_fields
 from lightppo.errors import BadRowError, DataError
+from lightppo.plugins.supervised.example_rows import resolve_example_fields
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 from lightppo.plugins.supervised.pairs import PairDataset
 
@@ -35,7 +35,11 @@ PAIRS = [
 
 @pytest.mark.parametrize(("row", "prompt", "chosen", "rejected"), PAIRS)
 def test_pairs(row, prompt, chosen, rejected):
-    assert read_pair(row, resolve_fields(list(row), pairs=True)) == (prompt, chosen, rejected)
+    assert read_pair(row, resolve_example_fields(list(row), pairs=True)) == (
+        prompt,
+        chosen,
+        rejected,
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,7 @@ def test_pairs(row, prompt, chosen, rejected):
 )
 def test_bad_pairs(row, reason, message):
     with pytest.raises(BadRowError, match=message) as caught:
-        read_pair(row, resolve_fields(list(row), pairs=True))
+        read_pair(row, resolve_example_fields(list(row), pairs=True))
     assert caught.value.reason == reason
 
 
@@ -71,15 +75,15 @@ def test_pairs_need_their_columns():
         DataError,
         match=r"--chosen_key 'chosen' is not a column of the data; its columns: prompt, answer",
     ):
-        resolve_fields(["prompt", "answer"], pairs=True)
+        resolve_example_fields(["prompt", "answer"], pairs=True)
     with pytest.raises(DataError, match="--margin_key 'lead' is not a column"):
-        resolve_fields(["prompt", "chosen", "rejected"], pairs=True, label_key="lead")
+        resolve_example_fields(["prompt", "chosen", "rejected"], pairs=True, label_key="lead")
 
 
 def test_margins():
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "answer": "c", "lead": 2}
-    assert read_margin(row, resolve_fields(list(row), pairs=True)) is None
-    fields = resolve_fields(list(row), pairs=True, label_key="lead")
+    assert read_margin(row, resolve_example_fields(list(row), pairs=True)) is None
+    fields = resolve_example_fields(list(row), pairs=True, label_key="lead")
     assert read_margin(row, fields) == 2.0
     for bad in (-1, "2", True, float("nan")):
         with pytest.raises(BadRowError, match=r"--margin_key .lead. is .*; a number ≥ 0 is needed"):

@@ -14,13 +14,13 @@ import torch
 
 from lightppo import PPOTrainer
 from lightppo.algorithms.entries import POLICY_LOSSES
-from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.config import PPOConfig
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.experience.batching import Minibatch, ReplayBuffer, minibatches
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
+from lightppo.plugins.supervised.lm_loss import GPTLMLoss
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import get_engine
 from lightppo.trainer import metrics as m

@@ -1,0 +1,128 @@
+"""How rows say a prompt and an answer to it, or a whole text; imports nothing heavy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightppo.data.rows import (
+    DEFAULT_INPUT_KEY,
+    PREFERENCE_KEYS,
+    PROMPT_KEYS,
+    Chat,
+    RowFields,
+    as_chat,
+    column_of,
+    first_value,
+    known_keys,
+    prompt_and_chosen,
+    require_column,
+    resolve_fields,
+    text_or_chat,
+)
+from lightppo.errors import BadRowError
+
+logger = logging.getLogger(__name__)
+
+TEXT_KEYS = (DEFAULT_INPUT_KEY, "text", "content")  # plain documents, for pretraining
+COMPLETION_KEYS = ("output", "completion", "response", "answer", "solution")
+
+
+@dataclass(frozen=True)
+class ExampleFields(RowFields):
+    """Those of rows to learn from."""
+
+    completion: tuple[str, ...] = ()
+    completion_required: bool = False  # a row without a completion is bad
+    pair: tuple[str, ...] = PREFERENCE_KEYS
+    documents: bool = False  # text columns are whole documents, without a completion
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        pair = self.pair if self.preference else ()
+        return (*self.prompt, *self.completion, *self.label, *pair)
+
+
+def resolve_example_fields(
+    columns: Sequence[str],
+    *,
+    input_key: str | None = None,
+    label_key: str | None = None,
+    output_key: str | None = None,
+    documents: bool = False,
+    pairs: bool = False,
+    chosen_key: str | None = None,
+    rejected_key: str | None = None,
+) -> ExampleFields:
+    """As :func:`lightppo.data.rows.resolve_fields`, with the completion.
+
+    ``documents`` may be plain text (pretraining), unless a completion is found; ``pairs`` need both answers instead of
+    a completion, and their label is the margin.
+    """
+    given = zip((chosen_key, rejected_key), PREFERENCE_KEYS)
+    pair = tuple(key or default for key, default in given)
+    for key, default in zip(pair, PREFERENCE_KEYS) if pairs else ():
+        require_column(key, columns, f"--{default}_key")
+    input_key = input_key or DEFAULT_INPUT_KEY
+    text = known_keys(TEXT_KEYS, columns)
+    if documents and column_of(input_key, columns) is None and text:
+        # --input_key names the prompts' column; the pretraining data beside them has its own
+        logger.info(
+            "--input_key %r is not a column of the text data; reading %r", input_key, text[0]
+        )
+        input_key = DEFAULT_INPUT_KEY
+    fields = resolve_fields(
+        columns,
+        input_key=input_key,
+        label_key=label_key,
+        label_flag="--margin_key" if pairs else "--label_key",
+        prompt_keys=(*TEXT_KEYS, *PROMPT_KEYS) if documents else PROMPT_KEYS,
+        pair=pair,
+        keeps_pair=True,
+    )
+    completion: tuple[str, ...] = ()
+    if output_key:
+        require_column(output_key, columns, "--output_key")
+        completion = (output_key,)
+    elif not pairs and not (documents and input_key != DEFAULT_INPUT_KEY):
+        known = known_keys(COMPLETION_KEYS, columns)
+        completion = tuple(key for key in known if key not in fields.prompt)
+    return ExampleFields(
+        **vars(fields),
+        completion=completion,
+        completion_required=output_key is not None,
+        pair=pair,
+        documents=documents,
+    )
+
+
+def read_example(
+    row: Mapping[str, Any], fields: ExampleFields
+) -> tuple[str | Chat, str | Chat | None]:
+    """Prompt and completion of a supervised row; the completion is None for plain text."""
+    prompt, key, chosen = prompt_and_chosen(row, fields)
+    if key is None:
+        return prompt, chosen
+    output, answer = first_value(row, fields.completion)
+    if output is None and fields.completion_required:
+        raise BadRowError("missing", f"no completion: {fields.completion[0]!r} missing or null")
+    if output is None and fields.preference and row.get("chosen") is not None:
+        output, answer = "chosen", row["chosen"]
+    # A conversation holds its own answer, so another column (AReaL's `answer`) is a label.
+    finished = isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
+    if finished and not fields.completion_required:
+        return prompt[:-1], prompt[-1:]
+    if output is None or (key in TEXT_KEYS and fields.documents and not fields.completion_required):
+        return prompt, None
+    return after_prompt(prompt, text_or_chat(answer, repr(output)))
+
+
+def after_prompt(prompt: str | Chat, answer: str | Chat) -> tuple[str | Chat, str | Chat]:
+    """Prompt and answer as two texts or two chats; TRL: a chat may repeat the prompt."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return prompt, answer
+    chat, answer = as_chat(prompt, "user"), as_chat(answer, "assistant")
+    repeated = len(answer) > len(chat) and answer[: len(chat)] == chat
+    return chat, answer[len(chat) :] if repeated else answer

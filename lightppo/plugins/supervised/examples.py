@@ -1,0 +1,211 @@
+"""Data sets of examples: ids of a prompt with its answer, or of a whole text, and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lightppo.data.datasets import Example, PreparedDataset
+from lightppo.data.records import Prompt
+from lightppo.data.rows import BadRowPolicy, Chat, Outcome, Rendered, as_chat, check_choice
+from lightppo.errors import BadRowError, DataError
+from lightppo.plugins.supervised.example_rows import read_example, resolve_example_fields
+from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX
+from lightppo.ranks import Ranks
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+SFTTruncation = Literal["error", "right", "drop"]
+PaddingSide = Literal["left", "right"]
+
+
+class SFTDataset(PreparedDataset):
+    """Map-style dataset of token ids and labels. All rows are checked and tokenised at construction.
+
+    Labels equal the ids, not shifted, or ``IGNORE_INDEX`` for no loss. The loss covers the completion and the
+    end-of-text after it, or everything with ``pretrain_mode``. Other arguments and errors as in
+    :class:`~lightppo.data.datasets.PromptDataset`.
+
+    Args:
+        max_len: limit of prompt and completion together, in tokens.
+        pretrain_mode: rows are text to model as a whole; ``input_key`` is then the column of the text.
+        output_key: column of the completion; None tries the known names.
+        truncation: ``error`` (default), cut on the ``right`` (default with ``pretrain_mode``) or ``drop``.
+        overlong_cure: what the message about a longer row says to do.
+    """
+
+    resolve_fields = staticmethod(resolve_example_fields)
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        max_len: int,
+        strategy: Any = None,
+        pretrain_mode: bool = False,
+        *,
+        input_key: str | None = None,
+        output_key: str | None = None,
+        input_template: str | None = None,
+        apply_chat_template: bool | None = None,
+        system_prompt: str | None = None,
+        truncation: SFTTruncation | None = None,
+        on_bad_row: BadRowPolicy | None = None,
+        padding_side: PaddingSide = "right",
+        num_workers: int | None = None,
+        ranks: Ranks | None = None,
+        fields: Mapping[str, Any] = {},
+        overlong_cure: str = "raise --max_len, or set --truncation right (where the prompt leaves room) or drop",
+    ) -> None:
+        self.overlong_cure = overlong_cure
+        self.max_len, self.pretrain_mode, self.padding_side = (
+            int(max_len),
+            pretrain_mode,
+            padding_side,
+        )
+        self.truncation = truncation or ("right" if pretrain_mode else "error")
+        if self.max_len < 2:
+            raise DataError(
+                f"max_len is {max_len}; at least 2, one token to see and one to predict"
+            )
+        check_choice("truncation", self.truncation, SFTTruncation)
+        check_choice("padding_side", padding_side, PaddingSide)
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                "the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one"
+            )
+        template = {"apply_chat_template": apply_chat_template, "input_template": input_template}
+        # the run's own is for its prompts; documents ask nothing
+        if not pretrain_mode or system_prompt is not None:
+            template["system_prompt"] = system_prompt
+        super().__init__(
+            dataset,
+            tokenizer,
+            strategy,
+            template=template,
+            fields={
+                "input_key": input_key,
+                "output_key": output_key,
+                "documents": pretrain_mode,
+                **fields,
+            },
+            on_bad_row=on_bad_row,
+            num_workers=num_workers,
+            ranks=ranks,
+        )
+
+    def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, both (S,) long."""
+        position = range(len(self))[position]
+        input_ids = torch.tensor(self._rows.token_ids(position), dtype=torch.long)
+        labels = input_ids.clone()
+        labels[: int(self._rows.prompt_lengths[position])] = IGNORE_INDEX
+        return {"input_ids": input_ids, "labels": labels}
+
+    def collate_fn(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Pad to the longest row: ``input_ids``, ``attention_mask`` (1 = real token), ``labels``, all (B, S) long."""
+        pad_id = self._pad_id()
+
+        def padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
+            return torch.nn.utils.rnn.pad_sequence(
+                tensors, True, value, padding_side=self.padding_side
+            )
+
+        ids = [row["input_ids"] for row in rows]
+        return {
+            "input_ids": padded(ids, pad_id),
+            "attention_mask": padded([torch.ones_like(x) for x in ids], 0),
+            "labels": padded([row["labels"] for row in rows], IGNORE_INDEX),
+        }
+
+    def examples(self, position: int) -> list[Example]:
+        (number,), ids, first = (
+            self.numbers([position]),
+            self.ids_of(position),
+            self._rows.first_answers[position],
+        )
+        rendered, prompt = self._render_row(self.dataset[number]), self.prompt_ids_of(position)
+        rest, found = ids[len(prompt) :], []
+        answers = [rest[:first], rest[first:]] if first else [rest]
+        for (start, whole), answer in zip(rendered if first else [rendered], answers):
+            text = whole.text[len(start.text) :]
+            last = text if whole.messages is None else whole.messages[-1].get("content") or ""
+            asked = Prompt(start.text, prompt, index=number, messages=start.messages)
+            found.append(Example(asked, last, text, answer))
+        return found
+
+    def _pad_id(self) -> int:
+        """Any id will do for padding: it is masked and has no label."""
+        tokenizer = self.tokenizer
+        return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def _render_row(self, row: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
+        return self._rendered(*read_example(row, self.fields))
+
+    def _rendered(
+        self, prompt: str | Chat, completion: str | Chat | None
+    ) -> tuple[Rendered, Rendered]:
+        """Prompt, and prompt with completion, as text; the first is a prefix of the second."""
+        is_text = isinstance(prompt, str) and not isinstance(completion, list)
+        if completion is None and not self.pretrain_mode:
+            raise BadRowError(
+                "missing",
+                "no completion: set --output_key, or pretrain_mode for text without a prompt",
+            )
+        if is_text and self.pretrain_mode:
+            text = Rendered(prompt + (completion or ""), is_chat=False, messages=None)
+            return text, text
+        if is_text and not self.template.apply_chat_template:
+            start = self.template.render(prompt)
+            return start, Rendered(start.text + completion, is_chat=False, messages=None)
+        chat = as_chat(prompt, "user")
+        messages = chat if completion is None else chat + as_chat(completion, "assistant")
+        # The line break that templates put after the last turn is not part of the answer.
+        whole = Rendered(
+            self.template.chat_text(messages).rstrip("\n"), is_chat=True, messages=messages
+        )
+        if self.pretrain_mode:
+            return whole, whole
+        start = Rendered(
+            self.template.chat_text(chat, add_generation_prompt=True), is_chat=True, messages=chat
+        )
+        if not whole.text.startswith(start.text):
+            message = "the chat template writes the prompt differently once it is answered; no loss can be placed"
+            raise BadRowError("template", message)
+        return start, whole
+
+    def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
+        return (self._fit_example(ids, prompt_length) for ids, prompt_length in self._ids(rendered))
+
+    def _ids(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[tuple[list[int], int]]:
+        """Ids, which end with the end-of-text, and how many of them are the prompt's."""
+        wholes = self.template.encode_rendered([whole for _, whole in rendered])
+        prompts: Iterable[list[int]] = repeat([])
+        if not self.pretrain_mode:
+            prompts = self.template.encode_rendered([prompt for prompt, _ in rendered])
+        for (prompt, whole), prompt_ids, ids in zip(rendered, prompts, wholes):
+            if ids[: len(prompt_ids)] != prompt_ids:
+                # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
+                ids = (
+                    prompt_ids
+                    + self.template.encode([whole.text[len(prompt.text) :]], special_tokens=False)[
+                        0
+                    ]
+                )
+            ends = [self.tokenizer.eos_token_id] * (ids[-1:] != [self.tokenizer.eos_token_id])
+            yield (ids + ends if len(ids) > len(prompt_ids) else ids), len(prompt_ids)
+
+    def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
+        if len(ids) <= prompt_length:
+            what = "completion" if prompt_length else "text"
+            return BadRowError("empty", f"the tokenizer makes no tokens of the {what}")
+        overlong = f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: {self.overlong_cure}"
+        no_room = self.truncation == "right" and prompt_length >= self.max_len
+        return self._fit(
+            ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong
+        )

@@ -1,0 +1,5 @@
+"""What tests of this plugin share with those of other folders."""
+
+from support.fixtures.data_rows import _own_caches, make_tokenizer, tokenizer, write_jsonl
+
+__all__ = ["_own_caches", "make_tokenizer", "tokenizer", "write_jsonl"]

@@ -1,0 +1,166 @@
+"""Examples from rows: ids, labels, limits, bad rows by file and line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+
+from lightppo.data.datasets import PromptDataset
+from lightppo.errors import DataError
+from lightppo.plugins.sources.blends import blending_datasets
+from lightppo.plugins.supervised.examples import SFTDataset
+from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX
+
+HI = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "yo"}
+
+
+def shown(tokenizer, item) -> tuple[str, str]:
+    """The text, and the text with dots where there is no loss."""
+    ids, labels = item["input_ids"].tolist(), item["labels"].tolist()
+    assert all(label in (IGNORE_INDEX, i) for i, label in zip(ids, labels))
+    return tokenizer.decode(ids), "".join(
+        "." if y == IGNORE_INDEX else tokenizer.decode([y]) for y in labels
+    )
+
+
+def first(tokenizer, row: dict, max_len: int = 100, **options) -> tuple[str, str]:
+    return shown(tokenizer, SFTDataset(Dataset.from_list([row]), tokenizer, max_len, **options)[0])
+
+
+def test_loss_on_the_completion_and_the_end_of_text(tokenizer) -> None:
+    assert first(tokenizer, {"input": "1+1=", "output": "2"}) == ("1+1=2~", "....2~")
+    # not a second end
+    assert first(tokenizer, {"prompt": "a", "completion": "b~"}) == ("ab~", ".b~")
+    assert first(
+        tokenizer, {"q": "a", "r": "b"}, input_key="q", output_key="r", input_template="({})"
+    ) == (
+        "(a)b~",
+        "...b~",
+    )
+
+
+def test_chats_have_the_loss_on_the_last_turn(tokenizer) -> None:
+    chat = [HI, ANSWER, HI, {"role": "assistant", "content": "last"}]
+    whole = "<u>hi~\n<a>yo~\n<u>hi~\n<a>last~"
+    assert first(tokenizer, {"messages": chat}) == (whole, "." * (len(whole) - 5) + "last~")
+    as_chat = first(
+        tokenizer,
+        {"prompt": "hi", "completion": "yo"},
+        apply_chat_template=True,
+        system_prompt="be",
+    )
+    assert as_chat == ("<s>be~\n<u>hi~\n<a>yo~", "." * (7 + 7 + 3) + "yo~")
+    assert first(tokenizer, {"prompt": [HI], "completion": [ANSWER]}) == (
+        "<u>hi~\n<a>yo~",
+        "..........yo~",
+    )
+
+
+def test_pretraining_has_the_loss_everywhere(tokenizer) -> None:
+    assert first(tokenizer, {"text": "abc"}, pretrain_mode=True) == ("abc~", "abc~")
+    assert first(tokenizer, {"prompt": "ab", "completion": "c"}, pretrain_mode=True) == (
+        "abc~",
+        "abc~",
+    )
+    whole = "<u>hi~\n<a>yo~"
+    assert first(tokenizer, {"messages": [HI, ANSWER]}, pretrain_mode=True) == (whole, whole)
+
+
+def test_the_prompt_has_the_ids_that_a_rollout_starts_from(make_tokenizer) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # "ab" is one token, "a" and "b" are others: a + b would merge over the boundary
+    vocab = {"a": 0, "b": 1, "ab": 2, "~": 3, "?": 4}
+    bpe = Tokenizer(models.BPE(vocab={**vocab}, merges=[("a", "b")], unk_token="?"))
+    bpe.pre_tokenizer = pre_tokenizers.Split("~", "isolated")
+    merging = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="~")
+    assert merging("ab")["input_ids"] == [2]
+    item = SFTDataset(Dataset.from_list([{"prompt": "a", "completion": "b"}]), merging, 10)[0]
+    assert item["input_ids"].tolist() == [0, 1, 3]
+    assert item["labels"].tolist() == [IGNORE_INDEX, 1, 3]
+
+    tokenizer = make_tokenizer(bos=True)
+    rows = Dataset.from_list([{"prompt": "abc", "completion": "d"}])
+    prompt_ids = PromptDataset(rows, tokenizer)[0].token_ids
+    item = SFTDataset(rows, tokenizer, 10)[0]
+    assert item["input_ids"].tolist()[: len(prompt_ids)] == prompt_ids  # begin-of-text in both
+    assert item["labels"].tolist()[: len(prompt_ids)] == [IGNORE_INDEX] * 4
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_collate_pads_on_the_side_asked_for(tokenizer, side: str) -> None:
+    rows = Dataset.from_list(
+        [{"prompt": "a", "completion": "bc"}, {"prompt": "d", "completion": "e"}]
+    )
+    dataset = SFTDataset(rows, tokenizer, 10, padding_side=side)
+    batch = dataset.collate_fn([dataset[0], dataset[1]])
+    a, b, c, d, e, end, pad = (tokenizer.convert_tokens_to_ids(x) for x in "abcde~_")
+    no = IGNORE_INDEX
+    short = {"left": [pad, d, e, end], "right": [d, e, end, pad]}[side]
+    assert batch["input_ids"].tolist() == [[a, b, c, end], short]
+    assert batch["attention_mask"].tolist() == [
+        [1, 1, 1, 1],
+        {"left": [0, 1, 1, 1], "right": [1, 1, 1, 0]}[side],
+    ]
+    labels = {"left": [no, no, e, end], "right": [no, e, end, no]}[side]
+    assert batch["labels"].tolist() == [[no, b, c, end], labels]
+
+
+def test_too_long_rows(tokenizer, write_jsonl) -> None:
+    path = write_jsonl(
+        [{"prompt": "a", "completion": "b"}, {"prompt": "abc", "completion": "defg"}]
+    )
+    data = blending_datasets(path)
+    with pytest.raises(DataError, match=rf"{path}:2: 8 tokens .*5"):
+        SFTDataset(data, tokenizer, 5)
+    cut = SFTDataset(data, tokenizer, 5, truncation="right")
+    assert shown(tokenizer, cut[1]) == ("abcde", "...de")  # cut: no end-of-text is invented
+    assert (cut.report.kept, cut.report.truncated) == (2, 1)
+    dropped = SFTDataset(data, tokenizer, 5, truncation="drop")
+    assert (len(dropped), dropped.report.dropped) == (1, {"overlong": 1})
+    with pytest.raises(DataError, match=f"{path}:2: .*truncation right"):
+        SFTDataset(data, tokenizer, 3, truncation="right")
+    # the default there
+    assert SFTDataset(data, tokenizer, 5, pretrain_mode=True).report.truncated == 1
+
+
+def test_bad_rows_and_options(tokenizer, make_tokenizer, write_jsonl) -> None:
+    path = write_jsonl([{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
+    with pytest.raises(DataError, match=f"{path}:2: .*'completion'"):
+        SFTDataset(blending_datasets(path), tokenizer, 9, output_key="completion")
+    with pytest.raises(DataError, match=f"{path}:2: .*--output_key"):
+        SFTDataset(blending_datasets(path), tokenizer, 9)
+    rows = Dataset.from_list([{"prompt": "a", "completion": "b"}])
+    without_end = make_tokenizer()
+    without_end.eos_token = None
+    with pytest.raises(DataError, match="eos"):
+        SFTDataset(rows, without_end, 9)
+    for options, message in (
+        ({"max_len": 1}, "max_len is 1"),
+        ({"truncation": "left"}, "truncation is 'left'"),
+        ({"padding_side": "both"}, "padding_side is 'both'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            SFTDataset(rows, tokenizer, **{"max_len": 9, **options})
+    with pytest.raises(DataError, match="dataset is empty"):
+        SFTDataset(Dataset.from_dict({"text": []}), tokenizer, 9)
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer) -> None:
+    tokenizer.chat_template = (
+        "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(DataError, match="template"):
+        first(tokenizer, {"messages": [HI, ANSWER]})
+
+
+def test_the_seeds_style(tokenizer) -> None:
+    args = SimpleNamespace(input_key="question", input_template="Q: {}", system_prompt="be")
+    rows = Dataset.from_list([{"text": "abc"}])
+    dataset = SFTDataset(rows, tokenizer, 20, SimpleNamespace(args=args), pretrain_mode=True)
+    # the prompts' key and template are not for documents
+    assert shown(tokenizer, dataset[0])[0] == "abc~"
