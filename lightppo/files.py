@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from lightppo.errors import StagingError, StorageError
 from lightppo.plugin import FILES
-from lightppo.urls import shown_url
+from lightppo.shown import shown_url
 
 MANIFEST = "lightppo_manifest.json"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from lightppo.urls import without_secrets
+from lightppo.shown import without_secrets
 
 T = TypeVar("T")
 

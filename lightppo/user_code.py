@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from lightppo.terminal import plain
+from lightppo.shown import plain
 
 # Frames above the user's: what calls it, parses or runs its file, or its coroutine.
 _CALLERS = (

@@ -26,10 +26,9 @@ FLOORS = {
     "table": 0,
     "meanings": 0,
     "suggestions": 0,
-    "urls": 0,
+    "shown": 0,
     "user_code": 0,
     "tensor_file": 0,
-    "terminal": 0,
     "version": 0,
     "algorithms": 1,
     # the entries of algorithms are options; the light parts stay light all the same, see below

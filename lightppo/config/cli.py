@@ -25,9 +25,8 @@ from lightppo.config.rules import (
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
 from lightppo.plugin import ARGUMENTS, trained_by
+from lightppo.shown import plain, without_secrets
 from lightppo.suggestions import nearest
-from lightppo.terminal import plain
-from lightppo.urls import without_secrets
 
 C = TypeVar("C", bound=OptionSet)
 

@@ -25,8 +25,8 @@ from lightppo.errors import ConfigError
 from lightppo.files import join
 from lightppo.option import is_object, out_of_order
 from lightppo.plugin import REWARDS, TOKEN_WEIGHTS
+from lightppo.shown import shown_value
 from lightppo.suggestions import nearest
-from lightppo.urls import shown_value
 
 # -- facts -----------------------------------------------------------------------------------------------------------
 

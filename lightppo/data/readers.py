@@ -20,7 +20,7 @@ from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError, StagingError
 from lightppo.files import stage_to_local
 from lightppo.plugin import FORMATS, ROWS
-from lightppo.urls import shown_url
+from lightppo.shown import shown_url
 
 if TYPE_CHECKING:
     from datasets import Dataset

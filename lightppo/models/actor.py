@@ -18,9 +18,15 @@ from lightppo.algorithms.logprobs import (
     log_probs_and_entropy,
     token_log_probs,
 )
-from lightppo.models.loading import is_plain_linear, load_causal_lm
+from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import check_num_actions, on_cpu, real_actions
-from lightppo.models.wrapper import Batch, PretrainedWrapper, model_inputs, takes
+from lightppo.models.wrapper import (
+    Batch,
+    PretrainedWrapper,
+    is_plain_linear,
+    model_inputs,
+    takes,
+)
 
 # Of a forward: the model's output; for the K real actions log probs (K,), entropy (K,), logits (K, V) of valid ids.
 _Predicted = tuple[ModelOutput, Tensor, Tensor | None, Tensor | None]

@@ -681,12 +681,6 @@ def fit_to_model(
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
-def is_plain_linear(module: nn.Module) -> bool:
-    """``nn.Linear``, or a class that says of itself that it computes the same."""
-    kind = type(module)
-    return (kind is nn.Linear or "is_plain_linear" in vars(kind)) and "forward" not in vars(module)
-
-
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The model's repeated blocks, by transformers' names for them; empty if it names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())

@@ -318,6 +318,12 @@ class PretrainedWrapper(nn.Module):
         return self.around_pass(self.hf_model.parameters(), device)
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """``nn.Linear``, or a class that says of itself that it computes the same."""
+    kind = type(module)
+    return (kind is nn.Linear or "is_plain_linear" in vars(kind)) and "forward" not in vars(module)
+
+
 def is_models_own(error: Exception) -> bool:
     """Whether an error is of the model's code, not of a lack of memory or of a lost rank."""
     others = (

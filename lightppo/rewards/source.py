@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
-from lightppo.terminal import plain
+from lightppo.shown import plain
 from lightppo.user_code import error_text
 
 OnFailure = Literal["error", "unscored"]

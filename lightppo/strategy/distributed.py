@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from lightppo.errors import LaunchError, UserError
 from lightppo.ranks import heartbeat, ranks_on_node
-from lightppo.urls import without_secrets
+from lightppo.shown import without_secrets
 
 logger = logging.getLogger(__name__)
 

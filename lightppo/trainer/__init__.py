@@ -16,8 +16,7 @@ from typing import Any
 
 from lightppo.errors import UserError
 from lightppo.plugin import AROUND
-from lightppo.terminal import log_to_terminal, plain
-from lightppo.urls import without_secrets
+from lightppo.shown import log_to_terminal, plain, without_secrets
 
 _ALIKE = timedelta(seconds=2)  # between errors of ranks that are one
 

@@ -24,6 +24,7 @@ from lightppo.errors import CheckpointError, ConfigError, TrainingError
 from lightppo.files import files_in_use, is_url, join, local_folder, seal_of
 from lightppo.option import Option
 from lightppo.plugin import CHECKPOINT_CHOICES, WITH_CHECKPOINTS
+from lightppo.shown import shown_value
 from lightppo.strategy.checkpoint import (
     LATEST,
     META,
@@ -34,7 +35,6 @@ from lightppo.strategy.checkpoint import (
     rng_state,
 )
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.urls import shown_value
 
 logger = logging.getLogger(__name__)
 

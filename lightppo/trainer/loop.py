@@ -27,11 +27,11 @@ from lightppo.experience.experience import non_finite_text
 from lightppo.files import facts_of, files_in_use, local_folder
 from lightppo.plugin import CALLBACKS, METRICS
 from lightppo.ranks import Ranks, heartbeat
+from lightppo.shown import shown_value
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, Callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer
-from lightppo.urls import shown_value
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.loading import head_names, is_plain_linear
+from lightppo.models.loading import head_names
+from lightppo.models.wrapper import is_plain_linear
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit

@@ -30,7 +30,7 @@ from lightppo.plugins.supervised.sections import SFTConfig
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import NoReward, RewardSource, in_daemon_thread, score_rollouts
 from lightppo.rollout.sampling import end_of_text_ids
-from lightppo.terminal import plain
+from lightppo.shown import plain
 
 _ROWS = 1000  # that are looked at
 _FEWEST = 4  # scores or answers, of which it says something that all are equal

@@ -33,8 +33,7 @@ from lightppo.plugins.episodes.contract import (
 from lightppo.plugins.episodes.specs import EnvironmentSpec
 from lightppo.plugins.episodes.tools import BadCall, text_of
 from lightppo.rewards.source import finite
-from lightppo.terminal import plain
-from lightppo.urls import without_secrets
+from lightppo.shown import plain, without_secrets
 from lightppo.user_code import error_text
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
-from lightppo.urls import GIVE_WHOLE, is_cut, shown_url
+from lightppo.shown import GIVE_WHOLE, is_cut, shown_url
 
 
 def check_url(

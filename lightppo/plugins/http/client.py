@@ -27,8 +27,7 @@ from lightppo.errors import (
 )
 from lightppo.plugins.http.addresses import check_url, is_loopback
 from lightppo.ranks import heartbeat
-from lightppo.terminal import plain
-from lightppo.urls import shown_url
+from lightppo.shown import plain, shown_url
 
 if TYPE_CHECKING:
     import requests

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.plugins.hints.small_commands import CommandParser
-from lightppo.terminal import log_to_terminal
+from lightppo.shown import log_to_terminal
 
 PROG = "lightppo serve-reward"
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightppo.models.loading import is_plain_linear
+from lightppo.models.wrapper import is_plain_linear
 from lightppo.plugins.kernels.matmul import (
     by_onednn,
     linear,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.files import files_in_use, local_folder
-from lightppo.terminal import plain
+from lightppo.shown import plain
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.evaluator import EvalSample
 

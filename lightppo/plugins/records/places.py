@@ -14,7 +14,7 @@ from lightppo.config.options import OptionSet
 from lightppo.errors import ConfigError, StagingError
 from lightppo.option import is_object
 from lightppo.plugins.ops.storage import check_scheme, is_url, local_folder
-from lightppo.urls import shown_url
+from lightppo.shown import shown_url
 
 # What a run writes into --save_path beside the model.
 METADATA, SAMPLES = "run_metadata.jsonl", "rollouts"

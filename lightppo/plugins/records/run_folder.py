@@ -42,9 +42,9 @@ from lightppo.plugins.ops.storage import (
 from lightppo.plugins.records.marks import checkpoint_mark
 from lightppo.plugins.records.places import METADATA, RECORDS, SAMPLES, check_places
 from lightppo.ranks import Ranks
+from lightppo.shown import shown_url
 from lightppo.trainer.checkpointing import download_marks
 from lightppo.trainer.loop import public_options
-from lightppo.urls import shown_url
 from lightppo.user_code import split_python_spec
 from lightppo.version import __version__
 

@@ -26,7 +26,7 @@ from lightppo.plugins.ops import durable
 from lightppo.plugins.records.places import SAMPLES
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import finite
-from lightppo.terminal import plain
+from lightppo.shown import plain
 from lightppo.trainer.callbacks import Callback
 
 if TYPE_CHECKING:

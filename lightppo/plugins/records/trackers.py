@@ -16,7 +16,7 @@ from typing import Any
 from lightppo.config.options import LoggingConfig
 from lightppo.errors import ConfigError
 from lightppo.plugins.records.metric_names import STEPS, global_steps
-from lightppo.urls import without_secrets
+from lightppo.shown import without_secrets
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from lightppo.plugins.report.page import (
     read_metrics,
     recorded_path,
 )
-from lightppo.terminal import plain
+from lightppo.shown import plain
 
 # As quantities arise in a step: samples, their scores, what follows from both, losses, gradients. Then as in the row.
 _ORDER = (

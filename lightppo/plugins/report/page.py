@@ -25,7 +25,7 @@ from lightppo.plugins.ops import durable
 from lightppo.plugins.ops.storage import download, is_url, local_folder, read_apart
 from lightppo.plugins.records.alarms import ALARMS
 from lightppo.plugins.supervised.sections import COMMANDS
-from lightppo.terminal import plain
+from lightppo.shown import plain
 from lightppo.trainer.callbacks import Callback
 from lightppo.version import __version__
 

@@ -19,7 +19,7 @@ import yaml
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.records.alarms import ALARMS
 from lightppo.plugins.sources.hub import mistyped_path
-from lightppo.terminal import plain
+from lightppo.shown import plain
 
 _SECONDS = 2.0  # between two frames
 _PLOT = (40, 10)  # columns at least, rows

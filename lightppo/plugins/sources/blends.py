@@ -28,7 +28,7 @@ from lightppo.data.rows import ORIGIN_COLUMN, check_choice
 from lightppo.errors import DataError, StagingError
 from lightppo.files import check_file_url, is_url, stage_to_local
 from lightppo.plugins.sources.hub import check_on_hub, mistyped_path
-from lightppo.urls import shown_url
+from lightppo.shown import shown_url
 
 if TYPE_CHECKING:
     from datasets import Dataset

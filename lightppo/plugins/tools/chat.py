@@ -14,7 +14,7 @@ from lightppo.errors import ConfigError, UserError
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.sources.folders import check_model
 from lightppo.plugins.tools.convert import add_base, open_model
-from lightppo.terminal import plain
+from lightppo.shown import plain
 
 SAMPLING = ("temperature", "top_p", "generate_max_len")
 

@@ -15,7 +15,7 @@ from lightppo.errors import ConfigError, DataError, UserError
 from lightppo.option import Option, Section, option
 from lightppo.plugins.hints.small_commands import parse_section
 from lightppo.plugins.supervised.sections import COMMANDS
-from lightppo.terminal import plain
+from lightppo.shown import plain
 
 _NAMES = (
     "pretrain",

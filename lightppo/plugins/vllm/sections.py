@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from lightppo.option import Section, option
 from lightppo.plugins.http.addresses import check_url, is_loopback
-from lightppo.urls import shown_url
+from lightppo.shown import shown_url
 
 vllm = partial(option, needs="rollout_engine=vllm")
 any_vllm = partial(option, needs="rollout_engine=vllm|vllm_server")

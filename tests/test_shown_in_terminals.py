@@ -20,7 +20,7 @@ from lightppo.plugins.http.client import HTTPClient
 from lightppo.plugins.records.evaluations import table
 from lightppo.plugins.records.samples import examined
 from lightppo.rewards import FunctionReward
-from lightppo.terminal import plain
+from lightppo.shown import plain
 from lightppo.trainer import run
 
 # A title for the window, a cleared screen, a line that is overwritten, colours by one byte, and a line turned round.

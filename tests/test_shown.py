@@ -12,7 +12,7 @@ from lightppo.errors import ConfigError, StagingError
 from lightppo.plugins.http.addresses import check_url
 from lightppo.plugins.ops.storage import local_folder, stage_to_local
 from lightppo.plugins.supervised.sections import SFTConfig
-from lightppo.urls import cut_urls, is_cut, shown_url, shown_value, without_secrets
+from lightppo.shown import cut_urls, is_cut, shown_url, shown_value, without_secrets
 
 SHOWN = {
     "https://host:8/a/b.jsonl": "https://host:8/a/b.jsonl",
