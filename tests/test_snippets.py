@@ -165,7 +165,14 @@ def reward_func(queries, prompts, labels, **extra):
 
 
 def test_there_are_examples():
-    assert sorted(EXAMPLES) == ["README-0", "README-1", "extending-13", "extending-19", "rewards-2"]
+    assert sorted(EXAMPLES) == [
+        "README-0",
+        "README-1",
+        "environments-0",
+        "extending-13",
+        "extending-19",
+        "rewards-2",
+    ]
 
 
 @pytest.mark.slow

@@ -68,11 +68,12 @@ class EpisodesConfig(Section):
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
-        if "environment" in o.sources and not o.env:
+        sources = getattr(o, "sources", ())  # there are none where a name is unknown
+        if "environment" in sources and not o.env:
             yield "--reward_source environment: there is none; set --env, or another reward"
         if not o.env and not o.tools:
             return
-        if "environment" in o.sources and o.env_reward == "none":
+        if "environment" in sources and o.env_reward == "none":
             yield "--reward_source environment needs --env_reward sum or turns"
         if o.env_reward == "turns" and not o.use_dense_reward:
             yield "--env_reward turns puts rewards on tokens: set --use_dense_reward"
