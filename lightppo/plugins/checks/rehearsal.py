@@ -103,7 +103,8 @@ def after_step(config: OptionSet, tokenizer: Any) -> Iterator[str]:
 def described(dataset: Any, ids: bool = True) -> Iterator[str]:
     """The first row: text and tokens, those that are trained in green, or in brackets where there are no colours."""
     fields, examples = dataset.fields, dataset.examples(0)
-    keys = {name: " or ".join(getattr(fields, name)) for name in ("prompt", "completion", "label")}
+    parts = ("prompt", "completion", "label")  # prompts for rollouts have no completion
+    keys = {name: " or ".join(getattr(fields, name, ())) for name in parts}
     keys["chosen, rejected"] = ", ".join(fields.pair) if len(examples) > 1 else ""
     yield plain("columns: " + "; ".join(f"{name} {text}" for name, text in keys.items() if text))
     if (margin := dataset[0].get("margin") if len(examples) > 1 else None) is not None:
