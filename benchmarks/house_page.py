@@ -24,6 +24,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     ),
     "checks": ("checks before a run starts, dry runs, the memory budget", "memory.md"),
     "compat": ("constructors and call forms of OpenRLHF and LightRFT scripts", "migrating.md"),
+    "episodes": ("environments and tools over several turns", "environments.md"),
     "exports": ("models for transformers while a run goes on, the best one", "checkpoints.md"),
     "hints": ("what a mistyped name may have meant", "commands.md"),
     "http": ("rewards over HTTP, the reward server", "rewards.md#http-servers"),

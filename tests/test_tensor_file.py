@@ -18,7 +18,11 @@ from lightppo.errors import CheckpointError
 
 PACKAGE = Path(__file__).parents[1] / "lightppo"
 # Between processes of one user, over pipes and torch's collectives: what comes was made by this program.
-OWN_PROCESSES = {"plugins/verifiers/processes.py", "strategy/distributed.py"}
+OWN_PROCESSES = {
+    "plugins/episodes/workers.py",  # a worker, what the trainer sends; its answers are JSON
+    "plugins/verifiers/processes.py",
+    "strategy/distributed.py",
+}
 
 
 class Own:

@@ -37,13 +37,6 @@ class Rollout:
     # "stop": end-of-text, stop id or stop string; "length": cut by the token limit
     finish_reason: FinishReason
     log_probs: list[float] | None = None  # per response id, under the sampling temperature
-    # per response id: it was sampled, so it is trained; None: all were
-    trained: list[bool] | None = None
-    # the whole conversation, of an episode of several turns; response_text is then its last turn
-    messages: list[dict[str, Any]] | None = None
-    turns: list[dict[str, Any]] | None = None  # what happened in each turn of an episode
-    # the user's object that an episode was played in, while reward functions may ask it; it is not saved
-    environment: Any = None
     reward: float | None = None  # None until scored
     token_rewards: list[float] | None = None  # one score per response token
     # numbers from the reward source, logged as reward/<name>
@@ -53,6 +46,13 @@ class Rollout:
     stale: bool = False
     # the greedy answer to the prompt, if the advantage estimator needs it
     baseline: Rollout | None = None
+    # per response id: it was sampled, so it is trained; None: all were
+    trained: list[bool] | None = None
+    # the whole conversation, of an episode of several turns; response_text is then its last turn
+    messages: list[dict[str, Any]] | None = None
+    turns: list[dict[str, Any]] | None = None  # what happened in each turn of an episode
+    # the user's object that an episode was played in, while reward functions may ask it; it is not saved
+    environment: Any = None
 
     @property
     def truncated(self) -> bool:

@@ -10,7 +10,13 @@ import pytest
 
 import lightppo.algorithms
 
-HOME = ("lightppo.algorithms.", "lightppo.errors.", "lightppo.option.", "lightppo.table.")
+HOME = (
+    "lightppo.algorithms.",
+    "lightppo.errors.",
+    "lightppo.option.",
+    "lightppo.plugin.",
+    "lightppo.table.",
+)
 MODULES = sorted(Path(lightppo.algorithms.__file__).parent.glob("*.py"))
 
 

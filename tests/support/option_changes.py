@@ -109,7 +109,6 @@ BUILT: Changes = [
             "total_training_steps": 2,
             "dry_run": True,
             "callback": ("@callback",),
-            "balance_ranks": False,
             "packing_samples": False,
             "buffer_limit": 4,
             "buffer_cpu_offload": False,
@@ -210,7 +209,7 @@ BUILT: Changes = [
     (ON | {"prompt_data": "@too_long"}, {"truncation": "left"}),
     (ON | {"prompt_data": "@too_long", "truncation": "left"}, {"filter_overlong_prompts": True}),
     (ON | {"prompt_data": "@bad"}, {"on_bad_row": "skip"}),
-    (GROUPS, {"dynamic_sampling": True, "share_prompts": False, "shuffle": "groups"}),
+    (GROUPS, {"dynamic_sampling": True, "share_prompts": False}),
     (GROUPS | {"generation_size": 4}, {"best_of_n_tie": "longer"}),
     (
         GROUPS | {"dynamic_sampling": True},
@@ -519,13 +518,15 @@ SUPERVISED: dict[str, Changes] = {
 }
 
 ELSEWHERE = {
+    "balance_ranks": "experience/test_balancing.py",  # of two ranks
+    "shuffle": "trainer/test_options_act.py",
     "env_contract": "plugins/episodes/test_assembly.py",
     "tool_format": "plugins/episodes/test_assembly.py",
     "tools": "plugins/episodes/test_assembly.py",
     "aux_loss_coef": "trainer/test_algorithms_act.py",  # of a mixture of experts
     "config": "config/test_cli.py",
     "data_num_workers": "trainer/test_build.py",
-    "dataloader_pin_memory": "trainer/test_build.py",
+    "dataloader_pin_memory": "plugins/supervised/test_pretraining.py",
     "debug": "trainer/test_failing_rewards.py",
     "load_checkpoint": "trainer/test_resume.py",
     # the launcher's: accepted, while ranks come from the environment

@@ -30,7 +30,7 @@ class Exports(Callback):
     """Exports what is due, keeps the best, and after a resume makes what an interrupted run lacks."""
 
     def __init__(self, run: Any) -> None:
-        self.cadence = Cadence()
+        self.cadence: Cadence | None = None  # from the start of the run on
         self.best: float | None = None  # value of --best_metric
 
     def on_start(self, run: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -27,7 +28,8 @@ MODELS = ("pretrain", "ref_pretrain", "reward_pretrain", "critic_pretrain", "tea
 TOKENIZERS = ("tokenizer_path", "reward_input_tokenizer")
 ROWS = ("prompt_data", "eval_data", "pretrain_data", "prompt_metadata", "dataset", "eval_dataset")
 CODE = ("reward_fn", "eval_reward_fn", "remote_rm_url", "reward_routes", "callback")
-READ = (*MODELS, *TOKENIZERS, *ROWS, *CODE, "resume")
+WORLDS = ("env", "tools")  # code, too, in more forms
+READ = (*MODELS, *TOKENIZERS, *ROWS, *CODE, *WORLDS, "resume")
 
 # Options that name a place that a run writes to → what of it the run replaces or removes. Other names in it stay.
 _EVERYTHING = ("*",)
@@ -174,9 +176,17 @@ def _named(values: Mapping[str, Any], flags: Iterable[str]) -> Iterator[tuple[st
             texts = [part.strip() for text in texts for part in text.split(",")]
         if flag in CODE:
             texts = [_without_name(text) for text in texts if not text.lstrip().startswith("{")]
+        if flag in WORLDS:
+            texts = filter(None, map(file_of_world, texts))
         if flag == "resume":
             texts = [text for text in texts if text not in ("auto", "never")]
         yield from ((f"--{flag}", text) for text in texts if text)
+
+
+def file_of_world(entry: str) -> str | None:
+    """The file of ``path.py:f,g``, ``NAME=path.py:Class`` or ``openrlhf:path.py``; None: the entry names none."""
+    found = re.fullmatch(r"(?:[\w-]+=)?(?:openrlhf:)?(.+\.py)(?::[^/]*)?", entry)
+    return found[1] if found else None
 
 
 def _without_name(spec: str) -> str:

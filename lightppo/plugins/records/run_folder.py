@@ -40,7 +40,14 @@ from lightppo.plugins.ops.storage import (
     upload,
 )
 from lightppo.plugins.records.marks import checkpoint_mark
-from lightppo.plugins.records.places import METADATA, RECORDS, SAMPLES, check_places
+from lightppo.plugins.records.places import (
+    METADATA,
+    RECORDS,
+    SAMPLES,
+    WORLDS,
+    check_places,
+    file_of_world,
+)
 from lightppo.ranks import Ranks
 from lightppo.shown import shown_url
 from lightppo.trainer.checkpointing import download_marks
@@ -347,6 +354,10 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
                 marks[name] = _digest(source.encode())
         if (routes := flat.get("reward_routes")) and not routes.lstrip().startswith("{"):
             marks["reward_routes"] = _digest(Path(routes).expanduser().read_bytes())
+        for name in WORLDS:
+            files = filter(None, map(file_of_world, flat.get(name, ())))
+            if given := [_digest(Path(file).expanduser().read_bytes()) for file in files]:
+                marks[name] = " ".join(given)
         own = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_pretrain")
         models = {name: (flat.get(name),) for name in own}
         for name, paths in (models | {"reward_pretrain": flat.get("reward_pretrain", ())}).items():

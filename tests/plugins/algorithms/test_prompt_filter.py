@@ -10,7 +10,7 @@ from support.fakes import FakeStrategy, on_ranks
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.plugins.algorithms.prompt_filter import PromptFilter, prompt_filter, too_well_solved
-from lightppo.trainer.checkpointing import TrainerState
+from lightppo.trainer.loop import TrainerState
 from lightppo.trainer.prompts import RolloutBatchSampler
 
 

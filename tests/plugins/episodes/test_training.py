@@ -13,7 +13,7 @@ from support.runs import fitted, forget_checkpoints, logged, trained_rows, whole
 
 from lightppo import PPOTrainer
 from lightppo.algorithms.advantages import gae
-from lightppo.algorithms.masking import LossNormalizer
+from lightppo.algorithms.masking import Aggregation, LossNormalizer
 from lightppo.data.records import Prompt, Rollout
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
@@ -133,6 +133,8 @@ def test_targets_of_observations_leave_the_gradient_as_it_is(tiny_model, make_ep
             config=config,
             kl_coef=0.0,
             reference=None,
+            aggregate=Aggregation.of_mode(config.loss.loss_agg_mode),
+            kl_of_samples=None,
         )
         loss.backward()
         return [p.grad.clone() for p in actor.parameters() if p.grad is not None]

@@ -170,7 +170,7 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     accumulator = EventAccumulator(str(folder))
     accumulator.Reload()
     return {
-        tag: [(e.step, e.value) for e in accumulator.Scalars(tag)]
+        tag: sorted((e.step, e.value) for e in accumulator.Scalars(tag))
         for tag in accumulator.Tags()["scalars"]
     }
 
@@ -343,13 +343,13 @@ def mlflow(monkeypatch):
 def trackio_points(project: str, name: str, metric: str) -> list[tuple[int, float]]:
     from trackio.sqlite_storage import SQLiteStorage
 
-    return [
-        (row["step"], row[metric]) for row in SQLiteStorage.get_logs(project, name) if metric in row
-    ]
+    rows = SQLiteStorage.get_logs(project, name)
+    return sorted((row["step"], row[metric]) for row in rows if metric in row)
 
 
 def mlflow_points(client, run_id: str, metric: str) -> list[tuple[int, float]]:
-    return [(point.step, point.value) for point in client.get_metric_history(run_id, metric)]
+    found = client.get_metric_history(run_id, metric)
+    return sorted((point.step, point.value) for point in found)
 
 
 def test_several_trackers_at_once_and_each_goes_on_after_a_resume(tmp_path, trackio, mlflow):

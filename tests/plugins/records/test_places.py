@@ -12,12 +12,13 @@ from lightppo.__main__ import main
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.plugins.ops.storage import local_folder
-from lightppo.plugins.records.places import READ, WRITTEN, check_places
+from lightppo.plugins.records.places import READ, WRITTEN, check_places, file_of_world
 from lightppo.plugins.supervised.sections import COMMANDS, DPOConfig, SFTConfig
 
 # Their help speaks of files, but they name none that a run replaces. Files in --vllm_server_sync_dir have new names.
 _NO_PLACE = (
-    "best_metric config eval_split external_lib function_call_url override_config reward_source"
+    "best_metric config eval_split external_lib function_call_url override_config reward_source "
+    "tool_format"
 )
 _NO_PLACE += " value_head_prefix vllm_server_sync_dir wandb_run_name"
 
@@ -215,6 +216,22 @@ def test_a_script_that_builds_its_own_trainer(model, tiny_model, world, tmp_path
     with pytest.raises(ConfigError, match="is also --pretrain"):
         PPOTrainer.from_config(config)
     assert sorted(os.listdir(tiny_model)) == before
+
+
+@pytest.mark.parametrize(
+    ("entry", "file"),
+    [
+        ("a/b.py:Guess", "a/b.py"),
+        ("worlds.py:f,g", "worlds.py"),
+        ("maze=~/maze.py:Maze", "~/maze.py"),
+        ("openrlhf:agent.py", "agent.py"),
+        ("gym:FrozenLake-v1", None),
+        ("package.worlds:Maze", None),
+        ("python", None),
+    ],
+)
+def test_files_of_environments(entry, file):
+    assert file_of_world(entry) == file
 
 
 def test_every_option_with_a_path_is_known():
