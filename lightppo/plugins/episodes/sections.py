@@ -63,7 +63,11 @@ class EpisodesConfig(Section):
         "An episode whose environment failed for good: leave it out, and count it; or end the run.",
     )
     env_failure_limit: float = world(
-        0.5, "Largest share of a batch's episodes that may fail; more end the run.", ge=0, le=1
+        0.5,
+        "Largest share of a batch's episodes that may fail; more end the run.",
+        ge=0,
+        le=1,
+        also="on_env_failure=unscored",
     )
 
     @staticmethod
