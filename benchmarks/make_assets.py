@@ -20,8 +20,8 @@ from workloads import BOS, EOS, PAD, SCALES, SEED, SPECIAL_TOKENS, WORKLOADS, Sc
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# One channel of the residual stream is the same for every token, and end-of-text has its logit from there. It is as
-# large as all others together, so that the layers do not move it much.
+# One channel of the residual stream is the same for every token, and end-of-text has its logit from there. Layers read
+# it and do not write it; it is as large as all others together, so that the last norm does not move it much.
 _CONSTANT_CHANNEL = 0
 _NEVER = -40.0  # logit of the other special tokens
 
@@ -73,8 +73,13 @@ def build_model(scale: Scale, seed: int = SEED) -> LlamaForCausalLM:
         embedding[:, _CONSTANT_CHANNEL] = config.initializer_range * math.sqrt(scale.hidden)
         head[:, _CONSTANT_CHANNEL] = 0
         head[: len(SPECIAL_TOKENS)] = 0
-        ids = torch.arange(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + 512).view(8, 64)
-        hidden = model.model(ids).last_hidden_state[:, 8:]  # (8, 56, hidden)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[_CONSTANT_CHANNEL] = 0
+            layer.mlp.down_proj.weight[_CONSTANT_CHANNEL] = 0
+        # as long as prompts: the other channels change with what a token attends to
+        length = max(64, scale.prompt_tokens[1])
+        ids = torch.arange(8 * length).view(8, length) % (scale.vocabulary - len(SPECIAL_TOKENS))
+        hidden = model.model(ids + len(SPECIAL_TOKENS)).last_hidden_state[:, length // 8 :]
         level = hidden[..., _CONSTANT_CHANNEL].mean().item()
         others = (hidden @ head[len(SPECIAL_TOKENS) :].T).exp().sum(-1).mean().item()
         odds = scale.end_probability / (1 - scale.end_probability)

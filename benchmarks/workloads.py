@@ -165,8 +165,9 @@ def lightppo_flags(
         "ckpt_path": output / "checkpoints",
     }
     flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    # bf16 needs master weights, which ZeRO 0 does not have
-    precision = ["--bf16", "--zero_stage", "1"] if scale.bf16 else ["--zero_stage", "0"]
+    # bf16 needs master weights, which ZeRO 0 does not have; and it is for a GPU
+    gpu = ["--bf16", "--zero_stage", "1", "--hf_cuda_graphs"]
+    precision = gpu if scale.bf16 else ["--zero_stage", "0"]
     return [*flags, *_ALGORITHM_FLAGS[workload.name], *SPEED_FLAGS[workload.name], *precision]
 
 

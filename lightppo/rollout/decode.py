@@ -722,7 +722,10 @@ class SlotDecoder(Decoder):
             return (self._added[:, span.first : span.end + 1] == 0).long()
         if span.whole:
             return self._added[:, None, None]
-        return self._added[:, None, None, span.first : span.end + 1].contiguous()
+        # a copy, even of a single row: a GPU reads a mask in pieces of 16 bytes, from such a border
+        return self._added[:, None, None, span.first : span.end + 1].clone(
+            memory_format=torch.contiguous_format
+        )
 
     def _ended(self) -> Tensor:
         """(b,) bool."""

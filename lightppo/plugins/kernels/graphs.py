@@ -6,6 +6,7 @@ A step launches about 41 kernels per layer, a graph all of them at once.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -64,7 +65,9 @@ class CUDAGraphs:
         before = torch.cuda.get_sync_debug_mode()
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():  # torch calls it a prototype
+            warnings.filterwarnings("ignore", "Synchronization debug mode")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.cuda.stream(self._stream):
                 step()

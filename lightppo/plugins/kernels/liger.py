@@ -118,6 +118,8 @@ _TRIED: dict[Any, str | None] = {}
 
 
 def _patch_of(model: PreTrainedModel) -> Callable[..., None] | None:
+    # it warns of each backend that is for another kind of hardware
+    logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     return MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.base_model.config.model_type)

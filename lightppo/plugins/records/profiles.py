@@ -44,7 +44,8 @@ def profile(path: Path, timer: PhaseTimer) -> Iterator[None]:
     """A context whose operators torch's profiler writes to ``path``, a trace for chrome://tracing or Perfetto."""
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler = torch.profiler.profile(
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path))
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        acc_events=True,  # else it warns that a next cycle would lose them
     )
     with timer("start_profile"):
         profiler.start()
