@@ -6,8 +6,8 @@
 
 A part is a process that has some minutes; then it is the next one's turn. Without vLLM all of them take 30 minutes at
 most. Each row is written as soon as it is measured, into ``gpu_check/PART.json`` below the run's folder, and with
-``--out`` there, too; a further call goes on behind the last row. What fails is a row, too. Models have random weights;
-nothing is downloaded but TRL, where ``--trl`` does not name it.
+``--out DIR`` into ``DIR/gpu_check.json``, too; a further call goes on behind the last row. What fails is a row, too.
+Models have random weights; nothing is downloaded but TRL, where ``--trl`` does not name it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import shutil
 import signal
 import statistics
 import sys
+import tarfile
 import time
 import traceback
 import xml.etree.ElementTree
@@ -53,6 +54,7 @@ GOALS = {  # said -> (part, rows that begin so, field, at least or at most)
 BEGAN = time.monotonic()  # before torch is imported, which takes seconds
 GRACE = 8.0  # seconds in which a part can stop by itself before it is killed
 PATIENCE = 3  # so often a row may have a whole turn and not end
+LARGE_LOG = 1 << 20  # bytes
 
 
 class Stopped(BaseException):
@@ -60,15 +62,27 @@ class Stopped(BaseException):
 
 
 def keep(file: Path, text: str, options: argparse.Namespace) -> None:
-    """Write a result at once, so that a killed process leaves the one before; with ``--out`` there, too."""
-    places = [file]
-    if options.out is not None:
-        places.append(options.out.resolve() / file.relative_to(options.run_dir.resolve()))
-    for place in places:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_suffix(".new")
-        part.write_text(text)
-        os.replace(part, place)
+    """Write a result at once, so that a killed process leaves the one before; with ``--out`` all of them there, too."""
+    replace_file(file, text)
+    folder = options.run_dir.resolve() / "gpu_check"
+    if options.out is not None and (folder / "machine.json").is_file():
+        text = json.dumps(gathered(folder, options), indent=1) + "\n"
+        replace_file(options.out.resolve() / "gpu_check.json", text)
+
+
+def replace_file(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".new")
+    part.write_text(text)
+    os.replace(part, file)
+
+
+def bring_logs(folder: Path, out: Path) -> None:
+    """All logs in one file, as a machine that is lent may give back few files."""
+    with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
+        for log in sorted((folder / "logs").glob("*.log")):
+            if log.stat().st_size < LARGE_LOG:
+                archive.add(log, arcname=log.name)
 
 
 class Rows:
@@ -189,6 +203,8 @@ def ppo(
         ):
             at = words.index(left)
             del words[at : at + 2]
+        if "--rollout_engine" in flags and "--hf_cuda_graphs" in words:
+            words.remove("--hf_cuda_graphs")
         words += [
             "--max_samples",
             str(work.prompts),
@@ -557,8 +573,8 @@ def measure_part(name: str, folder: Path, options: argparse.Namespace, end: floa
         if has_more(after) and after == before and end - time.monotonic() > GRACE:
             after["state"] = "failed: " + tail(log, 2)
             keep(file, json.dumps(after, indent=1) + "\n", options)
-    if options.out is not None and (folder / "logs").is_dir():
-        shutil.copytree(folder / "logs", options.out / folder.name / "logs", dirs_exist_ok=True)
+    if options.out is not None:
+        bring_logs(folder, options.out)
 
 
 def forget_failures(file: Path, options: argparse.Namespace) -> None:
@@ -710,13 +726,21 @@ def begin(folder: Path, options: argparse.Namespace) -> None:
 
 def whole(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All parts, written as one file, too, from which a call on another machine goes on."""
+    data = gathered(folder, options)
+    keep(folder.with_suffix(".json"), json.dumps(data, indent=1) + "\n", options)
+    return data
+
+
+def gathered(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     parts = {
         name: read(folder / f"{name}.json") for name in PARTS if (folder / f"{name}.json").is_file()
     }
     data = {"machine": json.loads((folder / "machine.json").read_text()), "device": options.device}
-    data |= {"date": datetime.date.today().isoformat(), "parts": parts, "goals": list(goals(parts))}
-    keep(folder.with_suffix(".json"), json.dumps(data, indent=1) + "\n", options)
-    return data
+    return data | {
+        "date": datetime.date.today().isoformat(),
+        "parts": parts,
+        "goals": list(goals(parts)),
+    }
 
 
 def failures(parts: dict[str, Any]) -> Iterator[str]:

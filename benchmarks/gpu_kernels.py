@@ -532,7 +532,7 @@ def decode_once(rows: Rows, count: int, way: str = "", one_width: bool = False) 
     def responses(way: str, **sampling: Any) -> tuple[list[Any], dict[str, float]]:
         runner = step_runner(way, rows.device)
         engine = HFRolloutEngine(actor, tokenizer, micro_rollout_batch_size=count, runner=runner)
-        found = engine.generate(prompts, SamplingParams(n=1, ignore_eos=one_width, **sampling))
+        found = engine.generate(prompts, SamplingParams(n=1, **sampling))
         if getattr(runner, "failed", False):
             raise ValueError("the steps cannot be captured: see the log")
         return found, engine.last_stats
@@ -540,10 +540,12 @@ def decode_once(rows: Rows, count: int, way: str = "", one_width: bool = False) 
     least, graphs.LEAST_WIDTH = graphs.LEAST_WIDTH, 1 << 20 if one_width else graphs.LEAST_WIDTH
     try:
         greedy = {
-            kind: responses(kind, max_new_tokens=16, temperature=0.0)[0]
+            # end-of-text is the likeliest token of all
+            kind: responses(kind, max_new_tokens=16, temperature=0.0, ignore_eos=True)[0]
             for kind in {way, "as they are", ""}
         }
-        _, stats = responses(way, max_new_tokens=scale.new_tokens // (2 if one_width else 1))
+        most = scale.new_tokens // (2 if one_width else 1)
+        _, stats = responses(way, max_new_tokens=most, ignore_eos=one_width)
     finally:
         graphs.LEAST_WIDTH = least
     if way == "graphs" and [r.log_probs for r in greedy[way]] != [

@@ -28,10 +28,13 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def machine_line(about: dict[str, Any], date: str) -> str:
     """What it was measured on, and when."""
     gpu = about["gpu"] or "no GPU was at hand"
+    peak, unit = about["peak_flops"] / 1e9, "GFLOP/s"
+    if about["gpu"]:
+        peak, unit = peak / 1e3, "TFLOP/s"
     return (
         f"{date}, {about['cpu']}, {about['cores']} cores, {about['threads']} threads, "
         f"{about['memory_bytes'] / 2**30:.0f} GiB, {gpu}; torch {about['torch']}; "
-        f"matrix peak {about['peak_flops'] / 1e9:.0f} GFLOP/s."
+        f"matrix peak {peak:.0f} {unit}."
     )
 
 
@@ -184,7 +187,7 @@ def gpu_check_block(data: dict[str, Any]) -> str:
     about = data["machine"] | {"gpu": data["machine"]["gpu"] if data["device"] == "cuda" else None}
     blocks = [
         machine_line(about, data["date"]),
-        table(["goal", "aim", "measured", ""], data["goals"]),
+        table(["goal", "aim", "measured", "where"], data["goals"]),
     ]
     for part, found in data["parts"].items():
         told = {"skipped": "not measured", "error": "failed"}

@@ -194,7 +194,8 @@ def trl_settings(workload: Workload, scale: Scale, iterations: int, *, cpu: bool
             "num_mini_batches": workload.samples // workload.minibatch,
             "num_ppo_epochs": workload.epochs,
             "total_episodes": workload.samples * iterations,
-            "local_rollout_forward_batch_size": workload.samples,
+            # whole: 40 GB of logits on a GPU
+            "local_rollout_forward_batch_size": 16 if scale.bf16 else workload.samples,
             "response_length": scale.new_tokens,
             "stop_token": "eos",
             "kl_coef": workload.kl_coef,

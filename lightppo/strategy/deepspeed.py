@@ -429,6 +429,8 @@ class DeepspeedStrategy(DistributedStrategy):
             "train_micro_batch_size_per_gpu": self.micro_train_batch_size,
             "gradient_accumulation_steps": 1,
             "steps_per_print": None,
+            # DeepSpeed's timer waits for the GPU at each pass, also of a decoding step
+            "timers": {"throughput": {"enabled": False}},
             "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
             "fp16": {
                 "enabled": dtype == torch.float16,

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,24 @@ def test_a_row_that_never_ends_in_a_whole_turn_lets_the_next_ones_pass(rows_of, 
 
 def test_results_are_in_the_callers_folder_as_they_come(gpu_check, tmp_path):
     options = argparse.Namespace(device="cpu", run_dir=tmp_path / "run", out=tmp_path / "out")
-    rows = gpu_check.Rows(tmp_path / "run" / "gpu_check" / "head.json", options)
+    folder = tmp_path / "run" / "gpu_check"
+    gpu_check.keep(folder / "machine.json", json.dumps({"gpu": "H100"}), options)
+    rows = gpu_check.Rows(folder / "head.json", options)
     rows("one", lambda: {"ms": 1.0})
-    written = (tmp_path / "run" / "gpu_check" / "head.json").read_text()
-    assert (tmp_path / "out" / "gpu_check" / "head.json").read_text() == written
-    assert json.loads(written)["rows"]["one"]["ms"] == 1.0
+    whole = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert whole["parts"]["head"] == json.loads((folder / "head.json").read_text())
+    assert whole["parts"]["head"]["rows"]["one"]["ms"] == 1.0
+    assert whole["machine"] == {"gpu": "H100"}
+
+
+def test_logs_come_in_one_file_without_endless_ones(gpu_check, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "head.log").write_text("said")
+    (logs / "endless.log").write_bytes(bytes(gpu_check.LARGE_LOG))
+    gpu_check.bring_logs(tmp_path, tmp_path)
+    with tarfile.open(tmp_path / "logs.tar.gz") as archive:
+        assert archive.getnames() == ["head.log"]
 
 
 def test_parts_take_turns_until_the_call_is_over(gpu_check, monkeypatch, tmp_path):

@@ -288,17 +288,35 @@ def test_views_of_wide_buffers_as_on_a_gpu(generate, prompts, monkeypatch):
     model = build("qwen2")
     sampling = {"max_new_tokens": 40, "n": 3, "seed": 4}
     expected, _ = generate(model, prompts, 4, **sampling)
-    made = []
-    init = SlotCache.__init__
+    made, masks = [], []
+    init, step_mask = SlotCache.__init__, cache_module.SlotDecoder._step_mask
 
     def loose(self, config, **options):
         init(self, config, **{**options, "tight": False})
         made.append(self)
 
+    def kept(self):
+        masks.append(step_mask(self))
+        return masks[-1]
+
     monkeypatch.setattr(SlotCache, "__init__", loose)
+    monkeypatch.setattr(cache_module.SlotDecoder, "_step_mask", kept)
     monkeypatch.setattr(cache_module, "OTHER_COLUMNS", 4)
     assert by_key(generate(model, prompts, 4, **sampling)[0]) == by_key(expected)
     assert not made[0].span.whole
+    assert {len(mask) for mask in masks} == {1, 2, 3, 4}
+    assert all(mask.storage_offset() == 0 for mask in masks)  # read in pieces of 16 bytes
+    # where a row is no multiple of 8, torch makes another mask
+    assert all(mask.stride(0) == mask.shape[3] for mask in masks)
+
+
+@pytest.mark.gpu
+def test_rows_leave_one_by_one_on_a_gpu(generate, prompts):
+    """At the end a row is alone, whose first column is not the first of all."""
+    model = build("qwen2").to("cuda", torch.bfloat16)
+    rollouts, _ = generate(model, prompts, 64, max_new_tokens=60, n=5, seed=4)
+    assert len(rollouts) == 5 * len(prompts)
+    assert all(math.isfinite(value) for rollout in rollouts for value in rollout.log_probs)
 
 
 def test_history_follows_its_row(generate, prompts):

@@ -149,6 +149,7 @@ def test_two_ranks(run_checks):
         "check_prepare",
         "check_scheduler_steps_once_per_step",
         "check_sharded_from_the_start",
+        "check_no_pass_waits_for_the_device",
         world_size=2,
         timeout=400,
     )

@@ -115,6 +115,21 @@ def check_zero_equals_plain_torch(strategy: DeepspeedStrategy, work_dir: Path) -
             )  # noqa: B023, RUF100
 
 
+def check_no_pass_waits_for_the_device(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    """DeepSpeed's own code asks a GPU to be done with everything in no pass; its timer would, from the third step on."""
+    for stage in (0, 1, 2, 3):
+        role = make_strategy(zero_stage=stage)
+        actor, optimizer, scheduler = trained_actor(role)
+        for step in (0, 1, 3):
+            train_step(role, actor, optimizer, scheduler, step)
+        with mock.patch.object(
+            type(get_accelerator()), "synchronize", side_effect=AssertionError("waits")
+        ):
+            train_step(role, actor, optimizer, scheduler, 4)
+            with torch.no_grad():
+                actor(batch(5))
+
+
 def check_one_rank_averages_nothing(_: DeepspeedStrategy, work_dir: Path) -> None:
     """Alone at stage 0 the gradient stays where it is; a parameter without one decays all the same, as on two ranks."""
     role = make_strategy(zero_stage=0)
