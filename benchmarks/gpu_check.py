@@ -96,24 +96,26 @@ class Rows:
     def __call__(
         self, name: str, action: Callable[[], dict[str, Any]], lacks: str = ""
     ) -> dict[str, Any]:
-        rows, tries = self.data["rows"], self.data["tries"]
+        rows = self.data["rows"]
         if name in rows:
             return rows[name]
-        start, tries[name] = time.monotonic(), tries.get(name, 0) + 1
+        start = time.monotonic()
+        self.data["running"] = name
         self.save()
         self.measured += 1
         try:
-            if tries[name] > 2:
+            if self.data["ended"].get(name, 0) == 2:
                 raise RuntimeError("it has ended the process twice")
             rows[name] = {"skipped": lacks} if lacks else action()
         except Stopped:
-            tries[name] -= 1
+            del self.data["running"]
             self.count_stop(name, time.monotonic() - start)
             self.save()
             raise
         except (Exception, SystemExit) as error:  # a part goes on behind what fails
             rows[name] = {"error": f"{type(error).__name__}: {str(error)[-600:]}"}
             traceback.print_exc()
+        del self.data["running"]
         rows[name]["seconds"] = round(time.monotonic() - start, 1)
         print(f"{name}: {rows[name]}", flush=True)
         self.save()
@@ -569,12 +571,21 @@ def measure_part(name: str, folder: Path, options: argparse.Namespace, end: floa
             )
         except SystemExit as error:
             print(f"{name}: {error}", flush=True)
+            count_ended_process(file, options)
         after = read(file)
         if has_more(after) and after == before and end - time.monotonic() > GRACE:
             after["state"] = "failed: " + tail(log, 2)
             keep(file, json.dumps(after, indent=1) + "\n", options)
     if options.out is not None:
         bring_logs(folder, options.out)
+
+
+def count_ended_process(file: Path, options: argparse.Namespace) -> None:
+    """The row that ran when its process ended; not if the whole call was killed, which is not the row's fault."""
+    data = read(file)
+    if (name := data.pop("running", None)) is not None:
+        data["ended"][name] = data["ended"].get(name, 0) + 1
+        keep(file, json.dumps(data, indent=1) + "\n", options)
 
 
 def forget_failures(file: Path, options: argparse.Namespace) -> None:
@@ -584,12 +595,12 @@ def forget_failures(file: Path, options: argparse.Namespace) -> None:
         for name, row in read(file)["rows"].items()
         if not row.keys() & {"error", "skipped"}
     }
-    keep(file, json.dumps({"rows": rows, "tries": {}, "stops": {}}) + "\n", options)
+    keep(file, json.dumps({"rows": rows, "ended": {}, "stops": {}}) + "\n", options)
 
 
 def read(file: Path) -> dict[str, Any]:
     found = json.loads(file.read_text()) if file.is_file() else {}
-    return {"rows": {}, "tries": {}, "stops": {}} | found
+    return {"rows": {}, "ended": {}, "stops": {}} | found
 
 
 def child(options: argparse.Namespace) -> None:

@@ -70,15 +70,23 @@ def test_what_failed_or_could_not_be_measured_is_measured_anew_if_asked(
 
 
 def test_a_row_that_was_stopped_is_measured_again_and_one_that_ends_its_process_twice_is_not(
-    rows_of, gpu_check
+    rows_of, gpu_check, tmp_path
 ):
     for _ in range(2):  # the time of a turn was over
         with pytest.raises(gpu_check.Stopped):
             rows_of()("slow", lambda: fails(gpu_check.Stopped()))
     assert rows_of()("slow", lambda: {"ms": 2.0})["ms"] == 2.0
-    for _ in range(2):  # as a killed process leaves it
+    options = rows_of().options
+    for _ in range(
+        3
+    ):  # as a killed process leaves it, and nobody saw it end: the whole call was killed
+        with pytest.raises(KeyboardInterrupt):
+            rows_of()("killed", lambda: fails(KeyboardInterrupt()))
+    assert rows_of()("killed", lambda: {"ms": 3.0})["ms"] == 3.0
+    for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             rows_of()("deadly", lambda: fails(KeyboardInterrupt()))
+        gpu_check.count_ended_process(tmp_path / "part.json", options)
     assert "ended the process twice" in rows_of()("deadly", pytest.fail)["error"]
 
 
