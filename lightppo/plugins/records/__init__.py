@@ -12,6 +12,7 @@ def register() -> None:
     CHECKS.register("told_options", Check(f"{here}.told:tell_options"))
     CHECKS.register("told_models", Check(f"{here}.told:tell_models", when="models"))
     CALLBACKS.register("profiles", CallbackEntry(f"{here}.profiles:profiles"))
+    CALLBACKS.register("gpu_memory", CallbackEntry(f"{here}.gpu_memory:gpu_memory"))
     CALLBACKS.register("evaluations", CallbackEntry(f"{here}.evaluations:Evaluations"))
     CALLBACKS.register("closing_lines", CallbackEntry(f"{here}.told:ClosingLines"))
     CHECKS.register(
@@ -29,6 +30,13 @@ def register() -> None:
         "alarm",
         "lightppo.plugins.records.alarms:meanings",
         about="1 if the metrics show a problem, otherwise 0; the log says when it starts",
+    )
+    METRICS.register(
+        "perf",
+        {
+            "gpu_memory_gb": "GB of tensors at the step's peak, of the rank that had most; on GPUs",
+            "gpu_memory_reserved_gb": "GB that torch held for them",
+        },
     )
     sections = {
         "trackers": "TrackerConfig",

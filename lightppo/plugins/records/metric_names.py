@@ -71,6 +71,8 @@ VERL: dict[str, tuple[str, ...]] = {
     "perf/time_eval": ("timing_s/testing",),
     "perf/time_save": ("timing_s/save_checkpoint",),
     "perf/time_step": ("timing_s/step", "perf/time_per_step"),
+    "perf/gpu_memory_gb": ("perf/max_memory_allocated_gb",),
+    "perf/gpu_memory_reserved_gb": ("perf/max_memory_reserved_gb",),
     "perf/time_start_profile": ("timing_s/start_profile",),
     "perf/time_stop_profile": ("timing_s/stop_profile",),
     "perf/time_<part>": ("timing_s/<part>",),
