@@ -52,6 +52,13 @@ SAPO_GRADIENT = """.08717775 -.01185913 .02758481 .00166108 -.002736  .0140068 -
     .05618205 -.02057173 .02290651 .01617758 -.03001293  -.1208916"""
 GPG_GRADIENT = """.1165 -.0195 .0275 .002 -.005  .012 -.083 .033  -.0525 .0605 -.0355 -.0225  -.013 -.039
     .095 -.038 .0505 .033 -.03  -.032"""
+DPPO_GRADIENT = UNCLIPPED.replace(".0393558", "0")
+DPPO_CUT = """.13135338 -.01782166 .04125 .0025425 -.0041348  .01261525 -.06863761 .02985963
+    -.05409886 0 -.0446803 -.01650256  -.01587824 -.04099957  .1425 -.03111177 0 0 -.045  -.03644251"""
+DPPO_NARROW = DPPO_GRADIENT.replace(".03523265 .0246927 -.05046083", "0 0 0")
+PRIME_GRADIENT = """.13136538 -.01783066 .04819949 .0025665 -.0041538  .01262025 -.06865661 .02984963
+    -.0540958630 -.000043 -.0446573004 -.0165335565  -.0158582359 -.0409945728
+    .331707581 -.0311317686 -.000036 -.000029 -.0504088295  -.0364295083"""
 ROW_MEAN, TOKEN_MEAN = "seq-mean-token-mean", "token-mean"
 
 
@@ -106,6 +113,11 @@ class TestPolicyLosses:
             ("sapo", ROW_MEAN, (None, None), {}, -0.201393551, SAPO_GRADIENT),  # verl, TRL
             ("sapo", TOKEN_MEAN, (None, None), {}, 0.213463699, None),  # AReaL sapo_loss_fn
             ("gpg", TOKEN_MEAN, (None, None), {}, -0.02218, GPG_GRADIENT),  # verl
+            # verl, clip_ratio_c 20, and 1.5
+            ("dppo_tv", TOKEN_MEAN, (0.15, 0.15), {}, -0.065877589, DPPO_GRADIENT),
+            ("dppo_tv", TOKEN_MEAN, (0.05, 0.1), {"dppo_ratio_max": 1.5}, 0.096943181, DPPO_CUT),
+            ("dppo_kl", TOKEN_MEAN, (0.05, 0.05), {}, -0.065877589, DPPO_GRADIENT),
+            ("dppo_kl", TOKEN_MEAN, (0.01, 0.02), {}, -0.063303478, DPPO_NARROW),
         ],
     )
     def test_loss_and_gradient(self, kind, mode, eps, options, loss, gradient):
@@ -114,6 +126,11 @@ class TestPolicyLosses:
         close(got, loss)
         if gradient:
             close(got_gradient, rows(gradient))
+
+    def test_dppo_of_prime_rl(self):
+        """prime-rl default_loss_fn, masks .05 and .1, kl_tau 1e-3: the same gradient; its value is that of -ρA."""
+        _, gradient = policy_loss("dppo_tv", TOKEN_MEAN, 0.05, 0.1, dppo_drift_coef=1e-3)
+        close(gradient, rows(PRIME_GRADIENT))
 
     def test_constant_scale(self):
         """verl with loss_scale_factor 40 and its dual clip; TRL dr_grpo with max_completion_length 40."""

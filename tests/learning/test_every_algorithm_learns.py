@@ -77,6 +77,8 @@ MEASURED = {
     "loss-kl_cov": 0.27,
     "loss-gpg": 0.26,
     "loss-cpgd": 0.28,
+    "loss-dppo_tv": 0.26,
+    "loss-dppo_kl": 0.26,
     "kl_in_reward": 0.30,
     "kl_loss-k2": 0.27,
     "kl_loss-k3": 0.28,

@@ -420,6 +420,10 @@ STEP: Changes = [
     ),
     (TWO_STEPS | {"policy_loss": "kl_cov"}, {"kl_cov_ratio": 0.9, "kl_cov_coef": 9.0}),
     (TWO_STEPS | {"policy_loss": "cpgd"}, {"cpgd_drift_coef": 9.0}),
+    (
+        TWO_STEPS | {"policy_loss": "dppo_tv"},
+        {"dppo_ratio_max": 1.0001, "dppo_drift_coef": 9.0},
+    ),
 ]
 
 # What a reward source is made with, and what the arguments of vLLM are.

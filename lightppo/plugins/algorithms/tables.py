@@ -43,6 +43,15 @@ ESTIMATORS = {
 
 _SELECTED = {"selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently"}
 
+_dppo = partial(
+    PolicyLossEntry,
+    options=(
+        Option("dppo_ratio_max", float, 20.0, "largest weight π / π_old of a token.", gt=1),
+        Option("dppo_drift_coef", float, 0.0, "weight of (log π - log π_old)².", ge=0),
+    ),
+    metrics={"dppo_truncated_ratio": "share of trained tokens above --dppo_ratio_max"},
+)
+
 POLICY_LOSSES = {
     "gmpo": PolicyLossEntry(
         f"{_LOSSES}:gmpo_policy_loss", eps_clip=(0.4, 0.4), loss_agg_mode="seq-mean-token-mean"
@@ -97,6 +106,8 @@ POLICY_LOSSES = {
         options=(Option("cpgd_drift_coef", float, 0.01, "weight of the policy drift.", ge=0),),
         metrics={"cpgd_drift": "policy drift of cpgd, before its coefficient"},
     ),
+    "dppo_tv": _dppo(f"{_LOSSES}:dppo_tv_policy_loss", eps_clip=(0.15, 0.15)),
+    "dppo_kl": _dppo(f"{_LOSSES}:dppo_kl_policy_loss", eps_clip=(0.05, 0.05)),
 }
 
 
