@@ -34,6 +34,9 @@ class EstimatorEntry(Entry):
     discounted: bool = False  # --gamma acts
     # of scores: --no_group_std_norm, --grpo_std_scope, --grpo_std_eps act
     divides_by_std: bool = False
+    # further keyword arguments: "module:function" of the config, which returns None, or a function of this rank's
+    # rollouts and their device that returns them by name
+    inputs: str | Callable | None = None
     # a teacher's term is all of its advantage: it needs one, and no reward
     of_teacher: bool = False
     # by default, not in the reward: its noise would be divided by a group's deviation too

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightppo.algorithms.advantages import group_normalize, teacher_advantages
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, load
 from lightppo.algorithms.kl import KLController, KLEstimate, full_kl
 from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
@@ -184,6 +184,9 @@ class ExperienceMaker:
             self.estimator.fn,
             **{name: getattr(self.algorithm, name) for name in self.estimator.defaults},
         )
+        self.estimator_inputs = None
+        if self.estimator.inputs is not None:
+            self.estimator_inputs = load(self.estimator.inputs)(config)
         is_full = self.algorithm.kl_estimator == "full"
         self.kl_of_samples = KLEstimate(
             "k1" if is_full else self.algorithm.kl_estimator, self.algorithm.kl_clip
@@ -463,6 +466,7 @@ class ExperienceMaker:
             greedy = [rollout.baseline for rollout in rollouts]
         groups = [rollout.prompt.index for rollout in rollouts]
         groups = torch.tensor(groups, dtype=torch.long, device=device)
+        inputs = self.estimator_inputs(rollouts, device) if self.estimator_inputs else {}
         batch.advantages, batch.returns = self.advantages_of(
             token_rewards=token_rewards,
             action_mask=mask,
@@ -478,6 +482,7 @@ class ExperienceMaker:
             batch_std=config.grpo_std_scope == "batch",
             score_norms=norms,
             all_reduce_sum=self._all_reduce_sum,
+            **inputs,
         )
         if self.teacher is not None:
             gaps = (

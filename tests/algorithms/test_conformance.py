@@ -68,6 +68,19 @@ def bessel(advantages: Tensor) -> Tensor:
 
 
 class TestAdvantages:
+    @pytest.mark.parametrize(
+        ("weights", "expected"),
+        [
+            ((1.0, 1.0), "-.35359138 -.78744347 .83173378 -2.16026591 .81822981 1.03273493"),
+            ((1.0, 0.5), ".38190828 -1.39659998 .17178679 -1.82084956 1.06421647 -.08627183"),
+        ],
+    )
+    def test_gdpo(self, weights, expected):
+        """verl compute_gdpo_outcome_advantage, with gdpo_reward_weights; its whitening is n - 1."""
+        parts = torch.stack([SCORES, numbers("0 10 10 4 4 7")], dim=1)
+        advantages, _ = estimate("gdpo", part_scores=parts, part_weights=weights)
+        close(bessel(advantages), on_tokens(expected), FLOAT32)
+
     def test_gae(self):
         advantages, returns = estimate("gae", REWARDS)
         # verl compute_gae_advantage_return; TRL PPOTrainer.train has the same

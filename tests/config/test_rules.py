@@ -788,10 +788,11 @@ def test_resolution(options, expected):
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_is_accepted_with_what_it_needs(name):
-    teacher = TEACHER if ADVANTAGE_ESTIMATORS[name].of_teacher else {}
+    more = TEACHER if ADVANTAGE_ESTIMATORS[name].of_teacher else {}
+    more |= {"gdpo_rewards": ("right", "style")} if name == "gdpo" else {}
     samples = ADVANTAGE_ESTIMATORS[name].min_group_size
     resolved = config(
-        **teacher | {"advantage_estimator": name, "n_samples_per_prompt": samples}
+        **more | {"advantage_estimator": name, "n_samples_per_prompt": samples}
     ).resolved()
     resolved.validate()
     assert resolved.loss.policy_loss == ADVANTAGE_ESTIMATORS[name].policy_loss

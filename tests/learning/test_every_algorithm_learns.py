@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.addition import rise, train
+from support.addition import rise, score_in_parts, train
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
@@ -29,6 +29,11 @@ ESTIMATORS = list(
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"advantage_estimator": name} for name in ESTIMATORS},
     "gae": GAE,
+    "gdpo": {
+        "advantage_estimator": "gdpo",
+        "reward_fn": score_in_parts,
+        "gdpo_rewards": ("right", "digits=0.5"),
+    },
     "on_policy_distill": ALONE,
     "distill_by-loss": ALONE | {"distill_by": "loss"},
     "distill_beta-0.5": ALONE | {"distill_by": "loss", "distill_beta": 0.5},
@@ -64,6 +69,7 @@ MEASURED = {
     "cpgd": 0.28,
     "group_adv_norm": 0.27,
     "optimal_token_baseline": 0.30,
+    "gdpo": 0.26,
     "on_policy_distill": 0.25,
     "distill_by-loss": 0.28,
     "distill_beta-0.5": 0.26,

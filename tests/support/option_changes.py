@@ -321,6 +321,16 @@ RAN: Changes = [
         {"reward_delta": True},
     ),
     (SHORT | {"kl_target": 0.001}, {"kl_horizon": 100}),
+    (
+        SHORT
+        | GROUPS
+        | {
+            "advantage_estimator": "gdpo",
+            "reward_fn": "@rewards:in_parts",
+            "gdpo_rewards": ("length", "ones"),
+        },
+        {"gdpo_rewards": ("length", "ones=5")},
+    ),
 ]
 
 # Two optimizer steps of a trainer whose engine and rewards are tables.

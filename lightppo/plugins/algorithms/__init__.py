@@ -54,3 +54,6 @@ def register() -> None:
         "lightppo.plugins.algorithms.sections:PromptFilterConfig",
         adds_to="sampling",
     )
+    register_section(
+        "gdpo", "lightppo.plugins.algorithms.sections:PartsConfig", adds_to="algorithm"
+    )

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from lightppo.config.options import all_options
 from lightppo.config.rules import sources_by_flag
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
-from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection
+from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection, weights_of_parts
 
 corrected = partial(option, needs="rollout_correction!=none")
 
@@ -105,3 +106,47 @@ class PromptFilterConfig(Section, adds_to="sampling"):
             return
         if getattr(o, "plan", o) is None and not any(map(vars(o).get, sources_by_flag().values())):
             yield "--dataset_filter_threshold chooses by scores, and this run has no reward: leave it out"
+
+
+# What changes the sum of the rewards, which gdpo does not read.
+_OF_THE_SUM = (
+    "reward_bias",
+    "reward_scaling",
+    "max_reward_clip",
+    "reward_running_norm",
+    "stop_properly_penalty",
+    "overlong_buffer_len",
+    "mask_no_eos_with_zero",
+    "use_dense_reward",
+    "reward_clip_range",
+    "check_xml_format",
+)
+
+
+class PartsConfig(Section, adds_to="algorithm"):
+    """Rewards that are normalised one by one."""
+
+    gdpo_rewards: tuple[str, ...] = option(
+        (),
+        "gdpo: the rewards, NAME or NAME=WEIGHT, by the names that they have in reward/: sources of --reward_source, "
+        "or numbers that a reward function gives beside the score.",
+        needs="advantage_estimator=gdpo",
+    )
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        try:
+            weights = weights_of_parts(o.gdpo_rewards)
+        except ConfigError as error:
+            yield str(error)
+            return
+        if o.advantage_estimator != "gdpo":
+            return
+        if len(weights) < 2:
+            yield "--advantage_estimator gdpo normalises several rewards: name at least two by --gdpo_rewards, or use grpo"
+        if o.init_kl_coef > 0 and o.use_kl_in_reward:
+            yield "--use_kl_in_reward adds to the sum of the rewards, and gdpo reads each one: set --use_kl_loss"
+        given = o.config.flat()
+        for one in all_options():
+            if one.name in _OF_THE_SUM and one.is_set(given[one.name]):
+                yield f"--{one.name} changes the sum of the rewards, and gdpo reads each one: leave it out"

@@ -6,6 +6,7 @@ Free of torch, as the command line reads them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,6 +36,14 @@ ESTIMATORS = {
     "cpgd": _over_std(f"{_ESTIMATORS}:cpgd", policy_loss="cpgd"),
     "group_adv_norm": EstimatorEntry(
         f"{_ESTIMATORS}:group_adv_norm", min_group_size=2, discounted=True, kl_in_loss=True
+    ),
+    "gdpo": EstimatorEntry(
+        f"{_ESTIMATORS}:gdpo",
+        inputs=f"{_ESTIMATORS}:parts_of_rewards",
+        min_group_size=2,
+        whiten=True,
+        divides_by_std=True,
+        kl_in_loss=True,
     ),
     "on_policy_distill": EstimatorEntry(
         f"{_ESTIMATORS}:on_policy_distill", of_teacher=True, kl_in_loss=True
@@ -209,3 +218,22 @@ class Rejection:
         if entry.measure != "k1" and min(known) <= 0:
             raise ConfigError(f"--rollout_rejection {text!r}: a bound of {name} must be above 0")
         return rejection
+
+
+def weights_of_parts(texts: Sequence[str]) -> dict[str, float]:
+    """``--gdpo_rewards``: the weight of each reward, 1 where there is none; ConfigError for anything else."""
+    weights: dict[str, float] = {}
+    for text in texts:
+        name, equals, weight = text.partition("=")
+        try:
+            value = float(weight) if equals else 1.0
+        except ValueError:
+            value = math.nan
+        if not name or not math.isfinite(value) or value == 0:
+            raise ConfigError(
+                f"--gdpo_rewards {text!r}: write NAME or NAME=WEIGHT, the weight a number other than 0"
+            )
+        if name in weights:
+            raise ConfigError(f"--gdpo_rewards names {name} twice: name it once")
+        weights[name] = value
+    return weights
