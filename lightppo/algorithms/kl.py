@@ -140,14 +140,21 @@ class KLEstimate:
             raise ValueError(
                 f"--kl_estimator {estimator} needs the logits of both models: call full_kl"
             )
-        self.value, self.clip = entry.fn, clip
+        self.value, self.clip, self.times_ratio = entry.fn, clip, entry.times_ratio
         self.carrier = None if entry.gradient_of is None else load(entry.gradient_of)
 
     def __call__(
-        self, log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor | None = None
+        self,
+        log_probs: Tensor,
+        ref_log_probs: Tensor,
+        action_mask: Tensor | None = None,
+        old_log_probs: Tensor | None = None,
     ) -> Tensor:
         require_same_shape(
-            log_probs=log_probs, ref_log_probs=ref_log_probs, action_mask=action_mask
+            log_probs=log_probs,
+            ref_log_probs=ref_log_probs,
+            action_mask=action_mask,
+            old_log_probs=old_log_probs,
         )
         log_ratio = at_least_float32(log_probs) - at_least_float32(ref_log_probs)  # (B, A)
         if action_mask is not None:
@@ -158,6 +165,11 @@ class KLEstimate:
         if self.carrier is not None:
             carrier = self.carrier(log_ratio)
             kl = kl.detach() + (carrier - carrier.detach())  # the bracket is an exact 0
+        if self.times_ratio and old_log_probs is not None:
+            change = at_least_float32(log_probs) - at_least_float32(old_log_probs.detach())
+            if action_mask is not None:
+                change = zero_where_masked(change, action_mask)
+            kl = kl * limited(change).exp()
         return kl
 
 
@@ -167,6 +179,7 @@ def approx_kl(
     estimator: str = "k1",
     clip: float | None = None,
     action_mask: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
 ) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token, (B, A) in nats, from d = log_probs - ref_log_probs.
 
@@ -176,8 +189,10 @@ def approx_kl(
     Args:
         clip: limits the value to ±clip; a clipped value has no gradient, except k2's in a straight-through estimator.
         action_mask: (B, A), True = trained token; the others become 0 and get no gradient.
+        old_log_probs: (B, A), of the policy that sampled, for estimators that are multiplied by π / π_old
+            (DeepSeek-V3.2, arXiv:2512.02556, eq. 7); ``None``: it is the policy itself, and the factor is left out.
     """
-    return KLEstimate(estimator, clip)(log_probs, ref_log_probs, action_mask)
+    return KLEstimate(estimator, clip)(log_probs, ref_log_probs, action_mask, old_log_probs)
 
 
 # -- mismatch of the rollout engine ----------------------------------------------------------------------------------

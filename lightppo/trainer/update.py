@@ -571,8 +571,12 @@ def _kl_to_reference(
 ) -> Tensor:
     """KL estimate with gradient (B, A): from the log probs of the sampled tokens, or over the whole vocabulary."""
     if config.algorithm.kl_estimator != "full":
+        old_log_probs = experience.action_log_probs
         return kl_of_samples(
-            scores.log_probs, experience.base_action_log_probs, experience.action_mask
+            scores.log_probs,
+            experience.base_action_log_probs,
+            experience.action_mask,
+            scores.log_probs.detach() if old_log_probs is None else old_log_probs,
         )
     kl, _ = _divergence(actor, reference, scores, experience)
     clip = config.algorithm.kl_clip

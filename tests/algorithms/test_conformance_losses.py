@@ -45,6 +45,8 @@ UNCLIPPED = """.13135338 -.01782166 .04814349 .0025425 -.0041348  .01261525 -.06
     .33158258 -.03111177 .03523265 .0246927 -.05046083  -.03644251"""
 GSPO_WIDE = """-.04546212 -.04546212 -.04546212 -.04546212 -.04546212  .03589897 .03589897 .03589897
     -.01478201 -.01478201 -.01478201 -.01478201  .14164356 .14164356  0 0 0 0 0  .11388284"""
+GSPO_DUAL = """-.06819318 -.06819318 -.06819318 -.06819318 -.06819318  .03230907 .03230907 .03230907
+    -.01773841 -.01773841 -.01773841 -.01773841  0 0  0 0 0 0 0  0"""
 GMPO_NARROW = """0 -.04016032 0 0 -.04016032  .03699226 0 .03699226  -.01430931 -.01430931 0 -.01430931
     .14164356 .14164356  0 -.02634286 -.02634286 -.02634286 0  .11388284"""
 SAPO_GRADIENT = """.08717775 -.01185913 .02758481 .00166108 -.002736  .0140068 -.07569595 .0330947
@@ -59,6 +61,10 @@ DPPO_NARROW = DPPO_GRADIENT.replace(".03523265 .0246927 -.05046083", "0 0 0")
 PRIME_GRADIENT = """.13136538 -.01783066 .04819949 .0025665 -.0041538  .01262025 -.06865661 .02984963
     -.0540958630 -.000043 -.0446573004 -.0165335565  -.0158582359 -.0409945728
     .331707581 -.0311317686 -.000036 -.000029 -.0504088295  -.0364295083"""
+KL_TIMES_RATIO = [
+    ("k1_ratio", 0.2278254, ".02987867 .07082967 .11904572 .11504805 .0243953"),
+    ("k3_ratio", 0.16937521, "-.02649618 .02513311 .0315121 .05148559 -.01695266"),
+]
 ROW_MEAN, TOKEN_MEAN = "seq-mean-token-mean", "token-mean"
 
 
@@ -100,8 +106,9 @@ class TestPolicyLosses:
             # verl compute_policy_loss_gspo, OpenRLHF, TRL grpo with importance_sampling_level sequence, slime
             ("gspo", ROW_MEAN, (3e-4, 4e-4), {}, 0.104533589, None),
             ("gspo", ROW_MEAN, (0.2, 0.2), {}, 0.038428229, GSPO_WIDE),
-            # AReaL, which has only the token mean
+            # AReaL, which has only the token mean; with c_clip 1.1
             ("gspo", TOKEN_MEAN, (3e-4, 4e-4), {}, -0.287058015, None),
+            ("gspo", TOKEN_MEAN, (0.2, 0.2), {"dual_clip": 1.1}, -0.386992319, GSPO_DUAL),
             # verl cispo; TRL cispo with epsilon_high 5 (its bound itself); slime
             ("cispo", TOKEN_MEAN, (1.0, 4.0), {}, -0.104839832, UNCLIPPED),
             ("cispo", TOKEN_MEAN, (0.2, 0.28), {}, -0.035103821, None),  # verl, slime
@@ -285,6 +292,18 @@ class TestPolicyLosses:
         """TRL grpo with beta 0.04: k3, averaged as the policy loss is."""
         kl = aggregate_loss(approx_kl(LOG_PROBS, REFERENCE, "k3"), MASK, ROW_MEAN)
         close(policy_loss("ppo", ROW_MEAN, 0.2, 0.28)[0] + 0.04 * kl, 0.029563546)
+
+    @pytest.mark.parametrize(("kind", "mean", "first_row"), KL_TIMES_RATIO)
+    def test_kl_loss_times_the_ratio(self, kind, mean, first_row):
+        """slime compute_approx_kl with importance_ratio (use_unbiased_kl), mean over tokens and its gradient.
+
+        TRL's use_bias_correction_kl has k3's formula.
+        """
+        log_probs = LOG_PROBS.clone().requires_grad_()
+        kl = approx_kl(log_probs, REFERENCE, kind, action_mask=MASK, old_log_probs=OLD)
+        loss = aggregate_loss(kl, MASK, TOKEN_MEAN)
+        close(loss.detach(), mean, FLOAT32)
+        close(torch.autograd.grad(loss, log_probs)[0][0], numbers(first_row), FLOAT32)
 
     def test_rloo_on_policy(self):
         """TRL RLOOTrainer clips the ratio of the whole sequence; on-policy its gradient is that of the token sum."""

@@ -52,6 +52,39 @@ def test_float32_is_close_to_float64(name):
     torch.testing.assert_close(single.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+def test_times_the_ratio_by_hand():
+    log_probs = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
+    ref, old = torch.tensor([[-1.5, -2.0, -2.0]]), torch.tensor([[-1.0, -2.0, -3.6931472]])
+    # d = 0.5, 0, -1; ρ = 1, 1, 2
+    k1 = approx_kl(log_probs, ref, "k1_ratio", old_log_probs=old)
+    torch.testing.assert_close(k1, torch.tensor([[0.5, 0.0, -2.0]]))
+    # ρ·(d + 1)
+    (slope,) = torch.autograd.grad(k1.sum(), log_probs)
+    torch.testing.assert_close(slope, torch.tensor([[1.5, 1.0, 0.0]]))
+    k3 = approx_kl(log_probs, ref, "k3_ratio", old_log_probs=old)
+    torch.testing.assert_close(k3, torch.tensor([[0.1065307, 0.0, 2 * 0.7182818]]))
+    # ρ·(e^{-d} + d - 1) + ρ·(1 - e^{-d}) = ρ·d
+    (slope,) = torch.autograd.grad(k3.sum(), log_probs)
+    torch.testing.assert_close(slope, torch.tensor([[0.5, 0.0, -2.0]]))
+
+
+def test_times_the_ratio_only_as_a_loss_and_not_under_the_mask():
+    log_probs, ref, old = (random_log_probs(seed) for seed in range(3))
+    assert torch.equal(approx_kl(log_probs, ref, "k3_ratio"), approx_kl(log_probs, ref, "k3"))
+    assert torch.equal(
+        approx_kl(log_probs, ref, "k3", old_log_probs=old), approx_kl(log_probs, ref, "k3")
+    )
+    mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(3)) > 0.5
+    log_probs = log_probs.masked_fill(~mask, NAN).requires_grad_()
+    dirty = approx_kl(
+        log_probs, ref, "k3_ratio", action_mask=mask, old_log_probs=old.masked_fill(~mask, -INF)
+    )
+    assert not dirty[~mask].any()
+    dirty.sum().backward()
+    assert log_probs.grad.isfinite().all()
+    assert not log_probs.grad[~mask].any()
+
+
 class TestWhatDocsClaim:
     """Facts about expectations under the policy, by summing over a vocabulary of 4 instead of sampling."""
 
@@ -112,6 +145,18 @@ class TestWhatDocsClaim:
         logits = torch.tensor([self.LOGITS], dtype=torch.float64, requires_grad=True)
         full_kl(logits, self.REF.log()[None]).sum().backward()
         torch.testing.assert_close(logits.grad[0], true)
+
+    @pytest.mark.parametrize("name", ["k1_ratio", "k3_ratio"])
+    def test_times_the_ratio_values_and_gradients_hold_for_samples_of_another_policy(self, name):
+        old = torch.tensor([0.4, 0.3, 0.1, 0.2], dtype=torch.float64)
+        logits, log_p = self.policy()
+        estimate = approx_kl(log_p, self.REF.log(), name, old_log_probs=old.log())
+        mean = (old * estimate).sum()
+        torch.testing.assert_close(mean, self.kl(log_p.exp(), self.REF))
+        (gradient,) = torch.autograd.grad(mean, logits)
+        torch.testing.assert_close(gradient, self.gradient_of(self.kl))
+        plain = approx_kl(log_p, self.REF.log(), name.removesuffix("_ratio"))
+        assert not torch.isclose((old * plain).sum(), mean, rtol=1e-3)
 
     def test_gradients_in_the_reward(self):
         true = self.gradient_of(self.kl)

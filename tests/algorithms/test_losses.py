@@ -71,7 +71,7 @@ class TestPolicyLoss:
         advantages[2, 1] = 0.0
         selected = {name: torch.zeros_like(x) for name, x in selection(kind, 3, 4).items()}
         log_probs.requires_grad_()
-        options = {"dual_clip": 3.0} if kind == "ppo" else {}
+        options = {"dual_clip": 3.0} if "dual_clip" in POLICY_LOSSES[kind].defaults else {}
         loss_fn = PolicyLoss(policy_loss=kind, options=options)
         loss, metrics = loss_fn(log_probs, log_probs, advantages, self.MASK, **selected)
         loss.backward()
@@ -518,6 +518,16 @@ class TestGSPO:
         )
         check(metrics["clip_ratio"], 1 / 6)
         check(metrics["ratio"], (3 * 1.1051709 + 1.6487213 + 2 * 1.4918247) / 6)
+
+    def test_dual_clip_by_hand(self):
+        loss_fn = PolicyLoss(0.2, 0.2, "gspo", ROW_MEAN, {"dual_clip": 1.3})
+        loss, gradient, metrics = step(loss_fn, self.LOG_RATIO, self.ADVANTAGES, self.MASK)
+        # as above, but row 3, A -1, with s = 1.4918247 costs 1.3 and has no gradient: its two of six tokens
+        check(loss, (-2.2103418 - 1.2 + 1.3) / 3)
+        check(gradient[2], torch.zeros(4))
+        assert gradient[0].any()
+        check(metrics["dual_clip_ratio"], 2 / 6)
+        check(metrics["clip_ratio"], 3 / 6)
 
     def test_a_row_is_clipped_whole_or_not_at_all(self):
         """Token 1 alone is far outside the clip; the row is not."""

@@ -9,13 +9,20 @@ _WEIGHTS = "lightppo.plugins.algorithms.token_weights"
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin`` and of algorithms."""
-    from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TABLES
+    from lightppo.algorithms.entries import (
+        ADVANTAGE_ESTIMATORS,
+        KL_ESTIMATORS,
+        POLICY_LOSSES,
+        TABLES,
+    )
     from lightppo.plugins.algorithms import tables
 
     for name, entry in tables.ESTIMATORS.items():
         ADVANTAGE_ESTIMATORS.register(name, entry)
     for name, entry in tables.POLICY_LOSSES.items():
         POLICY_LOSSES.register(name, entry)
+    for name, entry in tables.KL_ESTIMATORS.items():
+        KL_ESTIMATORS.register(name, entry)
     TABLES.extend((tables.CORRECTIONS, tables.REJECTIONS))
 
     correction = TokenWeight(
@@ -53,6 +60,9 @@ def register() -> None:
         "prompt_filter",
         "lightppo.plugins.algorithms.sections:PromptFilterConfig",
         adds_to="sampling",
+    )
+    register_section(
+        "kl_ratio", "lightppo.plugins.algorithms.sections:RatioConfig", adds_to="algorithm"
     )
     register_section(
         "gdpo", "lightppo.plugins.algorithms.sections:PartsConfig", adds_to="algorithm"

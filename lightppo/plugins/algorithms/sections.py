@@ -8,7 +8,12 @@ from lightppo.config.options import all_options
 from lightppo.config.rules import sources_by_flag
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
-from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection, weights_of_parts
+from lightppo.plugins.algorithms.tables import (
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    Rejection,
+    weights_of_parts,
+)
 
 corrected = partial(option, needs="rollout_correction!=none")
 
@@ -150,3 +155,14 @@ class PartsConfig(Section, adds_to="algorithm"):
         for one in all_options():
             if one.name in _OF_THE_SUM and one.is_set(given[one.name]):
                 yield f"--{one.name} changes the sum of the rewards, and gdpo reads each one: leave it out"
+
+
+class RatioConfig(Section, adds_to="algorithm"):
+    """KL estimators that are multiplied by the ratio."""
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        name = o.kl_estimator
+        if name in KL_ESTIMATORS and KL_ESTIMATORS[name].times_ratio and not o.use_kl_loss:
+            plain = name.removesuffix("_ratio")
+            yield f"--kl_estimator {name} is of --use_kl_loss: in the reward the ratio is 1; set {plain}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightppo.algorithms.entries import EstimatorEntry, PolicyLossEntry
+from lightppo.algorithms.entries import EstimatorEntry, KLEntry, PolicyLossEntry
 from lightppo.errors import ConfigError
 from lightppo.option import Option
 from lightppo.table import Entry, Table
@@ -117,6 +117,11 @@ POLICY_LOSSES = {
     ),
     "dppo_tv": _dppo(f"{_LOSSES}:dppo_tv_policy_loss", eps_clip=(0.15, 0.15)),
     "dppo_kl": _dppo(f"{_LOSSES}:dppo_kl_policy_loss", eps_clip=(0.05, 0.05)),
+}
+
+KL_ESTIMATORS = {
+    f"{name}_ratio": KLEntry(f"lightppo.algorithms.kl:{name}", times_ratio=True)
+    for name in ("k1", "k3")
 }
 
 
