@@ -46,7 +46,7 @@ from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tok
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.models.packing import all_pack, all_share_prompts, on_cpu, to_device
 from lightppo.option import shown_object
-from lightppo.plugin import TOKEN_WEIGHTS
+from lightppo.plugin import NORMALISATIONS, TOKEN_WEIGHTS
 from lightppo.ranks import Ranks, heartbeat, level
 
 
@@ -187,6 +187,10 @@ class ExperienceMaker:
         self.estimator_inputs = None
         if self.estimator.inputs is not None:
             self.estimator_inputs = load(self.estimator.inputs)(config)
+        self.normalisations = {
+            of: list(filter(None, (entry.fn(config, of) for entry in NORMALISATIONS.values())))
+            for of in ("scores", "advantages")
+        }
         is_full = self.algorithm.kl_estimator == "full"
         self.kl_of_samples = KLEstimate(
             "k1" if is_full else self.algorithm.kl_estimator, self.algorithm.kl_clip
@@ -454,8 +458,12 @@ class ExperienceMaker:
         config, device, mask = self.algorithm, self.strategy.device, batch.action_mask
         if batch.kl is not None:
             batch.kl = batch.kl.masked_fill(~mask, 0.0)
+        groups = [rollout.prompt.index for rollout in rollouts]
+        groups = torch.tensor(groups, dtype=torch.long, device=device)
+        scores = self.shaper.shape(rollouts)[:, None]  # (B, 1)
+        scores = self._normalised("scores", scores, mask.any(1, keepdim=True), groups)
         token_rewards = compute_token_rewards(
-            self.shaper.shape(rollouts),
+            scores[:, 0],
             mask,
             kl=batch.kl if config.use_kl_in_reward else None,
             kl_coef=self.kl_ctl.value if config.use_kl_in_reward and batch.kl is not None else 0.0,
@@ -464,8 +472,6 @@ class ExperienceMaker:
         greedy = None
         if self.estimator.needs_greedy_baseline:
             greedy = [rollout.baseline for rollout in rollouts]
-        groups = [rollout.prompt.index for rollout in rollouts]
-        groups = torch.tensor(groups, dtype=torch.long, device=device)
         inputs = self.estimator_inputs(rollouts, device) if self.estimator_inputs else {}
         batch.advantages, batch.returns = self.advantages_of(
             token_rewards=token_rewards,
@@ -494,11 +500,18 @@ class ExperienceMaker:
             batch.advantages = batch.advantages + self.distill.distill_coef * teacher_advantages(
                 *gaps
             )
+        batch.advantages = self._normalised("advantages", batch.advantages, mask, groups)
         if config.adv_norm and config.adv_norm_scope == "group":
             batch.advantages = group_normalize(batch.advantages, mask, groups, config.adv_norm_eps)
         if self.value_norm is not None:
             self.value_norm.update(batch.returns, mask, all_reduce_sum=self._all_reduce_sum)
         batch.info["return"] = token_rewards.sum(-1)
+
+    def _normalised(self, of: str, values: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
+        """Scores (B, 1) or advantages (B, A) after the ``NORMALISATIONS``. Collective."""
+        for normalise in self.normalisations[of]:
+            values = normalise(values, mask, groups, all_reduce_sum=self._all_reduce_sum)
+        return values
 
     def _add_loss_weights(self, batch: Experience, entropy: Tensor | None) -> None:
         """The product of the token weights: constant factors of the policy loss."""

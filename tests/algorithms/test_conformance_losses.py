@@ -479,6 +479,11 @@ class TestRejections:
             (["seq_mean_ratio=0.9:1.2"], "00000000111100111110"),
             (["seq_max_ratio=1.4"], "11111111000011000001"),
             (["seq_sum_ratio=0.5:1.5"], "00000000000011111111"),
+            # the same, kl_k3: the other direction
+            (["token_k3r=0.1"], "11111110110101010111"),
+            (["token_k3r=0.05"], "11101110100101010101"),
+            (["seq_mean_k3r=0.1"], "11111000111111000001"),
+            (["seq_sum_k3r=0.3"], "11111000111111000001"),
             # AReaL _apply_m2po_masking
             (["m2po=0.04"], "10101010100001010100"),
             (["m2po=0.1"], "11111110111101010111"),
@@ -517,6 +522,32 @@ class TestRejections:
             on_tokens(weights),
             FLOAT32,
         )
+
+    @pytest.mark.parametrize(
+        ("name", "agg", "bounds", "weights"),
+        [
+            # AReaL apply_rejection_sampling, level sequence, metric ratio, action mask
+            ("geo_mis", "sum", (0.3, 1.7), ".82861471 0 0 .81058425 .91393113 .75578374"),
+            ("geo_mis", "sum", (0.0, 0.5), ".82861471 .62918288 0 0 0 0"),
+            ("geo_mis", "max", (0.9, 1.4), ".82861471 0 0 .81058425 0 0"),
+            ("geo_mis", "max", (0.6, 1.2), "0 .62918288 0 .81058425 0 .75578374"),
+            # action clamp
+            ("geo_tis", "sum", (0.0, 0.5), ".82861471 .62918288 .5 .5 .5 .5"),
+            ("geo_tis", "max", (0.9, 1.4), ".82861471 .9 1.1560396 .81058425 .91393113 .9"),
+        ],
+    )
+    def test_what_of_a_row_is_bounded(self, name, agg, bounds, weights):
+        low, high = bounds
+        got = correction_weights(name, OLD, ROLLOUT, MASK, low=low, high=high, agg=agg)
+        close(got, on_tokens(weights), FLOAT32)
+
+    def test_rows_rejected_by_a_kl_keep_the_weights_of_their_tokens(self):
+        """AReaL, level sequence, metric kl_k2, agg mean, upper .05: behave_imp_weight."""
+        weights = correction_weights("tis", OLD, ROLLOUT, MASK, high=1e9)
+        kept = rejection_mask([Rejection.parse("seq_mean_k2=0.05")], OLD, ROLLOUT, MASK)
+        expected = """1.22140265 .75578374 .77105159 .69073433 .79453361  0 0 0  0 0 0 0  0 0  0 0 0 0 0
+            .75578374"""
+        close(weights * kept, rows(expected), FLOAT32)
 
     def test_weights_of_tokens_with_a_lower_bound(self):
         """AReaL action clamp; slime vanilla_tis_function and TRL token_truncate have the same formula."""

@@ -52,6 +52,15 @@ CASES: dict[str, dict[str, Any]] = {
     "value_norm-ma": GAE | {"value_norm": "ma"},
     "reward_running_norm": GAE | {"reward_running_norm": True},
     "adv_norm_scope-group": GAE | {"adv_norm_scope": "group"},
+    "reward_norm_by": {
+        "advantage_estimator": "reinforce",
+        "adv_norm": False,
+        "reward_norm_by": ("mean=group", "std=batch", "leave_one_out"),
+    },
+    "adv_norm_by": {
+        "advantage_estimator": "reinforce",
+        "adv_norm_by": ("mean=batch", "std=group", "unbiased"),
+    },
     "lora": GRPO | {"lora_rank": 8, "init_kl_coef": 0.01, "actor_learning_rate": 5e-3},
 }
 
@@ -98,6 +107,8 @@ MEASURED = {
     "value_norm-ma": 0.30,
     "reward_running_norm": 0.29,
     "adv_norm_scope-group": 0.27,
+    "reward_norm_by": 0.26,
+    "adv_norm_by": 0.28,
     "lora": 0.12,
     "tis": 0.27,
 }

@@ -416,6 +416,14 @@ STEP: Changes = [
             "correction_batch_norm": True,
         },
     ),
+    (
+        GAE | {"advantage_estimator": "reinforce"},
+        {"reward_norm_by": ("mean=group", "std=batch"), "adv_norm_by": ("mean=group", "std=batch")},
+    ),
+    (
+        GAE | {"rollout_correction": "geo_mis", "correction_low": 0.03},
+        {"correction_agg": "sum"},
+    ),
     (TWO_STEPS, {"dual_clip": 1.0001}),
     (TWO_STEPS | {"policy_loss": "sapo"}, {"sapo_tau_pos": 0.1, "sapo_tau_neg": 9.0}),
     (

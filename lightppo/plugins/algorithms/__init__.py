@@ -1,7 +1,15 @@
 """Corrections, rejections, rarely used estimators and policy losses, and a teacher on servers."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, METRICS, TEACHERS, TOKEN_WEIGHTS, CallbackEntry, TokenWeight
+from lightppo.plugin import (
+    CALLBACKS,
+    METRICS,
+    NORMALISATIONS,
+    TEACHERS,
+    TOKEN_WEIGHTS,
+    CallbackEntry,
+    TokenWeight,
+)
 from lightppo.table import Entry
 
 _WEIGHTS = "lightppo.plugins.algorithms.token_weights"
@@ -60,6 +68,15 @@ def register() -> None:
         "prompt_filter",
         "lightppo.plugins.algorithms.sections:PromptFilterConfig",
         adds_to="sampling",
+    )
+    for name, kind, owner in (
+        ("score_norm", "ScoreNormConfig", "reward"),
+        ("adv_norm", "AdvantageNormConfig", "algorithm"),
+    ):
+        where = f"lightppo.plugins.algorithms.sections:{kind}"
+        register_section(name, where, adds_to=owner)
+    NORMALISATIONS.register(
+        "levels", Entry("lightppo.plugins.algorithms.normalisation:normalisation")
     )
     register_section(
         "kl_ratio", "lightppo.plugins.algorithms.sections:RatioConfig", adds_to="algorithm"

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from lightppo.algorithms.entries import EstimatorEntry, KLEntry, PolicyLossEntry
 from lightppo.errors import ConfigError
@@ -138,7 +139,7 @@ class CorrectionEntry(Entry):
 class RejectionEntry(Entry):
     """What tokens have no policy loss; the function is a :data:`.correction.RejectionFn`."""
 
-    # what is bounded: "ratio", or one of KL_ESTIMATORS, of KL(π_rollout ‖ π_old) at a token
+    # what is bounded: "ratio", or one of KL_ESTIMATORS, of KL(π_rollout ‖ π_old) at a token; "k3r": the other direction
     measure: str = "k1"
     two_sided: bool = False  # it may have a lower bound
     in_training: bool = False  # the policy is the one in training; else the one before the update
@@ -176,7 +177,7 @@ REJECTIONS: Table[RejectionEntry] = Table(
             f"{_CORRECTION}:{function}", measure=measure, two_sided=measure in ("ratio", "k1")
         )
         for level, function in _LEVELS.items()
-        for measure in ("ratio", "k1", "k2", "k3")
+        for measure in ("ratio", "k1", "k2", "k3", "k3r")
     }
     | {
         "opsm": RejectionEntry(f"{_CORRECTION}:opsm", in_training=True),
@@ -242,3 +243,50 @@ def weights_of_parts(texts: Sequence[str]) -> dict[str, float]:
             raise ConfigError(f"--gdpo_rewards names {name} twice: name it once")
         weights[name] = value
     return weights
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What ``--reward_norm_by`` and ``--adv_norm_by`` say: of what mean and deviation are, "batch", "group" or None."""
+
+    mean: str | None = None
+    std: str | None = None
+    leave_one_out: bool = False  # a value is not in its own mean
+    unbiased: bool = False  # the deviation's divisor is n - 1
+    eps: float = 1e-5  # added to the deviation
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Norm:
+        """``mean=group std=batch leave_one_out unbiased eps=1e-6``, in any order; ConfigError for anything else."""
+        given: dict[str, Any] = {}
+        for word in words:
+            name, equals, value = word.partition("=")
+            if name in given:
+                raise ConfigError(f"{name!r} stands twice: write it once")
+            if name in ("mean", "std") and value in ("batch", "group"):
+                given[name] = value
+            elif name in ("leave_one_out", "unbiased") and not equals:
+                given[name] = True
+            elif name == "eps" and _above_zero(value):
+                given[name] = float(value)
+            else:
+                raise ConfigError(
+                    f"{word!r} is none of mean=batch, mean=group, std=batch, std=group, leave_one_out, unbiased and "
+                    "eps=NUMBER above 0"
+                )
+        norm = cls(**given)
+        if norm.mean is None and norm.std is None:
+            raise ConfigError(
+                "it names neither a mean nor a std: write mean=group std=batch, for example"
+            )
+        for name, needs in (("leave_one_out", "mean"), ("unbiased", "std"), ("eps", "std")):
+            if name in given and needs not in given:
+                raise ConfigError(f"{name} needs {needs}=batch or {needs}=group")
+        return norm
+
+
+def _above_zero(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
