@@ -131,6 +131,45 @@ def _mean_log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Te
     return (p * d).sum(-1), d
 
 
+REST_FLOOR = 1e-8  # least probability of the tokens beside the k, so that its log is finite
+
+
+def top_divergence(
+    log_probs: Tensor, top_log_probs: Tensor, beta: float = 1.0, tail: str = "rest"
+) -> Tensor:
+    """The divergence of :func:`full_kl` over a teacher's k best tokens alone, (N, k) -> (N,).
+
+    With p the policy's and q the teacher's probabilities of these tokens. ``tail`` says what becomes of all others:
+
+    - ``rest``: they count as one more token, of probability 1 - Σp and 1 - Σq, at least 1e-8. The divergence is at most
+      that over the vocabulary, and 0 only where both models agree on the k.
+    - ``renormalise``: p and q are divided by their sums, so that how much the policy gives to the k has no gradient.
+    - ``drop``: Σ q (log q - log p), for beta 0.
+
+    Args:
+        log_probs: of the policy, with a gradient; ``top_log_probs``: of the teacher.
+    """
+    require_same_shape(log_probs=log_probs, top_log_probs=top_log_probs)
+    both = log_probs, at_least_float32(top_log_probs)
+    if tail == "rest":
+        both = (torch.cat([x, _log_rest(x)], dim=1) for x in both)
+    elif tail == "renormalise":
+        both = (x.log_softmax(1) for x in both)
+    log_p, log_q = both
+    if beta == 0:
+        return _mean_log_ratio(log_q.exp(), log_q, log_p)[0]
+    if beta == 1:
+        return _mean_log_ratio(log_p.exp(), log_p, log_q)[0]
+    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    of_p = _mean_log_ratio(log_p.exp(), log_p, log_m)[0]
+    return (1 - beta) * of_p + beta * _mean_log_ratio(log_q.exp(), log_q, log_m)[0]
+
+
+def _log_rest(log_probs: Tensor) -> Tensor:
+    """ln(1 - Σ e^x), (N, k) -> (N, 1)."""
+    return (1 - log_probs.exp().sum(1, keepdim=True)).clamp(min=REST_FLOOR).log()
+
+
 class KLEstimate:
     """A KL estimator and its limit, looked up once; called as :func:`approx_kl`."""
 

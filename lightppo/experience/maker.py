@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightppo.algorithms.advantages import group_normalize, teacher_advantages
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, load
 from lightppo.algorithms.kl import KLController, KLEstimate, full_kl
-from lightppo.algorithms.logprobs import score_norms
+from lightppo.algorithms.logprobs import score_norms, top_log_probs
 from lightppo.algorithms.masking import masked_mean
 from lightppo.algorithms.shaping import (
     RunningMeanStd,
@@ -38,6 +38,7 @@ from lightppo.config.rules import (
     old_log_probs_from,
     rollout_rows,
     teacher_adds,
+    teacher_scores_rollout,
     token_weights,
 )
 from lightppo.data.records import Rollout, seed_of_step
@@ -146,7 +147,7 @@ class ExperienceMaker:
 
     Args:
         critic, initial_model: ``None`` if the estimator needs no values, and without KL.
-        teacher: whose term the advantages have; ``None``: they have none.
+        teacher: what judges the samples, if a pass over the rollout does; ``None``: there is none.
         rewarded: whether scores are numbers of a reward source, to be logged.
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         sample: (prompts, labels, generation options) → scored rollouts, for scripts in the seed's style.
@@ -172,7 +173,11 @@ class ExperienceMaker:
         timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     ) -> None:
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
-        self.teacher, self.rewarded = teacher if teacher_adds(config) else None, rewarded
+        self.teacher = teacher if teacher_scores_rollout(config) else None
+        self.teacher_adds, self.rewarded = (
+            self.teacher is not None and teacher_adds(config),
+            rewarded,
+        )
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
         self.sample, self.progress, self.timer = sample, progress, timer
         # the seed's: nothing here, times are in perf/ of the logs
@@ -370,6 +375,9 @@ class ExperienceMaker:
                     places = to_device(torch.tensor(rows), device)
                     # (b, a), the first a actions
                     for name, values in run(near.select(rows).to_device(device)).items():
+                        if name not in made:
+                            shape = *batch.action_mask.shape, *values.shape[2:]
+                            made[name] = torch.zeros(shape, device=device)
                         made[name][places, : values.size(1)] = values.float()
                     heartbeat.beat()
         if self.old_log_probs == "rollout":
@@ -380,6 +388,8 @@ class ExperienceMaker:
             "action_log_probs",
             "base_action_log_probs",
             "teacher_log_probs",
+            "teacher_top",
+            "teacher_top_ids",
             "values",
             "kl",
         ):
@@ -430,8 +440,19 @@ class ExperienceMaker:
         return {"base_action_log_probs": reference.log_probs}
 
     def _run_teacher(self, part: Experience) -> dict[str, Tensor]:
-        teacher = self.teacher.score_actions(part.sequences, part.num_actions, part.attention_mask)
-        return {"teacher_log_probs": teacher.log_probs}
+        inputs, k = (
+            (part.sequences, part.num_actions, part.attention_mask),
+            self.distill.distill_topk,
+        )
+        if k is None:
+            return {"teacher_log_probs": self.teacher.score_actions(*inputs).log_probs}
+        teacher = self.teacher.score_actions(*inputs, logits=True)
+        made = {"teacher_log_probs": teacher.log_probs}
+        found = top_log_probs(teacher.logits, k, self.teacher.temperature)  # (K, k) each
+        for name, values in zip(("teacher_top", "teacher_top_ids"), found):
+            made[name] = torch.zeros(*teacher.real.shape, k, device=values.device)  # (b, a, k)
+            made[name][teacher.real] = values.float()
+        return made
 
     def _run_critic(self, part: Experience) -> dict[str, Tensor]:
         options = {
@@ -490,7 +511,7 @@ class ExperienceMaker:
             all_reduce_sum=self._all_reduce_sum,
             **inputs,
         )
-        if self.teacher is not None:
+        if self.teacher_adds:
             gaps = (
                 batch.action_log_probs,
                 batch.teacher_log_probs,

@@ -27,7 +27,8 @@ from support.conformance import (
 )
 from torch import Tensor
 
-from lightppo.algorithms.kl import approx_kl, mismatch_terms
+from lightppo.algorithms.kl import approx_kl, mismatch_terms, top_divergence
+from lightppo.algorithms.logprobs import log_probs_at, top_log_probs
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.plugins.algorithms.correction import (
@@ -304,6 +305,19 @@ class TestPolicyLosses:
         loss = aggregate_loss(kl, MASK, TOKEN_MEAN)
         close(loss.detach(), mean, FLOAT32)
         close(torch.autograd.grad(loss, log_probs)[0][0], numbers(first_row), FLOAT32)
+
+    def test_top_k_distillation(self):
+        """verl compute_forward_kl_topk, k 2: of three rows of logits, which the tables' first rows serve as."""
+        student = torch.stack([LOG_PROBS[0], OLD[0], REFERENCE[0]]).requires_grad_()
+        top, ids = top_log_probs(torch.stack([ROLLOUT[0], REFERENCE[0], LOG_PROBS[0]]), 2)
+        loss = top_divergence(log_probs_at(student, ids), top, beta=0.0, tail="drop")
+        close(loss.detach(), numbers(".07511435 .21502069 .08737597"), FLOAT32)
+        expected = numbers(
+            """.1054398 .10865091 .05081239 -.06659882 -.19830427
+            -.13691211 .13520894 .03301035 .15397978 -.18528696
+            .14699233 .05461892 .03088839 -.19042387 -.04207578"""
+        ).view(3, 5)
+        close(torch.autograd.grad(loss.sum(), student)[0], expected, FLOAT32)
 
     def test_rloo_on_policy(self):
         """TRL RLOOTrainer clips the ratio of the whole sequence; on-policy its gradient is that of the token sum."""

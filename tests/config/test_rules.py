@@ -489,6 +489,9 @@ CONTRADICTIONS = [
     ({**BY_LOSS, "teacher_pretrain": None, "teacher_url": LOCAL}, "distill_by teacher_pretrain"),
     ({**BY_LOSS, "distill_discount": 0.5}, "distill_discount distill_by"),
     ({"teacher_pretrain": "larger", "distill_beta": 0.5}, "distill_beta distill_by"),
+    ({"teacher_pretrain": "larger", "distill_topk": 9}, "distill_topk distill_by"),
+    ({**BY_LOSS, "distill_tail": "renormalise"}, "distill_tail distill_topk"),
+    ({**BY_LOSS, "distill_topk": 9, "distill_tail": "drop"}, "distill_tail distill_beta"),
     ({"teacher_pretrain": "larger", "teacher_offload": True}, "teacher_offload teacher_zero_stage"),
     (
         {"teacher_pretrain": "larger", "teacher_api_key_env": "KEY"},

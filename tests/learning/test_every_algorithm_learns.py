@@ -38,6 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
     "distill_by-loss": ALONE | {"distill_by": "loss"},
     "distill_beta-0.5": ALONE | {"distill_by": "loss", "distill_beta": 0.5},
     "distill_beta-0": ALONE | {"distill_by": "loss", "distill_beta": 0.0},
+    "distill_topk-3": ALONE | {"distill_by": "loss", "distill_topk": 3},
+    "distill_topk-drop": ALONE
+    | {"distill_by": "loss", "distill_topk": 3, "distill_beta": 0.0, "distill_tail": "drop"},
     "grpo-and-teacher": GRPO | TEACHER,
     # ppo: grpo's own
     **{f"loss-{name}": GRPO | {"policy_loss": name} for name in POLICY_LOSSES if name != "ppo"},
@@ -85,6 +88,8 @@ MEASURED = {
     "distill_by-loss": 0.28,
     "distill_beta-0.5": 0.26,
     "distill_beta-0": 0.21,
+    "distill_topk-3": 0.29,
+    "distill_topk-drop": 0.19,
     "grpo-and-teacher": 0.26,
     "loss-gspo": 0.22,
     "gspo-dual_clip": 0.21,

@@ -315,7 +315,11 @@ RAN: Changes = [
     (SHORT | {"init_kl_coef": 0.5}, {"kl_clip": 1e-9, "kl_estimator": "k3"}),
     (SHORT | {"value_norm": "exp"}, {"value_norm_beta": 0.1}),
     (DISTILLED, {"distill_by": "loss", "distill_coef": 0.5, "distill_discount": 0.5}),
-    (DISTILLED | {"distill_by": "loss"}, {"distill_beta": 0.5}),
+    (DISTILLED | {"distill_by": "loss"}, {"distill_beta": 0.5, "distill_topk": 3}),
+    (
+        DISTILLED | {"distill_by": "loss", "distill_topk": 3},
+        {"distill_tail": "renormalise"},
+    ),
     (
         SHORT | ON | {"reward_fn": "@rewards:per_token", "use_dense_reward": True},
         {"reward_delta": True},
