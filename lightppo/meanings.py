@@ -135,6 +135,7 @@ _ROLLOUT = {
 _TRAIN = {
     "policy_loss": "policy loss",
     "kl_loss": "KL term of the loss, before its coefficient (--use_kl_loss)",
+    "teacher_top_mass": "mean probability that the teacher gives to its --distill_topk tokens",
     "distill_loss": "divergence from the teacher's distributions, before its coefficient (--distill_by loss)",
     "clip_ratio": "share of trained tokens without gradient because of clipping",
     "ratio": "mean probability ratio of new to old policy",

@@ -187,6 +187,11 @@ LOSS_TERMS: Table = Table("term of the actor's loss")
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
 """Factors of each token's policy loss: corrections, rejections, and others."""
 
+NORMALISATIONS: Table = Table("normalisation")
+"""What is done to shaped scores, and to advantages that are not whitened yet, in this order. An entry's function gets
+the config and ``"scores"`` or ``"advantages"``, and returns None, or a function ``(values, mask, group_ids, *,
+all_reduce_sum)`` → (B, A), called on every rank with all its samples; of scores A is 1."""
+
 TEACHERS: Table = Table("teacher")
 """Teachers that are no model in these processes: functions of the config, the tokenizer and the strategy that return an
 object with ``score_actions``, as :class:`lightppo.models.actor.Actor` has it, or None."""

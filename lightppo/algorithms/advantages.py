@@ -35,6 +35,7 @@ calls it, even one without samples (B = 0). A function names the keyword argumen
   whether the deviation of all scores takes its place
 - score_norms (B, A), see :func:`lightppo.algorithms.logprobs.score_norms`; None unless the entry asks for them
 - all_reduce_sum, sums a small tensor over all ranks
+- what the ``inputs`` of its entry give
 """
 
 

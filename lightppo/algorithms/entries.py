@@ -34,6 +34,9 @@ class EstimatorEntry(Entry):
     discounted: bool = False  # --gamma acts
     # of scores: --no_group_std_norm, --grpo_std_scope, --grpo_std_eps act
     divides_by_std: bool = False
+    # further keyword arguments: "module:function" of the config, which returns None, or a function of this rank's
+    # rollouts and their device that returns them by name
+    inputs: str | Callable | None = None
     # a teacher's term is all of its advantage: it needs one, and no reward
     of_teacher: bool = False
     # by default, not in the reward: its noise would be divided by a group's deviation too
@@ -64,6 +67,8 @@ class KLEntry(Entry):
 
     # straight-through: the value is the function's, the gradient this one's
     gradient_of: str | None = None
+    # as a loss, the estimate is multiplied by π / π_old, through which it has a gradient, too
+    times_ratio: bool = False
     over_vocabulary: bool = False  # needs the logits of both models: lightppo.algorithms.kl.full_kl
 
 
@@ -140,20 +145,22 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
     kind=EstimatorEntry,
 )
 
+_dual_clipped = partial(
+    PolicyLossEntry,
+    options=(
+        Option(
+            "dual_clip", float | None, None, "for A < 0, limit the loss to -this·A. None: off; 3 is usual.",
+            gt=1,
+        ),
+    ),
+    metrics={"dual_clip_ratio": "share of trained tokens whose loss --dual_clip limits"},
+)  # fmt: skip
+
 POLICY_LOSSES: Table[PolicyLossEntry] = Table(
     "--policy_loss",
     {
-        "ppo": PolicyLossEntry(
-            f"{_LOSSES}:ppo_policy_loss",
-            options=(
-                Option(
-                    "dual_clip", float | None, None, "for A < 0, limit the loss to -this·A. None: off; 3 is usual.",
-                    gt=1,
-                ),
-            ),
-            metrics={"dual_clip_ratio": "share of trained tokens whose loss --dual_clip limits"},
-        ),
-        "gspo": PolicyLossEntry(
+        "ppo": _dual_clipped(f"{_LOSSES}:ppo_policy_loss"),
+        "gspo": _dual_clipped(
             f"{_LOSSES}:gspo_policy_loss", eps_clip=(3e-4, 4e-4), loss_agg_mode="seq-mean-token-mean"
         ),
         "cispo": PolicyLossEntry(

@@ -131,6 +131,45 @@ def _mean_log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Te
     return (p * d).sum(-1), d
 
 
+REST_FLOOR = 1e-8  # least probability of the tokens beside the k, so that its log is finite
+
+
+def top_divergence(
+    log_probs: Tensor, top_log_probs: Tensor, beta: float = 1.0, tail: str = "rest"
+) -> Tensor:
+    """The divergence of :func:`full_kl` over a teacher's k best tokens alone, (N, k) -> (N,).
+
+    With p the policy's and q the teacher's probabilities of these tokens. ``tail`` says what becomes of all others:
+
+    - ``rest``: they count as one more token, of probability 1 - Σp and 1 - Σq, at least 1e-8. The divergence is at most
+      that over the vocabulary, and 0 only where both models agree on the k.
+    - ``renormalise``: p and q are divided by their sums, so that how much the policy gives to the k has no gradient.
+    - ``drop``: Σ q (log q - log p), for beta 0.
+
+    Args:
+        log_probs: of the policy, with a gradient; ``top_log_probs``: of the teacher.
+    """
+    require_same_shape(log_probs=log_probs, top_log_probs=top_log_probs)
+    both = log_probs, at_least_float32(top_log_probs)
+    if tail == "rest":
+        both = (torch.cat([x, _log_rest(x)], dim=1) for x in both)
+    elif tail == "renormalise":
+        both = (x.log_softmax(1) for x in both)
+    log_p, log_q = both
+    if beta == 0:
+        return _mean_log_ratio(log_q.exp(), log_q, log_p)[0]
+    if beta == 1:
+        return _mean_log_ratio(log_p.exp(), log_p, log_q)[0]
+    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    of_p = _mean_log_ratio(log_p.exp(), log_p, log_m)[0]
+    return (1 - beta) * of_p + beta * _mean_log_ratio(log_q.exp(), log_q, log_m)[0]
+
+
+def _log_rest(log_probs: Tensor) -> Tensor:
+    """ln(1 - Σ e^x), (N, k) -> (N, 1)."""
+    return (1 - log_probs.exp().sum(1, keepdim=True)).clamp(min=REST_FLOOR).log()
+
+
 class KLEstimate:
     """A KL estimator and its limit, looked up once; called as :func:`approx_kl`."""
 
@@ -140,14 +179,21 @@ class KLEstimate:
             raise ValueError(
                 f"--kl_estimator {estimator} needs the logits of both models: call full_kl"
             )
-        self.value, self.clip = entry.fn, clip
+        self.value, self.clip, self.times_ratio = entry.fn, clip, entry.times_ratio
         self.carrier = None if entry.gradient_of is None else load(entry.gradient_of)
 
     def __call__(
-        self, log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor | None = None
+        self,
+        log_probs: Tensor,
+        ref_log_probs: Tensor,
+        action_mask: Tensor | None = None,
+        old_log_probs: Tensor | None = None,
     ) -> Tensor:
         require_same_shape(
-            log_probs=log_probs, ref_log_probs=ref_log_probs, action_mask=action_mask
+            log_probs=log_probs,
+            ref_log_probs=ref_log_probs,
+            action_mask=action_mask,
+            old_log_probs=old_log_probs,
         )
         log_ratio = at_least_float32(log_probs) - at_least_float32(ref_log_probs)  # (B, A)
         if action_mask is not None:
@@ -158,6 +204,11 @@ class KLEstimate:
         if self.carrier is not None:
             carrier = self.carrier(log_ratio)
             kl = kl.detach() + (carrier - carrier.detach())  # the bracket is an exact 0
+        if self.times_ratio and old_log_probs is not None:
+            change = at_least_float32(log_probs) - at_least_float32(old_log_probs.detach())
+            if action_mask is not None:
+                change = zero_where_masked(change, action_mask)
+            kl = kl * limited(change).exp()
         return kl
 
 
@@ -167,6 +218,7 @@ def approx_kl(
     estimator: str = "k1",
     clip: float | None = None,
     action_mask: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
 ) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token, (B, A) in nats, from d = log_probs - ref_log_probs.
 
@@ -176,8 +228,10 @@ def approx_kl(
     Args:
         clip: limits the value to ±clip; a clipped value has no gradient, except k2's in a straight-through estimator.
         action_mask: (B, A), True = trained token; the others become 0 and get no gradient.
+        old_log_probs: (B, A), of the policy that sampled, for estimators that are multiplied by π / π_old
+            (DeepSeek-V3.2, arXiv:2512.02556, eq. 7); ``None``: it is the policy itself, and the factor is left out.
     """
-    return KLEstimate(estimator, clip)(log_probs, ref_log_probs, action_mask)
+    return KLEstimate(estimator, clip)(log_probs, ref_log_probs, action_mask, old_log_probs)
 
 
 # -- mismatch of the rollout engine ----------------------------------------------------------------------------------

@@ -64,6 +64,17 @@ class LossInputs:
         clipped_loss = -ratio.clamp(1.0 - self.eps_low, 1.0 + self.eps_high) * self.advantages
         return torch.maximum(loss, clipped_loss), clipped_loss > loss
 
+    def with_dual_clip(
+        self, loss: Tensor, lost: Tensor, dual_clip: float | None, **own: Tensor
+    ) -> TokenLoss:
+        """``loss``, at most -cA where A < 0, and its metrics; ``dual_clip`` is c, ``lost`` as of :meth:`metrics`."""
+        if dual_clip is None:
+            return loss, self.metrics(lost, **own)
+        bound = -dual_clip * self.advantages
+        dual_clipped = (self.advantages < 0) & (loss > bound)
+        metrics = self.metrics(lost | dual_clipped, dual_clip_ratio=dual_clipped, **own)
+        return torch.where(dual_clipped, bound, loss), metrics
+
     def beyond_limit(self, log_ratio: Tensor) -> Tensor:
         """The tokens that lose their gradient to the limit on log ratios."""
         return (log_ratio.detach().abs() > LOG_RATIO_LIMIT) & (self.advantages != 0)
@@ -98,17 +109,10 @@ def ppo_policy_loss(inputs: LossInputs, *, dual_clip: float | None = None) -> To
     eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
     """
     loss, lost = inputs.clipped_surrogate(inputs.ratio)
-    lost = lost | inputs.beyond_limit(inputs.log_ratio)
-    if dual_clip is None:
-        return loss, inputs.metrics(lost)
-    bound = -dual_clip * inputs.advantages
-    dual_clipped = (inputs.advantages < 0) & (loss > bound)
-    return torch.where(dual_clipped, bound, loss), inputs.metrics(
-        lost | dual_clipped, dual_clip_ratio=dual_clipped
-    )
+    return inputs.with_dual_clip(loss, lost | inputs.beyond_limit(inputs.log_ratio), dual_clip)
 
 
-def gspo_policy_loss(inputs: LossInputs) -> TokenLoss:
+def gspo_policy_loss(inputs: LossInputs, *, dual_clip: float | None = None) -> TokenLoss:
     """PPO's loss with one ratio per row, s = exp(mean d of its trained tokens), so whole rows are clipped.
 
     Each token gets sg(s)·exp(log_probs - sg(log_probs)): the value s, and the gradient -sA to its own log prob. With
@@ -118,7 +122,8 @@ def gspo_policy_loss(inputs: LossInputs) -> TokenLoss:
     log_row_ratio = inputs.row_mean(inputs.log_ratio.detach())  # (B, 1)
     ratio = limited(log_row_ratio + (inputs.log_probs - inputs.log_probs.detach())).exp()  # (B, A)
     loss, lost = inputs.clipped_surrogate(ratio)
-    return loss, inputs.metrics(lost | inputs.beyond_limit(log_row_ratio), ratio=ratio)
+    lost = lost | inputs.beyond_limit(log_row_ratio)
+    return inputs.with_dual_clip(loss, lost, dual_clip, ratio=ratio)
 
 
 def cispo_policy_loss(inputs: LossInputs) -> TokenLoss:

@@ -520,6 +520,17 @@ class DistillConfig(Section, of="training"):
         le=1,
         also="distill_by=advantage",
     )
+    distill_topk: int | None = own_teacher(
+        None,
+        "Take the divergence over the teacher's K most likely tokens, which one pass over the rollout finds. None: all.",
+        ge=1,
+        also="distill_by=loss",
+    )
+    distill_tail: Literal["rest", "renormalise", "drop"] = own_teacher(
+        "rest",
+        "All other tokens: rest: count as one more; renormalise: both models' K sum to 1; drop: are left out.",
+        also="distill_topk",
+    )
     distill_beta: float = own_teacher(
         1.0,
         "Divergence in the loss: 1 is KL(student || teacher), 0 KL(teacher || student), between them Jensen-Shannon.",

@@ -215,6 +215,13 @@ def _needs_pass(values: Mapping[str, Any]) -> list[str]:
     return of_sections + [reason for reason, is_so in reasons.items() if is_so]
 
 
+def teacher_scores_rollout(config: Options) -> bool:
+    """Whether the teacher makes a pass over the rollout, rather than in training."""
+    return teacher_adds(config) or (
+        needs_teacher(config) and config.distill.distill_topk is not None
+    )
+
+
 # -- reward sources --------------------------------------------------------------------------------------------------
 
 ANY_ROUTE = "*"
@@ -736,6 +743,8 @@ def _algorithm(options: SimpleNamespace) -> Iterator[str]:
         yield f"{name} acts on the one score of a response, --use_dense_reward on token scores: leave one out"
     if estimator.of_teacher and not (options.teacher_pretrain or options.teacher_url):
         yield f"{name} learns from a teacher alone: set --teacher_pretrain or --teacher_url"
+    if options.distill_tail == "drop" and options.distill_beta > 0:
+        yield "--distill_tail drop leaves a sum that may fall below 0 unless --distill_beta is 0: set one of them"
     if options.teacher_url and options.temperature not in (0, 1):
         yield f"--teacher_url gives log probs at --temperature 1, not {options.temperature:g}: set 1, or --teacher_pretrain"
     if options.init_kl_coef > 0 and not options.use_kl_loss and not options.use_kl_in_reward:

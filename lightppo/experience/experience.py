@@ -41,6 +41,9 @@ class Experience:
     # (B, A) bool: tokens that the policy loss treats differently (clip_cov, kl_cov)
     selected: Tensor | None = None
     teacher_log_probs: Tensor | None = None  # (B, A) the teacher's
+    # (B, A, K) the teacher's log probs of its K most likely tokens, and their ids as float
+    teacher_top: Tensor | None = None
+    teacher_top_ids: Tensor | None = None
     # (B,) each: reward, response_length, kl, return, ...
     info: dict[str, Tensor] = field(default_factory=dict)
     # batching.StepPart of a micro batch: its share of an optimizer step; else None
@@ -80,7 +83,10 @@ class Experience:
         """Rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
         rows = {}
         for name in self._present():
-            broken = ~getattr(self, name).isfinite() & self.action_mask  # (B, A)
+            broken = ~getattr(self, name).isfinite()
+            if name in TOP_TENSORS:
+                broken = broken.any(-1)
+            broken = broken & self.action_mask  # (B, A)
             rows[name] = broken.any(1).sum()
         if "reward" in self.info:
             rows["score"] = (~self.info["reward"].isfinite()).sum()
@@ -139,6 +145,7 @@ class Experience:
         mask = torch.zeros(1, 1, dtype=torch.bool, device=device)
         sequences = torch.zeros(1, 2, dtype=torch.long, device=device)
         tensors = {name: mask.float() for name in ACTION_TENSORS} | {"selected": mask}
+        tensors |= {name: mask.float().unsqueeze(-1) for name in TOP_TENSORS}
         return cls(sequences, torch.ones_like(sequences), mask, **tensors)
 
     def select(self, rows: Sequence[int]) -> Self:
@@ -251,7 +258,9 @@ def non_finite_text(found: Sequence[Mapping[str, int]]) -> str:
     return ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown) if text)
 
 
-# (B, A), may be absent
+# (B, A, K), may be absent
+TOP_TENSORS = ("teacher_top", "teacher_top_ids")
+# (B, A) and these, may be absent
 ACTION_TENSORS = [
     field.name for field in dataclasses.fields(Experience) if field.type == "Tensor | None"
 ]

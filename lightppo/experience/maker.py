@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lightppo.algorithms.advantages import group_normalize, teacher_advantages
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, load
 from lightppo.algorithms.kl import KLController, KLEstimate, full_kl
-from lightppo.algorithms.logprobs import score_norms
+from lightppo.algorithms.logprobs import score_norms, top_log_probs
 from lightppo.algorithms.masking import masked_mean
 from lightppo.algorithms.shaping import (
     RunningMeanStd,
@@ -38,6 +38,7 @@ from lightppo.config.rules import (
     old_log_probs_from,
     rollout_rows,
     teacher_adds,
+    teacher_scores_rollout,
     token_weights,
 )
 from lightppo.data.records import Rollout, seed_of_step
@@ -46,7 +47,7 @@ from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tok
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.models.packing import all_pack, all_share_prompts, on_cpu, to_device
 from lightppo.option import shown_object
-from lightppo.plugin import TOKEN_WEIGHTS
+from lightppo.plugin import NORMALISATIONS, TOKEN_WEIGHTS
 from lightppo.ranks import Ranks, heartbeat, level
 
 
@@ -146,7 +147,7 @@ class ExperienceMaker:
 
     Args:
         critic, initial_model: ``None`` if the estimator needs no values, and without KL.
-        teacher: whose term the advantages have; ``None``: they have none.
+        teacher: what judges the samples, if a pass over the rollout does; ``None``: there is none.
         rewarded: whether scores are numbers of a reward source, to be logged.
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         sample: (prompts, labels, generation options) → scored rollouts, for scripts in the seed's style.
@@ -172,7 +173,11 @@ class ExperienceMaker:
         timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     ) -> None:
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
-        self.teacher, self.rewarded = teacher if teacher_adds(config) else None, rewarded
+        self.teacher = teacher if teacher_scores_rollout(config) else None
+        self.teacher_adds, self.rewarded = (
+            self.teacher is not None and teacher_adds(config),
+            rewarded,
+        )
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
         self.sample, self.progress, self.timer = sample, progress, timer
         # the seed's: nothing here, times are in perf/ of the logs
@@ -184,6 +189,13 @@ class ExperienceMaker:
             self.estimator.fn,
             **{name: getattr(self.algorithm, name) for name in self.estimator.defaults},
         )
+        self.estimator_inputs = None
+        if self.estimator.inputs is not None:
+            self.estimator_inputs = load(self.estimator.inputs)(config)
+        self.normalisations = {
+            of: list(filter(None, (entry.fn(config, of) for entry in NORMALISATIONS.values())))
+            for of in ("scores", "advantages")
+        }
         is_full = self.algorithm.kl_estimator == "full"
         self.kl_of_samples = KLEstimate(
             "k1" if is_full else self.algorithm.kl_estimator, self.algorithm.kl_clip
@@ -363,6 +375,9 @@ class ExperienceMaker:
                     places = to_device(torch.tensor(rows), device)
                     # (b, a), the first a actions
                     for name, values in run(near.select(rows).to_device(device)).items():
+                        if name not in made:
+                            shape = *batch.action_mask.shape, *values.shape[2:]
+                            made[name] = torch.zeros(shape, device=device)
                         made[name][places, : values.size(1)] = values.float()
                     heartbeat.beat()
         if self.old_log_probs == "rollout":
@@ -373,6 +388,8 @@ class ExperienceMaker:
             "action_log_probs",
             "base_action_log_probs",
             "teacher_log_probs",
+            "teacher_top",
+            "teacher_top_ids",
             "values",
             "kl",
         ):
@@ -423,8 +440,19 @@ class ExperienceMaker:
         return {"base_action_log_probs": reference.log_probs}
 
     def _run_teacher(self, part: Experience) -> dict[str, Tensor]:
-        teacher = self.teacher.score_actions(part.sequences, part.num_actions, part.attention_mask)
-        return {"teacher_log_probs": teacher.log_probs}
+        inputs, k = (
+            (part.sequences, part.num_actions, part.attention_mask),
+            self.distill.distill_topk,
+        )
+        if k is None:
+            return {"teacher_log_probs": self.teacher.score_actions(*inputs).log_probs}
+        teacher = self.teacher.score_actions(*inputs, logits=True)
+        made = {"teacher_log_probs": teacher.log_probs}
+        found = top_log_probs(teacher.logits, k, self.teacher.temperature)  # (K, k) each
+        for name, values in zip(("teacher_top", "teacher_top_ids"), found):
+            made[name] = torch.zeros(*teacher.real.shape, k, device=values.device)  # (b, a, k)
+            made[name][teacher.real] = values.float()
+        return made
 
     def _run_critic(self, part: Experience) -> dict[str, Tensor]:
         options = {
@@ -451,8 +479,12 @@ class ExperienceMaker:
         config, device, mask = self.algorithm, self.strategy.device, batch.action_mask
         if batch.kl is not None:
             batch.kl = batch.kl.masked_fill(~mask, 0.0)
+        groups = [rollout.prompt.index for rollout in rollouts]
+        groups = torch.tensor(groups, dtype=torch.long, device=device)
+        scores = self.shaper.shape(rollouts)[:, None]  # (B, 1)
+        scores = self._normalised("scores", scores, mask.any(1, keepdim=True), groups)
         token_rewards = compute_token_rewards(
-            self.shaper.shape(rollouts),
+            scores[:, 0],
             mask,
             kl=batch.kl if config.use_kl_in_reward else None,
             kl_coef=self.kl_ctl.value if config.use_kl_in_reward and batch.kl is not None else 0.0,
@@ -461,8 +493,7 @@ class ExperienceMaker:
         greedy = None
         if self.estimator.needs_greedy_baseline:
             greedy = [rollout.baseline for rollout in rollouts]
-        groups = [rollout.prompt.index for rollout in rollouts]
-        groups = torch.tensor(groups, dtype=torch.long, device=device)
+        inputs = self.estimator_inputs(rollouts, device) if self.estimator_inputs else {}
         batch.advantages, batch.returns = self.advantages_of(
             token_rewards=token_rewards,
             action_mask=mask,
@@ -478,8 +509,9 @@ class ExperienceMaker:
             batch_std=config.grpo_std_scope == "batch",
             score_norms=norms,
             all_reduce_sum=self._all_reduce_sum,
+            **inputs,
         )
-        if self.teacher is not None:
+        if self.teacher_adds:
             gaps = (
                 batch.action_log_probs,
                 batch.teacher_log_probs,
@@ -489,11 +521,18 @@ class ExperienceMaker:
             batch.advantages = batch.advantages + self.distill.distill_coef * teacher_advantages(
                 *gaps
             )
+        batch.advantages = self._normalised("advantages", batch.advantages, mask, groups)
         if config.adv_norm and config.adv_norm_scope == "group":
             batch.advantages = group_normalize(batch.advantages, mask, groups, config.adv_norm_eps)
         if self.value_norm is not None:
             self.value_norm.update(batch.returns, mask, all_reduce_sum=self._all_reduce_sum)
         batch.info["return"] = token_rewards.sum(-1)
+
+    def _normalised(self, of: str, values: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
+        """Scores (B, 1) or advantages (B, A) after the ``NORMALISATIONS``. Collective."""
+        for normalise in self.normalisations[of]:
+            values = normalise(values, mask, groups, all_reduce_sum=self._all_reduce_sum)
+        return values
 
     def _add_loss_weights(self, batch: Experience, entropy: Tensor | None) -> None:
         """The product of the token weights: constant factors of the policy loss."""

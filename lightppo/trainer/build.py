@@ -603,6 +603,11 @@ def check_tokenizers(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrat
         return teacher
     if needs_teacher(config):
         check_vocabulary(config, distill.teacher_pretrain, "--teacher_pretrain", tokenizer)
+        if (distill.distill_topk or 0) > len(tokenizer):
+            raise ConfigError(
+                f"--distill_topk {distill.distill_topk}: there are {len(tokenizer)} tokens; set it below, or leave it out "
+                "to take all"
+            )
     return None
 
 

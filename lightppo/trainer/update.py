@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import POLICY_LOSSES
-from lightppo.algorithms.kl import KLEstimate, full_kl
+from lightppo.algorithms.kl import KLEstimate, full_kl, top_divergence
+from lightppo.algorithms.logprobs import log_probs_at
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import (
     Aggregation,
@@ -571,8 +572,12 @@ def _kl_to_reference(
 ) -> Tensor:
     """KL estimate with gradient (B, A): from the log probs of the sampled tokens, or over the whole vocabulary."""
     if config.algorithm.kl_estimator != "full":
+        old_log_probs = experience.action_log_probs
         return kl_of_samples(
-            scores.log_probs, experience.base_action_log_probs, experience.action_mask
+            scores.log_probs,
+            experience.base_action_log_probs,
+            experience.action_mask,
+            scores.log_probs.detach() if old_log_probs is None else old_log_probs,
         )
     kl, _ = _divergence(actor, reference, scores, experience)
     clip = config.algorithm.kl_clip
@@ -589,6 +594,11 @@ def _distill_loss(
 ) -> tuple[Tensor, Metrics]:
     """The divergence from a teacher, and what there is to say of it."""
     mask = experience.action_mask
+    if config.distill.distill_topk is not None:
+        divergence, mass = _top_divergence(actor, scores, experience, config)
+        loss = Aggregation.of_mode(config.loss.loss_agg_mode)(divergence, mask, normalizer)
+        mass = token_mean(mass, mask, normalizer)
+        return loss, {"distill_loss": loss.detach(), "teacher_top_mass": mass}
     divergence, teacher_log_probs = _divergence(
         actor, teacher, scores, experience, config.distill.distill_beta
     )
@@ -614,6 +624,20 @@ def _divergence(
     return torch.zeros_like(scores.log_probs).masked_scatter(
         scores.real, per_token
     ), frozen.log_probs
+
+
+def _top_divergence(
+    actor: Any, scores: ActionScores, experience: Experience, config: PPOConfig
+) -> tuple[Tensor, Tensor]:
+    """From the teacher's best tokens, with gradient; and the teacher's probability of them; (B, A) each."""
+    top, ids = experience.teacher_top, experience.teacher_top_ids.long()  # (B, A, k) each
+    log_probs = log_probs_at(scores.logits, ids[scores.real], actor.temperature)  # (K, k)
+    distill = config.distill
+    per_token = top_divergence(
+        log_probs, top[scores.real], distill.distill_beta, distill.distill_tail
+    )
+    divergence = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token)
+    return divergence, top.exp().sum(-1).masked_fill(~scores.real, 0.0)
 
 
 def critic_loss(

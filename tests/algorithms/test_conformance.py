@@ -46,6 +46,8 @@ from lightppo.algorithms.shaping import (
 )
 from lightppo.config import PPOConfig
 from lightppo.experience.maker import ScoreShaper
+from lightppo.plugins.algorithms.normalisation import normalize_by
+from lightppo.plugins.algorithms.tables import Norm
 
 
 def estimate(
@@ -67,7 +69,74 @@ def bessel(advantages: Tensor) -> Tensor:
     return whiten(advantages, MASK, unbiased=True)
 
 
+class TestLevels:
+    """AReaL Normalization, group_size 3, eps 1e-5: of the scores, and the first row of the token advantages."""
+
+    @pytest.mark.parametrize(
+        ("words", "scores", "first_row"),
+        [
+            (
+                "mean=batch std=batch unbiased",
+                ".5474369 -.6256422 -.0391026 -.9775659 1.720516 -.6256422",
+                "-2.2444878 .4449425 -.484493 .0197752 .1582018",
+            ),
+            (
+                "mean=group std=batch unbiased",
+                ".5870784 -.5870784 0 -1.0176026 1.682958 -.6653555",
+                "-2.2486379 .4408286 -.4886194 .0156556 .154084",
+            ),
+            (
+                "mean=batch std=group",
+                "1.139276 -1.3020297 -.0813769 -.8158362 1.4358717 -.5221351",
+                "-2.2348771 .4430373 -.4824184 .0196905 .1575244",
+            ),
+            (
+                "mean=group leave_one_out std=group unbiased",
+                ".9999866 -.9999866 0 -.6931448 1.1463549 -.4532101",
+                "-2.1436801 .4202524 -.4658125 .0149249 .146892",
+            ),
+            (
+                "mean=batch leave_one_out std=batch",
+                ".5996877 -.6853573 -.0428348 -1.0708709 1.8847327 -.6853573",
+                "-2.3027966 .4565015 -.4970794 .020289 .1623117",
+            ),
+            (
+                "std=group",
+                "1.5491693 0 .7745847 -.256931 1.7128733 0",
+                "-2.2905099 .3833901 -.5406783 -.0393221 .0983052",
+            ),
+            (
+                "mean=group leave_one_out",
+                ".75 -.75 0 -1.3 2.15 -.85",
+                "-2.4809091 .4863636 -.5390909 .0172727 .17",
+            ),
+            (
+                "std=batch unbiased",
+                ".9676319 0 .4838159 -.2902896 1.9352638 0",
+                "-2.2995577 .3849045 -.5428141 -.0394774 .0986935",
+            ),
+        ],
+    )
+    def test_mean_and_deviation(self, words, scores, first_row):
+        norm, every = Norm.parse(words.split()), MASK.any(1, keepdim=True)
+        close(normalize_by(SCORES[:, None], every, GROUPS, norm)[:, 0], numbers(scores), FLOAT32)
+        close(normalize_by(ADVANTAGES, MASK, GROUPS, norm)[0], numbers(first_row), FLOAT32)
+
+
 class TestAdvantages:
+    @pytest.mark.parametrize(
+        ("weights", "expected"),
+        [
+            ((1.0, 1.0), "-.35359138 -.78744347 .83173378 -2.16026591 .81822981 1.03273493"),
+            ((1.0, 0.5), ".38190828 -1.39659998 .17178679 -1.82084956 1.06421647 -.08627183"),
+        ],
+    )
+    def test_gdpo(self, weights, expected):
+        """verl compute_gdpo_outcome_advantage, with gdpo_reward_weights; its whitening is n - 1."""
+        parts = torch.stack([SCORES, numbers("0 10 10 4 4 7")], dim=1)
+        advantages, _ = estimate("gdpo", part_scores=parts, part_weights=weights)
+        close(bessel(advantages), on_tokens(expected), FLOAT32)
+
     def test_gae(self):
         advantages, returns = estimate("gae", REWARDS)
         # verl compute_gae_advantage_return; TRL PPOTrainer.train has the same

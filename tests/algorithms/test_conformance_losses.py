@@ -27,7 +27,8 @@ from support.conformance import (
 )
 from torch import Tensor
 
-from lightppo.algorithms.kl import approx_kl, mismatch_terms
+from lightppo.algorithms.kl import approx_kl, mismatch_terms, top_divergence
+from lightppo.algorithms.logprobs import log_probs_at, top_log_probs
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.plugins.algorithms.correction import (
@@ -45,6 +46,8 @@ UNCLIPPED = """.13135338 -.01782166 .04814349 .0025425 -.0041348  .01261525 -.06
     .33158258 -.03111177 .03523265 .0246927 -.05046083  -.03644251"""
 GSPO_WIDE = """-.04546212 -.04546212 -.04546212 -.04546212 -.04546212  .03589897 .03589897 .03589897
     -.01478201 -.01478201 -.01478201 -.01478201  .14164356 .14164356  0 0 0 0 0  .11388284"""
+GSPO_DUAL = """-.06819318 -.06819318 -.06819318 -.06819318 -.06819318  .03230907 .03230907 .03230907
+    -.01773841 -.01773841 -.01773841 -.01773841  0 0  0 0 0 0 0  0"""
 GMPO_NARROW = """0 -.04016032 0 0 -.04016032  .03699226 0 .03699226  -.01430931 -.01430931 0 -.01430931
     .14164356 .14164356  0 -.02634286 -.02634286 -.02634286 0  .11388284"""
 SAPO_GRADIENT = """.08717775 -.01185913 .02758481 .00166108 -.002736  .0140068 -.07569595 .0330947
@@ -52,6 +55,17 @@ SAPO_GRADIENT = """.08717775 -.01185913 .02758481 .00166108 -.002736  .0140068 -
     .05618205 -.02057173 .02290651 .01617758 -.03001293  -.1208916"""
 GPG_GRADIENT = """.1165 -.0195 .0275 .002 -.005  .012 -.083 .033  -.0525 .0605 -.0355 -.0225  -.013 -.039
     .095 -.038 .0505 .033 -.03  -.032"""
+DPPO_GRADIENT = UNCLIPPED.replace(".0393558", "0")
+DPPO_CUT = """.13135338 -.01782166 .04125 .0025425 -.0041348  .01261525 -.06863761 .02985963
+    -.05409886 0 -.0446803 -.01650256  -.01587824 -.04099957  .1425 -.03111177 0 0 -.045  -.03644251"""
+DPPO_NARROW = DPPO_GRADIENT.replace(".03523265 .0246927 -.05046083", "0 0 0")
+PRIME_GRADIENT = """.13136538 -.01783066 .04819949 .0025665 -.0041538  .01262025 -.06865661 .02984963
+    -.0540958630 -.000043 -.0446573004 -.0165335565  -.0158582359 -.0409945728
+    .331707581 -.0311317686 -.000036 -.000029 -.0504088295  -.0364295083"""
+KL_TIMES_RATIO = [
+    ("k1_ratio", 0.2278254, ".02987867 .07082967 .11904572 .11504805 .0243953"),
+    ("k3_ratio", 0.16937521, "-.02649618 .02513311 .0315121 .05148559 -.01695266"),
+]
 ROW_MEAN, TOKEN_MEAN = "seq-mean-token-mean", "token-mean"
 
 
@@ -93,8 +107,9 @@ class TestPolicyLosses:
             # verl compute_policy_loss_gspo, OpenRLHF, TRL grpo with importance_sampling_level sequence, slime
             ("gspo", ROW_MEAN, (3e-4, 4e-4), {}, 0.104533589, None),
             ("gspo", ROW_MEAN, (0.2, 0.2), {}, 0.038428229, GSPO_WIDE),
-            # AReaL, which has only the token mean
+            # AReaL, which has only the token mean; with c_clip 1.1
             ("gspo", TOKEN_MEAN, (3e-4, 4e-4), {}, -0.287058015, None),
+            ("gspo", TOKEN_MEAN, (0.2, 0.2), {"dual_clip": 1.1}, -0.386992319, GSPO_DUAL),
             # verl cispo; TRL cispo with epsilon_high 5 (its bound itself); slime
             ("cispo", TOKEN_MEAN, (1.0, 4.0), {}, -0.104839832, UNCLIPPED),
             ("cispo", TOKEN_MEAN, (0.2, 0.28), {}, -0.035103821, None),  # verl, slime
@@ -106,6 +121,11 @@ class TestPolicyLosses:
             ("sapo", ROW_MEAN, (None, None), {}, -0.201393551, SAPO_GRADIENT),  # verl, TRL
             ("sapo", TOKEN_MEAN, (None, None), {}, 0.213463699, None),  # AReaL sapo_loss_fn
             ("gpg", TOKEN_MEAN, (None, None), {}, -0.02218, GPG_GRADIENT),  # verl
+            # verl, clip_ratio_c 20, and 1.5
+            ("dppo_tv", TOKEN_MEAN, (0.15, 0.15), {}, -0.065877589, DPPO_GRADIENT),
+            ("dppo_tv", TOKEN_MEAN, (0.05, 0.1), {"dppo_ratio_max": 1.5}, 0.096943181, DPPO_CUT),
+            ("dppo_kl", TOKEN_MEAN, (0.05, 0.05), {}, -0.065877589, DPPO_GRADIENT),
+            ("dppo_kl", TOKEN_MEAN, (0.01, 0.02), {}, -0.063303478, DPPO_NARROW),
         ],
     )
     def test_loss_and_gradient(self, kind, mode, eps, options, loss, gradient):
@@ -114,6 +134,11 @@ class TestPolicyLosses:
         close(got, loss)
         if gradient:
             close(got_gradient, rows(gradient))
+
+    def test_dppo_of_prime_rl(self):
+        """prime-rl default_loss_fn, masks .05 and .1, kl_tau 1e-3: the same gradient; its value is that of -ρA."""
+        _, gradient = policy_loss("dppo_tv", TOKEN_MEAN, 0.05, 0.1, dppo_drift_coef=1e-3)
+        close(gradient, rows(PRIME_GRADIENT))
 
     def test_constant_scale(self):
         """verl with loss_scale_factor 40 and its dual clip; TRL dr_grpo with max_completion_length 40."""
@@ -268,6 +293,31 @@ class TestPolicyLosses:
         """TRL grpo with beta 0.04: k3, averaged as the policy loss is."""
         kl = aggregate_loss(approx_kl(LOG_PROBS, REFERENCE, "k3"), MASK, ROW_MEAN)
         close(policy_loss("ppo", ROW_MEAN, 0.2, 0.28)[0] + 0.04 * kl, 0.029563546)
+
+    @pytest.mark.parametrize(("kind", "mean", "first_row"), KL_TIMES_RATIO)
+    def test_kl_loss_times_the_ratio(self, kind, mean, first_row):
+        """slime compute_approx_kl with importance_ratio (use_unbiased_kl), mean over tokens and its gradient.
+
+        TRL's use_bias_correction_kl has k3's formula.
+        """
+        log_probs = LOG_PROBS.clone().requires_grad_()
+        kl = approx_kl(log_probs, REFERENCE, kind, action_mask=MASK, old_log_probs=OLD)
+        loss = aggregate_loss(kl, MASK, TOKEN_MEAN)
+        close(loss.detach(), mean, FLOAT32)
+        close(torch.autograd.grad(loss, log_probs)[0][0], numbers(first_row), FLOAT32)
+
+    def test_top_k_distillation(self):
+        """verl compute_forward_kl_topk, k 2: of three rows of logits, which the tables' first rows serve as."""
+        student = torch.stack([LOG_PROBS[0], OLD[0], REFERENCE[0]]).requires_grad_()
+        top, ids = top_log_probs(torch.stack([ROLLOUT[0], REFERENCE[0], LOG_PROBS[0]]), 2)
+        loss = top_divergence(log_probs_at(student, ids), top, beta=0.0, tail="drop")
+        close(loss.detach(), numbers(".07511435 .21502069 .08737597"), FLOAT32)
+        expected = numbers(
+            """.1054398 .10865091 .05081239 -.06659882 -.19830427
+            -.13691211 .13520894 .03301035 .15397978 -.18528696
+            .14699233 .05461892 .03088839 -.19042387 -.04207578"""
+        ).view(3, 5)
+        close(torch.autograd.grad(loss.sum(), student)[0], expected, FLOAT32)
 
     def test_rloo_on_policy(self):
         """TRL RLOOTrainer clips the ratio of the whole sequence; on-policy its gradient is that of the token sum."""
@@ -443,6 +493,11 @@ class TestRejections:
             (["seq_mean_ratio=0.9:1.2"], "00000000111100111110"),
             (["seq_max_ratio=1.4"], "11111111000011000001"),
             (["seq_sum_ratio=0.5:1.5"], "00000000000011111111"),
+            # the same, kl_k3: the other direction
+            (["token_k3r=0.1"], "11111110110101010111"),
+            (["token_k3r=0.05"], "11101110100101010101"),
+            (["seq_mean_k3r=0.1"], "11111000111111000001"),
+            (["seq_sum_k3r=0.3"], "11111000111111000001"),
             # AReaL _apply_m2po_masking
             (["m2po=0.04"], "10101010100001010100"),
             (["m2po=0.1"], "11111110111101010111"),
@@ -481,6 +536,32 @@ class TestRejections:
             on_tokens(weights),
             FLOAT32,
         )
+
+    @pytest.mark.parametrize(
+        ("name", "agg", "bounds", "weights"),
+        [
+            # AReaL apply_rejection_sampling, level sequence, metric ratio, action mask
+            ("geo_mis", "sum", (0.3, 1.7), ".82861471 0 0 .81058425 .91393113 .75578374"),
+            ("geo_mis", "sum", (0.0, 0.5), ".82861471 .62918288 0 0 0 0"),
+            ("geo_mis", "max", (0.9, 1.4), ".82861471 0 0 .81058425 0 0"),
+            ("geo_mis", "max", (0.6, 1.2), "0 .62918288 0 .81058425 0 .75578374"),
+            # action clamp
+            ("geo_tis", "sum", (0.0, 0.5), ".82861471 .62918288 .5 .5 .5 .5"),
+            ("geo_tis", "max", (0.9, 1.4), ".82861471 .9 1.1560396 .81058425 .91393113 .9"),
+        ],
+    )
+    def test_what_of_a_row_is_bounded(self, name, agg, bounds, weights):
+        low, high = bounds
+        got = correction_weights(name, OLD, ROLLOUT, MASK, low=low, high=high, agg=agg)
+        close(got, on_tokens(weights), FLOAT32)
+
+    def test_rows_rejected_by_a_kl_keep_the_weights_of_their_tokens(self):
+        """AReaL, level sequence, metric kl_k2, agg mean, upper .05: behave_imp_weight."""
+        weights = correction_weights("tis", OLD, ROLLOUT, MASK, high=1e9)
+        kept = rejection_mask([Rejection.parse("seq_mean_k2=0.05")], OLD, ROLLOUT, MASK)
+        expected = """1.22140265 .75578374 .77105159 .69073433 .79453361  0 0 0  0 0 0 0  0 0  0 0 0 0 0
+            .75578374"""
+        close(weights * kept, rows(expected), FLOAT32)
 
     def test_weights_of_tokens_with_a_lower_bound(self):
         """AReaL action clamp; slime vanilla_tis_function and TRL token_truncate have the same formula."""

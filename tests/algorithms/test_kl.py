@@ -18,7 +18,9 @@ from lightppo.algorithms.kl import (
     full_kl,
     k2,
     make_kl_controller,
+    top_divergence,
 )
+from lightppo.algorithms.logprobs import log_probs_at, top_log_probs
 
 NAN, INF = float("nan"), float("inf")
 SAMPLED = [name for name, entry in KL_ESTIMATORS.items() if not entry.over_vocabulary]
@@ -50,6 +52,104 @@ def test_float32_is_close_to_float64(name):
     exact = approx_kl(log_probs, ref, name)
     assert exact.dtype == torch.float64
     torch.testing.assert_close(single.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_times_the_ratio_by_hand():
+    log_probs = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
+    ref, old = torch.tensor([[-1.5, -2.0, -2.0]]), torch.tensor([[-1.0, -2.0, -3.6931472]])
+    # d = 0.5, 0, -1; ρ = 1, 1, 2
+    k1 = approx_kl(log_probs, ref, "k1_ratio", old_log_probs=old)
+    torch.testing.assert_close(k1, torch.tensor([[0.5, 0.0, -2.0]]))
+    # ρ·(d + 1)
+    (slope,) = torch.autograd.grad(k1.sum(), log_probs)
+    torch.testing.assert_close(slope, torch.tensor([[1.5, 1.0, 0.0]]))
+    k3 = approx_kl(log_probs, ref, "k3_ratio", old_log_probs=old)
+    torch.testing.assert_close(k3, torch.tensor([[0.1065307, 0.0, 2 * 0.7182818]]))
+    # ρ·(e^{-d} + d - 1) + ρ·(1 - e^{-d}) = ρ·d
+    (slope,) = torch.autograd.grad(k3.sum(), log_probs)
+    torch.testing.assert_close(slope, torch.tensor([[0.5, 0.0, -2.0]]))
+
+
+def test_times_the_ratio_only_as_a_loss_and_not_under_the_mask():
+    log_probs, ref, old = (random_log_probs(seed) for seed in range(3))
+    assert torch.equal(approx_kl(log_probs, ref, "k3_ratio"), approx_kl(log_probs, ref, "k3"))
+    assert torch.equal(
+        approx_kl(log_probs, ref, "k3", old_log_probs=old), approx_kl(log_probs, ref, "k3")
+    )
+    mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(3)) > 0.5
+    log_probs = log_probs.masked_fill(~mask, NAN).requires_grad_()
+    dirty = approx_kl(
+        log_probs, ref, "k3_ratio", action_mask=mask, old_log_probs=old.masked_fill(~mask, -INF)
+    )
+    assert not dirty[~mask].any()
+    dirty.sum().backward()
+    assert log_probs.grad.isfinite().all()
+    assert not log_probs.grad[~mask].any()
+
+
+class TestTopDivergence:
+    """p 1/2 and 1/4, q 1/4 and 1/4 on the two tokens; the rest is 1/4 and 1/2."""
+
+    P, Q = (
+        torch.tensor([[0.5, 0.25]]).double().log(),
+        torch.tensor([[0.25, 0.25]]).double().log(),
+    )
+
+    @pytest.mark.parametrize(
+        ("beta", "tail", "expected"),
+        [
+            # 1/2 ln 2 + 0 + 1/4 ln 1/2
+            (1.0, "rest", 0.25 * math.log(2)),
+            # 1/4 ln 1/2 + 0 + 1/2 ln 2
+            (0.0, "rest", 0.25 * math.log(2)),
+            # 2/3 1/3 against 1/2 1/2
+            (1.0, "renormalise", 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)),
+            (0.0, "renormalise", 0.5 * math.log(3 / 4) + 0.5 * math.log(3 / 2)),
+            (0.0, "drop", 0.25 * math.log(0.5)),
+            # m = 3/8 1/4 3/8: 1/2 ln 4/3 + 1/4 ln 2/3, and the same the other way round
+            (0.5, "rest", 0.5 * math.log(4 / 3) + 0.25 * math.log(2 / 3)),
+        ],
+    )
+    def test_by_hand(self, beta, tail, expected):
+        got = top_divergence(self.P, self.Q, beta, tail)
+        torch.testing.assert_close(got, torch.tensor([expected]).double())
+
+    @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+    def test_of_all_tokens_it_is_the_divergence_and_of_fewer_at_most_that(self, beta):
+        logits, other = random_log_probs(0), random_log_probs(1)
+        whole = full_kl(logits, other, 1.3, beta=beta)
+        shares = []
+        for k in (1, 3, 6):
+            top, ids = top_log_probs(other, k, 1.3)
+            shares.append(top_divergence(log_probs_at(logits, ids, 1.3), top, beta))
+        torch.testing.assert_close(shares[-1], whole)
+        # coarser tokens tell less apart
+        assert (shares[0] <= shares[1] + 1e-12).all()
+        assert (shares[1] <= whole + 1e-12).all()
+        assert (shares[0] >= 0).all()
+
+    @pytest.mark.parametrize(
+        ("beta", "tail"),
+        [(0.0, "rest"), (0.3, "rest"), (1.0, "rest"), (0.3, "renormalise"), (0.0, "drop")],
+    )
+    def test_gradients(self, beta, tail):
+        top, ids = top_log_probs(random_log_probs(1), 3)
+        logits = random_log_probs(0).requires_grad_()
+        assert torch.autograd.gradcheck(
+            lambda x: top_divergence(log_probs_at(x, ids), top, beta, tail), (logits,)
+        )
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_without_a_rest_it_stays_finite(self, dtype):
+        """One of the models gives all to the tokens, in one case more than all by rounding."""
+        sure = torch.tensor([[0.5, 0.5 + 1e-7]], dtype=dtype).log()
+        unsure = torch.tensor([[0.3, 0.3]], dtype=dtype).log()
+        for log_p, log_q in ((sure, unsure), (unsure, sure), (sure, sure)):
+            log_p = log_p.clone().requires_grad_()
+            value = top_divergence(log_p, log_q).sum()
+            value.backward()
+            assert value.isfinite()
+            assert log_p.grad.isfinite().all()
 
 
 class TestWhatDocsClaim:
@@ -112,6 +212,18 @@ class TestWhatDocsClaim:
         logits = torch.tensor([self.LOGITS], dtype=torch.float64, requires_grad=True)
         full_kl(logits, self.REF.log()[None]).sum().backward()
         torch.testing.assert_close(logits.grad[0], true)
+
+    @pytest.mark.parametrize("name", ["k1_ratio", "k3_ratio"])
+    def test_times_the_ratio_values_and_gradients_hold_for_samples_of_another_policy(self, name):
+        old = torch.tensor([0.4, 0.3, 0.1, 0.2], dtype=torch.float64)
+        logits, log_p = self.policy()
+        estimate = approx_kl(log_p, self.REF.log(), name, old_log_probs=old.log())
+        mean = (old * estimate).sum()
+        torch.testing.assert_close(mean, self.kl(log_p.exp(), self.REF))
+        (gradient,) = torch.autograd.grad(mean, logits)
+        torch.testing.assert_close(gradient, self.gradient_of(self.kl))
+        plain = approx_kl(log_p, self.REF.log(), name.removesuffix("_ratio"))
+        assert not torch.isclose((old * plain).sum(), mean, rtol=1e-3)
 
     def test_gradients_in_the_reward(self):
         true = self.gradient_of(self.kl)

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.losses import LossInputs, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
+from lightppo.plugins.algorithms.policy_losses import binary_kl
 
 NAN = float("nan")
 
@@ -70,7 +71,7 @@ class TestPolicyLoss:
         advantages[2, 1] = 0.0
         selected = {name: torch.zeros_like(x) for name, x in selection(kind, 3, 4).items()}
         log_probs.requires_grad_()
-        options = {"dual_clip": 3.0} if kind == "ppo" else {}
+        options = {"dual_clip": 3.0} if "dual_clip" in POLICY_LOSSES[kind].defaults else {}
         loss_fn = PolicyLoss(policy_loss=kind, options=options)
         loss, metrics = loss_fn(log_probs, log_probs, advantages, self.MASK, **selected)
         loss.backward()
@@ -277,6 +278,8 @@ class TestPolicyLoss:
             ("kl_cov", "kl_cov_ratio", 1.5),
             ("kl_cov", "kl_cov_coef", -0.1),
             ("cpgd", "cpgd_drift_coef", -0.1),
+            ("dppo_tv", "dppo_ratio_max", 1.0),
+            ("dppo_kl", "dppo_drift_coef", -0.1),
         ]:
             with pytest.raises(ValueError, match=f"--{option} .*{bad}"):
                 PolicyLoss(policy_loss=kind, options={option: bad})
@@ -516,6 +519,16 @@ class TestGSPO:
         check(metrics["clip_ratio"], 1 / 6)
         check(metrics["ratio"], (3 * 1.1051709 + 1.6487213 + 2 * 1.4918247) / 6)
 
+    def test_dual_clip_by_hand(self):
+        loss_fn = PolicyLoss(0.2, 0.2, "gspo", ROW_MEAN, {"dual_clip": 1.3})
+        loss, gradient, metrics = step(loss_fn, self.LOG_RATIO, self.ADVANTAGES, self.MASK)
+        # as above, but row 3, A -1, with s = 1.4918247 costs 1.3 and has no gradient: its two of six tokens
+        check(loss, (-2.2103418 - 1.2 + 1.3) / 3)
+        check(gradient[2], torch.zeros(4))
+        assert gradient[0].any()
+        check(metrics["dual_clip_ratio"], 2 / 6)
+        check(metrics["clip_ratio"], 3 / 6)
+
     def test_a_row_is_clipped_whole_or_not_at_all(self):
         """Token 1 alone is far outside the clip; the row is not."""
         _, gradient, metrics = step(
@@ -721,6 +734,70 @@ class TestCPGD:
         check(gradient, row(1.0))
 
 
+class TestDPPO:
+    # π_old is 1/e = .3678794, so π is .5518192 .5518192 .1839397 .1839397 .4046674
+    RATIO, ADVANTAGES = row(1.5, 1.5, 0.5, 0.5, 1.1), row(2.0, -2.0, 2.0, -2.0, 1.0)
+
+    @pytest.mark.parametrize(
+        ("kind", "eps"),
+        [
+            # changes ±.1839397 and .0367880
+            ("dppo_tv", 0.183),
+            # at ρ 1.5: .3678794·ln(1/1.5) + .6321206·ln(.6321206/.4481808) = .0682117, at ρ 0.5:
+            # .3678794·ln 2 + .6321206·ln(.6321206/.8160603) = .0935371, at ρ 1.1: .0028390
+            ("dppo_kl", 0.068),
+        ],
+    )
+    def test_by_hand(self, kind, eps):
+        loss_fn = PolicyLoss(eps, eps, kind, SUM)
+        loss, gradient, metrics = step(loss_fn, self.RATIO.log(), self.ADVANTAGES)
+        # -ρ·A·log π: ρ 1.5, A 2 has gone too far; 3·(ln 1.5 - 1); -1·(ln 0.5 - 1); ρ 0.5, A -2 too far;
+        # -1.1·(ln 1.1 - 1)
+        check(loss, -1.7836047 + 1.6931472 + 0.9951588)
+        check(gradient, row(0.0, 3.0, -1.0, 0.0, -1.1))
+        assert metrics["clip_ratio"] == 2 / 5
+        # a little wider, and all are trusted
+        wider = PolicyLoss(eps + 0.002, eps + 0.03, kind, SUM)
+        _, _, metrics = step(wider, self.RATIO.log(), self.ADVANTAGES)
+        assert metrics["clip_ratio"] == (0 if kind == "dppo_tv" else 1 / 5)
+
+    def test_weight_and_drift_by_hand(self):
+        options = {"dppo_ratio_max": 1.2, "dppo_drift_coef": 0.1}
+        loss_fn = PolicyLoss(0.1, 0.1, "dppo_tv", SUM, options)
+        loss, gradient, metrics = step(loss_fn, row(1.5, 1.5).log(), row(2.0, -2.0))
+        # ρ 1.5 weighs 1.2: 2.4·(ln 1.5 - 1) = -1.4268837; the drift 0.1·(ln 1.5)² = 0.0164402 is never masked,
+        # and its slope 0.2·ln 1.5 = 0.0810930
+        check(loss, -1.4268837 + 2 * 0.0164402)
+        check(gradient, row(0.0810930, 2.4 + 0.0810930))
+        assert metrics["dppo_truncated_ratio"] == 1.0
+
+    @pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
+    def test_rare_tokens_are_free_and_frequent_ones_are_not(self, kind):
+        """The point of the method: ρ 5 of a token of 1e-4 moves little mass, ρ 1.25 of one of 0.6 much."""
+        old, new = row(1e-4, 0.6).log(), row(5e-4, 0.75).log()
+        ones = torch.ones(1, 2)
+        lost = {
+            name: PolicyLoss(policy_loss=name, **eps)(new, old, ones, ones)[1]["clip_ratio"].item()
+            for name, eps in ((kind, {}), ("ppo", {"clip_eps_high": 0.28}))
+        }
+        # KL of the second: 0.6·ln 0.8 + 0.4·ln 1.6 = 0.0541
+        assert lost == {kind: 0.5, "ppo": 0.5}
+        _, gradient, _ = step(PolicyLoss(policy_loss=kind), row(0.0), row(1.0))
+        assert gradient.item() == -1.0
+        first = PolicyLoss(policy_loss=kind)(new[:, :1], old[:, :1], ones[:, :1], ones[:, :1])[1]
+        assert first["clip_ratio"] == 0
+
+    def test_binary_kl_where_all_mass_is_on_the_token(self):
+        """0·ln 0 is 0; to a probability of 1 it is infinitely far, from one it is -ln p."""
+        log_q, log_p = row(0.0, 0.0, math.log(0.5)), row(0.0, math.log(0.25), 0.0)
+        divergence = binary_kl(log_q, log_p)
+        check(divergence[0, :2], row(0.0, math.log(4.0))[0])
+        assert divergence[0, 2] == math.inf
+        # in float32, where 1 - (1 - 1e-9) would be 0
+        tiny = binary_kl(torch.tensor([-1e-9]), torch.tensor([-2e-9]))
+        assert tiny.isfinite().all()
+
+
 # Of the losses that clip gradients: the epsilons with which they clip log-ratios below -0.2 and above 0.3, and options.
 CLIPPING = {
     "ppo": (1 - math.exp(-0.2), math.exp(0.3) - 1, {}),
@@ -761,6 +838,8 @@ SLOPES = {
     "kl_cov": lambda d, a, mean: -d.exp() * a,
     "gpg": lambda d, a, mean: -a,
     "cpgd": lambda d, a, mean: -a + 0.01 * (d.exp() - 1),
+    "dppo_tv": lambda d, a, mean: -d.exp() * a,
+    "dppo_kl": lambda d, a, mean: -d.exp() * a,
 }
 
 

@@ -223,8 +223,9 @@ CONTRADICTIONS = [
     ({"init_kl_coef": 0, "ref_reset_steps": 5}, "ref_reset_steps init_kl_coef"),
     ({"ref_reset_steps": 5, "ref_ema_eta": 0.1}, "ref_ema_eta ref_reset_steps"),
     ({"kl_target": 0.1, "kl_horizon": 102}, "kl_horizon"),
+    ({"kl_estimator": "k3_ratio"}, "kl_estimator use_kl_loss"),
     ({"clip_cov_ratio": 0.1}, "clip_cov_ratio policy_loss"),
-    ({"policy_loss": "gspo", "dual_clip": 3}, "dual_clip policy_loss"),
+    ({"policy_loss": "cispo", "dual_clip": 3}, "dual_clip policy_loss"),
     ({"policy_loss": "kl_cov", "eps_clip": 0.1}, "eps_clip policy_loss"),
     ({**GROUP, "advantage_estimator": "gpg", "eps_clip_high": 0.1}, "eps_clip_high policy_loss"),
     ({"eps_clip": 0.1, "eps_clip_low": 0.2, "eps_clip_high": 0.3}, "eps_clip eps_clip_low"),
@@ -488,6 +489,9 @@ CONTRADICTIONS = [
     ({**BY_LOSS, "teacher_pretrain": None, "teacher_url": LOCAL}, "distill_by teacher_pretrain"),
     ({**BY_LOSS, "distill_discount": 0.5}, "distill_discount distill_by"),
     ({"teacher_pretrain": "larger", "distill_beta": 0.5}, "distill_beta distill_by"),
+    ({"teacher_pretrain": "larger", "distill_topk": 9}, "distill_topk distill_by"),
+    ({**BY_LOSS, "distill_tail": "renormalise"}, "distill_tail distill_topk"),
+    ({**BY_LOSS, "distill_topk": 9, "distill_tail": "drop"}, "distill_tail distill_beta"),
     ({"teacher_pretrain": "larger", "teacher_offload": True}, "teacher_offload teacher_zero_stage"),
     (
         {"teacher_pretrain": "larger", "teacher_api_key_env": "KEY"},
@@ -560,7 +564,7 @@ def without_needs(one: Option) -> dict[str, Any]:
         "teacher_zero_stage=3": {"teacher_pretrain": "larger"},
         "whitening": RLOO,
         "clipping": {"policy_loss": "kl_cov"},
-        "policy_loss=ppo": {"policy_loss": "gspo"},
+        "policy_loss=ppo|gspo": {"policy_loss": "cispo"},
         "rollout_engine=hf": {"rollout_engine": "vllm"},
         "own_reference": {**LORA, "zero_stage": 3},
         "init_kl_coef>0": {"init_kl_coef": 0.0},
@@ -788,10 +792,11 @@ def test_resolution(options, expected):
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_is_accepted_with_what_it_needs(name):
-    teacher = TEACHER if ADVANTAGE_ESTIMATORS[name].of_teacher else {}
+    more = TEACHER if ADVANTAGE_ESTIMATORS[name].of_teacher else {}
+    more |= {"gdpo_rewards": ("right", "style")} if name == "gdpo" else {}
     samples = ADVANTAGE_ESTIMATORS[name].min_group_size
     resolved = config(
-        **teacher | {"advantage_estimator": name, "n_samples_per_prompt": samples}
+        **more | {"advantage_estimator": name, "n_samples_per_prompt": samples}
     ).resolved()
     resolved.validate()
     assert resolved.loss.policy_loss == ADVANTAGE_ESTIMATORS[name].policy_loss

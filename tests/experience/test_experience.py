@@ -23,6 +23,7 @@ ACTION_TENSORS = (
     "selected",
     "teacher_log_probs",
 )
+TOP_TENSORS = ("teacher_top", "teacher_top_ids")
 
 
 def uneven() -> Experience:
@@ -42,6 +43,9 @@ def full(rows: list[tuple[int, int]]) -> Experience:
     )
     for i, name in enumerate(ACTION_TENSORS):
         setattr(experience, name, (number + 1000 * i) * experience.action_mask)
+    for i, name in enumerate(TOP_TENSORS):
+        top = torch.stack([number, -number - i], dim=-1)  # (B, A, 2)
+        setattr(experience, name, top * experience.action_mask.unsqueeze(-1))
     experience.info["reward"] = torch.arange(float(len(rows)))
     return experience
 
@@ -200,6 +204,15 @@ def test_placeholder_has_everything_but_a_token_to_train():
     assert placeholder.attention_mask.all()  # a model never sees a row without a token
     for name in ACTION_TENSORS:
         assert getattr(placeholder, name).tolist() == [[0.0]]
+    for name in TOP_TENSORS:
+        assert getattr(placeholder, name).tolist() == [[[0.0]]]
+
+
+def test_a_broken_number_of_the_teachers_best_tokens_is_found():
+    experience = full([(1, 2), (2, 1)])
+    experience.teacher_top[0, 1, 1] = torch.nan
+    experience.teacher_top[1, 1, 0] = torch.nan  # padding
+    assert experience.non_finite() == {"teacher_top": 1}
 
 
 def test_moving_takes_every_tensor_along():

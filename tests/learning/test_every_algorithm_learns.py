@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.addition import rise, train
+from support.addition import rise, score_in_parts, train
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
@@ -29,22 +29,41 @@ ESTIMATORS = list(
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"advantage_estimator": name} for name in ESTIMATORS},
     "gae": GAE,
+    "gdpo": {
+        "advantage_estimator": "gdpo",
+        "reward_fn": score_in_parts,
+        "gdpo_rewards": ("right", "digits=0.5"),
+    },
     "on_policy_distill": ALONE,
     "distill_by-loss": ALONE | {"distill_by": "loss"},
     "distill_beta-0.5": ALONE | {"distill_by": "loss", "distill_beta": 0.5},
     "distill_beta-0": ALONE | {"distill_by": "loss", "distill_beta": 0.0},
+    "distill_topk-3": ALONE | {"distill_by": "loss", "distill_topk": 3},
+    "distill_topk-drop": ALONE
+    | {"distill_by": "loss", "distill_topk": 3, "distill_beta": 0.0, "distill_tail": "drop"},
     "grpo-and-teacher": GRPO | TEACHER,
     # ppo: grpo's own
     **{f"loss-{name}": GRPO | {"policy_loss": name} for name in POLICY_LOSSES if name != "ppo"},
+    "gspo-dual_clip": GRPO | {"policy_loss": "gspo", "dual_clip": 3.0},
     "kl_in_reward": GAE | {"init_kl_coef": 0.01},
     "kl_loss-k2": KL_LOSS,
     "kl_loss-k3": KL_LOSS | {"kl_estimator": "k3"},
+    "kl_loss-k3_ratio": KL_LOSS | {"kl_estimator": "k3_ratio"},
     "kl_loss-full": KL_LOSS | {"kl_estimator": "full"},
     "ref_ema": KL_LOSS | {"ref_ema_eta": 0.1},
     "value_norm-exp": GAE | {"value_norm": "exp"},
     "value_norm-ma": GAE | {"value_norm": "ma"},
     "reward_running_norm": GAE | {"reward_running_norm": True},
     "adv_norm_scope-group": GAE | {"adv_norm_scope": "group"},
+    "reward_norm_by": {
+        "advantage_estimator": "reinforce",
+        "adv_norm": False,
+        "reward_norm_by": ("mean=group", "std=batch", "leave_one_out"),
+    },
+    "adv_norm_by": {
+        "advantage_estimator": "reinforce",
+        "adv_norm_by": ("mean=batch", "std=group", "unbiased"),
+    },
     "lora": GRPO | {"lora_rank": 8, "init_kl_coef": 0.01, "actor_learning_rate": 5e-3},
 }
 
@@ -64,12 +83,16 @@ MEASURED = {
     "cpgd": 0.28,
     "group_adv_norm": 0.27,
     "optimal_token_baseline": 0.30,
+    "gdpo": 0.26,
     "on_policy_distill": 0.25,
     "distill_by-loss": 0.28,
     "distill_beta-0.5": 0.26,
     "distill_beta-0": 0.21,
+    "distill_topk-3": 0.29,
+    "distill_topk-drop": 0.19,
     "grpo-and-teacher": 0.26,
     "loss-gspo": 0.22,
+    "gspo-dual_clip": 0.21,
     "loss-cispo": 0.27,
     "loss-gmpo": 0.28,
     "loss-sapo": 0.28,
@@ -77,15 +100,20 @@ MEASURED = {
     "loss-kl_cov": 0.27,
     "loss-gpg": 0.26,
     "loss-cpgd": 0.28,
+    "loss-dppo_tv": 0.26,
+    "loss-dppo_kl": 0.26,
     "kl_in_reward": 0.30,
     "kl_loss-k2": 0.27,
     "kl_loss-k3": 0.28,
+    "kl_loss-k3_ratio": 0.25,
     "kl_loss-full": 0.27,
     "ref_ema": 0.28,
     "value_norm-exp": 0.30,
     "value_norm-ma": 0.30,
     "reward_running_norm": 0.29,
     "adv_norm_scope-group": 0.27,
+    "reward_norm_by": 0.26,
+    "adv_norm_by": 0.28,
     "lora": 0.12,
     "tis": 0.27,
 }

@@ -81,6 +81,17 @@ def _teach(model: Any, texts: torch.Tensor, generator: torch.Generator, smoothin
     raise AssertionError(f"the warm-up did not learn the sums: {right:.0%} right after 1500 steps")
 
 
+def score_in_parts(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
+    """Whether an answer is right, and the share of its digits that are; the first one is the score."""
+    answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts)]
+    right = [float(answer == label) for answer, label in zip(answers, labels)]
+    digits = [
+        sum(one == other for one, other in zip(answer, label)) / len(label)
+        for answer, label in zip(answers, labels)
+    ]
+    return {"rewards": right, "extra_logs": {"right": right, "digits": digits}}
+
+
 def short_run(assets: Path, run: Path) -> dict[str, Any]:
     """Options of a run from the warm start in ``assets``, into the folder ``run``.
 

@@ -3,7 +3,7 @@
 Expected numbers in tests/algorithms/test_conformance*.py, without another remark, were printed by the function that the
 comment names, on CPU, with these inputs: verl 0.10.0.dev (1dda039b), TRL 1.10.0.dev0 (f2cd5771), OpenRLHF 0.11.0
 (3c3be623), AReaL 1.0.4 (4aef98d8) and its older trainer realhf (v0.5.1, 636ef265), slime 0.3.1 (624b824a), LightRFT
-0.1.1 (49e62cb6). Some of them compute in float32: ``FLOAT32`` is the tolerance for those.
+0.1.1 (49e62cb6), prime-rl 0.8.1.dev67 (559b4477). Some of them compute in float32: ``FLOAT32`` is the tolerance for those.
 """
 
 from __future__ import annotations

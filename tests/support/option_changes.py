@@ -315,12 +315,26 @@ RAN: Changes = [
     (SHORT | {"init_kl_coef": 0.5}, {"kl_clip": 1e-9, "kl_estimator": "k3"}),
     (SHORT | {"value_norm": "exp"}, {"value_norm_beta": 0.1}),
     (DISTILLED, {"distill_by": "loss", "distill_coef": 0.5, "distill_discount": 0.5}),
-    (DISTILLED | {"distill_by": "loss"}, {"distill_beta": 0.5}),
+    (DISTILLED | {"distill_by": "loss"}, {"distill_beta": 0.5, "distill_topk": 3}),
+    (
+        DISTILLED | {"distill_by": "loss", "distill_topk": 3},
+        {"distill_tail": "renormalise"},
+    ),
     (
         SHORT | ON | {"reward_fn": "@rewards:per_token", "use_dense_reward": True},
         {"reward_delta": True},
     ),
     (SHORT | {"kl_target": 0.001}, {"kl_horizon": 100}),
+    (
+        SHORT
+        | GROUPS
+        | {
+            "advantage_estimator": "gdpo",
+            "reward_fn": "@rewards:in_parts",
+            "gdpo_rewards": ("length", "ones"),
+        },
+        {"gdpo_rewards": ("length", "ones=5")},
+    ),
 ]
 
 # Two optimizer steps of a trainer whose engine and rewards are tables.
@@ -406,6 +420,14 @@ STEP: Changes = [
             "correction_batch_norm": True,
         },
     ),
+    (
+        GAE | {"advantage_estimator": "reinforce"},
+        {"reward_norm_by": ("mean=group", "std=batch"), "adv_norm_by": ("mean=group", "std=batch")},
+    ),
+    (
+        GAE | {"rollout_correction": "geo_mis", "correction_low": 0.03},
+        {"correction_agg": "sum"},
+    ),
     (TWO_STEPS, {"dual_clip": 1.0001}),
     (TWO_STEPS | {"policy_loss": "sapo"}, {"sapo_tau_pos": 0.1, "sapo_tau_neg": 9.0}),
     (
@@ -420,6 +442,10 @@ STEP: Changes = [
     ),
     (TWO_STEPS | {"policy_loss": "kl_cov"}, {"kl_cov_ratio": 0.9, "kl_cov_coef": 9.0}),
     (TWO_STEPS | {"policy_loss": "cpgd"}, {"cpgd_drift_coef": 9.0}),
+    (
+        TWO_STEPS | {"policy_loss": "dppo_tv"},
+        {"dppo_ratio_max": 1.0001, "dppo_drift_coef": 9.0},
+    ),
 ]
 
 # What a reward source is made with, and what the arguments of vLLM are.

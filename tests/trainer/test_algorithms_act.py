@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +16,19 @@ from support.tiny import tiny_config
 
 from lightppo import PPOTrainer
 from lightppo.algorithms.entries import POLICY_LOSSES
+from lightppo.algorithms.kl import KLEstimate
 from lightppo.algorithms.losses import PolicyLoss
+from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import select_tokens
 from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import RolloutSampler
+from lightppo.models.actor import ActionScores
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.metrics import METRICS, with_namespace
+from lightppo.trainer.update import _kl_to_reference
 from lightppo.user_code import load_python_function
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -162,7 +167,13 @@ def test_a_rollout_without_a_trained_token_leaves_the_kl_coefficient(make_config
 
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize(
-    "kl", [{"use_kl_loss": True, "init_kl_coef": 0.1}, {"init_kl_coef": 0.0}], ids=["loss", "none"]
+    "kl",
+    [
+        {"use_kl_loss": True, "init_kl_coef": 0.1},
+        {"use_kl_loss": True, "init_kl_coef": 0.1, "kl_estimator": "k3_ratio"},
+        {"init_kl_coef": 0.0},
+    ],
+    ids=["loss", "ratio", "none"],
 )
 def test_the_on_policy_shortcut_changes_nothing_but_the_number_of_passes(trainer_with, parts, kl):
     (actor, optimizer, schedule), passes = parts["actor"], []
@@ -200,6 +211,21 @@ def test_the_on_policy_shortcut_changes_nothing_but_the_number_of_passes(trainer
 
 
 # -- early stop ------------------------------------------------------------------------------------------------------
+
+
+def test_the_kl_loss_has_the_ratio_to_the_policy_that_sampled():
+    """k3 of d = 0.5 is 0.1065307 and ρ is 2; without old log probs the policy in training has sampled."""
+    log_probs = torch.tensor([[-1.0]], requires_grad=True)
+    ids, mask = torch.ones(1, 2).long(), torch.ones(1, 1).bool()
+    rows = Experience(ids, ids, mask, base_action_log_probs=torch.tensor([[-1.5]]))
+    config = PPOConfig.from_flat(use_kl_loss=True, kl_estimator="k3_ratio")
+    found = []
+    for old in (torch.tensor([[-1.0 - math.log(2)]]), None):
+        rows, scores = replace(rows, action_log_probs=old), ActionScores(log_probs, mask)
+        kl = _kl_to_reference(None, None, scores, rows, config, KLEstimate("k3_ratio"))
+        found += [kl.item(), torch.autograd.grad(kl.sum(), log_probs)[0].item()]
+    # the slope is ρ·d in both
+    assert found == pytest.approx([2 * 0.1065307, 2 * 0.5, 0.1065307, 0.5])
 
 
 @pytest.mark.usefixtures("kept")

@@ -1,7 +1,15 @@
 """Corrections, rejections, rarely used estimators and policy losses, and a teacher on servers."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, METRICS, TEACHERS, TOKEN_WEIGHTS, CallbackEntry, TokenWeight
+from lightppo.plugin import (
+    CALLBACKS,
+    METRICS,
+    NORMALISATIONS,
+    TEACHERS,
+    TOKEN_WEIGHTS,
+    CallbackEntry,
+    TokenWeight,
+)
 from lightppo.table import Entry
 
 _WEIGHTS = "lightppo.plugins.algorithms.token_weights"
@@ -9,13 +17,20 @@ _WEIGHTS = "lightppo.plugins.algorithms.token_weights"
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin`` and of algorithms."""
-    from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TABLES
+    from lightppo.algorithms.entries import (
+        ADVANTAGE_ESTIMATORS,
+        KL_ESTIMATORS,
+        POLICY_LOSSES,
+        TABLES,
+    )
     from lightppo.plugins.algorithms import tables
 
     for name, entry in tables.ESTIMATORS.items():
         ADVANTAGE_ESTIMATORS.register(name, entry)
     for name, entry in tables.POLICY_LOSSES.items():
         POLICY_LOSSES.register(name, entry)
+    for name, entry in tables.KL_ESTIMATORS.items():
+        KL_ESTIMATORS.register(name, entry)
     TABLES.extend((tables.CORRECTIONS, tables.REJECTIONS))
 
     correction = TokenWeight(
@@ -53,4 +68,19 @@ def register() -> None:
         "prompt_filter",
         "lightppo.plugins.algorithms.sections:PromptFilterConfig",
         adds_to="sampling",
+    )
+    for name, kind, owner in (
+        ("score_norm", "ScoreNormConfig", "reward"),
+        ("adv_norm", "AdvantageNormConfig", "algorithm"),
+    ):
+        where = f"lightppo.plugins.algorithms.sections:{kind}"
+        register_section(name, where, adds_to=owner)
+    NORMALISATIONS.register(
+        "levels", Entry("lightppo.plugins.algorithms.normalisation:normalisation")
+    )
+    register_section(
+        "kl_ratio", "lightppo.plugins.algorithms.sections:RatioConfig", adds_to="algorithm"
+    )
+    register_section(
+        "gdpo", "lightppo.plugins.algorithms.sections:PartsConfig", adds_to="algorithm"
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import KL_ESTIMATORS
-from lightppo.algorithms.kl import limited, log_ratio_of, row_mean, row_product
+from lightppo.algorithms.kl import k3, limited, log_ratio_of, row_mean, row_product
 from lightppo.algorithms.masking import (
     AllReduceSum,
     at_least_float32,
@@ -54,9 +54,26 @@ def seq_tis(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
     return row_product(log_ratio).clamp(low, high)
 
 
-def geo_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
-    """The geometric mean of the row's ρ, within low (0) and high: AReaL's (arXiv:2505.24298) level ``sequence``."""
-    return row_mean(log_ratio, action_mask).clamp(low, high)
+def geo_tis(
+    log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, agg: str = "mean"
+) -> Tensor:
+    """The geometric mean of the row's ρ, within low (0) and high where :func:`row_within` says that the row is not.
+
+    Source: level ``sequence`` of AReaL (arXiv:2505.24298).
+    """
+    mean = row_mean(log_ratio, action_mask)
+    within = row_within(log_ratio, action_mask, low, high, agg)
+    return torch.where(within, mean, mean.clamp(low, high))
+
+
+def row_within(log_ratio: Tensor, mask: Tensor, low: float, high: float, agg: str) -> Tensor:
+    """Which rows (B, 1) have a mean (geometric), product (``sum``) or largest one (``max``) of ρ within [low, high]."""
+    ratio = {
+        "mean": lambda: row_mean(log_ratio, mask),
+        "sum": lambda: row_product(log_ratio),
+        "max": lambda: log_ratio.masked_fill(~mask, -math.inf).amax(1, keepdim=True).exp(),
+    }[agg]()
+    return (ratio >= low) & (ratio <= high)
 
 
 def icepop(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
@@ -73,9 +90,12 @@ def seq_mis(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
     return _masked(row_product(log_ratio), low, high)
 
 
-def geo_mis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
-    """The geometric mean of the row's ρ if it is in [low, high], else 0, on each token: as :func:`geo_tis`."""
-    return _masked(row_mean(log_ratio, action_mask), low, high)
+def geo_mis(
+    log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, agg: str = "mean"
+) -> Tensor:
+    """The geometric mean of the row's ρ if :func:`row_within`, else 0, on each token: as :func:`geo_tis`."""
+    within = row_within(log_ratio, action_mask, low, high, agg)
+    return torch.where(within, row_mean(log_ratio, action_mask), 0.0)
 
 
 def _masked(ratio: Tensor, low: float, high: float) -> Tensor:
@@ -106,6 +126,7 @@ def correction_weights(
     low: float | None = None,
     high: float | None = None,
     veto: float | None = None,
+    agg: str | None = None,
 ) -> Tensor:
     """The constant factor (B, A) on each token's loss, 0 at masked positions.
 
@@ -114,6 +135,7 @@ def correction_weights(
         rollout_log_probs: (B, A), under the policy that sampled, as the engine returned them.
         low, high: bounds of the ratio; ``None``: the correction's default.
         veto: rows with a token of ρ < veto get weight 0; ``None``: no veto.
+        agg: what of a row is bounded, mean, sum or max, for corrections that bound rows; ``None``: the mean.
     """
     correction = CORRECTIONS.find(name)
     low, high = (
@@ -123,7 +145,8 @@ def correction_weights(
     log_ratio = log_ratio_of(log_probs, rollout_log_probs, mask)
     if veto is not None:
         kept = mask & ~(log_ratio < math.log(veto)).any(dim=1, keepdim=True)
-    weights = correction.fn(limited(log_ratio), action_mask=mask, low=low, high=high)
+    more = {} if agg is None else {"agg": agg}
+    weights = correction.fn(limited(log_ratio), action_mask=mask, low=low, high=high, **more)
     dtype = torch.promote_types(
         at_least_float32(log_probs).dtype, at_least_float32(rollout_log_probs).dtype
     )
@@ -186,8 +209,9 @@ def rejection_mask(
 ) -> Tensor:
     """The trained tokens (B, A) that stay in the policy loss: those which every rejection keeps.
 
-    A token's measure is ρ, or an estimate of KL(π_rollout ‖ π) from -d: k1 = -d, k2 = d²/2, k3 = ρ - 1 - d. Source of
-    measures and levels: Liu, Li et al. 2025, part 3 (richardli.xyz/rl-collapse-3), and verl's ``rollout_rs``.
+    A token's measure is ρ, or an estimate of KL(π_rollout ‖ π) from -d: k1 = -d, k2 = d²/2, k3 = ρ - 1 - d; or the
+    other direction, k3r = 1/ρ - 1 + d. Source of measures and levels: Liu, Li et al. 2025, part 3
+    (richardli.xyz/rl-collapse-3), and verl's ``rollout_rs``; k3r: ``kl_k3`` of AReaL.
 
     Args:
         log_probs: (B, A), of the policy before the update; of the one in training for rejections judged there.
@@ -207,6 +231,8 @@ def rejection_mask(
                 log_ratio,
                 (None if x is None else math.log(x) for x in (low, high)),
             )
+        elif measure == "k3r":
+            values = k3(log_ratio)
         else:
             values = KL_ESTIMATORS[measure].fn(-log_ratio)
         kept = kept & rejection.entry.fn(values, low=low, high=high, **context)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lightppo.algorithms.advantages import (
     Groups,
+    OnEveryToken,
     ScoreGroups,
     group_norm,
     group_normalize,
@@ -19,6 +23,8 @@ from lightppo.algorithms.masking import (
     require_same_shape,
     zero_where_masked,
 )
+from lightppo.data.records import Rollout
+from lightppo.plugins.algorithms.tables import weights_of_parts
 
 
 def on_policy_distill(
@@ -66,6 +72,61 @@ def optimal_token_baseline(
     # 0 where all is certain
     advantages = groups.deviation(returns[mask].double(), energy.clamp(min=1e-12))
     return torch.zeros_like(returns).masked_scatter(mask, advantages.to(returns.dtype)), returns
+
+
+@torch.no_grad()
+def gdpo(
+    *,
+    token_rewards: Tensor,
+    action_mask: Tensor,
+    scores: Tensor,
+    part_scores: Tensor | None = None,
+    part_weights: Sequence[float] = (1.0,),
+    gamma: float = 1.0,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """A = Σ_k w_k · (s_k - mean_G) / (std_G + std_eps): each reward k is normalised in its group before they are added.
+
+    In a sum, rewards of a small spread would disappear beside others, and different mixtures with one sum would be
+    alike. Expects the whitening of the batch. Source: Liu et al. 2026 (arXiv:2601.05242), eq. 4 to 6.
+
+    Args:
+        part_scores: (B, K), the rewards; ``None``: ``scores`` alone, which is grpo.
+        part_weights: w of the K rewards.
+    """
+    parts = scores.unsqueeze(1) if part_scores is None else part_scores  # (B, K)
+    require_same_shape(part_scores=parts[:, 0], rows=action_mask.any(dim=1))
+    normalise = OnEveryToken(group_norm)
+    advantages = [
+        weight
+        * normalise(token_rewards=token_rewards, action_mask=action_mask, scores=part, **more)[0]
+        for weight, part in zip(part_weights, parts.unbind(1), strict=True)
+    ]
+    return torch.stack(advantages).sum(0), reward_to_go(token_rewards, action_mask, gamma)
+
+
+def parts_of_rewards(config: Any) -> Callable[[Sequence[Rollout], Any], dict[str, Any]] | None:
+    """``--gdpo_rewards``: their scores, as the reward sources give them, and their weights."""
+    weights = weights_of_parts(config.algorithm.gdpo_rewards)
+    if not weights:
+        return None
+
+    def read(rollouts: Sequence[Rollout], device: Any) -> dict[str, Any]:
+        rows = [[rollout.extras.get(name) for name in weights] for rollout in rollouts]
+        for rollout, row in zip(rollouts, rows):
+            if missing := [name for name, score in zip(weights, row) if score is None]:
+                known = ", ".join(sorted(rollout.extras)) or "none"
+                raise ValueError(
+                    f"--gdpo_rewards {missing[0]}: prompt {rollout.prompt.index}, sample {rollout.sample_index} has "
+                    f"no such reward; its source gives: {known}"
+                )
+        scores = torch.tensor(rows, dtype=torch.float64, device=device)
+        return {
+            "part_scores": scores.reshape(len(rows), len(weights)),  # (B, K)
+            "part_weights": tuple(weights.values()),
+        }
+
+    return read
 
 
 def opo(groups: ScoreGroups, **_) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from lightppo.algorithms.kl import limited
 from lightppo.algorithms.losses import LossInputs, TokenLoss
@@ -82,3 +83,45 @@ def cpgd_policy_loss(x: LossInputs, *, cpgd_drift_coef: float) -> TokenLoss:
     drift = (x.ratio.detach() - 1.0).clamp(max=DRIFT_SLOPE_LIMIT) * x.log_ratio
     metrics = x.metrics(clipped_loss > loss, cpgd_drift=drift)
     return torch.maximum(loss, clipped_loss) + cpgd_drift_coef * drift, metrics
+
+
+def dppo_tv_policy_loss(
+    x: LossInputs, *, dppo_ratio_max: float, dppo_drift_coef: float
+) -> TokenLoss:
+    """-sg(min(ρ, max))·A·log_probs + coef·d², without the first term where π - π_old is beyond the epsilons.
+
+    That is where π > π_old + ε_high and A > 0, or π < π_old - ε_low and A < 0. The epsilons bound the total variation
+    of {this token, any other}, so rare tokens may change by large ratios.
+    Sources: Qi et al. 2026 (arXiv:2602.04879), DPPO-Binary-TV; the square, prime-rl's: Kimi K2.5 (arXiv:2602.02276).
+    """
+    change = x.log_probs.detach().exp() - x.old_log_probs.exp()  # (B, A)
+    return _trusted(x, change > x.eps_high, change < -x.eps_low, dppo_ratio_max, dppo_drift_coef)
+
+
+def dppo_kl_policy_loss(
+    x: LossInputs, *, dppo_ratio_max: float, dppo_drift_coef: float
+) -> TokenLoss:
+    """As :func:`dppo_tv_policy_loss`, with epsilons in nats that bound KL(π_old ‖ π) of {this token, any other}."""
+    divergence, d = binary_kl(x.old_log_probs, x.log_probs.detach()), x.log_ratio.detach()
+    too_high, too_low = (d > 0) & (divergence > x.eps_high), (d < 0) & (divergence > x.eps_low)
+    return _trusted(x, too_high, too_low, dppo_ratio_max, dppo_drift_coef)
+
+
+def binary_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """q·ln(q/p) + (1 - q)·ln((1 - q)/(1 - p)) in nats, of log probs; inf where p is 1 and q is not."""
+    rest_q, rest_p = (-log_prob.expm1().clamp(max=0.0) for log_prob in (log_q, log_p))
+    of_rest = torch.xlogy(rest_q, rest_q) - torch.xlogy(rest_q, rest_p)
+    return log_q.exp() * (log_q - log_p) + of_rest
+
+
+def _trusted(
+    x: LossInputs, too_high: Tensor, too_low: Tensor, ratio_max: float, drift_coef: float
+) -> TokenLoss:
+    """The loss of DPPO, whose policy has gone too far up or down at some tokens."""
+    lost = torch.where(x.advantages > 0, too_high, too_low) & (x.advantages != 0)
+    ratio = x.ratio.detach()
+    loss = -ratio.clamp(max=ratio_max) * x.advantages * x.log_probs
+    loss = loss.masked_fill(lost, 0.0)
+    if drift_coef > 0:
+        loss = loss + drift_coef * x.log_ratio.square()
+    return loss, x.metrics(lost, dppo_truncated_ratio=ratio > ratio_max)

@@ -2,12 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from lightppo.config.rules import sources_by_flag
+from lightppo.config.options import all_options
+from lightppo.config.rules import estimator_entry, sources_by_flag
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
-from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection
+from lightppo.plugins.algorithms.tables import (
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    Norm,
+    Rejection,
+    weights_of_parts,
+)
 
 corrected = partial(option, needs="rollout_correction!=none")
 
@@ -36,11 +43,16 @@ class CorrectionConfig(Section, of="training"):
     correction_batch_norm: bool = corrected(
         False, "Divide weights by their mean over the rollout batch of all ranks."
     )
+    correction_agg: Literal["mean", "sum", "max"] = option(
+        "mean",
+        "What of a response's ratios is within the bounds: geometric mean, product, or the largest one.",
+        needs="rollout_correction=geo_tis|geo_mis",
+    )
     rollout_rejection: tuple[str, ...] = option(
         (),
         "Leave tokens out of the policy loss unless all of these are within bounds, NAME=HIGH or NAME=LOW:HIGH "
         "such as token_ratio=0.5:2 seq_mean_k3=0.01. Names: token, seq_sum, seq_mean or seq_max, with _ratio, "
-        "_k1, _k2 or _k3; opsm; m2po.",
+        "_k1, _k2, _k3 or _k3r; opsm; m2po.",
     )
 
     @staticmethod
@@ -105,3 +117,113 @@ class PromptFilterConfig(Section, adds_to="sampling"):
             return
         if getattr(o, "plan", o) is None and not any(map(vars(o).get, sources_by_flag().values())):
             yield "--dataset_filter_threshold chooses by scores, and this run has no reward: leave it out"
+
+
+# What changes the sum of the rewards, which gdpo does not read.
+_OF_THE_SUM = (
+    "reward_bias",
+    "reward_scaling",
+    "max_reward_clip",
+    "reward_running_norm",
+    "stop_properly_penalty",
+    "overlong_buffer_len",
+    "mask_no_eos_with_zero",
+    "use_dense_reward",
+    "reward_clip_range",
+    "check_xml_format",
+    "reward_norm_by",
+)
+
+
+class PartsConfig(Section, adds_to="algorithm"):
+    """Rewards that are normalised one by one."""
+
+    gdpo_rewards: tuple[str, ...] = option(
+        (),
+        "gdpo: the rewards, NAME or NAME=WEIGHT, by the names that they have in reward/: sources of --reward_source, "
+        "or numbers that a reward function gives beside the score.",
+        needs="advantage_estimator=gdpo",
+    )
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        try:
+            weights = weights_of_parts(o.gdpo_rewards)
+        except ConfigError as error:
+            yield str(error)
+            return
+        if o.advantage_estimator != "gdpo":
+            return
+        if len(weights) < 2:
+            yield "--advantage_estimator gdpo normalises several rewards: name at least two by --gdpo_rewards, or use grpo"
+        if o.init_kl_coef > 0 and o.use_kl_in_reward:
+            yield "--use_kl_in_reward adds to the sum of the rewards, and gdpo reads each one: set --use_kl_loss"
+        given = o.config.flat()
+        for one in all_options():
+            if one.name in _OF_THE_SUM and one.is_set(given[one.name]):
+                yield f"--{one.name} changes the sum of the rewards, and gdpo reads each one: leave it out"
+
+
+class RatioConfig(Section, adds_to="algorithm"):
+    """KL estimators that are multiplied by the ratio."""
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        name = o.kl_estimator
+        if name in KL_ESTIMATORS and KL_ESTIMATORS[name].times_ratio and not o.use_kl_loss:
+            plain = name.removesuffix("_ratio")
+            yield f"--kl_estimator {name} is of --use_kl_loss: in the reward the ratio is 1; set {plain}"
+
+
+_WORDS = "mean=batch|group std=batch|group leave_one_out unbiased eps=1e-5, those that you want."
+
+
+def _norm_problem(name: str, words: tuple[str, ...]) -> Iterator[str]:
+    try:
+        if words:
+            Norm.parse(words)
+    except ConfigError as error:
+        yield f"--{name} {' '.join(words)}: {error}"
+
+
+class ScoreNormConfig(Section, adds_to="reward"):
+    """Scores less a mean, over a deviation."""
+
+    reward_norm_by: tuple[str, ...] = option(
+        (),
+        f"Normalise shaped scores by mean and deviation of all scores or of each group: {_WORDS}",
+        needs="trained_scores",
+    )
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        if not o.reward_norm_by:
+            return
+        yield from _norm_problem("reward_norm_by", o.reward_norm_by)
+        if o.use_dense_reward:
+            yield "--reward_norm_by is of the one score of a response, --use_dense_reward of its tokens: leave one out"
+        if estimator_entry(o.config).needs_greedy_baseline:
+            yield f"--reward_norm_by: {o.advantage_estimator} compares with scores as they are: leave it out"
+
+
+class AdvantageNormConfig(Section, adds_to="algorithm"):
+    """Advantages less a mean, over a deviation."""
+
+    adv_norm_by: tuple[str, ...] = option(
+        (),
+        f"In place of whitening: normalise advantages by mean and deviation of all tokens or of each group's: {_WORDS}",
+    )
+
+    @staticmethod
+    def facts(config: Any) -> Mapping[str, bool]:
+        return {"whitening": False} if config.algorithm.adv_norm_by else {}
+
+    @staticmethod
+    def meant(config: Any) -> Mapping[str, Any]:
+        return {"adv_norm": False, "adv_norm_eps": None} if config.algorithm.adv_norm_by else {}
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        yield from _norm_problem("adv_norm_by", o.adv_norm_by)
+        if o.adv_norm_by and o.adv_norm:
+            yield "--adv_norm_by takes the place of --adv_norm: leave one out"

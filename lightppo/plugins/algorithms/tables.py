@@ -6,10 +6,12 @@ Free of torch, as the command line reads them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from lightppo.algorithms.entries import EstimatorEntry, PolicyLossEntry
+from lightppo.algorithms.entries import EstimatorEntry, KLEntry, PolicyLossEntry
 from lightppo.errors import ConfigError
 from lightppo.option import Option
 from lightppo.table import Entry, Table
@@ -36,12 +38,29 @@ ESTIMATORS = {
     "group_adv_norm": EstimatorEntry(
         f"{_ESTIMATORS}:group_adv_norm", min_group_size=2, discounted=True, kl_in_loss=True
     ),
+    "gdpo": EstimatorEntry(
+        f"{_ESTIMATORS}:gdpo",
+        inputs=f"{_ESTIMATORS}:parts_of_rewards",
+        min_group_size=2,
+        whiten=True,
+        divides_by_std=True,
+        kl_in_loss=True,
+    ),
     "on_policy_distill": EstimatorEntry(
         f"{_ESTIMATORS}:on_policy_distill", of_teacher=True, kl_in_loss=True
     ),
 }
 
 _SELECTED = {"selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently"}
+
+_dppo = partial(
+    PolicyLossEntry,
+    options=(
+        Option("dppo_ratio_max", float, 20.0, "largest weight π / π_old of a token.", gt=1),
+        Option("dppo_drift_coef", float, 0.0, "weight of (log π - log π_old)².", ge=0),
+    ),
+    metrics={"dppo_truncated_ratio": "share of trained tokens above --dppo_ratio_max"},
+)
 
 POLICY_LOSSES = {
     "gmpo": PolicyLossEntry(
@@ -97,6 +116,13 @@ POLICY_LOSSES = {
         options=(Option("cpgd_drift_coef", float, 0.01, "weight of the policy drift.", ge=0),),
         metrics={"cpgd_drift": "policy drift of cpgd, before its coefficient"},
     ),
+    "dppo_tv": _dppo(f"{_LOSSES}:dppo_tv_policy_loss", eps_clip=(0.15, 0.15)),
+    "dppo_kl": _dppo(f"{_LOSSES}:dppo_kl_policy_loss", eps_clip=(0.05, 0.05)),
+}
+
+KL_ESTIMATORS = {
+    f"{name}_ratio": KLEntry(f"lightppo.algorithms.kl:{name}", times_ratio=True)
+    for name in ("k1", "k3")
 }
 
 
@@ -113,7 +139,7 @@ class CorrectionEntry(Entry):
 class RejectionEntry(Entry):
     """What tokens have no policy loss; the function is a :data:`.correction.RejectionFn`."""
 
-    # what is bounded: "ratio", or one of KL_ESTIMATORS, of KL(π_rollout ‖ π_old) at a token
+    # what is bounded: "ratio", or one of KL_ESTIMATORS, of KL(π_rollout ‖ π_old) at a token; "k3r": the other direction
     measure: str = "k1"
     two_sided: bool = False  # it may have a lower bound
     in_training: bool = False  # the policy is the one in training; else the one before the update
@@ -151,7 +177,7 @@ REJECTIONS: Table[RejectionEntry] = Table(
             f"{_CORRECTION}:{function}", measure=measure, two_sided=measure in ("ratio", "k1")
         )
         for level, function in _LEVELS.items()
-        for measure in ("ratio", "k1", "k2", "k3")
+        for measure in ("ratio", "k1", "k2", "k3", "k3r")
     }
     | {
         "opsm": RejectionEntry(f"{_CORRECTION}:opsm", in_training=True),
@@ -198,3 +224,69 @@ class Rejection:
         if entry.measure != "k1" and min(known) <= 0:
             raise ConfigError(f"--rollout_rejection {text!r}: a bound of {name} must be above 0")
         return rejection
+
+
+def weights_of_parts(texts: Sequence[str]) -> dict[str, float]:
+    """``--gdpo_rewards``: the weight of each reward, 1 where there is none; ConfigError for anything else."""
+    weights: dict[str, float] = {}
+    for text in texts:
+        name, equals, weight = text.partition("=")
+        try:
+            value = float(weight) if equals else 1.0
+        except ValueError:
+            value = math.nan
+        if not name or not math.isfinite(value) or value == 0:
+            raise ConfigError(
+                f"--gdpo_rewards {text!r}: write NAME or NAME=WEIGHT, the weight a number other than 0"
+            )
+        if name in weights:
+            raise ConfigError(f"--gdpo_rewards names {name} twice: name it once")
+        weights[name] = value
+    return weights
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What ``--reward_norm_by`` and ``--adv_norm_by`` say: of what mean and deviation are, "batch", "group" or None."""
+
+    mean: str | None = None
+    std: str | None = None
+    leave_one_out: bool = False  # a value is not in its own mean
+    unbiased: bool = False  # the deviation's divisor is n - 1
+    eps: float = 1e-5  # added to the deviation
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Norm:
+        """``mean=group std=batch leave_one_out unbiased eps=1e-6``, in any order; ConfigError for anything else."""
+        given: dict[str, Any] = {}
+        for word in words:
+            name, equals, value = word.partition("=")
+            if name in given:
+                raise ConfigError(f"{name!r} stands twice: write it once")
+            if name in ("mean", "std") and value in ("batch", "group"):
+                given[name] = value
+            elif name in ("leave_one_out", "unbiased") and not equals:
+                given[name] = True
+            elif name == "eps" and _above_zero(value):
+                given[name] = float(value)
+            else:
+                raise ConfigError(
+                    f"{word!r} is none of mean=batch, mean=group, std=batch, std=group, leave_one_out, unbiased and "
+                    "eps=NUMBER above 0"
+                )
+        norm = cls(**given)
+        if norm.mean is None and norm.std is None:
+            raise ConfigError(
+                "it names neither a mean nor a std: write mean=group std=batch, for example"
+            )
+        for name, needs in (("leave_one_out", "mean"), ("unbiased", "std"), ("eps", "std")):
+            if name in given and needs not in given:
+                raise ConfigError(f"{name} needs {needs}=batch or {needs}=group")
+        return norm
+
+
+def _above_zero(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False

@@ -39,6 +39,9 @@ def correction(config: Options) -> Weigh | None:
             low=options.correction_low,
             high=options.correction_high,
             veto=options.correction_veto,
+            agg=options.correction_agg
+            if options.rollout_correction in ("geo_tis", "geo_mis")
+            else None,
         )
         if options.correction_batch_norm:
             weights = normalize_weights(weights, experience.action_mask, all_reduce_sum)

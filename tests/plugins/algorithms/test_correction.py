@@ -68,6 +68,28 @@ def test_weights_by_hand_whatever_is_masked(name, junk):
     assert bool((out[~MASK] == 0).all())
 
 
+@pytest.mark.parametrize(
+    ("name", "agg", "bounds", "rows"),
+    [
+        # products 2 and 1.5, largest 4 and 1.5; means 1.2599 and 1.2247
+        ("geo_mis", "sum", (1.0, 1.8), (0.0, 1.5**0.5)),
+        ("geo_mis", "sum", (1.8, 3.0), (2 ** (1 / 3), 0.0)),
+        ("geo_mis", "max", (0.0, 3.0), (0.0, 1.5**0.5)),
+        ("geo_mis", "max", (1.4, 5.0), (2 ** (1 / 3), 1.5**0.5)),
+        ("geo_tis", "sum", (0.0, 1.1), (1.1, 1.1)),
+        ("geo_tis", "max", (0.0, 1.24), (1.24, 1.5**0.5)),
+        # the second row's largest is within, so its mean stays below the lower bound
+        ("geo_tis", "max", (1.23, 2.0), (2 ** (1 / 3), 1.5**0.5)),
+    ],
+)
+def test_what_of_a_row_is_bounded(name, agg, bounds, rows):
+    log_probs, rollout = ratios(*RHO)
+    low, high = bounds
+    weights = correction_weights(name, log_probs, rollout, MASK, low=low, high=high, agg=agg)
+    expected = torch.tensor([*rows, 0.0])[:, None] * MASK
+    torch.testing.assert_close(weights, expected)
+
+
 def test_defaults():
     log_probs, rollout = ratios((0.4, 1.0, 6.0, 1.5))
     mask = torch.ones(1, 4).bool()
@@ -287,6 +309,13 @@ KEPT = {
     "seq_max_k2=0.9": "000 101",
     "seq_max_k2=1": "111 101",
     "seq_max_k3=0.05": "000 000",
+    # k3r = 1/ρ - 1 + d: .307 0 .636, sum .943, mean .314; 0 .0721, mean .0361
+    "token_k3r=0.3": "010 101",
+    "seq_sum_k3r=0.9": "000 101",
+    "seq_mean_k3r=0.31": "000 101",
+    "seq_mean_k3r=0.32": "111 101",
+    "seq_max_k3r=0.7": "111 101",
+    "seq_max_k3r=0.07": "000 000",
     "m2po=0.5": "110 101",  # d² 0 0 .164 .480 1.922: means 0 0 .055 .161 .513
     "m2po=0.1": "010 101",
     "m2po=0.6": "111 101",

@@ -104,6 +104,29 @@ def test_a_loss_learns_from_all_tokens(taught):
     assert loss[0]["train/distill_loss"] == pytest.approx(loss[0]["rollout/teacher_kl"], rel=0.5)
 
 
+def test_the_teachers_best_tokens_make_one_pass_over_the_rollout(taught, teacher):
+    """Of all tokens it is the divergence over the vocabulary; of three it is less, and the teacher gives them less."""
+    from transformers import AutoTokenizer
+
+    tokens = len(AutoTokenizer.from_pretrained(teacher))
+    every = {"distill_by": "loss", "distill_beta": 0.5, "benchmark_steps": 1}
+    (whole,) = rows_after(taught("whole", **every))
+    (all_of_them,) = rows_after(taught("all", distill_topk=tokens, **every))
+    names = {"train/distill_loss", "train/actor_grad_norm", "rollout/teacher_log_prob"}
+    assert {name: all_of_them[name] for name in names} == pytest.approx(
+        {name: whole[name] for name in names}, rel=1e-4
+    )
+    assert all_of_them["train/teacher_top_mass"] == pytest.approx(1.0, abs=1e-5)
+    (three,) = rows_after(taught("three", distill_topk=3, **every))
+    assert 0 < three["train/distill_loss"] < whole["train/distill_loss"]
+    assert 3 / tokens < three["train/teacher_top_mass"] < 1
+
+
+def test_more_tokens_than_there_are_are_refused_before_models_load(taught):
+    with pytest.raises(ConfigError, match=r"--distill_topk 1000: there are \d+ tokens"):
+        PPOTrainer.from_config(taught(distill_by="loss", distill_topk=1000))
+
+
 def test_a_student_that_is_its_teacher_has_no_gradient(taught, assets):
     options = {"teacher_pretrain": assets["pretrain"], "distill_beta": 0.5, "benchmark_steps": 1}
     (row,) = rows_after(taught(distill_by="loss", **options))
@@ -134,10 +157,18 @@ def test_scores_beside_a_teacher_alone_are_recorded_and_change_nothing(taught, a
     assert [watched[name] for name in names] == [alone[name] for name in names]
 
 
-@pytest.mark.parametrize("by", ["advantage", "loss"])
+@pytest.mark.parametrize(
+    "by",
+    [
+        {"distill_by": "advantage"},
+        {"distill_by": "loss"},
+        {"distill_by": "loss", "distill_topk": 3},
+    ],
+    ids=["advantage", "loss", "topk"],
+)
 def test_padding_packing_and_micro_batches_change_nothing(taught, by):
     common = {
-        "distill_by": by,
+        **by,
         "benchmark_steps": 1,
         "n_samples_per_prompt": 2,
         "train_batch_size": 4,
@@ -190,17 +221,22 @@ def test_a_trainer_made_by_hand_gets_teacher_and_its_name_together(trainer_with,
 
 
 @pytest.mark.slow
-def test_two_ranks_at_zero3(assets, teacher, taught, tmp_path):
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"distill_by": "loss", "distill_topk": 3}, marks=pytest.mark.long)],
+    ids=["advantage", "topk"],
+)
+def test_two_ranks_at_zero3(assets, teacher, taught, tmp_path, more):
     """With adapters; both models sharded, the teacher's shards on the host. The numbers are those of one rank."""
     flags = {
         "pretrain": assets["pretrain"], "prompt_data": assets["prompt_data"], "teacher_pretrain": teacher,
         "advantage_estimator": "on_policy_distill", "init_kl_coef": 0.0, "zero_stage": 3, "lora_rank": 4,
         "prompt_max_len": 12, "generate_max_len": 5, "rollout_batch_size": 4, "train_batch_size": 4,
         "micro_train_batch_size": 1, "actor_learning_rate": 1e-2, "benchmark_steps": 2, "num_examine": 0,
-        "teacher_zero_stage": 3, "save_path": tmp_path / "two",
+        "teacher_zero_stage": 3, "save_path": tmp_path / "two", **more,
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items()]
     run_ranks(REPO / "examples" / "train_ppo.py", *words, "--teacher_offload", timeout=300)
-    alone = rows_after(taught("one", lora_rank=4, benchmark_steps=2))
+    alone = rows_after(taught("one", lora_rank=4, benchmark_steps=2, **more))
     for one, other in zip(alone, rows_of(tmp_path / "two"), strict=True):
         assert_close(one, other, abs=2e-4, rel=2e-3)

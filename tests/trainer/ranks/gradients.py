@@ -86,7 +86,7 @@ VARIANTS: dict[str, dict] = {
     **{f"loss {name}": {"policy_loss": name, **WIDE} for name in ("gspo", "gmpo", "cispo", "cpgd")},
     **{
         f"kl {name}": {"use_kl_loss": True, "kl_estimator": name}
-        for name in ("k2", "full", "k1+", "k3+")
+        for name in ("k2", "full", "k1+", "k3+", "k3_ratio")
     },
     "entropy": {"entropy_coef": 0.3, "loss_agg_mode": "seq-mean-token-mean"},
     "rejections": {"rollout_rejection": ["opsm=0.05", "token_k2=0.2"], "old_log_probs": "rollout"},
