@@ -370,7 +370,9 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
         paths, probs, split = d.eval_data, None, d.eval_split
     scoring = evaluation_config(config) if flag == "--eval_data" else None
     named = (config,) if scoring is None else (scoring, "--eval_reward_fn")
-    function, reads_labels = check_reward_files(*named)
+    function, reads_labels = None, None
+    if not config.flat().get("tape_from"):  # which answers for reward files that may be gone
+        function, reads_labels = check_reward_files(*named)
     check_data_paths(paths, probs, flag=flag)
     template = PromptTemplate(
         _tokenizer(config.model.tokenizer_path or config.model.pretrain),
