@@ -29,7 +29,6 @@ TOKENIZERS = ("tokenizer_path", "reward_input_tokenizer")
 ROWS = ("prompt_data", "eval_data", "pretrain_data", "prompt_metadata", "dataset", "eval_dataset")
 CODE = ("reward_fn", "eval_reward_fn", "remote_rm_url", "reward_routes", "callback")
 WORLDS = ("env", "tools")  # code, too, in more forms
-ANSWERED = ("reward_fn", "eval_reward_fn", "remote_rm_url")  # code that --tape_from answers for
 READ = (*MODELS, *TOKENIZERS, *ROWS, *CODE, *WORLDS, "resume", "tape_from")
 
 # Options that name a place that a run writes to → what of it the run replaces or removes. Other names in it stay.

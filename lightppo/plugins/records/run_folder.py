@@ -41,7 +41,6 @@ from lightppo.plugins.ops.storage import (
 )
 from lightppo.plugins.records.marks import checkpoint_mark
 from lightppo.plugins.records.places import (
-    ANSWERED,
     METADATA,
     RECORDS,
     SAMPLES,
@@ -350,7 +349,7 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
     is_answered = bool(flat.get("tape_from"))  # then files of code outside may be gone
     if ranks.is_rank_0():
         for name, spec in _code_of(config).items():
-            if is_answered and name in ANSWERED:
+            if is_answered and isinstance(spec, str) and _is_gone(spec):
                 continue
             if not is_object(spec):
                 marks[name] = _digest(split_python_spec(spec, name)[0].read_bytes())
@@ -406,6 +405,11 @@ def _code_of(config: OptionSet) -> dict[str, Any]:
         for name, spec in given.items()
         if is_object(spec) or (isinstance(spec, str) and ".py" in spec)
     }
+
+
+def _is_gone(spec: str) -> bool:
+    """Whether the file of ``path.py:name`` is not there any more."""
+    return not Path(spec.rpartition(".py")[0] + ".py").expanduser().is_file()
 
 
 def source_of(value: Any) -> str | None:

@@ -26,8 +26,9 @@ def taped(
         return make()
     # a function for evaluations alone is another one
     name = name if request.flag == "--reward_fn" else f"{name} of {request.flag}"
-    if tape.plays:
-        return TapedReward(None, name, tape, request.ranks)
+    if tape.plays:  # of a source that is not on the tape, the run itself is asked
+        is_there = name in tape.sources
+        return TapedReward(None, name, tape, request.ranks) if is_there else make()
     of_episode = request.config.flat().get("env_contract") == "trl"  # it asks their objects
     if not (is_certain or of_episode or request.config.tape.tape == "all"):
         return make()
@@ -49,7 +50,7 @@ class TapedReward:
         self.source, self.kind, self.tape, self.ranks = source, kind, tape, ranks
         if source is not None:
             tape.sources[kind] = source.name
-        self.name = tape.sources.get(kind, kind)  # which names its metrics
+        self.name = tape.sources[kind]  # which names its metrics
         self.needs_all_ranks = getattr(source, "needs_all_ranks", False)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:

@@ -1,7 +1,7 @@
-"""An environment that is late and fails at times, and knows things that nobody can ask for again.
+"""An environment that is late, fails at times, and answers otherwise whenever it is asked again.
 
-Its numbers come from the clock and the system's random numbers, so that no two runs are told the same. It notes each
-call in the file that ``LIGHTPPO_TEST_CALLS`` names.
+``LIGHTPPO_TEST_START`` is the number of this start of the run: it seeds all that is random here. Each call is noted in
+the file that ``LIGHTPPO_TEST_CALLS`` names.
 """
 
 import os
@@ -10,7 +10,8 @@ import time
 
 from lightppo import EnvFailure, Step
 
-WORLD = random.SystemRandom()
+KEY = f"start {os.environ.get('LIGHTPPO_TEST_START', 0)} rank {os.environ.get('RANK', 0)}"
+WORLD = random.Random(KEY)
 
 
 def note(what: str) -> None:
@@ -26,14 +27,13 @@ class Late:
 
     def step(self, text: str) -> Step:
         note("step")
-        time.sleep(WORLD.uniform(0, 0.02))
+        time.sleep(WORLD.uniform(0, 0.03))
         if WORLD.random() < 0.1:
             raise EnvFailure("no world today")
         self.left -= 1
         said = f" {WORLD.randrange(10, 99)} "
-        return Step(
-            said, reward=WORLD.random(), done=self.left == 0, metrics={"luck": WORLD.random()}
-        )
+        luck = {"luck": WORLD.random()}
+        return Step(said, reward=WORLD.random(), done=self.left == 0, metrics=luck)
 
     def get_reward(self) -> float:
         note("get_reward")
