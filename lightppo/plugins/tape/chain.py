@@ -139,7 +139,10 @@ def _altered(path: Path, number: int, line: bytes, earlier: list[Entry]) -> str:
         what = described(json.loads(line))
     except (ValueError, TypeError, AttributeError):
         what = f"it is no JSON; the line before: {described(earlier[-1])}" if earlier else "no JSON"
-    return f"{path}:{number} was altered, or a line before it is missing: {what}"
+    return (
+        f"{path}:{number} was altered, or a line before it is missing: {what}. Restore the file; a run that "
+        "goes on can also do without it: move it away, and its replies are asked for again"
+    )
 
 
 def _check_header(strip: Strip) -> None:

@@ -7,8 +7,8 @@ its environment to where it was.
 
 from __future__ import annotations
 
+import array
 import hashlib
-import json
 import logging
 import os
 import threading
@@ -246,9 +246,12 @@ class Tape:
     def settle(self) -> dict[str, Any] | None:
         """All that was written is on disk; the end of the tape, for a checkpoint."""
         with self._lock, files_in_use().explained(self.folder):
-            for path in self._unsynced:
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+            for path in (*self._unsynced, *{path.parent for path in self._unsynced}):
+                handle = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
             self._unsynced.clear()
             if self.head is None:
                 return None
@@ -340,8 +343,8 @@ class Tape:
         """The error of a tape that plays, and has no answer."""
         path = self.folder / file_name(self.step, self.rank, self.ranks)
         return TapeError(
-            f"{path} has no answer: {what}, in step {self.step}; the run that wrote it did not come so far, or was "
-            "another one"
+            f"{path} has no answer: {what}, in step {self.step}: the run that wrote it did not come so far, or was "
+            "another one. lightppo replay --ask_again asks the environments"
         )
 
 
@@ -358,7 +361,7 @@ def _free_name(path: Path) -> Path:
 
 def digest_of(ids: Sequence[int]) -> str:
     """A short hash of token ids, to see whether a reply belongs to them."""
-    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
+    return hashlib.sha256(array.array("q", ids)).hexdigest()[:16]
 
 
 def first_difference(was: Sequence[int], now: Sequence[int]) -> str:
