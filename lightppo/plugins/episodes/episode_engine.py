@@ -141,11 +141,9 @@ class EpisodeEngine:
         """How an episode asks: by way of the tape where there is one, and the run is on its way."""
         if self.tape is None or not self.tape.is_on:
             return Direct()
-        reel = Reel(self.tape, key, sample_index)
         # reward functions ask the objects of TRL's environments, which no tape has
-        if reel.answers and (self.tape.plays or not self._keeps_objects):
-            return Answered(reel)
-        return Recording(reel)
+        reel = Reel(self.tape, key, sample_index, may_answer=not self._keeps_objects)
+        return Answered(reel) if reel.answers else Recording(reel)
 
     @property
     def _keeps_objects(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lightppo.config.rules import reward_sources
+from lightppo.config.rules import evaluation_config, reward_sources
 from lightppo.files import is_url, local_folder
 from lightppo.plugin import REWARDS
 from lightppo.plugins.tape.chain import Head
@@ -20,18 +20,21 @@ from lightppo.trainer.callbacks import Callback
 
 
 def keeper(run: Any) -> Keeper | None:
-    """The callback of a run that has something to ask outside."""
+    """The callback of a run that has something to ask outside, and may be gone on with or done again."""
     tape = tape_of(run.strategy, run.config)
-    return Keeper(run, tape) if tape is not None and asks_outside(run.config) else None
+    if tape is None or not asks_outside(run.config) or (run.only_evaluates and not tape.plays):
+        return None
+    return Keeper(run, tape)
 
 
 def asks_outside(config: Any) -> bool:
-    """Whether the run has environments, tools, or a source of rewards that may be outside."""
-    flat = config.flat()
-    sources = reward_sources(config)
-    return bool(flat.get("env") or flat.get("tools")) or any(
-        REWARDS[name].outside != "no" for name in sources if name in REWARDS
-    )
+    """Whether the tape has something of the run: of its environments, tools, or sources of rewards."""
+    flat, judge = config.flat(), evaluation_config(config)
+    if flat.get("env") or flat.get("tools"):
+        return True
+    sources = reward_sources(config) | (reward_sources(judge) if judge is not None else set())
+    wanted = ("yes", "perhaps") if flat["tape"] == "all" or flat["tape_from"] else ("yes",)
+    return any(REWARDS[name].outside in wanted for name in sources)
 
 
 class Keeper(Callback):

@@ -18,11 +18,14 @@ class Reel:
     Args:
         key: batch, prompt and sample.
         sample_index: of the sample, as files of samples show it.
+        may_answer: else a tape that does not play is written anew, whatever it has.
     """
 
-    def __init__(self, tape: Tape, key: tuple[int, int, int], sample_index: int) -> None:
+    def __init__(
+        self, tape: Tape, key: tuple[int, int, int], sample_index: int, may_answer: bool = True
+    ) -> None:
         self.tape, self.key = tape, key
-        self.taken = tape.whole_take(key) if tape.is_on else None
+        self.taken = tape.whole_take(key) if may_answer or tape.plays else None
         self.number = 0  # of the try
         self._next = 0  # entry
         batch, prompt, sample = key

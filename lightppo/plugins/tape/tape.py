@@ -253,9 +253,10 @@ class Tape:
                 finally:
                     os.close(handle)
             self._unsynced.clear()
-            if self.head is None:
+            if self._end is None:
                 return None
-            return {**asdict(self.head), "ranks": self.ranks, "rank": self.rank}
+            end = self.head or Head(0, 0, self._end)
+            return {**asdict(end), "ranks": self.ranks, "rank": self.rank}
 
     def close(self) -> None:
         """The run has ended."""
@@ -273,7 +274,7 @@ class Tape:
         """
         if end is None:
             return
-        if end["ranks"] != self.ranks:
+        if not end["records"]:  # of another number of ranks, see share_out
             self._before = end["hash"]
             return
         self.head = Head.of(end)

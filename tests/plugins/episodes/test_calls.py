@@ -68,12 +68,12 @@ def tokenizer():
 def engine_of(tokenizer, tmp_path):
     made = []
 
-    def make(said, *, plays=False, kind=Shop, **options):
+    def make(said, *, plays=False, kind=Shop, contract="lightppo", **options):
         tape = Tape(tmp_path, 0, 1, plays=plays)
         if plays:
             environments = AnsweredEnvironments(tape.environments)
         else:
-            environments = Environments([kind], timeout=30)
+            environments = Environments([kind], contract=contract, timeout=30)
             tape.environments = told_of(environments)
         tape.go_to(1, "train")
         formats = {n: ChatFormat(tokenizer, environments.tools(n)) for n in environments.names}
@@ -146,3 +146,20 @@ def test_an_episode_that_fails_for_good_is_not_tried_again(engine_of, tokenizer)
     failed = engine_of(SAID, kind=Closed).generate(prompts, SAMPLING)
     assert [one.extras["failures"] for one in failed] == [2.0, 2.0]
     assert engine_of(SAID, plays=True, retries=9).generate(prompts, SAMPLING) == failed
+
+
+def test_objects_that_reward_functions_ask_are_on_no_tape(engine_of, tokenizer):
+    """A resume with TRL's classes plays again; a tape that plays has the rewards, too."""
+    prompts = [prompt_of("What?", tokenizer, index=7)]
+
+    class Kept(Shop):
+        def step(self) -> str:
+            """Nothing."""
+
+    Shop.failures.clear()
+    engine_of(SAID, kind=Kept, contract="trl").generate(prompts, SAMPLING)
+    resumed = engine_of(SAID, kind=Kept, contract="trl").generate(prompts, SAMPLING)
+    assert all(isinstance(one.environment, Kept) for one in resumed)
+    played = engine_of(["never"] * 9, plays=True).generate(prompts, SAMPLING)
+    assert [one.environment for one in played] == [None, None]
+    assert [one.messages for one in played] == [one.messages for one in resumed]

@@ -204,8 +204,17 @@ def test_a_tape_that_was_made_anew_does_not_fit_the_checkpoints(late, tmp_path):
     fitted(other)
     shutil.rmtree(tmp_path / "run" / "tape")
     shutil.copytree(tmp_path / "other" / "tape", tmp_path / "run" / "tape")
-    with pytest.raises(TapeError, match="is not as the checkpoint knows it: restore the file"):
+    with pytest.raises(TapeError, match=r"the checkpoint knows (it|\d+): restore the file"):
         fitted(late(save_steps=1, benchmark_steps=3))
+
+
+def test_an_evaluation_leaves_the_tape_of_the_run_alone(late):
+    prompts = late().data.prompt_data
+    config = late(save_steps=1, benchmark_steps=1)
+    fitted(config)
+    before = [(path.name, path.read_bytes()) for path in tape_files(config)]
+    fitted(late(val_only=True, eval_data=prompts, resume=config.checkpoint.ckpt_path))
+    assert [(path.name, path.read_bytes()) for path in tape_files(config)] == before
 
 
 # -- rewards ---------------------------------------------------------------------------------------------------------
@@ -320,12 +329,17 @@ def test_other_weights_than_were_saved(late, command, tmp_path, monkeypatch):
             ["--tape_from={there}/no", "--env=x.py:X"],
             "there is no {there}/no/tape: name the --save_path",
         ),
+        (
+            ["--tape_from={there}", "--save_path={there}", "--env=x.py:X"],
+            "--save_path {there} is also --tape_from",
+        ),
         (["--tape_from={there}", "--env=x.py:X"], "2 ranks wrote its tape, and this run has 1"),
     ],
 )
 def test_mistakes_end_the_command(command, assets, tmp_path, words, text):
     (tmp_path / "tape").mkdir()
-    (tmp_path / "tape" / "step1_rank0of2.jsonl").touch()
+    ranks = 1 if any("save_path" in word for word in words) else 2
+    (tmp_path / "tape" / f"step1_rank0of{ranks}.jsonl").touch()
     given = [f"--{name}={assets[name]}" for name in ("pretrain", "prompt_data")]
     source = (
         [] if any("reward_source" in word for word in words) else ["--reward_source=environment"]
