@@ -72,6 +72,8 @@ class RewardEntry(Entry):
     flag: str = ""  # the option without which there is nothing to make it of: reward_fn
     # A function of a Prompt, "module:name" or itself: ValueError for a row that the source cannot judge.
     check_prompt: str | Callable | None = None
+    # whether what it answers comes from outside the run, and another call may give something else
+    outside: Literal["no", "perhaps", "yes"] = "no"
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,9 @@ CALLBACKS: Table[CallbackEntry] = Table("callback", kind=CallbackEntry)
 REWARDS: Table[RewardEntry] = Table(
     "--reward_source",
     {
-        "function": RewardEntry("lightppo.rewards.registry:function_reward", flag="reward_fn"),
+        "function": RewardEntry(
+            "lightppo.rewards.registry:function_reward", flag="reward_fn", outside="perhaps"
+        ),
         "model": RewardEntry("lightppo.rewards.registry:model_reward", flag="reward_pretrain"),
     },
     kind=RewardEntry,
@@ -233,6 +237,11 @@ REWARDS: Table[RewardEntry] = Table(
 REWARD_WRAPPERS: Table = Table("what is around a run's rewards")
 """An entry's function gets the source of a run and its :class:`lightppo.rewards.RewardRequest`, and returns the source
 itself, or another one around it. They are called in the order of the table."""
+
+OUTSIDE: Table = Table("what is around rewards from outside")
+"""What is around each source of rewards that may be outside the run (``RewardEntry.outside``), before wrappers and sums:
+an entry's function ``(make, name, is_certain, request)`` returns the source ``make()``, another one around it, or one in
+its place, which is then never made. ``is_certain``: it is outside for certain."""
 
 REWARD_MANAGERS: Table[RewardManager] = Table(
     "--reward_manager",

@@ -53,6 +53,7 @@ PLUGIN_FLOORS = {
     "exports": 2,
     "http": 2,
     "ops": 2,
+    "tape": 2,
     "adapters": 3,
     "algorithms": 3,
     "kernels": 3,

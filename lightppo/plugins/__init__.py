@@ -12,6 +12,7 @@ SHIPPED = (
     "vllm",
     "verifiers",
     "http",
+    "tape",
     "episodes",
     "checks",
     "exports",

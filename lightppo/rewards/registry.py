@@ -23,7 +23,7 @@ from lightppo.config.rules import (
 from lightppo.errors import ConfigError
 from lightppo.files import files_in_use
 from lightppo.option import is_object
-from lightppo.plugin import REWARD_SUMS, REWARD_WRAPPERS, REWARDS
+from lightppo.plugin import OUTSIDE, REWARD_SUMS, REWARD_WRAPPERS, REWARDS
 from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.function import BoundFunction, FunctionReward
 from lightppo.rewards.source import NoReward, RewardSource
@@ -105,7 +105,19 @@ def build_reward(
 
 
 def _made(name: str, request: RewardRequest) -> RewardSource:
-    """The source of a name."""
+    """The source of a name, with what is around those outside the run."""
+    entry, make = REWARDS.find(name), partial(_source_of, name, request)
+    if entry.outside == "no":
+        return make()
+    is_file = name == "server" and _is_file(request.config.reward.remote_rm_url)
+    is_certain = entry.outside == "yes" and not is_file
+    for around in OUTSIDE.values():
+        make = partial(around.fn, make, name, is_certain, request)
+    return make()
+
+
+def _source_of(name: str, request: RewardRequest) -> RewardSource:
+    """The source of a name alone."""
     urls = request.config.reward.remote_rm_url
     if name == "server" and _is_file(urls):
         return _function_source(urls[0], "--remote_rm_url", request.options_of(FunctionReward))

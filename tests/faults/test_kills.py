@@ -7,15 +7,14 @@ import os
 import random
 import signal
 import subprocess
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from faults.small_run import STEPS, flags, metric_rows, outcome
+from support.killer import Killer
 from support.ranks import ENVIRONMENT, kill_marked, launch_command
 
 pytestmark = pytest.mark.timeout(5400)  # a hundred kills, each followed by what is left of its run
@@ -38,25 +37,6 @@ RUNS = {
         "max_epochs": 2,
     },
 }
-
-
-class Killer(threading.Thread):
-    """Kills ranks by their numbers, which they write into a folder, some seconds after they have."""
-
-    def __init__(self, folder: Path, ranks: list[int], seconds: float) -> None:
-        super().__init__(daemon=True)
-        self.files, self.seconds, self.came = [folder / str(rank) for rank in ranks], seconds, False
-        self.over = threading.Event()
-
-    def run(self) -> None:
-        while not all(file.is_file() and file.read_text() for file in self.files):
-            if self.over.wait(0.005):
-                return
-        if not self.over.wait(self.seconds):
-            for file in self.files:
-                with suppress(ProcessLookupError):
-                    os.kill(int(file.read_text()), signal.SIGKILL)
-                    self.came = True
 
 
 @pytest.mark.faults

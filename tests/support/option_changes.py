@@ -276,6 +276,7 @@ BUILT += [
             "env_retries": 3,
             "on_env_failure": "error",
             "env_failure_limit": 0.25,
+            "tape": "off",
         },
     ),
     (EPISODES | {"use_dense_reward": True, "env_reward": "turns"}, {"env_reward": "sum"}),
@@ -549,6 +550,7 @@ ELSEWHERE = {
     "env_contract": "plugins/episodes/test_assembly.py",
     "tool_format": "plugins/episodes/test_assembly.py",
     "tools": "plugins/episodes/test_assembly.py",
+    "tape_from": "plugins/tape/test_runs.py",
     "aux_loss_coef": "trainer/test_algorithms_act.py",  # of a mixture of experts
     "config": "config/test_cli.py",
     "data_num_workers": "trainer/test_build.py",

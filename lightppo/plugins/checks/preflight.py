@@ -42,7 +42,7 @@ from lightppo.data.rows import (
 from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
 from lightppo.plugin import REWARDS
 from lightppo.plugins.ops.durable import check_writable
-from lightppo.plugins.records.places import check_places
+from lightppo.plugins.records.places import WORLDS, check_places, file_of_world
 from lightppo.plugins.records.trackers import check_trackers
 from lightppo.plugins.sources.blends import check_data_paths, first_rows, with_metadata
 from lightppo.plugins.sources.folders import check_model, check_tokenizer
@@ -107,6 +107,7 @@ def preflight(config: PPOConfig) -> None:
         partial(check_writable, folder, f"--{flag}") for flag, folder in folders.items() if folder
     ]
     checks.append(partial(check_places, config))
+    checks.append(partial(_check_worlds, config))
     checks += [
         partial(_check_lengths, config),
         partial(_check_resume, c.resume),
@@ -276,6 +277,15 @@ def _check_lengths(config: PPOConfig) -> None:
     check_positions(config, model.get("max_position_embeddings"))
 
 
+def _check_worlds(config: PPOConfig) -> None:
+    """The files of environments and tools are there; a tape answers without them."""
+    flat = config.flat()
+    for flag in () if flat.get("tape_from") else WORLDS:
+        for file in filter(None, map(file_of_world, flat.get(flag, ()))):
+            if not Path(file).expanduser().is_file():
+                raise ConfigError(f"--{flag}: no file {file}")
+
+
 def _check_resume(resume: str) -> None:
     if (
         resume not in ("auto", "never")
@@ -370,7 +380,9 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
         paths, probs, split = d.eval_data, None, d.eval_split
     scoring = evaluation_config(config) if flag == "--eval_data" else None
     named = (config,) if scoring is None else (scoring, "--eval_reward_fn")
-    function, reads_labels = check_reward_files(*named)
+    function, reads_labels = None, None
+    if not config.flat().get("tape_from"):  # which answers for reward files that may be gone
+        function, reads_labels = check_reward_files(*named)
     check_data_paths(paths, probs, flag=flag)
     template = PromptTemplate(
         _tokenizer(config.model.tokenizer_path or config.model.pretrain),

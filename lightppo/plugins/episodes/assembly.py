@@ -17,17 +17,25 @@ def around(engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any) ->
     if not asked.env and not asked.tools:
         return engine
     # imported where they are used: most runs play no episodes
+    from lightppo.plugins.episodes.calls import AnsweredEnvironments, told_of
     from lightppo.plugins.episodes.environments import Environments
     from lightppo.plugins.episodes.episode import Limits
     from lightppo.plugins.episodes.episode_engine import EpisodeEngine
+    from lightppo.plugins.tape.tape import tape_of
 
-    environments = Environments(
-        asked.env,
-        tools=asked.tools,
-        contract=asked.env_contract,
-        timeout=asked.env_timeout,
-        workers=asked.env_workers,
-    )
+    tape = tape_of(strategy, config)
+    if tape is not None and tape.plays:
+        environments = AnsweredEnvironments(tape.environments)
+    else:
+        environments = Environments(
+            asked.env,
+            tools=asked.tools,
+            contract=asked.env_contract,
+            timeout=asked.env_timeout,
+            workers=asked.env_workers,
+        )
+        if tape is not None:
+            tape.environments = told_of(environments)
     return EpisodeEngine(
         engine,
         tokenizer,
@@ -48,6 +56,7 @@ def around(engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any) ->
         retries=asked.env_retries,
         failure_limit=0.0 if asked.on_env_failure == "error" else asked.env_failure_limit,
         keeps_rewards=asked.env_reward != "none",
+        tape=tape,
     )
 
 

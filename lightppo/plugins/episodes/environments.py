@@ -113,15 +113,7 @@ class Environments:
 
     def route(self, row: Mapping[str, Any]) -> str:
         """The environment of a row: its column ``environment``, or the only one."""
-        wanted = row.get(ROUTING_COLUMN)
-        if len(self._specs) == 1 and (wanted is None or self.contract == "trl"):
-            return next(iter(self._specs))
-        if not isinstance(wanted, str) or wanted not in self._specs:
-            has = f"has {wanted!r}" if wanted is not None else "is missing"
-            raise ConfigError(
-                f"--env: the row's column {ROUTING_COLUMN!r} {has}; it must be one of {', '.join(self._specs)}"
-            )
-        return wanted
+        return routed(row, self.names, self.contract)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Before a run: that the row has an environment, and the columns that its ``reset`` takes."""
@@ -210,6 +202,19 @@ class Environments:
         from lightppo.plugins.episodes.python_tool import PythonRunner
 
         return PythonRunner(sandbox)
+
+
+def routed(row: Mapping[str, Any], names: Sequence[str], contract: Contract) -> str:
+    """The environment of a row among these; ConfigError where the row names none of several."""
+    wanted = row.get(ROUTING_COLUMN)
+    if len(names) == 1 and (wanted is None or contract == "trl"):
+        return names[0]
+    if not isinstance(wanted, str) or wanted not in names:
+        has = f"has {wanted!r}" if wanted is not None else "is missing"
+        raise ConfigError(
+            f"--env: the row's column {ROUTING_COLUMN!r} {has}; it must be one of {', '.join(names)}"
+        )
+    return wanted
 
 
 class Session:

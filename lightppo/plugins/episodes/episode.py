@@ -6,19 +6,18 @@ Ids are only ever added: those that the engine sampled are trained, all others a
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RolloutError
+from lightppo.plugins.episodes.calls import Call, Direct, Sample
 from lightppo.plugins.episodes.chat_format import AssistantTurn, ObservationError
-from lightppo.plugins.episodes.contract import EnvironmentFailed
+from lightppo.plugins.episodes.contract import EnvironmentFailed, Place
 from lightppo.plugins.episodes.environments import Environments, Session, opening_messages
 from lightppo.rollout.engine import Turn
-
-Sample = Callable[[Turn], Awaitable[Rollout]]
 
 
 class Format(Protocol):
@@ -139,13 +138,15 @@ class Episode:
     keeps_rewards: bool = True  # asks the environment for rewards
     # takes the session at the end, which it closes later: reward functions may ask its object until then
     keep_open: Callable[[Session], object] | None = None
+    calls: Direct = field(default_factory=Direct)  # how it asks engine and environment
 
     async def play(self) -> Rollout:
         """The whole episode. EnvironmentFailed: its world failed."""
         self.transcript, self.metrics = Transcript(), {}
         self.spent = 0.0
+        row = row_of(self.prompt)
         session = await self._in_time(
-            self.environments.open(row_of(self.prompt), seed=self.seed), "reset"
+            "reset", lambda: self.environments.open(row, seed=self.seed), seed=self.seed
         )
         try:
             opening = self._open(session)
@@ -153,18 +154,21 @@ class Episode:
             while reason in ("no turn", None):
                 reason = await self._turn(session)
             if self.keeps_rewards:
-                reward = await self._in_time(session.get_reward(), "get_reward")
+                reward = await self._in_time("get_reward", session.get_reward)
                 self.transcript.turns[-1]["reward"] += reward or 0.0
         except BaseException:
-            await session.close()
+            await self._close(session)
             raise
         rollout = self._rollout(opening, reason)
         if self.keep_open is None:
-            await session.close()
+            await self._close(session)
         else:
             rollout.environment = session.environment
             self.keep_open(session)
         return rollout
+
+    async def _close(self, session: Session) -> None:
+        await self.calls.ask("close", len(self.transcript.turns), session.close)
 
     def _open(self, session: Session) -> list[dict[str, Any]]:
         """The first messages: the row's, and what ``reset`` gave; ``self.opened`` is the prompt of them."""
@@ -198,7 +202,7 @@ class Episode:
             number=len(said.turns),
             sampled=said.sampled,
         )
-        sampled = await self.sample(asked)
+        sampled = await self.calls.sample(asked, self.sample)
         said.add_sampled(sampled)
         stopped = sampled.finish_reason == "stop"
         turn = self.format.parse(sampled.response_ids, stopped=stopped, prompt=before)
@@ -218,7 +222,7 @@ class Episode:
         """The environment's messages, and why the episode has ended, or None."""
         now = self.transcript.turns[-1]
         if session.has_step:
-            step = await self._in_time(session.step(turn.text), "step")
+            step = await self._in_time("step", lambda: session.step(turn.text))
             now["reward"] += step.reward
             self._note(step.metrics)
             messages = as_messages(step.observation, "user")
@@ -232,7 +236,8 @@ class Episode:
                 now["errors"] += 1
                 messages.append(tool_message(call, call.problem))
                 continue
-            reply = await self._in_time(session.call(call.name, call.arguments), "tool")
+            ask = partial(session.call, call.name, call.arguments)
+            reply = await self._in_time("tool", ask, tool=call.name, arguments=call.arguments)
             now["errors"] += reply.error
             now["reward"] += reply.reward
             self._note(reply.metrics)
@@ -270,16 +275,14 @@ class Episode:
             return message
         return message | {"content": self.shortened(text, limit)}
 
-    async def _in_time(self, call: Awaitable[Any], place: str) -> Any:
+    async def _in_time(self, place: Place, call: Call, **given: Any) -> Any:
         """What the environment gives; its seconds are counted, and limited over the whole episode."""
-        begin = time.monotonic()
         try:
-            result = await call
+            result = await self.calls.ask(place, len(self.transcript.turns), call, **given)
         finally:
-            seconds = time.monotonic() - begin
-            self.spent += seconds
+            self.spent += self.calls.seconds
             if self.transcript.turns:
-                self.transcript.turns[-1]["seconds"] += seconds
+                self.transcript.turns[-1]["seconds"] += self.calls.seconds
         if self.limits.seconds is not None and self.spent > self.limits.seconds:
             text = f"the episode's environment took {self.spent:.1f} s, --episode_timeout is {self.limits.seconds:g}"
             raise EnvironmentFailed("timeout", place, text)

@@ -15,10 +15,13 @@ from torch import nn
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
+from lightppo.plugins.episodes.calls import Answered, AnsweredEnvironments, Direct, Recording
 from lightppo.plugins.episodes.contract import EnvironmentFailed
 from lightppo.plugins.episodes.environments import Environments, Session
 from lightppo.plugins.episodes.episode import Episode, Format, Limits
 from lightppo.plugins.episodes.rewards import has_failed
+from lightppo.plugins.tape.reel import Reel
+from lightppo.plugins.tape.tape import Tape
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.rollout.engine import (
     Capabilities,
@@ -49,7 +52,7 @@ class EpisodeEngine:
         self,
         engine: RolloutEngine,
         tokenizer: Any,
-        environments: Environments,
+        environments: Environments | AnsweredEnvironments,
         strategy: Ranks,
         *,
         limits: Limits,
@@ -57,6 +60,7 @@ class EpisodeEngine:
         retries: int = 0,
         failure_limit: float = 1.0,
         keeps_rewards: bool = True,
+        tape: Tape | None = None,
     ) -> None:
         if not capabilities_of(engine).takes_turns:
             name = type(engine).__name__
@@ -70,6 +74,7 @@ class EpisodeEngine:
         self.retries = retries
         self.failure_limit = failure_limit
         self.keeps_rewards = keeps_rewards
+        self.tape = tape
         # Sessions whose objects reward functions may ask, of the last two calls: a greedy baseline is
         # sampled before the samples are scored.
         self._kept: deque[list[Session]] = deque([[], []], maxlen=2)
@@ -106,6 +111,7 @@ class EpisodeEngine:
         stage = _Stage(self._loop, self.limits.max_opening + sampling.max_new_tokens, on_finished)
         streams = request_streams(prompts, sampling)
         requests = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
+        batch = self.tape.next_batch() if self.tape is not None else 0
         for number, (prompt, sample_index) in enumerate(requests):
             episode = Episode(
                 prompt,
@@ -119,6 +125,7 @@ class EpisodeEngine:
                 shortened=self.shortened,
                 keeps_rewards=self.keeps_rewards,
                 keep_open=self._kept[-1].append if self._keeps_objects else None,
+                calls=self._calls((batch, *streams[number]), sample_index),
             )
             stage.begin(number, self._played(episode))
         try:
@@ -129,6 +136,14 @@ class EpisodeEngine:
         self._check_failures(rollouts)
         _share_openings(rollouts, sampling.n)
         return rollouts
+
+    def _calls(self, key: tuple[int, int, int], sample_index: int) -> Direct:
+        """How an episode asks: by way of the tape where there is one, and the run is on its way."""
+        if self.tape is None or not self.tape.is_on:
+            return Direct()
+        # reward functions ask the objects of TRL's environments, which no tape has
+        reel = Reel(self.tape, key, sample_index, may_answer=not self._keeps_objects)
+        return Answered(reel) if reel.answers else Recording(reel)
 
     @property
     def _keeps_objects(self) -> bool:
@@ -152,15 +167,18 @@ class EpisodeEngine:
 
     async def _played(self, episode: Episode) -> Rollout:
         """The episode, tried again where its environment fails; one without tokens if it always does."""
-        tries = []
-        for _ in range(self.retries + 1):
+        tries, calls = [], episode.calls
+        for number in range(calls.tries or self.retries + 1):
+            calls.begin_try(number)
             try:
                 rollout = await episode.play()
             except EnvironmentFailed as error:
                 tries.append(error)
             else:
                 rollout.extras |= _counts(tries)
+                calls.end()
                 return rollout
+        calls.end()
         failed = Rollout(
             episode.prompt, episode.sample_index, [], "", "stop", [], trained=[], turns=[]
         )

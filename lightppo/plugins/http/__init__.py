@@ -13,7 +13,10 @@ def register() -> None:
     )
     CHECKS.register("tokens", Check("lightppo.plugins.http.client:check_tokens"))
     REWARDS.register(
-        "server", RewardEntry("lightppo.plugins.http.remote:server_reward", flag="remote_rm_url")
+        "server",
+        RewardEntry(
+            "lightppo.plugins.http.remote:server_reward", flag="remote_rm_url", outside="yes"
+        ),
     )
     rewards.PUBLIC.update(
         RemoteReward="lightppo.plugins.http.remote", read_token="lightppo.plugins.http.client"

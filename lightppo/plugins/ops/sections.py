@@ -53,6 +53,7 @@ def _cut_addresses(o: Any) -> Iterator[str]:
         {one.name for one in o.config.all_options() if one.owner in ("model", "distill")},
     )
     unread = {"prompt_data", "pretrain_data"} if flat.get("val_only") else set()
+    unread |= {"remote_rm_url"} if flat.get("tape_from") else set()  # a tape answers
     unread |= flat.keys() - models if getattr(o, "unfed", False) else set()
     for name, value in flat.items():
         if name not in unread and (cut := cut_urls(value)):

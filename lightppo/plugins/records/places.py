@@ -18,9 +18,9 @@ from lightppo.plugins.ops.storage import check_scheme, is_url, local_folder
 from lightppo.shown import shown_url
 
 # What a run writes into --save_path beside the model.
-METADATA, SAMPLES = "run_metadata.jsonl", "rollouts"
+METADATA, SAMPLES, TAPE = "run_metadata.jsonl", "rollouts", "tape"
 RECORDS = ("metrics.jsonl", "eval", SAMPLES, "plot.png", "report.html", "profile")
-RECORDS += ("run_config.yaml", "run_config.resolved.yaml", METADATA)
+RECORDS += ("run_config.yaml", "run_config.resolved.yaml", METADATA, TAPE)
 
 # Options that name a file or folder that a run reads; those of rows take several, with commas between. Not --config:
 # the run_config.yaml of a folder starts its run again.
@@ -29,7 +29,7 @@ TOKENIZERS = ("tokenizer_path", "reward_input_tokenizer")
 ROWS = ("prompt_data", "eval_data", "pretrain_data", "prompt_metadata", "dataset", "eval_dataset")
 CODE = ("reward_fn", "eval_reward_fn", "remote_rm_url", "reward_routes", "callback")
 WORLDS = ("env", "tools")  # code, too, in more forms
-READ = (*MODELS, *TOKENIZERS, *ROWS, *CODE, *WORLDS, "resume")
+READ = (*MODELS, *TOKENIZERS, *ROWS, *CODE, *WORLDS, "resume", "tape_from")
 
 # Options that name a place that a run writes to → what of it the run replaces or removes. Other names in it stay.
 _EVERYTHING = ("*",)

@@ -346,15 +346,18 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
         rows: the rows of a run, by the option that names their files.
     """
     flat, marks = config.flat(), {}
+    is_answered = bool(flat.get("tape_from"))  # then files of code outside may be gone
     if ranks.is_rank_0():
         for name, spec in _code_of(config).items():
+            if is_answered and isinstance(spec, str) and _is_gone(spec):
+                continue
             if not is_object(spec):
                 marks[name] = _digest(split_python_spec(spec, name)[0].read_bytes())
             elif (source := source_of(spec)) is not None:
                 marks[name] = _digest(source.encode())
         if (routes := flat.get("reward_routes")) and not routes.lstrip().startswith("{"):
             marks["reward_routes"] = _digest(Path(routes).expanduser().read_bytes())
-        for name in WORLDS:
+        for name in () if is_answered else WORLDS:
             files = filter(None, map(file_of_world, flat.get(name, ())))
             if given := [_digest(Path(file).expanduser().read_bytes()) for file in files]:
                 marks[name] = " ".join(given)
@@ -402,6 +405,11 @@ def _code_of(config: OptionSet) -> dict[str, Any]:
         for name, spec in given.items()
         if is_object(spec) or (isinstance(spec, str) and ".py" in spec)
     }
+
+
+def _is_gone(spec: str) -> bool:
+    """Whether the file of ``path.py:name`` is not there any more."""
+    return not Path(spec.rpartition(".py")[0] + ".py").expanduser().is_file()
 
 
 def source_of(value: Any) -> str | None:

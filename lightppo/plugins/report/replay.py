@@ -2,7 +2,7 @@
 
 RUN is the --save_path of a run of `lightppo ppo`, `sft`, `rm` or `dpo`. The folder is only read, without a lock;
 the run may still be going. The replay starts at the last checkpoint before the step, or at the beginning. Use as many
-processes as the run had:
+processes as the run had. The tape in RUN answers in place of environments and reward servers, which may be gone:
 
     lightppo replay RUN --step 12
     torchrun --nproc_per_node 2 -m lightppo replay RUN --step 12 --pdb
@@ -64,6 +64,11 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
                         "`trainer`, `rollouts` and `experience`, and again if it fails")  # fmt: skip
     parser.add_argument("--batch", type=Path, help="train only on this file, which a run with non-finite numbers "
                         "wrote: RUN/nonfinite/stepN_rankR.pt; each rank needs its own")  # fmt: skip
+    parser.add_argument(
+        "--ask_again",
+        action="store_true",
+        help="ask environments and reward servers, though the run has a tape of their answers",
+    )
     parser.add_argument("--remote_rm_url", nargs="+", default=(), help="full addresses of the run's reward servers; "
                         "a run does not record query strings (?key=…)")  # fmt: skip
     parser.add_argument("--url", nargs="+", default=(), help="full addresses of models, data and other servers that "
@@ -83,10 +88,9 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
         args.step = int(found[1]) if found else parser.error("--step is required")
     with exit_on_mistakes(prog):
         check_step(args.run, args.step)
-        addresses = address_flags(args)
-    recorded = parse_args(
-        ["--config", str(args.run / "run_config.yaml"), *addresses], prog, kind_of(args.run)
-    )
+        flags = ["--config", str(args.run / "run_config.yaml"), *tape_flags(args)]
+        flags += address_flags(args)
+    recorded = parse_args(flags, prog, kind_of(args.run))
     with exit_on_mistakes(prog):
         if args.output is not None and args.output.is_dir() and any(args.output.iterdir()):
             raise ConfigError(f"--output {args.output}: holds files: name a new folder")
@@ -128,6 +132,13 @@ def check_step(run: Path, step: int) -> None:
     for name, version in starts_of(run)[-1]["versions"].items() if starts_of(run) else ():
         if os.environ.get("RANK", "0") == "0" and now.get(name) != version:
             print(f"note: {run} was made with {name} {version}, this is {now.get(name, 'none')}")
+
+
+def tape_flags(args: argparse.Namespace) -> list[str]:
+    """Flags by which the run's tape answers, if it has one."""
+    if args.ask_again or not (args.run / "tape").is_dir():
+        return []
+    return ["--tape_from", str(args.run), "--tape", "auto"]
 
 
 def kind_of(run: Path) -> type[OptionSet]:
@@ -173,6 +184,10 @@ def replay_config(args: argparse.Namespace, recorded: OptionSet, output: Path) -
     if not is_ppo:
         return recorded.with_options(**changes)
     changes |= {"rollout_data_dir": str(output / "rollouts"), "num_examine": 0}
+    if args.ask_again:
+        changes["tape_from"] = None
+    if recorded.tape.tape_from is None or args.ask_again:
+        changes["tape"] = "off"  # nobody reads another one
     if recorded.sampling.skip_rollout is not None:
         changes["skip_rollout"] = str(output / "saved_rollouts")
     return recorded.with_options(**changes)
@@ -189,6 +204,8 @@ def address_flags(args: argparse.Namespace) -> list[str]:
     given = {shown_url(url): url for url in (*args.url, *args.remote_rm_url)}
     flags: list[str] = []
     for name, value in recorded.items():
+        if name == "remote_rm_url" and tape_flags(args):
+            continue  # the tape answers
         cut = cut_urls(value)
         if missing := [url for url in cut if url not in given]:
             flag = "remote_rm_url" if name == "remote_rm_url" else "url"
@@ -500,14 +517,49 @@ def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> 
         raise ConfigError(
             f"--step {args.step}: {args.run} ends after step {trainer.state.global_step}"
         )
+    of_weights, same_weights = compared_weights(trainer, config.checkpoint.resume)
     lines, equal = [], True
     if trainer.strategy.is_rank_0():
         lines, equal = compared(
             args.run, Path(config.checkpoint.save_path), range(start + 1, args.step + 1)
         )
-    trainer.strategy.print("\n".join(lines))
-    if not trainer.strategy.broadcast_object(equal):
+    trainer.strategy.print("\n".join([*lines, *of_weights]))
+    if not trainer.strategy.broadcast_object(equal and same_weights):
         raise SystemExit(1)
+
+
+def compared_weights(trainer: Any, saved: str) -> tuple[list[str], bool]:
+    """What to say of the weights beside those of the run's checkpoint of this step, and whether they are equal.
+
+    Nothing where there is none. The checkpoint is loaded into the trainer, which is of no more use then. Collective.
+    """
+    tag = f"global_step{trainer.state.global_step}"
+    is_there = saved != "never" and (local_folder(saved) / "_actor" / tag).is_dir()
+    if not trainer.strategy.broadcast_object(is_there):
+        return [], True
+    models = trainer.checkpointer.models
+    before = {name: [part.clone() for part in own_parts(model)] for name, model in models.items()}
+    trainer.checkpointer.load(saved, tag)
+    counts = {"differ": 0, "total": 0}
+    for name, model in models.items():
+        for old, new in zip(before[name], own_parts(model), strict=True):
+            counts["differ"] += int((old != new).sum())
+            counts["total"] += new.numel()
+    counts = trainer.strategy.all_reduce(counts, "sum")
+    total, differ = int(counts["total"]), int(counts["differ"])
+    if differ:
+        return [
+            f"differs from what was saved: {differ} of {total} weights are not as in {tag}"
+        ], False
+    return [f"all weights are as in {tag}"], True
+
+
+def own_parts(model: Any) -> list[Any]:
+    """This rank's parts of a model's weights."""
+    from lightppo.strategy.zero3 import get_engine, own_part
+
+    module = get_engine(model, "comparing weights").module
+    return [own_part(weight) for weight in module.parameters()]
 
 
 def check_start(run: Path, start: int, trainer: Any) -> None:

@@ -1,0 +1,181 @@
+"""The files of a tape: a JSON object a line, each with a hash of itself and of the line before.
+
+``tape/step3_rank0of2.jsonl`` holds what rank 0 of 2 was told in step 3, and in the evaluation behind it. Its first
+line holds the hash of the last line of the file before. A checkpoint keeps the hash of the last line so far, so an
+altered file shows, and the line is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightppo.errors import UserError
+
+FOLDER = "tape"
+VERSION = 1
+HEADER = "tape"  # kind of a file's first entry
+_NAME = re.compile(r"step(\d+)_rank(\d+)of(\d+)\.jsonl")
+_TAIL = re.compile(rb',"hash":"([0-9a-f]{64})"\}\Z')
+# What tells which reply an entry holds, in the order in which it is said.
+_KEYS = ("phase", "step", "prompt", "sample", "try", "turn", "place", "tool", "source")
+
+Entry = dict[str, Any]
+
+
+class TapeError(UserError, RuntimeError):
+    """A tape was altered, or does not have the answer to what a run asks."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The end of a tape: a checkpoint keeps it. Of no records: there is none yet."""
+
+    step: int  # of the file
+    records: int  # lines of it, the first one included
+    hash: str  # of its last line
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Head:
+        """Of what a checkpoint keeps, which has more beside it."""
+        return cls(state["step"], state["records"], state["hash"])
+
+
+@dataclass
+class Strip:
+    """The content of one file, whose hashes are right."""
+
+    path: Path
+    entries: list[Entry] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=list)
+    size: int = 0  # bytes of the whole lines
+    torn: int = 0  # bytes behind them, of a line that was not written to its end
+
+    @property
+    def before(self) -> str | None:
+        """The hash of the last line of the file before."""
+        return self.entries[0]["before"] if self.entries else None
+
+    @property
+    def head(self) -> Head:
+        return Head(self.entries[0]["step"], len(self.hashes), self.hashes[-1])
+
+
+def file_name(step: int, rank: int, ranks: int) -> str:
+    return f"step{step}_rank{rank}of{ranks}.jsonl"
+
+
+def files_of(folder: Path, rank: int, ranks: int) -> dict[int, Path]:
+    """A rank's files by step, in order."""
+    names = ((path, _NAME.fullmatch(path.name)) for path in folder.glob("step*.jsonl"))
+    places = {int(name[1]): path for path, name in names if name and _is_of(name, rank, ranks)}
+    return dict(sorted(places.items()))
+
+
+def numbers_of_ranks(folder: Path) -> set[int]:
+    """How many ranks have written the tape; several where a run went on with another number."""
+    names = (_NAME.fullmatch(path.name) for path in folder.glob("step*.jsonl"))
+    return {int(name[3]) for name in names if name}
+
+
+def _is_of(name: re.Match[str], rank: int, ranks: int) -> bool:
+    return (int(name[2]), int(name[3])) == (rank, ranks)
+
+
+# -- write -----------------------------------------------------------------------------------------------------------
+
+
+def chained(entries: Iterable[Mapping[str, Any]], before: str) -> tuple[bytes, list[str]]:
+    """The lines of entries that follow a line with the hash ``before``, and their hashes.
+
+    Raises:
+        TypeError: JSON cannot hold a value.
+    """
+    lines, hashes = [], []
+    for entry in entries:
+        body = json.dumps(entry, separators=(",", ":")).encode()
+        before = _hash(before, body)
+        hashes.append(before)
+        lines.append(body[:-1] + b',"hash":"' + before.encode() + b'"}\n')
+    return b"".join(lines), hashes
+
+
+def _hash(before: str, body: bytes) -> str:
+    return hashlib.sha256(before.encode() + body).hexdigest()
+
+
+# -- read ------------------------------------------------------------------------------------------------------------
+
+
+def read_strip(path: Path) -> Strip:
+    """A file whose hashes are checked. A line that a crash tore, at the end, is left out.
+
+    Raises:
+        TapeError: it names the line that was altered, and which reply it holds.
+    """
+    strip, before, data = Strip(path), "", path.read_bytes()
+    lines = data.split(b"\n")
+    strip.torn = len(lines.pop())
+    for number, line in enumerate(lines, start=1):
+        tail = _TAIL.search(line)
+        body = line[: tail.start()] + b"}" if tail else line
+        if tail is None or _hash(before, body) != tail[1].decode():
+            raise TapeError(_altered(path, number, line, strip.entries))
+        before = tail[1].decode()
+        strip.entries.append(json.loads(body))
+        strip.hashes.append(before)
+    strip.size = len(data) - strip.torn
+    _check_header(strip)
+    return strip
+
+
+def _altered(path: Path, number: int, line: bytes, earlier: list[Entry]) -> str:
+    try:
+        what = described(json.loads(line))
+    except (ValueError, TypeError, AttributeError):
+        what = f"it is no JSON; the line before: {described(earlier[-1])}" if earlier else "no JSON"
+    return (
+        f"{path}:{number} was altered, or a line before it is missing: {what}. Restore the file; a run that "
+        "goes on can also do without it: move it away, and its replies are asked for again"
+    )
+
+
+def _check_header(strip: Strip) -> None:
+    header = strip.entries[0] if strip.entries else {"kind": HEADER, "version": VERSION}
+    if (header.get("kind"), header.get("version")) != (HEADER, VERSION):
+        raise TapeError(
+            f"{strip.path}:1 is not the beginning of a tape of version {VERSION}: it was altered, or "
+            "another lightppo wrote it"
+        )
+
+
+def described(entry: Mapping[str, Any]) -> str:
+    """Which reply an entry holds, in words."""
+    named = [f"{key} {entry[key]}" for key in _KEYS if key in entry]
+    return f"{entry.get('kind', 'entry')} of {', '.join(named)}"
+
+
+def check_follows(strip: Strip, before: str | None) -> None:
+    """TapeError where a file does not begin where the one before ends; None: there is none."""
+    if None not in (before, strip.before) and strip.before != before:
+        raise TapeError(
+            f"{strip.path}:1 does not follow the end of the file before: lines of one of them were "
+            "altered or are missing"
+        )
+
+
+def check_head(strip: Strip, head: Head, where: str) -> None:
+    """TapeError where a file is not as a checkpoint, ``where``, knows it; it may have more lines by now."""
+    if len(strip.hashes) < head.records:
+        raise TapeError(
+            f"{strip.path} has {len(strip.hashes)} lines, and {where} knows {head.records}: restore the file"
+        )
+    if strip.hashes[head.records - 1] != head.hash:
+        raise TapeError(
+            f"{strip.path}: one of its first {head.records} lines is not as {where} knows it: restore the file"
+        )

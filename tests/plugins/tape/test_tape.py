@@ -1,0 +1,257 @@
+"""The tape of one rank: what answers, what is asked again, what a checkpoint knows."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from lightppo.plugins.tape.chain import Head, TapeError, file_name, read_strip
+from lightppo.plugins.tape.reel import Reel, packed, unpacked
+from lightppo.plugins.tape.tape import KnownEnd, Tape, first_difference
+
+KEY = (0, 5, 1)  # batch, prompt, sample
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "tape"
+
+
+def tape_at(folder, step=1, **options) -> Tape:
+    tape = Tape(folder, 0, 1, **options)
+    tape.run = "a"
+    tape.go_to(step, "train")
+    return tape
+
+
+def play(tape: Tape, key=KEY, word="hi", ends=True) -> Reel:
+    reel = Reel(tape, key, key[2])
+    reel.begin_try(0)
+    reel.write("call", 0, place="reset", reply="go")
+    reel.write("turn", 1, tokens=[4], word=word)
+    if ends:
+        reel.end()
+    return reel
+
+
+def test_a_whole_episode_answers_after_a_restart(folder):
+    play(tape_at(folder))
+    again = Reel(tape_at(folder), KEY, 1)
+    assert again.answers
+    assert again.tries == 1
+    assert again.read("call", 0, place="reset")["reply"] == "go"
+    assert again.read("turn", 1)["word"] == "hi"
+
+
+def test_one_that_broke_off_is_another_take(folder):
+    play(tape_at(folder), ends=False)
+    tape = tape_at(folder)
+    assert not Reel(tape, KEY, 1).answers
+    play(tape, word="ho")
+    again = Reel(tape_at(folder), KEY, 1)
+    assert again.read("call", 0)["take"] == 2
+    assert again.read("turn", 1)["word"] == "ho"
+
+
+def test_nothing_is_read_of_what_this_process_wrote(folder):
+    tape = tape_at(folder)
+    play(tape)
+    assert not Reel(tape, KEY, 1).answers
+
+
+def test_evaluations_and_other_batches_are_apart(folder):
+    tape = tape_at(folder)
+    play(tape)
+    tape.go_to(1, "eval")
+    play(tape, word="eval")
+    tape = tape_at(folder)
+    assert not Reel(tape, (1, 5, 1), 1).answers
+    tape.go_to(1, "eval")
+    reel = Reel(tape, KEY, 1)
+    reel.read("call", 0)
+    assert reel.read("turn", 1)["word"] == "eval"
+
+
+@pytest.mark.parametrize("asked", [("turn", 1), ("call", 2)])
+def test_another_call_than_was_recorded_is_named(folder, asked):
+    play(tape_at(folder))
+    reel = Reel(tape_at(folder), KEY, 1)
+    reel.begin_try(0)
+    with pytest.raises(
+        TapeError, match=r"goes another way than the run: it has call of .* prompt 5, sample 1"
+    ):
+        reel.read(*asked)
+
+
+def test_a_tape_that_plays_answers_to_its_end_and_no_further(folder):
+    play(tape_at(folder), ends=False)
+    reel = Reel(tape_at(folder, plays=True), KEY, 1)
+    assert reel.answers
+    assert reel.tries is None
+    reel.read("call", 0)
+    reel.read("turn", 1)
+    with pytest.raises(
+        TapeError,
+        match="has no answer: call of prompt 5, sample 1, try 0, turn 1, place step, in step 1",
+    ):
+        reel.read("call", 1, place="step")
+
+
+def test_a_tape_that_plays_has_no_answer_for_another_prompt(folder):
+    play(tape_at(folder))
+    reel = Reel(tape_at(folder, plays=True), (0, 6, 0), 0)
+    with pytest.raises(TapeError, match=r"step1_rank0of1\.jsonl has no answer: call of prompt 6"):
+        reel.read("call", 0)
+
+
+def test_a_tape_that_plays_writes_nothing(folder):
+    play(tape_at(folder))
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    tape = tape_at(folder, plays=True)
+    tape.write({"kind": "call"})
+    tape.go_to(2, "train")
+    tape.write({"kind": "call"})
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_nothing_is_written_before_the_run_begins(folder):
+    Tape(folder, 0, 1).write({"kind": "call"})
+    assert not folder.exists()
+
+
+def test_a_torn_line_is_told_and_cut(folder, caplog):
+    play(tape_at(folder))
+    path = folder / file_name(1, 0, 1)
+    path.write_bytes(path.read_bytes()[:-9])  # the end of the episode
+    with caplog.at_level(logging.WARNING):
+        tape = tape_at(folder)
+    assert "ends in the middle of a line, as after a crash" in caplog.text
+    assert not Reel(tape, KEY, 1).answers
+    play(tape, word="ho")
+    assert [entry.get("take") for entry in read_strip(path).entries] == [None, 1, 1, 2, 2, 2]
+
+
+def test_what_json_cannot_hold_is_named(folder):
+    with pytest.raises(TapeError, match=r"cannot hold call of .*step 1.*set\s+--tape off"):
+        tape_at(folder).write({"kind": "call", "reply": object()})
+
+
+class TestCheckpoint:
+    def test_a_resume_goes_on_where_the_files_end(self, folder):
+        tape = tape_at(folder)
+        play(tape)
+        end = tape.settle()
+        assert (end["step"], end["records"]) == (1, 4)
+        tape.go_to(1, "eval")
+        play(tape)  # behind the checkpoint
+        resumed = Tape(folder, 0, 1)
+        resumed.go_on(end, "global_step1")
+        resumed.go_to(1, "eval")
+        assert Reel(resumed, KEY, 1).answers
+        resumed.go_to(2, "train")
+        play(resumed)
+        last = read_strip(folder / file_name(1, 0, 1)).hashes[-1]
+        assert read_strip(folder / file_name(2, 0, 1)).before == last
+
+    def test_a_file_that_was_altered_since(self, folder):
+        tape = tape_at(folder)
+        play(tape)
+        end = tape.settle()
+        path = folder / file_name(1, 0, 1)
+        path.write_bytes(path.read_bytes().replace(b'"hi"', b'"ho"'))
+        with pytest.raises(TapeError, match=":3 was altered"):
+            Tape(folder, 0, 1).go_on(end, "global_step1")
+
+    def test_files_that_are_gone_are_told(self, folder, caplog):
+        tape = tape_at(folder)
+        play(tape)
+        end = tape.settle()
+        (folder / file_name(1, 0, 1)).unlink()
+        resumed = Tape(folder, 0, 1)
+        resumed.go_on(end, "global_step1")
+        assert "step1_rank0of1.jsonl, which global_step1 knows, is missing" in caplog.text
+        resumed.go_to(2, "train")
+        play(resumed)
+        assert read_strip(folder / file_name(2, 0, 1)).before == end["hash"]
+
+    def test_a_later_step_that_followed_other_replies_is_set_aside(self, folder, caplog):
+        tape = tape_at(folder)
+        play(tape)
+        end = tape.settle()
+        for step in (2, 3):
+            tape.go_to(step, "train")
+            play(tape)
+        resumed = Tape(folder, 0, 1)
+        resumed.go_on(end, "global_step1")
+        resumed.go_to(2, "train")
+        assert Reel(resumed, KEY, 1).answers
+        play(resumed, key=(0, 6, 0))  # not as before
+        resumed.go_to(3, "train")
+        assert not Reel(resumed, KEY, 1).answers
+        assert "is kept as aside1_step3_rank0of1.jsonl, and step 3 is played again" in caplog.text
+        play(resumed)
+        Tape(folder, 0, 1).check(0)
+
+    def test_steps_that_are_missing_show_between_files(self, folder):
+        tape = tape_at(folder)
+        for step in (1, 2, 3):
+            tape.go_to(step, "train")
+            play(tape)
+        Tape(folder, 0, 1).check(0)
+        (folder / file_name(2, 0, 1)).unlink()
+        with pytest.raises(TapeError, match=r"step3_rank0of1.jsonl:1 does not follow"):
+            Tape(folder, 0, 1).check(0)
+
+    def test_a_file_that_was_made_anew_is_found_by_a_checkpoint_of_its_run(self, folder):
+        tape = tape_at(folder)
+        play(tape)
+
+        head = Head.of(tape.settle())
+        path = folder / file_name(1, 0, 1)
+        path.unlink()
+        play(tape_at(folder), word="ho")
+        Tape(folder, 0, 1).check(0, [KnownEnd(head, "another run", "global_step1")])
+        with pytest.raises(TapeError, match="is not as global_step1 knows it"):
+            Tape(folder, 0, 1).check(0, [KnownEnd(head, "a", "global_step1")])
+
+    def test_another_number_of_ranks_begins_behind_the_ends_of_all(self, folder):
+        tapes = [Tape(folder, rank, 2) for rank in (0, 1)]
+        ends = []
+        for tape in tapes:
+            for step in (1, 2):
+                tape.go_to(step, "train")
+                play(tape)
+                if step == 1:
+                    ends.append(tape.settle())
+        alone = Tape(folder, 0, 1)
+        alone.go_on(alone.share_out(ends), "global_step1")
+        alone.set_aside(1, 2)
+        again = Tape(folder, 0, 1)
+        again.go_on(alone.settle(), "saved before anything was asked")
+        assert again.settle() == alone.settle()
+        alone.go_to(2, "train")
+        play(alone)
+        own = read_strip(folder / file_name(2, 0, 1))
+        assert own.before == alone.share_out(ends)["hash"]
+        assert sorted(path.name for path in folder.iterdir() if "step2" in path.name) == [
+            "aside1_step2_rank0of2.jsonl",
+            "aside1_step2_rank1of2.jsonl",
+            "step2_rank0of1.jsonl",
+        ]
+
+
+@pytest.mark.parametrize("numbers", [[], [-0.5, -3.25], [0.1, 1e300], [-math.inf]])
+def test_numbers_are_kept_exactly(numbers):
+    assert unpacked(packed(numbers)) == numbers
+
+
+def test_few_bytes_where_that_is_exact():
+    assert list(packed([0.5])) == ["float32"]
+    assert list(packed([0.1])) == ["float64"]
+
+
+def test_the_token_that_differs():
+    assert first_difference([1, 2, 3], [1, 5, 3]) == "token 1 was 2, is 5"
+    assert first_difference([1, 2, 3], [1, 2]) == "there were 3 tokens, there are 2"
