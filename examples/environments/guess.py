@@ -46,22 +46,22 @@ class Guess:
 
 
 class Between:
-    """One number, and between which numbers it is by the guesses so far; ``n`` of a row is the number."""
+    """One number, and between which numbers it is by the guesses so far; ``label`` of a row is the number."""
 
-    def reset(self, n: int, **row: object) -> None:
-        self.number, self.low, self.high = n, 1, LAST
+    def reset(self, label: str, **row: object) -> None:
+        self.number, self.low, self.high = int(label), 1, LAST
 
     def step(self, text: str) -> Step:
         """A guess. What is no number tells nothing, and costs as much."""
         guess = text.removesuffix(".")
         number = int(guess) if guess.isascii() and guess.isdigit() else None
         if number == self.number:
-            return Step(None, reward=1.0, done=True)
+            return Step(None, reward=1.0, done=True, metrics={"accuracy": 1.0})
         if number is not None and number < self.number:
             self.low = max(self.low, number + 1)
         elif number is not None:
             self.high = min(self.high, number - 1)
-        return Step(interval(self.low, self.high), reward=-COST)
+        return Step(interval(self.low, self.high), reward=-COST, metrics={"accuracy": 0.0})
 
 
 def interval(low: int, high: int) -> str:
@@ -69,24 +69,24 @@ def interval(low: int, high: int) -> str:
     return f"{low:02d}-{high:02d}="
 
 
-def rows(count: int, seed: int) -> list[dict[str, str | int]]:
-    """``{"input", "n"}`` with numbers drawn at random."""
+def rows(count: int, seed: int) -> list[dict[str, str]]:
+    """``{"input", "label"}`` with numbers drawn at random."""
     rng = random.Random(seed)
-    return [{"input": interval(1, LAST), "n": rng.randint(1, LAST)} for _ in range(count)]
+    drawn = [f"{rng.randint(1, LAST):02d}" for _ in range(count)]
+    return [{"input": interval(1, LAST), "label": label} for label in drawn]
 
 
 def demonstrations(count: int, seed: int) -> list[dict[str, str]]:
     """Games to copy, ``{"input", "output"}``, by a pupil who guesses near the lower end."""
     rng = random.Random(seed)
     return [
-        {"input": str(row["input"]), "output": _game(int(row["n"]), rng)}
-        for row in rows(count, seed + 1)
+        {"input": row["input"], "output": _game(row["label"], rng)} for row in rows(count, seed + 1)
     ]
 
 
-def _game(number: int, rng: random.Random) -> str:
+def _game(label: str, rng: random.Random) -> str:
     game = Between()
-    game.reset(number)
+    game.reset(label)
     said, told = "", ""
     for _ in range(_MOST_SHOWN):
         guess = f"{game.low + int((game.high - game.low + 1) * rng.random() ** 3):02d}."

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from lightppo.errors import ConfigError
 from lightppo.plugins.episodes.contract import EnvFailure, Reply, Step, ToolError
+from lightppo.plugins.episodes.tools import without_references
 from lightppo.user_code import error_text
 
 _ACTIONS_OF_TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # titles of schemas
@@ -84,7 +85,9 @@ class OpenEnvText(OpenEnvEnvironment):
 
     @property
     def _usage(self) -> str:
-        fields = ", ".join(f"{name}: {one.get('type', 'any')}" for name, one in self._fields.items())
+        fields = ", ".join(
+            f"{name}: {one.get('type', 'any')}" for name, one in self._fields.items()
+        )
         return f"Answer with a JSON object of {{{fields}}}."
 
 
@@ -111,8 +114,8 @@ def served(package: Any, url: str, option: str) -> tuple[Callable[[], Any], type
         return (lambda: OpenEnvText(make(), schema)), OpenEnvText, "openenv"
     try:
         kind = type("OpenEnvTools", (OpenEnvEnvironment,), dict(map(_method, tools)))
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from error
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{option}: {error_text(error)}") from error
     return (lambda: kind(make(), schema)), kind, "openenv"
 
 
@@ -161,16 +164,14 @@ def _method(tool: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
 
 def _parameter(name: str, hint: Any, required: bool) -> inspect.Parameter:
     default = inspect.Parameter.empty if required else None  # the server fills in its own
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default
-    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
 
 
 def _hint(field: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
     """A type that checks what Python can check, and is described as the server describes it."""
     from pydantic import WithJsonSchema
 
-    described = dict(field) | ({"$defs": schema["$defs"]} if "$defs" in schema else {})
+    described = without_references(dict(field), schema.get("$defs", {}))
     return Annotated[_TYPES.get(field.get("type"), Any), WithJsonSchema(described)]
 
 
