@@ -2,12 +2,13 @@
 
     --env examples/environments/guess.py:Guess --env_reward turns --use_dense_reward --reward_source environment
 
-``Guess`` has a tool, for models with a chat template; a row has the number in its column ``n``, from 1 to 99.
+``Guess`` has a tool, for models with a chat template; a row has the number in its column ``n``,
+from 1 to 99.
 
-``Between`` is the same game for a model of single characters, from 1 to 31: told ``01-31=``, the model says ``20.``, is
-told ``21-31=``, and so on. Turns end with a full stop (``--stop .``). The demonstrations play by the rules but guess
-near the lower end, which takes 6.7 guesses on average; always the middle takes 4.2. ``make quickstart ENV=guess``
-trains it.
+``Between`` is the same game for a model of single characters, from 1 to 31: told ``01-31=``, the
+model says ``20.``, is told ``21-31=``, and so on. Turns end with a full stop (``--stop .``). The
+demonstrations play by the rules but guess near the lower end, which takes 6.7 guesses on average;
+always the middle takes 4.2. ``make quickstart ENV=guess`` trains it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Guess:
 
 
 class Between:
-    """One number, and between which numbers it is by the guesses so far; ``label`` of a row is the number."""
+    """The number ``label`` of a row, and between which numbers it is by the guesses so far."""
 
     def reset(self, label: str, **row: object) -> None:
         self.number, self.low, self.high = int(label), 1, LAST

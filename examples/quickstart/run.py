@@ -50,8 +50,8 @@ def main(
         resume: keep an older run's folder and go on where its PPO run was interrupted.
         rollout_engine: what samples in the PPO run.
         head_dim: width of the model's attention heads. None: 16; with vLLM 32, the least that it takes on a CPU.
-        env: none: sums of two numbers; lookup: a question to an environment comes before the answer; guess: a number
-            is found in fewer guesses.
+        env: none: sums of two numbers; lookup: a question to an environment comes before the answer;
+            guess: a number is found in fewer guesses.
     """
     assets, sft, ppo = run_dir / "assets", run_dir / "sft", run_dir / "ppo"
     shared = ["--zero_stage", zero_stage, "--seed", seed]
@@ -96,9 +96,9 @@ def sft_options(ranks: int, env: str) -> list[str]:
     """How the supervised warm-up is run; games are long, and need fewer steps."""
     max_len, steps = (96, 300) if env == "guess" else (16, 1000)
     return shlex.split(
-        f"--output_key output --max_len {max_len} --train_batch_size 128 --micro_train_batch_size {128 // ranks} "
-        f"--max_steps {steps} --learning_rate 5e-3 --lr_warmup_ratio 0.1 --adam_betas 0.9 0.99 --lr_scheduler cosine "
-        "--logging_steps 50"
+        f"--output_key output --max_len {max_len} --max_steps {steps} --train_batch_size 128 "
+        f"--micro_train_batch_size {128 // ranks} --learning_rate 5e-3 --lr_warmup_ratio 0.1 "
+        "--adam_betas 0.9 0.99 --lr_scheduler cosine --logging_steps 50"
     )
 
 

@@ -1,8 +1,9 @@
 """Environments of other packages and trainers, as classes of our style.
 
-``gym:ID`` and subclasses of ``gymnasium.Env``, ``reasoning_gym:NAME``, ``skyrl_gym:ID`` and subclasses of its
-``BaseTextEnv``, ``textworld:game.z8``, and OpenRLHF's agents as ``openrlhf:file.py``. ``openenv:URL`` is in
-``openenv.py``. Each package is imported where its prefix is given. A row's column ``config`` has options for them.
+``gym:ID`` and subclasses of ``gymnasium.Env``, ``reasoning_gym:NAME``, ``skyrl_gym:ID`` and
+subclasses of its ``BaseTextEnv``, ``textworld:game.z8``, and OpenRLHF's agents as
+``openrlhf:file.py``. ``openenv:URL`` is in ``openenv.py``. Each package is imported where its
+prefix is given. A row's column ``config`` has options for them.
 """
 
 from __future__ import annotations
@@ -192,8 +193,8 @@ def _reasoning_gym(name: str) -> Adapted:
 class SkyRLEnvironment:
     """A ``BaseTextEnv`` of skyrl-gym.
 
-    Its constructor gets the column ``config`` as ``env_config``, and the row's other columns but ``prompt`` as
-    ``extras``. What ``init`` adds to the row's messages opens the episode.
+    Its constructor gets the column ``config`` as ``env_config``, and the row's other columns but
+    ``prompt`` as ``extras``. What ``init`` adds to the row's messages opens the episode.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
@@ -218,7 +219,8 @@ class SkyRLEnvironment:
         output = self._env.step(text)
         if output.get("postprocessed_action") not in (None, text):
             raise ValueError(
-                "step replaces what the model said by postprocessed_action; the tokens that were sampled are trained"
+                "step replaces what the model said by postprocessed_action; only the tokens that "
+                "were sampled can be trained"
             )
         done, metrics = bool(output["done"]), _numbers_of(output.get("metadata") or {})
         if done:
@@ -250,9 +252,9 @@ def _skyrl_gym(name: str) -> Adapted:
 class TextWorldEnvironment:
     """A game of TextWorld: the last line of the model's turn is the command.
 
-    The reward of a turn is the score that it gained, as a share of the highest score if the game tells that. Of a
-    folder of games, the column ``game`` names one. ``{"commands": true}`` in the column ``config`` shows the commands
-    that the game takes.
+    The reward of a turn is the score that it gained, as a share of the highest score if the game
+    tells that. Of a folder of games, the column ``game`` names one. ``{"commands": true}`` in the
+    column ``config`` shows the commands that the game takes.
     """
 
     # Threads may play different games, but the package reads all of them with one parser.
@@ -314,8 +316,8 @@ def _textworld(name: str) -> Adapted:
     games = list(path.iterdir()) if path.is_dir() else [path]
     if not any(game.is_file() and _GAME.search(game.name) for game in games):
         raise ConfigError(
-            f"{option}: no game there; name a file .z1 to .z8 or .tw-pddl, or a folder of such files "
-            "(tw-make custom --output games/first.z8 makes one)"
+            f"{option}: no game there; name a file .z1 to .z8 or .tw-pddl, or a folder of such "
+            "files (tw-make custom --output games/first.z8 makes one)"
         )
     return partial(TextWorldEnvironment, package, path), TextWorldEnvironment, path.stem
 

@@ -1,7 +1,8 @@
-"""Environments on an OpenEnv server: ``openenv:URL``, through OpenEnv's own client, one WebSocket for each episode.
+"""Environments on an OpenEnv server, ``openenv:URL``, through OpenEnv's own client.
 
-An environment that offers MCP tools gets them as tools of ours; any other one is played by text. The contract is that
-of openenv 0.10: ``/schema``, ``reset``, ``step``, and the actions ``list_tools`` and ``call_tool``.
+Each episode has a WebSocket of its own. The MCP tools that an environment offers become tools of
+ours; any other environment is played by text. The contract is that of openenv 0.10: ``/schema``,
+``reset``, ``step``, and the actions ``list_tools`` and ``call_tool``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from lightppo.plugins.episodes.tools import without_references
 from lightppo.user_code import error_text
 
 _ACTIONS_OF_TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # titles of schemas
-_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}  # fmt: skip
+_TYPES = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
 _WORLD_ERRORS = ("transport_error", "timeout")  # of a call: not what the model did wrong
 _CONNECT_SECONDS = 10.0
 _MOST_SECONDS = 86_400.0  # of the client; --env_timeout is shorter
@@ -27,7 +35,7 @@ _RESERVED = ("reset", "step", "get_reward", "close")
 
 
 class OpenEnvEnvironment:
-    """A session on the server. The column ``config`` has arguments of its ``reset``, which also gets the seed."""
+    """A session on the server. The column ``config`` has arguments of ``reset`` beside the seed."""
 
     def __init__(self, client: Any, schema: Mapping[str, Any]) -> None:
         self._client = client
@@ -51,7 +59,7 @@ class OpenEnvEnvironment:
 
 
 class OpenEnvText(OpenEnvEnvironment):
-    """Played by text: a JSON object of the action's fields, or the value of its only required field."""
+    """Played by text: the action as a JSON object, or the value of its only required field."""
 
     async def step(self, text: str) -> Step:
         """One action."""
@@ -196,7 +204,7 @@ def _result_of(result: Any) -> Any:
 
 
 def _text_of(observation: Mapping[str, Any]) -> str:
-    """The fields of an observation as JSON, a lone text as it is; metadata only where there is nothing else."""
+    """An observation's fields as JSON, a lone text as it is; metadata if there is nothing else."""
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     fields = fields or observation.get("metadata") or {}
     values = list(fields.values())

@@ -1,5 +1,5 @@
-"""Foreign environments. The packages are the real ones where they are installed, else stand-ins with the same calls;
-OpenRLHF's agents are classes as its examples have them."""
+"""Foreign environments. The packages are the real ones where they are installed, otherwise stand-ins
+with the same calls; OpenRLHF's agents are classes as its examples have them."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def make(id, **kwargs):
         module, name = creator.split(":")
         creator = getattr(importlib.import_module(module), name)
     env = creator(**{**spec(id).kwargs, **kwargs})
-    if not isinstance(env, Env): raise TypeError("The environment must inherit from the skyrl_gym.Env class")
+    if not isinstance(env, Env): raise TypeError("The environment must inherit from skyrl_gym.Env")
     return env
 """,
     "skyrl_gym/envs/base_text_env.py": """
@@ -429,11 +429,11 @@ def test_the_real_skyrl_gym():
     assert right.metrics == {"steps": 3.0}
 
 
-# TextWorld's protocol (1.7): a state is a dict whose missing entries are None, a step's number is the whole score
+# TextWorld's protocol (1.7): missing entries of a state are None, a step's number is the whole score
 TEXTWORLD = """
 import os
 
-INFOS = ("won", "lost", "score", "max_score", "objective", "admissible_commands", "moves", "feedback")
+INFOS = ("won", "lost", "score", "max_score", "objective", "admissible_commands", "moves")
 
 class EnvInfos:
     def __init__(self, **kwargs):

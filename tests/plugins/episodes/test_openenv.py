@@ -1,5 +1,5 @@
-"""Environments on an OpenEnv server: a stand-in for its client that posts the messages which the real one sends by
-WebSocket, and the real client and server where openenv is installed."""
+"""Environments on an OpenEnv server: a stand-in for its client, which posts the messages that the
+real one sends by WebSocket, and the real client and server where openenv is installed."""
 
 from __future__ import annotations
 
