@@ -2,8 +2,9 @@
 
 ``gym:ID`` and subclasses of ``gymnasium.Env``, ``reasoning_gym:NAME``, ``skyrl_gym:ID`` and
 subclasses of its ``BaseTextEnv``, ``textworld:game.z8``, and OpenRLHF's agents as
-``openrlhf:file.py``. ``openenv:URL`` is in ``openenv.py``. Each package is imported where its
-prefix is given. A row's column ``config`` has options for them.
+``openrlhf:file.py``. ``openenv:URL`` is in ``openenv.py``, ``verifiers:TASKSET@VENV`` in
+``verifiers_env.py``. Each package is imported where its prefix is given. A row's column ``config``
+has options for them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from lightppo.errors import ConfigError
 from lightppo.plugins.episodes.contract import Step
 from lightppo.plugins.episodes.openenv import served
+from lightppo.plugins.episodes.verifiers_env import verifiers
 from lightppo.user_code import error_text, load_python_object
 
 Adapted = tuple[Callable[[], Any], type, str]
@@ -45,6 +47,7 @@ def adapted(prefix: str, rest: str) -> Adapted:
         "skyrl_gym": _skyrl_gym,
         "textworld": _textworld,
         "openenv": _openenv,
+        "verifiers": verifiers,
         "openrlhf": _openrlhf,
     }
     return makers[prefix](rest)

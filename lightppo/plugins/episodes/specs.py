@@ -21,7 +21,7 @@ RESERVED = {"lightppo": ("reset", "step", "get_reward", "close"), "trl": ("reset
 TOOLS_ONLY = "tools"  # the name of the environment without a class
 PYTHON_TOOL = "python"
 # prefixes, see adapters.py
-ADAPTED = ("gym", "reasoning_gym", "skyrl_gym", "textworld", "openenv", "openrlhf")
+ADAPTED = ("gym", "reasoning_gym", "skyrl_gym", "textworld", "openenv", "verifiers", "openrlhf")
 
 
 @dataclass(eq=False)
