@@ -94,7 +94,7 @@ def main(
 
 def sft_options(ranks: int, env: str) -> list[str]:
     """How the supervised warm-up is run; games are long, and need fewer steps."""
-    max_len, steps = (96, 300) if env == "guess" else (16, 1000)
+    max_len, steps = (96, 200) if env == "guess" else (16, 1000)
     return shlex.split(
         f"--output_key output --max_len {max_len} --max_steps {steps} --train_batch_size 128 "
         f"--micro_train_batch_size {128 // ranks} --learning_rate 5e-3 --lr_warmup_ratio 0.1 "
