@@ -10,7 +10,7 @@ RANKS ?= 1
 ZERO_STAGE ?= 1
 # What samples in the quickstart: hf or vllm
 ENGINE ?= hf
-# The quickstart's environment: none (sums), or lookup (a question comes before the answer)
+# The quickstart's environment: none (sums), lookup (a question comes before the answer), or guess (in fewer turns)
 ENV ?= none
 
 .DEFAULT_GOAL := help
@@ -20,7 +20,7 @@ ENV ?= none
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
 	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3; ENGINE=vllm samples with vLLM"
-	@echo "                  ENV=lookup: the model learns to ask an environment before it answers"
+	@echo "                  ENV=lookup: the model learns to ask an environment before it answers; ENV=guess: to guess in fewer turns"
 	@echo "make rlhf         SFT, a reward model from pairs, PPO against it, DPO beside it, on a small built-in task (docs/rlhf.md)"
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen, every launcher runs (minutes)"

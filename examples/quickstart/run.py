@@ -4,6 +4,7 @@
     make quickstart RANKS=2 ZERO_STAGE=3
     make quickstart ENGINE=vllm
     make quickstart ENV=lookup
+    make quickstart ENV=guess
 
 Every phase is an ordinary command, printed before it runs; the scripts are those for real models.
 """
@@ -36,7 +37,7 @@ def main(
     resume: bool = False,
     rollout_engine: Literal["hf", "vllm"] = "hf",
     head_dim: int | None = None,
-    env: Literal["none", "lookup"] = "none",
+    env: Literal["none", "lookup", "guess"] = "none",
 ) -> None:
     """Run the quickstart.
 
@@ -49,7 +50,8 @@ def main(
         resume: keep an older run's folder and go on where its PPO run was interrupted.
         rollout_engine: what samples in the PPO run.
         head_dim: width of the model's attention heads. None: 16; with vLLM 32, the least that it takes on a CPU.
-        env: none: sums of two numbers; lookup: a question to an environment comes before the answer.
+        env: none: sums of two numbers; lookup: a question to an environment comes before the answer;
+            guess: a number is found in fewer guesses.
     """
     assets, sft, ppo = run_dir / "assets", run_dir / "sft", run_dir / "ppo"
     shared = ["--zero_stage", zero_stage, "--seed", seed]
@@ -77,7 +79,7 @@ def main(
             ]
         )
         launch(ranks, "train_sft.py", "--pretrain", assets / "model", "--dataset", assets / "sft.jsonl",
-               "--save_path", sft, *sft_options(ranks), *shared)  # fmt: skip
+               "--save_path", sft, *sft_options(ranks, env), *shared)  # fmt: skip
         seconds["sft"] = time.monotonic() - start
         (run_dir / "seconds.json").write_text(json.dumps(seconds))
     start = time.monotonic()
@@ -90,12 +92,13 @@ def main(
     run([sys.executable, HERE / "summarize.py", "--run_dir", run_dir])
 
 
-def sft_options(ranks: int) -> list[str]:
-    """How the supervised warm-up is run."""
+def sft_options(ranks: int, env: str) -> list[str]:
+    """How the supervised warm-up is run; games are long, and need fewer steps."""
+    max_len, steps = (96, 200) if env == "guess" else (16, 1000)
     return shlex.split(
-        f"--output_key output --max_len 16 --train_batch_size 128 --micro_train_batch_size {128 // ranks} "
-        "--max_steps 1000 --learning_rate 5e-3 --lr_warmup_ratio 0.1 --adam_betas 0.9 0.99 --lr_scheduler cosine "
-        "--logging_steps 50"
+        f"--output_key output --max_len {max_len} --max_steps {steps} --train_batch_size 128 "
+        f"--micro_train_batch_size {128 // ranks} --learning_rate 5e-3 --lr_warmup_ratio 0.1 "
+        "--adam_betas 0.9 0.99 --lr_scheduler cosine --logging_steps 50"
     )
 
 

@@ -21,6 +21,7 @@ TABLE = (  # metric of an evaluation, its name in the table and in summary.json
     ("eval/accuracy", "accuracy"),
     ("eval/reward", "reward"),
     ("eval/response_length", "response_length"),
+    ("eval/turns", "turns"),
 )
 
 
@@ -59,13 +60,17 @@ def sample_answers(before: Sequence[Row], after: Sequence[Row], count: int = 3) 
     lines = [f"{'prompt':<12}{'before PPO':<16}{'after PPO':<16}label"]
     for i in dict.fromkeys(picked):
         answers = [
-            f"{row['response']} {'✓' if row['score'] == 1 else '✗'}"
-            for row in (before[i], after[i])
+            f"{row['response']} {'✓' if _is_right(row) else '✗'}" for row in (before[i], after[i])
         ]
         lines.append(
             f"{before[i]['prompt']:<12}{answers[0]:<16}{answers[1]:<16}{before[i]['label']}"
         )
     return "\n".join(lines)
+
+
+def _is_right(row: Row) -> bool:
+    """By what the environment says, otherwise by the score."""
+    return row.get("extras", {}).get("accuracy", row["score"]) == 1
 
 
 def summarize(run_dir: Path) -> str:

@@ -26,6 +26,7 @@ def load(name: str):
     [
         (["guess.py:Guess"], [], {"guess"}),
         ([], ["calculator.py:calculate", "library.py:search"], {"calculate", "search"}),
+        (["guess.py:Between"], [], set()),
         (["lookup.py:Drawers"], [], set()),
     ],
 )
@@ -59,6 +60,41 @@ def test_guesses():
     assert [guess.guess(x).text for x in (7, 50, 42)] == ["too low", "too high", "right"]
     with pytest.raises(ToolError):
         guess.guess(100)
+
+
+class TestBetween:
+    def test_a_game(self):
+        game = load("guess").Between()
+        assert game.reset(label="07", input="01-31=") is None
+        steps = [game.step(f"{text}.") for text in ("20", "03", "99", "x", "01", "7")]
+        assert [step.observation for step in steps] == [
+            "01-19=", "04-19=", "04-19=", "04-19=", "04-19=", None,
+        ]  # fmt: skip
+        assert [step.reward for step in steps] == [*[-0.1] * 5, 1.0]
+        assert [step.done for step in steps] == [*[False] * 5, True]
+        assert [step.metrics["accuracy"] for step in steps] == [*[0.0] * 5, 1.0]
+
+    def test_demonstrations_are_games_with_more_guesses_than_needed(self):
+        guess = load("guess")
+        lengths = []
+        for row in guess.demonstrations(2000, seed=0):
+            guesses = row["output"].split(".")[:-1]
+            lengths.append(len(guesses))
+            told, number = row["input"], guesses[0]
+            for said in guesses[1:]:
+                low, high = map(int, told.rstrip("=").split("-"))
+                assert low <= int(number) <= high
+                told, _, number = said.rpartition("=")
+        assert 6.2 < sum(lengths) / len(lengths) < 6.8
+        assert max(lengths) == 9  # of which some have not found it
+        middle = []
+        for number in range(1, 32):
+            game, said, count = guess.Between(), None, 0
+            game.reset(label=f"{number:02d}")
+            while said is None or not said.done:
+                said, count = game.step(f"{(game.low + game.high) // 2:02d}."), count + 1
+            middle.append(count)
+        assert sum(middle) / len(middle) == pytest.approx(129 / 31)  # 4.2
 
 
 class TestDrawers:

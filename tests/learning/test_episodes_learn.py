@@ -1,4 +1,4 @@
-"""A model learns to ask an environment before it answers: `make quickstart ENV=lookup`, shorter."""
+"""What models learn from environments: to ask before they answer, and to need fewer turns."""
 
 from __future__ import annotations
 
@@ -10,49 +10,61 @@ from support.runs import logged
 from support.world import one_rank
 
 from lightppo import PPOTrainer
-from lightppo.config import parse_args
+from lightppo.config import PPOConfig, parse_args
 from lightppo.plugins.supervised.sections import SFTConfig
 from lightppo.plugins.supervised.trainer import SupervisedTrainer
 
-LOOKUP = Path(__file__).parents[2] / "examples" / "environments" / "lookup.py"
+ENVIRONMENTS = Path(__file__).parents[2] / "examples" / "environments"
 
 
-@pytest.mark.learning
-def test_it_asks_before_it_answers(tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
-    spec = importlib.util.spec_from_file_location("lookup", LOOKUP)
-    lookup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(lookup)
-    lookup.main(tmp_path)
+def trained(name: str, folder: Path, *, max_len: int, warm_up_steps: int, steps: int) -> PPOConfig:
+    """The run of ``make quickstart ENV=name``, with fewer steps."""
+    path = ENVIRONMENTS / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    environment = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(environment)
+    environment.main(folder)
     with one_rank():
         warm_up = SFTConfig.from_flat(
-            pretrain=str(tmp_path / "model"),
-            dataset=str(tmp_path / "sft.jsonl"),
+            pretrain=str(folder / "model"),
+            dataset=str(folder / "sft.jsonl"),
             output_key="output",
-            save_path=str(tmp_path / "sft"),
-            max_len=24,
-            max_steps=400,
+            save_path=str(folder / "sft"),
+            max_len=max_len,
+            max_steps=warm_up_steps,
             train_batch_size=128,
             micro_train_batch_size=128,
             learning_rate=5e-3,
             adam_betas=(0.9, 0.99),
         )
         SupervisedTrainer.from_config(warm_up).fit()
-        options = [
-            "--config",
-            str(LOOKUP.with_suffix(".yaml")),
-            "--pretrain",
-            str(tmp_path / "sft"),
-        ]
-        options += ["--prompt_data", str(tmp_path / "prompts.jsonl")]
-        options += [
-            "--eval_data",
-            str(tmp_path / "eval.jsonl"),
-            "--save_path",
-            str(tmp_path / "ppo"),
-        ]
-        config = parse_args([*options, "--total_training_steps", "40", "--zero_stage", "0"])
+        options = ["--config", str(path.with_suffix(".yaml")), "--pretrain", str(folder / "sft")]
+        options += ["--prompt_data", str(folder / "prompts.jsonl")]
+        options += ["--eval_data", str(folder / "eval.jsonl"), "--save_path", str(folder / "ppo")]
+        config = parse_args([*options, "--total_training_steps", str(steps), "--zero_stage", "0"])
         PPOTrainer.from_config(config).fit()
-    accuracy = [row["eval/accuracy"] for row in logged(config) if "eval/accuracy" in row]
+    return config
+
+
+def evaluated(config: PPOConfig, metric: str) -> list[float]:
+    return [row[metric] for row in logged(config) if metric in row]
+
+
+@pytest.mark.learning
+def test_it_asks_before_it_answers(tmp_path, monkeypatch):
+    monkeypatch.chdir(ENVIRONMENTS.parents[1])
+    config = trained("lookup", tmp_path, max_len=24, warm_up_steps=400, steps=40)
+    accuracy = evaluated(config, "eval/accuracy")
     assert 0.2 < accuracy[0] < 0.7  # a guess is right once in a hundred
     assert accuracy[-1] > 0.9
+
+
+@pytest.mark.learning
+def test_it_guesses_a_number_in_fewer_turns(tmp_path, monkeypatch):
+    """By a cost of each turn: always the middle takes 4.2 guesses, the demonstrations take 6.7."""
+    monkeypatch.chdir(ENVIRONMENTS.parents[1])
+    config = trained("guess", tmp_path, max_len=96, warm_up_steps=200, steps=20)
+    turns, found = evaluated(config, "eval/turns"), evaluated(config, "eval/accuracy")
+    assert turns[0] > 6
+    assert turns[-1] < 5.5
+    assert found[-1] > 0.95  # not by giving up

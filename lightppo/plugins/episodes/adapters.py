@@ -1,22 +1,31 @@
 """Environments of other packages and trainers, as classes of our style.
 
-``gym:ID`` and subclasses of ``gymnasium.Env``, ``reasoning_gym:NAME``, and OpenRLHF's agents as ``openrlhf:file.py``.
+``gym:ID`` and subclasses of ``gymnasium.Env``, ``reasoning_gym:NAME``, ``skyrl_gym:ID`` and
+subclasses of its ``BaseTextEnv``, ``textworld:game.z8``, and OpenRLHF's agents as
+``openrlhf:file.py``. ``openenv:URL`` is in ``openenv.py``, ``verifiers:TASKSET@VENV`` in
+``verifiers_env.py``. Each package is imported where its prefix is given. A row's column ``config``
+has options for them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import inspect
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lightppo.errors import ConfigError
 from lightppo.plugins.episodes.contract import Step
+from lightppo.plugins.episodes.openenv import served
+from lightppo.plugins.episodes.verifiers_env import verifiers
 from lightppo.user_code import error_text, load_python_object
 
 Adapted = tuple[Callable[[], Any], type, str]
@@ -26,11 +35,22 @@ _MARKUP = re.compile(
     r"<\|im_start\|>(?:user|assistant|system|tool)?\n?|<\|im_end\|>\n?|</?s>|\n\n(?:Human|Assistant): ?"
 )
 _MOST_SEED = 2**31 - 1
+_GAME = re.compile(r"\.z[1-8]$|\.tw-pddl$")
+_GAME_PROMPT = re.compile(r"\n>[^\n]*\Z")  # where the game waits for a command, and its status line
 
 
 def adapted(prefix: str, rest: str) -> Adapted:
     """What ``--env PREFIX:REST`` makes, its class and its name."""
-    return {"gym": _gym, "reasoning_gym": _reasoning_gym, "openrlhf": _openrlhf}[prefix](rest)
+    makers = {
+        "gym": _gym,
+        "reasoning_gym": _reasoning_gym,
+        "skyrl_gym": _skyrl_gym,
+        "textworld": _textworld,
+        "openenv": _openenv,
+        "verifiers": verifiers,
+        "openrlhf": _openrlhf,
+    }
+    return makers[prefix](rest)
 
 
 def adapter_of(found: Any) -> Adapted | None:
@@ -40,17 +60,30 @@ def adapter_of(found: Any) -> Adapted | None:
     gymnasium = sys.modules.get("gymnasium")
     if gymnasium is not None and issubclass(found, gymnasium.Env):
         return partial(GymEnvironment, found), GymEnvironment, "lightppo"
+    base = getattr(sys.modules.get("skyrl_gym.envs.base_text_env"), "BaseTextEnv", None)
+    if base is not None and issubclass(found, base):
+        return partial(SkyRLEnvironment, found), SkyRLEnvironment, "lightppo"
     if _is_agent(found):
         return partial(_make_agent, found), OpenRLHFAgent, "lightppo"
     return None
 
 
 def _installed(name: str, option: str) -> Any:
+    """A package; ConfigError says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = name.replace("_", "-")
+        package = name.partition(".")[0].replace("_", "-")
         raise ConfigError(f"{option}: {error}; pip install {package}") from error
+
+
+def _numbers_of(info: Mapping[Any, Any]) -> dict[str, float]:
+    """Of what an environment tells beside the observation, the numbers."""
+    return {
+        str(key): float(value)
+        for key, value in info.items()
+        if isinstance(value, (bool, int, float))
+    }
 
 
 # --- gymnasium
@@ -87,12 +120,8 @@ class GymEnvironment:
                 return Step(ask, metrics={"invalid_action": 1.0})
             action = int(number)
         observation, reward, terminated, truncated, info = self._env.step(action)
-        metrics = {
-            str(key): float(value)
-            for key, value in info.items()
-            if isinstance(value, (bool, int, float))
-        }
-        return Step(self._text(observation), reward, bool(terminated or truncated), metrics)
+        done = bool(terminated or truncated)
+        return Step(self._text(observation), reward, done, _numbers_of(info))
 
     def close(self) -> None:
         """End it."""
@@ -159,6 +188,151 @@ def _reasoning_gym(name: str) -> Adapted:
         )
     make = partial(ReasoningGymEnvironment, package, name)
     return make, ReasoningGymEnvironment, name
+
+
+# --- skyrl-gym
+
+
+class SkyRLEnvironment:
+    """A ``BaseTextEnv`` of skyrl-gym.
+
+    Its constructor gets the column ``config`` as ``env_config``, and the row's other columns but
+    ``prompt`` as ``extras``. What ``init`` adds to the row's messages opens the episode.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self._env: Any = None
+
+    def reset(self, prompt: Any = None, config: Any = None, **row: Any) -> list[Any] | None:
+        """Make the environment of the row, and call its ``init``."""
+        from omegaconf import OmegaConf  # skyrl-gym needs it, too
+
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}] if prompt else []
+        self._env = self._make(env_config=OmegaConf.create(config or {}), extras=row)
+        opened, _ = self._env.init(copy.deepcopy(prompt or []))
+        shared = len(prompt or [])
+        if opened[:shared] != (prompt or []):
+            raise ValueError("init changes the row's messages; it may only add to them")
+        return opened[shared:] or None
+
+    def step(self, text: str) -> Step:
+        """One turn."""
+        output = self._env.step(text)
+        if output.get("postprocessed_action") not in (None, text):
+            raise ValueError(
+                "step replaces what the model said by postprocessed_action; only the tokens that "
+                "were sampled can be trained"
+            )
+        done, metrics = bool(output["done"]), _numbers_of(output.get("metadata") or {})
+        if done:
+            metrics |= _numbers_of(self._env.get_metrics())
+        return Step(output["observations"] or None, output["reward"], done, metrics)
+
+    def close(self) -> None:
+        """End it."""
+        if self._env is not None:
+            self._env.close()
+
+
+def _skyrl_gym(name: str) -> Adapted:
+    option = f"--env skyrl_gym:{name}"
+    package = _installed("skyrl_gym", option)
+    module, _, own = name.rpartition(":")  # MODULE:ID, as for gymnasium
+    try:
+        if module:
+            importlib.import_module(module)
+        package.spec(own)
+    except Exception as error:
+        raise ConfigError(f"{option}: {error_text(error)}") from error
+    return partial(SkyRLEnvironment, partial(package.make, own)), SkyRLEnvironment, own
+
+
+# --- TextWorld
+
+
+class TextWorldEnvironment:
+    """A game of TextWorld: the last line of the model's turn is the command.
+
+    The reward of a turn is the score that it gained, as a share of the highest score if the game
+    tells that. Of a folder of games, the column ``game`` names one. ``{"commands": true}`` in the
+    column ``config`` shows the commands that the game takes.
+    """
+
+    # Threads may play different games, but the package reads all of them with one parser.
+    _one_at_a_time = threading.Lock()
+
+    def __init__(self, package: Any, path: Path) -> None:
+        self._package = package
+        self._path = path
+        self._env: Any = None
+
+    def reset(self, seed: int, game: str = "", config: Any = None, **row: Any) -> str:
+        """The first observation."""
+        self._shows = bool((config or {}).get("commands"))
+        names = ("won", "lost", "score", "max_score", "objective")
+        asked = dict.fromkeys([*names, *["admissible_commands"] * self._shows], True)
+        if self._path.is_dir() and not game:
+            raise ValueError(f"{self._path} is a folder: the row's column game must name one in it")
+        path = self._path / game if self._path.is_dir() else self._path
+        with self._one_at_a_time:
+            self._env = self._package.start(str(path), self._package.EnvInfos(**asked))
+            self._env.seed(seed % _MOST_SEED)
+            state = self._env.reset()
+        self._score = state.score or 0
+        return self._told(state, state.feedback[self._begin(state) :], self._shows)
+
+    def step(self, text: str) -> Step:
+        """One command."""
+        lines = text.strip().splitlines() or [""]
+        with self._one_at_a_time:
+            state, score, done = self._env.step(lines[-1].removeprefix(">").strip())
+        if score is None:
+            raise ValueError("the game tells no score, which would be the reward")
+        reward, self._score = (score - self._score) / (state.max_score or 1), score
+        metrics = {name: float(bool(state[name])) for name in ("won", "lost") if name in state}
+        told = self._told(state, state.feedback, self._shows and not done)
+        return Step(told, reward, bool(done), metrics if done else {})
+
+    def close(self) -> None:
+        """End the game."""
+        if self._env is not None:
+            self._env.close()
+
+    @staticmethod
+    def _begin(state: Any) -> int:
+        """Where the text begins that says what to do: a picture of letters stands before it."""
+        return max(state.feedback.find(state.objective), 0) if state.objective else 0
+
+    @staticmethod
+    def _told(state: Any, text: str, with_commands: bool) -> str:
+        text = _GAME_PROMPT.sub("", text).strip()
+        if with_commands and state.admissible_commands:
+            text += f"\n\nCommands: {', '.join(state.admissible_commands)}"
+        return text
+
+
+def _textworld(name: str) -> Adapted:
+    option, path = f"--env textworld:{name}", Path(name)
+    package = _installed("textworld", option)
+    games = list(path.iterdir()) if path.is_dir() else [path]
+    if not any(game.is_file() and _GAME.search(game.name) for game in games):
+        raise ConfigError(
+            f"{option}: no game there; name a file .z1 to .z8 or .tw-pddl, or a folder of such "
+            "files (tw-make custom --output games/first.z8 makes one)"
+        )
+    return partial(TextWorldEnvironment, package, path), TextWorldEnvironment, path.stem
+
+
+# --- OpenEnv
+
+
+def _openenv(url: str) -> Adapted:
+    option = f"--env openenv:{url}"
+    if not re.match(r"(?:https?|wss?)://.", url):
+        raise ConfigError(f"{option}: give the server's address, such as http://127.0.0.1:8000")
+    return served(_installed("openenv.core", option), url, option)
 
 
 # --- OpenRLHF

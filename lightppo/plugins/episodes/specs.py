@@ -20,7 +20,8 @@ from lightppo.user_code import error_text, load_python_objects, split_python_spe
 RESERVED = {"lightppo": ("reset", "step", "get_reward", "close"), "trl": ("reset", "get_reward")}
 TOOLS_ONLY = "tools"  # the name of the environment without a class
 PYTHON_TOOL = "python"
-ADAPTED = ("gym", "reasoning_gym", "openrlhf")  # prefixes, see adapters.py
+# prefixes, see adapters.py
+ADAPTED = ("gym", "reasoning_gym", "skyrl_gym", "textworld", "openenv", "verifiers", "openrlhf")
 
 
 @dataclass(eq=False)

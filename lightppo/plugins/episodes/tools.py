@@ -166,7 +166,7 @@ class Tool:
         """Of enumerations, models and whatever else transformers takes for any object."""
         try:
             schema = self.adapters[name].json_schema()
-            return _without_references(schema, schema.pop("$defs", {}))
+            return without_references(schema, schema.pop("$defs", {}))
         except Exception as error:
             raise ConfigError(
                 f"{self.where}: no JSON schema for argument {name}: {error_text(error)}"
@@ -226,21 +226,19 @@ def _is_basic(hint: Any) -> bool:
     )
 
 
-def _without_references(schema: Any, definitions: Mapping[str, Any], depth: int = 0) -> Any:
+def without_references(schema: Any, definitions: Mapping[str, Any], depth: int = 0) -> Any:
     """Templates print schemas as they are, so what ``$ref`` names stands in its place."""
     if depth > 20:
         raise ValueError("the type contains itself")
     if isinstance(schema, list):
-        return [_without_references(one, definitions, depth + 1) for one in schema]
+        return [without_references(one, definitions, depth + 1) for one in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         rest = {key: value for key, value in schema.items() if key != "$ref"}
         named = definitions[schema["$ref"].rpartition("/")[2]]
-        return _without_references(named | rest, definitions, depth + 1)
-    return {
-        key: _without_references(value, definitions, depth + 1) for key, value in schema.items()
-    }
+        return without_references(named | rest, definitions, depth + 1)
+    return {key: without_references(value, definitions, depth + 1) for key, value in schema.items()}
 
 
 def text_of(result: Any, *, as_trl: bool) -> str:

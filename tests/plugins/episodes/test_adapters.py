@@ -1,5 +1,5 @@
-"""Foreign environments. gymnasium and reasoning-gym are the real ones where they are installed, else stand-ins with the
-same calls; OpenRLHF's agents are classes as its examples have them."""
+"""Foreign environments. The packages are the real ones where they are installed, otherwise stand-ins
+with the same calls; OpenRLHF's agents are classes as its examples have them."""
 
 from __future__ import annotations
 
@@ -257,3 +257,298 @@ def test_agents_of_openrlhf(tmp_path, workers):
         asyncio.run(play(plain, {"prompt": "Q", "label": "x"}, "a"))
     with pytest.raises(ConfigError, match="is no subclass of AgentInstanceBase"):
         Environments(f"openrlhf:{path}:AgentExecutor")
+
+
+# skyrl-gym's protocol (0.4), and what it takes of omegaconf, for machines without them
+SKYRL = {
+    "skyrl_gym/__init__.py": """
+from skyrl_gym.core import Env
+from skyrl_gym.envs.registration import make, register, registry, spec
+""",
+    "skyrl_gym/core.py": """
+class Env:
+    def step(self, action): raise NotImplementedError
+    def init(self, *kwargs): raise NotImplementedError
+    def close(self): pass
+""",
+    "skyrl_gym/envs/__init__.py": "",
+    "skyrl_gym/envs/registration.py": """
+import importlib, types
+from skyrl_gym.core import Env
+
+registry = {}
+
+def register(id, entry_point=None, kwargs=None):
+    registry[id] = types.SimpleNamespace(id=id, entry_point=entry_point, kwargs=kwargs or {})
+
+def spec(env_id):
+    if registry.get(env_id) is None: raise Exception(f"No registered env with id: {env_id}")
+    return registry[env_id]
+
+def make(id, **kwargs):
+    creator = spec(id).entry_point
+    if isinstance(creator, str):
+        module, name = creator.split(":")
+        creator = getattr(importlib.import_module(module), name)
+    env = creator(**{**spec(id).kwargs, **kwargs})
+    if not isinstance(env, Env): raise TypeError("The environment must inherit from skyrl_gym.Env")
+    return env
+""",
+    "skyrl_gym/envs/base_text_env.py": """
+from skyrl_gym import Env
+
+class BaseTextEnvStepOutput(dict):
+    pass
+
+class BaseTextEnv(Env):
+    def __init__(self):
+        self.turns, self.max_turns = 0, 1
+    def init(self, prompt): return prompt, {}
+    def get_metrics(self): return {}
+""",
+    "omegaconf.py": """
+class OmegaConf:
+    @staticmethod
+    def create(values):
+        import types
+        return types.SimpleNamespace(**values)
+""",
+}
+
+TEXT_GAMES = """
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+class Multiply(BaseTextEnv):
+    closed = 0
+
+    def __init__(self, env_config=None, extras={}):
+        super().__init__()
+        assert "reward_spec" in extras, "reward_spec field is required"
+        assert "prompt" not in extras and "config" not in extras
+        self.truth = extras["reward_spec"]["ground_truth"]
+        self.max_turns = extras["max_turns"]
+        self.hint = env_config.hint
+
+    def init(self, prompt):
+        if self.hint == "rewrite":
+            return [{"role": "user", "content": "another"}], {}
+        return [*prompt, {"role": "user", "content": self.hint}], {}
+
+    def step(self, action):
+        self.turns += 1
+        done = action == self.truth or self.turns >= self.max_turns
+        again = [] if done else [{"role": "user", "content": "again"}]
+        output = BaseTextEnvStepOutput(
+            observations=again, reward=float(action == self.truth), done=done,
+            metadata={"parsed": action, "length": len(action)},
+        )
+        if action == "long":
+            output["postprocessed_action"] = "l"
+        return output
+
+    def close(self):
+        Multiply.closed += 1
+
+    def get_metrics(self):
+        return {"steps": self.turns, "last": "x"}
+
+skyrl_gym.register(id="multiply", entry_point=f"{__name__}:Multiply")
+"""
+
+
+@pytest.fixture
+def text_games(tmp_path, monkeypatch):
+    """A file with an environment of skyrl-gym, which registers it."""
+    if importlib.util.find_spec("skyrl_gym") is None:
+        for name, text in SKYRL.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+    (tmp_path / "text_games_of_tests.py").write_text(TEXT_GAMES)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path / "text_games_of_tests.py"
+    registration = sys.modules.get("skyrl_gym.envs.registration")
+    if registration is not None:
+        registration.registry.pop("multiply", None)
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("skyrl_gym", "omegaconf", "text_games_of_tests"):
+            del sys.modules[name]
+
+
+MULTIPLY = {
+    "prompt": [{"role": "user", "content": "6 * 7"}],
+    "reward_spec": {"ground_truth": "42"},
+    "max_turns": 3,
+    "config": {"hint": "whole numbers"},
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_registered_environment_of_skyrl_gym(text_games, workers):
+    environments = Environments(
+        "skyrl_gym:text_games_of_tests:multiply", timeout=60, workers=workers
+    )
+    try:
+        opening, (first, last) = asyncio.run(play(environments, MULTIPLY, "41", "42"))
+        assert (environments.names, environments.tools("multiply")) == (["multiply"], [])
+    finally:
+        environments.end()
+    assert opening == [{"role": "user", "content": "whole numbers"}]
+    assert first.observation == [{"role": "user", "content": "again"}]
+    assert (first.reward, first.done, first.metrics) == (0.0, False, {"length": 2.0})
+    assert (last.observation, last.reward, last.done) == (None, 1.0, True)
+    assert last.metrics == {"length": 2.0, "steps": 2.0}
+
+
+def test_a_class_of_skyrl_gym(text_games):
+    environments = Environments(f"{text_games}:Multiply", timeout=60)
+    row = MULTIPLY | {"prompt": "6 * 7"}  # a prompt that is no chat
+    opening, (step,) = asyncio.run(play(environments, row, "42"))
+    assert (opening[0]["content"], step.reward, step.done) == ("whole numbers", 1.0, True)
+    rewritten = MULTIPLY | {"config": {"hint": "rewrite"}}
+    with pytest.raises(EnvironmentFailed, match="init changes the row's messages"):
+        asyncio.run(play(environments, rewritten))
+    with pytest.raises(EnvironmentFailed, match="postprocessed_action"):
+        asyncio.run(play(environments, MULTIPLY, "long"))
+    with pytest.raises(EnvironmentFailed, match="reward_spec field is required"):
+        asyncio.run(play(environments, {"prompt": "6 * 7"}))
+    with pytest.raises(ConfigError, match=r"skyrl_gym:none: .*No registered env with id: none"):
+        Environments("skyrl_gym:none")
+
+
+def test_the_real_skyrl_gym():
+    pytest.importorskip("skyrl_gym")
+    environments = Environments("skyrl_gym:gsm8k_multi_turn", timeout=60)
+    row = {"prompt": "2 + 2?", "reward_spec": {"ground_truth": "4"}, "max_turns": 3}
+    opening, (none, wrong, right) = asyncio.run(play(environments, row, "no", "#### 5", "#### 4"))
+    assert opening is None
+    assert "#### ANSWER" in none.observation[0]["content"]
+    assert (none.reward, wrong.reward) == (0.0, pytest.approx(0.2 / 3))
+    assert (right.observation, right.reward, right.done) == (None, 1.0, True)
+    assert right.metrics == {"steps": 3.0}
+
+
+# TextWorld's protocol (1.7): missing entries of a state are None, a step's number is the whole score
+TEXTWORLD = """
+import os
+
+INFOS = ("won", "lost", "score", "max_score", "objective", "admissible_commands", "moves")
+
+class EnvInfos:
+    def __init__(self, **kwargs):
+        unknown = set(kwargs) - set(INFOS)
+        if unknown: raise ValueError(f"Unknown information requested: {sorted(unknown)}.")
+        self.asked = [name for name in INFOS if kwargs.get(name)]
+
+class GameState(dict):
+    def __getattr__(self, name): return self.get(name)
+
+class Environment:
+    def __init__(self, path, infos):
+        self.silent = "silent" in path
+        self.infos = infos
+        self.closed = False
+    def seed(self, seed=None): self.seeded = seed
+    def reset(self):
+        self.at, self.score = 0, 0
+        return self._state("   $$$ $$\\n$$\\n\\nGo east, twice.\\n\\n-= Attic =-\\n", False)
+    def step(self, command):
+        assert not self.closed
+        good = command == "go east"
+        self.at += good
+        self.score = None if self.silent else self.at
+        state = self._state("You go." if good else f"What is {command}?", self.at == 2)
+        return state, self.score, self.at == 2
+    def close(self): self.closed = True
+    def _state(self, text, won):
+        told = {
+            "won": won, "lost": False, "score": self.score, "max_score": 2,
+            "objective": "Go east, twice.", "admissible_commands": ["go east", "look"],
+        }
+        state = {name: value for name, value in told.items() if name in self.infos.asked}
+        prompt = "\\n>" + " " * 40 + "-= Attic =-0/1"
+        return GameState(feedback=text + "\\n" + prompt, **state)
+
+def start(path, request_infos=None, wrappers=[]):
+    if not os.path.isfile(path): raise IOError(f"Unable to find game '{path}'.")
+    return Environment(path, request_infos or EnvInfos())
+"""
+
+
+@pytest.fixture
+def text_worlds(tmp_path, monkeypatch):
+    """A folder with two games of a stand-in for TextWorld."""
+    package = types.ModuleType("textworld")
+    exec(TEXTWORLD, package.__dict__)
+    monkeypatch.setitem(sys.modules, "textworld", package)
+    for name in ("east.z8", "silent.z8", "notes.json"):
+        (tmp_path / name).write_text("")
+    return tmp_path
+
+
+def test_a_game_of_textworld(text_worlds):
+    environments = Environments(f"textworld:{text_worlds}/east.z8", timeout=60)
+    assert (environments.names, environments.tools("east")) == (["east"], [])
+    texts = ("dance", "I think.\n> go east", "", "go east\n")
+    opening, steps = asyncio.run(play(environments, {"prompt": "p"}, *texts))
+    assert opening == "Go east, twice.\n\n-= Attic =-"
+    assert [step.observation for step in steps] == [
+        "What is dance?", "You go.", "What is ?", "You go.",
+    ]  # fmt: skip
+    assert [step.reward for step in steps] == [0.0, 0.5, 0.0, 0.5]
+    assert [step.done for step in steps] == [False, False, False, True]
+    assert [step.metrics for step in steps] == [{}, {}, {}, {"won": 1.0, "lost": 0.0}]
+
+
+def test_games_of_a_folder_and_their_commands(text_worlds):
+    environments = Environments(f"rooms=textworld:{text_worlds}", timeout=60)
+    assert environments.names == ["rooms"]
+    row = {"game": "east.z8", "config": {"commands": True}}
+    opening, (first, last) = asyncio.run(play(environments, row, "go east", "go east"))
+    assert opening.endswith("-= Attic =-\n\nCommands: go east, look")
+    assert first.observation == "You go.\n\nCommands: go east, look"
+    assert last.observation == "You go."
+    with pytest.raises(EnvironmentFailed, match="the row's column game must name one"):
+        asyncio.run(play(environments, {}))
+    with pytest.raises(EnvironmentFailed, match="Unable to find game"):
+        asyncio.run(play(environments, {"game": "west.z8"}))
+    with pytest.raises(EnvironmentFailed, match="tells no score"):
+        asyncio.run(play(environments, {"game": "silent.z8"}, "look"))
+    for name in ("notes.json", "west.z8"):
+        with pytest.raises(ConfigError, match=r"no game there; name a file .z1 to .z8"):
+            Environments(f"textworld:{text_worlds}/{name}")
+
+
+def test_the_real_textworld(tmp_path):
+    textworld = pytest.importorskip("textworld")
+    options = textworld.GameOptions()
+    options.seeds, options.nb_rooms, options.nb_objects, options.quest_length = 1234, 2, 4, 2
+    options.path = str(tmp_path / "game.z8")
+    path, game = textworld.make(options)
+    environments = Environments(f"textworld:{path}", timeout=60)
+    commands = game.metadata["walkthrough"]
+    row = {"config": {"commands": True}}
+
+    async def side_by_side():
+        return await asyncio.gather(
+            *(play(environments, row, "dance", *commands) for _ in range(8))
+        )
+
+    played = asyncio.run(side_by_side())
+    assert len({opening for opening, _ in played}) == 1
+    opening, (dance, *steps) = played[0]
+    assert opening.startswith(game.objective)
+    assert commands[0] in opening.rpartition("Commands: ")[2]
+    assert dance.observation.startswith("That's not a verb I recognise.\n\nCommands: ")
+    assert sum(step.reward for step in steps) == 1.0
+    assert (steps[-1].done, steps[-1].metrics) == (True, {"won": 1.0, "lost": 0.0})
+
+
+@pytest.mark.parametrize("prefix", ["gym", "reasoning_gym", "skyrl_gym", "textworld", "openenv"])
+def test_a_package_that_is_not_installed(monkeypatch, prefix):
+    name = {"gym": "gymnasium", "openenv": "openenv.core"}.get(prefix, prefix)
+    monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    package = name.partition(".")[0].replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--env {prefix}:http.*; pip install {package}$"):
+        Environments(f"{prefix}:http://127.0.0.1:1")

@@ -1,0 +1,195 @@
+"""Plays episodes of verifiers 0.4 in a Python of its own, and asks for each turn of the model.
+
+    PYTHON verifiers_worker.py TASKSET [--check | --rows]
+
+It needs verifiers there, nothing of lightppo. It reads and writes a JSON object a line:
+
+- read: ``{"open": ID, "task": 3}``, ``{"say": ID, "text": "…"}``, ``{"close": ID}``
+- written: ``{"id": ID, "messages": […]}`` for a turn to answer; at the end
+  ``{"id": ID, "reward": 1.0, "metrics": {…}}`` or ``{"id": ID, "failure": "…"}``
+
+``--check`` loads the taskset and ends; ``--rows`` writes its tasks as rows for ``--prompt_data``.
+
+verifiers runs an agent program that asks for the model; here a client of verifiers answers it. The
+program is its plain chat, which runs no code of the model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+_MOST_SECONDS = 86_400.0  # for a turn; --env_timeout is shorter
+_END_SECONDS = 10.0
+
+
+def load(taskset: str) -> Any:
+    """The environment of a taskset with its one agent as a plain chat; ValueError if it has more."""
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    asked: dict[str, Any] = {"taskset": {"id": taskset}}
+    agents = list(agent_config_fields(resolve_env_config(asked)))
+    if len(agents) != 1:
+        raise ValueError(f"{taskset} has the agents {', '.join(agents)}; only one can be trained")
+    asked[agents[0]] = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+    return load_environment(resolve_env_config(asked))
+
+
+def rows(env: Any) -> Iterator[dict[str, Any]]:
+    """Each task's number and how its conversation begins."""
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    for number, task in enumerate(env.taskset.load()):
+        system, prompt = task.data.system_prompt, task.data.prompt
+        start = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            start.append({"role": "user", "content": prompt})
+        else:
+            start += [message_to_wire(message) for message in prompt or ()]
+        yield {"prompt": start, "task": number}
+
+
+class Desk:
+    """The episodes of this process, and the turns that they wait for."""
+
+    def __init__(self, env: Any, write: Any) -> None:
+        self.env = env
+        self.write = write
+        self.sessions: dict[str, str] = {}  # by id of verifiers' trace
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._asked: dict[str, asyncio.Future[str]] = {}
+        self._iterator = iter(env.taskset.load())
+        self._loaded: list[Any] = []
+
+    def read(self, message: dict[str, Any]) -> None:
+        """Does what a line asks for."""
+        if "open" in message:
+            playing = self._play(message["open"], message["task"])
+            self._tasks[message["open"]] = asyncio.ensure_future(playing)
+        elif "say" in message:
+            asked = self._asked.pop(message["say"], None)
+            if asked is not None and not asked.done():  # otherwise the episode has just failed
+                asked.set_result(message["text"])
+        elif task := self._tasks.pop(message["close"], None):
+            task.cancel()
+
+    async def end(self) -> None:
+        """Nobody is there any more to whom an episode could answer."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_SECONDS)
+
+    async def turn(self, trace: str, messages: list[dict[str, Any]]) -> str:
+        """What the model says to a conversation."""
+        session = self.sessions[trace]
+        self._asked[session] = asyncio.get_running_loop().create_future()
+        self.write({"id": session, "messages": messages})
+        return await asyncio.wait_for(self._asked[session], _MOST_SECONDS)
+
+    async def _play(self, session: str, number: int) -> None:
+        from verifiers.v1.clients import ModelContext
+        from verifiers.v1.configs.client import TrainClientConfig
+
+        try:
+            context = ModelContext("model", TrainClientConfig(renderer_model_name=None))
+            slot = self.env.slots(self._task(number))[0]
+            episode = await self.env.run_slot(
+                slot, context, on_trace=lambda trace: self.sessions.update({trace.id: session})
+            )
+            self.write({"id": session} | _outcome(episode))
+        except Exception as error:
+            self.write({"id": session, "failure": f"{type(error).__name__}: {error}"})
+        finally:
+            self._tasks.pop(session, None)
+            self._asked.pop(session, None)
+            for trace in [key for key, value in self.sessions.items() if value == session]:
+                del self.sessions[trace]
+
+    def _task(self, number: int) -> Any:
+        self._loaded += islice(self._iterator, max(number + 1 - len(self._loaded), 0))
+        if not 0 <= number < len(self._loaded):
+            raise IndexError(f"task {number}: the taskset has {len(self._loaded)}")
+        return self._loaded[number]
+
+
+def _outcome(episode: Any) -> dict[str, Any]:
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors or not episode.ok:
+        return {"failure": "; ".join(f"{one.type}: {one.message}" for one in errors) or "not ok"}
+    (trace,) = episode.traces
+    parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    return {"reward": trace.reward, "metrics": parts | metrics}
+
+
+def attach(desk: Desk) -> None:
+    """Let verifiers ask the desk where it would ask a server."""
+    from verifiers.v1.clients import Client
+    from verifiers.v1.clients.train import serialize_completion
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.interception import server
+    from verifiers.v1.types import AssistantMessage, Response
+
+    class Asking(Client):
+        async def get_response(
+            self, dialect, body, sampling, session_id=None, turn=None, headers=None
+        ):
+            request = turn if turn is not None else dialect.parse_request(body)
+            if request.tools:
+                raise NotImplementedError("the task offers tools; only tasks without can be played")
+            asked = turn.prompt if turn is not None else request.messages
+            text = await desk.turn(session_id, [message_to_wire(one) for one in asked])
+            said = AssistantMessage(content=text)
+            name = body["model"]
+            answer = Response(id="", created=0, model=name, message=said, finish_reason="stop")
+            answer.raw = serialize_completion(answer, name)
+            return answer
+
+    server.resolve_client = lambda config: Asking()
+
+
+async def serve(env: Any, write: Any) -> None:
+    """Play what is asked for until the input ends."""
+    desk = Desk(env, write)
+    attach(desk)
+    reader = asyncio.StreamReader(limit=2**26)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    async with env.serving():
+        while line := await reader.readline():
+            desk.read(json.loads(line))
+        await desk.end()
+
+
+def main() -> None:
+    """Exit code 1 if the taskset cannot be played; the reason is the last line of stderr."""
+    taskset, mode = sys.argv[1], sys.argv[2:]
+    # what packages print must not stand among the answers
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def write(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message, ensure_ascii=False) + "\n")
+        answers.flush()
+
+    try:
+        env = load(taskset)
+    except Exception as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    if mode == ["--rows"]:
+        for row in rows(env):
+            write(row)
+    elif mode != ["--check"]:
+        asyncio.run(serve(env, write))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Tasksets of verifiers in a process of their own: with a stand-in that has the names which the worker
+uses (0.4), and with the real one where ``VERIFIERS_VENV`` names a virtual environment that has it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightppo.errors import ConfigError
+from lightppo.plugins.episodes import verifiers_env
+from lightppo.plugins.episodes.environments import EnvironmentFailed, Environments
+
+WORKER = verifiers_env.__file__.replace("verifiers_env", "verifiers_worker")
+
+# What the worker uses of verifiers 0.4. An episode asks its client as the interception server does;
+# "again" of a task's data has further turns of the user.
+STAND_IN = {
+    "v1/__init__.py": "",
+    "v1/clients/__init__.py": """
+from dataclasses import dataclass
+
+class Client: ...
+
+@dataclass
+class ModelContext:
+    model: str
+    client: object
+""",
+    "v1/clients/train.py": """
+def serialize_completion(response, model):
+    return {"choices": [{"message": {"role": "assistant", "content": response.message.content}}]}
+""",
+    "v1/configs/__init__.py": "",
+    "v1/configs/agent.py": """
+def agent_config_fields(config):
+    return {name: one for name, one in config.items() if name not in ("taskset", "id")}
+""",
+    "v1/configs/client.py": """
+class TrainClientConfig:
+    def __init__(self, renderer_model_name=None): ...
+""",
+    "v1/dialects/__init__.py": "",
+    "v1/dialects/chat.py": """
+def message_to_wire(message):
+    return {"role": message.role, "content": message.content}
+""",
+    "v1/interception/__init__.py": "",
+    "v1/interception/server.py": "resolve_client = None",
+    "v1/types.py": """
+from types import SimpleNamespace
+
+class AssistantMessage(SimpleNamespace):
+    role = "assistant"
+
+class Response(SimpleNamespace):
+    pass
+""",
+    "v1/utils/__init__.py": "",
+    "v1/utils/loaders.py": """
+import contextlib, os, uuid
+from types import SimpleNamespace as Some
+from verifiers.v1.interception import server
+
+TASKSETS = {
+    "sums": [
+        dict(prompt="1+1?", system_prompt="Be short.", answer="2"),
+        dict(prompt=None, system_prompt=None, answer="no", again=["Ready?", "Sure?"]),
+        dict(prompt="tools", system_prompt=None, answer=""),
+        dict(prompt="changed", system_prompt=None, answer="", again=["x"]),
+        dict(prompt="die", system_prompt=None, answer="", again=["x"]),
+    ],
+    "pair": [],
+}
+
+def resolve_env_config(data):
+    agents = ["solver", "judge"] if data["taskset"]["id"] == "pair" else ["agent"]
+    return {**dict.fromkeys(agents), **data}
+
+def load_environment(config):
+    if config["taskset"]["id"] not in TASKSETS:
+        raise ModuleNotFoundError(f"taskset {config['taskset']['id']!r} not found")
+    assert config["agent"] == {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+    print("verifiers prints this")
+    return Env(TASKSETS[config["taskset"]["id"]])
+
+def user(text):
+    return Some(role="user", content=text)
+
+class Env:
+    def __init__(self, tasks):
+        defaults = {"again": []}
+        self.tasks = [Some(data=Some(**defaults | data)) for data in tasks]
+        self.taskset = Some(load=lambda: iter(self.tasks))
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        yield
+
+    def slots(self, task, n=1):
+        return [Some(task=task)]
+
+    async def run_slot(self, slot, context, *, on_trace):
+        data, trace = slot.task.data, Some(id=uuid.uuid4().hex, errors=[], rewards={}, metrics={})
+        on_trace(trace)
+        client = server.resolve_client(context.client)
+        messages = [Some(role="system", content=data.system_prompt)] if data.system_prompt else []
+        messages += [user(data.prompt)] if data.prompt else []
+        try:
+            for text in [*([None] if data.prompt else []), *data.again]:
+                messages += [user(text)] if text else []
+                turn = Some(prompt=messages, tools=["a"] if data.prompt == "tools" else [])
+                body = {"model": context.model}
+                answer = await client.get_response(None, body, None, session_id=trace.id, turn=turn)
+                messages = [*messages, answer.message]
+                if data.prompt == "changed":
+                    messages = [user("summary")]
+                if data.prompt == "die":
+                    os._exit(3)
+            right = answer.raw["choices"][0]["message"]["content"] == data.answer
+            trace.rewards = {"right": Some(value=float(right)), "judge": None}
+            trace.metrics = {"turns": float(len(messages)), "skipped": None}
+        except Exception as error:
+            trace.errors.append(Some(type=type(error).__name__, message=str(error)))
+        trace.reward = sum(one.value for one in trace.rewards.values() if one is not None)
+        return Some(ok=not trace.errors, errors=[], traces=[trace])
+""",
+}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+ROWS = [
+    {"prompt": [{"role": "system", "content": "Be short."}, user("1+1?")], "task": 0},
+    {"prompt": [], "task": 1},
+    {"prompt": [user("tools")], "task": 2},
+    {"prompt": [user("changed")], "task": 3},
+    {"prompt": [user("die")], "task": 4},
+]
+
+
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory) -> Path:
+    """A folder like a virtual environment's, whose Python has the stand-in."""
+    folder = tmp_path_factory.mktemp("venv")
+    for name, text in STAND_IN.items():
+        path = folder / "site" / "verifiers" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "site" / "verifiers" / "__init__.py").write_text("")
+    (folder / "bin").mkdir()
+    search = f"PYTHONPATH={folder / 'site'}"
+    for name, line in (("python", f'{search} exec {sys.executable} "$@"'), ("uv", "")):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture(params=[0, 1], ids=["here", "process"])
+def environments(venv, request):
+    environments = Environments(f"verifiers:sums@{venv}", timeout=60, workers=request.param)
+    yield environments
+    environments.end()
+
+
+async def play(environments, row, *texts):
+    session = await environments.open(row, seed=1)
+    try:
+        return session.opening, [await session.step(text) for text in texts]
+    finally:
+        await session.close()
+
+
+def test_one_answer_and_its_reward(environments):
+    assert (environments.names, environments.tools("sums")) == (["sums"], [])
+    for text, reward in (("2", 1.0), ("3", 0.0)):
+        opening, (step,) = asyncio.run(play(environments, ROWS[0], text))
+        assert opening is None
+        assert (step.observation, step.reward, step.done) == (None, reward, True)
+        assert step.metrics == {"right": reward, "turns": 3.0}
+    with pytest.raises(EnvironmentFailed, match="the episode is over"):
+        asyncio.run(play(environments, ROWS[0], "2", "3"))
+
+
+def test_turns_of_a_user(environments):
+    opening, (first, last) = asyncio.run(play(environments, ROWS[1] | {"prompt": ""}, "yes", "no"))
+    assert opening == [{"role": "user", "content": "Ready?"}]
+    assert first.observation == [{"role": "user", "content": "Sure?"}]
+    assert (first.reward, first.done) == (0.0, False)
+    assert (last.reward, last.done) == (1.0, True)
+
+
+def test_many_side_by_side_and_some_given_up(venv):
+    environments = Environments(f"sums=verifiers:sums@{venv}", timeout=60)
+
+    async def one(number):
+        session = await environments.open(ROWS[1], seed=number)
+        text = "no" if number % 2 else "yes"
+        rewards = [(await session.step(text)).reward for _ in range(number % 3)]
+        await session.close()
+        return rewards
+
+    async def run():
+        return await asyncio.gather(*(one(number) for number in range(30)))
+
+    found = asyncio.run(run())
+    environments.end()
+    ends = {0: [], 1: [0.0]}
+    assert found == [ends.get(number % 3, [0.0, float(number % 2)]) for number in range(30)]
+
+
+def test_what_cannot_be_played(environments):
+    wrong = [
+        (ROWS[2], (), "NotImplementedError: the task offers tools"),
+        (ROWS[3], ("a",), "earlier messages must not be changed"),
+        ({"prompt": "other", "task": 0}, (), "a row needs the messages that its task begins with"),
+        ({"prompt": "", "task": 5}, (), "IndexError: task 5: the taskset has 5"),
+        (ROWS[4], ("a",), "verifiers' process has ended with code 3"),
+    ]
+    for row, texts, message in wrong:
+        with pytest.raises(EnvironmentFailed, match=message) as caught:
+            asyncio.run(play(environments, row, *texts))
+        assert caught.value.kind == "failure"
+    assert asyncio.run(play(environments, ROWS[0], "2"))[1][0].reward == 1.0  # by a new process
+
+
+def test_rows_of_a_taskset(venv):
+    command = [venv / "bin" / "python", WORKER, "sums", "--rows"]
+    written = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
+    assert [json.loads(line) for line in written.stdout.splitlines()] == ROWS
+
+
+def test_a_wrong_entry_is_refused_at_the_start(venv, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="ModuleNotFoundError: taskset 'none' not found"):
+        Environments(f"verifiers:none@{venv}")
+    with pytest.raises(ConfigError, match="pair has the agents solver, judge; only one"):
+        Environments(f"verifiers:pair@{venv}")
+    for entry in ("sums", f"sums@{tmp_path}"):
+        with pytest.raises(ConfigError, match="VENV/bin/pip install verifiers uv"):
+            Environments(f"verifiers:{entry}")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="verifiers needs uv"):
+        Environments(f"verifiers:sums@{tmp_path}")
+
+
+TASKS = '''
+import verifiers.v1 as vf
+
+
+class SumData(vf.TaskData):
+    answer: str = ""
+
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward(weight=1.0)
+    async def right(self, trace: vf.Trace) -> float:
+        return float(self.data.answer in trace.last_reply)
+
+
+class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
+    def load(self):
+        for i in range(3):
+            data = SumData(prompt=f"{i}+2?", system_prompt="Be short.", answer=str(i + 2))
+            yield SumTask(data, self.config.task)
+
+
+class AskingConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class Asking(vf.Env[AskingConfig]):
+    """A second turn asks again."""
+
+    async def run(self, task, agents):
+        async with agents.player.interaction(task) as interaction:
+            await interaction.turn()
+            await interaction.turn("Sure?")
+
+
+__all__ = ["SumTaskset"]
+'''
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_real_verifiers(tmp_path, monkeypatch, twice):
+    venv = os.environ.get("VERIFIERS_VENV")
+    if not venv:
+        pytest.skip("VERIFIERS_VENV names no virtual environment with verifiers 0.4 and uv")
+    exported = '["SumTaskset", "Asking"]' if twice else '["SumTaskset"]'
+    name = f"sums_of_tests_{len(exported)}"
+    (tmp_path / f"{name}.py").write_text(TASKS.replace('["SumTaskset"]', exported))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = [f"{venv}/bin/python", WORKER, name, "--rows"]
+    written = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
+    rows = [json.loads(line) for line in written.stdout.splitlines()]
+    environments = Environments(f"verifiers:{name}@{venv}", timeout=120)
+    texts = ("3", "it is 4")[not twice :]
+    opening, steps = asyncio.run(play(environments, rows[2], *texts))
+    environments.end()
+    assert opening is None
+    assert (steps[-1].reward, steps[-1].done, steps[-1].metrics["right"]) == (1.0, True, 1.0)
+    if twice:
+        assert steps[0].observation == [{"role": "user", "content": "Sure?"}]
