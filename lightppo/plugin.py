@@ -196,7 +196,7 @@ all_reduce_sum)`` → (B, A), called on every rank with all its samples; of scor
 
 TEACHERS: Table = Table("teacher")
 """Teachers that are no model in these processes: functions of the config, the tokenizer and the strategy that return an
-object with ``score_actions``, as :class:`lightppo.models.actor.Actor` has it, or None."""
+object with ``score_actions`` and ``score_top``, as :class:`lightppo.models.actor.Actor` has them, or None."""
 
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main

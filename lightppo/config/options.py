@@ -509,7 +509,7 @@ class DistillConfig(Section, of="training"):
     distill_coef: float = teacher(
         1.0, "Weight of the teacher's term, relative to the reward's.", gt=0
     )
-    distill_by: Literal["advantage", "loss"] = own_teacher(
+    distill_by: Literal["advantage", "loss"] = teacher(
         "advantage",
         "advantage: add log π_teacher - log π of the sampled token; loss: add a divergence over all tokens.",
     )
@@ -520,18 +520,18 @@ class DistillConfig(Section, of="training"):
         le=1,
         also="distill_by=advantage",
     )
-    distill_topk: int | None = own_teacher(
+    distill_topk: int | None = teacher(
         None,
         "Take the divergence over the teacher's K most likely tokens, which one pass over the rollout finds. None: all.",
         ge=1,
         also="distill_by=loss",
     )
-    distill_tail: Literal["rest", "renormalise", "drop"] = own_teacher(
+    distill_tail: Literal["rest", "renormalise", "drop"] = teacher(
         "rest",
         "All other tokens: rest: count as one more; renormalise: both models' K sum to 1; drop: are left out.",
         also="distill_topk",
     )
-    distill_beta: float = own_teacher(
+    distill_beta: float = teacher(
         1.0,
         "Divergence in the loss: 1 is KL(student || teacher), 0 KL(teacher || student), between them Jensen-Shannon.",
         ge=0,

@@ -745,6 +745,8 @@ def _algorithm(options: SimpleNamespace) -> Iterator[str]:
         yield f"{name} learns from a teacher alone: set --teacher_pretrain or --teacher_url"
     if options.distill_tail == "drop" and options.distill_beta > 0:
         yield "--distill_tail drop leaves a sum that may fall below 0 unless --distill_beta is 0: set one of them"
+    if options.teacher_url and options.distill_by == "loss" and options.distill_topk is None:
+        yield "--distill_by loss over all tokens needs --teacher_pretrain; --teacher_url gives the --distill_topk likeliest"
     if options.teacher_url and options.temperature not in (0, 1):
         yield f"--teacher_url gives log probs at --temperature 1, not {options.temperature:g}: set 1, or --teacher_pretrain"
     if options.init_kl_coef > 0 and not options.use_kl_loss and not options.use_kl_in_reward:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightppo.algorithms.advantages import group_normalize, teacher_advantages
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, load
 from lightppo.algorithms.kl import KLController, KLEstimate, full_kl
-from lightppo.algorithms.logprobs import score_norms, top_log_probs
+from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
 from lightppo.algorithms.shaping import (
     RunningMeanStd,
@@ -446,13 +446,8 @@ class ExperienceMaker:
         )
         if k is None:
             return {"teacher_log_probs": self.teacher.score_actions(*inputs).log_probs}
-        teacher = self.teacher.score_actions(*inputs, logits=True)
-        made = {"teacher_log_probs": teacher.log_probs}
-        found = top_log_probs(teacher.logits, k, self.teacher.temperature)  # (K, k) each
-        for name, values in zip(("teacher_top", "teacher_top_ids"), found):
-            made[name] = torch.zeros(*teacher.real.shape, k, device=values.device)  # (b, a, k)
-            made[name][teacher.real] = values.float()
-        return made
+        teacher, top, ids = self.teacher.score_top(*inputs, k)
+        return {"teacher_log_probs": teacher.log_probs, "teacher_top": top, "teacher_top_ids": ids}
 
     def _run_critic(self, part: Experience) -> dict[str, Tensor]:
         options = {

@@ -486,7 +486,10 @@ CONTRADICTIONS = [
     ),
     ({**TEACHER, "teacher_url": LOCAL}, "teacher_pretrain teacher_url"),
     ({"distill_coef": 0.5}, "distill_coef teacher_pretrain teacher_url"),
-    ({**BY_LOSS, "teacher_pretrain": None, "teacher_url": LOCAL}, "distill_by teacher_pretrain"),
+    (
+        {**BY_LOSS, "teacher_pretrain": None, "teacher_url": LOCAL},
+        "distill_by teacher_pretrain teacher_url distill_topk",
+    ),
     ({**BY_LOSS, "distill_discount": 0.5}, "distill_discount distill_by"),
     ({"teacher_pretrain": "larger", "distill_beta": 0.5}, "distill_beta distill_by"),
     ({"teacher_pretrain": "larger", "distill_topk": 9}, "distill_topk distill_by"),

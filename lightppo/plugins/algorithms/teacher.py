@@ -37,6 +37,7 @@ class TeacherServers:
 
     def __init__(self, config: PPOConfig, tokenizer: Any, ranks: Ranks) -> None:
         d, self.ranks = config.distill, ranks
+        self.top = d.distill_topk or 0  # most likely tokens that are asked for, too
         key = read_token(env=d.teacher_api_key_env, option="--teacher_api_key_env")
         options = {
             "timeout": _SECONDS,
@@ -73,18 +74,34 @@ class TeacherServers:
         self, sequences: Tensor, num_actions: int, attention_mask: Tensor
     ) -> ActionScores:
         """Log probs (B, A) of the last tokens of each row. Collective."""
+        numbers, real = self._numbers(sequences, num_actions, attention_mask)
+        return ActionScores(numbers[..., 0], real)
+
+    def score_top(
+        self, sequences: Tensor, num_actions: int, attention_mask: Tensor, k: int
+    ) -> tuple[ActionScores, Tensor, Tensor]:
+        """The same, and log probs and ids of the k most likely tokens, (B, A, k) each; k is ``--distill_topk``."""
+        numbers, real = self._numbers(sequences, num_actions, attention_mask)
+        log_probs, top, ids = numbers.split([1, k, k], dim=-1)
+        return ActionScores(log_probs[..., 0], real), top, ids
+
+    def _numbers(
+        self, sequences: Tensor, num_actions: int, attention_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What :meth:`_ask` gives of each action (B, A, n), and which are real. Collective."""
         real = real_actions(attention_mask, num_actions)  # (B, A)
         rows = [
             ids[mask].tolist() for ids, mask in zip(sequences.cpu(), attention_mask.bool().cpu())
         ]
-        log_probs, failure, answers = torch.zeros(real.shape), None, [[] for _ in rows]
+        numbers, failure = torch.zeros(*real.shape, 1 + 2 * self.top), None
+        answers: list[list[list[float]]] = [[] for _ in rows]
         try:
             share = _OF_SERVER * len(self.servers) // self.ranks.world_size
             n, rank = max(1, min(_OF_RANK, share, len(rows))), self.ranks.get_rank()
             begun = [thread(self._score)(rank + k, rows[k::n]) for k in range(n)]
             for k, scored in enumerate(begun):
                 answers[k::n] = scored.result()
-            for row, kept, answer in zip(log_probs, real.cpu(), answers):
+            for row, kept, answer in zip(numbers, real.cpu(), answers):
                 row[kept] = torch.tensor(answer)[-int(kept.sum()) :]
         except Exception as error:
             failure = error
@@ -96,11 +113,11 @@ class TeacherServers:
                 for server in self.servers:
                     server.close()  # other rows are not tried again
                 raise RolloutError(f"--teacher_url: rank {rank}: {text}") from failure
-        return ActionScores(log_probs.to(sequences.device), real)
+        return numbers.to(sequences.device), real
 
-    def _score(self, first: int, rows: list[list[int]]) -> list[list[float]]:
+    def _score(self, first: int, rows: list[list[int]]) -> list[list[list[float]]]:
         """One row after the other, by the server whose turn it is, or by the next that can."""
-        answers: list[list[float]] = []
+        answers: list[list[list[float]]] = []
         servers = (
             self.servers[first % len(self.servers) :] + self.servers[: first % len(self.servers)]
         )
@@ -115,14 +132,28 @@ class TeacherServers:
                     logger.warning("%s; the next server is asked", error)
         return answers
 
-    def _ask(self, server: HTTPClient, ids: list[int]) -> list[float]:
-        """The log prob of each token but the first; NaN where there is none."""
+    def _ask(self, server: HTTPClient, ids: list[int]) -> list[list[float]]:
+        """Of each token but the first its log prob, NaN where there is none; then those of the most likely ones, and
+        their ids.
+        """
 
-        def read(answer: dict[str, Any]) -> list[float]:
+        def of_place(answer: dict[str, Any], token: int) -> list[float]:
+            log_probs = {int(i): float(entry["logprob"]) for i, entry in answer.items()}
+            best = sorted(log_probs, key=log_probs.__getitem__, reverse=True)[: self.top]
+            if len(best) < self.top:
+                raise ValueError(f"{len(best)} log probs of a token, not --distill_topk {self.top}")
+            found = (log_probs[i] for i in (token, *best))
+            return [float("nan") if x == _NO_LOG_PROB else x for x in found] + [*map(float, best)]
+
+        def read(answer: dict[str, Any]) -> list[list[float]]:
             (choice,) = answer["choices"]
-            _, *found = choice["prompt_logprobs"]
-            values = [float(one[str(i)]["logprob"]) for one, i in zip(found, ids[1:], strict=True)]
-            return [float("nan") if value == _NO_LOG_PROB else value for value in values]
+            _, *places = choice["prompt_logprobs"]
+            return [of_place(place, i) for place, i in zip(places, ids[1:], strict=True)]
 
-        body = {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = {
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": self.top,
+        }
         return server.post("/v1/completions", body, read=read)

@@ -23,7 +23,7 @@ class FakeTeacher(JsonServer):
 
     def __init__(self, actor: Actor, tokenizer) -> None:
         super().__init__()
-        self.actor, self.tokenizer, self.broken = actor, tokenizer, False
+        self.actor, self.tokenizer, self.broken, self.most = actor, tokenizer, False, 20
         self.reply = self.answer
 
     def answer(self, path: str, body: dict, n: int) -> Reply:
@@ -32,11 +32,17 @@ class FakeTeacher(JsonServer):
         if path == "/tokenize":
             return ok(tokens=self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"])
         assert path == "/v1/completions"
-        assert (body["prompt_logprobs"], body["max_tokens"]) == (0, 1)
+        assert body["max_tokens"] == 1
+        if body["prompt_logprobs"] > self.most:
+            return 400, b"Requested prompt logprobs of 3, which is greater than max allowed"
         ids = torch.tensor([body["prompt"]])
         with torch.no_grad(), ONE_AT_A_TIME:
-            log_probs = self.actor(ids, ids.size(1) - 1)[0].tolist()
-        found = [{str(i): {"logprob": x}} for i, x in zip(body["prompt"][1:], log_probs)]
+            scores = self.actor.score_actions(ids, ids.size(1) - 1, logits=True)
+        found = []
+        for token, x, row in zip(body["prompt"][1:], scores.log_probs[0], scores.logits):
+            best = row.log_softmax(0).topk(body["prompt_logprobs"])
+            several = {token: x.item()} | dict(zip(best.indices.tolist(), best.values.tolist()))
+            found.append({str(i): {"logprob": value} for i, value in several.items()})
         return ok(choices=[{"prompt_logprobs": [None, *found]}])
 
 
@@ -79,6 +85,26 @@ def test_the_numbers_are_the_models(build, fakes, actor):
     asked = sorted(body["prompt"] for server in fakes for _, body in server.requests)
     assert asked == [[5, 6, 7, 8, 9], [5, 9, 8, 7], [6, 7, 5]]
     assert all(server.requests for server in fakes)  # they share the rows
+
+
+def test_the_likeliest_tokens_are_the_models(build, actor):
+    got, *top = build(distill_by="loss", distill_topk=3).score_top(SEQUENCES, 3, MASK, 3)
+    with torch.no_grad():
+        expected, *theirs = actor.score_top(SEQUENCES, 3, MASK, 3)
+    torch.testing.assert_close(got.log_probs, expected.log_probs)
+    torch.testing.assert_close(top[0], theirs[0])
+    assert torch.equal(top[1], theirs[1])
+    # largest first, of a row the first is its most likely token
+    assert (top[0].diff(dim=-1) <= 0).all()
+    assert top[0].shape == (3, 3, 3)
+    assert not top[0][1, 0].eq(0).any()
+    assert top[0][2, 1].eq(0).all()  # padding
+
+
+def test_a_server_that_gives_fewer_tokens_ends_the_start(build, fakes):
+    fakes[1].most = 2
+    with pytest.raises(ConfigError, match=r"--teacher_url: .*greater than max allowed"):
+        build(distill_by="loss", distill_topk=3)
 
 
 def test_the_key_is_sent_and_not_shown(build, fakes, monkeypatch):
