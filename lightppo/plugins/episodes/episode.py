@@ -197,6 +197,7 @@ class Episode:
             max_new_tokens=self.limits.room(len(said.ids)),
             number=len(said.turns),
             sampled=said.sampled,
+            final=len(said.turns) + 1 == self.limits.max_turns,
         )
         sampled = await self.sample(asked)
         said.add_sampled(sampled)

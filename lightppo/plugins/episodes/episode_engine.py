@@ -296,6 +296,10 @@ class _Stage:
         self._brought.put(_Asked(turn, future))
         return await future
 
+    @property
+    def left(self) -> int:
+        return len(self._tasks)
+
     def take(self, wait: bool) -> list[Turn] | None:
         turns: list[Turn] = []
         while self._may_come(turns):
