@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sys
 import threading
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 _BEAT_SECONDS = 1.0  # between two signs of life while the environments are at it
 _LINGER_SECONDS = 0.02  # for turns that come together: their prompts go through the model together
 _MOST_NAMED = 3  # failures in a message
+_GRACE_SECONDS = 10.0  # beyond the limit of a call, until what ends episodes counts as hung
 CUT = " … [cut] … "
 
 
@@ -138,12 +141,24 @@ class EpisodeEngine:
         """Closes the sessions of the call before the last one."""
         oldest = self._kept[0]
         self._kept.append(following)
-        for session in oldest:
-            closed = asyncio.run_coroutine_threadsafe(session.close(), self._loop)
-            try:
-                closed.result()
-            except EnvironmentFailed as error:  # its episode has been scored
-                logger.warning("%s", error)
+        for error in self._done(_all_closed(oldest), "to close environments") if oldest else ():
+            logger.warning("%s", error)  # its episode has been scored
+
+    def _done(self, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
+        """What a coroutine gives in the episodes' thread, as soon as one call of an environment may take.
+
+        Raises:
+            RolloutError: it takes longer; the text says where the thread is.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        seconds = self.environments.timeout + _GRACE_SECONDS
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            future.cancel()
+            raise RolloutError(
+                f"--env: it takes more than {seconds:g} s {what}: {_whereabouts(self._thread)}"
+            ) from None
 
     def _ending(self, sampling: SamplingParams) -> SamplingParams:
         """Turns end where their templates say, too."""
@@ -211,15 +226,48 @@ class EpisodeEngine:
         self.engine.wake()
 
     def close(self) -> None:
-        """Ends the environments, and the engine."""
-        if self._thread.is_alive():
+        """Ends the environments, and the engine.
+
+        Raises:
+            RolloutError: the environments do not end in time; the engine is closed then, too.
+        """
+        try:
+            if not self._loop.is_closed():
+                self._end_episodes()
+        finally:
+            self.engine.close()
+
+    def _end_episodes(self) -> None:
+        try:
             self._close_kept([])
             self._close_kept([])
-            asyncio.run_coroutine_threadsafe(self.environments.close(), self._loop).result()
+            self._done(self.environments.close(), "to end all environments")
+        finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-        self.engine.close()
+            self._thread.join(_GRACE_SECONDS)
+            if not self._thread.is_alive():
+                self._loop.close()
+        if self._thread.is_alive():
+            raise RolloutError(
+                f"--env: the episodes' thread does not end: {_whereabouts(self._thread)}"
+            )
+
+
+async def _all_closed(sessions: Sequence[Session]) -> list[BaseException]:
+    """What went wrong in closing sessions, all at once."""
+    ends = await asyncio.gather(*(one.close() for one in sessions), return_exceptions=True)
+    unexpected = [end for end in ends if end and not isinstance(end, EnvironmentFailed)]
+    if unexpected:
+        raise unexpected[0]
+    return [end for end in ends if end]
+
+
+def _whereabouts(thread: threading.Thread) -> str:
+    """What a thread is at: the innermost lines of its stack."""
+    frame = sys._current_frames().get(thread.ident)
+    stack = traceback.extract_stack(frame)[-_MOST_NAMED:] if frame else []
+    lines = [f"{line.filename}:{line.lineno} {line.name}" for line in stack]
+    return f"it is at {' → '.join(lines)}" if lines else "it has ended"
 
 
 def row_columns(prompt: Prompt) -> dict[str, Any]:
