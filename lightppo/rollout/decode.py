@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.models.packing import PACKED_SDPA
 from lightppo.ranks import heartbeat
-from lightppo.rollout.kept import KeptRows, new_tokens
+from lightppo.rollout.kept_rows import KeptRows, new_tokens
 from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 
 # added to a cache at a time on the CPU, where attention is faster over a whole buffer than a part

@@ -29,7 +29,7 @@ from lightppo.rollout.decode import (
     can_use_slots,
 )
 from lightppo.rollout.engine import Capabilities, SamplingParams, Turn, TurnSource
-from lightppo.rollout.kept import KeptRows, spare_bytes
+from lightppo.rollout.kept_rows import KeptRows, spare_bytes
 from lightppo.rollout.sampling import (
     StopCriteria,
     TokenSampler,

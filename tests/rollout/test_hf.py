@@ -26,7 +26,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters
 from lightppo.plugins.vllm.weights import full_weights
-from lightppo.rollout import hf
+from lightppo.rollout import decode, hf
 from lightppo.rollout.decode import SlotCache
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, Turn
 from lightppo.rollout.hf import HFRolloutEngine
@@ -376,6 +376,7 @@ class TestTurns:
             return make_room(cache, slots, at_least)
 
         monkeypatch.setattr(SlotCache, "make_room", watched)
+        monkeypatch.setattr(decode, "CPU_COLUMNS", 1)
         played = self.played(engine_of(llama, 64), prompts)
         assert max(rows) <= len(played.all)
         assert min(rows) < len(played.all) / 2

@@ -7,6 +7,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -21,6 +22,7 @@ from lightppo.plugins.episodes.contract import EnvironmentFailed
 from lightppo.plugins.episodes.environments import Environments, Session
 from lightppo.plugins.episodes.episode import Episode, Format, Limits
 from lightppo.plugins.episodes.rewards import has_failed
+from lightppo.plugins.episodes.tally import Tally
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.rollout.engine import (
     Capabilities,
@@ -73,6 +75,7 @@ class EpisodeEngine:
         self.retries = retries
         self.failure_limit = failure_limit
         self.keeps_rewards = keeps_rewards
+        self.tally = Tally()  # of episodes since it was last asked
         # Sessions whose objects reward functions may ask, of the last two calls: a greedy baseline is
         # sampled before the samples are scored.
         self._kept: deque[list[Session]] = deque([[], []], maxlen=2)
@@ -124,10 +127,12 @@ class EpisodeEngine:
                 keep_open=self._kept[-1].append if self._keeps_objects else None,
             )
             stage.begin(number, self._played(episode))
+        begin = time.monotonic()
         try:
             self.engine.generate_turns(stage, sampling)
         finally:
             stage.end()
+        self.tally.generated(time.monotonic() - begin, stage.waited)
         rollouts = [stage.rollouts[number] for number in range(len(requests))]
         self._check_failures(rollouts)
         _share_openings(rollouts, sampling.n)
@@ -167,19 +172,22 @@ class EpisodeEngine:
 
     async def _played(self, episode: Episode) -> Rollout:
         """The episode, tried again where its environment fails; one without tokens if it always does."""
-        tries = []
+        tries: list[EnvironmentFailed] = []
+        begin = time.monotonic()
+        rollout = await self._tried(episode, tries)
+        rollout.extras |= _counts(tries)
+        self.tally.add(rollout, tries, time.monotonic() - begin)
+        return rollout
+
+    async def _tried(self, episode: Episode, tries: list[EnvironmentFailed]) -> Rollout:
         for _ in range(self.retries + 1):
             try:
-                rollout = await episode.play()
+                return await episode.play()
             except EnvironmentFailed as error:
                 tries.append(error)
-            else:
-                rollout.extras |= _counts(tries)
-                return rollout
         failed = Rollout(
             episode.prompt, episode.sample_index, [], "", "stop", [], trained=[], turns=[]
         )
-        failed.extras |= _counts(tries)
         failed.texts["failure"] = str(tries[-1])
         return failed
 
@@ -331,6 +339,7 @@ class _Stage:
         self._futures: dict[int, asyncio.Future[Rollout]] = {}  # by id of the turn
         self._tasks: dict[int, Any] = {}  # episodes that have not ended
         self._decoding = 0  # turns that the engine has
+        self.waited = 0.0  # seconds in which it had none, and waited for one
 
     def begin(self, number: int, episode: Coroutine[Any, Any, Rollout]) -> None:
         """Starts an episode in its thread."""
@@ -349,6 +358,19 @@ class _Stage:
         return len(self._tasks)
 
     def take(self, wait: bool) -> list[Turn] | None:
+        begin = time.monotonic()
+        turns = self._taken(wait)
+        if wait and not self._decoding:
+            self.waited += time.monotonic() - begin
+        self._decoding += len(turns)
+        if not turns and not self._tasks:
+            return None
+        # Longest first, equal prompts together; not in the order in which threads bring them.
+        return sorted(
+            turns, key=lambda turn: (-len(turn.token_ids), turn.prompt.index, turn.sample_index)
+        )
+
+    def _taken(self, wait: bool) -> list[Turn]:
         turns: list[Turn] = []
         while self._may_come(turns):
             item = self._next(wait, turns)
@@ -359,13 +381,7 @@ class _Stage:
                 turns.append(item.turn)
             else:
                 self._finish(*item)
-        if not turns and not self._tasks:
-            return None
-        self._decoding += len(turns)
-        # Longest first, equal prompts together; not in the order in which threads bring them.
-        return sorted(
-            turns, key=lambda turn: (-len(turn.token_ids), turn.prompt.index, turn.sample_index)
-        )
+        return turns
 
     def _may_come(self, turns: list[Turn]) -> bool:
         """Whether an episode is at its environment, or has brought something since."""

@@ -18,6 +18,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
 from lightppo.plugins.episodes.rewards import EnvironmentReward
+from lightppo.plugins.episodes.tally import NAMES
 from lightppo.trainer.update import actor_loss, build_policy_loss
 
 GROUPED = {"advantage_estimator": "grpo", "n_samples_per_prompt": 2, "init_kl_coef": 0}
@@ -28,12 +29,13 @@ class Seen(PPOTrainer):
     """Keeps the rollouts of every step."""
 
     def fit(self) -> None:
-        self.seen = []
+        self.seen, self.seen_by_step = [], []
         collect = self.sampler.collect
 
         def noting(prompts, step):
             collected = collect(prompts, step)
             self.seen += collected.rollouts
+            self.seen_by_step.append(collected.rollouts)
             return collected
 
         self.sampler.collect = noting
@@ -71,6 +73,47 @@ def test_what_is_logged(trained):
     rewards = [sum(turn["reward"] for turn in one.turns) for one in trained.seen]
     assert row["rollout/reward"] == pytest.approx(sum(rewards) / len(rewards))
     assert all(reward >= 0.5 for reward in rewards)  # that of the end
+
+
+def test_metrics_of_episodes(world, make_episodes, tmp_path):
+    """Of all that were played in a step, those that failed included; and of evaluations."""
+    rows = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    rows[2]["fails"] = "yes"
+    (tmp_path / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_episodes(
+        **GROUPED,
+        num_episodes=1,
+        env_retries=1,
+        eval_data=str(tmp_path / "episodes.jsonl"),
+        eval_steps=1,
+        env_failure_limit=1.0,
+    )
+    trainer = fitted(config, Seen)
+    trained = trained_rows(config, ("episode/", "rollout/"))
+    logs = {name.removeprefix("episode/") for row in trained for name in row if "episode/" in name}
+    kinds = {name for name in NAMES if name.startswith("failures/")}
+    assert logs == {*NAMES} - kinds | {"failures/failure"}
+    failed = [row for row in trained if row["episode/failed"]]
+    assert len(failed) == 1  # the row with fails
+    assert failed[0]["episode/failures/failure"] == 4  # two samples, twice each
+    assert not any("episode/failures/failure" in row for row in trained if row not in failed)
+    count = 2 * config.rollout.rollout_batch_size
+    assert failed[0]["episode/failed"] == pytest.approx(2 / count)
+    for row, rollouts in zip(trained, trainer.seen_by_step, strict=True):
+        turns = [len(one.turns) for one in rollouts]
+        assert row["episode/turns"] == pytest.approx(sum(turns) / len(turns))
+        reasons = [one.texts["stop_reason"] for one in rollouts]
+        for reason in ("done", "length"):
+            share = reasons.count(reason) / len(reasons)
+            assert row[f"episode/stop/{reason}"] == pytest.approx(share)
+        assert 0 < row["episode/environment_share"] < 1
+        assert 0 <= row["episode/waiting_share"] <= 1
+    evaluated = [row for row in logged(config) if "eval/reward" in row]
+    assert evaluated
+    for row in evaluated:
+        assert row["eval/episode/failures/failure"] == 2
+        assert row["eval/episode/failed"] == pytest.approx(1 / 12)
+        assert row["eval/episode/turns"] == pytest.approx(row["eval/turns"])
 
 
 def rollout(ids, trained, reward=1.0, turns=((0, 0.0),), index=0) -> Rollout:
