@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -73,6 +74,21 @@ def test_what_is_logged(trained):
     rewards = [sum(turn["reward"] for turn in one.turns) for one in trained.seen]
     assert row["rollout/reward"] == pytest.approx(sum(rewards) / len(rewards))
     assert all(reward >= 0.5 for reward in rewards)  # that of the end
+
+
+def test_recorded_samples_have_their_turns(trained):
+    """For reports: messages, turns, and which tokens were sampled."""
+    (file,) = (Path(trained.config.checkpoint.save_path) / "rollouts").glob("step*.jsonl.gz")
+    rows = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    seen = {(one.prompt.index, one.sample_index): one for one in trained.seen}
+    assert rows
+    for row in rows:
+        one = seen[row["index"], row["sample_index"]]
+        assert (row["messages"], row["turns"]) == (one.messages, one.turns)
+        assert "conversation" not in row["extras"]
+        trained_tokens = row["tokens"].get("trained", [1] * len(one.trained))
+        assert [bool(yes) for yes in trained_tokens] == one.trained
+    assert any("trained" in row["tokens"] for row in rows)
 
 
 def test_metrics_of_episodes(world, make_episodes, tmp_path):
