@@ -39,8 +39,8 @@ NAMES = {
     "environment_share": "seconds in environments as a share of the episodes' seconds",
     "waiting_share": "share of generation in which nothing decoded, as all episodes were at their environments",
     "failed": "share of episodes that are left out, as their environment failed",
-    **{f"failures/{kind}": f"{meaning}; only if there are any" for kind, meaning in KINDS.items()},
-    **{f"stop/{reason.replace(' ', '_')}": meaning for reason, meaning in REASONS.items()},
+    **{f"failures_{kind}": f"{meaning}; only if there are any" for kind, meaning in KINDS.items()},
+    **{f"stop_{reason.replace(' ', '_')}": meaning for reason, meaning in REASONS.items()},
 }
 
 
@@ -61,12 +61,12 @@ class Tally:
         sums["episodes"] += 1
         sums["seconds"] += seconds
         for failure in tries:
-            sums[f"failures/{failure.kind}"] += 1
+            sums[f"failures_{failure.kind}"] += 1
         if has_failed(rollout):
             sums["failed"] += 1
             return
         sums["played"] += 1
-        sums[f"stop/{rollout.texts['stop_reason'].replace(' ', '_')}"] += 1
+        sums[f"stop_{rollout.texts['stop_reason'].replace(' ', '_')}"] += 1
         for name in _OF_EXTRAS:
             sums[name] += rollout.extras[name]
 
@@ -89,8 +89,8 @@ _OF_EXTRAS = (
     "escapes",
     "environment_seconds",
 )
-_REASONS = [name for name in NAMES if name.startswith("stop/")]
-_FAILURES = [name for name in NAMES if name.startswith("failures/")]
+_REASONS = [name for name in NAMES if name.startswith("stop_")]
+_FAILURES = [name for name in NAMES if name.startswith("failures_")]
 _SUMS = (
     *("episodes", "played", "failed", "seconds", "generation", "waiting"),
     *_OF_EXTRAS,
