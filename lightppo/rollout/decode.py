@@ -34,6 +34,8 @@ FIXED_SPARE = 64
 CALL_COST = {"cpu": 64, "other": 2048}  # fixed cost of a forward, in positions
 # of the slots free: prompts go through the model together, which costs less than one by one
 REFILL_SHARE = 1 / 8
+# steps that requests which come while others decode wait for further ones
+GATHER_STEPS = 4
 # share of rows that still run at which finished ones leave a BatchDecoder's cache, by a copy
 COMPACT_BELOW = 0.75
 
@@ -645,6 +647,9 @@ class SlotDecoder(Decoder):
         can_attend = can_attend_to_slots(self.forward.model, self.text_config)
         self.prepares_masks = self.forward.takes_position_ids and can_attend
         self.goes_on = goes_on  # more requests may come
+        self._gathers_since: int | None = (
+            None  # calls of the model when the first one began to wait
+        )
         if not goes_on:
             self.slots = min(self.slots, len(prompts))
         self.limits = [self.max_new_tokens] * len(prompts)  # of each request
@@ -674,9 +679,21 @@ class SlotDecoder(Decoder):
         free = self.slots - len(self.rows)
         if queue.at_hand:
             return free > 0
+        if self.goes_on and self._gathers(queue, free):
+            return False
         return queue.waiting > 0 and free >= min(
             max(1, REFILL_SHARE * self.slots), queue.waiting, self.slots
         )
+
+    def _gathers(self, queue: PromptQueue, free: int) -> bool:
+        """Whether requests that came wait for others, while rows decode."""
+        few = queue.waiting < min(REFILL_SHARE * self.slots, free)
+        if not (few and queue.waiting and len(self.rows)):
+            self._gathers_since = None
+            return False
+        if self._gathers_since is None:
+            self._gathers_since = self.forward.calls
+        return self.forward.calls - self._gathers_since < GATHER_STEPS
 
     def _admit(
         self,

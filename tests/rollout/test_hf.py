@@ -27,7 +27,7 @@ from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters
 from lightppo.plugins.vllm.weights import full_weights
 from lightppo.rollout import decode, hf
-from lightppo.rollout.decode import SlotCache
+from lightppo.rollout.decode import PromptQueue, SlotCache
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, Turn
 from lightppo.rollout.hf import HFRolloutEngine
 
@@ -365,6 +365,24 @@ class TestTurns:
         sampled = {one["generated_tokens"] for one in stats.values()}
         answers = [answer for one in played["all"].all for answer in one.answers]
         assert sampled == {sum(len(answer.response_ids) for answer in answers)}
+
+    def test_turns_that_come_one_by_one_go_through_the_model_together(
+        self, llama, engine_of, prompts, monkeypatch
+    ):
+        passes, through = [], PromptQueue._through_the_model
+
+        def counted(queue, groups):
+            passes[-1] += 1
+            return through(queue, groups)
+
+        monkeypatch.setattr(PromptQueue, "_through_the_model", counted)
+        played = []
+        for steps in (0, 4):
+            passes.append(0)
+            monkeypatch.setattr(decode, "GATHER_STEPS", steps)
+            played.append(self.played(engine_of(llama, 64), prompts, late=True))
+        assert played[0].ids() == played[1].ids()
+        assert passes[1] < passes[0]
 
     def test_buffers_shrink_with_the_conversations_that_are_left(
         self, llama, engine_of, prompts, monkeypatch
