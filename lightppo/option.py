@@ -58,7 +58,7 @@ class Option:
     resume_safe: bool | None = None
     required: bool = False  # every run must set it
     per_role: bool = False  # of the actor; --critic_<name> is the critic's own, None: the same
-    # in Python, a function or object of the user's own stands where a path to it does; so
+    # in Python, functions or objects of the user's own stand where paths to them do; so
     takes_object: bool = False
     # it does where the table of ``names`` takes files
     secret: bool = False  # a wrong value may be a key: it is not shown
@@ -126,7 +126,9 @@ class Option:
         if self.may_be_object and is_object(value):
             if self.names is not None:
                 self.names.find(value)
-            return value
+            return (value,) if get_origin(self.kind) is tuple else value
+        if self.takes_object and isinstance(value, list | tuple) and any(map(is_object, value)):
+            return tuple(one if is_object(one) else self.conform([one])[0] for one in value)
         try:
             value = _adapter(self.type, **self.bounds).validate_python(value)
         except ValidationError:

@@ -23,6 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.models.packing import PACKED_SDPA
 from lightppo.ranks import heartbeat
+from lightppo.rollout.kept_rows import KeptRows, new_tokens
 from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 
 # added to a cache at a time on the CPU, where attention is faster over a whole buffer than a part
@@ -33,6 +34,8 @@ FIXED_SPARE = 64
 CALL_COST = {"cpu": 64, "other": 2048}  # fixed cost of a forward, in positions
 # of the slots free: prompts go through the model together, which costs less than one by one
 REFILL_SHARE = 1 / 8
+# steps that requests which come while others decode wait for further ones
+GATHER_STEPS = 4
 # share of rows that still run at which finished ones leave a BatchDecoder's cache, by a copy
 COMPACT_BELOW = 0.75
 
@@ -127,6 +130,10 @@ class Decoder:
     device: torch.device
     # of a prompt and its response; None: as the prompts say
     max_columns: int | None = field(default=None, kw_only=True)
+    # slots that requests to come may need; None: all
+    most_rows: int | None = field(default=None, kw_only=True)
+    # rows that have ended, for requests that go on from them; None: none is kept
+    kept: KeptRows | None = field(default=None, kw_only=True)
 
 
 # -- attention of one new token ---------------------------------------------------------------------------------------
@@ -330,6 +337,11 @@ class SlotCache(DynamicCache):
                 ].index_select(0, index)
         span.rows += len(rows)
 
+    def states(self, row: int, start: int, length: int) -> list[Tensor]:
+        """Views of a row's keys and values, of each layer, (heads, length, head width)."""
+        columns = slice(start, start + length)
+        return [buffer[row, :, columns] for layer in self.layers for buffer in layer.buffers]
+
     def move_rows(self, sources: list[int], targets: list[int], rows: int) -> None:
         """Copies some rows over others; afterwards ``rows`` rows are in use."""
         for layer in self.layers if sources else ():
@@ -404,8 +416,10 @@ class PromptQueue:
         requests: list[list[int]],
         max_prompts: int,
         device: torch.device,
+        kept: KeptRows | None = None,
     ):
         self._forward = forward
+        self._kept = kept
         self._device = device
         self._max_prompts = max_prompts  # in one forward
         self._groups: deque[Group] = deque()
@@ -459,18 +473,32 @@ class PromptQueue:
             groups.append(self._groups.popleft())
             count -= len(groups[-1][1])
         call_cost = CALL_COST["cpu" if self._device.type == "cpu" else "other"]
-        parts = cheapest_parts([len(ids) for ids, _ in groups], call_cost)
+        known = [self._known(numbers) for _, numbers in groups]
+        new = [len(ids) - count for (ids, _), count in zip(groups, known)]
+        parts = cheapest_parts(new, call_cost)
         self._parts.extend(groups[first:end] for first, end in parts)
 
     def _through_the_model(self, groups: list[Group]) -> Prefilled:
         prompts = [ids for ids, _ in groups]
-        padded, mask, positions = left_pad(prompts, self._device)  # (P, L)
-        cache = DynamicCache(config=self._forward.config)
+        known = [self._known(numbers) for _, numbers in groups]
+        if any(known):
+            padded, mask, positions, used = new_tokens(prompts, known, self._device)  # (P, M)
+            first = [numbers[0] for _, numbers in groups]
+            cache = self._kept.cache(self._forward.config, first, used)
+        else:
+            padded, mask, positions = left_pad(prompts, self._device)  # (P, L)
+            cache = DynamicCache(config=self._forward.config)
+        if self._kept is not None:
+            self._kept.forget([number for _, numbers in groups for number in numbers])
         logits = self._forward(padded.clamp(min=0), mask, positions, cache)
         waiting = deque(
             (row, number) for row, (_, numbers) in enumerate(groups) for number in numbers
         )
         return Prefilled(prompts, cache, logits, waiting)
+
+    def _known(self, numbers: list[int]) -> int:
+        """Tokens at the beginning of a prompt whose keys and values were kept."""
+        return 0 if self._kept is None else self._kept.length(numbers[0])
 
 
 def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
@@ -619,6 +647,9 @@ class SlotDecoder(Decoder):
         can_attend = can_attend_to_slots(self.forward.model, self.text_config)
         self.prepares_masks = self.forward.takes_position_ids and can_attend
         self.goes_on = goes_on  # more requests may come
+        self._gathers_since: int | None = (
+            None  # calls of the model when the first one began to wait
+        )
         if not goes_on:
             self.slots = min(self.slots, len(prompts))
         self.limits = [self.max_new_tokens] * len(prompts)  # of each request
@@ -640,15 +671,29 @@ class SlotDecoder(Decoder):
             self.device,
             prompt_width=history,
         )
-        return PromptQueue(self.forward, prompts, self.slots, self.device)
+        if self.cache.window is not None or not self.forward.takes_position_ids:
+            self.kept = None  # columns before the window are not whole, or positions cannot be said
+        return PromptQueue(self.forward, prompts, self.slots, self.device, self.kept)
 
     def _refills(self, queue: PromptQueue) -> bool:
         free = self.slots - len(self.rows)
         if queue.at_hand:
             return free > 0
+        if self.goes_on and self._gathers(queue, free):
+            return False
         return queue.waiting > 0 and free >= min(
             max(1, REFILL_SHARE * self.slots), queue.waiting, self.slots
         )
+
+    def _gathers(self, queue: PromptQueue, free: int) -> bool:
+        """Whether requests that came wait for others, while rows decode."""
+        few = queue.waiting < min(REFILL_SHARE * self.slots, free)
+        if not (few and queue.waiting and len(self.rows)):
+            self._gathers_since = None
+            return False
+        if self._gathers_since is None:
+            self._gathers_since = self.forward.calls
+        return self.forward.calls - self._gathers_since < GATHER_STEPS
 
     def _admit(
         self,
@@ -700,8 +745,8 @@ class SlotDecoder(Decoder):
     def _make_room(self, queue: PromptQueue) -> None:
         """A free column, if there is none."""
         if self.cache.span.end == self.cache.columns:
-            slots = self.slots if self.goes_on else min(self.slots, len(self.rows) + queue.waiting)
-            self._move_columns(slots, queue.longest)
+            most = self.most_rows if self.goes_on else len(self.rows) + queue.waiting
+            self._move_columns(min(self.slots, most or self.slots), queue.longest)
 
     def _move_columns(self, slots: int, at_least: int) -> None:
         shift = self.cache.make_room(slots, at_least)
@@ -742,6 +787,11 @@ class SlotDecoder(Decoder):
         ended = DecodedBatch(
             rows.tokens[index], rows.log_probs[index], rows.ages[index], self._stopped[index]
         )
+        if self.kept is not None:
+            # those that went through the model: all but the newest token
+            lengths = rows.positions[index].tolist()
+            for row, number, length in zip(gone, numbers, lengths):
+                self.kept.add(number, self.cache.states(row, rows.starts[row], length))
         movers, holes = rows.remove(gone)
         self.cache.move_rows(movers, holes, len(rows))
         self._see_starts()

@@ -114,12 +114,14 @@ class Turn:
     max_new_tokens: int
     number: int = 0  # of the turn in its conversation
     sampled: int = 0  # tokens of the conversation that were sampled before: its random numbers go on behind them
+    final: bool = False  # no turn follows it; False: one may
 
 
 class TurnSource(Protocol):
     """Where an engine takes turns from, and brings them to when they have ended."""
 
     longest: int  # most tokens of a conversation, prompt included
+    left: int  # conversations that have not ended: so many turns may wait or decode at a time
 
     def take(self, wait: bool) -> list[Turn] | None:
         """Turns that can be sampled now; None: no more will come. ``wait``: at least one, if more will come."""

@@ -28,7 +28,8 @@ from lightppo.rollout.decode import (
     SlotDecoder,
     can_use_slots,
 )
-from lightppo.rollout.engine import Capabilities, SamplingParams, TurnSource
+from lightppo.rollout.engine import Capabilities, SamplingParams, Turn, TurnSource
+from lightppo.rollout.kept_rows import KeptRows, spare_bytes
 from lightppo.rollout.sampling import (
     StopCriteria,
     TokenSampler,
@@ -183,14 +184,18 @@ class HFRolloutEngine:
             ValueError: a turn has no tokens or too many for the model, or a stop id or bad word is unknown to it.
             FloatingPointError: as :meth:`generate`.
         """
-        limit, asked = self.positions, []
-        most = sampling.max_new_tokens
+        start = time.perf_counter()
+        limit, most = self.positions, sampling.max_new_tokens
+        asked: list[Turn] = []
+        conversations = _Conversations()
 
         def more(wait: bool) -> list[tuple[list[int], int]] | None:
             came = turns.take(wait)
+            decoder.most_rows = turns.left
             for turn in came or ():
                 check_length(turn.prompt.index, len(turn.token_ids), turn.max_new_tokens, limit)
-            asked.extend(came or ())
+                conversations.begin(len(asked), turn, decoder.kept)
+                asked.append(turn)
             return came and [(turn.token_ids, turn.max_new_tokens) for turn in came]
 
         def uniforms(numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
@@ -201,13 +206,25 @@ class HFRolloutEngine:
                 row[: turn.max_new_tokens] = request_uniforms(*key, end)[turn.sampled :]
             return torch.from_numpy(table).to(decoder.device)
 
-        with self._decoder(CachedForward(self.model), sampling) as decoder:
+        forward = CachedForward(self.model)
+        with self._decoder(forward, sampling) as decoder:
             decoder.max_columns = turns.longest
+            decoder.slots = min(decoder.slots, max(turns.left, 1))
+            decoder.kept = KeptRows(spare_bytes(decoder.device))
             for numbers, decoded in decoder.run([], uniforms, more):
                 ended = [asked[i] for i in numbers]
                 samples = [(turn.prompt, turn.sample_index) for turn in ended]
-                for turn, rollout in zip(ended, self._to_rollouts(samples, decoded, decoder.stop)):
+                rollouts = self._to_rollouts(samples, decoded, decoder.stop)
+                for turn, rollout in zip(ended, rollouts):
+                    conversations.end(turn, rollout)
                     turns.ended(turn, rollout)
+        self.last_stats = {
+            "generated_tokens": conversations.sampled,
+            "prompt_tokens": sum(len(turn.token_ids) for turn in asked),
+            "decode_steps": forward.calls,
+            "decode_positions": forward.positions,
+            "seconds": time.perf_counter() - start,
+        }
 
     @property
     def positions(self) -> int | None:
@@ -289,6 +306,35 @@ class HFRolloutEngine:
             )
             for b, (prompt, sample_index) in enumerate(requests)
         ]
+
+
+class _Conversations:
+    """Which turns go on from which others."""
+
+    def __init__(self) -> None:
+        self.sampled = 0  # tokens
+        self._last: dict[tuple[int, int], tuple[int, list[int]]] = {}  # number, ids so far
+
+    def begin(self, number: int, turn: Turn, kept: KeptRows | None) -> None:
+        """Tells what keeps rows of a new turn."""
+        key = (turn.prompt.index, turn.sample_index)
+        before, ids = self._last.get(key, (-1, []))
+        self._last[key] = number, turn.token_ids
+        if kept is None:
+            return
+        if turn.final:
+            kept.final.add(number)
+        if turn.token_ids[: len(ids)] == ids:
+            kept.follows[number] = before
+        else:  # it began anew
+            kept.remove(before)
+
+    def end(self, turn: Turn, rollout: Rollout) -> None:
+        """A turn and its tokens."""
+        self.sampled += len(rollout.response_ids)
+        key = (turn.prompt.index, turn.sample_index)
+        number, ids = self._last[key]
+        self._last[key] = number, ids + rollout.response_ids
 
 
 def build(

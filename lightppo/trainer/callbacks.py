@@ -77,8 +77,14 @@ class Callback:
     def on_votes(self, run: Any, step: int, votes: Mapping[str, float]) -> None:
         """The sums of :meth:`votes` over all ranks."""
 
-    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
-        """Held-out data were evaluated: ``eval/…``, the same on every rank."""
+    def on_evaluation(
+        self, run: Any, step: int, result: Mapping[str, float]
+    ) -> Mapping[str, float] | None:
+        """Held-out data were evaluated: ``eval/…``, the same on every rank.
+
+        Returns:
+            as :meth:`on_step_end`.
+        """
 
     def on_save(self, run: Any, step: int) -> None:
         """A checkpoint was written."""
@@ -179,9 +185,12 @@ class Callbacks:
         for callback in self.all:
             callback.on_votes(run, step, votes)
 
-    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
+    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> dict[str, float]:
+        """What the callbacks add; each gets that of the ones before it, too."""
+        added: dict[str, float] = {}
         for callback in self.all:
-            callback.on_evaluation(run, step, result)
+            added |= callback.on_evaluation(run, step, {**result, **added}) or {}
+        return added
 
     def on_save(self, run: Any, step: int) -> None:
         for callback in self.all:

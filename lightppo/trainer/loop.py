@@ -557,8 +557,9 @@ class TrainingLoop:
         numbers = ", ".join(f"{name} {result[f'eval/{name}']:.3f}" for name in shown)
         self.strategy.print(f"[step {step}] evaluation: {numbers}")
         seconds = {f"perf/{name}": value for name, value in timer.reset().items()}
-        self.callbacks.on_evaluation(self, step, dict(result) | seconds)
-        return result
+        added = self.callbacks.on_evaluation(self, step, dict(result) | seconds)
+        self.evaluation.result = dict(result) | added
+        return self.evaluation.result
 
     def save_checkpoint(self, step: int) -> None:
         """Save, once per step at most. Collective."""

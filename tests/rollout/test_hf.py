@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.conversations import Conversations, FixedTurns
+from support.conversations import Conversations, FixedTurns, InTurn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -26,7 +26,9 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters
 from lightppo.plugins.vllm.weights import full_weights
-from lightppo.rollout.engine import RolloutEngine, SamplingParams
+from lightppo.rollout import decode, hf
+from lightppo.rollout.decode import PromptQueue, SlotCache
+from lightppo.rollout.engine import RolloutEngine, SamplingParams, Turn
 from lightppo.rollout.hf import HFRolloutEngine
 
 
@@ -339,6 +341,74 @@ class TestTurns:
         second = {tuple(one.answers[1].response_ids) for one in again}
         assert len(source.answers) == 4
         assert {tuple(rollout.response_ids) for rollout in source.answers} != second
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_follow_up_runs_its_new_tokens_alone(
+        self, llama, engine_of, prompts, monkeypatch, late
+    ):
+        """What is kept between turns changes neither tokens nor log probs; a pool without room keeps nothing."""
+        stats, played = {}, {}
+        config = llama.config
+        token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        for name, limit in {"nothing": 0, "little": 160 * token, "all": 1 << 30}.items():
+            monkeypatch.setattr(hf, "spare_bytes", lambda device, limit=limit: limit)
+            engine = engine_of(llama, 4)
+            played[name] = self.played(engine, prompts, late=late)
+            stats[name] = engine.last_stats
+        assert played["nothing"].ids() == played["little"].ids() == played["all"].ids()
+        for one, other in zip(played["nothing"].all, played["all"].all):
+            for left, right in zip(one.answers, other.answers):
+                got = torch.tensor(right.log_probs)
+                torch.testing.assert_close(got, torch.tensor(left.log_probs), atol=1e-4, rtol=0)
+        positions = [one["decode_positions"] for one in stats.values()]
+        assert positions[0] > positions[1] > positions[2]
+        sampled = {one["generated_tokens"] for one in stats.values()}
+        answers = [answer for one in played["all"].all for answer in one.answers]
+        assert sampled == {sum(len(answer.response_ids) for answer in answers)}
+
+    def test_turns_that_come_one_by_one_go_through_the_model_together(
+        self, llama, engine_of, prompts, monkeypatch
+    ):
+        passes, through = [], PromptQueue._through_the_model
+
+        def counted(queue, groups):
+            passes[-1] += 1
+            return through(queue, groups)
+
+        monkeypatch.setattr(PromptQueue, "_through_the_model", counted)
+        played = []
+        for steps in (0, 4):
+            passes.append(0)
+            monkeypatch.setattr(decode, "GATHER_STEPS", steps)
+            played.append(self.played(engine_of(llama, 64), prompts, late=True))
+        assert played[0].ids() == played[1].ids()
+        assert passes[1] < passes[0]
+
+    def test_buffers_shrink_with_the_conversations_that_are_left(
+        self, llama, engine_of, prompts, monkeypatch
+    ):
+        rows, make_room = [], SlotCache.make_room
+
+        def watched(cache, slots, at_least):
+            rows.append(slots)
+            return make_room(cache, slots, at_least)
+
+        monkeypatch.setattr(SlotCache, "make_room", watched)
+        monkeypatch.setattr(decode, "CPU_COLUMNS", 1)
+        played = self.played(engine_of(llama, 64), prompts)
+        assert max(rows) <= len(played.all)
+        assert min(rows) < len(played.all) / 2
+
+    def test_a_conversation_that_begins_anew_is_not_taken_for_the_old_one(
+        self, llama, engine_of, prompts
+    ):
+        old = Turn(prompts[0], 0, [*prompts[0].token_ids, 7, 8, 9], 5)
+        new = replace(old, token_ids=[*prompts[1].token_ids, 9, 8])
+        turns = InTurn([old, new])
+        engine_of(llama, 2).generate_turns(turns, self.sampling)
+        alone = FixedTurns([new])
+        engine_of(llama, 2).generate_turns(alone, self.sampling)
+        assert turns.answers[1].response_ids == alone.answers[0].response_ids
 
     def test_penalties_see_the_whole_conversation(self, llama, engine_of, prompts):
         """Prompts that come later may be longer than all that the decoder began with."""

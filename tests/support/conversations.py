@@ -57,6 +57,10 @@ class Conversations:
         self._ready = list(self.all)
         self._of_turn: dict[int, Conversation] = {}
 
+    @property
+    def left(self) -> int:
+        return len(self._ready) + len(self._of_turn)
+
     def take(self, wait: bool) -> list[Turn] | None:
         self._looks += 1
         if not self._ready:
@@ -85,6 +89,7 @@ class FixedTurns:
     def __init__(self, turns: list[Turn]):
         self.longest = max(len(turn.token_ids) + turn.max_new_tokens for turn in turns)
         self.answers: list[Rollout] = []
+        self.left = len(turns)
         self._left: list[Turn] | None = turns
 
     def take(self, wait: bool) -> list[Turn] | None:
@@ -93,3 +98,15 @@ class FixedTurns:
 
     def ended(self, turn: Turn, rollout: Rollout) -> None:
         self.answers.append(rollout)
+
+
+class InTurn(FixedTurns):
+    """The same, each after the end of the one before."""
+
+    def take(self, wait: bool) -> list[Turn] | None:
+        if len(self.answers) < self._given:
+            return []
+        self._given += 1
+        return [self._left.pop(0)] if self._left else None
+
+    _given = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.runs import trained_rows
+from support.runs import logged, trained_rows
 
 from lightppo import Callback, PPOTrainer
 from lightppo.errors import ConfigError
@@ -50,6 +50,7 @@ class Mine(Callback):
 
     def on_evaluation(self, run, step, result):
         self.times.append(f"evaluation {step} {'eval/reward' in result}")
+        return {"eval/of_reward": 2 * result["eval/reward"]}
 
     def on_end(self, run, error):
         self.times.append(f"end {error}")
@@ -83,6 +84,9 @@ def test_the_times_of_a_run(make_config, tmp_path, assets, monkeypatch):
         2 * row["rollout/reward"] for row in trained
     ]
     assert len(trained) == 2  # it voted to stop
+    (evaluated,) = [row for row in logged(config) if "eval/reward" in row]
+    assert evaluated["eval/of_reward"] == 2 * evaluated["eval/reward"]
+    assert trainer.evaluation.result["eval/of_reward"] == evaluated["eval/of_reward"]
     assert (tmp_path / "run" / "config.json").is_file()  # and the model is saved all the same
 
 

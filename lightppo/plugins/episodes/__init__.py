@@ -1,7 +1,16 @@
 """Episodes: environments and tools over several turns."""
 
 from lightppo.option import register_section
-from lightppo.plugin import ENGINE_WRAPPERS, PUBLIC, REWARD_WRAPPERS, REWARDS, RewardEntry
+from lightppo.plugin import (
+    CALLBACKS,
+    ENGINE_WRAPPERS,
+    METRICS,
+    PUBLIC,
+    REWARD_WRAPPERS,
+    REWARDS,
+    CallbackEntry,
+    RewardEntry,
+)
 from lightppo.table import Entry
 
 
@@ -12,5 +21,12 @@ def register() -> None:
     ENGINE_WRAPPERS.register("episodes", Entry(f"{here}.assembly:around"))
     REWARDS.register("environment", RewardEntry(f"{here}.rewards:environment_reward"))
     REWARD_WRAPPERS.register("failed_episodes", Entry(f"{here}.rewards:unless_failed"))
+    CALLBACKS.register("episode_metrics", CallbackEntry(f"{here}.tally:episode_metrics"))
+    METRICS.register(
+        "episode",
+        f"{here}.tally:names",
+        about="the episodes of this step (`--env`, `--tools`), all that were played; "
+        "those of an evaluation are in `eval/episode/`",
+    )
     for name in ("EnvFailure", "Reply", "Step", "ToolError"):
         PUBLIC[name] = f"{here}.contract"

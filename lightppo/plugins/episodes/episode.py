@@ -201,6 +201,7 @@ class Episode:
             max_new_tokens=self.limits.room(len(said.ids)),
             number=len(said.turns),
             sampled=said.sampled,
+            final=len(said.turns) + 1 == self.limits.max_turns,
         )
         sampled = await self.calls.sample(asked, self.sample)
         said.add_sampled(sampled)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sys
 import threading
+import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +23,7 @@ from lightppo.plugins.episodes.contract import EnvironmentFailed
 from lightppo.plugins.episodes.environments import Environments, Session
 from lightppo.plugins.episodes.episode import Episode, Format, Limits
 from lightppo.plugins.episodes.rewards import has_failed
+from lightppo.plugins.episodes.tally import Tally
 from lightppo.plugins.tape.reel import Reel
 from lightppo.plugins.tape.tape import Tape
 from lightppo.ranks import Ranks, heartbeat
@@ -38,6 +42,7 @@ logger = logging.getLogger(__name__)
 _BEAT_SECONDS = 1.0  # between two signs of life while the environments are at it
 _LINGER_SECONDS = 0.02  # for turns that come together: their prompts go through the model together
 _MOST_NAMED = 3  # failures in a message
+_GRACE_SECONDS = 10.0  # beyond the limit of a call, until what ends episodes counts as hung
 CUT = " … [cut] … "
 
 
@@ -75,6 +80,7 @@ class EpisodeEngine:
         self.failure_limit = failure_limit
         self.keeps_rewards = keeps_rewards
         self.tape = tape
+        self.tally = Tally()  # of episodes since it was last asked
         # Sessions whose objects reward functions may ask, of the last two calls: a greedy baseline is
         # sampled before the samples are scored.
         self._kept: deque[list[Session]] = deque([[], []], maxlen=2)
@@ -128,10 +134,12 @@ class EpisodeEngine:
                 calls=self._calls((batch, *streams[number]), sample_index),
             )
             stage.begin(number, self._played(episode))
+        begin = time.monotonic()
         try:
             self.engine.generate_turns(stage, sampling)
         finally:
             stage.end()
+        self.tally.generated(time.monotonic() - begin, stage.waited)
         rollouts = [stage.rollouts[number] for number in range(len(requests))]
         self._check_failures(rollouts)
         _share_openings(rollouts, sampling.n)
@@ -153,12 +161,24 @@ class EpisodeEngine:
         """Closes the sessions of the call before the last one."""
         oldest = self._kept[0]
         self._kept.append(following)
-        for session in oldest:
-            closed = asyncio.run_coroutine_threadsafe(session.close(), self._loop)
-            try:
-                closed.result()
-            except EnvironmentFailed as error:  # its episode has been scored
-                logger.warning("%s", error)
+        for error in self._done(_all_closed(oldest), "to close environments") if oldest else ():
+            logger.warning("%s", error)  # its episode has been scored
+
+    def _done(self, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
+        """What a coroutine gives in the episodes' thread, as soon as one call of an environment may take.
+
+        Raises:
+            RolloutError: it takes longer; the text says where the thread is.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        seconds = self.environments.timeout + _GRACE_SECONDS
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            future.cancel()
+            raise RolloutError(
+                f"--env: it takes more than {seconds:g} s {what}: {_whereabouts(self._thread)}"
+            ) from None
 
     def _ending(self, sampling: SamplingParams) -> SamplingParams:
         """Turns end where their templates say, too."""
@@ -167,7 +187,15 @@ class EpisodeEngine:
 
     async def _played(self, episode: Episode) -> Rollout:
         """The episode, tried again where its environment fails; one without tokens if it always does."""
-        tries, calls = [], episode.calls
+        tries: list[EnvironmentFailed] = []
+        begin = time.monotonic()
+        rollout = await self._tried(episode, tries)
+        rollout.extras |= _counts(tries)
+        self.tally.add(rollout, tries, time.monotonic() - begin)
+        return rollout
+
+    async def _tried(self, episode: Episode, tries: list[EnvironmentFailed]) -> Rollout:
+        calls = episode.calls
         for number in range(calls.tries or self.retries + 1):
             calls.begin_try(number)
             try:
@@ -175,14 +203,12 @@ class EpisodeEngine:
             except EnvironmentFailed as error:
                 tries.append(error)
             else:
-                rollout.extras |= _counts(tries)
                 calls.end()
                 return rollout
         calls.end()
         failed = Rollout(
             episode.prompt, episode.sample_index, [], "", "stop", [], trained=[], turns=[]
         )
-        failed.extras |= _counts(tries)
         failed.texts["failure"] = str(tries[-1])
         return failed
 
@@ -229,15 +255,48 @@ class EpisodeEngine:
         self.engine.wake()
 
     def close(self) -> None:
-        """Ends the environments, and the engine."""
-        if self._thread.is_alive():
+        """Ends the environments, and the engine.
+
+        Raises:
+            RolloutError: the environments do not end in time; the engine is closed then, too.
+        """
+        try:
+            if not self._loop.is_closed():
+                self._end_episodes()
+        finally:
+            self.engine.close()
+
+    def _end_episodes(self) -> None:
+        try:
             self._close_kept([])
             self._close_kept([])
-            asyncio.run_coroutine_threadsafe(self.environments.close(), self._loop).result()
+            self._done(self.environments.close(), "to end all environments")
+        finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-        self.engine.close()
+            self._thread.join(_GRACE_SECONDS)
+            if not self._thread.is_alive():
+                self._loop.close()
+        if self._thread.is_alive():
+            raise RolloutError(
+                f"--env: the episodes' thread does not end: {_whereabouts(self._thread)}"
+            )
+
+
+async def _all_closed(sessions: Sequence[Session]) -> list[BaseException]:
+    """What went wrong in closing sessions, all at once."""
+    ends = await asyncio.gather(*(one.close() for one in sessions), return_exceptions=True)
+    unexpected = [end for end in ends if end and not isinstance(end, EnvironmentFailed)]
+    if unexpected:
+        raise unexpected[0]
+    return [end for end in ends if end]
+
+
+def _whereabouts(thread: threading.Thread) -> str:
+    """What a thread is at: the innermost lines of its stack."""
+    frame = sys._current_frames().get(thread.ident)
+    stack = traceback.extract_stack(frame)[-_MOST_NAMED:] if frame else []
+    lines = [f"{line.filename}:{line.lineno} {line.name}" for line in stack]
+    return f"it is at {' → '.join(lines)}" if lines else "it has ended"
 
 
 def row_columns(prompt: Prompt) -> dict[str, Any]:
@@ -301,6 +360,7 @@ class _Stage:
         self._futures: dict[int, asyncio.Future[Rollout]] = {}  # by id of the turn
         self._tasks: dict[int, Any] = {}  # episodes that have not ended
         self._decoding = 0  # turns that the engine has
+        self.waited = 0.0  # seconds in which it had none, and waited for one
 
     def begin(self, number: int, episode: Coroutine[Any, Any, Rollout]) -> None:
         """Starts an episode in its thread."""
@@ -314,7 +374,24 @@ class _Stage:
         self._brought.put(_Asked(turn, future))
         return await future
 
+    @property
+    def left(self) -> int:
+        return len(self._tasks)
+
     def take(self, wait: bool) -> list[Turn] | None:
+        begin = time.monotonic()
+        turns = self._taken(wait)
+        if wait and not self._decoding:
+            self.waited += time.monotonic() - begin
+        self._decoding += len(turns)
+        if not turns and not self._tasks:
+            return None
+        # Longest first, equal prompts together; not in the order in which threads bring them.
+        return sorted(
+            turns, key=lambda turn: (-len(turn.token_ids), turn.prompt.index, turn.sample_index)
+        )
+
+    def _taken(self, wait: bool) -> list[Turn]:
         turns: list[Turn] = []
         while self._may_come(turns):
             item = self._next(wait, turns)
@@ -325,13 +402,7 @@ class _Stage:
                 turns.append(item.turn)
             else:
                 self._finish(*item)
-        if not turns and not self._tasks:
-            return None
-        self._decoding += len(turns)
-        # Longest first, equal prompts together; not in the order in which threads bring them.
-        return sorted(
-            turns, key=lambda turn: (-len(turn.token_ids), turn.prompt.index, turn.sample_index)
-        )
+        return turns
 
     def _may_come(self, turns: list[Turn]) -> bool:
         """Whether an episode is at its environment, or has brought something since."""

@@ -268,8 +268,12 @@ class CallThread:
             with contextlib.suppress(Exception):  # nobody waits any more
                 future.set_result(result)
 
-        self._jobs.put(job)
+        self.put(job)
         return future
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Call a function, whose result nobody waits for here; it must not raise."""
+        self._jobs.put(job)
 
     def end(self) -> None:
         """After the calls so far."""
@@ -420,6 +424,12 @@ async def _as_outcome(awaitable: Awaitable[Any]) -> tuple[bool, Any]:
 # --- seats: what a session talks to
 
 
+def _bring(future: asyncio.Future[Answer], answer: Answer) -> None:
+    """Only the first one counts."""
+    if not future.done():
+        future.set_result(answer)
+
+
 class Seat(Protocol):
     """The place of one session."""
 
@@ -459,13 +469,15 @@ class LocalSeat:
         if loop is not None and loop.lost.has_happened:
             self._abandon()
             return {"kind": "lost", "text": loop.lost.value}
-        with loop.lost.watched() if loop else contextlib.nullcontext() as lost:
+        if loop is None:
+            return await self._ask_thread(place, given, timeout)
+        with loop.lost.watched() as lost:
             try:
                 future = self._submit(place, given)
             except RuntimeError as error:
                 self.is_lost = True
                 return {"kind": "lost", "text": f"no thread can be started: {error}"}
-            waiting = {asyncio.wrap_future(one) for one in (future, lost) if one is not None}
+            waiting = {asyncio.wrap_future(one) for one in (future, lost)}
             try:
                 await asyncio.wait(waiting, timeout=timeout, return_when=FIRST_COMPLETED)
             except asyncio.CancelledError:
@@ -474,13 +486,39 @@ class LocalSeat:
         answer = future.result() if future.done() and not future.cancelled() else {}
         if "value" in answer:
             return answer
-        if (
-            loop is not None and loop.lost.has_happened
-        ):  # then it is no fault of the call that it was cancelled
+        if loop.lost.has_happened:  # then it is no fault of the call that it was cancelled
             self._abandon(future)
             return {"kind": "lost", "text": loop.lost.value}
-        if answer:
-            return answer
+        return answer or await self._give_up(timeout, future)
+
+    async def _ask_thread(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
+        """The same where no loop can be lost: one wake-up, not one for each future on the way."""
+        here = asyncio.get_running_loop()
+        answered: asyncio.Future[Answer] = here.create_future()
+
+        def call() -> None:
+            answer = drive(self._host.handle(place, given))
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                here.call_soon_threadsafe(_bring, answered, answer)
+
+        try:
+            self._thread = self._thread or self._room.thread()
+        except RuntimeError as error:
+            self.is_lost = True
+            return {"kind": "lost", "text": f"no thread can be started: {error}"}
+        self._thread.put(call)
+        late = here.call_later(timeout, _bring, answered, {})
+        try:
+            answer = await answered
+        except asyncio.CancelledError:
+            self._abandon()
+            raise
+        finally:
+            late.cancel()
+        return answer or await self._give_up(timeout)
+
+    async def _give_up(self, timeout: float, future: Future[Any] | None = None) -> Answer:
+        """The call is left behind."""
         self._abandon(future)
         if self._used_loop is not None:
             await self._used_loop.check()
@@ -493,6 +531,8 @@ class LocalSeat:
     def leave(self) -> None:
         if not self.is_lost and self._host.is_reusable:
             self._room.keep(self)
+        elif self._thread is not None and not self.is_lost:
+            self._room.take_back(self._thread)  # its last call has come back
         else:
             self.end()
 
@@ -508,7 +548,7 @@ class LocalSeat:
     def _submit(self, place: Place, given: Mapping[str, Any]) -> Future[Any]:
         if self._loop is not None:
             return self._loop.submit(self._host.handle(place, given))
-        self._thread = self._thread or CallThread()
+        self._thread = self._thread or self._room.thread()
         return self._thread.submit(lambda: drive(self._host.handle(place, given)))
 
     def _abandon(self, future: Future[Any] | None = None) -> None:
@@ -541,7 +581,22 @@ class LocalRoom:
         self._abandoned: list[CallThread] = []  # whose call hangs
         self._loop: UserLoop | None = None
         self._kept: dict[str, list[LocalSeat]] = {}
+        # of sessions that have ended: a start costs as much as two calls
+        self._idle: list[CallThread] = []
+        self._is_closed = False
         self._lock = threading.Lock()
+
+    def thread(self) -> CallThread:
+        """A thread for one session."""
+        with self._lock:
+            return self._idle.pop() if self._idle else CallThread()
+
+    def take_back(self, thread: CallThread) -> None:
+        """For the next session."""
+        with self._lock:
+            if not self._is_closed:
+                return self._idle.append(thread)
+        thread.end()
 
     async def take(self, spec: EnvironmentSpec) -> LocalSeat:
         with self._lock:
@@ -580,7 +635,10 @@ class LocalRoom:
     def close(self) -> None:
         with self._lock:
             kept, self._kept = self._kept, {}
+            idle, self._idle, self._is_closed = self._idle, [], True
             loop, self._loop = self._loop, None
+        for thread in idle:
+            thread.end()
         for seat in (seat for seats in kept.values() for seat in seats):
             seat.end()
         if loop is not None:

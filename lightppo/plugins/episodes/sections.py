@@ -16,10 +16,12 @@ class EpisodesConfig(Section):
     env: tuple[str, ...] = option(
         (),
         "Classes of environments, path.py:Name or name=path.py:Name. Of several, the row's column environment names one.",
+        takes_object=True,
     )
     tools: tuple[str, ...] = option(
         (),
         "Functions that the model may call, path.py:f,g; or python, which runs programs in the sandbox.",
+        takes_object=True,
     )
     env_contract: Literal["lightppo", "trl"] = option(
         "lightppo",

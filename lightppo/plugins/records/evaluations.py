@@ -24,7 +24,7 @@ class Evaluations(Callback):
         samples = getattr(run.evaluator, "samples", None)
         folder, metrics = (
             local_folder(run.config.checkpoint.save_path) / "eval",
-            run.evaluation.result,
+            {name: value for name, value in result.items() if name.startswith("eval/")},
         )
 
         def write() -> None:

@@ -177,6 +177,7 @@ def _named(values: Mapping[str, Any], flags: Iterable[str]) -> Iterator[tuple[st
         if flag in CODE:
             texts = [_without_name(text) for text in texts if not text.lstrip().startswith("{")]
         if flag in WORLDS:
+            texts = [text for text in texts if not is_object(text)]
             texts = filter(None, map(file_of_world, texts))
         if flag == "resume":
             texts = [text for text in texts if text not in ("auto", "never")]

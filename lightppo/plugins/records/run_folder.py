@@ -358,8 +358,8 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
         if (routes := flat.get("reward_routes")) and not routes.lstrip().startswith("{"):
             marks["reward_routes"] = _digest(Path(routes).expanduser().read_bytes())
         for name in () if is_answered else WORLDS:
-            files = filter(None, map(file_of_world, flat.get(name, ())))
-            if given := [_digest(Path(file).expanduser().read_bytes()) for file in files]:
+            contents = filter(None, map(_content_of_world, flat.get(name, ())))
+            if given := [_digest(content) for content in contents]:
                 marks[name] = " ".join(given)
         own = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_pretrain")
         models = {name: (flat.get(name),) for name in own}
@@ -376,6 +376,15 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
             else os.path.relpath(c.save_path, c.ckpt_path)
         )
     return ranks.broadcast_object(marks)
+
+
+def _content_of_world(entry: Any) -> bytes | None:
+    """Of an entry of ``--env`` or ``--tools``: its file, or an object's source; None where there is neither."""
+    if is_object(entry):
+        source = source_of(entry)
+        return None if source is None else source.encode()
+    file = file_of_world(entry)
+    return None if file is None else Path(file).expanduser().read_bytes()
 
 
 def _rows_mark(rows: Any, batch: int = 1000) -> str:

@@ -56,7 +56,11 @@ def with_overlong(
 
 
 def row_of(step: int, r: Rollout) -> dict[str, Any]:
-    """A sample as a row of a file."""
+    """A sample as a row of a file; an episode has its messages and turns, too."""
+    episode = {} if r.turns is None else {"messages": r.messages, "turns": r.turns}
+    texts = {
+        name: text for name, text in r.texts.items() if not (episode and name == "conversation")
+    }
     return {
         "step": step,
         "index": r.prompt.index,
@@ -68,7 +72,8 @@ def row_of(step: int, r: Rollout) -> dict[str, Any]:
         "score": None if r.reward is None else finite(r.reward),
         "finish_reason": r.finish_reason,
         "response_length": len(r.response_ids),
-        "extras": r.extras | r.texts,
+        "extras": r.extras | texts,
+        **episode,
     }
 
 
@@ -273,6 +278,8 @@ class SampleRecord:
         passes = self.passes[_key(rollout.prompt.token_ids + rollout.response_ids)]
         found = {"rollout_log_prob": rollout.log_probs, "reward": rollout.token_rewards}
         found = {name: torch.tensor(values) for name, values in found.items() if values is not None}
+        if rollout.trained is not None and not all(rollout.trained):
+            found["trained"] = torch.tensor(rollout.trained)
         if item is not None:
             names = {
                 "kl": "kl",

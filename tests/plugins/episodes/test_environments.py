@@ -650,6 +650,41 @@ def test_a_session_keeps_its_thread():
     assert asyncio.run(run()) == ("True", "true")
 
 
+def test_threads_are_used_again_but_for_one_that_hangs():
+    go = threading.Event()
+
+    class Told:
+        def reset(self, hangs: bool = False):
+            if hangs:
+                go.wait()
+            return str(threading.get_ident())
+
+    environments = Environments(Told, timeout=60)
+
+    async def run():
+        both = [await environments.open({}, seed=1) for _ in range(2)]
+        for session in both:
+            await session.close()
+        environments.timeout = 0.3
+        with pytest.raises(EnvironmentFailed):
+            await environments.open({"hangs": True}, seed=1)
+        environments.timeout = 60
+        later = [await environments.open({}, seed=1) for _ in range(2)]
+        for session in later:
+            await session.close()
+        return [{session.opening for session in part} for part in (both, later)]
+
+    before, after = asyncio.run(run())
+    assert len(before) == len(after) == 2
+    assert len(before & after) == 1
+    idle = list(environments._local._idle)
+    environments.end()
+    go.set()
+    for thread in idle:
+        thread._thread.join(60)
+        assert not thread.is_alive
+
+
 def test_a_cancelled_call_gives_up_its_environment(tmp_path):
     class Slow:
         started, go = threading.Event(), threading.Event()

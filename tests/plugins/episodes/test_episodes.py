@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from typing import ClassVar
 
 import pytest
@@ -14,6 +15,7 @@ from support.puppet import Puppet, prompt_of
 
 from lightppo import EnvFailure, Reply, Step, ToolError
 from lightppo.errors import RolloutError
+from lightppo.plugins.episodes import episode_engine
 from lightppo.plugins.episodes.chat_format import ChatFormat
 from lightppo.plugins.episodes.environments import Environments
 from lightppo.plugins.episodes.episode import Limits, PlainText
@@ -449,6 +451,66 @@ class TestFailures:
             engine.generate([prompt_of("Which?", tokenizer, n=42)], SAMPLING)
         engine.engine.script = spoken([END])
         assert len(engine.generate([prompt_of("Which?", tokenizer, n=42)], SAMPLING)) == 2
+
+
+class TestClosing:
+    def test_environments_that_hang_in_close_take_one_time_limit_together(
+        self, build, tokenizer, caplog
+    ):
+        class Hangs:
+            go = threading.Event()
+
+            def reset(self, **row):
+                return ""
+
+            def guess(self, x: int) -> str:
+                """Guess.
+
+                Args:
+                    x: a number.
+                """
+                return "no"
+
+            def close(self):
+                self.go.wait(60)
+
+        engine = build(Hangs, spoken([END]), contract="lightppo")
+        engine.environments.contract = "trl"  # its objects are kept, and closed at the end
+        prompts = [prompt_of("Which?", tokenizer, index=i) for i in range(4)]
+        assert len(engine.generate(prompts, SAMPLING)) == 8
+        engine.environments.timeout = 0.5
+        begin = time.monotonic()
+        with caplog.at_level(logging.WARNING):
+            engine.close()
+        assert time.monotonic() - begin < 4  # 8 times 0.5, one after the other
+        assert caplog.text.count("Hangs: close: no answer within 0.5 s") == 8
+        Hangs.go.set()
+        engine.engine.closed -= 1  # the fixture closes it again
+
+    def test_what_blocks_the_thread_of_episodes_is_named(self, tokenizer, monkeypatch):
+        go = threading.Event()
+
+        class Blocks(Environments):
+            async def close(self):
+                go.wait(60)
+
+        monkeypatch.setattr(episode_engine, "_GRACE_SECONDS", 0.3)
+        engine = EpisodeEngine(
+            Puppet(tokenizer, spoken([END])),
+            tokenizer,
+            Blocks([Guess], timeout=0.1),
+            FakeStrategy(),
+            limits=Limits(budget=9, max_opening=9),
+            formats={},
+        )
+        with pytest.raises(RolloutError, match=r"does not end|takes more than 0.4 s") as caught:
+            engine.close()
+        assert "test_episodes.py" in str(caught.value)
+        assert "close" in str(caught.value)
+        assert engine.engine.closed == 1
+        go.set()
+        engine._thread.join(60)
+        assert not engine._thread.is_alive()
 
 
 def test_an_engine_that_samples_no_turns_is_refused(tokenizer):

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from support.ranks import run_ranks
 from support.runs import fitted, forget_checkpoints, logged, trained_rows, whole_weights
 
-from lightppo import PPOTrainer
+from lightppo import PPOTrainer, Step
 from lightppo.algorithms.advantages import gae
 from lightppo.algorithms.masking import Aggregation, LossNormalizer
 from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
 from lightppo.plugins.episodes.rewards import EnvironmentReward
+from lightppo.plugins.episodes.tally import NAMES
 from lightppo.trainer.update import actor_loss, build_policy_loss
 
 GROUPED = {"advantage_estimator": "grpo", "n_samples_per_prompt": 2, "init_kl_coef": 0}
+COUNTING = Path(__file__).with_name("counting.py")
 WORKER = Path(__file__).parent / "ranks" / "episodes.py"
 
 
@@ -28,12 +33,13 @@ class Seen(PPOTrainer):
     """Keeps the rollouts of every step."""
 
     def fit(self) -> None:
-        self.seen = []
+        self.seen, self.seen_by_step = [], []
         collect = self.sampler.collect
 
         def noting(prompts, step):
             collected = collect(prompts, step)
             self.seen += collected.rollouts
+            self.seen_by_step.append(collected.rollouts)
             return collected
 
         self.sampler.collect = noting
@@ -71,6 +77,62 @@ def test_what_is_logged(trained):
     rewards = [sum(turn["reward"] for turn in one.turns) for one in trained.seen]
     assert row["rollout/reward"] == pytest.approx(sum(rewards) / len(rewards))
     assert all(reward >= 0.5 for reward in rewards)  # that of the end
+
+
+def test_recorded_samples_have_their_turns(trained):
+    """For reports: messages, turns, and which tokens were sampled."""
+    (file,) = (Path(trained.config.checkpoint.save_path) / "rollouts").glob("step*.jsonl.gz")
+    rows = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    seen = {(one.prompt.index, one.sample_index): one for one in trained.seen}
+    assert rows
+    for row in rows:
+        one = seen[row["index"], row["sample_index"]]
+        assert (row["messages"], row["turns"]) == (one.messages, one.turns)
+        assert "conversation" not in row["extras"]
+        trained_tokens = row["tokens"].get("trained", [1] * len(one.trained))
+        assert [bool(yes) for yes in trained_tokens] == one.trained
+    assert any("trained" in row["tokens"] for row in rows)
+
+
+def test_metrics_of_episodes(world, make_episodes, tmp_path):
+    """Of all that were played in a step, those that failed included; and of evaluations."""
+    rows = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    rows[2]["fails"] = "yes"
+    (tmp_path / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_episodes(
+        **GROUPED,
+        num_episodes=1,
+        env_retries=1,
+        eval_data=str(tmp_path / "episodes.jsonl"),
+        eval_steps=1,
+        env_failure_limit=1.0,
+    )
+    trainer = fitted(config, Seen)
+    trained = trained_rows(config, ("episode/", "rollout/"))
+    logs = {name.removeprefix("episode/") for row in trained for name in row if "episode/" in name}
+    kinds = {name for name in NAMES if name.startswith("failures_")}
+    assert logs == {*NAMES} - kinds | {"failures_failure"}
+    failed = [row for row in trained if row["episode/failed"]]
+    assert len(failed) == 1  # the row with fails
+    assert failed[0]["episode/failures_failure"] == 4  # two samples, twice each
+    assert not any("episode/failures_failure" in row for row in trained if row not in failed)
+    count = 2 * config.rollout.rollout_batch_size
+    assert failed[0]["episode/failed"] == pytest.approx(2 / count)
+    for row, rollouts in zip(trained, trainer.seen_by_step, strict=True):
+        turns = [len(one.turns) for one in rollouts]
+        assert row["episode/turns"] == pytest.approx(sum(turns) / len(turns))
+        reasons = [one.texts["stop_reason"] for one in rollouts]
+        for reason in ("done", "length"):
+            share = reasons.count(reason) / len(reasons)
+            assert row[f"episode/stop_{reason}"] == pytest.approx(share)
+        assert 0 < row["episode/environment_share"] < 1
+        assert 0 <= row["episode/waiting_share"] <= 1
+    evaluated = [row for row in logged(config) if "eval/reward" in row]
+    assert evaluated
+    for row in evaluated:
+        assert row["eval/episode/failures_failure"] == 2
+        assert row["eval/episode/failed"] == pytest.approx(1 / 12)
+        assert row["eval/episode/turns"] == pytest.approx(row["eval/turns"])
 
 
 def rollout(ids, trained, reward=1.0, turns=((0, 0.0),), index=0) -> Rollout:
@@ -221,6 +283,51 @@ def test_a_resumed_run_is_the_uninterrupted_run(world, make_episodes, tmp_path):
     resumed = fitted(make_episodes(**options("again"), benchmark_steps=3))
     expected, found = whole_weights(straight), whole_weights(resumed)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+class Shouts:
+    """Its own environment, given from Python."""
+
+    def __init__(self, reward: float = 0.25) -> None:
+        self.reward = reward
+
+    def reset(self, **row: object) -> None: ...
+
+    def step(self, text: str) -> Step:
+        return Step(None, reward=self.reward, done=True)
+
+
+def louder() -> Shouts:
+    return Shouts(0.75)
+
+
+def test_environments_given_as_objects(world, make_episodes, tmp_path):
+    """A class, a function that makes one beside a path, and the same again on resume."""
+    config = make_episodes(**GROUPED, env=Shouts, benchmark_steps=1, save_steps=1)
+    assert config.episodes.env == (Shouts,)
+    trainer = fitted(config, Seen)
+    assert {one.reward for one in trainer.seen} == {0.25}
+    resumed = fitted(make_episodes(**GROUPED, env=[Shouts], benchmark_steps=2, save_steps=1), Seen)
+    assert resumed.state.global_step == 2
+    assert len(resumed.seen) == len(trainer.seen)
+
+    rows = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    names = ("louder", "Counting")
+    routed = [row | {"environment": names[i % 2]} for i, row in enumerate(rows)]
+    (tmp_path / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in routed))
+    paths = {"save_path": str(tmp_path / "two"), "ckpt_path": str(tmp_path / "two_ckpt")}
+    both = [louder, f"{COUNTING}:Counting"]
+    trainer = fitted(make_episodes(**GROUPED, **paths, env=both, benchmark_steps=1), Seen)
+    scores = {one.prompt.extra["environment"]: one.reward for one in trainer.seen}
+    assert scores["louder"] == 0.75
+    assert scores["Counting"] != 0.75
+    written = yaml.safe_load((tmp_path / "two" / "run_config.yaml").read_text())["env"]
+    assert written == [f"<louder of {__name__}>", f"{COUNTING}:Counting"]
+
+
+def test_what_is_neither_a_path_nor_an_object_is_refused(make_episodes):
+    with pytest.raises(ConfigError, match=r"--env must be a list of texts.* or in Python"):
+        make_episodes(env=[Shouts, 3]).resolved()
 
 
 def test_another_reward_sees_the_last_turn_and_no_failed_episode(world, make_episodes, tmp_path):

@@ -9,6 +9,7 @@ from support.ranks import REPO, run_ranks
 from support.tiny import read_jsonl, sums, write_jsonl
 
 from lightppo.algorithms import entries
+from lightppo.plugins.episodes import tally
 from lightppo.plugins.records import metric_names
 from lightppo.plugins.supervised import PAIRS, SUPERVISED
 from lightppo.trainer import metrics
@@ -36,6 +37,8 @@ OF_OTHERS |= {f"train/{name}" for name in SUPERVISED | PAIRS} | {"eval/loss", "e
 # Of a teacher; tests/plugins/algorithms/test_distill.py has them.
 OF_OTHERS |= {"rollout/teacher_kl", "rollout/teacher_log_prob", "train/distill_loss"}
 OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
+# Of episodes; tests/plugins/episodes/test_training.py has them.
+OF_OTHERS |= {f"episode/{name}" for name in tally.NAMES}
 # Of remax and of --profile_steps; tests/experience/test_sampling.py and tests/trainer/test_metrics.py have them.
 OF_OTHERS |= {"perf/time_greedy", "perf/time_start_profile", "perf/time_stop_profile"}
 # Of --fp16; tests/trainer/test_non_finite.py has them.

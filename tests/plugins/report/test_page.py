@@ -11,8 +11,10 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -491,6 +493,116 @@ def test_curves_alarms_evaluations_and_options_are_those_of_the_files(tmp_path, 
         1,
         pytest.approx(1),
     ]
+
+
+EVIL = "</script><img src=x onerror=alert(1)><b>"
+
+
+def played(step: int) -> dict[str, Any]:
+    """An episode of two turns, as ``plugins/records/samples.py`` writes it; what comes from outside is hostile."""
+    text = ["call", " it", EVIL, "\n", "the", " end"]
+    call = {"type": "function", "function": {"name": "look", "arguments": {"x": EVIL}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": f"Which? {EVIL}"},
+        {"role": "assistant", "content": "call it", "tool_calls": [call]},
+        {"role": "tool", "name": "look", "content": EVIL},
+        {"role": "assistant", "content": "the end"},
+    ]
+    turns = [
+        {"end": 1, "reward": 0.0, "calls": 1, "errors": 1, "seconds": 0.25},
+        {"end": 5, "reward": 1.0, "calls": 0, "errors": 0, "seconds": 0.0},
+    ]
+    advantage = [1.0, 1.0, 0.0, 0.0, -1.0, -1.0]
+    row = sample(step, 0, random.Random(step), len(text)) | {"messages": messages, "turns": turns}
+    row["extras"] = {"turns": 2.0, "stop_reason": "answer"}
+    row["output"] = "the end"
+    row["tokens"] = {"text": text, "advantage": advantage, "trained": [1, 1, 0, 0, 1, 1]}
+    return row
+
+
+def run_with_episodes(folder: Path) -> Path:
+    run = make_run(folder, 3, 2)
+    line = json.dumps(played(3)) + "\n"
+    (run / "rollouts" / "step3.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+    (run / "eval").mkdir()
+    row = played(3)
+    talk = {"conversation": json.dumps(row["messages"])}
+    evaluated = {key: row[key] for key in ("score", "data_source", "response_length", "index")}
+    evaluated |= {"prompt": "Which?", "response": "the end", "label": None, "finish_reason": "stop"}
+    line = json.dumps(evaluated | {"extras": row["extras"] | talk})
+    write(run / "eval" / "step3.jsonl", line)
+    return run
+
+
+class Tags(HTMLParser):
+    """The tags of a page, and its blocks of data by their ids."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.data: dict[str, str] = {}
+        self._id: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags[tag] += 1
+        self._id = dict(attributes).get("id") if tag == "script" else None
+
+    def handle_endtag(self, tag):
+        self._id = None
+
+    def handle_data(self, data):
+        if self._id:
+            self.data[self._id] = data
+
+
+def test_what_comes_from_outside_is_data_in_the_file(tmp_path):
+    """No tag of the page is one of a sample's; the episode is there as it was recorded."""
+    run = run_with_episodes(tmp_path / "run")
+    main([str(run)])
+    page = Tags((run / "report.html").read_text())
+    assert page.tags["img"] == 0
+    (row,) = gzip.decompress(base64.b64decode(page.data["rollouts-0-3"])).decode().splitlines()
+    assert json.loads(row)["messages"] == played(3)["messages"]
+    assert json.loads(row)["turns"] == played(3)["turns"]
+
+
+def test_an_episode_is_shown_as_turns_calls_and_observations(tmp_path, opened):
+    run = run_with_episodes(tmp_path / "run")
+    main([str(run)])
+    page = opened(run / "report.html")
+    shown_text(page, "#tokens", "Turn 2")
+    titles = page.locator("#tokens h4").all_inner_texts()
+    assert "reward 1" in titles[1]
+    assert "0.25 s in the environment" in titles[0]
+    assert "1 wrong calls" in titles[0]
+    assert page.locator("#tokens .said").all_text_contents() == ["call it", "the end"]
+    assert page.locator("#tokens .observed").all_text_contents() == [f"{EVIL}↵\n"]
+    assert page.locator("#tokens .call.wrong").all_text_contents() == [
+        f"look({json.dumps({'x': EVIL}, separators=(',', ':'))})"
+    ]
+    assert page.locator("#prompt .opening").all_text_contents() == ["Be brief.", f"Which? {EVIL}"]
+    assert page.locator("#tokens small:text-is('tool look')").count() == 1
+    assert page.locator("main img").count() == 0
+    colours = page.eval_on_selector_all(
+        "#tokens span[data-i]", "all => all.map(s => s.style.background)"
+    )
+    colours = ["" if "0.000" in one else one for one in colours]
+    assert ["high" in one for one in colours] == [True, True, False, False, False, False]
+    assert ["low" in one for one in colours] == [False] * 4 + [True, True]
+    grey = page.evaluate("() => getComputedStyle(document.querySelector('.observed span')).color")
+    said = page.evaluate("() => getComputedStyle(document.querySelector('.said span')).color")
+    assert grey != said
+    page.hover("#tokens span[data-i='4']")
+    assert '"the"' in page.locator("#tip").inner_text()
+    # an evaluation has no tokens: its conversation is shown by its messages
+    page.select_option("#kind", "eval")
+    page.wait_for_function("() => !document.querySelector('#tokens span[data-i]')")
+    assert page.locator("#tokens .said").all_text_contents() == ["call it", "the end"]
+    assert page.locator("#tokens .observed").all_text_contents() == [EVIL]
+    assert page.locator("#tokens .call").count() == 1
+    assert not page.locator("#facts span:has-text('conversation')").count()
 
 
 def test_samples_by_step_score_length_and_colour(tmp_path, opened):
