@@ -176,17 +176,22 @@ def _load(
     return model.eval()
 
 
-def check_trainable(path: str, *, flag: str = "--pretrain", **options: Any) -> None:
-    """ModelLoadError for a checkpoint whose image or audio tower cannot be told from what trains; reads names alone.
+def check_trainable(path: str, *, flag: str = "--pretrain", **options: Any) -> bool:
+    """Whether what trains of a checkpoint is the language model alone, beside towers. It reads names alone.
 
     ``options`` are fields of :class:`LoadOptions`. Random weights are looked at when they are made.
+
+    Raises:
+        ModelLoadError: an image or audio tower cannot be told from what would train.
     """
     how = LoadOptions.of(options)
     path, config = _load_config(path, flag, how)
-    if not how.init_from_scratch:
-        _, reason = _language_model(AutoModelForCausalLM, path, config, flag)
-        if reason is not None:
-            raise ModelLoadError(reason)
+    if how.init_from_scratch:
+        return False
+    part, reason = _language_model(AutoModelForCausalLM, path, config, flag)
+    if reason is not None:
+        raise ModelLoadError(reason)
+    return part is not None
 
 
 class LanguageModel(Protocol):
@@ -196,6 +201,8 @@ class LanguageModel(Protocol):
     options: dict[str, Any]  # further ones of from_pretrained
     architecture: str  # the class that the whole checkpoint is of
     auto_class: str  # what reads it
+    # of adapters: names in the whole model, as patterns, → in the language model alone
+    adapter_names: dict[str, str]
     digest: str  # of all that stays as it came; the checkpoints of a run remember it
 
     def belongs_to(self, model: PreTrainedModel) -> None:

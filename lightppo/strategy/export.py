@@ -23,6 +23,7 @@ from lightppo.strategy.checkpoint import bytes_of
 from lightppo.strategy.zero3 import (
     find_adapters,
     find_hf_model,
+    find_whole,
     full_state_dict,
     load_full_state_dict,
     unwrap_model,
@@ -118,8 +119,7 @@ def _write(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        around = getattr(hf_model, "whole", None)  # the checkpoint that it is a part of
-        if around is not None:
+        if (around := find_whole(hf_model)) is not None:
             around.write(hf_model, whole, staging)
         else:
             with _savable(hf_model):
@@ -144,8 +144,7 @@ def _write(
 
 def _class_of(hf_model: Any) -> dict[str, str]:
     """What is saved, and what reads it."""
-    around = getattr(hf_model, "whole", None)
-    if around is not None:
+    if (around := find_whole(hf_model)) is not None:
         return {"architecture": around.architecture, "auto_class": around.auto_class}
     task = "CausalLM" if hf_model.can_generate() else "SequenceClassification"
     return {"architecture": type(hf_model).__name__, "auto_class": f"AutoModelFor{task}"}

@@ -31,6 +31,8 @@ from lightppo.models.loading import checkpoint_files, head_names, is_dropout, op
 from lightppo.plugins.towers.parts import listed, parts_of
 from lightppo.strategy.zero3 import is_sharded
 
+# a language model in transformers' models with towers, and in those of transformers 4
+_INSIDE = (r"^model\.language_model\.", r"^language_model\.model\.")
 # files of a processor, which a hub id may not have brought yet
 _PROCESSOR = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json",
@@ -73,9 +75,11 @@ class Whole:
         text.name_or_path = path
         if auto_class is AutoModelForSequenceClassification:
             text.num_labels = config.num_labels
-        self.config, self.whole_config = text, config
+        self.config, self.asked = text, config.to_dict()
+        self.as_it_came = AutoConfig.from_pretrained(path)
         self.base = auto_class._model_mapping[type(text)].base_model_prefix + "."
         self.options = {"key_mapping": self._renamed()}
+        self.adapter_names = dict.fromkeys(_INSIDE, self.base)
         self.architecture, self.auto_class = _class_of(auto_class, config)
 
     def __deepcopy__(self, memo: Any) -> Whole:
@@ -198,8 +202,8 @@ class Whole:
     def _told(self, dtype: torch.dtype) -> dict[str, Any]:
         """The checkpoint's config.json with what ``--override_config`` has changed, and a type that loses no digits."""
         told = json.loads(self.beside["config.json"])
-        before = AutoConfig.from_pretrained(self.path)
-        _change(told, before.to_dict(), self.whole_config.to_dict())
+        before = self.as_it_came
+        _change(told, before.to_dict(), self.asked)
         told["architectures"] = [self.architecture]
         own = before.dtype if isinstance(before.dtype, torch.dtype) else dtype
         if (wide := torch.promote_types(own, dtype)) != own or before.dtype is None:
