@@ -290,9 +290,7 @@ def _names_inside(model: PreTrainedModel, adapter: str | os.PathLike[str]) -> di
     if (whole := find_whole(model)) is None:
         return None
     files = [file for kind in ("*.safetensors", "*.bin") for file in Path(adapter).glob(kind)]
-    of_tower = [
-        name for file in files for name in open_tensors(str(file))[0] if is_of_tower(name)
-    ]
+    of_tower = [name for file in files for name in open_tensors(str(file))[0] if is_of_tower(name)]
     if of_tower:
         raise ModelLoadError(
             f"{adapter} changes an image or audio tower ({len(of_tower)} tensors, such as {of_tower[0]}), which stays "

@@ -222,7 +222,9 @@ def test_a_weight_that_is_not_the_checkpoints_is_refused(gemma, monkeypatch):
     from lightppo.plugins.towers import whole
 
     monkeypatch.setattr(whole.Whole, "name_of", lambda self, name: _twisted(self, name))
-    with pytest.raises(ModelLoadError, match=r"cannot be told from its towers: the model has other"):
+    with pytest.raises(
+        ModelLoadError, match=r"cannot be told from its towers: the model has other"
+    ):
         load_causal_lm(gemma)
 
 
