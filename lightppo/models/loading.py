@@ -211,8 +211,8 @@ class LanguageModel(Protocol):
     def write(self, model: PreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
         """The whole checkpoint, with these weights of the language model."""
 
-    def names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of the language model by the names that they have in the whole checkpoint."""
+    def name_of(self, name: str) -> str:
+        """A weight of the language model alone as the whole checkpoint calls it."""
 
 
 def _language_model(

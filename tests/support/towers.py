@@ -32,7 +32,7 @@ _TOWER = {
 _IMAGES = {"image_size": 8, "patch_size": 4}
 
 
-def gemma3() -> Any:
+def gemma3(**shape: Any) -> Any:
     """Its embeddings are tied; ``AutoModelForCausalLM`` alone would read its tower, too."""
     from transformers import (
         Gemma3Config,
@@ -41,13 +41,13 @@ def gemma3() -> Any:
         SiglipVisionConfig,
     )
 
-    text = Gemma3TextConfig(**TEXT, sliding_window=8)
+    text = Gemma3TextConfig(**TEXT | shape, sliding_window=8)
     vision = SiglipVisionConfig(**_TOWER, **_IMAGES)
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     return Gemma3ForConditionalGeneration(config)
 
 
-def qwen3_5() -> Any:
+def qwen3_5(**shape: Any) -> Any:
     """Linear attention beside full; ``AutoModelForCausalLM`` alone would leave its tower out."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -58,16 +58,16 @@ def qwen3_5() -> Any:
         "hidden_size": 16,
         "intermediate_size": 16,
         "num_heads": 2,
-        "out_hidden_size": 32,
+        "out_hidden_size": (TEXT | shape)["hidden_size"],
     }
     config = Qwen3_5Config(
-        text_config=TEXT | heads | {"layer_types": ["linear_attention", "full_attention"]},
+        text_config=TEXT | heads | shape | {"layer_types": ["linear_attention", "full_attention"]},
         vision_config=tower | {"patch_size": 4, "num_position_embeddings": 16},
     )
     return Qwen3_5ForConditionalGeneration(config)
 
 
-def mistral3() -> Any:
+def mistral3(**shape: Any) -> Any:
     """``AutoModelForCausalLM`` alone does not know it."""
     from transformers import (
         Mistral3Config,
@@ -76,14 +76,14 @@ def mistral3() -> Any:
         PixtralVisionConfig,
     )
 
-    text = MistralConfig(**TEXT, sliding_window=None)
+    text = MistralConfig(**TEXT | shape, sliding_window=None)
     vision = PixtralVisionConfig(**_TOWER, **_IMAGES, head_dim=8)
     return Mistral3ForConditionalGeneration(
         Mistral3Config(text_config=text, vision_config=vision, image_token_index=5)
     )
 
 
-def qwen2_audio() -> Any:
+def qwen2_audio(**shape: Any) -> Any:
     """It reads sound."""
     from transformers import (
         Qwen2AudioConfig,
@@ -92,7 +92,8 @@ def qwen2_audio() -> Any:
         Qwen2Config,
     )
 
-    text = Qwen2Config(**{name: value for name, value in TEXT.items() if name != "head_dim"})
+    told = {name: value for name, value in (TEXT | shape).items() if name != "head_dim"}
+    text = Qwen2Config(**told)
     heads = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
     sound = Qwen2AudioEncoderConfig(**heads, d_model=16, num_mel_bins=8, max_source_positions=8)
     return Qwen2AudioForConditionalGeneration(
@@ -103,13 +104,13 @@ def qwen2_audio() -> Any:
 KINDS = {"gemma3": gemma3, "qwen3_5": qwen3_5, "mistral3": mistral3, "qwen2_audio": qwen2_audio}
 
 
-def save_with_tower(kind: str, folder: Path) -> str:
-    """One of ``KINDS``, with a file of a processor."""
+def save_with_tower(kind: str, folder: Path, **shape: Any) -> str:
+    """One of ``KINDS``, with a file of a processor; ``shape``: of its language model."""
     import torch
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = KINDS[kind]()
+        model = KINDS[kind](**shape)
     for parameter in model.parameters():
         if not parameter.any():  # a weight of zeros would hide what happens to it
             parameter.data.normal_()

@@ -77,7 +77,8 @@ class Whole:
             text.num_labels = config.num_labels
         self.config, self.asked = text, config.to_dict()
         self.as_it_came = AutoConfig.from_pretrained(path)
-        self.base = auto_class._model_mapping[type(text)].base_model_prefix + "."
+        kind = auto_class._model_mapping[type(text)]
+        text.architectures, self.base = [kind.__name__], kind.base_model_prefix + "."
         self.options = {"key_mapping": self._renamed()}
         self.adapter_names = dict.fromkeys(_INSIDE, self.base)
         self.architecture, self.auto_class = _class_of(auto_class, config)
@@ -93,14 +94,16 @@ class Whole:
         return {old: new for old, new in renamed.items() if old != f"^{re.escape(new)}"}
 
     def name_of(self, name: str) -> str:
-        """A tensor of the language model as the checkpoint calls it."""
+        """A weight of the language model alone as the whole checkpoint calls it."""
         if name.startswith(self.base):
             return self.parts.body + name.removeprefix(self.base)
-        return (self.parts.head or "") + name if name.startswith("lm_head.") else name
-
-    def names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of the language model by the names that they have in the whole checkpoint."""
-        return {self.name_of(name): tensor for name, tensor in tensors.items()}
+        if not name.startswith("lm_head."):
+            return name
+        if self.parts.head is not None:
+            return self.parts.head + name
+        # the embedding's, which vLLM wants by both names: beside the body
+        beside = f".{self.parts.body}".endswith(f".{self.base}")
+        return self.parts.body.removesuffix(self.base) + name if beside else name
 
     # -- at the start --------------------------------------------------------------------------------------------------
 
@@ -180,8 +183,8 @@ class Whole:
             given = next((other for other in others if other in trained), None)
             if name not in trained and given is not None:
                 trained[name] = trained[given]
-        trained = self.names(trained)
-        _save(self._shards(trained), folder)
+        named = {self.name_of(name): tensor for name, tensor in trained.items()}
+        _save(self._shards(named), folder)
         for name, content in self.beside.items():
             (folder / name).write_bytes(content)
         told = self._told(next(iter(tensors.values())).dtype)

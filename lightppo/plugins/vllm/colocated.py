@@ -32,7 +32,9 @@ from lightppo.plugins.vllm.weights import (
     SHARED_MEMORY,
     differing_weights,
     full_weights,
+    has_towers,
     trainer_fingerprints,
+    whole_names,
 )
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import Capabilities, SamplingParams, Turn, TurnSource
@@ -486,7 +488,10 @@ class VLLMRolloutEngine(VLLMEngine):
     def _push(self) -> None:
         from lightppo.plugins.vllm.worker import push_weights
 
-        (missing,) = self.llm.collective_rpc(push_weights, args=(full_weights(self.actor),))
+        weights = full_weights(self.actor)
+        if has_towers(self.llm.llm_engine.model_config.hf_config):  # --load_format auto
+            weights = whole_names(self.actor, weights)
+        (missing,) = self.llm.collective_rpc(push_weights, args=(weights,))
         if missing:
             raise RolloutError(
                 f"{len(missing)} weights of the vLLM engine got no value from the actor, first "
