@@ -139,6 +139,8 @@ def _load(
         part, reason = _language_model(auto_class, path, config, flag)
     config = config if part is None else part.config
     model_class = auto_class._model_mapping.get(type(config), None)
+    if reason is not None and model_class is None and not hasattr(config, "auto_map"):
+        raise ModelLoadError(reason)
     kwargs: dict[str, Any] = {
         "attn_implementation": resolve_attn_implementation(
             how.attn_implementation, how.dtype, model_class, config
@@ -198,6 +200,7 @@ class LanguageModel(Protocol):
     """The language model of a checkpoint with more parts, and what keeps the others; ``model.whole`` of that model."""
 
     config: PretrainedConfig  # of the language model alone
+    has_class: bool  # transformers has one for it, which other engines may know
     options: dict[str, Any]  # further ones of from_pretrained
     architecture: str  # the class that the whole checkpoint is of
     auto_class: str  # what reads it
@@ -768,7 +771,7 @@ def untrainable(
         return None
     return (
         f"{name} has an image or audio tower ({len(towers)} tensors, such as {towers[0]}), which training would drop "
-        "or change: train its language model alone, saved as a folder of its own (docs/limits.md says how)"
+        "or change: train its language model alone, saved as a folder of its own, see docs/limits.md"
     )
 
 

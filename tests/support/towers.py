@@ -101,7 +101,28 @@ def qwen2_audio(**shape: Any) -> Any:
     )
 
 
-KINDS = {"gemma3": gemma3, "qwen3_5": qwen3_5, "mistral3": mistral3, "qwen2_audio": qwen2_audio}
+def qwen3_vl(**shape: Any) -> Any:
+    """transformers has its text model without a class for text alone."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    tower |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    text = TEXT | shape
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    config = Qwen3VLConfig(
+        text_config=text | {"rope_parameters": sections},
+        vision_config=tower | {"out_hidden_size": text["hidden_size"]},
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
+KINDS = {
+    "gemma3": gemma3,
+    "qwen3_5": qwen3_5,
+    "mistral3": mistral3,
+    "qwen3_vl": qwen3_vl,
+    "qwen2_audio": qwen2_audio,
+}
 
 
 def save_with_tower(kind: str, folder: Path, **shape: Any) -> str:
@@ -128,7 +149,8 @@ def sums_of(folder: str | Path) -> dict[str, str]:
     sums = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():
+            names = opened.keys()
+            for name in names:
                 tensor = opened.get_tensor(name)
                 about = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
                 content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

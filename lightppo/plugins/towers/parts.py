@@ -77,8 +77,7 @@ def parts_of(names: Iterable[str], checkpoint: str) -> Parts:
 def _refusal(checkpoint: str, reason: str, names: Iterable[str]) -> ModelLoadError:
     return ModelLoadError(
         f"{checkpoint} has an image or audio tower and cannot be trained, because its parts cannot be told apart: "
-        f"{reason}: {listed(names)}. Train its language model alone, saved as a folder of its own (docs/limits.md says "
-        "how)"
+        f"{reason}: {listed(names)}: train its language model alone, saved as a folder of its own, see docs/limits.md"
     )
 
 

@@ -28,6 +28,7 @@ from transformers.utils import cached_file
 from lightppo.errors import ModelLoadError
 from lightppo.files import MANIFEST
 from lightppo.models.loading import checkpoint_files, head_names, is_dropout, open_tensors
+from lightppo.plugins.towers import causal
 from lightppo.plugins.towers.parts import listed, parts_of
 from lightppo.strategy.zero3 import is_sharded
 
@@ -57,6 +58,7 @@ class Whole:
 
     def __init__(self, auto_class: Any, path: str, config: PretrainedConfig, name: str) -> None:
         text = copy.deepcopy(config.get_text_config())
+        self.has_class = type(text) is not type(config) and causal.know(text)
         obstacles = {
             "it brings code of its own": hasattr(config, "auto_map"),
             "it is quantised": getattr(config, "quantization_config", None) is not None,

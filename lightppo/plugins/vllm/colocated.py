@@ -48,7 +48,7 @@ from lightppo.rollout.sampling import (
     request_seed,
 )
 from lightppo.strategy.distributed import on_cuda
-from lightppo.strategy.zero3 import find_hf_model
+from lightppo.strategy.zero3 import find_hf_model, find_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -358,6 +358,11 @@ class VLLMRolloutEngine(VLLMEngine):
         if asked.load_format == "auto" or config.model.trust_remote_code:
             # the weights, or the Python code, are in the checkpoint
             folder = stage_to_local(config.model.pretrain)
+        elif (whole := find_whole(self.actor)) is not None and not whole.has_class:
+            raise ConfigError(
+                f"--rollout_engine vllm has no class for the language model of {whole.architecture} alone: set "
+                "--load_format auto, with which vLLM loads the whole checkpoint"
+            )
         else:
             # What the actor is, which need not be what --pretrain says (--override_config, new
             # tokens).

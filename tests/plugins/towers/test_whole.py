@@ -83,7 +83,8 @@ def test_the_export_is_the_checkpoint_with_new_weights(whole, tmp_path):
     assert auto_class.__name__ in (out / "README.md").read_text()
     loaded, info = auto_class.from_pretrained(out, output_loading_info=True)
     assert [type(loaded).__name__] == json.loads((out / "config.json").read_text())["architectures"]
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     torch.testing.assert_close(log_probs(loaded), log_probs(actor.hf_model), atol=1e-5, rtol=0)
     again = Actor(str(out))
     assert again.hf_model.whole.digest == actor.hf_model.whole.digest
@@ -158,7 +159,8 @@ def test_a_classifier_is_whole_where_transformers_has_its_class(gemma, tmp_path)
         out, output_loading_info=True
     )
     assert type(loaded).__name__ == "Gemma3ForSequenceClassification"
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     assert torch.equal(loaded.score.weight, critic.hf_model.score.weight)
     again = Critic(str(out), init_value_head=False)
     with torch.no_grad():
