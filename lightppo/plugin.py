@@ -157,6 +157,11 @@ LOADING: Table = Table("option of loading a model")
 """What changes weights while they load: the name of an option, and a function of the Hugging Face model that changes it
 in place where the option is set. Every rank then loads the whole model, and its engine shards it."""
 
+LANGUAGE_MODELS: Table = Table("language model of a checkpoint with towers")
+"""What trains of a checkpoint that reads images or sound, too. An entry's function ``(auto_class, path, config, name)``
+returns a :class:`lightppo.models.loading.LanguageModel`, which loads by ``auto_class``; ModelLoadError, with ``name`` in
+front, says why the checkpoint cannot train. The last entry counts."""
+
 MODEL_PATHS: Table = Table("look at a path of a model")
 """What looks at a folder or a name before it is loaded, and where that fails: functions ``(path, flag, kind)``, of which
 kind is ``model`` or ``tokenizer``; ModelLoadError says what is wrong with it."""

@@ -63,6 +63,7 @@ PLUGIN_FLOORS = {
     "verifiers": 3,
     "vllm": 3,
     "supervised": 3,
+    "towers": 3,
     "checks": 4,
     "compat": 4,
     "episodes": 4,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,7 +40,7 @@ from transformers.utils import logging as hf_logging
 from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
 from lightppo.models.packing import VARLEN_TAKES
-from lightppo.plugin import LOADING, MODEL_PATHS
+from lightppo.plugin import LANGUAGE_MODELS, LOADING, MODEL_PATHS
 from lightppo.suggestions import nearest
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,13 @@ def _load(
     any_head: bool = False,
 ) -> PreTrainedModel:
     """A value head is set later, so that it may be missing, or with ``any_head`` of another shape."""
+    part, reason = None, None
+    if not how.init_from_scratch:
+        part, reason = _language_model(auto_class, path, config, flag)
+    config = config if part is None else part.config
     model_class = auto_class._model_mapping.get(type(config), None)
+    if reason is not None and model_class is None and not hasattr(config, "auto_map"):
+        raise ModelLoadError(reason)
     kwargs: dict[str, Any] = {
         "attn_implementation": resolve_attn_implementation(
             how.attn_implementation, how.dtype, model_class, config
@@ -154,44 +160,81 @@ def _load(
                 "output_loading_info": True,
                 "ignore_mismatched_sizes": any_head or zero3 is None,
             }
+            kwargs |= {} if part is None else part.options
             model, info = auto_class.from_pretrained(path, config=config, **kwargs)
             _check_loaded(model, info, f"{flag} {path}", any_head)
     if zero3 is not None:
         _restore_frequencies(model)
+    if part is not None:
+        with _errors_name(path, flag):
+            part.belongs_to(model)
     disable_dropout(model, kept=dropouts(how.override_config or {}))
     for name in how.changed_by:
         LOADING[name].fn(model)
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
-    model.untrainable = _why_untrainable(
-        path, config, flag, model if how.init_from_scratch else None
-    )
+    if how.init_from_scratch:
+        reason = untrainable(config, dict(model.named_parameters()), f"{flag} {path}")
+    model.untrainable = reason
     return model.eval()
 
 
-def check_text_only(path: str, *, flag: str = "--pretrain", **options: Any) -> None:
-    """ModelLoadError for a checkpoint with an image or audio tower, for what trains or exports; reads names alone.
+def check_trainable(path: str, *, flag: str = "--pretrain", **options: Any) -> bool:
+    """Whether what trains of a checkpoint is the language model alone, beside towers. It reads names alone.
 
     ``options`` are fields of :class:`LoadOptions`. Random weights are looked at when they are made.
+
+    Raises:
+        ModelLoadError: an image or audio tower cannot be told from what would train.
     """
     how = LoadOptions.of(options)
     path, config = _load_config(path, flag, how)
-    reason = None if how.init_from_scratch else _why_untrainable(path, config, flag)
+    if how.init_from_scratch:
+        return False
+    part, reason = _language_model(AutoModelForCausalLM, path, config, flag)
     if reason is not None:
         raise ModelLoadError(reason)
+    return part is not None
 
 
-def _why_untrainable(
-    path: str,
-    config: PretrainedConfig,
-    flag: str,
-    built: PreTrainedModel | None = None,
-) -> str | None:
-    """Judges by the tensors of the checkpoint, which may be more than the model has, or of a model ``built`` anew."""
+class LanguageModel(Protocol):
+    """The language model of a checkpoint with more parts, and what keeps the others; ``model.whole`` of that model."""
+
+    config: PretrainedConfig  # of the language model alone
+    has_class: bool  # transformers has one for it, which other engines may know
+    options: dict[str, Any]  # further ones of from_pretrained
+    architecture: str  # the class that the whole checkpoint is of
+    auto_class: str  # what reads it
+    # of adapters: names in the whole model, as patterns, → in the language model alone
+    adapter_names: dict[str, str]
+    digest: str  # of all that stays as it came; the checkpoints of a run remember it
+
+    def belongs_to(self, model: PreTrainedModel) -> None:
+        """Becomes ``model.whole``, if ``model`` has what the checkpoint has. Under ZeRO-3 collective."""
+
+    def write(self, model: PreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
+        """The whole checkpoint, with these weights of the language model."""
+
+    def name_of(self, name: str) -> str:
+        """A weight of the language model alone as the whole checkpoint calls it."""
+
+
+def _language_model(
+    auto_class: Any, path: str, config: PretrainedConfig, flag: str
+) -> tuple[LanguageModel | None, str | None]:
+    """What to load of a checkpoint with towers, or why it cannot train; neither for a text model."""
     if not reads_more_than_text(config):
-        return None
+        return None, None
     with _errors_name(path, flag):
-        tensors = _checkpoint_files(path) if built is None else dict(built.named_parameters())
-    return untrainable(config, tensors, f"{flag} {path}")
+        reason = untrainable(config, checkpoint_files(path), f"{flag} {path}")
+    if reason is None:
+        return None, None
+    entry = next(reversed(LANGUAGE_MODELS.values()), None)
+    if entry is None:
+        return None, reason
+    try:
+        return entry.fn(auto_class, path, config, f"{flag} {path}"), None
+    except ModelLoadError as error:
+        return None, str(error)
 
 
 def _check_loaded(
@@ -225,7 +268,12 @@ def load_config(
     **options: Any,
 ) -> PretrainedConfig:
     """The config that a model of this path would have; ``options`` are fields of :class:`LoadOptions`."""
-    return _load_config(path, flag, LoadOptions.of(options))[1]
+    how = LoadOptions.of(options)
+    path, config = _load_config(path, flag, how)
+    if how.init_from_scratch:
+        return config
+    part, _ = _language_model(AutoModelForCausalLM, path, config, flag)
+    return config if part is None else part.config
 
 
 def _load_config(
@@ -346,12 +394,13 @@ def dropouts(override_config: dict[str, Any]) -> list[float]:
     for name, value in override_config.items():
         if isinstance(value, dict):
             rates += dropouts(value)
-        elif _is_dropout(name) and isinstance(value, float):
+        elif is_dropout(name) and isinstance(value, float):
             rates.append(value)
     return rates
 
 
-def _is_dropout(name: str) -> bool:
+def is_dropout(name: str) -> bool:
+    """Whether an entry of a config is a rate of dropout, or of a router's jitter."""
     return "drop" in name or "jitter" in name
 
 
@@ -359,7 +408,7 @@ def _zero_dropout_attributes(
     owner: PretrainedConfig | nn.Module, kept: Container[float] = ()
 ) -> None:
     for key, value in list(vars(owner).items()):
-        if isinstance(value, float) and _is_dropout(key) and value not in kept:
+        if isinstance(value, float) and is_dropout(key) and value not in kept:
             setattr(owner, key, 0.0)
 
 
@@ -495,6 +544,11 @@ _HEAD_LIKE = re.compile(
 )
 
 
+def is_value_head(name: str) -> bool:
+    """Whether a tensor looks like the head of a critic or reward model."""
+    return _HEAD_LIKE.search(name) is not None
+
+
 def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
     """Name and module of the linear layer that makes the score."""
     children = model.named_children()
@@ -550,7 +604,7 @@ def _head_from_checkpoint(
     flag: str,
 ) -> Tensor | None:
     """The head's weight (1, hidden); None for a critic whose checkpoint has none."""
-    files = _checkpoint_files(path)
+    files = checkpoint_files(path)
     fitting = [
         name for name in files if re.search(rf"(^|\.){re.escape(prefix)}\.(weight|bias)$", name)
     ]
@@ -575,7 +629,7 @@ def _head_from_checkpoint(
             )
         logger.info("%s has no %s.weight; the critic's value head is new", path, prefix)
         return None
-    _, read = _tensors(cached_file(path, files[fitting[0]]))
+    _, read = open_tensors(cached_file(path, files[fitting[0]]))
     weight = read(fitting[0])
     if weight.dim() != 2 or weight.shape[0] != 1:
         raise ModelLoadError(
@@ -584,18 +638,18 @@ def _head_from_checkpoint(
     return weight
 
 
-def _checkpoint_files(path: str) -> dict[str, str]:
+def checkpoint_files(path: str) -> dict[str, str]:
     """Which file of a local folder or a hub id holds which tensor, {name: file}."""
     find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
     for filename in ("model.safetensors", "pytorch_model.bin"):
         if (index := find(f"{filename}.index.json")) is not None:
             return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         if (whole := find(filename)) is not None:
-            return dict.fromkeys(_tensors(whole)[0], filename)
+            return dict.fromkeys(open_tensors(whole)[0], filename)
     return {}
 
 
-def _tensors(file: str) -> tuple[Iterable[str], Callable[[str], Tensor]]:
+def open_tensors(file: str) -> tuple[Iterable[str], Callable[[str], Tensor]]:
     """Names of a checkpoint file's tensors, and a function that reads one by name, on the CPU."""
     if file.endswith(".safetensors"):
         opened = safe_open(file, framework="pt")
@@ -694,7 +748,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 _PART = re.compile(r"vision|visual|image|audio|speech|video|vq")  # in the name of a config's part
 _TENSOR = re.compile(
-    r"(^|[._])(vision|visual|image|audio|speech|video|vq|multi_modal|multimodal|mm_projector|vpm|apm|resampler)"
+    r"(^|[._])(vision|visual|image|audio|speech|video|vq|multi_modal|multimodal|mm_projector|vpm|apm|resampler"
+    r"|connector|projector|aligner|perceiver)"
 )
 
 _MAPPINGS = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
@@ -711,13 +766,18 @@ def untrainable(
     """
     if not reads_more_than_text(config):
         return None
-    towers = [tensor for tensor in tensors if _TENSOR.search(tensor)]
+    towers = [tensor for tensor in tensors if is_of_tower(tensor)]
     if not towers:
         return None
     return (
         f"{name} has an image or audio tower ({len(towers)} tensors, such as {towers[0]}), which training would drop "
-        "or change: train its language model alone, saved as a folder of its own (docs/limits.md says how)"
+        "or change: train its language model alone, saved as a folder of its own, see docs/limits.md"
     )
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a tensor of such a checkpoint, or a part of it, is of a tower or between tower and language model."""
+    return _TENSOR.search(name) is not None
 
 
 def reads_more_than_text(config: PretrainedConfig) -> bool:

@@ -8,6 +8,7 @@ SHIPPED = (
     "sources",
     "algorithms",
     "adapters",
+    "towers",
     "kernels",
     "vllm",
     "verifiers",

@@ -29,6 +29,7 @@ from lightppo.plugin import CHECKPOINT_LOADERS
 from lightppo.ranks import Ranks
 from lightppo.strategy.zero3 import (
     find_adapters,
+    find_whole,
     forget_secondary_shard,
     get_engine,
     has_optimizer,
@@ -87,6 +88,7 @@ def save_checkpoint(
     adapters = find_adapters(model)
     meta = {"format": _FORMAT, "sealed": True, **_shape(engine)}
     meta["adapters"] = None if adapters is None else str(adapters)
+    meta["towers"] = digest_of_towers(model)
     written = _WrittenFiles(staging)
     _write_engine(ranks, engine, written, has_adapters=adapters is not None)
     if adapters is not None:
@@ -250,6 +252,7 @@ def load_checkpoint(
         raise CheckpointError(f"{path} is damaged: {'; '.join(damaged)}")
     _require_plain(ranks, path)
     adapters = find_adapters(model)
+    check_towers(path, digest_of_towers(model))
     meta = _check_fits(
         ranks,
         engine,
@@ -571,6 +574,25 @@ def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> lis
 
 def _size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+# -- towers: no checkpoint holds them, only the digest by which they are compared ----------------------------------------
+
+
+def digest_of_towers(model: Any) -> str | None:
+    """Of what exports have beside the model, see :class:`lightppo.models.loading.LanguageModel`; None: nothing."""
+    whole = find_whole(model)
+    return None if whole is None else whole.digest
+
+
+def check_towers(path: Path, digest: str | None) -> None:
+    """CheckpointError unless a checkpoint's exports have the same towers as before; older lightppo saved none."""
+    meta = read_meta(path)
+    if meta.get("towers") != digest:
+        raise CheckpointError(
+            f"{path} was trained beside other image or audio towers, or none: give the --pretrain (for a critic, the "
+            "--critic_pretrain; of lightppo convert, the --base) that it was trained from, unchanged"
+        )
 
 
 # -- frozen weights, beside which adapters are trained: no checkpoint holds them, only sums by which they are compared --

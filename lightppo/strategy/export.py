@@ -23,6 +23,7 @@ from lightppo.strategy.checkpoint import bytes_of
 from lightppo.strategy.zero3 import (
     find_adapters,
     find_hf_model,
+    find_whole,
     full_state_dict,
     load_full_state_dict,
     unwrap_model,
@@ -118,22 +119,16 @@ def _write(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        with _savable(hf_model):
-            hf_model.save_pretrained(str(staging), state_dict=whole)
+        if (around := find_whole(hf_model)) is not None:
+            around.write(hf_model, whole, staging)
+        else:
+            with _savable(hf_model):
+                hf_model.save_pretrained(str(staging), state_dict=whole)
         if adapters is not None:
             adapters.write(state_dict, staging / ADAPTER)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(staging))
-        auto_class = (
-            "AutoModelForCausalLM"
-            if hf_model.can_generate()
-            else "AutoModelForSequenceClassification"
-        )
-        names = {
-            "name": output_dir.name,
-            "architecture": type(hf_model).__name__,
-            "auto_class": auto_class,
-        }
+        names = {"name": output_dir.name, **_class_of(hf_model)}
         for name, text in {"README.md": _MODEL_CARD.format(**names), **files}.items():
             (staging / name).write_text(text)
         files_in_use().seal(staging, **facts)
@@ -145,6 +140,14 @@ def _write(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return written
+
+
+def _class_of(hf_model: Any) -> dict[str, str]:
+    """What is saved, and what reads it."""
+    if (around := find_whole(hf_model)) is not None:
+        return {"architecture": around.architecture, "auto_class": around.auto_class}
+    task = "CausalLM" if hf_model.can_generate() else "SequenceClassification"
+    return {"architecture": type(hf_model).__name__, "auto_class": f"AutoModelFor{task}"}
 
 
 def _is_export(folder: Path) -> bool:

@@ -119,6 +119,15 @@ def find_adapters(model: Any) -> Any | None:
     return adapters
 
 
+def find_whole(model: Any) -> Any | None:
+    """The checkpoint with towers that the Hugging Face model inside is a part of, or None.
+
+    It is a :class:`lightppo.models.loading.LanguageModel`.
+    """
+    found = list(_hf_models(unwrap_model(model)).values())
+    return getattr(found[0], "whole", None) if len(found) == 1 else None
+
+
 # -- shards ------------------------------------------------------------------------------------------------------------
 
 

@@ -209,7 +209,7 @@ def begin(config: PPOConfig) -> Building:
     building.check("options")
     check_lengths(resolved, model_config(resolved))
     if not resolved.evaluation.val_only:
-        check_text_only(resolved)
+        check_trainable(resolved)
     building.tokenizer = build_tokenizer(resolved)
     check_sampled_tokens(resolved, building.tokenizer)
     building.teacher = check_tokenizers(resolved, building.tokenizer, strategy)
@@ -394,11 +394,11 @@ def model_config(config: OptionSet) -> Any:
     return loading.load_config(stage_to_local(config.model.pretrain), **loading_options(config))
 
 
-def check_text_only(config: OptionSet) -> None:
-    """ModelLoadError where a model that will train has an image or audio tower; of a PPO run the critic's too."""
+def check_trainable(config: OptionSet) -> None:
+    """ModelLoadError where what trains cannot be told from image or audio towers; of a PPO run the critic's too."""
     options = loading_options(config)
     pretrain = config.model.pretrain
-    loading.check_text_only(stage_to_local(pretrain), **options)
+    loading.check_trainable(stage_to_local(pretrain), **options)
     if (
         isinstance(config, PPOConfig)
         and needs_critic(config)
@@ -406,7 +406,7 @@ def check_text_only(config: OptionSet) -> None:
     ):
         path = stage_to_local(config.model.critic_pretrain)
         options["init_from_scratch"] = False
-        loading.check_text_only(path, flag="--critic_pretrain", **options)
+        loading.check_trainable(path, flag="--critic_pretrain", **options)
 
 
 def loading_options(config: OptionSet) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class FakeVLLM(JsonServer):
             "gpu": None,
             "sleep_mode": False,
             "architecture": architecture,
+            "towers": False,
         }
         self._active, self._arrived, self._group = False, {}, None
         super().__init__(port)

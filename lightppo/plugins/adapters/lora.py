@@ -28,13 +28,16 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.models.loading import (
     head_names,
+    is_of_tower,
     load_causal_lm,
     load_config,
     load_sequence_classifier,
+    open_tensors,
     value_head,
 )
 from lightppo.models.wrapper import PretrainedWrapper, Role
 from lightppo.plugins.adapters.quantised import check_bitsandbytes, dense_weight, quantised_layers
+from lightppo.strategy.zero3 import find_whole
 
 _NAME = "default"  # peft's name for the only adapter
 _BASE = ".base_layer."  # between the names of a layer with an adapter and of its frozen weight
@@ -259,7 +262,9 @@ def load_merged(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys")
         try:
-            wrapped = PeftModel.from_pretrained(model, str(adapter))
+            wrapped = PeftModel.from_pretrained(
+                model, str(adapter), key_mapping=_names_inside(model, adapter)
+            )
         except pickle.UnpicklingError as error:  # peft, too, reads with weights_only
             raise ModelLoadError(tensor_file.explained(adapter, error)) from error
         except (UserWarning, RuntimeError, ValueError) as error:
@@ -278,6 +283,20 @@ def load_merged(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")
         return wrapped.merge_and_unload()
+
+
+def _names_inside(model: PreTrainedModel, adapter: str | os.PathLike[str]) -> dict[str, str] | None:
+    """For peft: where the language model of a checkpoint with towers has what the whole one has; None: as they are."""
+    if (whole := find_whole(model)) is None:
+        return None
+    files = [file for kind in ("*.safetensors", "*.bin") for file in Path(adapter).glob(kind)]
+    of_tower = [name for file in files for name in open_tensors(str(file))[0] if is_of_tower(name)]
+    if of_tower:
+        raise ModelLoadError(
+            f"{adapter} changes an image or audio tower ({len(of_tower)} tensors, such as {of_tower[0]}), which stays "
+            "as it is here: merge it by peft"
+        )
+    return whole.adapter_names
 
 
 def layer_of(name: str) -> str:

@@ -311,7 +311,7 @@ def begin(config: SupervisedConfig) -> building.Building:
     asked = config.resolved()
     run = building.Building(given=config, asked=asked, config=asked, strategy=strategy)
     run.check("options")
-    building.check_text_only(asked)
+    building.check_trainable(asked)
     run.check("folders")
     run.tokenizer = building.build_tokenizer(run.config)
     if (reference := run.config.flat().get("ref_pretrain")) is not None:

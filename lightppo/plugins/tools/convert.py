@@ -91,7 +91,7 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
             note = "trained beside weights in 4 bits: merged into the dense ones it is not quite the trained model"
             print(f"note: this adapter was {note}, which {run} is", flush=True)
         model, tokenizer = open_adapter(args.adapter, args.base, args.trust_remote_code)
-        if model.untrainable is not None:  # the sum would be written without its tower
+        if model.untrainable is not None:  # it may lack a tower
             raise ModelLoadError(model.untrainable)
         return model, tokenizer
 
@@ -188,10 +188,10 @@ def checkpoint_options(folder: Path) -> dict[str, Any]:
 def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
     """Model (an actor or a critic) and tokenizer of a checkpoint, whose manifest is checked before."""
     from lightppo.files import stage_to_local
-    from lightppo.models.loading import check_text_only, get_tokenizer
+    from lightppo.models.loading import check_trainable, get_tokenizer
     from lightppo.plugins.reshape.checkpoints import load_weights, saved_names
     from lightppo.ranks import Alone
-    from lightppo.strategy.checkpoint import damage, read_meta
+    from lightppo.strategy.checkpoint import check_towers, damage, digest_of_towers, read_meta
 
     meta = read_meta(folder)
     if found := damage(Alone(), folder):
@@ -205,13 +205,17 @@ def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> 
     )
     if start is None:
         raise CheckpointError(f"{folder} does not name the model that it started from: set --base")
-    if not options.get("init_from_scratch"):  # a tower would be lost in what is written
+    has_towers = False
+    if not options.get("init_from_scratch"):
         loading = {
             "trust_remote_code": trust_remote_code,
             "external_lib": options.get("external_lib"),
         }
-        check_text_only(stage_to_local(start), flag="--base", **loading)
-    model = _model_for(meta, options, stage_to_local(start), has_value_head, trust_remote_code)
+        has_towers = check_trainable(stage_to_local(start), flag="--base", **loading)
+    model = _model_for(
+        meta, options, stage_to_local(start), has_value_head, trust_remote_code, has_towers
+    )
+    check_towers(folder, digest_of_towers(model))
     load_weights(model, folder, meta)
     words = base or options.get("tokenizer_path") or start
     return model, get_tokenizer(
@@ -225,8 +229,10 @@ def _model_for(
     start: str,
     has_value_head: bool,
     trust_remote_code: bool,
+    has_towers: bool,
 ) -> Any:
-    """A model that a checkpoint's weights fit; its own are the base's under adapters, else of no meaning."""
+    """A model that a checkpoint's weights fit; its own are the base's under adapters and beside towers, else of no
+    meaning."""
     from contextlib import nullcontext
 
     import torch
@@ -243,7 +249,8 @@ def _model_for(
         for name in ("external_lib", "init_from_scratch", "seed")
         if name in options
     }
-    if not meta["adapters"]:
+    reads_weights = bool(meta["adapters"]) or has_towers
+    if not reads_weights:
         settings["init_from_scratch"] = True
     if options.get("override_config"):
         settings["override_config"] = json.loads(options["override_config"])
@@ -251,7 +258,7 @@ def _model_for(
         settings["init_value_head"] = True  # the trained head is in the checkpoint
     if meta["adapters"]:
         settings["load_in_4bit"] = options.get("load_in_4bit", False)
-    with nullcontext() if meta["adapters"] else no_init_weights():
+    with nullcontext() if reads_weights else no_init_weights():
         model = (Critic if has_value_head else Actor)(start, **settings)
     if meta["adapters"]:
         alpha, targets = options.get("lora_alpha") or 16.0, tuple(options.get("target_modules", ()))

@@ -32,7 +32,9 @@ from lightppo.plugins.vllm.weights import (
     SHARED_MEMORY,
     differing_weights,
     full_weights,
+    has_towers,
     trainer_fingerprints,
+    whole_names,
 )
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import Capabilities, SamplingParams, Turn, TurnSource
@@ -46,7 +48,7 @@ from lightppo.rollout.sampling import (
     request_seed,
 )
 from lightppo.strategy.distributed import on_cuda
-from lightppo.strategy.zero3 import find_hf_model
+from lightppo.strategy.zero3 import find_hf_model, find_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -356,6 +358,11 @@ class VLLMRolloutEngine(VLLMEngine):
         if asked.load_format == "auto" or config.model.trust_remote_code:
             # the weights, or the Python code, are in the checkpoint
             folder = stage_to_local(config.model.pretrain)
+        elif (whole := find_whole(self.actor)) is not None and not whole.has_class:
+            raise ConfigError(
+                f"--rollout_engine vllm has no class for the language model of {whole.architecture} alone: set "
+                "--load_format auto, with which vLLM loads the whole checkpoint"
+            )
         else:
             # What the actor is, which need not be what --pretrain says (--override_config, new
             # tokens).
@@ -486,7 +493,10 @@ class VLLMRolloutEngine(VLLMEngine):
     def _push(self) -> None:
         from lightppo.plugins.vllm.worker import push_weights
 
-        (missing,) = self.llm.collective_rpc(push_weights, args=(full_weights(self.actor),))
+        weights = full_weights(self.actor)
+        if has_towers(self.llm.llm_engine.model_config.hf_config):  # --load_format auto
+            weights = whole_names(self.actor, weights)
+        (missing,) = self.llm.collective_rpc(push_weights, args=(weights,))
         if missing:
             raise RolloutError(
                 f"{len(missing)} weights of the vLLM engine got no value from the actor, first "

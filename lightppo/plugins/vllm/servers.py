@@ -42,9 +42,11 @@ from lightppo.plugins.vllm.weights import (
     full_weights,
     open_transport,
     trainer_fingerprints,
+    whole_names,
 )
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import SamplingParams, Turn, TurnSource
+from lightppo.strategy.zero3 import find_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -273,6 +275,9 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 open_transport(self.config.engine, next(self.hf_model.parameters()).device)
             ) as way:
                 lost |= self._failures(each(partial(self._open, way, first)))
+                weights = self._named(
+                    weights, [i for i in range(len(self.servers)) if i not in lost]
+                )
                 under_way: dict[int, Future] = {}
                 for bucket in buckets(weights):  # gathered while the one before travels
                     packed = way.pack(bucket)
@@ -314,6 +319,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 f"{server.name} serves {served['model']}, which is not the model of --pretrain "
                 f"{self.config.model.pretrain}: {', '.join(odd)}; start it with that model"
             )
+        if served["towers"] and find_whole(self.actor) is None:
+            raise RequestError(
+                f"{server.name} serves {served['model']}, which has an image or audio tower; the model of --pretrain "
+                f"{self.config.model.pretrain} has none: start the server with that model"
+            )
         if served["max_model_len"] < longest:
             raise RequestError(
                 f"{server.name} takes {served['max_model_len']} tokens, prompt and response may have {longest}: "
@@ -325,6 +335,22 @@ class VLLMServerRolloutEngine(VLLMEngine):
         server.pause()
         way.open(server)
         server.post("/start_weight_update")
+
+    def _named(
+        self, weights: Iterator[tuple[str, Tensor]], opened: list[int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """By the names of what the servers serve: of the language model alone, or of a checkpoint with towers.
+
+        A RolloutError where they do not all serve the same: each bucket is packed once.
+        """
+        with_towers = [i for i in opened if self.servers[i].described["towers"]]
+        if with_towers and len(with_towers) < len(opened):
+            names = ", ".join(self.servers[i].name for i in with_towers)
+            raise RolloutError(
+                f"--vllm_server_url: {names} serve a checkpoint with its towers, the others its language model alone: "
+                "start all with the same folder"
+            )
+        return whole_names(self.actor, weights) if with_towers else weights
 
     def _begin(
         self,

@@ -31,6 +31,7 @@ from lightppo.strategy.zero3 import (
     find_adapters,
     find_engine,
     find_hf_model,
+    find_whole,
     full_shape,
     zero_stage_of,
 )
@@ -43,7 +44,7 @@ GATHERED_NUMEL = 1 << 26
 BUCKET_BYTES = 256 << 20
 """Weights that travel together, one tensor at least. Two buckets are held at a time."""
 SHARED_MEMORY = Path("/dev/shm")
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised whenever trainer and servers have to be of the same version of lightppo."""
 
 Bucket = list[tuple[str, Tensor]]
@@ -85,6 +86,13 @@ def full_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
             else {name: tensor.detach() for name, tensor in tensors.items()}
         )
         yield from convert(whole if adapters is None else adapters.merged(whole)).items()
+
+
+def whole_names(actor: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """:func:`full_weights` by the names of the checkpoint with towers that the actor is a part of. Collective."""
+    whole = find_whole(actor)
+    for name, tensor in weights:
+        yield whole.name_of(name), tensor
 
 
 def _layer_of(name: str) -> str:
@@ -144,6 +152,11 @@ def architecture(config: Any) -> dict[str, Any]:
     """What two models must have in common to take the same weights: entries of a Hugging Face config, where set."""
     text = config.get_text_config(decoder=True)
     return {name: value for name in _SHAPES if (value := getattr(text, name, None)) is not None}
+
+
+def has_towers(config: Any) -> bool:
+    """Whether an engine with this Hugging Face config has more than a language model."""
+    return config.get_text_config(decoder=True) is not config
 
 
 # -- how they travel ---------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from lightppo.plugins.vllm.weights import (
     NCCLGroup,
     architecture,
     gpu_of,
+    has_towers,
     probe_vector,
 )
 
@@ -143,7 +144,9 @@ class Reload:
     def __init__(self, model: Any, model_config: Any) -> None:
         self._model = model
         self._config = model_config
-        self._left = {name for name, _ in model.named_parameters()}
+        # towers keep what they have
+        self._part = model.get_language_model() if has_towers(model_config.hf_config) else model
+        self._left = self._pushed_names()
         # False for models that only have the embedding where the head is tied to it (Gemma).
         tied = model_config.hf_config.get_text_config().tie_word_embeddings
         self._has_head = not tied or any(
@@ -152,25 +155,30 @@ class Reload:
         if current_platform.is_cpu():
             # vLLM 0.32 packs the experts of a mixture for a CPU at their first loading only, and takes them for packed
             # after. On a GPU nothing may be made anew: CUDA graphs hold the addresses.
-            for module in model.modules():
+            for module in self._part.modules():
                 if (
                     getattr(method := getattr(module, "quant_method", None), "moe_kernel", None)
                     is not None
                 ):
                     method.moe_kernel = None
-        initialize_layerwise_reload(model)
+        initialize_layerwise_reload(self._part)
         # but those that vLLM computes, such as scales where it quantises: checkpoints do not have them
-        self._left &= {name for name, _ in model.named_parameters()}
+        self._left &= self._pushed_names()
+
+    def _pushed_names(self) -> set[str]:
+        """Parameters that weights go into, as the whole model calls them."""
+        own = {id(parameter) for parameter in self._part.parameters()}
+        return {name for name, parameter in self._model.named_parameters() if id(parameter) in own}
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         loaded = self._model.load_weights(
-            pair for pair in weights if self._has_head or pair[0] != "lm_head.weight"
+            pair for pair in weights if self._has_head or not pair[0].endswith("lm_head.weight")
         )
         self._left = set() if loaded is None else self._left - set(loaded)
 
     def finish(self) -> list[str]:
         """The parameters that no weight went into."""
-        finalize_layerwise_reload(self._model, self._config)
+        finalize_layerwise_reload(self._part, self._config)
         return sorted(self._left)
 
     def abandon(self) -> None:
@@ -181,12 +189,12 @@ class Reload:
             get_layerwise_info,
         )
 
-        for layer in self._model.modules():
+        for layer in self._part.modules():
             info = get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
                 _place_kernel_tensors(layer, info)
             info.reset()
-        finalize_layerwise_reload(self._model, self._config)
+        finalize_layerwise_reload(self._part, self._config)
 
 
 def _step(method: Callable[..., None]) -> Callable[..., None]:
@@ -300,6 +308,7 @@ class WorkerExtension:
             "gpu": gpu_of(self.device),
             "sleep_mode": bool(model.enable_sleep_mode),
             "architecture": architecture(model.hf_config),
+            "towers": has_towers(model.hf_config),
         }
 
     def lightppo_problem(self) -> dict[str, str | None]:
@@ -323,7 +332,10 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
     Linear layers are asked for their output: on a CPU their packed weights cannot be read.
     """
     model = worker.model_runner.get_model()
-    dtype = worker.model_runner.vllm_config.model_config.dtype
+    config = worker.model_runner.vllm_config.model_config
+    dtype = config.dtype
+    if has_towers(config.hf_config):
+        model = model.get_language_model()
     device = next(model.parameters()).device
     prints: dict[str, Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
