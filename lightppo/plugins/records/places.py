@@ -177,15 +177,16 @@ def _named(values: Mapping[str, Any], flags: Iterable[str]) -> Iterator[tuple[st
         if flag in CODE:
             texts = [_without_name(text) for text in texts if not text.lstrip().startswith("{")]
         if flag in WORLDS:
-            texts = [text for text in texts if not is_object(text)]
             texts = filter(None, map(file_of_world, texts))
         if flag == "resume":
             texts = [text for text in texts if text not in ("auto", "never")]
         yield from ((f"--{flag}", text) for text in texts if text)
 
 
-def file_of_world(entry: str) -> str | None:
-    """The file of ``path.py:f,g``, ``NAME=path.py:Class`` or ``openrlhf:path.py``; None: the entry names none."""
+def file_of_world(entry: Any) -> str | None:
+    """The file of ``path.py:f,g``, ``NAME=path.py:Class`` or ``openrlhf:path.py``; None: an object, or it names none."""
+    if is_object(entry):
+        return None
     found = re.fullmatch(r"(?:[\w-]+=)?(?:openrlhf:)?(.+\.py)(?::[^/]*)?", entry)
     return found[1] if found else None
 
