@@ -324,7 +324,7 @@ def test_options_of_functions():
 
 def test_options_of_servers(source):
     options = {"on_reward_failure": "unscored", "remote_rm_retries": 2, "remote_rm_timeout": 7.0}
-    remote = source(remote_rm_url=["http://127.0.0.1:9/score"], **options)
+    remote = source(remote_rm_url=["http://127.0.0.1:9/score"], tape="off", **options)
     assert isinstance(remote, RemoteReward)
     assert (remote.retries, remote.timeout, remote.on_reward_failure) == (2, 7.0, "unscored")
     with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE"):

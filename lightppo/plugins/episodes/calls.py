@@ -32,6 +32,9 @@ class Direct:
     def end(self) -> None:
         """The episode has ended, well or not."""
 
+    def flush(self) -> None:
+        """Nothing more comes."""
+
     async def ask(self, place: Place, turn: int, call: Call, **given: Any) -> Any:
         """What the environment answers to a call in a turn, from 1. EnvironmentFailed: it failed."""
         begin = time.monotonic()
@@ -56,6 +59,9 @@ class Recording(Direct):
 
     def end(self) -> None:
         self.reel.end()
+
+    def flush(self) -> None:
+        self.reel.flush()
 
     async def ask(self, place: Place, turn: int, call: Call, **given: Any) -> Any:
         try:

@@ -186,6 +186,13 @@ class EpisodeEngine:
         return replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
 
     async def _played(self, episode: Episode) -> Rollout:
+        """The episode; what it was told so far is written down if an error breaks it off."""
+        try:
+            return await self._tried(episode)
+        finally:
+            episode.calls.flush()
+
+    async def _tried(self, episode: Episode) -> Rollout:
         """The episode, tried again where its environment fails; one without tokens if it always does."""
         tries: list[EnvironmentFailed] = []
         begin = time.monotonic()

@@ -20,6 +20,7 @@ from lightppo.errors import UserError
 FOLDER = "tape"
 VERSION = 1
 HEADER = "tape"  # kind of a file's first entry
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _NAME = re.compile(r"step(\d+)_rank(\d+)of(\d+)\.jsonl")
 _TAIL = re.compile(rb',"hash":"([0-9a-f]{64})"\}\Z')
 # What tells which reply an entry holds, in the order in which it is said.
@@ -98,7 +99,7 @@ def chained(entries: Iterable[Mapping[str, Any]], before: str) -> tuple[bytes, l
     """
     lines, hashes = [], []
     for entry in entries:
-        body = json.dumps(entry, separators=(",", ":")).encode()
+        body = _encode(entry).encode()
         before = _hash(before, body)
         hashes.append(before)
         lines.append(body[:-1] + b',"hash":"' + before.encode() + b'"}\n')

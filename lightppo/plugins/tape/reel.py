@@ -11,9 +11,14 @@ from typing import Any
 from lightppo.plugins.tape.chain import Entry, TapeError, described
 from lightppo.plugins.tape.tape import END, Tape
 
+_SLOW = 0.01  # seconds
+
 
 class Reel:
     """The entries of one episode, tried once or more often.
+
+    Entries are written together at the end of a try, as an episode that breaks off is played again, and a write of each
+    would cost more than all else. What took long to get, such as a reply of a paid service, is written at once.
 
     Args:
         key: batch, prompt and sample.
@@ -28,6 +33,7 @@ class Reel:
         self.taken = tape.whole_take(key) if may_answer or tape.plays else None
         self.number = 0  # of the try
         self._next = 0  # entry
+        self._waiting: list[Entry] = []  # to be written
         batch, prompt, sample = key
         self._place = {"batch": batch, "prompt": prompt, "sample": sample}
         self._place |= {"sample_index": sample_index, "take": tape.next_take(key)}
@@ -48,14 +54,23 @@ class Reel:
         self.number = number
 
     def write(self, kind: str, turn: int, **content: Any) -> None:
-        """Add an entry."""
+        """Add an entry; at once, if it took ``seconds``."""
         place = {**self._place, "try": self.number, "turn": turn}
-        self.tape.write({"kind": kind, **place, **content})
+        self._waiting.append({"kind": kind, **place, **content})
+        if content.get("seconds", 0.0) >= _SLOW:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self.tape.write(*waiting)
 
     def end(self) -> None:
         """The episode has ended; from here on it answers as a whole."""
         if not self.answers:
-            self.tape.write({"kind": END, **self._place, "tries": self.number + 1})
+            self._waiting.append({"kind": END, **self._place, "tries": self.number + 1})
+            self.flush()
 
     def is_next(self, **content: Any) -> bool:
         """Whether the next entry is such a one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ from support.fakes import FakeStrategy
 from support.puppet import Puppet, prompt_of
 
 from lightppo import EnvFailure, Reply, ToolError
+from lightppo.errors import RolloutError
 from lightppo.plugins.episodes.calls import AnsweredEnvironments, told_of
 from lightppo.plugins.episodes.chat_format import ChatFormat
 from lightppo.plugins.episodes.environments import Environments
@@ -163,3 +165,14 @@ def test_objects_that_reward_functions_ask_are_on_no_tape(engine_of, tokenizer):
     played = engine_of(["never"] * 9, plays=True).generate(prompts, SAMPLING)
     assert [one.environment for one in played] == [None, None]
     assert [one.messages for one in played] == [one.messages for one in resumed]
+
+
+def test_an_error_that_ends_the_run_is_met_again(engine_of, tokenizer):
+    prompts, sampling = [prompt_of("What?" * 99, tokenizer, index=7)], replace(SAMPLING, n=1)
+    limit = r"prompt 7 has \d+ tokens with what its environment adds"
+    with pytest.raises(RolloutError, match=limit):
+        engine_of(SAID).generate(prompts, sampling)
+    asked = list(Shop.asked)
+    with pytest.raises(RolloutError, match=limit):
+        engine_of(SAID, plays=True).generate(prompts, sampling)
+    assert Shop.asked == asked

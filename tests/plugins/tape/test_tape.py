@@ -33,6 +33,7 @@ def play(tape: Tape, key=KEY, word="hi", ends=True) -> Reel:
     reel.write("turn", 1, tokens=[4], word=word)
     if ends:
         reel.end()
+    reel.flush()
     return reel
 
 
@@ -53,6 +54,19 @@ def test_one_that_broke_off_is_another_take(folder):
     again = Reel(tape_at(folder), KEY, 1)
     assert again.read("call", 0)["take"] == 2
     assert again.read("turn", 1)["word"] == "ho"
+
+
+def test_what_took_long_is_written_at_once_and_the_rest_at_the_end(folder):
+    reel = Reel(tape_at(folder), KEY, 1)
+    reel.write("turn", 1, tokens=[4])
+    assert not folder.exists()
+    reel.write("call", 1, place="step", seconds=0.5)
+    path = folder / file_name(1, 0, 1)
+    assert [entry["kind"] for entry in read_strip(path).entries[1:]] == ["turn", "call"]
+    reel.write("call", 1, place="get_reward", seconds=0.001)
+    assert len(read_strip(path).entries) == 3
+    reel.end()
+    assert [entry["kind"] for entry in read_strip(path).entries[3:]] == ["call", "end"]
 
 
 def test_nothing_is_read_of_what_this_process_wrote(folder):
