@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from lightppo.rollout.decode import (
     can_use_slots,
 )
 from lightppo.rollout.engine import Capabilities, SamplingParams, Turn, TurnSource
-from lightppo.rollout.kept_rows import KeptRows, spare_bytes
+from lightppo.rollout.kept_rows import KeptRows, free_bytes
 from lightppo.rollout.sampling import (
     StopCriteria,
     TokenSampler,
@@ -210,7 +211,7 @@ class HFRolloutEngine:
         with self._decoder(forward, sampling) as decoder:
             decoder.max_columns = turns.longest
             decoder.slots = min(decoder.slots, max(turns.left, 1))
-            decoder.kept = KeptRows(spare_bytes(decoder.device))
+            decoder.kept = KeptRows(partial(free_bytes, decoder.device))
             for numbers, decoded in decoder.run([], uniforms, more):
                 ended = [asked[i] for i in numbers]
                 samples = [(turn.prompt, turn.sample_index) for turn in ended]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PretrainedConfig
 
-SHARE = 4  # a pool takes one such part of the memory that is free
+SHARE = 4  # a pool has at most one such part of the memory that is free or its own
 
 
 @dataclass
@@ -20,7 +20,7 @@ class KeptRows:
     ``follows`` names the request that another one goes on from: its prompt begins with the other's prompt and tokens.
     """
 
-    limit: int  # bytes
+    free: Callable[[], int]  # bytes of memory that nobody has now
     follows: dict[int, int] = field(default_factory=dict)
     final: set[int] = field(default_factory=set)  # requests that none goes on from
     # of each layer keys, then values, each (heads, tokens, head width)
@@ -32,9 +32,10 @@ class KeptRows:
         if number in self.final:
             return
         size = sum(x.numel() * x.element_size() for x in states)
-        while self.rows and self.bytes + size > self.limit:
+        limit = (self.bytes + self.free()) // SHARE  # anew each time: the slots' cache grows
+        while self.rows and self.bytes + size > limit:
             self.remove(next(iter(self.rows)))
-        if size <= self.limit:
+        if size <= limit:
             self.rows[number] = [x.clone() for x in states]
             self.bytes += size
 
@@ -95,12 +96,11 @@ def new_tokens(
     return ids, mask, positions, used
 
 
-def spare_bytes(device: torch.device) -> int:
-    """Memory for a pool: a part of what is free."""
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody has."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return (free + held) // SHARE
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     import psutil
 
-    return psutil.virtual_memory().available // SHARE
+    return psutil.virtual_memory().available

@@ -350,8 +350,8 @@ class TestTurns:
         stats, played = {}, {}
         config = llama.config
         token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        for name, limit in {"nothing": 0, "little": 160 * token, "all": 1 << 30}.items():
-            monkeypatch.setattr(hf, "spare_bytes", lambda device, limit=limit: limit)
+        for name, limit in {"nothing": 0, "little": 560 * token, "all": 1 << 40}.items():
+            monkeypatch.setattr(hf, "free_bytes", lambda device, limit=limit: limit)
             engine = engine_of(llama, 4)
             played[name] = self.played(engine, prompts, late=late)
             stats[name] = engine.last_stats
