@@ -36,6 +36,7 @@ OF_OTHERS = {
 OF_OTHERS |= {f"train/{name}" for name in SUPERVISED | PAIRS} | {"eval/loss", "eval/tokens"}
 # Of a teacher; tests/plugins/algorithms/test_distill.py has them.
 OF_OTHERS |= {"rollout/teacher_kl", "rollout/teacher_log_prob", "train/distill_loss"}
+OF_OTHERS |= {"train/teacher_top_mass"}
 OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
 # Of episodes; tests/plugins/episodes/test_training.py has them.
 OF_OTHERS |= {f"episode/{name}" for name in tally.NAMES}
