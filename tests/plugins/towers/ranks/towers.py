@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_5, 2": {"zero_stage": 2},
     "qwen3_5, 3": {"zero_stage": 3},
     "qwen3_5, 2, adapters": {"zero_stage": 2},
+    "qwen3_vl, 3": {"zero_stage": 3},
     "qwen2_audio, 3": {"zero_stage": 3},
 }
 IDS = torch.tensor([[5, 9, 14, 8, 6, 7], [11, 6, 9, 15, 16, 8]])
