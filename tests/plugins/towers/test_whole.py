@@ -258,3 +258,14 @@ def test_without_the_plugin_it_is_refused(gemma, monkeypatch):
     with pytest.raises(ModelLoadError, match="training would drop or change"):
         check_trainable(gemma)
     assert Actor(gemma).untrainable is not None
+
+
+def test_layers_for_speculative_decoding_stay_as_they_came(tmp_path):
+    folder = Path(save_with_tower("qwen3_5", tmp_path / "qwen3_5"))
+    weights = load_file(folder / "model.safetensors")
+    more = {"mtp.fc.weight": torch.randn(3, 4), "mtp.layers.0.norm.weight": torch.randn(4)}
+    save_file(weights | more, folder / "model.safetensors", metadata={"format": "pt"})
+    out = exported(moved(Actor(str(folder))), tmp_path / "out")
+    assert sums_of(out).keys() == sums_of(folder).keys()
+    assert sums_of_tower(out) == sums_of_tower(folder)
+    assert more.keys() < sums_of_tower(out).keys()
