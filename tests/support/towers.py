@@ -67,6 +67,19 @@ def qwen3_5(**shape: Any) -> Any:
     return Qwen3_5ForConditionalGeneration(config)
 
 
+def qwen3_5_moe(**shape: Any) -> Any:
+    """Experts, which are held together; linear attention."""
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    dense = qwen3_5(**shape).config.to_dict()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts |= {"shared_expert_intermediate_size": 16}
+    text = {name: value for name, value in dense["text_config"].items() if name != "model_type"}
+    vision = {name: v for name, v in dense["vision_config"].items() if name != "model_type"}
+    config = Qwen3_5MoeConfig(text_config=text | experts, vision_config=vision)
+    return Qwen3_5MoeForConditionalGeneration(config)
+
+
 def mistral3(**shape: Any) -> Any:
     """``AutoModelForCausalLM`` alone does not know it."""
     from transformers import (
@@ -119,6 +132,7 @@ def qwen3_vl(**shape: Any) -> Any:
 KINDS = {
     "gemma3": gemma3,
     "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
     "mistral3": mistral3,
     "qwen3_vl": qwen3_vl,
     "qwen2_audio": qwen2_audio,

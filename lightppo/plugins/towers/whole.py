@@ -74,7 +74,7 @@ class Whole:
         self.parts = parts_of(self.files, name)
         if self.parts.head is None and config.tie_word_embeddings:
             text.tie_word_embeddings = True
-        text.name_or_path = path
+        text.name_or_path, text.dtype = path, text.dtype or config.dtype
         if auto_class is AutoModelForSequenceClassification:
             text.num_labels = config.num_labels
         self.config, self.asked = text, config.to_dict()
@@ -115,22 +115,27 @@ class Whole:
         Raises:
             ModelLoadError: a weight is not the checkpoint's, or the checkpoint has some that the model lacks.
         """
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-        # with the names of the language model alone
-        model._weight_conversions = [
-            one for one in conversions if not isinstance(one, PrefixChange)
-        ] or None
+        model._weight_conversions = self._conversions(model)
         files = sorted(set(self.files.values()))
         opened = {file: open_tensors(cached_file(self.path, file)) for file in files}
         # mapped files stay readable when somebody removes them
         self.read = {name: opened[file][1] for name, file in self.files.items()}
-        self.heads = set() if model.can_generate() else {f"{n}.weight" for n in head_names(model)}
-        self.tied = _names_of_tied(model)
         self._compare(model)
         self.digest = self._digest_of_kept()
         self.beside = dict(_files_beside(self.path))
         if self.architecture is not None:  # else transformers has a classifier of the text alone
             model.whole = self
+
+    def _conversions(self, model: PreTrainedModel) -> list[Any]:
+        """From memory to the checkpoint, by transformers; none where the checkpoint has each weight as it is held, such
+        as all experts of a layer together."""
+        self.tied = _names_of_tied(model)
+        self.heads = set() if model.can_generate() else {f"{n}.weight" for n in head_names(model)}
+        single = model.state_dict(keep_vars=True).keys() - self.heads - self.tied.keys()
+        if all(self.name_of(name) in self.files for name in single):
+            return []
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        return [one for one in conversions if not isinstance(one, PrefixChange)]
 
     def _compare(self, model: PreTrainedModel) -> None:
         """Each weight of the model is the one of its name in the checkpoint, in the model's type."""
@@ -153,6 +158,7 @@ class Whole:
             left = {name for name in left if name.startswith(self.parts.body)}
         if left:
             raise self._differs(left, "transformers does not load these weights")
+        self.loaded = seen
 
     def _differs(self, names: Iterable[str], why: str) -> ModelLoadError:
         return ModelLoadError(
@@ -178,7 +184,8 @@ class Whole:
         """
         if self._digest_of_kept() != self.digest:
             raise ModelLoadError(
-                f"{self.name}: its towers have changed since the start, so that no export can have them"
+                f"{self.name}: its towers have changed since the start, and an export would have others: put the files "
+                "back as they were, and use `lightppo convert` on the last checkpoint"
             )
         trained = revert_weight_conversion(model, tensors)
         for name, others in self.tied.items():  # a tied weight comes by one of its names
@@ -186,6 +193,8 @@ class Whole:
             if name not in trained and given is not None:
                 trained[name] = trained[given]
         named = {self.name_of(name): tensor for name, tensor in trained.items()}
+        if lost := self.loaded - named.keys():
+            raise self._differs(lost, "the trained model has no such weights any more")
         _save(self._shards(named), folder)
         for name, content in self.beside.items():
             (folder / name).write_bytes(content)

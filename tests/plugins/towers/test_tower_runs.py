@@ -273,3 +273,40 @@ def test_parts_that_cannot_be_told_apart_are_named_before_a_run_begins(
     options = {"pretrain": str(strange), "val_only": True, "eval_data": prompts}
     fitted(make_config(**options, advantage_estimator="reinforce", eval_max_samples=2))
     assert (tmp_path / "run" / "metrics.jsonl").exists()  # an evaluation only reads
+
+
+def test_each_part_of_a_checkpoint_converts(make_config, tmp_path):
+    whole = save_with_tower("gemma3", tmp_path / "gemma3")
+    options = {"critic_pretrain": whole, "enable_ema": True, "save_steps": 1, "init_kl_coef": 0.1}
+    options |= {"total_training_steps": 1, "lr_warmup_ratio": 0.0, "save_value_network": True}
+    fitted(make_config(pretrain=whole, **options))
+    for part in ("actor", "critic", "ema"):
+        out = tmp_path / part
+        main(["convert", str(tmp_path / "ckpt"), str(out), "--part", part])
+        if part == "critic":
+            assert sums_of(out) == sums_of(tmp_path / "run_critic")
+        else:
+            check_export(whole, out)
+
+
+def test_frozen_weights_in_4_bits(make_config, tmp_path):
+    """The export and a merge add the adapter to the dense weights, see lora.md."""
+    pytest.importorskip("bitsandbytes")
+    wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # rows of whole blocks
+    whole = save_with_tower("mistral3", tmp_path / "mistral3", **wide)
+    fitted(make_config(pretrain=whole, load_in_4bit=True, **LORA, **ONE_STEP))
+    check_export(whole, tmp_path / "run")
+    main(["merge", str(tmp_path / "run" / "adapter"), str(tmp_path / "merged")])
+    check_export(whole, tmp_path / "merged")
+
+
+def test_memory_is_counted_without_the_tower(tmp_path, capsys):
+    whole = save_with_tower("gemma3", tmp_path / "gemma3")
+    printed = []
+    for model in (whole, save_text(whole)):
+        words = [f"--pretrain={model}", "--advantage_estimator=reinforce", "--gpu_memory=1GB"]
+        with pytest.raises(SystemExit) as exit_info:
+            main(["memory", *words])
+        assert exit_info.value.code == 0
+        printed.append(capsys.readouterr().out.replace(model, "MODEL"))
+    assert printed[0] == printed[1]

@@ -258,3 +258,33 @@ def test_without_the_plugin_it_is_refused(gemma, monkeypatch):
     with pytest.raises(ModelLoadError, match="training would drop or change"):
         check_trainable(gemma)
     assert Actor(gemma).untrainable is not None
+
+
+def test_layers_for_speculative_decoding_stay_as_they_came(tmp_path):
+    folder = Path(save_with_tower("qwen3_5", tmp_path / "qwen3_5"))
+    weights = load_file(folder / "model.safetensors")
+    more = {"mtp.fc.weight": torch.randn(3, 4), "mtp.layers.0.norm.weight": torch.randn(4)}
+    save_file(weights | more, folder / "model.safetensors", metadata={"format": "pt"})
+    out = exported(moved(Actor(str(folder))), tmp_path / "out")
+    assert sums_of(out).keys() == sums_of(folder).keys()
+    assert sums_of_tower(out) == sums_of_tower(folder)
+    assert more.keys() < sums_of_tower(out).keys()
+
+
+def test_experts_are_written_as_the_checkpoint_has_them(tmp_path):
+    """One by one, or those of a layer together."""
+    one = Path(save_with_tower("qwen3_5_moe", tmp_path / "one"))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(one)
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    other = change(one, tmp_path / "other")
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    assert load_file(one / "model.safetensors").keys() != weights.keys()
+    outs = [
+        exported(moved(Actor(str(start))), tmp_path / f"out {start.name}") for start in (one, other)
+    ]
+    for before, after in zip((one, other), outs):
+        assert sums_of(before).keys() == sums_of(after).keys()
+        assert sums_of_tower(before) == sums_of_tower(after)
+    first, second = (transformers.AutoModelForImageTextToText.from_pretrained(o) for o in outs)
+    assert torch.equal(log_probs(first), log_probs(second))
+    assert not torch.equal(log_probs(first), log_probs(model))
