@@ -92,7 +92,12 @@ _OF_EXTRAS = (
 _REASONS = [name for name in NAMES if name.startswith("stop_")]
 _FAILURES = [name for name in NAMES if name.startswith("failures_")]
 _SUMS = (
-    *("episodes", "played", "failed", "seconds", "generation", "waiting"),
+    "episodes",
+    "played",
+    "failed",
+    "seconds",
+    "generation",
+    "waiting",
     *_OF_EXTRAS,
     *_REASONS,
     *_FAILURES,

@@ -172,7 +172,9 @@ class Tape:
         if strip.entries:
             logger.warning(
                 "%s follows other replies than this run has had: it is kept as %s, and step %d is played again",
-                *(strip.path, aside.name, self.step),
+                strip.path,
+                aside.name,
+                self.step,
             )
         return False
 
