@@ -581,6 +581,7 @@ def without_needs(one: Option) -> dict[str, Any]:
             "reward_source": ["math", "format=0.1"],
         },
         "function": {**NO_REWARD, **MATH},
+        "env or tools or server or function": {**NO_REWARD, **MATH},
         "function or math": {**NO_REWARD, "reward_source": ["format"]},
         "function or server or math or code": {**NO_REWARD, "reward_source": ["format"]},
     }

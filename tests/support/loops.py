@@ -19,6 +19,7 @@ class FakeCheckpointer:
     """Remembers what it is to save."""
 
     def __init__(self) -> None:
+        self.run = "run"
         self.saved: list[tuple[str, int, Any]] = []
         self.exported: list[tuple[str, int]] = []
         self.models, self.tokenizer, self.strategy = {"actor": None}, None, FakeStrategy()

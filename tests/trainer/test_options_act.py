@@ -577,7 +577,8 @@ def test_reward_servers_get_token_retries_and_timeout(make_config, server, parts
     url = f"http://127.0.0.1:{server.server_port}/score"
 
     def source(**options: Any) -> Any:
-        config = make_config(reward_fn=None, remote_rm_url=url, **options).resolved()
+        options |= {"reward_fn": None, "remote_rm_url": url, "tape": "off"}
+        config = make_config(**options).resolved()
         return build.build_reward(config, [], parts["tokenizer"], parts["strategy"])
 
     rollouts = FakeEngine().generate(PROMPTS, build.eval_sampling_params(make_config().resolved()))

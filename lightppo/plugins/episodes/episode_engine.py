@@ -187,21 +187,18 @@ class EpisodeEngine:
 
     async def _played(self, episode: Episode) -> Rollout:
         """The episode; what it was told so far is written down if an error breaks it off."""
-        try:
-            return await self._tried(episode)
-        finally:
-            episode.calls.flush()
-
-    async def _tried(self, episode: Episode) -> Rollout:
-        """The episode, tried again where its environment fails; one without tokens if it always does."""
         tries: list[EnvironmentFailed] = []
         begin = time.monotonic()
-        rollout = await self._tried(episode, tries)
+        try:
+            rollout = await self._tried(episode, tries)
+        finally:
+            episode.calls.flush()
         rollout.extras |= _counts(tries)
         self.tally.add(rollout, tries, time.monotonic() - begin)
         return rollout
 
     async def _tried(self, episode: Episode, tries: list[EnvironmentFailed]) -> Rollout:
+        """Tried again where its environment fails; an episode without tokens if it always does."""
         calls = episode.calls
         for number in range(calls.tries or self.retries + 1):
             calls.begin_try(number)

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from lightppo.config import PPOConfig
 from lightppo.plugins.vllm.colocated import (
@@ -29,6 +30,7 @@ class NotingLLM:
             [],
             self,
         )
+        self.model_config = SimpleNamespace(hf_config=LlamaConfig())
 
     def sleep(self, level):
         self.calls.append(f"sleep {level}")

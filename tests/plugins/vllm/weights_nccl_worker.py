@@ -65,9 +65,8 @@ class Model(torch.nn.Module):
 
 def config():
     text = SimpleNamespace(tie_word_embeddings=False)
-    return SimpleNamespace(
-        hf_config=SimpleNamespace(get_text_config=lambda: text), dtype=torch.float32
-    )
+    text.get_text_config = lambda decoder=False: text
+    return SimpleNamespace(hf_config=text, dtype=torch.float32)
 
 
 class Server:
