@@ -28,5 +28,6 @@ def register() -> None:
         about="the episodes of this step (`--env`, `--tools`), all that were played; "
         "those of an evaluation are in `eval/episode/`",
     )
+    METRICS.register("perf", f"{here}.tally:clocked_names")
     for name in ("EnvFailure", "Reply", "Step", "ToolError"):
         PUBLIC[name] = f"{here}.contract"

@@ -158,6 +158,8 @@ class AnsweredSession:
 class AnsweredEnvironments:
     """What a tape knows of environments that may be gone, in place of :class:`Environments`."""
 
+    timeout = 0.0  # seconds of a call: there are none
+
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.contract: Contract = told["contract"]
         self._tools: dict[str, list[dict[str, Any]]] = told["tools"]

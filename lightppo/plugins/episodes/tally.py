@@ -35,18 +35,28 @@ NAMES = {
     "tool_errors": "share of calls with a wrong name, wrong arguments or a ToolError",
     "observation_tokens": "mean tokens per episode that were not sampled",
     "escapes": "mean markers per episode that were broken in texts of environments",
-    "environment_seconds": "mean seconds per episode in calls of its environment",
-    "environment_share": "seconds in environments as a share of the episodes' seconds",
-    "waiting_share": "share of generation in which nothing decoded, as all episodes were at their environments",
     "failed": "share of episodes that are left out, as their environment failed",
     **{f"failures_{kind}": f"{meaning}; only if there are any" for kind, meaning in KINDS.items()},
     **{f"stop_{reason.replace(' ', '_')}": meaning for reason, meaning in REASONS.items()},
+}
+
+# what a clock measured: under perf/, as a replay does not repeat it
+CLOCKED = {
+    "environment_seconds": "mean seconds per episode in calls of its environment",
+    "environment_share": "seconds in environments as a share of the episodes' seconds",
+    "waiting_share": "share of generation in which nothing decoded, as all episodes were at their environments",
 }
 
 
 def names() -> dict[str, str]:
     """For ``lightppo.plugin.METRICS``."""
     return NAMES
+
+
+def clocked_names() -> dict[str, str]:
+    """The same, of ``perf``."""
+    of_evaluations = {f"eval_{name}": f"{text}; of an evaluation" for name, text in CLOCKED.items()}
+    return CLOCKED | of_evaluations
 
 
 class Tally:
@@ -108,14 +118,26 @@ def numbers_of(sums: Mapping[str, float]) -> dict[str, float]:
     """The metrics by their names in ``NAMES``, of the sums over all ranks; empty without episodes."""
     if not sums["episodes"]:
         return {}
-    numbers = {name: sums[name] / max(1.0, sums["played"]) for name in _OF_EXTRAS}
+    counted = [name for name in _OF_EXTRAS if name not in CLOCKED]
+    numbers = {name: sums[name] / max(1.0, sums["played"]) for name in counted}
     numbers["tool_errors"] = sums["tool_errors"] / max(1.0, sums["tool_calls"])
-    # of failed ones the seconds in environments are not known, as theirs are only begun
-    numbers["environment_share"] = _ratio(sums["environment_seconds"], sums["seconds"])
-    numbers["waiting_share"] = _ratio(sums["waiting"], sums["generation"])
     numbers["failed"] = sums["failed"] / sums["episodes"]
     reasons = {name: sums[name] / max(1.0, sums["played"]) for name in _REASONS}
     return numbers | reasons | {name: sums[name] for name in _FAILURES if sums[name]}
+
+
+def clocked_numbers(sums: Mapping[str, float]) -> dict[str, float]:
+    """The metrics by their names in ``CLOCKED``.
+
+    Of failed episodes the seconds in environments are not known, as theirs are only begun.
+    """
+    if not sums["episodes"]:
+        return {}
+    return {
+        "environment_seconds": sums["environment_seconds"] / max(1.0, sums["played"]),
+        "environment_share": _ratio(sums["environment_seconds"], sums["seconds"]),
+        "waiting_share": _ratio(sums["waiting"], sums["generation"]),
+    }
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -139,11 +161,12 @@ class EpisodeMetrics(Callback):
         return super().around_step(run, step)
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        return self._taken(run, "episode")
+        return self._taken(run, "episode/", "perf/")
 
     def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> dict[str, float]:
-        return self._taken(run, "eval/episode")
+        return self._taken(run, "eval/episode/", "perf/eval_")
 
-    def _taken(self, run: Any, namespace: str) -> dict[str, float]:
-        numbers = numbers_of(run.strategy.all_reduce(self.tally.take(), "sum"))
-        return {f"{namespace}/{name}": value for name, value in numbers.items()}
+    def _taken(self, run: Any, counted: str, clocked: str) -> dict[str, float]:
+        sums = run.strategy.all_reduce(self.tally.take(), "sum")
+        numbers = {f"{counted}{name}": value for name, value in numbers_of(sums).items()}
+        return numbers | {f"{clocked}{name}": x for name, x in clocked_numbers(sums).items()}

@@ -108,7 +108,7 @@ def test_metrics_of_episodes(world, make_episodes, tmp_path):
         env_failure_limit=1.0,
     )
     trainer = fitted(config, Seen)
-    trained = trained_rows(config, ("episode/", "rollout/"))
+    trained = trained_rows(config, ("episode/", "rollout/", "perf/"))
     logs = {name.removeprefix("episode/") for row in trained for name in row if "episode/" in name}
     kinds = {name for name in NAMES if name.startswith("failures_")}
     assert logs == {*NAMES} - kinds | {"failures_failure"}
@@ -125,8 +125,8 @@ def test_metrics_of_episodes(world, make_episodes, tmp_path):
         for reason in ("done", "length"):
             share = reasons.count(reason) / len(reasons)
             assert row[f"episode/stop_{reason}"] == pytest.approx(share)
-        assert 0 < row["episode/environment_share"] < 1
-        assert 0 <= row["episode/waiting_share"] <= 1
+        assert 0 < row["perf/environment_share"] < 1
+        assert 0 <= row["perf/waiting_share"] <= 1
     evaluated = [row for row in logged(config) if "eval/reward" in row]
     assert evaluated
     for row in evaluated:

@@ -40,6 +40,7 @@ OF_OTHERS |= {"train/teacher_top_mass"}
 OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
 # Of episodes; tests/plugins/episodes/test_training.py has them.
 OF_OTHERS |= {f"episode/{name}" for name in tally.NAMES}
+OF_OTHERS |= {f"perf/{name}" for name in tally.clocked_names()}
 # Of remax and of --profile_steps; tests/experience/test_sampling.py and tests/trainer/test_metrics.py have them.
 OF_OTHERS |= {"perf/time_greedy", "perf/time_start_profile", "perf/time_stop_profile"}
 # Of --fp16; tests/trainer/test_non_finite.py has them.
