@@ -39,6 +39,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     ),
     "sources": ("rows of the hub, CSV and tables, blends; folders of models", "data.md"),
     "supervised": ("SFT, reward models, DPO, the PTX loss", "supervised.md"),
+    "tape": ("replies from outside, written down and replayed", "environments.md#the-tape"),
     "tools": ("`lightppo data`, `chat`, `convert`, `merge`, `tiny-model`", "commands.md"),
     "towers": ("text training of checkpoints with image or audio towers", "limits.md"),
     "verifiers": ("mathematics, formats, code, the sandbox", "rewards.md"),
