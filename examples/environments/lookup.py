@@ -10,7 +10,6 @@ an answer without a question is right once in a hundred. There is no chat templa
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from pathlib import Path
 
@@ -74,19 +73,14 @@ def main(output_dir: Path, seed: int = 1, head_dim: int = 16) -> None:
         seed: of the initial weights and of the data.
         head_dim: width of each of the model's four attention heads.
     """
-    from lightppo.plugins.tools.tiny_model import character_tokenizer, save, small_llama
+    from task import write_task
 
-    output_dir.mkdir(parents=True, exist_ok=True)
     data = {
         "sft": demonstrations(8000, seed),
         "prompts": rows(4000, seed + 2),
         "eval": rows(512, seed + 3),
     }
-    for name, lines in data.items():
-        text = "".join(json.dumps(row) + "\n" for row in lines)
-        (output_dir / f"{name}.jsonl").write_text(text)
-    tokenizer = character_tokenizer(CHARACTERS)
-    save(small_llama(tokenizer, seed, head_dim=head_dim), tokenizer, output_dir / "model")
+    write_task(output_dir, data, CHARACTERS, seed, head_dim=head_dim)
 
 
 if __name__ == "__main__":
