@@ -91,11 +91,19 @@ class Option:
         return self.takes_object or (self.names is not None and self.names.takes_files)
 
     @property
+    def choices(self) -> list[Any]:
+        """The values to choose from, or the names; none: any of its type."""
+        if self.names is None:
+            return [*get_args(self.kind)] if get_origin(self.kind) is Literal else []
+        is_another = isinstance(self.default, str) and self.default not in self.names
+        return [self.default, *self.names] if is_another else [*self.names]
+
+    @property
     def type_text(self) -> str:
         """The type in words: ``a list of texts or None``."""
         if self.names is None:
             return _in_words(self.type)
-        names = [*self.names, "path.py:name"] if self.names.takes_files else self.names
+        names = [*self.choices, "path.py:name"] if self.names.takes_files else self.choices
         return f"one of {', '.join(names)}" + (" or None" if self.may_be_none else "")
 
     def of_critic(self) -> Option:
@@ -145,7 +153,7 @@ class Option:
                 else f"{value!r}{nearest(str(value), choices, self.name)}"
             )
             raise ValueError(f"--{self.name} must be {wanted}, not {got}") from None
-        if self.names is not None and value is not None:
+        if self.names is not None and value is not None and value != self.default:
             self.names.find(value)
         return value
 

@@ -255,6 +255,11 @@ REWARD_MANAGERS: Table[RewardManager] = Table(
 )
 """How a reward function is called. A plugin may put another entry in the place of ``auto``."""
 
+REWARD_STYLES: Table = Table(
+    "--reward_fn_style", {"queries": Entry("lightppo.rewards.function:QUERIES")}
+)
+"""Conventions of reward functions: an entry names a :class:`lightppo.rewards.function.Style`."""
+
 REWARD_SUMS: Table = Table("sum of rewards")
 """What makes one source of several, the first one: an entry's function gets ``routes``, a dict of route → pairs of
 source and weight, where ``"*"`` is the route of all other samples, and ``by``, the column that tells the route."""

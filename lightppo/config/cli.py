@@ -353,11 +353,9 @@ def _spelled(option: Option) -> str:
     if option.kind is bool:
         return f"--{option.name}, --no_{option.name}"
     several = " ..." if get_origin(option.kind) is tuple else ""
-    choices = get_args(option.kind) if get_origin(option.kind) is Literal else option.names
     kind = get_args(option.kind)[0] if several else option.kind
-    return f"--{option.name} " + (
-        "|".join(map(str, choices)) if choices else _METAVARS[kind] + several
-    )
+    choices = "|".join(map(str, option.choices))
+    return f"--{option.name} {choices or _METAVARS[kind] + several}"
 
 
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}

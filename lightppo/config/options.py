@@ -16,7 +16,7 @@ from lightppo.algorithms.entries import (
 )
 from lightppo.errors import ConfigError
 from lightppo.option import SECTIONS, Option, Section, additions_to, option
-from lightppo.plugin import ENGINES, HINTS, REWARD_MANAGERS
+from lightppo.plugin import ENGINES, HINTS, REWARD_MANAGERS, REWARD_STYLES
 from lightppo.suggestions import meant, nearest
 
 safe = partial(option, resume_safe=True)
@@ -364,8 +364,11 @@ class VerifierConfig(Section):
         "Column with the keys of --reward_routes: data_source, label, or another such as task.",
         needs="reward_routes",
     )
-    reward_fn_style: Literal["auto", "queries", "verl", "verl_batch", "trl", "areal"] = option(
-        "auto", "Signature of --reward_fn. auto: from its parameter names.", needs="function"
+    reward_fn_style: str = option(
+        "auto",
+        "Signature of --reward_fn. auto: from its parameter names.",
+        needs="function",
+        names=REWARD_STYLES,
     )
     reward_manager: str = safe(
         "auto",

@@ -1,4 +1,4 @@
-"""Rewards written as a Python function: our own convention and the conventions of OpenRLHF, verl, TRL and AReaL.
+"""Rewards written as a Python function, of our own convention, which is OpenRLHF's too, or of one of a plugin's.
 
 Parameter names tell the convention; if none fits, or several do, the function is refused rather than guessed.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
-from lightppo.plugin import REWARD_MANAGERS
+from lightppo.plugin import REWARD_MANAGERS, REWARD_STYLES
 from lightppo.ranks import heartbeat
 from lightppo.rewards.source import (
     NO_LABELS,
@@ -28,12 +28,9 @@ from lightppo.rewards.source import (
     check_output,
     describe_sample,
     finite,
-    is_non_finite,
     join_outputs,
     output_from_result,
-    reading_error,
     settle,
-    shown,
 )
 from lightppo.user_code import error_text
 
@@ -43,28 +40,28 @@ Values = dict[str, Any]
 _KINDS = inspect.Parameter
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
     """What one call returned, and which of its scores cannot be used."""
 
     output: RewardOutput
     bad: list[bool]
 
 
-class _NonFinite(str):
+class NonFinite(str):
     """Says of an answer that all that it lacks are finite numbers."""
 
 
-_Reading = tuple[_Answer | None, str | None]  # the text says why the answer is incomplete
+Reading = tuple[Answer | None, str | None]  # the text says why the answer is incomplete
 
 
-def _read_list(value: Any, part: list[Rollout], label: str) -> _Reading:
+def read_list(value: Any, part: list[Rollout], label: str) -> Reading:
     """Reads a list or tensor of scores, or ``dict(rewards, scores, extra_logs)``, and keeps what can be used of it."""
     output = None
     try:
         output = output_from_result(value, len(part), label)
-        return _Answer(check_output(output, part, label), [False] * len(part)), None
+        return Answer(check_output(output, part, label), [False] * len(part)), None
     except RewardError as error:
-        problem = _NonFinite(error) if isinstance(error, NonFiniteRewardError) else str(error)
+        problem = NonFinite(error) if isinstance(error, NonFiniteRewardError) else str(error)
     columns = (
         [] if output is None else [output.scores, *output.metrics.values(), *output.texts.values()]
     )
@@ -75,49 +72,14 @@ def _read_list(value: Any, part: list[Rollout], label: str) -> _Reading:
         str(name): [finite(item) for item in values] for name, values in output.metrics.items()
     }
     bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
-    return _Answer(RewardOutput(scores, metrics, texts=output.texts), bad), problem
-
-
-def _read_sample(value: Any, part: list[Rollout], label: str) -> _Reading:
-    """Reads a score, a dict with ``score``, a tuple that begins with the score, or ``None``."""
-    score, metrics, texts = value, {}, {}
-    if isinstance(value, Mapping):
-        if "score" not in value:
-            return None, f"it returned a dict without 'score': {shown(value)}"
-        score = value["score"]
-        numbers = {str(name): finite(item) for name, item in value.items() if name != "score"}
-        metrics = {name: [number] for name, number in numbers.items() if number is not None}
-        texts = {str(name): [item] for name, item in value.items() if isinstance(item, str)}
-    elif isinstance(value, (list, tuple)) and value:
-        score = value[0]
-    number = finite(score)
-    if number is None and score is not None:
-        problem = f"it returned {shown(value)}; a score must be a finite number, or None for an unscored sample"
-        problem += reading_error(score)
-        return None, _NonFinite(problem) if is_non_finite(score) else problem
-    return _Answer(RewardOutput([number], metrics, texts=texts), [False]), None
-
-
-def _read_samples(value: Any, part: list[Rollout], label: str) -> _Reading:
-    """Reads a list with one entry per sample, each as :func:`_read_sample` does."""
-    values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, (list, tuple)) or len(values) != len(part):
-        return (
-            None,
-            f"it returned {shown(value)}; a list with one entry for each of {len(part)} samples is needed",
-        )
-    readings = [_read_sample(item, part[i : i + 1], label) for i, item in enumerate(values)]
-    # others first
-    bad = sorted((isinstance(text, _NonFinite), i) for i, (_, text) in enumerate(readings) if text)
-    problem = None
-    if bad:
-        text = f"{describe_sample(part, bad[0][1])}: {readings[bad[0][1]][1]}"
-        problem = _NonFinite(text) if bad[0][0] else text
-    outputs = [RewardOutput([None]) if answer is None else answer.output for answer, _ in readings]
-    return _Answer(join_outputs(outputs), [answer is None for answer, _ in readings]), problem
+    return Answer(RewardOutput(scores, metrics, texts=output.texts), bad), problem
 
 
 # --- conventions
+
+
+def _as_they_are(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +90,17 @@ class Style:
     needs: Collection[str]  # parameter names that tell it from the other conventions
     named: Callable[[Rollout], Values]  # one sample's arguments; they win over data columns
     # value, samples of the call, name for errors
-    read: Callable[[Any, list[Rollout], str], _Reading] = _read_list
+    read: Callable[[Any, list[Rollout], str], Reading] = read_list
+    per_sample: bool = False  # called once per sample, not once with lists of one entry per sample
     positional: tuple[str, ...] = ()  # names in ``named`` that are passed by position
     columns: Callable[[Rollout], Values] = lambda rollout: {}  # one sample's data columns
     always: Values = field(default_factory=dict)  # keywords passed in every call
     forbids: str = ""  # a parameter name that only functions with **kwargs may have
-
-    @property
-    def per_sample(self) -> bool:
-        """True if called once per sample, not once with lists of one entry per sample."""
-        return self.read is _read_sample
+    label: str = ""  # the parameter that gets the label
+    # further names with a meaning in it: a function that has one elsewhere is not of our own convention
+    words: Collection[str] = ()
+    # the function's own names of arguments that go by their places → the convention's
+    renames: Callable[[Iterable[inspect.Parameter]], dict[str, str]] = _as_they_are
 
 
 def _ours(rollout: Rollout) -> Values:
@@ -162,208 +125,88 @@ def _episode(rollout: Rollout) -> Values:
     return {"conversations": rollout.messages, "num_turns": len(rollout.turns)}
 
 
-def _verl(rollout: Rollout) -> Values:
-    info = rollout.prompt.extra.get("extra_info")
-    info = info if isinstance(info, dict) else rollout.prompt.extra
-    num_turns = None if rollout.turns is None else len(rollout.turns)
-    return {
-        "data_source": rollout.prompt.data_source,
-        "solution_str": rollout.response_text,
-        "ground_truth": rollout.prompt.label,
-        # a copy, as functions write into it; the two keys are always there in verl
-        "extra_info": {"num_turns": num_turns, "rollout_reward_scores": {}} | info,
-    }
-
-
-def _verl_batch(rollout: Rollout) -> Values:
-    return {f"{name}s": value for name, value in _verl(rollout).items()}
-
-
-def _trl(rollout: Rollout) -> Values:
-    """If the prompt is a chat, the completion is one too: one message of the assistant, or those of an episode."""
-    prompt, text, ids = rollout.prompt, rollout.response_text, rollout.response_ids
-    if prompt.messages is None:
-        return {"prompts": prompt.text, "completions": text, "completion_ids": ids}
-    answer = [{"role": "assistant", "content": text}]
-    if rollout.messages is not None:
-        answer = rollout.messages[len(prompt.messages) :]
-    own = {} if rollout.environment is None else {"environments": rollout.environment}
-    return own | {"prompts": prompt.messages, "completions": answer, "completion_ids": ids}
-
-
-def _areal(rollout: Rollout) -> Values:
-    prompt, text = rollout.prompt, rollout.response_text
-    ids = {"prompt_ids": prompt.token_ids, "completion_ids": rollout.response_ids}
-    return {"prompt": prompt.text, "completions": text} | ids
-
-
-def _row(rollout: Rollout) -> Values:
+def row_of(rollout: Rollout) -> Values:
+    """The columns of a sample's row that have no meaning of their own."""
     return rollout.prompt.extra
 
 
-def _row_and_chat(rollout: Rollout) -> Values:
-    chat = rollout.prompt.messages
-    return rollout.prompt.extra if chat is None else {"messages": chat} | rollout.prompt.extra
-
-
-def discard(*args: Any) -> None:
-    """Stands for TRL's ``log_extra(column, values)`` and ``log_metric(name, value)``; keeps nothing."""
-
-
-_QUERIES = ("queries", "prompts", "labels")
-_AREAL = ("prompt", "completions", "prompt_ids", "completion_ids")
-
-STYLES: dict[str, Style] = {
-    "queries": Style(
-        "(queries, prompts, labels, **extra)", {"queries"}, _ours, positional=_QUERIES, columns=_row
-    ),
-    "verl": Style(
-        "(data_source, solution_str, ground_truth, extra_info)",
-        {"solution_str", "ground_truth"},
-        _verl,
-        _read_sample,
-    ),
-    "verl_batch": Style(
-        "(data_sources, solution_strs, ground_truths, extra_infos)",
-        {"solution_strs", "ground_truths"},
-        _verl_batch,
-        _read_samples,
-    ),
-    "trl": Style(
-        "(prompts, completions, completion_ids, **columns)",
-        {"completions"},
-        _trl,
-        columns=_row,
-        forbids="prompt",  # AReaL's
-        always={"log_extra": discard, "log_metric": discard},
-    ),
-    "areal": Style(
-        "(prompt, completions, prompt_ids, completion_ids, **row)",
-        set(_AREAL),
-        _areal,
-        _read_sample,
-        positional=_AREAL,
-        columns=_row_and_chat,
-    ),
-}
-
-# Words with a meaning in some convention: among the first three parameters, each must stand where our own has it.
-_WORDS = frozenset(
-    {
-        "query",
-        "queries",
-        "prompt",
-        "prompts",
-        "label",
-        "labels",
-        "response",
-        "responses",
-        "completion",
-        "completions",
-    }
-    | {
-        "data_source",
-        "data_sources",
-        "ground_truth",
-        "ground_truths",
-        "solution_str",
-        "solution_strs",
-        "extra_info",
-    }
-    | {
-        "prompt_ids",
-        "completion_ids",
-        "response_ids",
-        "solution",
-        "solutions",
-        "answer",
-        "answers",
-        "messages",
-    }
+QUERIES = Style(
+    "(queries, prompts, labels, **extra)",
+    {"queries"},
+    _ours,
+    positional=("queries", "prompts", "labels"),
+    columns=row_of,
+    words={"query", "prompt", "label", "response", "responses", "prompt_ids", "response_ids"},
 )
-# Names that mark another convention; prompt_ids is a keyword of our own too.
-_FOREIGN = frozenset().union(
-    *(style.needs for key, style in STYLES.items() if key != "queries")
-) - {"prompt_ids"}
 
 
 def recognise(fn: RewardFunction, name: str) -> str:
-    """The convention that a function follows, a name in :data:`STYLES`; ``ValueError`` if none fits or several do."""
+    """The convention that a function follows, a name in ``REWARD_STYLES``; ``ValueError`` if none or several fit."""
     parameters = _signature(fn, name).parameters.values()
-    names = {p.name for p in parameters}.union(_verl_names(parameters).values()) - _filled(fn)
+    styles: dict[str, Style] = {key: entry.fn for key, entry in REWARD_STYLES.items()}
+    renamed = {word for style in styles.values() for word in style.renames(parameters).values()}
+    names = ({p.name for p in parameters} | renamed) - _filled(fn)
     open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
     fits = [
         key
-        for key, style in STYLES.items()
-        if style.needs <= names and (open_ended or style.forbids not in names)
+        for key, style in styles.items()
+        if {*style.needs} <= names and (open_ended or style.forbids not in names)
     ]
-    if "areal" in fits and "trl" in fits:  # AReaL's names hold TRL's only mark
-        fits.remove("trl")
-    if len(fits) == 1 and (fits[0] != "queries" or _in_place(parameters)):
+    # a convention whose marks are among those of another one that fits
+    fits = [
+        one
+        for one in fits
+        if not any({*styles[one].needs} < {*styles[other].needs} for other in fits)
+    ]
+    others = {key: style for key, style in styles.items() if style is not QUERIES}
+    in_place = _in_place(parameters, _words(styles))
+    if len(fits) == 1 and (fits[0] in others or in_place):
         return fits[0]
-    if not fits and not names & _FOREIGN and _in_place(parameters):
+    # prompt_ids is a keyword of our own too
+    foreign = {word for style in others.values() for word in style.needs} - {"prompt_ids"}
+    if not fits and not names & foreign and in_place:
         return "queries"  # names of its own, e.g. f(q, p, labels)
     raise ValueError(
         f"reward function {name}{_signature(fn, name)} may follow {' or '.join(fits) or 'no convention'}; say which "
-        f"with --reward_fn_style: {'; '.join(f'{key}: f{style.shape}' for key, style in STYLES.items())}"
+        f"with --reward_fn_style: {'; '.join(f'{key}: f{style.shape}' for key, style in styles.items())}"
     )
 
 
-def _verl_names(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
-    """The function's own names of verl's arguments → verl's, by their places before ``ground_truth`` or ``…s``."""
-    names = [p.name for p in parameters]
-    for s in ("", "s"):
-        own = names[: names.index(f"ground_truth{s}")] if f"ground_truth{s}" in names else []
-        theirs = [f"data_source{s}", f"solution_str{s}"][-len(own) :] if own else []
-        renamed = {name: right for name, right in zip(own, theirs) if name != right}
-        # as names of solution_str
-        words = {f"response{s}", f"solution{s}", f"answer{s}", "completion"}
-        known = any(
-            name in _WORDS and (right == f"data_source{s}" or name not in words)
-            for name, right in renamed.items()
-        )
-        if (
-            renamed
-            and len(own) == len(theirs)
-            and not known
-            and not set(renamed.values()) & set(names)
-        ):
-            return renamed
-    return {}
+def _words(styles: Mapping[str, Style]) -> set[str]:
+    """Names with a meaning in some convention."""
+    return {
+        word
+        for style in styles.values()
+        for word in (*style.needs, *style.words, *style.positional)
+    }
 
 
-def _in_place(parameters: Iterable[inspect.Parameter]) -> bool:
+def _in_place(parameters: Iterable[inspect.Parameter], words: Collection[str]) -> bool:
     """True if each known word among the first three parameters stands where our own convention has it."""
     by_position = [
         p.name
         for p in parameters
         if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
     ]
-    return all(word == right or word not in _WORDS for word, right in zip(by_position, _QUERIES))
+    return all(
+        word == right or word not in words for word, right in zip(by_position, QUERIES.positional)
+    )
 
 
 class BoundFunction:
-    """A reward function and how to call it; ``style`` is a name in :data:`STYLES`, or ``"auto"``."""
+    """A reward function and how to call it; ``style`` is a name in ``REWARD_STYLES``, or ``"auto"``."""
 
     def __init__(self, fn: RewardFunction, name: str, style: str = "auto") -> None:
-        if style != "auto" and style not in STYLES:
+        if style != "auto" and style not in REWARD_STYLES:
             raise ValueError(
-                f"--reward_fn_style must be one of auto, {', '.join(STYLES)}, got {style!r}"
+                f"--reward_fn_style must be one of auto, {', '.join(REWARD_STYLES)}, got {style!r}"
             )
         self.name = name
         self.signature = _signature(fn, name)
-        names = {*self.signature.parameters}
-        own = style == "auto" or STYLES[style].needs <= names
-        if not own and (
-            other := next(
-                (k for k, s in STYLES.items() if len(s.needs) > 1 and s.needs <= names), None
-            )
-        ):
-            raise ValueError(
-                f"reward function {name}{self.signature} is {other}'s, not --reward_fn_style {style}'s"
-            )
         self._style_name = recognise(fn, name) if style == "auto" else style
-        self.style = STYLES[self._style_name]
+        self.style: Style = REWARD_STYLES[self._style_name].fn
+        if style != "auto" and not {*self.style.needs} <= {*self.signature.parameters}:
+            self._refuse_another_style()
         try:
             taken = set(self.signature.bind_partial(*self.style.positional).arguments)
         except TypeError as error:
@@ -377,7 +220,7 @@ class BoundFunction:
             if p.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)
         }
         self._taken = taken | _filled(fn) | set(self.style.positional)
-        self._own_names = _verl_names(parameters)
+        self._own_names = self.style.renames(parameters)
         self._open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
 
     def calls(self, rollouts: list[Rollout]) -> list[Call]:
@@ -393,11 +236,18 @@ class BoundFunction:
     @property
     def label_parameter(self) -> str | None:
         """The parameter that gets the label, where the convention has one."""
-        if self.style is STYLES["queries"]:
+        if self.style is QUERIES:
             return [*self.signature.parameters, None, None][2]
-        return next(
-            (name for name in ("ground_truth", "ground_truths") if name in self.style.needs), None
-        )
+        return self.style.label or None
+
+    def _refuse_another_style(self) -> None:
+        names = {*self.signature.parameters}
+        for other, entry in REWARD_STYLES.items():
+            if len(entry.fn.needs) > 1 and {*entry.fn.needs} <= names:
+                raise ValueError(
+                    f"reward function {self.name}{self.signature} is {other}'s, not --reward_fn_style "
+                    f"{self._style_name}'s"
+                )
 
     def _call(self, values: Values) -> Call:
         renamed = {own: values[name] for own, name in self._own_names.items() if name in values}
@@ -477,7 +327,7 @@ def raised(error: BaseException) -> Outcome:
 
 @dataclass(eq=False)
 class FunctionReward:
-    """Scores with a Python function, sync or async, of one of the conventions in :data:`STYLES`; see docs/rewards.md.
+    """Scores with a Python function, sync or async, of one of the conventions in ``REWARD_STYLES``; see docs/rewards.md.
 
     A call that raises, runs past its limit or returns something else than scores never becomes a score. Metrics per
     sample, with retries or ``"unscored"``: ``failures`` (tries that failed), ``timeouts`` (tries past the limit).
@@ -486,7 +336,9 @@ class FunctionReward:
     fn: RewardFunction
     name: str | None = None  # None: the function's own
     _: KW_ONLY
-    reward_fn_style: str = "auto"  # a name in STYLES; auto: told by the names of the parameters
+    reward_fn_style: str = (
+        "auto"  # a name in REWARD_STYLES; auto: told by the names of the parameters
+    )
     # naive: one call per sample, in threads or, of coroutines, in one event loop; batch: one call with all samples;
     # prime: calls in processes that are killed at their limit; auto: naive or batch, as the function takes it
     reward_manager: str = "auto"  # a name in lightppo.plugin.REWARD_MANAGERS
@@ -525,7 +377,7 @@ class FunctionReward:
             return RewardOutput([])
         parts = [[rollout] for rollout in rollouts] if self._style.per_sample else [rollouts]
 
-        def read(i: int, value: Any) -> _Reading:
+        def read(i: int, value: Any) -> Reading:
             try:
                 return self._style.read(value, parts[i], self._label)
             except Exception as error:  # code of the values themselves: __len__, tolist, items, …
@@ -535,16 +387,14 @@ class FunctionReward:
         failed = [i for i, state in enumerate(settled) if state.error is not None]
         if failed and self.on_reward_failure == "error":
             worst = next(
-                (i for i in failed if not isinstance(settled[i].error, _NonFinite)), failed[0]
+                (i for i in failed if not isinstance(settled[i].error, NonFinite)), failed[0]
             )
             kind = (
-                NonFiniteRewardError
-                if isinstance(settled[worst].error, _NonFinite)
-                else RewardError
+                NonFiniteRewardError if isinstance(settled[worst].error, NonFinite) else RewardError
             )
             raise kind(self._error_text(settled[worst], rollouts, worst)) from settled[worst].cause
-        answers: list[_Answer] = [
-            state.value or _Answer(RewardOutput([None] * len(part)), [True] * len(part))
+        answers: list[Answer] = [
+            state.value or Answer(RewardOutput([None] * len(part)), [True] * len(part))
             for state, part in zip(settled, parts)
         ]
         output = join_outputs([answer.output for answer in answers])

@@ -1,10 +1,14 @@
-"""The constructor, arguments and call forms of the seed."""
+"""The constructor, arguments and call forms of the seed, and reward functions of other trainers."""
 
-from lightppo.plugin import PUBLIC
+from lightppo.plugin import PUBLIC, REWARD_STYLES
+from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    for name in ("verl", "verl_batch", "trl", "areal"):
+        styles = "lightppo.plugins.compat.reward_styles"
+        REWARD_STYLES.register(name, Entry(f"{styles}:{name.upper()}"))
     PUBLIC.update(
         {
             "PPOTrainer": "lightppo.plugins.compat.seed_trainer",
