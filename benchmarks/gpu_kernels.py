@@ -490,7 +490,7 @@ def step_runner(way: str, device: str) -> Any:
     """What runs decoding steps; None: nothing, they change their shapes. On a CPU nothing is captured."""
     import torch
 
-    from lightppo.plugins.kernels.graphs import CUDAGraphs
+    from lightppo.plugins.decoding.graphs import CUDAGraphs
 
     class AsTheyAre(CUDAGraphs):
         def warm_up(self, step: Callable[[], None]) -> None:

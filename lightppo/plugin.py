@@ -144,9 +144,13 @@ ENGINE_WRAPPERS: Table = Table("what is around a run's rollout engine")
 """An entry's function gets the engine of a run, the config, the strategy and the tokenizer, and returns the engine
 itself, or another one around it. They are called in the order of the table."""
 
+DECODERS: Table = Table("decoder", {"batches": Entry("lightppo.rollout.decoding:batches_for")})
+"""What decodes for the HF engine: functions of a :class:`lightppo.rollout.decoding.CachedForward` that return a subclass
+of :class:`lightppo.rollout.decoding.Decoder`, or None for a model that it cannot decode; the last one that can decodes."""
+
 DECODING_RUNNERS: Table = Table("decoding runner")
 """What runs the decoding steps of the HF engine. An entry's function makes a
-:class:`lightppo.rollout.decode.DecodingRunner` of the config and the strategy, or returns None; the first one runs."""
+:class:`lightppo.rollout.decoding.DecodingRunner` of the config and the strategy, or returns None; the first one runs."""
 
 FITTED: Table = Table("option that is fitted to the machine")
 """What an option that is None stands for where only the machine tells: under its name a function of the config and the

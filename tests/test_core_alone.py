@@ -1,6 +1,7 @@
 """The core without ``lightppo/plugins``: it trains, saves, is killed, goes on, and its weights are the product's.
 
-The product runs with the plain kernels of the core, because those of its plugin round differently.
+The product runs with the plain kernels and the plain decoder of the core, because those of its plugins round
+differently.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ def reward_func(queries, prompts, labels):
         os.kill(os.getpid(), signal.SIGKILL)
     return [float(query.count("1") + query.count("2")) for query in queries]
 '''
-PLAIN_KERNELS = """
+PLAIN = """
 from lightppo.__main__ import main
-from lightppo.plugin import KERNELS, MODULES
+from lightppo.plugin import DECODERS, KERNELS, MODULES
 from lightppo.table import Entry
 MODULES.clear()
+DECODERS.pop("slots", None)
 KERNELS |= {"linear": Entry("torch.nn.functional:linear"), "product": Entry("torch:matmul")}
 KERNELS["decoding"] = Entry("contextlib:nullcontext")
 main()
@@ -84,7 +86,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lightppo(
     package: Path, folder: Path, run: str, model: str, **environment: str
 ) -> subprocess.CompletedProcess:
-    """``lightppo ppo`` of a package with plain kernels, in a process of its own."""
+    """``lightppo ppo`` of a package with plain kernels and decoder, in a process of its own."""
     options = (
         SMALL
         | RUNS[run]
@@ -98,7 +100,7 @@ def lightppo(
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
     ]
     return subprocess.run(
-        [sys.executable, "-c", PLAIN_KERNELS, "ppo", *words],
+        [sys.executable, "-c", PLAIN, "ppo", *words],
         cwd=folder.parent,
         env=os.environ
         | {"PYTHONPATH": str(package), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

@@ -57,6 +57,7 @@ PLUGIN_FLOORS = {
     "adapters": 3,
     "algorithms": 3,
     "kernels": 3,
+    "decoding": 3,
     "migration": 3,
     "records": 3,
     "reshape": 3,

@@ -10,6 +10,7 @@ SHIPPED = (
     "adapters",
     "towers",
     "kernels",
+    "decoding",
     "vllm",
     "verifiers",
     "http",

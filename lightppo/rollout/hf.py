@@ -19,16 +19,8 @@ from tqdm import tqdm
 
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.plugin import DECODING_RUNNERS, FITTED, KERNELS
-from lightppo.rollout.decode import (
-    BatchDecoder,
-    CachedForward,
-    DecodedBatch,
-    Decoder,
-    DecodingRunner,
-    SlotDecoder,
-    can_use_slots,
-)
+from lightppo.plugin import DECODERS, DECODING_RUNNERS, FITTED, KERNELS
+from lightppo.rollout.decoding import CachedForward, DecodedBatch, Decoder, DecodingRunner
 from lightppo.rollout.engine import Capabilities, SamplingParams, Turn, TurnSource
 from lightppo.rollout.kept_rows import KeptRows, free_bytes
 from lightppo.rollout.sampling import (
@@ -245,7 +237,8 @@ class HFRolloutEngine:
             self.runner or nullcontext(),
         ):
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
-            kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
+            kinds = (entry.fn(forward) for entry in reversed(DECODERS.values()))
+            kind = next(filter(None, kinds))
             kind = kind if self.runner is None else self.runner.decoder(kind)
             slots, most = self.micro_rollout_batch_size, sampling.max_new_tokens
             yield kind(forward, sampler, stop.to(device), slots, most, device)

@@ -25,9 +25,10 @@ from transformers import (
 from lightppo.data.records import Prompt, Rollout
 from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters
+from lightppo.plugins.decoding import slots as slot_decoding
+from lightppo.plugins.decoding.slots import PromptQueue, SlotCache
 from lightppo.plugins.vllm.weights import full_weights
-from lightppo.rollout import decode, hf
-from lightppo.rollout.decode import PromptQueue, SlotCache
+from lightppo.rollout import hf
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, Turn
 from lightppo.rollout.hf import HFRolloutEngine
 
@@ -379,7 +380,7 @@ class TestTurns:
         played = []
         for steps in (0, 4):
             passes.append(0)
-            monkeypatch.setattr(decode, "GATHER_STEPS", steps)
+            monkeypatch.setattr(slot_decoding, "GATHER_STEPS", steps)
             played.append(self.played(engine_of(llama, 64), prompts, late=True))
         assert played[0].ids() == played[1].ids()
         assert passes[1] < passes[0]
@@ -394,7 +395,7 @@ class TestTurns:
             return make_room(cache, slots, at_least)
 
         monkeypatch.setattr(SlotCache, "make_room", watched)
-        monkeypatch.setattr(decode, "CPU_COLUMNS", 1)
+        monkeypatch.setattr(slot_decoding, "CPU_COLUMNS", 1)
         played = self.played(engine_of(llama, 64), prompts)
         assert max(rows) <= len(played.all)
         assert min(rows) < len(played.all) / 2

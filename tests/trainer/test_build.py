@@ -15,7 +15,7 @@ from torch import nn
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.models.loading import get_tokenizer
-from lightppo.plugins.kernels.graphs import CUDAGraphs
+from lightppo.plugins.decoding.graphs import CUDAGraphs
 from lightppo.plugins.records import run_folder
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_engine

@@ -1,14 +1,11 @@
-"""Kernels: fused norms, matrix products on CPUs; if options ask for them, CUDA graphs, compiled layers, Liger's."""
+"""Kernels: fused norms, matrix products on CPUs; if options ask for them, compiled layers and Liger's."""
 
-from lightppo.option import register_section
-from lightppo.plugin import CHECKS, DECODING_RUNNERS, KERNELS, MODULES, PREPARATIONS, Check
+from lightppo.plugin import KERNELS, MODULES, PREPARATIONS
 from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    CHECKS.register("cuda_graphs", Check("lightppo.plugins.kernels.graphs:check_device"))
-    DECODING_RUNNERS.register("cuda_graphs", Entry("lightppo.plugins.kernels.graphs:runner"))
     MODULES.register("cpu_linear", Entry("lightppo.plugins.kernels.cpu:accelerate_on_cpu"))
     MODULES.register("fused", Entry("lightppo.plugins.kernels.fused:fuse"))
     KERNELS["linear"] = Entry("lightppo.plugins.kernels.matmul:linear")
@@ -19,4 +16,3 @@ def register() -> None:
     )
     PREPARATIONS.register("liger", Entry("lightppo.plugins.kernels.liger:prepare_liger"))
     PREPARATIONS.register("compile", Entry("lightppo.plugins.kernels.layers:prepare_compiled"))
-    register_section("kernels", "lightppo.plugins.kernels.sections:KernelConfig", adds_to="engine")

@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from lightppo.data.records import Prompt
-from lightppo.rollout import decode as cache_module
-from lightppo.rollout.decode import (
+from lightppo.plugin import DECODERS
+from lightppo.plugins.decoding import slots as cache_module
+from lightppo.plugins.decoding.slots import (
     CPU_COLUMNS,
     OTHER_COLUMNS,
     SlotCache,
@@ -281,6 +282,16 @@ class TestEveryKindOfModel:
             log_probs = full_logits(model, prompt + response)[len(prompt) - 1 : -1].log_softmax(-1)
             expected = log_probs.gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)
             torch.testing.assert_close(torch.tensor(rollout.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def test_the_same_responses_as_from_the_decoder_of_the_core(generate, prompts, llama, monkeypatch):
+    sampling = {"max_new_tokens": 20, "n": 2, "seed": 4}
+    in_slots, stats = generate(llama, prompts, 3, **sampling)
+    monkeypatch.delitem(DECODERS, "slots")
+    in_batches, of_batches = generate(llama, prompts, 3, **sampling)
+    assert by_key(in_batches) == by_key(in_slots)
+    # its rows wait for each other, and a prompt runs once for each sample
+    assert of_batches["decode_positions"] > stats["decode_positions"]
 
 
 def test_views_of_wide_buffers_as_on_a_gpu(generate, prompts, monkeypatch):

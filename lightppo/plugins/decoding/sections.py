@@ -1,9 +1,9 @@
-"""Options of other kernels."""
+"""Options of decoding."""
 
 from lightppo.option import Section, option
 
 
-class KernelConfig(Section, adds_to="engine", resume_safe=True):
+class DecodingConfig(Section, adds_to="engine", resume_safe=True):
     """CUDA graphs of the hf engine."""
 
     hf_cuda_graphs: bool = option(

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.rollout.decode import Decoder, PromptQueue, SlotDecoder, attention_to_slots
+from lightppo.plugins.decoding.slots import PromptQueue, SlotDecoder, attention_to_slots
+from lightppo.rollout.decoding import Decoder
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from lightppo.plugins.kernels.graphs import LOOK_EVERY, CUDAGraphs, rounded
-from lightppo.rollout.decode import SlotCache
+from lightppo.plugins.decoding.graphs import LOOK_EVERY, CUDAGraphs, rounded
+from lightppo.plugins.decoding.slots import SlotCache
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 
@@ -95,7 +95,7 @@ def test_replayed_steps_give_the_same_responses(name, sampling, generate, monkey
 
     eager, _ = generate(model, None, **sampling)
     monkeypatch.setattr(SlotCache, "make_room", watched)
-    monkeypatch.setattr("lightppo.rollout.decode.FIXED_SPARE", 8)
+    monkeypatch.setattr("lightppo.plugins.decoding.slots.FIXED_SPARE", 8)
     runner = FakeGraphs()
     rollouts, stats = generate(model, runner, **sampling)
     assert_same(rollouts, eager)

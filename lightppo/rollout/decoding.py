@@ -1,0 +1,207 @@
+"""Decoding with the trainer's own model: what decodes, and one that takes a micro batch after the other."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from lightppo.ranks import heartbeat
+from lightppo.rollout.kept_rows import KeptRows
+from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
+
+# share of rows that still run at which finished ones leave a BatchDecoder's cache, by a copy
+COMPACT_BELOW = 0.75
+
+
+class CachedForward:
+    """One decoding step of a Hugging Face model: last-position logits from new ids and a growing cache."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        name = type(model).__name__
+        parameters = inspect.signature(model.forward).parameters
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(f"HF rollouts need a decoder-only model; {name} is an encoder-decoder")
+        if "past_key_values" not in parameters or not model._supports_default_dynamic_cache():
+            raise ValueError(f"HF rollouts need a model that takes a DynamicCache; {name} does not")
+        self.model = model
+        self.config = model.config
+        self.takes_position_ids = "position_ids" in parameters
+        self.calls = 0
+        self.positions = 0  # computed in them, with the padding of prompts
+        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        cache: Cache,
+    ) -> Tensor:
+        """Logits (B, V) behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
+        self.calls += 1
+        self.positions += input_ids.numel()
+        return self.logits(input_ids, attention_mask, position_ids, cache)
+
+    def logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        cache: Cache,
+    ) -> Tensor:
+        """The same, not counted."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._keep}
+        if self.takes_position_ids:
+            inputs["position_ids"] = position_ids
+        return self.model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).logits[
+            :, -1
+        ]
+
+
+def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids (B, P) with ``NO_TOKEN`` on the left of shorter prompts, their mask and position ids."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor(
+        [[NO_TOKEN] * (width - len(prompt)) + prompt for prompt in prompts], device=device
+    )
+    mask = (ids != NO_TOKEN).long()
+    return ids, mask, (mask.cumsum(dim=1) - 1).clamp_(min=0)
+
+
+@dataclass
+class DecodedBatch:
+    """Decoded responses; entries beyond ``lengths`` mean nothing."""
+
+    tokens: Tensor  # (B, max_new_tokens) long
+    log_probs: Tensor  # (B, max_new_tokens) float32
+    lengths: Tensor  # (B,) tokens of each response, the stop id included
+    stopped: Tensor  # (B,) bool: ended by a stop id or string, not by the token limit
+
+
+# further requests, (prompt, most new tokens) each, whose numbers go on; None: there will be none.
+# With True it waits for one.
+More = Callable[[bool], list[tuple[list[int], int]] | None]
+Uniforms = Callable[[list[int]], Tensor]  # numbers of requests -> (k, max_new_tokens) float64
+Decoded = Iterator[tuple[list[int], DecodedBatch]]  # numbers of requests and their responses
+
+
+@dataclass
+class Decoder:
+    """Decodes many requests with one model, at most ``slots`` at a time.
+
+    ``run(prompts, uniforms)`` yields some requests (their places in ``prompts``) and their responses, until all are
+    done; put the longest prompts first. With ``more``, requests may come while others decode; a prompt and its
+    response then have at most ``max_columns`` tokens.
+    """
+
+    forward: CachedForward
+    sampler: TokenSampler
+    stop: StopCriteria
+    slots: int
+    max_new_tokens: int
+    device: torch.device
+    # of a prompt and its response; None: as the prompts say
+    max_columns: int | None = field(default=None, kw_only=True)
+    # slots that requests to come may need; None: all
+    most_rows: int | None = field(default=None, kw_only=True)
+    # rows that have ended, for requests that go on from them; None: none is kept
+    kept: KeptRows | None = field(default=None, kw_only=True)
+
+
+class BatchDecoder(Decoder):
+    """Decodes one micro batch after the other, with the cache that transformers makes for the model."""
+
+    @torch.no_grad()
+    def run(
+        self, prompts: list[list[int]], uniforms: Uniforms, more: More | None = None
+    ) -> Decoded:
+        """See :class:`Decoder`."""
+        waiting = deque(enumerate(prompts))
+        limits = [self.max_new_tokens] * len(prompts)
+        while waiting or more is not None:
+            if more is not None:
+                came = more(not waiting)
+                if came is None:
+                    more = None
+                    continue
+                waiting.extend(enumerate((ids for ids, _ in came), start=len(limits)))
+                limits += [most for _, most in came]
+            if waiting:
+                batch = [waiting.popleft() for _ in range(min(self.slots, len(waiting)))]
+                numbers = [number for number, _ in batch]
+                limits_of_batch = torch.tensor([limits[i] for i in numbers], device=self.device)
+                prompts_of_batch = [ids for _, ids in batch]
+                yield (
+                    numbers,
+                    self._decode(prompts_of_batch, uniforms(numbers), limits_of_batch),
+                )
+
+    def _decode(self, prompts: list[list[int]], uniforms: Tensor, limits: Tensor) -> DecodedBatch:
+        """Decodes until every row has ended or has its limit of new tokens, ``limits`` (B,)."""
+        batch_size, most = uniforms.shape
+        prompt_ids, mask, positions = left_pad(prompts, self.device)  # (B, P)
+        prompt_width = prompt_ids.shape[1]
+        ids = pad(prompt_ids, (0, most))  # (B, P + max_new)
+        responses = ids[:, prompt_width:]  # a view: what is written here is seen in ids
+        log_probs = torch.zeros(batch_size, most, device=self.device)
+        lengths = limits.clone()
+        stopped = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
+
+        # What follows has b rows: those still in the batch, of which `done` have ended but have not left it yet.
+        rows = torch.arange(batch_size, device=self.device)
+        done = stopped.clone()
+        mask = pad(mask, (0, most), value=1)  # (b, P + max_new)
+        inputs = prompt_ids.clamp(min=0)  # (b, P), later (b, 1)
+        cache = DynamicCache(config=self.forward.config)
+        for step in range(most):
+            heartbeat.beat()
+            width = prompt_width + step
+            logits = self.forward(inputs, mask[:, :width], positions, cache)  # (b, V)
+            history = ids[rows, :width] if self.sampler.needs_history else None
+            tokens, log_probs[rows, step] = self.sampler(logits, uniforms[:, step], step, history)
+            responses[rows, step] = tokens
+
+            ended = self.stop.ended(responses, rows, step + 1) & ~done
+            lengths[rows] = torch.where(ended, step + 1, lengths[rows])
+            stopped[rows] |= ended
+            done |= ended | (limits[rows] == step + 1)
+            running = len(rows) - int(done.sum())
+            if running == 0:
+                break
+            inputs = tokens.unsqueeze(1)
+            positions = positions[:, -1:] + 1
+            if running <= COMPACT_BELOW * len(rows) and _can_drop_rows(cache):
+                kept = (~done).nonzero().squeeze(1)
+                cache.batch_select_indices(kept)
+                rows, mask, inputs, positions, uniforms = (
+                    x[kept] for x in (rows, mask, inputs, positions, uniforms)
+                )
+                done = done.new_zeros(running)
+        return DecodedBatch(responses, log_probs, lengths, stopped)
+
+
+def batches_for(forward: CachedForward) -> type[BatchDecoder]:
+    """A decoder of every model."""
+    return BatchDecoder
+
+
+def _can_drop_rows(cache: Cache) -> bool:
+    """Whether the cache can drop rows: not with recurrent states, which would stay behind."""
+    recurrent = any(hasattr(layer, "update_recurrent_state") for layer in cache.layers)
+    return not recurrent and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
+
+
+class DecodingRunner(AbstractContextManager, Protocol):
+    """Has decoding steps run in another way; entered around the steps of one ``generate``."""
+
+    def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
+        """What makes the decoder, in place of ``kind`` and with its arguments; ``kind`` itself changes nothing."""
