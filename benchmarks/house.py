@@ -11,7 +11,8 @@
 - One GRPO step: ``examples/train_ppo.py`` in one process with ``--advantage_estimator grpo`` and default options but
   for the sizes: a random Llama, eight prompts. Counted are the functions entered in the body of ``fit``'s loop.
   Building the run: the same from the call of ``PPOTrainer.from_config`` to its return. A function's lines are those
-  from ``def`` to its end; lambdas and comprehensions are no functions.
+  from ``def`` to its end, docstrings and comments too; its tokens are those of code on these lines. Lambdas and
+  comprehensions are no functions.
 """
 
 from __future__ import annotations
@@ -322,7 +323,20 @@ class Trace:
                 rows[f"{phase}: files{part}"] = len({code.co_filename for code in codes})
                 rows[f"{phase}: functions{part}"] = len(codes)
                 rows[f"{phase}: lines of functions{part}"] = len(lines)
+                rows[f"{phase}: tokens of functions{part}"] = tokens_on(lines)
         return rows
+
+
+def tokens_on(lines: Iterable[tuple[str, int]]) -> int:
+    """Tokens of code that begin on these lines of files."""
+    of_file = defaultdict(set)
+    for file, line in lines:
+        of_file[file].add(line)
+    return sum(
+        token.start[0] in numbers
+        for file, numbers in of_file.items()
+        for token in code_tokens(Path(file).read_text())
+    )
 
 
 def is_function(code: CodeType) -> bool:

@@ -157,6 +157,7 @@ def test_what_runs(house, tmp_path, monkeypatch):
     assert numbers["one GRPO step: files"] == 1
     assert numbers["one GRPO step: functions"] == 3  # prompts, sync_weights, after
     assert numbers["one GRPO step: lines of functions of the core"] == 3 + 2 + 2
+    assert numbers["one GRPO step: tokens of functions of the core"] == 13 + 11 + 6
 
 
 def test_table(house):
