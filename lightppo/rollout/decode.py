@@ -324,13 +324,23 @@ class SlotCache(DynamicCache):
                 ].index_select(0, index)
         span.rows += len(rows)
 
-    def move_rows(self, sources: list[int], targets: list[int], rows: int) -> None:
-        """Copies some rows over others; afterwards ``rows`` rows are in use."""
+    def move_rows(
+        self, sources: list[int], targets: list[int], rows: int, *, exchange: bool = False
+    ) -> None:
+        """Copies some rows over others, or has them change places; afterwards ``rows`` rows are in use."""
+        if exchange:
+            sources, targets = sources + targets, targets + sources
         for layer in self.layers if sources else ():
             index = torch.tensor([sources, targets], device=layer.device)
             columns = slice(layer.first(self.span.end), self.span.end)
             for buffer in layer.buffers:
-                buffer[index[1], :, columns] = buffer[index[0], :, columns]
+                part = buffer[:, :, columns]
+                if buffer.is_cpu:  # by index it takes several times as long there
+                    moved = [part[row].clone() if exchange else part[row] for row in sources]
+                    for row, states in zip(targets, moved):
+                        part[row] = states
+                else:
+                    part[index[1]] = part[index[0]]
         self.span.rows = rows
 
     def make_room(self, slots: int, at_least: int) -> int:
@@ -772,10 +782,8 @@ class SlotDecoder(Decoder):
         # tokens that went through the model: all but the newest one
         lengths = rows.positions[index].tolist() if self._keeps_rows else []
         movers, holes = rows.remove(gone)
-        if self._keeps_rows:  # they change places
-            slots = dict(zip(holes, movers))
-            movers, holes = movers + holes, holes + movers
-        self.cache.move_rows(movers, holes, len(rows))
+        self.cache.move_rows(movers, holes, len(rows), exchange=self._keeps_rows)
+        slots = dict(zip(holes, movers))
         for row, number, start, length in zip(gone, numbers, starts, lengths):
             self.queue.keep(number, self.cache, slots.get(row, row), start, length)
         self._see_starts()
