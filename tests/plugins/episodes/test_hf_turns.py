@@ -14,9 +14,20 @@ from lightppo.plugins.episodes import hf_turns
 from lightppo.plugins.episodes.hf_turns import TurnQueue, generate_turns
 from lightppo.plugins.episodes.kept_rows import KeptRows
 from lightppo.plugins.episodes.turns import Turn
+from lightppo.plugins.kernels.graphs import CUDAGraphs
 from lightppo.rollout import decode
 from lightppo.rollout.decode import SlotCache
 from lightppo.rollout.engine import SamplingParams
+
+
+class Uncaptured(CUDAGraphs):
+    """The same steps, as they are."""
+
+    def warm_up(self, step):
+        step()
+
+    def capture(self, step):
+        return step
 
 
 class TestTurns:
@@ -105,6 +116,20 @@ class TestTurns:
         # each token of a conversation goes through the model once, but for the padding of prompts
         once = sum(len(one.prompt.token_ids) + len(one.ids) for one in played.all)
         assert stats[64]["decode_positions"] < 1.2 * once
+
+    def test_rows_stay_in_their_slots_while_other_slots_run_as_one(self, llama, engine_of, prompts):
+        """A runner has steps write to slots that nobody decodes in."""
+        expected = self.played(engine_of(llama, 64), prompts)
+        for slots in (64, 5):
+            engine = engine_of(llama, slots, runner=Uncaptured())
+            again = self.played(engine, prompts, late=True)
+            assert again.ids() == expected.ids()
+            for one, other in zip(again.all, expected.all):
+                for left, right in zip(one.answers, other.answers):
+                    got = torch.tensor(left.log_probs)
+                    torch.testing.assert_close(
+                        got, torch.tensor(right.log_probs), atol=1e-4, rtol=0
+                    )
 
     def test_rows_whose_conversation_has_ended_are_not_copied(
         self, llama, engine_of, prompts, monkeypatch
