@@ -3,12 +3,14 @@
     python benchmarks/episode_overhead.py [--pairs 8] [--chat]
 
 Both sample the same tokens with the model of W1 (5 million parameters): 64 prompts, 64 to 128 tokens each. Prints the
-ratio of CPU times and of wall times, each side's least of all pairs. With ``--chat`` the prompts are chats with a tool.
+ratios of CPU times and of wall times: of each side's least time, and the median and quartiles over all pairs. With
+``--chat`` the prompts are chats with a tool.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,6 +101,10 @@ def main() -> None:
             f"{kind}: plain {least['plain']:.3f} s, episodes {least['episodes']:.3f} s, "
             f"ratio {least['episodes'] / least['plain']:.4f}, {more:.3f} ms per episode"
         )
+        sides_of_pairs = zip(taken["episodes"], taken["plain"])
+        ratios = [ours[times] / theirs[times] for ours, theirs in sides_of_pairs]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        print(f"{kind} of pairs: median {median:.4f}, quartiles {low:.4f} and {high:.4f}")
     episodes.close()
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from lightppo.ranks import heartbeat
-from lightppo.rollout.kept_rows import KeptRows
 from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 
 # share of rows that still run at which finished ones leave a BatchDecoder's cache, by a copy
@@ -87,21 +85,61 @@ class DecodedBatch:
     stopped: Tensor  # (B,) bool: ended by a stop id or string, not by the token limit
 
 
-# further requests, (prompt, most new tokens) each, whose numbers go on; None: there will be none.
-# With True it waits for one.
-More = Callable[[bool], list[tuple[list[int], int]] | None]
 Uniforms = Callable[[list[int]], Tensor]  # numbers of requests -> (k, max_new_tokens) float64
 Decoded = Iterator[tuple[list[int], DecodedBatch]]  # numbers of requests and their responses
+
+
+class RequestQueue:
+    """The requests of one call by their numbers; the longest prompts come first.
+
+    Decoders ask it for all that concerns requests. A subclass may bring more of them while others decode.
+    """
+
+    def __init__(
+        self,
+        forward: CachedForward,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.forward = forward
+        self.device = device
+        self.max_new_tokens = max_new_tokens
+        self.prompts: list[list[int]] = []  # of all requests so far
+        self.waiting = 0  # requests that nobody decodes yet
+        self.prompt_columns = max(map(len, prompts), default=0)  # most tokens of a prompt
+        self.columns = self.prompt_columns + max_new_tokens  # and of its response
+        self.add(prompts)
+
+    def add(self, prompts: list[list[int]]) -> None:
+        """More requests, behind those that are there."""
+        self.prompts += prompts
+        self.waiting += len(prompts)
+
+    def look(self, idle: bool) -> bool:
+        """Whether further requests may come; those that are there are added. ``idle``: nothing decodes."""
+        return False
+
+    def limits(self, numbers: list[int]) -> list[int]:
+        """Most new tokens of requests."""
+        return [self.max_new_tokens] * len(numbers)
+
+    def take_in_order(self, count: int) -> list[int]:
+        """Numbers of the next requests, at most ``count``."""
+        first = len(self.prompts) - self.waiting
+        self.waiting -= min(count, self.waiting)
+        return list(range(first, len(self.prompts) - self.waiting))
 
 
 @dataclass
 class Decoder:
     """Decodes many requests with one model, at most ``slots`` at a time.
 
-    ``run(prompts, uniforms)`` yields some requests (their places in ``prompts``) and their responses, until all are
-    done; put the longest prompts first. With ``more``, requests may come while others decode; a prompt and its
-    response then have at most ``max_columns`` tokens.
+    ``run(queue, uniforms)`` yields the numbers of some requests and their responses, until all of a queue of
+    ``queue_kind`` are done.
     """
+
+    queue_kind: ClassVar[type[RequestQueue]] = RequestQueue
 
     forward: CachedForward
     sampler: TokenSampler
@@ -109,41 +147,21 @@ class Decoder:
     slots: int
     max_new_tokens: int
     device: torch.device
-    # of a prompt and its response; None: as the prompts say
-    max_columns: int | None = field(default=None, kw_only=True)
-    # slots that requests to come may need; None: all
-    most_rows: int | None = field(default=None, kw_only=True)
-    # rows that have ended, for requests that go on from them; None: none is kept
-    kept: KeptRows | None = field(default=None, kw_only=True)
 
 
 class BatchDecoder(Decoder):
     """Decodes one micro batch after the other, with the cache that transformers makes for the model."""
 
     @torch.no_grad()
-    def run(
-        self, prompts: list[list[int]], uniforms: Uniforms, more: More | None = None
-    ) -> Decoded:
+    def run(self, queue: RequestQueue, uniforms: Uniforms) -> Decoded:
         """See :class:`Decoder`."""
-        waiting = deque(enumerate(prompts))
-        limits = [self.max_new_tokens] * len(prompts)
-        while waiting or more is not None:
-            if more is not None:
-                came = more(not waiting)
-                if came is None:
-                    more = None
-                    continue
-                waiting.extend(enumerate((ids for ids, _ in came), start=len(limits)))
-                limits += [most for _, most in came]
-            if waiting:
-                batch = [waiting.popleft() for _ in range(min(self.slots, len(waiting)))]
-                numbers = [number for number, _ in batch]
-                limits_of_batch = torch.tensor([limits[i] for i in numbers], device=self.device)
-                prompts_of_batch = [ids for _, ids in batch]
-                yield (
-                    numbers,
-                    self._decode(prompts_of_batch, uniforms(numbers), limits_of_batch),
-                )
+        while queue.look(idle=True) or queue.waiting:
+            if not queue.waiting:
+                continue
+            numbers = queue.take_in_order(self.slots)
+            prompts = [queue.prompts[number] for number in numbers]
+            limits = torch.tensor(queue.limits(numbers), device=self.device)
+            yield numbers, self._decode(prompts, uniforms(numbers), limits)
 
     def _decode(self, prompts: list[list[int]], uniforms: Tensor, limits: Tensor) -> DecodedBatch:
         """Decodes until every row has ended or has its limit of new tokens, ``limits`` (B,)."""

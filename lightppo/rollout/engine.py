@@ -98,36 +98,9 @@ class Capabilities:
     reports_finished: bool = False
     heats_first_token: bool = False  # takes SamplingParams.first_token_temperature
     # samples with a copy of the weights, which may differ from the actor's
-    takes_turns: bool = False  # has generate_turns
     keeps_weights: bool = False
     # differing_weights() says which ones differ, and which could not be compared
     compares_weights: bool = False
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A request for the next tokens of a conversation."""
-
-    prompt: Prompt  # whose sample it is; with sample_index it names the sample's random numbers
-    sample_index: int
-    token_ids: list[int]  # all that came before, prompt included
-    max_new_tokens: int
-    number: int = 0  # of the turn in its conversation
-    sampled: int = 0  # tokens of the conversation that were sampled before: its random numbers go on behind them
-    final: bool = False  # no turn follows it; False: one may
-
-
-class TurnSource(Protocol):
-    """Where an engine takes turns from, and brings them to when they have ended."""
-
-    longest: int  # most tokens of a conversation, prompt included
-    left: int  # conversations that have not ended: so many turns may wait or decode at a time
-
-    def take(self, wait: bool) -> list[Turn] | None:
-        """Turns that can be sampled now; None: no more will come. ``wait``: at least one, if more will come."""
-
-    def ended(self, turn: Turn, rollout: Rollout) -> None:
-        """A turn and its new tokens; ``rollout.prompt`` is the turn's, its response the new tokens alone."""
 
 
 def capabilities_of(engine: Any) -> Capabilities:
@@ -150,9 +123,6 @@ def capabilities_of(engine: Any) -> Capabilities:
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Samples responses with the actor's weights as of the last :meth:`sync_weights`.
-
-    An engine with ``capabilities.takes_turns`` has one method more, ``generate_turns(turns, sampling)``: it samples the
-    :class:`Turn` s of a :class:`TurnSource` until no more come, and takes new ones while others decode.
 
     Every rank has its own engine. All ranks call every method together, because an engine may use collectives; a rank
     without prompts passes an empty list.

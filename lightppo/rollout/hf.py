@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -21,8 +20,7 @@ from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
 from lightppo.plugin import DECODERS, DECODING_RUNNERS, FITTED, KERNELS
 from lightppo.rollout.decoding import CachedForward, DecodedBatch, Decoder, DecodingRunner
-from lightppo.rollout.engine import Capabilities, SamplingParams, Turn, TurnSource
-from lightppo.rollout.kept_rows import KeptRows, free_bytes
+from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.sampling import (
     StopCriteria,
     TokenSampler,
@@ -80,7 +78,7 @@ class HFRolloutEngine:
     """
 
     capabilities: ClassVar = Capabilities(
-        exact_log_probs=True, reports_finished=True, heats_first_token=True, takes_turns=True
+        exact_log_probs=True, reports_finished=True, heats_first_token=True
     )
 
     # Has .model, a Hugging Face model or the DeepSpeed engine around it; log probs are over its first valid_vocab_size
@@ -138,7 +136,7 @@ class HFRolloutEngine:
             ncols=80,
             disable=not self.progress,
         )
-        with bar, self._decoder(forward, sampling) as decoder:
+        with bar, self.decoding(forward, sampling) as decoder:
             most = sampling.max_new_tokens
 
             def uniforms(numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
@@ -147,9 +145,10 @@ class HFRolloutEngine:
 
             finished: list[Rollout] = []
             in_order = [requests[number][0].token_ids for number in order]
-            for numbers, decoded in decoder.run(in_order, uniforms):
+            queue = decoder.queue_kind(forward, in_order, most, decoder.device)
+            for numbers, decoded in decoder.run(queue, uniforms):
                 asked = [requests[order[i]] for i in numbers]
-                ended = self._to_rollouts(asked, decoded, decoder.stop)
+                ended = self.to_rollouts(asked, decoded, decoder.stop)
                 for i, rollout in zip(numbers, ended):
                     rollouts[order[i]] = rollout
                 finished += ended
@@ -168,57 +167,6 @@ class HFRolloutEngine:
         }
         return rollouts
 
-    def generate_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
-        """Samples turns until no more come; those that come take the slots of those that have ended.
-
-        A turn's random numbers are those of its conversation's one stream, behind the tokens that were sampled before.
-
-        Raises:
-            ValueError: a turn has no tokens or too many for the model, or a stop id or bad word is unknown to it.
-            FloatingPointError: as :meth:`generate`.
-        """
-        start = time.perf_counter()
-        limit, most = self.positions, sampling.max_new_tokens
-        asked: list[Turn] = []
-        conversations = _Conversations()
-
-        def more(wait: bool) -> list[tuple[list[int], int]] | None:
-            came = turns.take(wait)
-            decoder.most_rows = turns.left
-            for turn in came or ():
-                check_length(turn.prompt.index, len(turn.token_ids), turn.max_new_tokens, limit)
-                conversations.begin(len(asked), turn, decoder.kept)
-                asked.append(turn)
-            return came and [(turn.token_ids, turn.max_new_tokens) for turn in came]
-
-        def uniforms(numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
-            table = np.zeros((len(numbers), most))
-            for row, turn in zip(table, (asked[i] for i in numbers)):
-                end = turn.sampled + turn.max_new_tokens
-                key = (sampling.seed, turn.prompt.index, turn.sample_index)
-                row[: turn.max_new_tokens] = request_uniforms(*key, end)[turn.sampled :]
-            return torch.from_numpy(table).to(decoder.device)
-
-        forward = CachedForward(self.model)
-        with self._decoder(forward, sampling) as decoder:
-            decoder.max_columns = turns.longest
-            decoder.slots = min(decoder.slots, max(turns.left, 1))
-            decoder.kept = KeptRows(partial(free_bytes, decoder.device))
-            for numbers, decoded in decoder.run([], uniforms, more):
-                ended = [asked[i] for i in numbers]
-                samples = [(turn.prompt, turn.sample_index) for turn in ended]
-                rollouts = self._to_rollouts(samples, decoded, decoder.stop)
-                for turn, rollout in zip(ended, rollouts):
-                    conversations.end(turn, rollout)
-                    turns.ended(turn, rollout)
-        self.last_stats = {
-            "generated_tokens": conversations.sampled,
-            "prompt_tokens": sum(len(turn.token_ids) for turn in asked),
-            "decode_steps": forward.calls,
-            "decode_positions": forward.positions,
-            "seconds": time.perf_counter() - start,
-        }
-
     @property
     def positions(self) -> int | None:
         """The longest sequence that the model takes; None: any."""
@@ -226,7 +174,7 @@ class HFRolloutEngine:
         return getattr(text_config, "max_position_embeddings", None)
 
     @contextmanager
-    def _decoder(self, forward: CachedForward, sampling: SamplingParams) -> Iterator[Decoder]:
+    def decoding(self, forward: CachedForward, sampling: SamplingParams) -> Iterator[Decoder]:
         """What decodes with the model's full weights, while the context lasts. Collective."""
         vocab_size = forward.config.get_text_config(decoder=True).vocab_size
         stop, sampler = self._criteria(sampling, vocab_size)
@@ -274,12 +222,13 @@ class HFRolloutEngine:
         )
         return stop, sampler
 
-    def _to_rollouts(
+    def to_rollouts(
         self,
         requests: list[tuple[Prompt, int]],
         decoded: DecodedBatch,
         stop: StopCriteria,
     ) -> list[Rollout]:
+        """What was sampled of requests, (prompt, sample number) each. FloatingPointError: see :func:`check_drawn`."""
         lengths = decoded.lengths.tolist()
         stopped = decoded.stopped.tolist()
         ids, log_probs = (
@@ -300,35 +249,6 @@ class HFRolloutEngine:
             )
             for b, (prompt, sample_index) in enumerate(requests)
         ]
-
-
-class _Conversations:
-    """Which turns go on from which others."""
-
-    def __init__(self) -> None:
-        self.sampled = 0  # tokens
-        self._last: dict[tuple[int, int], tuple[int, list[int]]] = {}  # number, ids so far
-
-    def begin(self, number: int, turn: Turn, kept: KeptRows | None) -> None:
-        """Tells what keeps rows of a new turn."""
-        key = (turn.prompt.index, turn.sample_index)
-        before, ids = self._last.get(key, (-1, []))
-        self._last[key] = number, turn.token_ids
-        if kept is None:
-            return
-        if turn.final:
-            kept.final.add(number)
-        if turn.token_ids[: len(ids)] == ids:
-            kept.follows[number] = before
-        else:  # it began anew
-            kept.remove(before)
-
-    def end(self, turn: Turn, rollout: Rollout) -> None:
-        """A turn and its tokens."""
-        self.sampled += len(rollout.response_ids)
-        key = (turn.prompt.index, turn.sample_index)
-        number, ids = self._last[key]
-        self._last[key] = number, ids + rollout.response_ids
 
 
 def build(

@@ -1,5 +1,13 @@
 """What tests of this room share with those of plugins."""
 
-from support.fixtures.character_models import actor_of, llama, make_llama, model, prompts, tokenizer
+from support.fixtures.character_models import (
+    actor_of,
+    engine_of,
+    llama,
+    make_llama,
+    model,
+    prompts,
+    tokenizer,
+)
 
-__all__ = ["actor_of", "llama", "make_llama", "model", "prompts", "tokenizer"]
+__all__ = ["actor_of", "engine_of", "llama", "make_llama", "model", "prompts", "tokenizer"]

@@ -7,29 +7,18 @@ import math
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from support.conversations import Conversations, FixedTurns, InTurn
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from support.fixtures.character_models import EOS_ID, ids_by_key, lfm2, mistral, trainer_log_probs
+from transformers import BloomConfig, BloomForCausalLM
 
-from lightppo.data.records import Prompt, Rollout
+from lightppo.data.records import Prompt
 from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters
-from lightppo.plugins.decoding import slots as slot_decoding
-from lightppo.plugins.decoding.slots import PromptQueue, SlotCache
 from lightppo.plugins.vllm.weights import full_weights
-from lightppo.rollout import hf
-from lightppo.rollout.engine import RolloutEngine, SamplingParams, Turn
+from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 
 
@@ -90,36 +79,6 @@ def test_protocol_module_loads_neither_torch_nor_transformers():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.split()[-2:] == ["False", "False"]
-
-
-EOS_ID = 1
-
-
-@pytest.fixture
-def engine_of(tokenizer, actor_of):
-    def build(model, micro_batch: int = 8, **options) -> HFRolloutEngine:
-        return HFRolloutEngine(
-            actor_of(model), tokenizer, micro_rollout_batch_size=micro_batch, **options
-        )
-
-    return build
-
-
-def ids_by_key(rollouts) -> dict[tuple[int, int], list[int]]:
-    return {(r.prompt.index, r.sample_index): r.response_ids for r in rollouts}
-
-
-def trainer_log_probs(model, rollout, temperature: float) -> torch.Tensor:
-    """Log probs by one full forward without padding or cache."""
-    prompt, response = rollout.prompt.token_ids, rollout.response_ids
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    return (
-        (logits / temperature)
-        .log_softmax(-1)
-        .gather(1, torch.tensor(response).unsqueeze(1))
-        .squeeze(1)
-    )
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
@@ -251,34 +210,12 @@ class TestIndependenceOfTheBatch:
         assert [r.sample_index for r in twice] == [0, 1, 0, 1]
 
 
-def mistral():
-    torch.manual_seed(0)
-    return MistralForCausalLM(
-        MistralConfig(
-            vocab_size=30, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, sliding_window=4, max_position_embeddings=64, bos_token_id=None, eos_token_id=EOS_ID,
-            initializer_range=0.2,
-        )
-    )  # fmt: skip
-
-
 def bloom():
     torch.manual_seed(0)
     return BloomForCausalLM(
         BloomConfig(
             vocab_size=30, hidden_size=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=EOS_ID,
             initializer_range=0.2, hidden_dropout=0.0, attention_dropout=0.0,
-        )
-    )  # fmt: skip
-
-
-def lfm2():
-    torch.manual_seed(0)
-    return Lfm2ForCausalLM(
-        Lfm2Config(
-            vocab_size=30, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, layer_types=["conv", "full_attention"], bos_token_id=None, eos_token_id=EOS_ID,
-            initializer_range=0.2,
         )
     )  # fmt: skip
 
@@ -294,140 +231,6 @@ def test_sliding_windows_alibi_and_recurrent_states(build, engine_of, prompts):
     for rollout in rollouts:
         expected = trainer_log_probs(model, rollout, 1.0)
         torch.testing.assert_close(torch.tensor(rollout.log_probs), expected, atol=1e-4, rtol=0)
-
-
-class TestTurns:
-    """Conversations of one to three turns; what stands between two depends on what was sampled."""
-
-    sampling = SamplingParams(max_new_tokens=8, temperature=0.9, seed=5)
-
-    def played(self, engine, prompts, sampling=sampling, **options) -> Conversations:
-        conversations = Conversations(prompts, turns=3, samples=2, **options)
-        engine.generate_turns(conversations, sampling)
-        return conversations
-
-    @pytest.mark.parametrize("build", [None, mistral, lfm2])
-    def test_a_turn_depends_on_its_conversation_alone(self, build, llama, engine_of, prompts):
-        model = llama if build is None else build().eval()
-        expected = self.played(engine_of(model, 8), prompts)
-        assert {len(one.answers) for one in expected.all} == {1, 2, 3}
-        for slots, late in ((1, False), (3, True), (64, True)):
-            again = self.played(engine_of(model, slots), prompts[::-1], late=late)
-            assert again.ids() == expected.ids()
-        for one in expected.all:
-            for turn, answer in zip(one.asked, one.answers):
-                assert len(answer.response_ids) <= turn.max_new_tokens
-                cut = len(answer.response_ids) == turn.max_new_tokens
-                assert (answer.finish_reason == "stop") == (answer.response_ids[-1] == EOS_ID)
-                assert cut or answer.finish_reason == "stop"
-                whole = Prompt("", turn.token_ids, index=turn.prompt.index)
-                rollout = Rollout(whole, 0, answer.response_ids, "", "stop")
-                log_probs = trainer_log_probs(model, rollout, 0.9)
-                got = torch.tensor(answer.log_probs)
-                torch.testing.assert_close(got, log_probs, atol=1e-4, rtol=0)
-
-    def test_first_turns_are_responses_and_later_ones_go_on_in_their_random_numbers(
-        self, llama, engine_of, prompts
-    ):
-        engine = engine_of(llama, 4)
-        sampling = SamplingParams(max_new_tokens=5, temperature=0.9, seed=5, n=2)
-        responses = ids_by_key(engine.generate(prompts, sampling))
-        played = self.played(engine, prompts)
-        for one in played.all:
-            assert one.answers[0].response_ids == responses[one.prompt.index, one.sample_index]
-        # A turn whose stream began anew would draw the numbers of the first turn again.
-        again = [one for one in played.all if len(one.answers) == 3][:4]
-        source = FixedTurns([replace(one.asked[1], sampled=0) for one in again])
-        engine.generate_turns(source, self.sampling)
-        second = {tuple(one.answers[1].response_ids) for one in again}
-        assert len(source.answers) == 4
-        assert {tuple(rollout.response_ids) for rollout in source.answers} != second
-
-    @pytest.mark.parametrize("late", [False, True])
-    def test_a_follow_up_runs_its_new_tokens_alone(
-        self, llama, engine_of, prompts, monkeypatch, late
-    ):
-        """What is kept between turns changes neither tokens nor log probs; a pool without room keeps nothing."""
-        stats, played = {}, {}
-        config = llama.config
-        token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        for name, limit in {"nothing": 0, "little": 560 * token, "all": 1 << 40}.items():
-            monkeypatch.setattr(hf, "free_bytes", lambda device, limit=limit: limit)
-            engine = engine_of(llama, 4)
-            played[name] = self.played(engine, prompts, late=late)
-            stats[name] = engine.last_stats
-        assert played["nothing"].ids() == played["little"].ids() == played["all"].ids()
-        for one, other in zip(played["nothing"].all, played["all"].all):
-            for left, right in zip(one.answers, other.answers):
-                got = torch.tensor(right.log_probs)
-                torch.testing.assert_close(got, torch.tensor(left.log_probs), atol=1e-4, rtol=0)
-        positions = [one["decode_positions"] for one in stats.values()]
-        assert positions[0] > positions[1] > positions[2]
-        sampled = {one["generated_tokens"] for one in stats.values()}
-        answers = [answer for one in played["all"].all for answer in one.answers]
-        assert sampled == {sum(len(answer.response_ids) for answer in answers)}
-
-    def test_turns_that_come_one_by_one_go_through_the_model_together(
-        self, llama, engine_of, prompts, monkeypatch
-    ):
-        passes, through = [], PromptQueue._through_the_model
-
-        def counted(queue, groups):
-            passes[-1] += 1
-            return through(queue, groups)
-
-        monkeypatch.setattr(PromptQueue, "_through_the_model", counted)
-        played = []
-        for steps in (0, 4):
-            passes.append(0)
-            monkeypatch.setattr(slot_decoding, "GATHER_STEPS", steps)
-            played.append(self.played(engine_of(llama, 64), prompts, late=True))
-        assert played[0].ids() == played[1].ids()
-        assert passes[1] < passes[0]
-
-    def test_buffers_shrink_with_the_conversations_that_are_left(
-        self, llama, engine_of, prompts, monkeypatch
-    ):
-        rows, make_room = [], SlotCache.make_room
-
-        def watched(cache, slots, at_least):
-            rows.append(slots)
-            return make_room(cache, slots, at_least)
-
-        monkeypatch.setattr(SlotCache, "make_room", watched)
-        monkeypatch.setattr(slot_decoding, "CPU_COLUMNS", 1)
-        played = self.played(engine_of(llama, 64), prompts)
-        assert max(rows) <= len(played.all)
-        assert min(rows) < len(played.all) / 2
-
-    def test_a_conversation_that_begins_anew_is_not_taken_for_the_old_one(
-        self, llama, engine_of, prompts
-    ):
-        old = Turn(prompts[0], 0, [*prompts[0].token_ids, 7, 8, 9], 5)
-        new = replace(old, token_ids=[*prompts[1].token_ids, 9, 8])
-        turns = InTurn([old, new])
-        engine_of(llama, 2).generate_turns(turns, self.sampling)
-        alone = FixedTurns([new])
-        engine_of(llama, 2).generate_turns(alone, self.sampling)
-        assert turns.answers[1].response_ids == alone.answers[0].response_ids
-
-    def test_penalties_see_the_whole_conversation(self, llama, engine_of, prompts):
-        """Prompts that come later may be longer than all that the decoder began with."""
-        sampling = SamplingParams(max_new_tokens=8, seed=5, repetition_penalty=1.5)
-        expected = self.played(engine_of(llama, 8), prompts, sampling)
-        assert (
-            self.played(engine_of(llama, 2), prompts, sampling, late=True).ids() == expected.ids()
-        )
-        assert self.played(engine_of(llama, 8), prompts).ids() != expected.ids()
-
-    def test_no_prompts(self, llama, engine_of):
-        assert self.played(engine_of(llama, 8), []).ids() == {}
-
-    def test_a_turn_that_is_too_long_is_named(self, llama, engine_of, prompts):
-        conversations = Conversations(prompts[:1], turns=1)
-        conversations.all[0].ids = [5] * 60
-        with pytest.raises(ValueError, match=r"prompt 100 has 63 tokens, with the response 68"):
-            engine_of(llama).generate_turns(conversations, self.sampling)
 
 
 class TestRecords:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rollout.engine import Turn
+from lightppo.plugins.episodes.turns import Turn
 
 FIRST_TURN = 5  # most tokens of a turn
 OBSERVATION = [4, 9, 17]  # and the last id that was sampled
@@ -43,7 +43,7 @@ class Conversation:
 
 
 class Conversations:
-    """A :class:`lightppo.rollout.engine.TurnSource`; ``late`` turns come only at every third look."""
+    """A :class:`lightppo.plugins.episodes.turns.TurnSource`; ``late`` turns come only at every third look."""
 
     def __init__(self, prompts: list[Prompt], turns: int, samples: int = 1, late: bool = False):
         self.all = [
@@ -79,6 +79,11 @@ class Conversations:
         if one.turns_left:
             self._ready.append(one)
 
+    def goes_on(self, turn: Turn) -> bool:
+        key = (turn.prompt.index, turn.sample_index)
+        ones = [one for one in self.all if (one.prompt.index, one.sample_index) == key]
+        return ones[0].turns_left > 0
+
     def ids(self) -> dict[tuple[int, int], list[int]]:
         return {(one.prompt.index, one.sample_index): one.ids for one in self.all}
 
@@ -98,6 +103,9 @@ class FixedTurns:
 
     def ended(self, turn: Turn, rollout: Rollout) -> None:
         self.answers.append(rollout)
+
+    def goes_on(self, turn: Turn) -> bool:
+        return not turn.final
 
 
 class InTurn(FixedTurns):

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rollout.engine import Capabilities, SamplingParams, Turn, TurnSource
+from lightppo.plugins.episodes.turns import Turn, TurnSource
+from lightppo.rollout.engine import Capabilities, SamplingParams
 
 Script = Callable[[Turn], str]
 
@@ -17,7 +18,7 @@ class Puppet:
     A text that is longer than the turn may be is cut, as a model's is. Every turn that was asked for is in ``asked``.
     """
 
-    capabilities: ClassVar = Capabilities(takes_turns=True)
+    capabilities: ClassVar = Capabilities()
     last_stats: ClassVar[dict[str, float]] = {}
 
     def __init__(self, tokenizer: Any, script: Script) -> None:

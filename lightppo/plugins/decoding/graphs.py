@@ -133,8 +133,8 @@ class StaticDecoder(SlotDecoder):
 
     runner: CUDAGraphs
 
-    def _start(self, prompts: list[list[int]], goes_on: bool = False) -> PromptQueue:
-        queue = super()._start(prompts, goes_on)
+    def _start(self, queue: PromptQueue) -> None:
+        super()._start(queue)
         cache = self.cache
         self._is_static = self.prepares_masks and (
             cache.window is None or cache.window >= cache.max_columns
@@ -143,12 +143,11 @@ class StaticDecoder(SlotDecoder):
             self.runner.note(
                 "the model attends in its own way, or in a window that is shorter than its rows"
             )
-            return queue
+            return
         cache.fix(self.device)
         self.rows.ids.zero_()  # a slot that nobody has still holds tokens,
         self.rows.ages.fill_(self.max_new_tokens)  # and is as long as can be
         self._mask: Tensor | None = None
-        return queue
 
     def _see_starts(self) -> None:
         super()._see_starts()
@@ -158,12 +157,12 @@ class StaticDecoder(SlotDecoder):
             self._mask[: len(self.rows)] = self._added
             self.cache.span.column.fill_(self.cache.span.end)
 
-    def _step(self, queue: PromptQueue) -> None:
+    def _step(self) -> None:
         if not self._is_static:
-            return super()._step(queue)
+            return super()._step()
         span = self.cache.span
         for _ in range(1 if self.stop.strings else LOOK_EVERY):
-            self._make_room(queue)
+            self._make_room()
             rows = min(rounded(len(self.rows), 1), self.slots)
             span.width = min(rounded(max(span.end + 1, LEAST_WIDTH), 4), self.cache.columns)
             with attention_to_slots(self.text_config):

@@ -27,11 +27,10 @@ from lightppo.rollout.decoding import (
     Decoded,
     DecodedBatch,
     Decoder,
-    More,
+    RequestQueue,
     Uniforms,
     left_pad,
 )
-from lightppo.rollout.kept_rows import KeptRows, new_tokens
 from lightppo.rollout.sampling import NO_TOKEN
 
 # added to a cache at a time on the CPU, where attention is faster over a whole buffer than a part
@@ -42,8 +41,6 @@ FIXED_SPARE = 64
 CALL_COST = {"cpu": 64, "other": 2048}  # fixed cost of a forward, in positions
 # of the slots free: prompts go through the model together, which costs less than one by one
 REFILL_SHARE = 1 / 8
-# steps that requests which come while others decode wait for further ones
-GATHER_STEPS = 4
 Group = tuple[list[int], list[int]]  # a prompt, and the numbers of its requests
 
 
@@ -248,18 +245,23 @@ class SlotCache(DynamicCache):
                 ].index_select(0, index)
         span.rows += len(rows)
 
-    def states(self, row: int, start: int, length: int) -> list[Tensor]:
-        """Views of a row's keys and values, of each layer, (heads, length, head width)."""
-        columns = slice(start, start + length)
-        return [buffer[row, :, columns] for layer in self.layers for buffer in layer.buffers]
-
-    def move_rows(self, sources: list[int], targets: list[int], rows: int) -> None:
-        """Copies some rows over others; afterwards ``rows`` rows are in use."""
+    def move_rows(
+        self, sources: list[int], targets: list[int], rows: int, *, exchange: bool = False
+    ) -> None:
+        """Copies some rows over others, or has them change places; afterwards ``rows`` rows are in use."""
+        if exchange:
+            sources, targets = sources + targets, targets + sources
         for layer in self.layers if sources else ():
             index = torch.tensor([sources, targets], device=layer.device)
             columns = slice(layer.first(self.span.end), self.span.end)
             for buffer in layer.buffers:
-                buffer[index[1], :, columns] = buffer[index[0], :, columns]
+                part = buffer[:, :, columns]
+                if buffer.is_cpu:  # by index it takes several times as long there
+                    moved = [part[row].clone() if exchange else part[row] for row in sources]
+                    for row, states in zip(targets, moved):
+                        part[row] = states
+                else:
+                    part[index[1]] = part[index[0]]
         self.span.rows = rows
 
     def make_room(self, slots: int, at_least: int) -> int:
@@ -323,36 +325,62 @@ class Prefilled:
     waiting: deque[tuple[int, int]]
 
 
-class PromptQueue:
-    """The requests of one call in order, requests with equal prompts together."""
+class PromptQueue(RequestQueue):
+    """Requests, those with equal prompts together: such a prompt goes through the model once.
+
+    A subclass may keep rows that have ended.
+    """
+
+    # rows that have ended stay in their slots, and :meth:`keep` and :meth:`give_way` are called
+    keeps_rows = False
 
     def __init__(
         self,
         forward: CachedForward,
-        requests: list[list[int]],
-        max_prompts: int,
+        prompts: list[list[int]],
+        max_new_tokens: int,
         device: torch.device,
-        kept: KeptRows | None = None,
-    ):
-        self._forward = forward
-        self._kept = kept
-        self._device = device
-        self._max_prompts = max_prompts  # in one forward
+    ) -> None:
         self._groups: deque[Group] = deque()
         self._parts: deque[list[Group]] = deque()  # each for one forward
         self._block: Prefilled | None = None
-        self._count = 0  # of all requests so far
-        self.waiting = 0  # requests without a slot
-        self.add(requests)
+        super().__init__(forward, prompts, max_new_tokens, device)
 
-    def add(self, requests: list[list[int]]) -> None:
-        """More requests, behind those that are there."""
+    def add(self, prompts: list[list[int]]) -> None:
         same: dict[tuple[int, ...], list[int]] = {}
-        for number, ids in enumerate(requests, start=self._count):
+        for number, ids in enumerate(prompts, start=len(self.prompts)):
             same.setdefault(tuple(ids), []).append(number)
         self._groups.extend((list(ids), numbers) for ids, numbers in same.items())
-        self._count += len(requests)
-        self.waiting += len(requests)
+        super().add(prompts)
+
+    # -- for subclasses --------------------------------------------------------------------------------------------
+
+    def most_rows(self, running: int) -> int:
+        """Slots that may be needed from now on, while so many rows run."""
+        return running + self.waiting
+
+    def is_ready(self, free: int, slots: int) -> bool:
+        """Whether waiting requests should get some of the free slots now."""
+        if self.at_hand:
+            return free > 0
+        return self.waiting > 0 and free >= min(max(1, REFILL_SHARE * slots), self.waiting)
+
+    def new_tokens(self, group: Group) -> int:
+        """Tokens of a prompt that go through the model."""
+        return len(group[0])
+
+    def inputs(self, groups: list[Group]) -> tuple[Tensor, Tensor, Tensor, Cache]:
+        """Of a forward of prompts: padded ids (P, L), mask, position ids, and a cache of what is known of them."""
+        padded, mask, positions = left_pad([ids for ids, _ in groups], self.device)
+        return padded.clamp(min=0), mask, positions, DynamicCache(config=self.forward.config)
+
+    def keep(self, number: int, cache: SlotCache, slot: int, start: int, length: int) -> None:
+        """A request has ended, whose keys and values are in a slot, from column ``start`` on, until it gives way."""
+
+    def give_way(self, slots: range) -> None:
+        """These slots are about to be written over."""
+
+    # -- for the decoder -------------------------------------------------------------------------------------------
 
     @property
     def at_hand(self) -> bool:
@@ -385,36 +413,20 @@ class PromptQueue:
     def _divide(self, count: int) -> None:
         """Divides the prompts of the next ``count`` requests into parts."""
         groups: list[Group] = []
-        while self._groups and count > 0 and len(groups) < self._max_prompts:
+        while self._groups and count > 0:
             groups.append(self._groups.popleft())
             count -= len(groups[-1][1])
-        call_cost = CALL_COST["cpu" if self._device.type == "cpu" else "other"]
-        known = [self._known(numbers) for _, numbers in groups]
-        new = [len(ids) - count for (ids, _), count in zip(groups, known)]
-        parts = cheapest_parts(new, call_cost)
+        call_cost = CALL_COST["cpu" if self.device.type == "cpu" else "other"]
+        parts = cheapest_parts([self.new_tokens(group) for group in groups], call_cost)
         self._parts.extend(groups[first:end] for first, end in parts)
 
     def _through_the_model(self, groups: list[Group]) -> Prefilled:
-        prompts = [ids for ids, _ in groups]
-        known = [self._known(numbers) for _, numbers in groups]
-        if any(known):
-            padded, mask, positions, used = new_tokens(prompts, known, self._device)  # (P, M)
-            first = [numbers[0] for _, numbers in groups]
-            cache = self._kept.cache(self._forward.config, first, used)
-        else:
-            padded, mask, positions = left_pad(prompts, self._device)  # (P, L)
-            cache = DynamicCache(config=self._forward.config)
-        if self._kept is not None:
-            self._kept.forget([number for _, numbers in groups for number in numbers])
-        logits = self._forward(padded.clamp(min=0), mask, positions, cache)
+        ids, mask, positions, cache = self.inputs(groups)
+        logits = self.forward(ids, mask, positions, cache)
         waiting = deque(
             (row, number) for row, (_, numbers) in enumerate(groups) for number in numbers
         )
-        return Prefilled(prompts, cache, logits, waiting)
-
-    def _known(self, numbers: list[int]) -> int:
-        """Tokens at the beginning of a prompt whose keys and values were kept."""
-        return 0 if self._kept is None else self._kept.length(numbers[0])
+        return Prefilled([ids for ids, _ in groups], cache, logits, waiting)
 
 
 def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
@@ -469,15 +481,14 @@ class Rows:
         positions: Tensor,
         uniforms: Tensor,
         prompts: Tensor | None,
-        limits: Tensor | None = None,
+        limits: Tensor,
     ) -> slice:
         """Adds rows without tokens; returns where they are. ``prompts`` (k, ·): kept for :meth:`history`."""
         new = slice(len(self), len(self) + len(numbers))
         self.numbers += numbers
         self.starts += starts
         self.uniforms[new], self.ages[new], self.positions[new] = uniforms, 0, positions
-        if limits is not None:
-            self.limits[new] = limits
+        self.limits[new] = limits
         if prompts is not None:
             width = self.ids.shape[1] - self.tokens.shape[1]
             self.ids[new, :width] = pad(prompts, (width - prompts.shape[1], 0), value=NO_TOKEN)
@@ -523,86 +534,52 @@ class Rows:
 class SlotDecoder(Decoder):
     """Decodes in a fixed number of slots; needs a model with ``can_use_slots``."""
 
+    queue_kind = PromptQueue
+
     @torch.no_grad()
-    def run(
-        self, prompts: list[list[int]], uniforms: Uniforms, more: More | None = None
-    ) -> Decoded:
+    def run(self, queue: PromptQueue, uniforms: Uniforms) -> Decoded:
         """See :class:`Decoder`."""
-        queue = self._start(prompts, goes_on=more is not None)
+        self._start(queue)
         while True:
             heartbeat.beat()
-            if more is not None:
-                came = more(not len(self.rows) and not queue.waiting)
-                if came is None:
-                    more = None
-                else:
-                    queue.add([ids for ids, _ in came])
-                    self.limits += [most for _, most in came]
-            if self._refills(queue):
-                self._admit(*queue.take(self.slots - len(self.rows)), uniforms)
-            elif not len(self.rows):
-                if more is None:
-                    break
+            goes_on = queue.look(idle=not len(self.rows))
+            free = self.slots - len(self.rows)
+            if queue.is_ready(free, self.slots):
+                self._admit(*queue.take(free), uniforms)
+            elif len(self.rows):
+                self._step()
+            elif goes_on:
                 continue
             else:
-                self._step(queue)
+                break
             # the only wait for the device in a step
             gone = self._ended().cpu().nonzero().squeeze(1).tolist()
             if gone:
                 yield self._leave(gone)
 
-    def _start(self, prompts: list[list[int]], goes_on: bool = False) -> PromptQueue:
+    def _start(self, queue: PromptQueue) -> None:
+        self.queue = queue
         self.text_config = self.forward.config.get_text_config(decoder=True)
         can_attend = can_attend_to_slots(self.forward.model, self.text_config)
         self.prepares_masks = self.forward.takes_position_ids and can_attend
-        self.goes_on = goes_on  # more requests may come
-        self._gathers_since: int | None = (
-            None  # calls of the model when the first one began to wait
-        )
-        if not goes_on:
-            self.slots = min(self.slots, len(prompts))
-        self.limits = [self.max_new_tokens] * len(prompts)  # of each request
-        longest = max(map(len, prompts), default=0)
-        most = self.max_columns or longest + self.max_new_tokens
+        self.slots = min(self.slots, queue.most_rows(0))
         tight = self.device.type == "cpu"
         self.cache = SlotCache(
             self.forward.config,
             slots=self.slots,
-            prompt_columns=longest,
-            max_columns=most,
+            prompt_columns=queue.longest,
+            max_columns=queue.columns,
             tight=tight,
         )
-        history = most if goes_on else longest
-        history = history if self.sampler.needs_history else 0
         self.rows = Rows(
             self.slots,
             self.max_new_tokens,
             self.device,
-            prompt_width=history,
+            prompt_width=queue.prompt_columns if self.sampler.needs_history else 0,
         )
-        if self.cache.window is not None or not self.forward.takes_position_ids:
-            self.kept = None  # columns before the window are not whole, or positions cannot be said
-        return PromptQueue(self.forward, prompts, self.slots, self.device, self.kept)
-
-    def _refills(self, queue: PromptQueue) -> bool:
-        free = self.slots - len(self.rows)
-        if queue.at_hand:
-            return free > 0
-        if self.goes_on and self._gathers(queue, free):
-            return False
-        return queue.waiting > 0 and free >= min(
-            max(1, REFILL_SHARE * self.slots), queue.waiting, self.slots
-        )
-
-    def _gathers(self, queue: PromptQueue, free: int) -> bool:
-        """Whether requests that came wait for others, while rows decode."""
-        few = queue.waiting < min(REFILL_SHARE * self.slots, free)
-        if not (few and queue.waiting and len(self.rows)):
-            self._gathers_since = None
-            return False
-        if self._gathers_since is None:
-            self._gathers_since = self.forward.calls
-        return self.forward.calls - self._gathers_since < GATHER_STEPS
+        # else columns before a window are not whole, or positions cannot be said
+        is_whole = self.cache.window is None and self.forward.takes_position_ids
+        self._keeps_rows = queue.keeps_rows and is_whole
 
     def _admit(
         self,
@@ -626,17 +603,18 @@ class SlotDecoder(Decoder):
             index[1] - 1,
             uniforms,
             history,
-            limits=torch.tensor([self.limits[number] for number in numbers], device=self.device),
+            torch.tensor(self.queue.limits(numbers), device=self.device),
         )
+        self.queue.give_way(range(new.start, new.stop))
         self.cache.append(block.cache, rows, max(lengths))
         self.rows.write(new, *self.sampler(block.logits[index[0]], uniforms[:, 0], 0, history))
         self._see_starts()
 
-    def _step(self, queue: PromptQueue) -> None:
+    def _step(self) -> None:
         """Decodes one more token for every row."""
         rows = self.rows
         span = self.cache.span
-        self._make_room(queue)
+        self._make_room()
         active = slice(0, len(rows))
         ages = rows.ages[active]
         newest = rows.tokens[active].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
@@ -651,13 +629,14 @@ class SlotDecoder(Decoder):
         )
         rows.write(active, *self.sampler(logits, uniforms, ages, history))
 
-    def _make_room(self, queue: PromptQueue) -> None:
+    def _make_room(self) -> None:
         """A free column, if there is none."""
         if self.cache.span.end == self.cache.columns:
-            most = self.most_rows if self.goes_on else len(self.rows) + queue.waiting
-            self._move_columns(min(self.slots, most or self.slots), queue.longest)
+            most = self.queue.most_rows(len(self.rows))
+            self._move_columns(min(self.slots, most), self.queue.longest)
 
     def _move_columns(self, slots: int, at_least: int) -> None:
+        self.queue.give_way(range(self.slots))
         shift = self.cache.make_room(slots, at_least)
         self.rows.starts = [start - shift for start in self.rows.starts]
         if len(self.rows):
@@ -696,13 +675,14 @@ class SlotDecoder(Decoder):
         ended = DecodedBatch(
             rows.tokens[index], rows.log_probs[index], rows.ages[index], self._stopped[index]
         )
-        if self.kept is not None:
-            # those that went through the model: all but the newest token
-            lengths = rows.positions[index].tolist()
-            for row, number, length in zip(gone, numbers, lengths):
-                self.kept.add(number, self.cache.states(row, rows.starts[row], length))
+        starts = [rows.starts[row] for row in gone]
+        # tokens that went through the model: all but the newest one
+        lengths = rows.positions[index].tolist() if self._keeps_rows else []
         movers, holes = rows.remove(gone)
-        self.cache.move_rows(movers, holes, len(rows))
+        self.cache.move_rows(movers, holes, len(rows), exchange=self._keeps_rows)
+        slots = dict(zip(holes, movers))
+        for row, number, start, length in zip(gone, numbers, starts, lengths):
+            self.queue.keep(number, self.cache, slots.get(row, row), start, length)
         self._see_starts()
         return numbers, ended
 

@@ -10,10 +10,10 @@ from typing import Any
 from lightppo.data.records import Rollout
 from lightppo.plugins.episodes.contract import Contract, EnvironmentFailed, Place, Reply, Step
 from lightppo.plugins.episodes.environments import Environments, routed
+from lightppo.plugins.episodes.turns import Turn
 from lightppo.plugins.tape.chain import TapeError
 from lightppo.plugins.tape.reel import Reel, packed, unpacked
 from lightppo.plugins.tape.tape import digest_of
-from lightppo.rollout.engine import Turn
 from lightppo.shown import without_secrets
 
 Call = Callable[[], Awaitable[Any]]

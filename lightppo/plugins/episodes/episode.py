@@ -17,7 +17,7 @@ from lightppo.plugins.episodes.calls import Call, Direct, Sample
 from lightppo.plugins.episodes.chat_format import AssistantTurn, ObservationError
 from lightppo.plugins.episodes.contract import EnvironmentFailed, Place
 from lightppo.plugins.episodes.environments import Environments, Session, opening_messages
-from lightppo.rollout.engine import Turn
+from lightppo.plugins.episodes.turns import Turn
 
 
 class Format(Protocol):

@@ -12,6 +12,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,8 +23,10 @@ from lightppo.plugins.episodes.calls import Answered, AnsweredEnvironments, Dire
 from lightppo.plugins.episodes.contract import EnvironmentFailed
 from lightppo.plugins.episodes.environments import Environments, Session
 from lightppo.plugins.episodes.episode import Episode, Format, Limits
+from lightppo.plugins.episodes.hf_turns import generate_turns
 from lightppo.plugins.episodes.rewards import has_failed
 from lightppo.plugins.episodes.tally import Tally
+from lightppo.plugins.episodes.turns import Turn, TurnSource
 from lightppo.plugins.tape.reel import Reel
 from lightppo.plugins.tape.tape import Tape
 from lightppo.ranks import Ranks, heartbeat
@@ -31,10 +34,9 @@ from lightppo.rollout.engine import (
     Capabilities,
     RolloutEngine,
     SamplingParams,
-    Turn,
     capabilities_of,
 )
-from lightppo.rollout.hf import request_streams
+from lightppo.rollout.hf import HFRolloutEngine, request_streams
 from lightppo.rollout.sampling import joint_seed
 
 logger = logging.getLogger(__name__)
@@ -67,10 +69,8 @@ class EpisodeEngine:
         keeps_rewards: bool = True,
         tape: Tape | None = None,
     ) -> None:
-        if not capabilities_of(engine).takes_turns:
-            name = type(engine).__name__
-            raise ConfigError(f"--env: {name} samples no turns; set --rollout_engine hf or vllm")
         self.engine = engine
+        self._generate_turns = turn_sampler(engine)
         self.tokenizer = tokenizer
         self.environments = environments
         self.strategy = strategy
@@ -91,8 +91,8 @@ class EpisodeEngine:
     @property
     def capabilities(self) -> Capabilities:
         """Those of the engine within."""
-        own = {"reports_finished": True, "heats_first_token": False, "takes_turns": False}
-        return replace(capabilities_of(self.engine), **own)
+        of_engine = capabilities_of(self.engine)
+        return replace(of_engine, reports_finished=True, heats_first_token=False)
 
     @property
     def last_stats(self) -> dict[str, float]:
@@ -133,14 +133,14 @@ class EpisodeEngine:
                 keep_open=self._kept[-1].append if self._keeps_objects else None,
                 calls=self._calls((batch, *streams[number]), sample_index),
             )
-            stage.begin(number, self._played(episode))
+            stage.begin(streams[number], self._played(episode))
         begin = time.monotonic()
         try:
-            self.engine.generate_turns(stage, sampling)
+            self._generate_turns(stage, sampling)
         finally:
             stage.end()
         self.tally.generated(time.monotonic() - begin, stage.waited)
-        rollouts = [stage.rollouts[number] for number in range(len(requests))]
+        rollouts = [stage.rollouts[key] for key in streams]
         self._check_failures(rollouts)
         _share_openings(rollouts, sampling.n)
         return rollouts
@@ -286,6 +286,16 @@ class EpisodeEngine:
             )
 
 
+def turn_sampler(engine: RolloutEngine) -> Callable[[TurnSource, SamplingParams], None]:
+    """What samples turns with an engine. ConfigError: nothing does."""
+    if hasattr(engine, "generate_turns"):
+        return engine.generate_turns
+    if isinstance(engine, HFRolloutEngine):
+        return partial(generate_turns, engine)
+    name = type(engine).__name__
+    raise ConfigError(f"--env: {name} samples no turns; set --rollout_engine hf or vllm")
+
+
 async def _all_closed(sessions: Sequence[Session]) -> list[BaseException]:
     """What went wrong in closing sessions, all at once."""
     ends = await asyncio.gather(*(one.close() for one in sessions), return_exceptions=True)
@@ -338,6 +348,9 @@ def _share_openings(rollouts: Sequence[Rollout], n: int) -> None:
 # -- between the two threads ---------------------------------------------------------------------------------------
 
 
+Key = tuple[int, int]  # of an episode: index of its prompt, number of its stream
+
+
 @dataclass(frozen=True)
 class _Asked:
     """A turn that waits for the engine, and who waits for its tokens."""
@@ -347,7 +360,7 @@ class _Asked:
 
 
 class _Stage:
-    """A :class:`~lightppo.rollout.engine.TurnSource` of the episodes of one call."""
+    """A :class:`~lightppo.plugins.episodes.turns.TurnSource` of the episodes of one call."""
 
     def __init__(
         self,
@@ -356,21 +369,21 @@ class _Stage:
         on_finished: Callable[[list[Rollout]], object],
     ) -> None:
         self.longest = longest
-        self.rollouts: dict[int, Rollout] = {}
+        self.rollouts: dict[Key, Rollout] = {}
         self._loop = loop
         self._on_finished = on_finished
-        # what the episodes' thread brings: turns to sample, numbers of episodes that have ended
-        self._brought: queue.SimpleQueue[_Asked | tuple[int, Any]] = queue.SimpleQueue()
+        # what the episodes' thread brings: turns to sample, episodes that have ended
+        self._brought: queue.SimpleQueue[_Asked | tuple[Key, Any]] = queue.SimpleQueue()
         self._futures: dict[int, asyncio.Future[Rollout]] = {}  # by id of the turn
-        self._tasks: dict[int, Any] = {}  # episodes that have not ended
+        self._tasks: dict[Key, Any] = {}  # episodes that have not ended
         self._decoding = 0  # turns that the engine has
         self.waited = 0.0  # seconds in which it had none, and waited for one
 
-    def begin(self, number: int, episode: Coroutine[Any, Any, Rollout]) -> None:
+    def begin(self, key: Key, episode: Coroutine[Any, Any, Rollout]) -> None:
         """Starts an episode in its thread."""
         task = asyncio.run_coroutine_threadsafe(episode, self._loop)
-        self._tasks[number] = task
-        task.add_done_callback(lambda task: self._brought.put((number, task)))
+        self._tasks[key] = task
+        task.add_done_callback(lambda task: self._brought.put((key, task)))
 
     async def sample(self, turn: Turn) -> Rollout:
         """What the engine samples. In the episodes' thread."""
@@ -413,7 +426,7 @@ class _Stage:
         at_environments = len(self._tasks) - self._decoding - len(turns)
         return at_environments > 0 or not self._brought.empty()
 
-    def _next(self, wait: bool, turns: list[Turn]) -> _Asked | tuple[int, Any] | None:
+    def _next(self, wait: bool, turns: list[Turn]) -> _Asked | tuple[Key, Any] | None:
         """What episodes bring; None: nothing now, and no need to wait for it."""
         while True:
             try:
@@ -430,16 +443,20 @@ class _Stage:
         future = self._futures.pop(id(turn))
         self._loop.call_soon_threadsafe(_bring, future, rollout)
 
+    def goes_on(self, turn: Turn) -> bool:
+        task = self._tasks.get((turn.prompt.index, turn.sample_index))
+        return not turn.final and task is not None and not task.done()
+
     def end(self) -> None:
         """No episode goes on, also after an error."""
         for task in self._tasks.values():
             task.cancel()
 
-    def _finish(self, number: int, task: Any) -> None:
+    def _finish(self, key: Key, task: Any) -> None:
         """An episode has ended; raises what it raised."""
-        del self._tasks[number]
-        self.rollouts[number] = task.result()
-        self._on_finished([self.rollouts[number]])
+        del self._tasks[key]
+        self.rollouts[key] = task.result()
+        self._on_finished([self.rollouts[key]])
 
 
 def _bring(future: asyncio.Future[Rollout], rollout: Rollout) -> None:

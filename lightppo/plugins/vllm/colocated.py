@@ -37,7 +37,7 @@ from lightppo.plugins.vllm.weights import (
     whole_names,
 )
 from lightppo.ranks import heartbeat
-from lightppo.rollout.engine import Capabilities, SamplingParams, Turn, TurnSource
+from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.hf import check_drawn, check_length, check_lengths, request_streams
 from lightppo.rollout.sampling import (
     StopCriteria,
@@ -52,6 +52,8 @@ from lightppo.strategy.zero3 import find_hf_model, find_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightppo.plugins.episodes.turns import Turn, TurnSource
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +83,7 @@ class VLLMEngine:
     ``_wake(tag)``.
     """
 
-    capabilities = Capabilities(
-        reports_finished=True, keeps_weights=True, compares_weights=True, takes_turns=True
-    )
+    capabilities = Capabilities(reports_finished=True, keeps_weights=True, compares_weights=True)
     sleeps = False  # while the trainer trains
 
     def __init__(

@@ -45,11 +45,13 @@ from lightppo.plugins.vllm.weights import (
     whole_names,
 )
 from lightppo.ranks import heartbeat
-from lightppo.rollout.engine import SamplingParams, Turn, TurnSource
+from lightppo.rollout.engine import SamplingParams
 from lightppo.strategy.zero3 import find_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightppo.plugins.episodes.turns import Turn, TurnSource
 
 logger = logging.getLogger(__name__)
 

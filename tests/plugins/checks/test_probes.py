@@ -167,7 +167,7 @@ def test_other_log_probs_while_decoding_are_refused(tiny_tokenizer):
     actor.temperature = 0.7
     assert probes.decoding_problem(engine, actor, CPU) is None
     assert actor.training
-    whole, seen = engine._to_rollouts, []
+    whole, seen = engine.to_rollouts, []
 
     def shifted(*args: Any) -> Any:
         for rollout in whole(*args):
@@ -175,7 +175,7 @@ def test_other_log_probs_while_decoding_are_refused(tiny_tokenizer):
             seen.append(rollout)
             yield rollout
 
-    engine._to_rollouts = lambda *args: [*shifted(*args)]
+    engine.to_rollouts = lambda *args: [*shifted(*args)]
     assert "log probs while decoding differ by up to 0.05 nats" in probes.decoding_problem(
         engine, actor, CPU
     )

@@ -6,12 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.fixtures.character_models import actor_of, engine_of, llama, prompts, tokenizer
 from support.fixtures.small_runs import assets, make_config, world
 from support.tiny import sums, write_jsonl
 
 from lightppo.config import PPOConfig
 
-__all__ = ["assets", "make_config", "world"]
+__all__ = [
+    "actor_of",
+    "assets",
+    "engine_of",
+    "llama",
+    "make_config",
+    "prompts",
+    "tokenizer",
+    "world",
+]
 
 COUNTING = Path(__file__).with_name("counting.py")
 
