@@ -175,6 +175,11 @@ MODULES: Table = Table("change of a model's modules")
 """What puts other code into modules, in place and in this order: functions of a Hugging Face model, called when
 :class:`lightppo.models.wrapper.PretrainedWrapper` gets it. Names and weights stay, and results but for rounding."""
 
+PACKED_LAYERS: Table = Table("type of layer in packed rows")
+"""What can be packed beside full and sliding attention: under its name in ``layer_types`` a function of the Hugging Face
+model, whose ``MODULES`` have been changed; it returns why it cannot, or None. The layers get a row's segments,
+:func:`lightppo.models.packing.segments_as_mask`, as far as the plugin brings them there."""
+
 KERNELS: Table = Table(
     "kernel",
     {

@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.errors import PackingNotSupportedError
+from lightppo.plugin import PACKED_LAYERS
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -27,8 +28,7 @@ except ImportError:  # an older torch
 
 PACKED_SDPA = "packed_sdpa"  # the name of packed_attention in transformers
 
-# Layers that attend inside the packed row by position ids. Recurrent and linear-attention layers carry state across
-# sequence borders; chunked attention cuts at multiples of the row index, not of the position.
+# Layers that attend inside the packed row by position ids; PACKED_LAYERS has others.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 # bytes: the driver of a GPU puts so many aside before it copies, and need not wait
@@ -159,11 +159,12 @@ def check_packing_layers(model: nn.Module) -> None:
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise packing_error(model, f"{type(base).__name__}.forward takes no position_ids")
     # DeepSeek-like configs have no layer_types; then all layers are of one kind, and a first forward tells.
-    foreign = (
-        set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
-    )
-    if foreign:
-        raise packing_error(model, f"it has layers of type {', '.join(sorted(foreign))}")
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    for kind in sorted(kinds - _PACKABLE_LAYERS):
+        if kind not in PACKED_LAYERS:
+            raise packing_error(model, f"it has layers of type {kind}")
+        if reason := PACKED_LAYERS[kind].fn(model):
+            raise packing_error(model, reason)
 
 
 def packing_error(model: nn.Module, reason: str) -> PackingNotSupportedError:
@@ -211,7 +212,8 @@ class RowPlan:
     keys: Tensor | None  # places of all keys in the row, segment by segment; None: as they stand
     has_flash: bool  # FlashAttention runs on this device
     seen: list[int]  # keys of each segment, with its parent's
-    kept: dict[tuple, list[Tensor | None]] = field(default_factory=dict)  # masks by window and type
+    # what else layers make of it once: masks by window and type
+    kept: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def of(

@@ -432,13 +432,13 @@ def only_at(modules: list[nn.Module], places: Tensor) -> Iterator[None]:
 def _at_places(
     forward: Callable[..., Any],
     places: Tensor,
-    hidden: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``hidden`` is (1, T, H), or (T, H) in some families. With further arguments the module runs as usual."""
-    if args or kwargs:
-        return forward(hidden, *args, **kwargs)
+    """The one argument is (1, T, H), or (T, H) in some families. With others the module runs as usual."""
+    if len(args) != 1 or kwargs:
+        return forward(*args, **kwargs)
+    (hidden,) = args
     shape = hidden.shape[:-1]
     # an embedding, because indexing has a slow backward pass
     rows = embedding(places, hidden.reshape(shape.numel(), -1))  # (K, H)

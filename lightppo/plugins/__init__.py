@@ -10,6 +10,7 @@ SHIPPED = (
     "adapters",
     "towers",
     "kernels",
+    "hybrids",
     "vllm",
     "verifiers",
     "http",

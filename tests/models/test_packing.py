@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.far_device import FarDevice
-from support.fixtures.families import COMMON, KV, from_config
+from support.fixtures.families import COMMON, KV, Batch, Rows, batch_of, from_config
 from torch import library, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -122,7 +122,6 @@ def test_num_actions_out_of_range(num_actions: object) -> None:
 
 
 MakeModel = Callable[..., PreTrainedModel]
-Batch = tuple[torch.Tensor, torch.Tensor, int]
 
 
 def plain(
@@ -667,21 +666,6 @@ def test_no_mask_of_the_whole_row_is_made(
 # prompts that several samples share
 
 
-Rows = list[tuple[list[int], list[int]]]
-
-
-def batch_of(rows: Rows) -> Batch:
-    """(prompt, response) of each row -> (sequences, attention_mask, A)."""
-    width, actions = max(len(p) for p, _ in rows), max(len(r) for _, r in rows)
-    sequences = torch.zeros(len(rows), width + actions, dtype=torch.long)
-    mask = torch.zeros_like(sequences)
-    for b, (prompt, response) in enumerate(rows):
-        columns = slice(width - len(prompt), width + len(response))
-        sequences[b, columns] = torch.tensor(prompt + response)
-        mask[b, columns] = 1
-    return sequences, mask, actions
-
-
 def test_by_hand() -> None:
     # Row 1 has a prompt of its own that begins like the other; padding has the id 0, like row 1's last prompt token.
     row = pack_shared(*batch_of([([5, 6], [10, 11]), ([5, 6, 0], [20]), ([5, 6], [30, 31, 32])]))
@@ -995,6 +979,7 @@ def test_why_packing_is_not_done(
 ) -> None:
     """It stays padded, with the numbers of one for which it was never tried."""
     sequences, mask, num_actions = groups
+    monkeypatch.delitem(packing.PACKED_LAYERS, "conv")
     actor = Actor(model(causal_lm).eval(), packing_samples=None)
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)

@@ -1,0 +1,13 @@
+"""Layers with a recurrent state (gated delta net, Mamba, short convolutions): in packed rows, and in decoding slots."""
+
+from lightppo.plugin import MODULES, PACKED_LAYERS
+from lightppo.table import Entry
+
+
+def register() -> None:
+    """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    MODULES.register("recurrent", Entry("lightppo.plugins.hybrids.mixers:run_by_segment"))
+    for kind in ("linear_attention", "conv", "hybrid"):
+        PACKED_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.mixers:why_not"))
+    for kind in ("mlp", "moe"):
+        PACKED_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.mixers:position_wise"))
