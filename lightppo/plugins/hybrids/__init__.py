@@ -1,6 +1,6 @@
 """Layers with a recurrent state (gated delta net, Mamba, short convolutions): in packed rows, and in decoding slots."""
 
-from lightppo.plugin import MODULES, PACKED_LAYERS
+from lightppo.plugin import MODULES, PACKED_LAYERS, SLOT_LAYERS
 from lightppo.table import Entry
 
 
@@ -11,3 +11,5 @@ def register() -> None:
         PACKED_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.mixers:why_not"))
     for kind in ("mlp", "moe"):
         PACKED_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.mixers:position_wise"))
+    for kind in ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"):
+        SLOT_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.slots:slots_of"))

@@ -246,9 +246,7 @@ def _packed(kind: type[nn.Module]) -> type[nn.Module]:
         **kwargs: Any,
     ) -> Tensor:
         if attention_mask is None or attention_mask.dim() != 4:
-            return kind.forward(
-                self, hidden_states, *args, attention_mask=attention_mask, **kwargs
-            )
+            return kind.forward(self, hidden_states, *args, attention_mask=attention_mask, **kwargs)
         plan = plan_of(attention_mask, hidden_states.device)
         if len(plan.lengths) == 1:
             return kind.forward(self, hidden_states, *args, attention_mask=None, **kwargs)

@@ -135,12 +135,14 @@ class StaticDecoder(SlotDecoder):
     def _start(self, prompts: list[list[int]], goes_on: bool = False) -> PromptQueue:
         queue = super()._start(prompts, goes_on)
         cache = self.cache
-        self._is_static = self.prepares_masks and (
-            cache.window is None or cache.window >= cache.max_columns
+        self._is_static = (
+            self.prepares_masks
+            and cache.keeps_tokens
+            and (cache.window is None or cache.window >= cache.max_columns)
         )
         if not self._is_static:
             self.runner.note(
-                "the model attends in its own way, or in a window that is shorter than its rows"
+                "the model attends in its own way, or in a window that is shorter than its rows, or has recurrent states"
             )
             return queue
         cache.fix(self.device)

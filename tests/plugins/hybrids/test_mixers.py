@@ -159,7 +159,9 @@ def test_layers_are_transformers_elsewhere() -> None:
     mixer = model.model.layers[0].mamba
     assert type(mixer).__name__ == "BambaMixer"
     assert isinstance(mixer, type(plain.model.layers[0].mamba))
-    assert inspect.signature(mixer.forward) == inspect.signature(plain.model.layers[0].mamba.forward)
+    assert inspect.signature(mixer.forward) == inspect.signature(
+        plain.model.layers[0].mamba.forward
+    )
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
