@@ -180,6 +180,11 @@ PACKED_LAYERS: Table = Table("type of layer in packed rows")
 model, whose ``MODULES`` have been changed; it returns why it cannot, or None. The layers get a row's segments,
 :func:`lightppo.models.packing.segments_as_mask`, as far as the plugin brings them there."""
 
+PACKED_ATTENTION: Table = Table("attention of packed rows")
+"""What attends inside packed rows where sdpa cannot: under its name among transformers' attentions a function of the
+Hugging Face model that tells whether it does the same as the model's own, and which registers it with transformers. It
+takes :func:`lightppo.models.packing.segments_as_mask`."""
+
 SLOT_LAYERS: Table = Table("cache layer in decoding slots")
 """What decodes in slots beside layers of keys and values: under the name of the class of transformers' cache layer a
 function of such a layer and the :class:`lightppo.rollout.decode.Span` of the slots. It returns what has the methods of

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.errors import PackingNotSupportedError
-from lightppo.plugin import PACKED_LAYERS
+from lightppo.plugin import PACKED_ATTENTION, PACKED_LAYERS
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -161,10 +161,9 @@ def check_packing_layers(model: nn.Module) -> None:
     # DeepSeek-like configs have no layer_types; then all layers are of one kind, and a first forward tells.
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     for kind in sorted(kinds - _PACKABLE_LAYERS):
-        if kind not in PACKED_LAYERS:
-            raise packing_error(model, f"it has layers of type {kind}")
-        if reason := PACKED_LAYERS[kind].fn(model):
-            raise packing_error(model, reason)
+        reason = PACKED_LAYERS[kind].fn(model) if kind in PACKED_LAYERS else "it is not known"
+        if reason:
+            raise packing_error(model, f"it has layers of type {kind}: {reason}")
 
 
 def packing_error(model: nn.Module, reason: str) -> PackingNotSupportedError:
@@ -197,7 +196,14 @@ def alike(one: Tensor, other: Tensor) -> bool:
 
 def takes_segments(model: PreTrainedModel) -> bool:
     """Whether :func:`segments_as_mask` may replace the mask of a packed row."""
-    return model.config._attn_implementation == PACKED_SDPA
+    return model.config._attn_implementation in (PACKED_SDPA, *PACKED_ATTENTION)
+
+
+def attention_for_rows(model: PreTrainedModel) -> str | None:
+    """The attention that does the same as the model's, and takes :func:`segments_as_mask`; None: there is none."""
+    if model.config._attn_implementation == "sdpa":
+        return PACKED_SDPA
+    return next((name for name, entry in PACKED_ATTENTION.items() if entry.fn(model)), None)
 
 
 @dataclass(eq=False)
@@ -227,7 +233,7 @@ class RowPlan:
         keys = None
         if seen != lengths:
             keys = to_device(
-                torch.cat(_continued(torch.arange(sum(lengths)).split(lengths), parents, 0)), device
+                torch.cat(continued(torch.arange(sum(lengths)).split(lengths), parents, 0)), device
             )
         return cls(
             tokens=sum(lengths),
@@ -312,7 +318,7 @@ def packed_attention(
         raise ValueError(
             f"a packed row of {query.shape[2]} tokens cannot hold sequences of {plan.tokens}"
         )
-    window = _window(module, options)
+    window = window_of(module, options)
     scale = options.get("scaling")
     dropout = options.get("dropout", 0.0)
     width = value.shape[-1]
@@ -334,7 +340,7 @@ AttentionInterface.register(PACKED_SDPA, packed_attention)
 AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
 
 
-def _continued(
+def continued(
     segments: Sequence[Tensor],
     parents: list[int],
     dim: int,
@@ -346,7 +352,8 @@ def _continued(
     ]
 
 
-def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
+def window_of(module: nn.Module, options: dict[str, Any]) -> int | None:
+    """Positions that a layer looks back, itself included; None: all."""
     if "sliding_window" not in options and "sliding_attention" in (
         getattr(module.config, "layer_types", None) or ()
     ):
@@ -375,7 +382,7 @@ def _by_sequence(
     sdpa = partial(scaled_dot_product_attention, enable_gqa=groups > 1, **options)
     # split, not slices: a slice's backward pass writes a whole row of zeros for each sequence
     keys, values = (
-        _continued(tensor.split(plan.lengths, 2), plan.parents, 2) for tensor in (key, value)
+        continued(tensor.split(plan.lengths, 2), plan.parents, 2) for tensor in (key, value)
     )
     rows = zip(query.split(plan.lengths, 2), keys, values, masks)
     outputs = [sdpa(q, k, v, attn_mask=mask, is_causal=mask is None) for q, k, v, mask in rows]

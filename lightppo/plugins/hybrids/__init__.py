@@ -1,6 +1,7 @@
-"""Layers with a recurrent state (gated delta net, Mamba, short convolutions): in packed rows, and in decoding slots."""
+"""Recurrent layers (gated delta net, Mamba, short convolutions) in packed rows and decoding slots; sinks, capped scores
+and chunks in packed rows."""
 
-from lightppo.plugin import MODULES, PACKED_LAYERS, SLOT_LAYERS
+from lightppo.plugin import MODULES, PACKED_ATTENTION, PACKED_LAYERS, SLOT_LAYERS
 from lightppo.table import Entry
 
 
@@ -11,5 +12,8 @@ def register() -> None:
         PACKED_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.mixers:why_not"))
     for kind in ("mlp", "moe"):
         PACKED_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.mixers:position_wise"))
+    PACKED_ATTENTION.register(
+        "packed_eager", Entry("lightppo.plugins.hybrids.eager:attends_by_own_code")
+    )
     for kind in ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"):
         SLOT_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.slots:slots_of"))

@@ -221,7 +221,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     """Why layers of this model cannot be packed; None: they can, and the first packed row is looked at."""
     if any(isinstance(module, _BySegment) for module in model.modules()):
         return None
-    return "the code of its recurrent layers is not known"
+    return "their code is not known"
 
 
 def position_wise(model: PreTrainedModel) -> None:
@@ -247,7 +247,14 @@ def _packed(kind: type[nn.Module]) -> type[nn.Module]:
     ) -> Tensor:
         if attention_mask is None or attention_mask.dim() != 4:
             return kind.forward(self, hidden_states, *args, attention_mask=attention_mask, **kwargs)
-        plan = plan_of(attention_mask, hidden_states.device)
+        return in_row(self, attention_mask, hidden_states, *args, **kwargs)
+
+    # a graph that is compiled ends here: segments differ from row to row
+    @torch.compiler.disable
+    def in_row(
+        self: nn.Module, segments: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        plan = plan_of(segments, hidden_states.device)
         if len(plan.lengths) == 1:
             return kind.forward(self, hidden_states, *args, attention_mask=None, **kwargs)
         ours = {name: partial(FUNCTIONS[name], plan, theirs) for name, theirs in names.items()}

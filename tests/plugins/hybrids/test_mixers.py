@@ -167,11 +167,13 @@ def test_layers_are_transformers_elsewhere() -> None:
 
 def test_layers_whose_code_is_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixers, "is_mixer", lambda module: False)
-    with pytest.raises(PackingNotSupportedError, match="code of its recurrent layers") as caught:
+    with pytest.raises(
+        PackingNotSupportedError, match="layers of type conv: their code is not known"
+    ) as caught:
         Actor(hybrid("lfm2"), packing_samples=True)
     assert "\n" not in str(caught.value)
     reason = Actor(hybrid("lfm2"), packing_samples=None).try_packing(CPU)
-    assert "code of its recurrent layers is not known" in reason
+    assert "layers of type conv: their code is not known" in reason
 
 
 def test_a_scan_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
