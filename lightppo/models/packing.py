@@ -201,9 +201,8 @@ def takes_segments(model: PreTrainedModel) -> bool:
 
 def attention_for_rows(model: PreTrainedModel) -> str | None:
     """The attention that does the same as the model's, and takes :func:`segments_as_mask`; None: there is none."""
-    if model.config._attn_implementation == "sdpa":
-        return PACKED_SDPA
-    return next((name for name, entry in PACKED_ATTENTION.items() if entry.fn(model)), None)
+    usual = PACKED_SDPA if model.config._attn_implementation == "sdpa" else None
+    return next((name for name, entry in PACKED_ATTENTION.items() if entry.fn(model)), usual)
 
 
 @dataclass(eq=False)

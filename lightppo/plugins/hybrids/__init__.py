@@ -12,6 +12,10 @@ def register() -> None:
         PACKED_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.mixers:why_not"))
     for kind in ("mlp", "moe"):
         PACKED_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.mixers:position_wise"))
+    PACKED_LAYERS.register("chunked_attention", Entry("lightppo.plugins.hybrids.chunks:why_not"))
+    PACKED_ATTENTION.register(
+        "packed_chunks", Entry("lightppo.plugins.hybrids.chunks:attends_in_chunks")
+    )
     PACKED_ATTENTION.register(
         "packed_eager", Entry("lightppo.plugins.hybrids.eager:attends_by_own_code")
     )

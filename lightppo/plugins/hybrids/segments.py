@@ -13,7 +13,7 @@ from torch.nn.functional import embedding, pad
 from lightppo.models.packing import RowPlan, to_device
 from lightppo.rollout.decode import cheapest_parts
 
-CALL_COST = {"cpu": 256, "other": 4096}  # fixed cost of a call, in positions
+CALL_COST = {"cpu": 128, "other": 4096}  # fixed cost of a call, in positions
 
 # inputs (n, L, …), the states that they begin with (n, …) or None, whether to return the last ones
 # -> outputs (n, L, …), states (n, …) or None
