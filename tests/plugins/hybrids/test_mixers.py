@@ -7,11 +7,13 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from support.fixtures.families import Batch, batch_of
 from support.hybrids import HYBRIDS, hybrid
+from support.ranks import run_ranks
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
@@ -268,3 +270,37 @@ def test_kernels_begin_with_the_state_of_a_parent() -> None:
     assert (second[0], second[2]) == ((2, 1, 1, 1), False)
     assert second[1].flatten().tolist() == [7.0, 7.0]
     assert fused_pass(plan, rule, q) is None
+
+
+WORKER = Path(__file__).with_name("sharded_mixers_worker.py")
+
+
+def test_gradients_under_zero3(tmp_path: Path) -> None:
+    """Two ranks whose rows differ in everything: neither waits for the other, and weights are there where they are
+    read."""
+    names = ["qwen3_5", "jamba"]
+    prompt = list(range(3, 14))
+    rows = [(prompt, [20, 21, 22]), (prompt, [23]), (prompt, [24, 25])]
+    rows += [([5], [30, 31, 32, 33]), ([6, 7, 8], [34, 35]), ([9, 10], [36])]
+    sequences, mask, num_actions = batch_of(rows)
+    weights = torch.linspace(-1, 1, 6 * num_actions).view(6, num_actions)
+    batch = {"sequences": sequences, "mask": mask, "weights": weights}
+    saved = {"batch": batch, "num_actions": num_actions, "names": names}
+    torch.save(saved, tmp_path / "batch.pt")
+    expected = {}
+    for name in names:
+        model = hybrid(name)
+        model.save_pretrained(tmp_path / name)
+        (Actor(model)(sequences, num_actions, mask) * weights).sum().backward()
+        expected[name] = {n: p.grad for n, p in model.named_parameters()}
+    run_ranks(WORKER, tmp_path, world_size=2, timeout=400)
+    found = torch.load(tmp_path / "found.pt")
+    for name in names:
+        assert found[name].keys() == expected[name].keys()
+        for parameter, gradient in expected[name].items():
+            if gradient is None:
+                gradient = torch.zeros(())
+            close = {"atol": 2e-5, "rtol": 1e-4, "msg": f"{name} {parameter}"}
+            torch.testing.assert_close(
+                found[name][parameter], gradient.expand_as(found[name][parameter]), **close
+            )
