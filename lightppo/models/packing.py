@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -353,14 +353,20 @@ def continued(
 
 def window_of(module: nn.Module, options: dict[str, Any]) -> int | None:
     """Positions that a layer looks back, itself included; None: all."""
-    if "sliding_window" not in options and "sliding_attention" in (
-        getattr(module.config, "layer_types", None) or ()
-    ):
+    if "sliding_window" not in options and attends_in_windows(module.config):
         raise NotImplementedError(
             f"--packing_samples: {type(module).__name__} does not tell its attention of its sliding window: leave "
             "--packing_samples out, or set --attn_implementation flash_attention_2"
         )
     return options.get("sliding_window")
+
+
+def attends_in_windows(config: PretrainedConfig) -> bool:
+    """Whether transformers may give a layer a mask with a window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return "sliding_attention" in kinds
+    return getattr(config, "sliding_window", None) is not None
 
 
 def _by_sequence(

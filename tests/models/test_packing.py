@@ -28,6 +28,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    PhimoeConfig,
     PreTrainedModel,
     Qwen2Config,
 )
@@ -583,9 +584,10 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
         packed_attention(nn.Module(), q, q, q, segments_as_mask([2, 3]), sliding_window=None)
 
 
-def test_a_layer_that_hides_its_window_is_refused() -> None:
+@pytest.mark.parametrize("config", [Gemma2Config, PhimoeConfig])
+def test_a_layer_that_hides_its_window_is_refused(config: type) -> None:
     q, layer = torch.randn(1, 2, 4, 8), nn.Module()
-    layer.config = Gemma2Config()
+    layer.config = config(sliding_window=3)
     with pytest.raises(NotImplementedError, match="--packing_samples: Module"):
         packed_attention(layer, q, q, q, segments_as_mask([4]))
 

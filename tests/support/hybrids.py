@@ -11,6 +11,7 @@ from transformers import (
     FalconH1Config,
     GraniteMoeHybridConfig,
     JambaConfig,
+    KimiLinearConfig,
     Lfm2Config,
     NemotronHConfig,
     OlmoHybridConfig,
@@ -79,6 +80,21 @@ HYBRIDS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "olmo_hybrid": lambda: OlmoHybridConfig(
         **COMMON, **DELTA, num_hidden_layers=2, layer_types=BOTH
+    ),
+    "kimi_linear": lambda: KimiLinearConfig(
+        **COMMON | {"num_key_value_heads": 4},
+        **EXPERTS,
+        num_hidden_layers=2,
+        layer_types=BOTH,
+        num_local_experts=4,
+        n_group=1,
+        topk_group=1,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        linear_num_heads=4,
+        linear_head_dim=8,
     ),
     "lfm2": lambda: Lfm2Config(
         **COMMON, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]

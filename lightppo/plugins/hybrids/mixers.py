@@ -187,6 +187,7 @@ def fused_pass(
 FUNCTIONS: dict[str, Callable] = {
     "causal_conv1d_fn": convolution,
     "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
     "mamba2_chunk_scan": chunk_scan,
     "mamba_selective_scan": selective_scan,
     "mamba2_split_conv1d_scan_combined": fused_pass,
