@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.far_device import FarDevice
 from support.fixtures.families import Batch, batch_of
 from support.hybrids import HYBRIDS, hybrid
 from support.ranks import run_ranks
@@ -21,6 +22,7 @@ from lightppo.errors import PackingNotSupportedError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.packing import RowPlan
+from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.hybrids import mixers
 from lightppo.plugins.hybrids.mixers import (
     FUNCTIONS,
@@ -96,6 +98,42 @@ def test_a_critic_and_a_copy(groups: Batch) -> None:
     expected = scores_and_gradients(Critic(copy.deepcopy(model)), groups)
     critic = Critic(model, packing_samples=True)
     assert_same(scores_and_gradients(copy.deepcopy(critic), groups), expected)
+
+
+def test_with_adapters(groups: Batch) -> None:
+    """On the projections of recurrent layers, too."""
+    found = []
+    for packs in (False, True):
+        actor = Actor(hybrid("qwen3_5"), packing_samples=packs)
+        options = LoraOptions(rank=4, alpha=8, target_modules=("in_proj_qkv", "out_proj"))
+        add_adapters(actor, options, seed=1)
+        with torch.no_grad():
+            for name, parameter in actor.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(0.1)
+        found.append(scores_and_gradients(actor, groups))
+    assert any("in_proj_qkv" in name for name in found[0][1])
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_no_layer_waits_for_a_gpu(shares: bool, groups: Batch) -> None:
+    """However many layers there are."""
+    waits = []
+    for layers in (1, 3):
+        kinds = [*["linear_attention"] * layers, "full_attention"]
+        model = hybrid("qwen3_5", num_hidden_layers=layers + 1, layer_types=kinds)
+        actor = Actor(model, packing_samples=True, share_prompts=shares).train()
+        sequences, mask, num_actions = groups
+        with FarDevice() as far:
+            far.move(actor)
+            sequences, mask = far.move(sequences), far.move(mask)
+            actor(sequences, num_actions, mask)  # the first call also looks at packing
+            far.waits.clear()
+            actor(sequences, num_actions, mask).sum().backward()
+        waits.append(far.waits)
+    assert waits[0] == waits[1]
+    assert 0 < waits[0].total() <= 6
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba", "jamba"])
