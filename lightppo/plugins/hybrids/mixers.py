@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 from transformers import PreTrainedModel
 
-from lightppo.models.packing import RowPlan, plan_of, to_device
+from lightppo.models.packing import RowPlan, on_cpu, plan_of, segments_as_mask, to_device
 from lightppo.plugins.hybrids.segments import by_segment, chosen, contexts_of, with_contexts
 
 NO_STEP = -1e4  # softplus of it is 0: a step that takes no time changes no state
@@ -275,9 +275,18 @@ def _packed(kind: type[nn.Module]) -> type[nn.Module]:
 def _tell_segments(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Gives recurrent layers a packed row's segments, which transformers keeps from them."""
+    """Gives recurrent layers a packed row's segments, which transformers keeps from them.
+
+    Attention layers get the segments, too, or with flash-attn its borders of sequences.
+    """
     mask = kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.dtype != torch.int64:
+    borders = kwargs.get("cu_seq_lens_q")
+    if mask is None and borders is not None:
+        segments = segments_as_mask(on_cpu(borders).diff().tolist(), None, borders.device)
+    elif isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype == torch.int64:
+        segments = mask
+    else:
         return None
-    kinds = {"full_attention", "linear_attention", *(model.config.layer_types or ())}
-    return args, kwargs | {"attention_mask": dict.fromkeys(kinds, mask)}
+    masks = dict.fromkeys(("full_attention", "sliding_attention"), mask)
+    kinds = {"linear_attention", *(model.config.layer_types or ())} - masks.keys()
+    return args, kwargs | {"attention_mask": masks | dict.fromkeys(kinds, segments)}

@@ -205,6 +205,31 @@ def test_layers_are_transformers_elsewhere() -> None:
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
+def test_with_flash_attn_the_borders_say_the_segments() -> None:
+    """Attention layers get no mask then."""
+    model = hybrid("lfm2")
+    run_by_segment(model)
+    seen: dict[str, torch.Tensor | None] = {}
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: seen.update(
+                {"attention" if layer.is_attention_layer else "conv": kwargs["attention_mask"]}
+            ),
+            with_kwargs=True,
+        )
+    ids = torch.randint(3, 48, (1, 9))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    with torch.no_grad():
+        model(
+            ids,
+            position_ids=positions,
+            use_cache=False,
+            cu_seq_lens_q=torch.tensor([0, 5, 9], dtype=torch.int32),
+        )
+    assert seen["attention"] is None
+    assert seen["conv"].tolist() == [[[[5, 4], [-1, -1]]]]
+
+
 def test_layers_whose_code_is_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixers, "is_mixer", lambda module: False)
     with pytest.raises(
