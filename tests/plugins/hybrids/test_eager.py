@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from support.fixtures.families import COMMON, KV, Batch
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    GptOssConfig,
+    MptConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from lightppo.models.actor import Actor
 from lightppo.models.packing import segments_as_mask
@@ -108,3 +117,25 @@ def test_masks_by_hand() -> None:
         [True, False, False, False, True],
         [True, True, False, False, False],
     ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=48, hidden_size=32, n_layer=1, n_head=4),
+        MptConfig(vocab_size=48, d_model=32, n_layers=1, n_heads=4, max_seq_len=64),
+        FalconConfig(
+            vocab_size=48, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_alibi_is_padded_and_says_so_in_one_line(config: PretrainedConfig, groups: Batch) -> None:
+    sequences, mask, num_actions = groups
+    actor = Actor(AutoModelForCausalLM.from_config(config).eval(), packing_samples=None)
+    with torch.no_grad():
+        before = actor(sequences, num_actions, mask)
+        reason = actor.try_packing(CPU)
+        assert reason
+        assert "\n" not in reason
+        assert torch.equal(actor(sequences, num_actions, mask), before)
