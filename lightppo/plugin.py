@@ -179,6 +179,16 @@ MODULES: Table = Table("change of a model's modules")
 """What puts other code into modules, in place and in this order: functions of a Hugging Face model, called when
 :class:`lightppo.models.wrapper.PretrainedWrapper` gets it. Names and weights stay, and results but for rounding."""
 
+PACKED_LAYERS: Table = Table("type of layer in packed rows")
+"""What can be packed beside full and sliding attention: under its name in ``layer_types`` a function of the Hugging Face
+model, whose ``MODULES`` have been changed; it returns why it cannot, or None. The layers get a row's segments,
+:func:`lightppo.models.packing.segments_as_mask`, as far as the plugin brings them there."""
+
+PACKED_ATTENTION: Table = Table("attention of packed rows")
+"""What attends inside packed rows where sdpa cannot: under its name among transformers' attentions a function of the
+Hugging Face model that tells whether it does the same as the model's own, and which registers it with transformers. It
+takes :func:`lightppo.models.packing.segments_as_mask`."""
+
 KERNELS: Table = Table(
     "kernel",
     {

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.errors import PackingNotSupportedError
+from lightppo.plugin import PACKED_ATTENTION, PACKED_LAYERS
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -27,8 +28,7 @@ except ImportError:  # an older torch
 
 PACKED_SDPA = "packed_sdpa"  # the name of packed_attention in transformers
 
-# Layers that attend inside the packed row by position ids. Recurrent and linear-attention layers carry state across
-# sequence borders; chunked attention cuts at multiples of the row index, not of the position.
+# Layers that attend inside the packed row by position ids; PACKED_LAYERS has others.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 # bytes: the driver of a GPU puts so many aside before it copies, and need not wait
@@ -159,11 +159,11 @@ def check_packing_layers(model: nn.Module) -> None:
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise packing_error(model, f"{type(base).__name__}.forward takes no position_ids")
     # DeepSeek-like configs have no layer_types; then all layers are of one kind, and a first forward tells.
-    foreign = (
-        set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
-    )
-    if foreign:
-        raise packing_error(model, f"it has layers of type {', '.join(sorted(foreign))}")
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    for kind in sorted(kinds - _PACKABLE_LAYERS):
+        reason = PACKED_LAYERS[kind].fn(model) if kind in PACKED_LAYERS else "it is not known"
+        if reason:
+            raise packing_error(model, f"it has layers of type {kind}: {reason}")
 
 
 def packing_error(model: nn.Module, reason: str) -> PackingNotSupportedError:
@@ -196,7 +196,13 @@ def alike(one: Tensor, other: Tensor) -> bool:
 
 def takes_segments(model: PreTrainedModel) -> bool:
     """Whether :func:`segments_as_mask` may replace the mask of a packed row."""
-    return model.config._attn_implementation == PACKED_SDPA
+    return model.config._attn_implementation in (PACKED_SDPA, *PACKED_ATTENTION)
+
+
+def attention_for_rows(model: PreTrainedModel) -> str | None:
+    """The attention that does the same as the model's, and takes :func:`segments_as_mask`; None: there is none."""
+    usual = PACKED_SDPA if model.config._attn_implementation == "sdpa" else None
+    return next((name for name, entry in PACKED_ATTENTION.items() if entry.fn(model)), usual)
 
 
 @dataclass(eq=False)
@@ -211,7 +217,8 @@ class RowPlan:
     keys: Tensor | None  # places of all keys in the row, segment by segment; None: as they stand
     has_flash: bool  # FlashAttention runs on this device
     seen: list[int]  # keys of each segment, with its parent's
-    kept: dict[tuple, list[Tensor | None]] = field(default_factory=dict)  # masks by window and type
+    # what else layers make of it once: masks by window and type
+    kept: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -225,7 +232,7 @@ class RowPlan:
         keys = None
         if seen != lengths:
             keys = to_device(
-                torch.cat(_continued(torch.arange(sum(lengths)).split(lengths), parents, 0)), device
+                torch.cat(continued(torch.arange(sum(lengths)).split(lengths), parents, 0)), device
             )
         return cls(
             tokens=sum(lengths),
@@ -310,7 +317,7 @@ def packed_attention(
         raise ValueError(
             f"a packed row of {query.shape[2]} tokens cannot hold sequences of {plan.tokens}"
         )
-    window = _window(module, options)
+    window = window_of(module, options)
     scale = options.get("scaling")
     dropout = options.get("dropout", 0.0)
     width = value.shape[-1]
@@ -332,7 +339,7 @@ AttentionInterface.register(PACKED_SDPA, packed_attention)
 AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
 
 
-def _continued(
+def continued(
     segments: Sequence[Tensor],
     parents: list[int],
     dim: int,
@@ -344,15 +351,22 @@ def _continued(
     ]
 
 
-def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
-    if "sliding_window" not in options and "sliding_attention" in (
-        getattr(module.config, "layer_types", None) or ()
-    ):
+def window_of(module: nn.Module, options: dict[str, Any]) -> int | None:
+    """Positions that a layer looks back, itself included; None: all."""
+    if "sliding_window" not in options and attends_in_windows(module.config):
         raise NotImplementedError(
             f"--packing_samples: {type(module).__name__} does not tell its attention of its sliding window: leave "
             "--packing_samples out, or set --attn_implementation flash_attention_2"
         )
     return options.get("sliding_window")
+
+
+def attends_in_windows(config: PretrainedConfig) -> bool:
+    """Whether transformers may give a layer a mask with a window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return "sliding_attention" in kinds
+    return getattr(config, "sliding_window", None) is not None
 
 
 def _by_sequence(
@@ -373,7 +387,7 @@ def _by_sequence(
     sdpa = partial(scaled_dot_product_attention, enable_gqa=groups > 1, **options)
     # split, not slices: a slice's backward pass writes a whole row of zeros for each sequence
     keys, values = (
-        _continued(tensor.split(plan.lengths, 2), plan.parents, 2) for tensor in (key, value)
+        continued(tensor.split(plan.lengths, 2), plan.parents, 2) for tensor in (key, value)
     )
     rows = zip(query.split(plan.lengths, 2), keys, values, masks)
     outputs = [sdpa(q, k, v, attn_mask=mask, is_causal=mask is None) for q, k, v, mask in rows]

@@ -22,9 +22,9 @@ from lightppo.config.rules import of_role
 from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
 from lightppo.models.loading import decoder_layers, disable_dropout, untrainable
 from lightppo.models.packing import (
-    PACKED_SDPA,
     action_predictors,
     alike,
+    attention_for_rows,
     check_packing_layers,
     distinct_places,
     on_cpu,
@@ -134,26 +134,29 @@ class PretrainedWrapper(nn.Module):
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
         self.packing_samples = bool(packing_samples)  # None: as False until try_packing
         self.share_prompts = share_prompts
+        self._own_attention = "sdpa"  # in place of which another one attends in packed rows
         # a context of each pass with gradients, of the weights and the device; None: there is none
         self.around_pass: Callable[..., AbstractContextManager] | None = None
         # run at the read positions only; None until the first packed forward has looked
         self.last_layer_parts: list[nn.Module] | None = None
         if packing_samples:
             self._attend_packed()
-            attention = self.hf_model.config._attn_implementation
-            if share_prompts and attention != PACKED_SDPA:
-                warn_that_nothing_is_shared(attention)
+            if share_prompts and not takes_segments(self.hf_model):
+                warn_that_nothing_is_shared(self.hf_model.config._attn_implementation)
 
     def _attend_packed(self) -> None:
         check_packing_layers(self.hf_model)
-        if self.hf_model.config._attn_implementation == "sdpa":
-            self.hf_model.set_attn_implementation(PACKED_SDPA)
+        attention = attention_for_rows(self.hf_model)
+        if attention is not None:
+            self._own_attention = self.hf_model.config._attn_implementation
+            self.hf_model.set_attn_implementation(attention)
 
     def try_packing(self, device: torch.device) -> str | None:
         """Pack from now on; why not, if the model would not do it exactly. Under ZeRO-3 on all ranks together."""
         attention = self.hf_model.config._attn_implementation
         # eager: over all of a row, with a mask
-        if attention not in ("sdpa", PACKED_SDPA, "flash_attention_2"):
+        rows = attention == "flash_attention_2" or takes_segments(self.hf_model)
+        if not rows and attention_for_rows(self.hf_model) is None:
             if not self.hf_model._supports_sdpa:
                 return f"{type(self.hf_model).__name__} has no sdpa, and its eager attention does not keep rows apart"
             return f"it needs --attn_implementation sdpa or flash_attention_2, not {attention}"
@@ -170,8 +173,8 @@ class PretrainedWrapper(nn.Module):
         """Pad from now on."""
         self.packing_samples = False
         self.last_layer_parts = None
-        if self.hf_model.config._attn_implementation == PACKED_SDPA:
-            self.hf_model.set_attn_implementation("sdpa")
+        if takes_segments(self.hf_model):
+            self.hf_model.set_attn_implementation(self._own_attention)
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -432,13 +435,13 @@ def only_at(modules: list[nn.Module], places: Tensor) -> Iterator[None]:
 def _at_places(
     forward: Callable[..., Any],
     places: Tensor,
-    hidden: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``hidden`` is (1, T, H), or (T, H) in some families. With further arguments the module runs as usual."""
-    if args or kwargs:
-        return forward(hidden, *args, **kwargs)
+    """The one argument is (1, T, H), or (T, H) in some families. With others the module runs as usual."""
+    if len(args) != 1 or kwargs:
+        return forward(*args, **kwargs)
+    (hidden,) = args
     shape = hidden.shape[:-1]
     # an embedding, because indexing has a slow backward pass
     rows = embedding(places, hidden.reshape(shape.numel(), -1))  # (K, H)

@@ -11,6 +11,7 @@ SHIPPED = (
     "towers",
     "kernels",
     "decoding",
+    "hybrids",
     "vllm",
     "verifiers",
     "http",

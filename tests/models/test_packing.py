@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.far_device import FarDevice
-from support.fixtures.families import COMMON, KV, from_config
+from support.fixtures.families import COMMON, KV, Batch, Rows, batch_of, from_config
 from torch import library, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -28,6 +28,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    PhimoeConfig,
     PreTrainedModel,
     Qwen2Config,
 )
@@ -122,7 +123,6 @@ def test_num_actions_out_of_range(num_actions: object) -> None:
 
 
 MakeModel = Callable[..., PreTrainedModel]
-Batch = tuple[torch.Tensor, torch.Tensor, int]
 
 
 def plain(
@@ -584,9 +584,10 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
         packed_attention(nn.Module(), q, q, q, segments_as_mask([2, 3]), sliding_window=None)
 
 
-def test_a_layer_that_hides_its_window_is_refused() -> None:
+@pytest.mark.parametrize("config", [Gemma2Config, PhimoeConfig])
+def test_a_layer_that_hides_its_window_is_refused(config: type) -> None:
     q, layer = torch.randn(1, 2, 4, 8), nn.Module()
-    layer.config = Gemma2Config()
+    layer.config = config(sliding_window=3)
     with pytest.raises(NotImplementedError, match="--packing_samples: Module"):
         packed_attention(layer, q, q, q, segments_as_mask([4]))
 
@@ -665,21 +666,6 @@ def test_no_mask_of_the_whole_row_is_made(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # prompts that several samples share
-
-
-Rows = list[tuple[list[int], list[int]]]
-
-
-def batch_of(rows: Rows) -> Batch:
-    """(prompt, response) of each row -> (sequences, attention_mask, A)."""
-    width, actions = max(len(p) for p, _ in rows), max(len(r) for _, r in rows)
-    sequences = torch.zeros(len(rows), width + actions, dtype=torch.long)
-    mask = torch.zeros_like(sequences)
-    for b, (prompt, response) in enumerate(rows):
-        columns = slice(width - len(prompt), width + len(response))
-        sequences[b, columns] = torch.tensor(prompt + response)
-        mask[b, columns] = 1
-    return sequences, mask, actions
 
 
 def test_by_hand() -> None:
@@ -995,6 +981,7 @@ def test_why_packing_is_not_done(
 ) -> None:
     """It stays padded, with the numbers of one for which it was never tried."""
     sequences, mask, num_actions = groups
+    monkeypatch.delitem(packing.PACKED_LAYERS, "conv")
     actor = Actor(model(causal_lm).eval(), packing_samples=None)
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)

@@ -2,7 +2,12 @@
 
 from lightppo.option import register_section
 from lightppo.plugin import CHECKS, DECODERS, DECODING_RUNNERS, Check
-from lightppo.table import Entry
+from lightppo.table import Entry, Table
+
+SLOT_LAYERS: Table = Table("cache layer in decoding slots")
+"""What decodes in slots beside layers of keys and values: under the name of the class of transformers' cache layer a
+function of such a layer and the :class:`lightppo.plugins.decoding.slots.Span` of the slots. It returns what has the
+methods of :class:`lightppo.plugins.decoding.slots.SlotLayer`."""
 
 
 def register() -> None:

@@ -136,12 +136,14 @@ class StaticDecoder(SlotDecoder):
     def _start(self, queue: PromptQueue) -> None:
         super()._start(queue)
         cache = self.cache
-        self._is_static = self.prepares_masks and (
-            cache.window is None or cache.window >= cache.max_columns
+        self._is_static = (
+            self.prepares_masks
+            and cache.keeps_tokens
+            and (cache.window is None or cache.window >= cache.max_columns)
         )
         if not self._is_static:
             self.runner.note(
-                "the model attends in its own way, or in a window that is shorter than its rows"
+                "the model attends in its own way, or in a window that is shorter than its rows, or has recurrent states"
             )
             return
         cache.fix(self.device)

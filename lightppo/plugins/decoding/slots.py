@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.models.packing import PACKED_SDPA
+from lightppo.plugins.decoding import SLOT_LAYERS
 from lightppo.ranks import heartbeat
 from lightppo.rollout.decoding import (
     CachedForward,
@@ -139,6 +140,7 @@ class SlotLayer(DynamicLayer):
     """
 
     is_croppable = False
+    keeps_tokens = True  # what it has of a row's first tokens does not depend on later ones
 
     def __init__(self, span: Span, sliding_window: int | None = None) -> None:
         super().__init__()
@@ -188,6 +190,47 @@ class SlotLayer(DynamicLayer):
             else max(self.span.first, end - self.sliding_window)
         )
 
+    def append(self, source: Any, rows: list[int], width: int, slots: int, columns: int) -> None:
+        """See :meth:`SlotCache.append`; ``source`` is the same layer of the prompts' cache."""
+        states = source.keys, source.values
+        if not self.buffers:
+            self.buffers = [x.new_empty(slots, x.shape[1], columns, x.shape[3]) for x in states]
+            self.dtype = source.keys.dtype
+            self.device = source.keys.device
+            self.is_initialized = True
+        end = self.span.end
+        kept = min(width, source.keys.shape[2])  # a sliding layer keeps its window only
+        index = torch.tensor(rows, device=self.device)
+        for buffer, x in zip(self.buffers, states):
+            target = buffer[self.span.rows : self.span.rows + len(rows)].zero_()
+            target[:, :, end - kept : end] = x[:, :, x.shape[2] - kept :].index_select(0, index)
+
+    def move_rows(self, sources: list[int], targets: list[int]) -> None:
+        """Copies some rows over others; rows in both lists as they were before."""
+        index = torch.tensor([sources, targets], device=self.device)
+        columns = slice(self.first(self.span.end), self.span.end)
+        for buffer in self.buffers:
+            part = buffer[:, :, columns]
+            if buffer.is_cpu:  # by index it takes several times as long there
+                moved = [part[row].clone() if row in targets else part[row] for row in sources]
+                for row, states in zip(targets, moved):
+                    part[row] = states
+            else:
+                part[index[1]] = part[index[0]]
+
+    def make_room(self, slots: int, columns: int, first: int, end: int, in_place: bool) -> None:
+        """New buffers of this size, in which the columns in use are ``first … end-1``; or the old ones."""
+        span = self.span
+        for i, old in enumerate(self.buffers):
+            new = old.new_empty(slots, old.shape[1], columns, old.shape[3])
+            new[: span.rows, :, :first] = 0
+            new[: span.rows, :, first:end] = old[: span.rows, :, span.first : span.end]
+            new[: span.rows, :, end:] = 0
+            self.buffers[i] = old.copy_(new) if in_place else new
+
+    def see_rows(self) -> None:
+        """Called when the number of rows has changed, or the buffers."""
+
 
 class SlotCache(DynamicCache):
     """The layers' buffers with one common :class:`Span`, whose end moves by one after each forward.
@@ -205,8 +248,7 @@ class SlotCache(DynamicCache):
         tight: bool,
     ) -> None:
         self.span = Span(rows=0, first=prompt_columns, end=prompt_columns)
-        plain = DynamicCache(config=config).layers
-        layers = [SlotLayer(self.span, getattr(layer, "sliding_window", None)) for layer in plain]
+        layers = [slot_layer(layer, self.span) for layer in DynamicCache(config=config).layers]
         Cache.__init__(self, layers=layers)
         self.slots = slots
         self.max_columns = max_columns
@@ -217,6 +259,12 @@ class SlotCache(DynamicCache):
         self.window = min(
             (layer.sliding_window for layer in layers if layer.is_sliding), default=None
         )
+        self.keeps_tokens = all(layer.keeps_tokens for layer in layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return next(layer.dtype for layer in self.layers if layer.buffers)
 
     def fix(self, device: torch.device) -> None:
         """Call it first: all columns are there from the start, and the buffers stay where they are."""
@@ -226,24 +274,9 @@ class SlotCache(DynamicCache):
 
     def append(self, prompts: Cache, rows: list[int], width: int) -> None:
         """Adds ``rows`` of a cache of left-padded prompts, at most ``width`` tokens, to end in the last column."""
-        span = self.span
         for layer, source in zip(self.layers, prompts.layers):
-            states = source.keys, source.values
-            if not layer.buffers:
-                layer.buffers = [
-                    x.new_empty(self.slots, x.shape[1], self.columns, x.shape[3]) for x in states
-                ]
-                layer.dtype = source.keys.dtype
-                layer.device = source.keys.device
-                layer.is_initialized = True
-            kept = min(width, source.keys.shape[2])  # a sliding layer keeps its window only
-            index = torch.tensor(rows, device=layer.device)
-            for buffer, x in zip(layer.buffers, states):
-                target = buffer[span.rows : span.rows + len(rows)].zero_()
-                target[:, :, span.end - kept : span.end] = x[
-                    :, :, x.shape[2] - kept :
-                ].index_select(0, index)
-        span.rows += len(rows)
+            layer.append(source, rows, width, self.slots, self.columns)
+        self._set_rows(self.span.rows + len(rows))
 
     def move_rows(
         self, sources: list[int], targets: list[int], rows: int, *, exchange: bool = False
@@ -252,17 +285,13 @@ class SlotCache(DynamicCache):
         if exchange:
             sources, targets = sources + targets, targets + sources
         for layer in self.layers if sources else ():
-            index = torch.tensor([sources, targets], device=layer.device)
-            columns = slice(layer.first(self.span.end), self.span.end)
-            for buffer in layer.buffers:
-                part = buffer[:, :, columns]
-                if buffer.is_cpu:  # by index it takes several times as long there
-                    moved = [part[row].clone() if exchange else part[row] for row in sources]
-                    for row, states in zip(targets, moved):
-                        part[row] = states
-                else:
-                    part[index[1]] = part[index[0]]
+            layer.move_rows(sources, targets)
+        self._set_rows(rows)
+
+    def _set_rows(self, rows: int) -> None:
         self.span.rows = rows
+        for layer in self.layers:
+            layer.see_rows()
 
     def make_room(self, slots: int, at_least: int) -> int:
         """Moves everything into new buffers of ``slots`` rows (unless they are fixed), in which a column is free.
@@ -276,12 +305,8 @@ class SlotCache(DynamicCache):
         self.slots, self.columns = self.slots if self.fixed else slots, end + self._more(end)
         for layer in self.layers:
             # one after the other: little memory is held twice
-            for i, old in enumerate(layer.buffers):
-                new = old.new_empty(self.slots, old.shape[1], self.columns, old.shape[3])
-                new[: span.rows, :, :first] = 0
-                new[: span.rows, :, first:end] = old[: span.rows, :, span.first : span.end]
-                new[: span.rows, :, end:] = 0
-                layer.buffers[i] = old.copy_(new) if self.fixed else new
+            layer.make_room(self.slots, self.columns, first, end, self.fixed)
+            layer.see_rows()
         span.first = first
         span.end = end
         return shift
@@ -302,13 +327,31 @@ def slots_for(forward: CachedForward) -> type[SlotDecoder] | None:
     return SlotDecoder if can_use_slots(forward.config) else None
 
 
+def slot_layer(layer: Any, span: Span) -> SlotLayer:
+    """In place of a layer of transformers' cache."""
+    kind = type(layer).__name__
+    if kind in SLOT_LAYERS:
+        return SLOT_LAYERS[kind].fn(layer, span)
+    return SlotLayer(span, getattr(layer, "sliding_window", None))
+
+
 def can_use_slots(config) -> bool:
-    """Whether a :class:`SlotCache` can replace the model's cache: all layers attend fully or in a sliding window."""
+    """Whether a :class:`SlotCache` can replace the model's cache: layers attend fully or in a sliding window, or are in
+    ``SLOT_LAYERS``."""
     text_config = config.get_text_config(decoder=True)
     chunked = getattr(text_config, "attention_chunk_size", None) is not None
     chunked |= "chunked_attention" in (getattr(text_config, "layer_types", None) or [])
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    return not chunked and bool(kinds) and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+    layers = DynamicCache(config=config).layers
+    attends = any(isinstance(layer, DynamicLayer) for layer in layers)
+    return (
+        not chunked
+        and attends
+        and all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+            or type(layer).__name__ in SLOT_LAYERS
+            for layer in layers
+        )
+    )
 
 
 # -- continuous batching ----------------------------------------------------------------------------------------------
@@ -577,9 +620,9 @@ class SlotDecoder(Decoder):
             self.device,
             prompt_width=queue.prompt_columns if self.sampler.needs_history else 0,
         )
-        # else columns before a window are not whole, or positions cannot be said
-        is_whole = self.cache.window is None and self.forward.takes_position_ids
-        self._keeps_rows = queue.keeps_rows and is_whole
+        # else what a row has of its first tokens is not whole, or positions cannot be said
+        is_whole = self.cache.window is None and self.cache.keeps_tokens
+        self._keeps_rows = queue.keeps_rows and is_whole and self.forward.takes_position_ids
 
     def _admit(
         self,
@@ -694,5 +737,5 @@ class SlotDecoder(Decoder):
         columns = torch.arange(self.cache.columns, device=self.device)
         hidden = columns < torch.tensor(starts, device=self.device).unsqueeze(1)
         hidden |= columns >= span.end
-        added = torch.zeros(hidden.shape, dtype=self.cache.layers[0].dtype, device=self.device)
+        added = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.device)
         self._added = added.masked_fill_(hidden, torch.finfo(added.dtype).min)  # (b, columns)

@@ -22,6 +22,7 @@ from lightppo.errors import ModelLoadError, PackingNotSupportedError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.loading import load_causal_lm
+from lightppo.plugin import PACKED_ATTENTION
 from lightppo.plugins.checks.padding import attending, other_attentions, padding_problem
 
 CPU = torch.device("cpu")
@@ -169,7 +170,8 @@ def test_a_family_whose_code_cannot_pack_is_padded_or_refused_in_one_line():
         actor(torch.arange(10)[None], 3)
 
 
-def test_gpt_oss_says_why_it_cannot_pack():
+def test_a_family_without_sdpa_says_why_it_cannot_pack(monkeypatch):
+    monkeypatch.delitem(PACKED_ATTENTION, "packed_eager")
     config = GptOssConfig(
         **SIZES,
         num_key_value_heads=2,

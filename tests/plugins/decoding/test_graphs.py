@@ -193,7 +193,7 @@ MISTRAL = {**SIZES, "num_key_value_heads": 1}
                 Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"])
             ),
             {},
-            "more than keys and values",
+            "recurrent states",
         ),
     ],
     ids=["asks", "bad words", "eager attention", "window", "recurrent"],

@@ -158,7 +158,8 @@ def test_room_before_the_rows_for_a_longer_prompt():
     assert not cache.layers[0].buffers[0][:1, :, :7].any()
 
 
-def test_which_models_can():
+def test_which_models_can(monkeypatch):
+    monkeypatch.delitem(cache_module.SLOT_LAYERS, "LinearAttentionLayer")
     assert can_use_slots(LlamaConfig())
     assert can_use_slots(Qwen2Config())
     assert can_use_slots(config(sliding_window=4))

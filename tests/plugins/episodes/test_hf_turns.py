@@ -11,12 +11,12 @@ from support.fixtures.character_models import EOS_ID, ids_by_key, lfm2, mistral,
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.plugins.decoding import slots as decode
+from lightppo.plugins.decoding.graphs import CUDAGraphs
 from lightppo.plugins.decoding.slots import SlotCache
 from lightppo.plugins.episodes import hf_turns
 from lightppo.plugins.episodes.hf_turns import TurnQueue, generate_turns
 from lightppo.plugins.episodes.kept_rows import KeptRows
 from lightppo.plugins.episodes.turns import Turn
-from lightppo.plugins.decoding.graphs import CUDAGraphs
 from lightppo.rollout.engine import SamplingParams
 
 

@@ -1,0 +1,24 @@
+"""Recurrent layers (gated delta net, Mamba, short convolutions) in packed rows and decoding slots; sinks, capped scores
+and chunks in packed rows."""
+
+from lightppo.plugin import MODULES, PACKED_ATTENTION, PACKED_LAYERS
+from lightppo.plugins.decoding import SLOT_LAYERS
+from lightppo.table import Entry
+
+
+def register() -> None:
+    """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    MODULES.register("recurrent", Entry("lightppo.plugins.hybrids.mixers:run_by_segment"))
+    for kind in ("linear_attention", "conv", "hybrid"):
+        PACKED_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.mixers:why_not"))
+    for kind in ("mlp", "moe"):
+        PACKED_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.mixers:position_wise"))
+    PACKED_LAYERS.register("chunked_attention", Entry("lightppo.plugins.hybrids.chunks:why_not"))
+    PACKED_ATTENTION.register(
+        "packed_chunks", Entry("lightppo.plugins.hybrids.chunks:attends_in_chunks")
+    )
+    PACKED_ATTENTION.register(
+        "packed_eager", Entry("lightppo.plugins.hybrids.eager:attends_by_own_code")
+    )
+    for kind in ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"):
+        SLOT_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.recurrent_slots:slots_of"))
