@@ -56,6 +56,7 @@ PLUGIN_FLOORS = {
     "tape": 2,
     "adapters": 3,
     "algorithms": 3,
+    "distillation": 3,
     "kernels": 3,
     "migration": 3,
     "records": 3,

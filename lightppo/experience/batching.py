@@ -11,7 +11,7 @@ import zlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -377,11 +377,7 @@ def save_batch(
     """
 
     def plain(part: Experience) -> dict[str, Any]:
-        tensors = {}
-        for field in fields(Experience):
-            if field.name not in ("info", "part"):
-                tensor = getattr(part, field.name)
-                tensors[field.name] = None if tensor is None else on_cpu(tensor).detach()
+        tensors = {name: on_cpu(tensor).detach() for name, tensor in part.tensors().items()}
         step = part.part and vars(part.part) | {
             "normalizer": vars(part.part.normalizer),
             "own_losses": (),
@@ -405,7 +401,7 @@ def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, 
         if (part := plain["part"]) is not None:
             part.pop("pretrain", None)  # of an older lightppo
             part = StepPart(**part | {"normalizer": LossNormalizer(**part["normalizer"])})
-        return Experience(**plain["tensors"], info=plain["info"], part=part)
+        return Experience.of_tensors(plain["tensors"], info=plain["info"], part=part)
 
     kinds = [
         saved[name] and [experience(p) for p in saved[name]]

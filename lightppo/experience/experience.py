@@ -40,10 +40,9 @@ class Experience:
     loss_weights: Tensor | None = None
     # (B, A) bool: tokens that the policy loss treats differently (clip_cov, kl_cov)
     selected: Tensor | None = None
-    teacher_log_probs: Tensor | None = None  # (B, A) the teacher's
-    # (B, A, K) the teacher's log probs of its K most likely tokens, and their ids as float
-    teacher_top: Tensor | None = None
-    teacher_top_ids: Tensor | None = None
+    # (B, A) or (B, A, K) each: what further passes over the rollout have made, under names of their own. A placeholder
+    # has none.
+    extra: dict[str, Tensor] = field(default_factory=dict)
     # (B,) each: reward, response_length, kl, return, ...
     info: dict[str, Tensor] = field(default_factory=dict)
     # batching.StepPart of a micro batch: its share of an optimizer step; else None
@@ -82,9 +81,9 @@ class Experience:
     def non_finite(self) -> dict[str, int]:
         """Rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
         rows = {}
-        for name in self._present():
-            broken = ~getattr(self, name).isfinite()
-            if name in TOP_TENSORS:
+        for name, tensor in self.of_actions().items():
+            broken = ~tensor.isfinite()
+            if broken.dim() == 3:
                 broken = broken.any(-1)
             broken = broken & self.action_mask  # (B, A)
             rows[name] = broken.any(1).sum()
@@ -145,7 +144,6 @@ class Experience:
         mask = torch.zeros(1, 1, dtype=torch.bool, device=device)
         sequences = torch.zeros(1, 2, dtype=torch.long, device=device)
         tensors = {name: mask.float() for name in ACTION_TENSORS} | {"selected": mask}
-        tensors |= {name: mask.float().unsqueeze(-1) for name in TOP_TENSORS}
         return cls(sequences, torch.ones_like(sequences), mask, **tensors)
 
     def select(self, rows: Sequence[int]) -> Self:
@@ -164,13 +162,16 @@ class Experience:
         start, end = self._prompt_columns - max(prompts), self._prompt_columns + max(responses)
         columns, actions = slice(start, end), slice(0, max(responses))
         picked = to_device(torch.tensor(numbers), self.sequences.device)
-        return type(self)(
-            self.sequences[picked, columns],
-            self.attention_mask[picked, columns],
-            self.action_mask[picked, actions],
-            info={name: values[picked] for name, values in self.info.items()},
-            **{name: getattr(self, name)[picked, actions] for name in self._present()},
-        )
+        tensors = {
+            "sequences": self.sequences[picked, columns],
+            "attention_mask": self.attention_mask[picked, columns],
+            "action_mask": self.action_mask[picked, actions],
+        }
+        tensors |= {
+            name: tensor[picked, actions] for name, tensor in self.of_actions().items()
+        }
+        info = {name: values[picked] for name, values in self.info.items()}
+        return self.of_tensors(tensors, info=info)
 
     def without_rows(self) -> Self:
         """The same tensors without rows, for a rank without samples in computations over all ranks."""
@@ -181,8 +182,12 @@ class Experience:
         """Joins parts into one batch, padded to the longest prompt and the longest response."""
         if not parts:
             raise ValueError("nothing to collate")
-        names, info = parts[0]._present(), parts[0].info.keys()
-        if any(part._present() != names or part.info.keys() != info for part in parts):
+        found, info = [part.of_actions() for part in parts], parts[0].info.keys()
+        names = list(found[0])
+        if any(
+            list(tensors) != names or part.info.keys() != info
+            for part, tensors in zip(parts, found)
+        ):
             raise ValueError(
                 f"experiences hold different tensors or info: all need {names} and {sorted(info)}"
             )
@@ -195,24 +200,36 @@ class Experience:
                 responses += getattr(part, name)[:, part._prompt_columns :]
             return torch.cat([_pad(prompts, left=True), _pad(responses)], 1)
 
-        def action_shaped(name: str) -> Tensor:
-            """(ΣB, A)."""
-            return _pad([row for part in parts for row in getattr(part, name)])
-
-        return cls(
-            sequence_shaped("sequences"),
-            sequence_shaped("attention_mask"),
-            action_shaped("action_mask"),
-            info={name: torch.cat([part.info[name] for part in parts]) for name in info},
-            **{name: action_shaped(name) for name in names},
+        tensors = {name: sequence_shaped(name) for name in ("sequences", "attention_mask")}
+        tensors["action_mask"] = _pad([row for part in parts for row in part.action_mask])
+        for name in names:
+            tensors[name] = _pad([row for of_part in found for row in of_part[name]])  # (ΣB, A)
+        return cls.of_tensors(
+            tensors, info={name: torch.cat([part.info[name] for part in parts]) for name in info}
         )
 
-    def _present(self) -> list[str]:
-        return [name for name in ACTION_TENSORS if getattr(self, name) is not None]
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor | None], **more: Any) -> Self:
+        """Of tensors by name; those that are no fields are ``extra``. ``more``: other fields."""
+        own = {field.name for field in dataclasses.fields(cls)}
+        extra = {n: tensor for n, tensor in tensors.items() if n not in own and tensor is not None}
+        return cls(**{n: tensor for n, tensor in tensors.items() if n in own}, extra=extra, **more)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that there are but ``info``, by name."""
+        of_rows = {name: getattr(self, name) for name in ("sequences", "attention_mask")}
+        return of_rows | {"action_mask": self.action_mask} | self.of_actions()
+
+    def of_actions(self) -> dict[str, Tensor]:
+        """Those of (B, A) or (B, A, K) that there are beside the mask."""
+        own = {name: getattr(self, name) for name in ACTION_TENSORS}
+        return {name: tensor for name, tensor in own.items() if tensor is not None} | self.extra
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        for name in ("sequences", "attention_mask", "action_mask", *self._present()):
-            setattr(self, name, change(getattr(self, name)))
+        for name in ("sequences", "attention_mask", "action_mask", *ACTION_TENSORS):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, change(tensor))
+        self.extra = {name: change(tensor) for name, tensor in self.extra.items()}
         self.info = {name: change(values) for name, values in self.info.items()}
         return self
 
@@ -258,9 +275,7 @@ def non_finite_text(found: Sequence[Mapping[str, int]]) -> str:
     return ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown) if text)
 
 
-# (B, A, K), may be absent
-TOP_TENSORS = ("teacher_top", "teacher_top_ids")
-# (B, A) and these, may be absent
+# (B, A), may be absent
 ACTION_TENSORS = [
     field.name for field in dataclasses.fields(Experience) if field.type == "Tensor | None"
 ]
