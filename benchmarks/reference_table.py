@@ -177,8 +177,7 @@ RUNS = {
     # a teacher: in the advantages, in the loss over all tokens and over its best ones
     "teacher-alone": Run(TAUGHT + "--distill_discount 0.5 --max_epochs 2", "distillation quick"),
     "teacher-beside-2ranks": Run(
-        GROUPS
-        + "--teacher_pretrain other --distill_coef 0.3 --packing_samples --temperature 0.8 "
+        GROUPS + "--teacher_pretrain other --distill_coef 0.3 --packing_samples --temperature 0.8 "
         "--micro_batch_specs teacher=3",
         "distillation",
         ranks=2,
@@ -188,8 +187,7 @@ RUNS = {
         "distillation",
     ),
     "teacher-loss": Run(
-        GROUPS
-        + "--teacher_pretrain other --distill_by loss --distill_beta 0.5 --distill_coef 0.3 "
+        GROUPS + "--teacher_pretrain other --distill_by loss --distill_beta 0.5 --distill_coef 0.3 "
         "--kl_estimator full --use_kl_loss --packing_samples",
         "distillation",
     ),

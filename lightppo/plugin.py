@@ -83,7 +83,9 @@ class PassEntry(Entry):
     :class:`lightppo.experience.maker.RolloutPass`, or None where the options ask for none.
     """
 
-    needs: str = ""  # what ``--micro_batch_specs`` for it needs; see lightppo.config.rules.condition_text
+    needs: str = (
+        ""  # what ``--micro_batch_specs`` for it needs; see lightppo.config.rules.condition_text
+    )
 
 
 @dataclass(frozen=True)

@@ -167,9 +167,7 @@ class Experience:
             "attention_mask": self.attention_mask[picked, columns],
             "action_mask": self.action_mask[picked, actions],
         }
-        tensors |= {
-            name: tensor[picked, actions] for name, tensor in self.of_actions().items()
-        }
+        tensors |= {name: tensor[picked, actions] for name, tensor in self.of_actions().items()}
         info = {name: values[picked] for name, values in self.info.items()}
         return self.of_tensors(tensors, info=info)
 

@@ -88,7 +88,9 @@ class Building:
     loss_terms: dict[str, LossTerm] = field(default_factory=dict)
     reward_source: RewardSource | None = None
     judge: RewardSource | None = None  # scores evaluations
-    frozen: dict[str, Any] = field(default_factory=dict)  # further models that are elsewhere, by name
+    frozen: dict[str, Any] = field(
+        default_factory=dict
+    )  # further models that are elsewhere, by name
     models: dict[str, Any] = field(default_factory=dict)  # by the flag that names them
     # parameters by part of a checkpoint; "export": of an export
     sizes: dict[str, int] = field(default_factory=dict)
@@ -557,9 +559,7 @@ class ModelLoader:
         model = Actor(
             stage_to_local(asked.path),
             dtype=self.strategy.dtype,
-            ds_config=self.strategy.get_ds_eval_config(
-                asked.offload, zero_stage=asked.zero_stage
-            ),
+            ds_config=self.strategy.get_ds_eval_config(asked.offload, zero_stage=asked.zero_stage),
             flag=asked.flag,
             **self.policy,
             **self.options_of_frozen,

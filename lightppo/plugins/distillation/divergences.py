@@ -33,12 +33,10 @@ def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean_log_ratio(q, log_q, log_p)[0], p - q, torch.ones_like(p)
 
 
-def jensen_shannon(
-    log_p: Tensor, log_q: Tensor, beta: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
     """The generalised divergence for 0 < β < 1, a :data:`Divergence`."""
-    p = log_p.exp()
     log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    p = log_p.exp()
     of_p, d = mean_log_ratio(p, log_p, log_m)
     of_q, _ = mean_log_ratio(log_q.exp(), log_q, log_m)
     return (1 - beta) * of_p + beta * of_q, (1 - beta) * p, d - of_p.unsqueeze(-1)

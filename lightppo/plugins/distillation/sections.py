@@ -100,7 +100,8 @@ class DistillConfig(Section, of="training"):
         if not o.teacher_url:
             return
         if o.distill_by == "loss" and o.distill_topk is None:
-            yield "--distill_by loss over all tokens needs --teacher_pretrain; --teacher_url gives the --distill_topk likeliest"
+            likeliest = "--teacher_url gives the --distill_topk likeliest"
+            yield f"--distill_by loss over all tokens needs --teacher_pretrain; {likeliest}"
         if o.temperature not in (0, 1):
             yield f"--teacher_url gives log probs at --temperature 1, not {o.temperature:g}: set 1, or --teacher_pretrain"
         for url in o.teacher_url:

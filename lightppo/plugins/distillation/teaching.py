@@ -27,7 +27,7 @@ from lightppo.experience.maker import RolloutPass
 from lightppo.models.actor import ActionScores
 from lightppo.plugins.distillation.divergences import divergence_of, top_divergence
 from lightppo.plugins.distillation.sections import adds, needs_teacher
-from lightppo.plugins.distillation.servers import TeacherServers
+from lightppo.plugins.distillation.teacher_servers import TeacherServers
 from lightppo.plugins.distillation.top_tokens import log_probs_at, score_top
 from lightppo.trainer.build import Building
 from lightppo.trainer.update import Metrics, ScoreTerm, divergence_from

@@ -13,7 +13,8 @@ from support.http_server import JsonServer, Reply, ok
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.models.actor import Actor
-from lightppo.plugins.algorithms.teacher import TeacherServers
+from lightppo.plugins.distillation.teacher_servers import TeacherServers
+from lightppo.plugins.distillation.top_tokens import score_top
 
 ONE_AT_A_TIME = threading.Lock()  # the servers share a model
 
@@ -90,7 +91,7 @@ def test_the_numbers_are_the_models(build, fakes, actor):
 def test_the_likeliest_tokens_are_the_models(build, actor):
     got, *top = build(distill_by="loss", distill_topk=3).score_top(SEQUENCES, 3, MASK, 3)
     with torch.no_grad():
-        expected, *theirs = actor.score_top(SEQUENCES, 3, MASK, 3)
+        expected, *theirs = score_top(actor, SEQUENCES, 3, MASK, 3)
     torch.testing.assert_close(got.log_probs, expected.log_probs)
     torch.testing.assert_close(top[0], theirs[0])
     assert torch.equal(top[1], theirs[1])
