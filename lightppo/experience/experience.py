@@ -81,7 +81,8 @@ class Experience:
     def non_finite(self) -> dict[str, int]:
         """Rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
         rows = {}
-        for name, tensor in self.of_actions().items():
+        tensors = {name: getattr(self, name) for name in self._present()} | self.extra
+        for name, tensor in tensors.items():
             broken = ~tensor.isfinite()
             if broken.dim() == 3:
                 broken = broken.any(-1)
@@ -162,14 +163,14 @@ class Experience:
         start, end = self._prompt_columns - max(prompts), self._prompt_columns + max(responses)
         columns, actions = slice(start, end), slice(0, max(responses))
         picked = to_device(torch.tensor(numbers), self.sequences.device)
-        tensors = {
-            "sequences": self.sequences[picked, columns],
-            "attention_mask": self.attention_mask[picked, columns],
-            "action_mask": self.action_mask[picked, actions],
-        }
-        tensors |= {name: tensor[picked, actions] for name, tensor in self.of_actions().items()}
-        info = {name: values[picked] for name, values in self.info.items()}
-        return self.of_tensors(tensors, info=info)
+        return type(self)(
+            self.sequences[picked, columns],
+            self.attention_mask[picked, columns],
+            self.action_mask[picked, actions],
+            extra={name: values[picked, actions] for name, values in self.extra.items()},
+            info={name: values[picked] for name, values in self.info.items()},
+            **{name: getattr(self, name)[picked, actions] for name in self._present()},
+        )
 
     def without_rows(self) -> Self:
         """The same tensors without rows, for a rank without samples in computations over all ranks."""
@@ -180,14 +181,14 @@ class Experience:
         """Joins parts into one batch, padded to the longest prompt and the longest response."""
         if not parts:
             raise ValueError("nothing to collate")
-        found, info = [part.of_actions() for part in parts], parts[0].info.keys()
-        names = list(found[0])
+        names, extra, info = parts[0]._present(), parts[0].extra.keys(), parts[0].info.keys()
         if any(
-            list(tensors) != names or part.info.keys() != info
-            for part, tensors in zip(parts, found)
+            part._present() != names or part.extra.keys() != extra or part.info.keys() != info
+            for part in parts
         ):
+            held = [*names, *extra]
             raise ValueError(
-                f"experiences hold different tensors or info: all need {names} and {sorted(info)}"
+                f"experiences hold different tensors or info: all need {held} and {sorted(info)}"
             )
 
         def sequence_shaped(name: str) -> Tensor:
@@ -198,36 +199,28 @@ class Experience:
                 responses += getattr(part, name)[:, part._prompt_columns :]
             return torch.cat([_pad(prompts, left=True), _pad(responses)], 1)
 
-        tensors = {name: sequence_shaped(name) for name in ("sequences", "attention_mask")}
-        tensors["action_mask"] = _pad([row for part in parts for row in part.action_mask])
-        for name in names:
-            tensors[name] = _pad([row for of_part in found for row in of_part[name]])  # (ΣB, A)
-        return cls.of_tensors(
-            tensors, info={name: torch.cat([part.info[name] for part in parts]) for name in info}
+        def action_shaped(name: str) -> Tensor:
+            """(ΣB, A)."""
+            return _pad([row for part in parts for row in getattr(part, name)])
+
+        return cls(
+            sequence_shaped("sequences"),
+            sequence_shaped("attention_mask"),
+            action_shaped("action_mask"),
+            extra={
+                name: _pad([row for part in parts for row in part.extra[name]]) for name in extra
+            },
+            info={name: torch.cat([part.info[name] for part in parts]) for name in info},
+            **{name: action_shaped(name) for name in names},
         )
 
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor | None], **more: Any) -> Self:
-        """Of tensors by name; those that are no fields are ``extra``. ``more``: other fields."""
-        own = {field.name for field in dataclasses.fields(cls)}
-        extra = {n: tensor for n, tensor in tensors.items() if n not in own and tensor is not None}
-        return cls(**{n: tensor for n, tensor in tensors.items() if n in own}, extra=extra, **more)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All that there are but ``info``, by name."""
-        of_rows = {name: getattr(self, name) for name in ("sequences", "attention_mask")}
-        return of_rows | {"action_mask": self.action_mask} | self.of_actions()
-
-    def of_actions(self) -> dict[str, Tensor]:
-        """Those of (B, A) or (B, A, K) that there are beside the mask."""
-        own = {name: getattr(self, name) for name in ACTION_TENSORS}
-        return {name: tensor for name, tensor in own.items() if tensor is not None} | self.extra
+    def _present(self) -> list[str]:
+        return [name for name in ACTION_TENSORS if getattr(self, name) is not None]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        for name in ("sequences", "attention_mask", "action_mask", *ACTION_TENSORS):
-            if (tensor := getattr(self, name)) is not None:
-                setattr(self, name, change(tensor))
-        self.extra = {name: change(tensor) for name, tensor in self.extra.items()}
+        for name in ("sequences", "attention_mask", "action_mask", *self._present()):
+            setattr(self, name, change(getattr(self, name)))
+        self.extra = {name: change(values) for name, values in self.extra.items()}
         self.info = {name: change(values) for name, values in self.info.items()}
         return self
 
