@@ -78,8 +78,6 @@ def frozen_models(config: Options) -> dict[str, FrozenModel]:
 
 def advantage_terms(config: Options) -> list[Callable[..., Any]]:
     """The functions of ``ADVANTAGE_TERMS`` that this run needs."""
-    if config.evaluation.val_only:
-        return []
     return list(filter(None, (entry.fn(config) for entry in ADVANTAGE_TERMS.values())))
 
 

@@ -192,6 +192,7 @@ class ExperienceMaker:
     ) -> None:
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
         self.passes = rollout_passes(config, frozen)
+        self.measures = [one.measure for one in self.passes.values()]
         self.advantage_terms, self.rewarded = advantage_terms(config), rewarded
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
         self.sample, self.progress, self.timer = sample, progress, timer

@@ -191,9 +191,8 @@ class Update:
             raise RewardError(
                 f"step {step}: none of the samples was scored, so there is nothing to train on"
             )
-        rollout = m.rollout_summaries(
-            self.replay_buffer.items, self.experience_maker.sampled_kl, self.measures()
-        )
+        maker = self.experience_maker
+        rollout = m.rollout_summaries(self.replay_buffer.items, maker.sampled_kl, maker.measures)
         self.on_policy, trained = {}, []
         with self.timer("train"):
             epochs = max(self.max_epochs, self.critic_max_epochs)
@@ -343,17 +342,12 @@ class Update:
     def summarise(self) -> None:
         """Take in what is known of log probs that only a training pass has made."""
         unread, self.unread = self.unread, []
+        maker = self.experience_maker
         summaries = [
-            m.policy_summaries(
-                experience, log_probs, self.experience_maker.sampled_kl, self.measures()
-            )
+            m.policy_summaries(experience, log_probs, maker.sampled_kl, maker.measures)
             for experience, log_probs in unread
         ]
         self.on_policy = m.merge_summaries([self.on_policy, *summaries])
-
-    def measures(self) -> list[m.Measure]:
-        """What passes over the rollout say of the policy before the update."""
-        return [one.measure for one in self.experience_maker.passes.values()]
 
     # -- optimizer steps -----------------------------------------------------------------------------------------
 
