@@ -121,7 +121,9 @@ def test_a_term_of_advantages_needs_old_log_probs_before_training(make_config, d
 
 def test_its_call_is_known_where_it_is_registered(make_config, doors):
     assert parse_specs(("second=4",))["second"].size == 4
-    with pytest.raises(ConfigError, match=r"--micro_batch_specs second=…: .*--init_kl_coef above 0"):
+    with pytest.raises(
+        ConfigError, match=r"--micro_batch_specs second=…: .*--init_kl_coef above 0"
+    ):
         make_config(**RUN, micro_batch_specs=("second=3",), init_kl_coef=0.0).validate()
     del ROLLOUT_PASSES["second"]
     with pytest.raises(ConfigError, match="calls: actor, reference"):
