@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.tables import answer, approx, make_one, maker
 
+from lightppo.algorithms.masking import Aggregation, LossNormalizer
 from lightppo.errors import NonFiniteError
-from lightppo.plugins.distillation.teaching import teacher_advantages
+from lightppo.experience.experience import Experience
+from lightppo.models.actor import ActionScores
+from lightppo.plugins.distillation.teaching import TopLoss, teacher_advantages
 
 NAN = float("nan")
 
@@ -107,3 +111,36 @@ class TestInAMaker:
             experience_maker.passes["teacher"].model.table[20] = -math.inf
         with pytest.raises(NonFiniteError, match="teacher_log_probs"):
             make_one(experience_maker)
+
+
+class TestTopLoss:
+    """Log probs ln 1/2, ln 1/4, ln 1/4 of three tokens; the teacher gives its best, the third, 1/2."""
+
+    ACTOR = SimpleNamespace(temperature=1.0)
+    LOSS = TopLoss(beta=0.0, tail="drop", aggregate=Aggregation.of_mode("token-mean"))
+
+    def scores(self) -> ActionScores:
+        logits = torch.tensor([[0.5, 0.25, 0.25]]).log().requires_grad_()
+        real = torch.ones(1, 1, dtype=torch.bool)
+        return ActionScores(logits.log_softmax(-1)[:, 2:], real, logits=logits)
+
+    def test_by_hand(self):
+        experience, scores = Experience.placeholder(), self.scores()
+        experience.action_mask = torch.ones(1, 1, dtype=torch.bool)
+        experience.extra = {
+            "teacher_top": torch.tensor([[[0.5]]]).log(),
+            "teacher_top_ids": torch.tensor([[[2.0]]]),
+        }
+        loss, numbers = self.LOSS(
+            self.ACTOR, scores, experience, LossNormalizer.from_masks([experience.action_mask])
+        )
+        # 1/2 (ln 1/2 - ln 1/4)
+        assert loss.item() == pytest.approx(0.5 * math.log(2))
+        assert numbers["teacher_top_mass"].item() == pytest.approx(0.5)
+        assert numbers["distill_loss"].item() == pytest.approx(loss.item())
+
+    def test_a_placeholder_adds_nothing(self):
+        """Of a rank with fewer micro batches; no pass over the rollout has seen it."""
+        normalizer = LossNormalizer.from_masks([torch.ones(1, 1, dtype=torch.bool)])
+        loss, numbers = self.LOSS(self.ACTOR, self.scores(), Experience.placeholder(), normalizer)
+        assert loss.item() == numbers["teacher_top_mass"].item() == 0
