@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.runs import fitted, trained_rows
+from support.tables import answer, maker
 from torch import Tensor
 
 from lightppo.algorithms.masking import token_mean
@@ -128,6 +129,24 @@ def test_its_call_is_known_where_it_is_registered(make_config, doors):
     del ROLLOUT_PASSES["second"]
     with pytest.raises(ConfigError, match="calls: actor, reference"):
         parse_specs(("second=4",))
+
+
+@pytest.mark.parametrize(("takes_all", "sizes"), [(False, [1, 1, 1]), (True, [3])])
+def test_a_pass_takes_micro_batches_or_all_samples(monkeypatch, takes_all, sizes):
+    seen: list[int] = []
+
+    def run(part: Experience) -> dict[str, Tensor]:
+        seen.append(len(part))
+        return {"lengths": part.action_mask.float()}
+
+    def counting(config: PPOConfig, models: Mapping[str, Any]) -> RolloutPass:
+        return RolloutPass(torch.nn.Identity(), run, takes_all=takes_all)
+
+    monkeypatch.setitem(ROLLOUT_PASSES, "counting", PassEntry(counting))
+    rollouts = [answer(sample_index=i) for i in range(3)]
+    parts = maker(micro_rollout_batch_size=1).make_experience_list(rollouts)
+    assert seen == sizes
+    assert [part.extra["lengths"].tolist() for part in parts] == [[[1.0, 1.0, 1.0]]] * 3
 
 
 def test_what_passes_made_is_in_a_batch_that_is_written_down(tmp_path):
