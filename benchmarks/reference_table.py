@@ -49,6 +49,10 @@ GAE = (
 )
 MANY = GROUPS + "--rollout_batch_size 8 --train_batch_size 16 "
 FILTERED = GROUPS + "--reward_fn reward.py:binary --dynamic_sampling --gen_batch_size 6 "
+TAUGHT = (
+    SCORED
+    + "--advantage_estimator on_policy_distill --teacher_pretrain other --init_kl_coef 0 --reward_fn None "
+)
 SFT = """--pretrain model --dataset text.jsonl --output_key label --train_batch_size 8 --micro_train_batch_size 4
     --max_len 32 --max_steps 3 --learning_rate 2e-3 --save_path {out}/model """
 VLLM = GROUPS + "--pretrain wide --rollout_engine vllm --max_num_seqs 16 "
@@ -170,6 +174,35 @@ RUNS = {
     "group_adv_norm": Run(GROUPS + "--advantage_estimator group_adv_norm", "trainer"),
     "group_norm": Run(GROUPS + "--advantage_estimator group_norm", "trainer"),
     "gpg": Run(GROUPS + "--advantage_estimator gpg", "trainer"),
+    # a teacher: in the advantages, in the loss over all tokens and over its best ones
+    "teacher-alone": Run(TAUGHT + "--distill_discount 0.5 --max_epochs 2", "distillation quick"),
+    "teacher-beside-2ranks": Run(
+        GROUPS + "--teacher_pretrain other --distill_coef 0.3 --packing_samples --temperature 0.8 "
+        "--micro_batch_specs teacher=3",
+        "distillation",
+        ranks=2,
+    ),
+    "teacher-critic": Run(
+        PPO + "--teacher_pretrain other --distill_coef 0.3 --enable_ema --save_steps 1",
+        "distillation",
+    ),
+    "teacher-loss": Run(
+        GROUPS + "--teacher_pretrain other --distill_by loss --distill_beta 0.5 --distill_coef 0.3 "
+        "--kl_estimator full --use_kl_loss --packing_samples",
+        "distillation",
+    ),
+    "teacher-topk-resume": Run(
+        TAUGHT + "--distill_by loss --distill_topk 3 --distill_beta 0.5 --save_steps 1",
+        "distillation",
+        first="--benchmark_steps 1",
+    ),
+    "teacher-topk-zero3-2ranks": Run(
+        TAUGHT
+        + "--distill_by loss --distill_topk 3 --zero_stage 3 --teacher_zero_stage 3 --teacher_offload "
+        "--micro_batch_specs teacher=40t",
+        "distillation",
+        ranks=2,
+    ),
     # losses that no recipe has, and what goes with all
     "dual-clip": Run(
         PPO + "--dual_clip 1.5 --eps_clip_low 0.01 --eps_clip_high 0.02 --max_epochs 2", "trainer"

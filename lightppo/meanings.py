@@ -59,16 +59,36 @@ class MetricTable(Mapping[str, str]):
         return len(self._meanings)
 
 
-# the parts of experience and training, whose time is also given per token of prompt and response
+# The parts of experience and training, whose time is also given per token of prompt and response. A plugin may add to
+# it, as to SHOWN.
 TIMED = {
     "old_log_probs": "log probs of the actor before the update",
     "reference": "log probs of the reference",
-    "teacher": "log probs of the teacher",
     "values": "values of the critic",
     "advantages": "rewards of tokens, advantages, whitening",
     "actor_update": "forward and backward passes and optimizer steps of the actor",
     "critic_update": "the same for the critic",
 }
+
+# the metrics that the line of a step shows, and their names there; the length of responses follows
+SHOWN = {
+    "loss": "train/loss",
+    "reward": "rollout/reward",
+    "kl": "rollout/kl",
+    "entropy": "train/entropy",
+}
+
+
+def times_of_parts() -> dict[str, str]:
+    """The metrics of ``TIMED``."""
+    seconds = {
+        f"time_{part}": f"seconds of this part: {meaning}" for part, meaning in TIMED.items()
+    }
+    return seconds | {
+        f"{part}_ms_per_token": f"milliseconds of `perf/time_{part}` per prompt and response token"
+        for part in TIMED
+    }
+
 
 _ROLLOUT = {
     "reward": "mean score per sample, before clipping",
@@ -86,9 +106,6 @@ _ROLLOUT = {
     "total_length": "mean tokens of prompt and response together",
     "kl": "mean of --kl_estimator per trained token; k1 if `full` is only in the loss (nats)",
     "policy_kl": "mean log prob - reference log prob per token: unbiased KL, used for --kl_target (nats)",
-    "teacher_kl": "mean log prob - teacher's log prob per token: unbiased KL; with --distill_by loss as measured in "
-    "training (nats)",
-    "teacher_log_prob": "mean log prob per trained token under the teacher",
     "return": "mean sum of a sample's token rewards, including the KL if it is in the reward",
     "advantage_mean": "mean advantage per trained token, after whitening and clipping",
     "advantage_max": "largest advantage",
@@ -135,8 +152,6 @@ _ROLLOUT = {
 _TRAIN = {
     "policy_loss": "policy loss",
     "kl_loss": "KL term of the loss, before its coefficient (--use_kl_loss)",
-    "teacher_top_mass": "mean probability that the teacher gives to its --distill_topk tokens",
-    "distill_loss": "divergence from the teacher's distributions, before its coefficient (--distill_by loss)",
     "clip_ratio": "share of trained tokens without gradient because of clipping",
     "ratio": "mean probability ratio of new to old policy",
     "approx_kl": "mean KL estimate of old to new policy per trained token, nats",
@@ -214,14 +229,5 @@ METRICS.register(
 METRICS.register("train", _TRAIN, about="means over the optimizer steps of this PPO step")
 METRICS.register("train", "lightppo.algorithms.entries:metric_names")
 METRICS.register("perf", _PERF, about="times of rank 0, and speeds of all ranks based on them")
-METRICS.register(
-    "perf", {f"time_{part}": f"seconds of this part: {meaning}" for part, meaning in TIMED.items()}
-)
-METRICS.register(
-    "perf",
-    {
-        f"{part}_ms_per_token": f"milliseconds of `perf/time_{part}` per prompt and response token"
-        for part in TIMED
-    },
-)
+METRICS.register("perf", "lightppo.meanings:times_of_parts")
 METRICS.register("eval", _EVAL, about="held-out prompts of `--eval_data`")

@@ -66,6 +66,31 @@ class TokenWeight(Entry):
 
 
 @dataclass(frozen=True)
+class FrozenModel:
+    """A further model of a run: a causal LM with the actor's vocabulary that does not train, such as a teacher."""
+
+    path: str
+    flag: str  # that names it
+    zero_stage: Literal[0, 3] | None  # None in a config that is not resolved
+    offload: bool = False  # its shards are in CPU memory
+
+
+@dataclass(frozen=True)
+class PassEntry(Entry):
+    """A pass over the samples of a rollout, under the name of its call in ``--micro_batch_specs``.
+
+    Its time is logged under this name, too, where :data:`lightppo.meanings.TIMED` says what it is.
+
+    The entry's function gets the config and the further models of the run by name. It returns a
+    :class:`lightppo.experience.maker.RolloutPass`, or None where the options ask for none.
+    """
+
+    needs: str = (
+        ""  # what ``--micro_batch_specs`` for it needs; see lightppo.config.rules.condition_text
+    )
+
+
+@dataclass(frozen=True)
 class RewardEntry(Entry):
     """A name in ``--reward_source``: its function makes a source of a :class:`lightppo.rewards.RewardRequest`."""
 
@@ -213,9 +238,22 @@ NORMALISATIONS: Table = Table("normalisation")
 the config and ``"scores"`` or ``"advantages"``, and returns None, or a function ``(values, mask, group_ids, *,
 all_reduce_sum)`` → (B, A), called on every rank with all its samples; of scores A is 1."""
 
-TEACHERS: Table = Table("teacher")
-"""Teachers that are no model in these processes: functions of the config, the tokenizer and the strategy that return an
-object with ``score_actions`` and ``score_top``, as :class:`lightppo.models.actor.Actor` has them, or None."""
+FROZEN_MODELS: Table = Table("further model")
+"""Further models of a run, under the names of their roles: functions of the config that return a
+:class:`FrozenModel`, or None. They must import nothing heavy. Passes and terms get the loaded models by name. A check of
+``folders`` may put an object that is elsewhere, on a server, into ``Building.frozen`` instead."""
+
+ROLLOUT_PASSES: Table[PassEntry] = Table("pass over the rollout", kind=PassEntry)
+"""What else is computed of the samples of a rollout, after the passes of actor and reference."""
+
+ADVANTAGE_TERMS: Table = Table("term of the advantages")
+"""What is added to the estimator's advantages before they are normalised. An entry's function gets the config and
+returns None, or a function of an :class:`lightppo.experience.experience.Experience` with ``action_log_probs``, and with
+what passes have made in ``extra``, to a term (B, A)."""
+
+SCORE_TERMS: Table = Table("term of the actor's loss from its own pass")
+"""Terms of the actor's loss that need no forward pass of their own. An entry's function gets the config and the further
+models of the run by name, and returns a :class:`lightppo.trainer.update.ScoreTerm`, or None."""
 
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main

@@ -57,6 +57,7 @@ PLUGIN_FLOORS = {
     "adapters": 3,
     "algorithms": 3,
     "hybrids": 3,
+    "distillation": 3,
     "kernels": 3,
     "decoding": 2,
     "migration": 3,

@@ -127,22 +127,6 @@ def remax(
     return (returns - baseline).masked_fill(~action_mask.bool(), 0.0), returns
 
 
-@torch.no_grad()
-def teacher_advantages(
-    log_probs: Tensor, teacher_log_probs: Tensor, action_mask: Tensor, discount: float = 0.0
-) -> Tensor:
-    """Σ_k γ^k (log π_teacher - log π)_{t+k} (B, A): minus the k1 of KL(π || π_teacher), over trained tokens.
-
-    With γ = 0 the gradient is that of each token's reverse KL, whatever follows it; with γ = 1 that of the whole
-    response. Source: Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); γ = 1: arXiv:2306.08543.
-    """
-    require_same_shape(
-        log_probs=log_probs, teacher_log_probs=teacher_log_probs, action_mask=action_mask
-    )
-    gap = at_least_float32(teacher_log_probs) - at_least_float32(log_probs)
-    return reward_to_go(zero_where_masked(gap, action_mask), action_mask, discount)
-
-
 @dataclass(frozen=True)
 class Groups:
     """N values that fall into groups. Each method gives every value the statistic of its group: (N,) → (N,)."""

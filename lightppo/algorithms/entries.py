@@ -37,8 +37,8 @@ class EstimatorEntry(Entry):
     # further keyword arguments: "module:function" of the config, which returns None, or a function of this rank's
     # rollouts and their device that returns them by name
     inputs: str | Callable | None = None
-    # a teacher's term is all of its advantage: it needs one, and no reward
-    of_teacher: bool = False
+    # what is learned is in terms beside it (lightppo.plugin): a run needs no reward, and scores are only recorded
+    ignores_scores: bool = False
     # by default, not in the reward: its noise would be divided by a group's deviation too
     kl_in_loss: bool = False
     policy_loss: str = "ppo"  # where --policy_loss says nothing

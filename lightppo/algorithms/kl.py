@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,25 +54,40 @@ def k3(log_ratio: Tensor) -> Tensor:
     return (-log_ratio).expm1() + log_ratio
 
 
+Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Of log p and log q, (n, V) each: the divergence (n,), and two factors (n, V) of its gradient in log p's logits."""
+
+
+def mean_log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ p d and d; d is 0 where p is 0, so that 0 · log 0 counts as 0 instead of NaN."""
+    d = (log_p - log_q).masked_fill(p == 0, 0.0)
+    return (p * d).sum(-1), d
+
+
+def kl_of_rows(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(p || q), a :data:`Divergence`."""
+    p = log_p.exp()
+    kl, d = mean_log_ratio(p, log_p, log_q)
+    return kl, p, d - kl.unsqueeze(-1)
+
+
 def full_kl(
     logits: Tensor,
     ref_logits: Tensor,
     temperature: float = 1.0,
     chunk_size: int | None = None,
-    beta: float = 1.0,
+    divergence: Divergence = kl_of_rows,
 ) -> Tensor:
     """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature), (N, V) -> (N,): the exact KL.
 
     Its gradient is (p_v / temperature)(d_v - KL); ``ref_logits`` get none. Only one chunk of rows is in float32 at a
-    time; the backward pass recomputes the distributions. p > 0 where q = 0 gives inf, and NaN gradients.
-
-    With ``beta`` below 1 the generalised Jensen-Shannon divergence (1 - β) KL(p || m) + β KL(q || m) of
-    m = (1 - β) p + β q, with β = 0 KL(q || p). Source: GKD, Agarwal et al. 2023 (arXiv:2306.13649), eq. 1.
+    time; the backward pass recomputes the distributions. p > 0 where q = 0 gives inf, and NaN gradients. Another
+    ``divergence`` may stand in place of the KL.
     """
     require_same_shape(logits=logits, ref_logits=ref_logits)
     # Half the rows of a chunk of log probs: there are two distributions.
     chunk_size = rows_per_chunk(2 * logits.shape[1], chunk_size, temperature)
-    return _FullKL.apply(logits, ref_logits, temperature, chunk_size, beta)
+    return _FullKL.apply(logits, ref_logits, temperature, chunk_size, divergence)
 
 
 class _FullKL(torch.autograd.Function):
@@ -83,14 +98,15 @@ class _FullKL(torch.autograd.Function):
         ref_logits: Tensor,
         temperature: float,
         chunk_size: int,
-        beta: float,
+        divergence: Divergence,
     ) -> Tensor:
         kl = at_least_float32(logits.new_empty(logits.shape[0]))  # (N,)
         for start in range(0, len(logits), chunk_size):
             rows = slice(start, start + chunk_size)
-            kl[rows] = _divergence(logits[rows], ref_logits[rows], temperature, beta)[0]
+            log_q = log_softmax(ref_logits[rows], temperature)
+            kl[rows] = divergence(log_softmax(logits[rows], temperature), log_q)[0]
         ctx.save_for_backward(logits, ref_logits)
-        ctx.temperature, ctx.chunk_size, ctx.beta = temperature, chunk_size, beta
+        ctx.temperature, ctx.chunk_size, ctx.divergence = temperature, chunk_size, divergence
         return kl
 
     @staticmethod
@@ -100,74 +116,12 @@ class _FullKL(torch.autograd.Function):
         gradient = torch.empty_like(logits)  # (N, V)
         for start in range(0, len(logits), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            _, p, change = _divergence(logits[rows], ref_logits[rows], ctx.temperature, ctx.beta)
+            log_q = log_softmax(ref_logits[rows], ctx.temperature)
+            _, p, change = ctx.divergence(log_softmax(logits[rows], ctx.temperature), log_q)
             scale = (upstream[rows] / ctx.temperature).unsqueeze(-1)  # (n, 1)
             # Rows that the loss leaves out stay at 0 where the KL is inf or NaN.
             gradient[rows] = (scale * p * change).masked_fill(scale == 0, 0.0).to(logits.dtype)
         return gradient, None, None, None, None
-
-
-def _divergence(
-    logits: Tensor, ref_logits: Tensor, temperature: float, beta: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a chunk: the divergence (n,), and two factors (n, V) of its gradient in logits / temperature."""
-    log_p, log_q = log_softmax(logits, temperature), log_softmax(ref_logits, temperature)
-    p = log_p.exp()
-    if beta == 0:
-        q = log_q.exp()
-        return _mean_log_ratio(q, log_q, log_p)[0], p - q, torch.ones_like(p)
-    if beta == 1:
-        kl, d = _mean_log_ratio(p, log_p, log_q)
-        return kl, p, d - kl.unsqueeze(-1)
-    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
-    of_p, d = _mean_log_ratio(p, log_p, log_m)
-    of_q, _ = _mean_log_ratio(log_q.exp(), log_q, log_m)
-    return (1 - beta) * of_p + beta * of_q, (1 - beta) * p, d - of_p.unsqueeze(-1)
-
-
-def _mean_log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ p d and d; d is 0 where p is 0, so that 0 · log 0 counts as 0 instead of NaN."""
-    d = (log_p - log_q).masked_fill(p == 0, 0.0)
-    return (p * d).sum(-1), d
-
-
-REST_FLOOR = 1e-8  # least probability of the tokens beside the k, so that its log is finite
-
-
-def top_divergence(
-    log_probs: Tensor, top_log_probs: Tensor, beta: float = 1.0, tail: str = "rest"
-) -> Tensor:
-    """The divergence of :func:`full_kl` over a teacher's k best tokens alone, (N, k) -> (N,).
-
-    With p the policy's and q the teacher's probabilities of these tokens. ``tail`` says what becomes of all others:
-
-    - ``rest``: they count as one more token, of probability 1 - Σp and 1 - Σq, at least 1e-8. The divergence is at most
-      that over the vocabulary, and 0 only where both models agree on the k.
-    - ``renormalise``: p and q are divided by their sums, so that how much the policy gives to the k has no gradient.
-    - ``drop``: Σ q (log q - log p), for beta 0.
-
-    Args:
-        log_probs: of the policy, with a gradient; ``top_log_probs``: of the teacher.
-    """
-    require_same_shape(log_probs=log_probs, top_log_probs=top_log_probs)
-    both = log_probs, at_least_float32(top_log_probs)
-    if tail == "rest":
-        both = (torch.cat([x, _log_rest(x)], dim=1) for x in both)
-    elif tail == "renormalise":
-        both = (x.log_softmax(1) for x in both)
-    log_p, log_q = both
-    if beta == 0:
-        return _mean_log_ratio(log_q.exp(), log_q, log_p)[0]
-    if beta == 1:
-        return _mean_log_ratio(log_p.exp(), log_p, log_q)[0]
-    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
-    of_p = _mean_log_ratio(log_p.exp(), log_p, log_m)[0]
-    return (1 - beta) * of_p + beta * _mean_log_ratio(log_q.exp(), log_q, log_m)[0]
-
-
-def _log_rest(log_probs: Tensor) -> Tensor:
-    """ln(1 - Σ e^x), (N, k) -> (N, 1)."""
-    return (1 - log_probs.exp().sum(1, keepdim=True)).clamp(min=REST_FLOOR).log()
 
 
 class KLEstimate:

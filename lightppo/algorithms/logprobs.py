@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightppo.algorithms.masking import at_least_float32, require_same_shape
+from lightppo.algorithms.masking import at_least_float32
 from lightppo.plugin import KERNELS
 
 CHUNK_ELEMENTS = 1 << 26  # numbers in a float32 chunk: 256 MB, whatever the vocabulary
@@ -53,7 +53,7 @@ def token_log_probs(
         return _gather(log_softmax(chunk, temperature), ids)
 
     _check_labels(logits, labels)
-    return _in_chunks(
+    return in_chunks(
         gather, rows_per_chunk(logits.shape[-1], chunk_size, temperature), logits, labels
     )
 
@@ -75,60 +75,9 @@ def log_probs_and_entropy(
     _check_labels(logits, labels)
     chunk_size = rows_per_chunk(logits.shape[-1], chunk_size, temperature)
     log_probs, entropy = (
-        x.contiguous() for x in _in_chunks(both, chunk_size, logits, labels).unbind(-1)
+        x.contiguous() for x in in_chunks(both, chunk_size, logits, labels).unbind(-1)
     )
     return log_probs, entropy if entropy_grad else entropy.detach()
-
-
-@torch.no_grad()
-def top_log_probs(logits: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The k largest log softmax(logits / temperature), and their ids: (N, V) -> (N, k) each, largest first."""
-
-    def largest(chunk: Tensor) -> Tensor:
-        found = log_softmax(chunk, temperature).topk(k)
-        return torch.stack([found.values, found.indices.to(found.values.dtype)], dim=-1)
-
-    chunk_size = rows_per_chunk(logits.shape[-1], None, temperature)
-    values, ids = _in_chunks(largest, chunk_size, logits).unbind(-1)
-    return values, ids.long()
-
-
-def log_probs_at(
-    logits: Tensor, ids: Tensor, temperature: float = 1.0, chunk_size: int | None = None
-) -> Tensor:
-    """log softmax(logits / temperature) at several ids: (N, V), (N, k) -> (N, k).
-
-    Only one chunk of rows is in float32 at a time; the backward pass computes the softmax again.
-    """
-    require_same_shape(logits=logits[:, :0], ids=ids[:, :0])
-    chunk_size = rows_per_chunk(logits.shape[1], chunk_size, temperature)
-    return _LogProbsAt.apply(logits, ids, temperature, chunk_size)
-
-
-class _LogProbsAt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits: Tensor, ids: Tensor, temperature: float, chunk_size: int) -> Tensor:
-        ctx.save_for_backward(logits, ids)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
-        found = at_least_float32(logits.new_empty(ids.shape))
-        for start in range(0, len(logits), chunk_size):
-            rows = slice(start, start + chunk_size)
-            found[rows] = log_softmax(logits[rows], temperature).gather(1, ids[rows])
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, ids = ctx.saved_tensors
-        gradient = torch.empty_like(logits)  # (N, V)
-        for start in range(0, len(logits), ctx.chunk_size):
-            rows = slice(start, start + ctx.chunk_size)
-            p = log_softmax(logits[rows], ctx.temperature).exp()
-            slope = (-p * upstream[rows].sum(1, keepdim=True)).scatter_add(
-                1, ids[rows], upstream[rows]
-            )
-            gradient[rows] = (slope / ctx.temperature).to(logits.dtype)
-        return gradient, None, None, None
 
 
 @torch.no_grad()
@@ -138,7 +87,7 @@ def score_norms(logits: Tensor, log_probs: Tensor, temperature: float = 1.0) -> 
     def collision(chunk: Tensor) -> Tensor:
         return (2 * log_softmax(chunk, temperature)).exp().sum(-1)
 
-    squares = _in_chunks(collision, rows_per_chunk(logits.shape[-1], None, temperature), logits)
+    squares = in_chunks(collision, rows_per_chunk(logits.shape[-1], None, temperature), logits)
     return (1 - 2 * log_probs.exp() + squares).clamp(min=0.0)
 
 
@@ -174,7 +123,7 @@ def _lowest(log_probs: Tensor) -> float:
     return torch.finfo(log_probs.dtype).min
 
 
-def _in_chunks(
+def in_chunks(
     fn: Callable[..., Tensor], chunk_size: int, logits: Tensor, *aligned: Tensor
 ) -> Tensor:
     """Apply ``fn`` to chunks of at most ``chunk_size`` tokens; the result has the leading shape of ``logits``."""
@@ -189,7 +138,7 @@ def _in_chunks(
     if per_row <= chunk_size:
         return torch.cat([fn(*part) for part in parts])
     return torch.stack(
-        [_in_chunks(fn, chunk_size, *(tensor.squeeze(0) for tensor in part)) for part in parts]
+        [in_chunks(fn, chunk_size, *(tensor.squeeze(0) for tensor in part)) for part in parts]
     )
 
 

@@ -484,65 +484,6 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
     ema_beta: float = option(0.992, "Decay of the moving average.", ge=0, lt=1, needs="enable_ema")
 
 
-teacher = partial(option, needs="teacher_pretrain or teacher_url")
-own_teacher = partial(option, needs="teacher_pretrain")
-
-
-class DistillConfig(Section, of="training"):
-    """Distillation: a teacher judges each token of the student's own samples."""
-
-    teacher_pretrain: str | None = option(
-        None,
-        "Teacher: local path, hub name or fsspec URL of a causal LM with the vocabulary of --pretrain.",
-    )
-    teacher_url: tuple[str, ...] = safe(
-        (), "Teacher: addresses of vLLM servers that share the samples."
-    )
-    teacher_api_key_env: str | None = safe(
-        None, "Environment variable with these servers' API key.", needs="teacher_url"
-    )
-    teacher_zero_stage: Literal[0, 3] | None = partial(own_teacher, resume_safe=True)(
-        None, "ZeRO stage of the teacher. None: as the reference."
-    )
-    teacher_offload: bool = safe(
-        False,
-        "Keep the teacher's shards in CPU memory.",
-        needs="teacher_zero_stage=3 and teacher_pretrain",
-    )
-    distill_coef: float = teacher(
-        1.0, "Weight of the teacher's term, relative to the reward's.", gt=0
-    )
-    distill_by: Literal["advantage", "loss"] = teacher(
-        "advantage",
-        "advantage: add log π_teacher - log π of the sampled token; loss: add a divergence over all tokens.",
-    )
-    distill_discount: float = teacher(
-        0.0,
-        "Discount of later tokens' terms in a token's advantage.",
-        ge=0,
-        le=1,
-        also="distill_by=advantage",
-    )
-    distill_topk: int | None = teacher(
-        None,
-        "Take the divergence over the teacher's K most likely tokens, which one pass over the rollout finds. None: all.",
-        ge=1,
-        also="distill_by=loss",
-    )
-    distill_tail: Literal["rest", "renormalise", "drop"] = teacher(
-        "rest",
-        "All other tokens: rest: count as one more; renormalise: both models' K sum to 1; drop: are left out.",
-        also="distill_topk",
-    )
-    distill_beta: float = teacher(
-        1.0,
-        "Divergence in the loss: 1 is KL(student || teacher), 0 KL(teacher || student), between them Jensen-Shannon.",
-        ge=0,
-        le=1,
-        also="distill_by=loss",
-    )
-
-
 clips = partial(option, needs="clipping")
 
 
@@ -957,7 +898,6 @@ class Options(OptionSet):
     reward: RewardConfig
     verifier: VerifierConfig
     algorithm: AlgorithmConfig
-    distill: DistillConfig
     loss: LossConfig
     training: TrainingConfig
     strategy: StrategyConfig

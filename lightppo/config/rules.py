@@ -24,7 +24,14 @@ from lightppo.config.options import Options, OptionSet, all_options
 from lightppo.errors import ConfigError
 from lightppo.files import join
 from lightppo.option import is_object, out_of_order
-from lightppo.plugin import REWARDS, TOKEN_WEIGHTS
+from lightppo.plugin import (
+    ADVANTAGE_TERMS,
+    FROZEN_MODELS,
+    REWARDS,
+    ROLLOUT_PASSES,
+    TOKEN_WEIGHTS,
+    FrozenModel,
+)
 from lightppo.shown import shown_value
 from lightppo.suggestions import nearest
 
@@ -61,17 +68,17 @@ def needs_reference(config: Options) -> bool:
     return config.algorithm.init_kl_coef > 0 and not config.evaluation.val_only
 
 
-def needs_teacher(config: Options) -> bool:
-    """Whether a teacher judges the samples of this run."""
-    return (
-        bool(config.distill.teacher_pretrain or config.distill.teacher_url)
-        and not config.evaluation.val_only
-    )
+def frozen_models(config: Options) -> dict[str, FrozenModel]:
+    """The further models of ``FROZEN_MODELS`` that this run loads."""
+    if config.evaluation.val_only:
+        return {}
+    models = {name: entry.fn(config) for name, entry in FROZEN_MODELS.items()}
+    return {name: model for name, model in models.items() if model is not None}
 
 
-def teacher_adds(config: Options) -> bool:
-    """Whether its term is part of the advantages, not of the loss."""
-    return needs_teacher(config) and config.distill.distill_by == "advantage"
+def advantage_terms(config: Options) -> list[Callable[..., Any]]:
+    """The functions of ``ADVANTAGE_TERMS`` that this run needs."""
+    return list(filter(None, (entry.fn(config) for entry in ADVANTAGE_TERMS.values())))
 
 
 def moves_reference(config: Options) -> bool:
@@ -103,8 +110,15 @@ def _or(value: Any, default: Any) -> Any:
 
 # -- micro batches ---------------------------------------------------------------------------------------------------
 
-SCORING_CALLS = ("actor", "reference", "teacher", "critic", "reward")
-CALLS = (*SCORING_CALLS, "actor_train", "critic_train")
+
+def scoring_calls() -> tuple[str, ...]:
+    """The passes over a rollout, in the order in which they are made."""
+    return ("actor", "reference", *ROLLOUT_PASSES, "critic", "reward")
+
+
+def calls() -> tuple[str, ...]:
+    """All that ``--micro_batch_specs`` may name."""
+    return (*scoring_calls(), "actor_train", "critic_train")
 
 
 @dataclass(frozen=True)
@@ -118,12 +132,13 @@ class MicroBatchSpec:
 def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
     """``("actor=16", "actor_train=4096t")`` → call → spec; a ConfigError for another form, or a call named twice."""
     specs: dict[str, MicroBatchSpec] = {}
+    known = calls()
     for text in texts:
         form = re.fullmatch(r"(\w+)=([1-9]\d*)(t?)", text)
-        if form is None or form[1] not in CALLS:
-            hint = nearest(text.partition("=")[0], CALLS)
+        if form is None or form[1] not in known:
+            hint = nearest(text.partition("=")[0], known)
             raise ConfigError(
-                f"--micro_batch_specs {text!r}: write CALL=SAMPLES or CALL=TOKENSt; calls: {', '.join(CALLS)}{hint}"
+                f"--micro_batch_specs {text!r}: write CALL=SAMPLES or CALL=TOKENSt; calls: {', '.join(known)}{hint}"
             )
         if form[1] in specs:
             raise ConfigError(f"--micro_batch_specs names {form[1]} twice")
@@ -132,16 +147,14 @@ def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
 
 
 def micro_batch_spec(config: Options, call: str) -> MicroBatchSpec:
-    """What holds for one of ``CALLS``: its own spec, else the token budget, else the number of samples."""
+    """What holds for one of :func:`calls`: its own spec, else the token budget, else the number of samples."""
     training = config.training
-    if call == "teacher" and config.distill.teacher_url:
-        return MicroBatchSpec(_samples(config))  # servers share out all that there is
     if (own := parse_specs(training.micro_batch_specs).get(call)) is not None:
         return own
     if training.max_tokens_per_micro_batch is not None:
         return MicroBatchSpec(training.max_tokens_per_micro_batch, "tokens")
     return MicroBatchSpec(
-        rollout_rows(config) if call in SCORING_CALLS else training.micro_train_batch_size
+        rollout_rows(config) if call in scoring_calls() else training.micro_train_batch_size
     )
 
 
@@ -175,7 +188,7 @@ def old_log_probs_from(
         return "forward"
     needed_before = (
         (algorithm.init_kl_coef > 0 and algorithm.use_kl_in_reward)
-        or teacher_adds(config)
+        or bool(advantage_terms(config))
         or policy_loss_entry(config).selection is not None
         or estimator_entry(config).needs_score_norms
         or algorithm.freezing_actor_steps > 0
@@ -213,13 +226,6 @@ def _needs_pass(values: Mapping[str, Any]) -> list[str]:
     }
     of_sections = [reason for part in Options.parts() for reason in part.passes(options)]
     return of_sections + [reason for reason, is_so in reasons.items() if is_so]
-
-
-def teacher_scores_rollout(config: Options) -> bool:
-    """Whether the teacher makes a pass over the rollout, rather than in training."""
-    return teacher_adds(config) or (
-        needs_teacher(config) and config.distill.distill_topk is not None
-    )
 
 
 # -- reward sources --------------------------------------------------------------------------------------------------
@@ -347,7 +353,7 @@ def resolutions(config: Options) -> dict[str, Any]:
         "adv_norm": estimator.whiten,
         "ckpt_path": str(join(config.checkpoint.save_path, "checkpoints_ppo")),
         "use_kl_loss": use_kl_loss,
-        "use_kl_in_reward": not use_kl_loss and not estimator.of_teacher,
+        "use_kl_in_reward": not use_kl_loss and not estimator.ignores_scores,
         "kl_estimator": "k2" if use_kl_loss else "k1",
         "policy_loss": estimator.policy_loss,
         "loss_agg_mode": _or(estimator.loss_agg_mode, loss.loss_agg_mode),
@@ -357,8 +363,6 @@ def resolutions(config: Options) -> dict[str, Any]:
     }
     if algorithm.init_kl_coef > 0:
         meant["ref_pretrain"] = model.pretrain
-    if config.distill.teacher_pretrain:
-        meant["teacher_zero_stage"] = _or(strategy.ref_zero_stage, frozen_stage)
     if estimator.needs_critic:
         meant |= _critic_resolutions(config)
     if estimator.divides_by_std and algorithm.group_std_norm:
@@ -433,7 +437,6 @@ FACTS = {
     "discounting": _with("discounted"),
     "group_deviation": _with("divides_by_std"),
     "clipping": "a --policy_loss that clips",
-    "trained_scores": "scores that are trained on (not --advantage_estimator on_policy_distill)",
     "one_source": "a single source of rewards",
     "function": "a reward function (--reward_fn)",
     "server": "a reward server (--remote_rm_url)",
@@ -443,6 +446,7 @@ FACTS = {
 def conditions() -> dict[str, str]:
     """``FACTS``, the sources of rewards, and the conditions of all sections."""
     known = FACTS | {name: f"--reward_source {name}" for name in built_in()}
+    known["trained_scores"] = f"scores that are trained on (not {_with('ignores_scores')})"
     for part in Options.parts():
         known |= part.conditions
     return known
@@ -458,7 +462,7 @@ def facts_of(config: Options) -> dict[str, bool]:
         "discounting": estimator.discounted,
         "group_deviation": estimator.divides_by_std,
         "clipping": policy_loss_entry(config).eps_clip is not None,
-        "trained_scores": not estimator.of_teacher,
+        "trained_scores": not estimator.ignores_scores,
     }
     for part in config.parts():
         facts |= part.facts(config)
@@ -531,7 +535,6 @@ _EXCLUSIVE = (
     ("bf16", "fp16", "contradict each other"),
     ("resume", "no_load_checkpoint", "contradict each other"),
     ("reward_source", "reward_routes", "both name the sources"),
-    ("teacher_pretrain", "teacher_url", "both name the teacher"),
     ("mask_too_long", "stop_properly_penalty", _CUT),
     ("stop_properly_penalty", "mask_no_eos_with_zero", _CUT),
     (
@@ -741,14 +744,6 @@ def _algorithm(options: SimpleNamespace) -> Iterator[str]:
         yield f"{name} compares with the greedy answer, which every sample is: set a --temperature above 0"
     if estimator.needs_greedy_baseline and options.use_dense_reward:
         yield f"{name} acts on the one score of a response, --use_dense_reward on token scores: leave one out"
-    if estimator.of_teacher and not (options.teacher_pretrain or options.teacher_url):
-        yield f"{name} learns from a teacher alone: set --teacher_pretrain or --teacher_url"
-    if options.distill_tail == "drop" and options.distill_beta > 0:
-        yield "--distill_tail drop leaves a sum that may fall below 0 unless --distill_beta is 0: set one of them"
-    if options.teacher_url and options.distill_by == "loss" and options.distill_topk is None:
-        yield "--distill_by loss over all tokens needs --teacher_pretrain; --teacher_url gives the --distill_topk likeliest"
-    if options.teacher_url and options.temperature not in (0, 1):
-        yield f"--teacher_url gives log probs at --temperature 1, not {options.temperature:g}: set 1, or --teacher_pretrain"
     if options.init_kl_coef > 0 and not options.use_kl_loss and not options.use_kl_in_reward:
         yield "--no_use_kl_in_reward without --use_kl_loss leaves --init_kl_coef without effect: set --init_kl_coef 0"
     if options.kl_target is not None and 0.2 * options.samples >= options.kl_horizon:
@@ -793,7 +788,7 @@ def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
         "reference": "init_kl_coef>0",
         "reward": "reward_pretrain",
     }
-    needed["teacher"] = "teacher_pretrain"
+    needed |= {name: entry.needs for name, entry in ROLLOUT_PASSES.items() if entry.needs}
     for call in specs:
         if call in needed and not _holds(needed[call], vars(options) | options.facts):
             yield f"--micro_batch_specs {call}=…: the call needs {condition_text(needed[call])}; leave it out"

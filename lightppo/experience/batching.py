@@ -377,11 +377,11 @@ def save_batch(
     """
 
     def plain(part: Experience) -> dict[str, Any]:
-        tensors = {}
-        for field in fields(Experience):
-            if field.name not in ("info", "part"):
-                tensor = getattr(part, field.name)
-                tensors[field.name] = None if tensor is None else on_cpu(tensor).detach()
+        tensors = {**vars(part), **part.extra}
+        for name in ("extra", "info", "part"):
+            del tensors[name]
+        for name, tensor in tensors.items():
+            tensors[name] = None if tensor is None else on_cpu(tensor).detach()
         step = part.part and vars(part.part) | {
             "normalizer": vars(part.part.normalizer),
             "own_losses": (),
@@ -405,7 +405,10 @@ def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, 
         if (part := plain["part"]) is not None:
             part.pop("pretrain", None)  # of an older lightppo
             part = StepPart(**part | {"normalizer": LossNormalizer(**part["normalizer"])})
-        return Experience(**plain["tensors"], info=plain["info"], part=part)
+        tensors, own = plain["tensors"], {field.name for field in fields(Experience)}
+        extra = {name: tensors.pop(name) for name in tensors.keys() - own}
+        extra = {name: values for name, values in extra.items() if values is not None}
+        return Experience(**tensors, extra=extra, info=plain["info"], part=part)
 
     kinds = [
         saved[name] and [experience(p) for p in saved[name]]

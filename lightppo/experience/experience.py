@@ -40,10 +40,9 @@ class Experience:
     loss_weights: Tensor | None = None
     # (B, A) bool: tokens that the policy loss treats differently (clip_cov, kl_cov)
     selected: Tensor | None = None
-    teacher_log_probs: Tensor | None = None  # (B, A) the teacher's
-    # (B, A, K) the teacher's log probs of its K most likely tokens, and their ids as float
-    teacher_top: Tensor | None = None
-    teacher_top_ids: Tensor | None = None
+    # (B, A) or (B, A, K) each: what further passes over the rollout have made, under names of their own. A placeholder
+    # has none.
+    extra: dict[str, Tensor] = field(default_factory=dict)
     # (B,) each: reward, response_length, kl, return, ...
     info: dict[str, Tensor] = field(default_factory=dict)
     # batching.StepPart of a micro batch: its share of an optimizer step; else None
@@ -82,9 +81,10 @@ class Experience:
     def non_finite(self) -> dict[str, int]:
         """Rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
         rows = {}
-        for name in self._present():
-            broken = ~getattr(self, name).isfinite()
-            if name in TOP_TENSORS:
+        tensors = {name: getattr(self, name) for name in self._present()} | self.extra
+        for name, tensor in tensors.items():
+            broken = ~tensor.isfinite()
+            if broken.dim() == 3:
                 broken = broken.any(-1)
             broken = broken & self.action_mask  # (B, A)
             rows[name] = broken.any(1).sum()
@@ -145,7 +145,6 @@ class Experience:
         mask = torch.zeros(1, 1, dtype=torch.bool, device=device)
         sequences = torch.zeros(1, 2, dtype=torch.long, device=device)
         tensors = {name: mask.float() for name in ACTION_TENSORS} | {"selected": mask}
-        tensors |= {name: mask.float().unsqueeze(-1) for name in TOP_TENSORS}
         return cls(sequences, torch.ones_like(sequences), mask, **tensors)
 
     def select(self, rows: Sequence[int]) -> Self:
@@ -168,6 +167,7 @@ class Experience:
             self.sequences[picked, columns],
             self.attention_mask[picked, columns],
             self.action_mask[picked, actions],
+            extra={name: values[picked, actions] for name, values in self.extra.items()},
             info={name: values[picked] for name, values in self.info.items()},
             **{name: getattr(self, name)[picked, actions] for name in self._present()},
         )
@@ -181,10 +181,14 @@ class Experience:
         """Joins parts into one batch, padded to the longest prompt and the longest response."""
         if not parts:
             raise ValueError("nothing to collate")
-        names, info = parts[0]._present(), parts[0].info.keys()
-        if any(part._present() != names or part.info.keys() != info for part in parts):
+        names, extra, info = parts[0]._present(), parts[0].extra.keys(), parts[0].info.keys()
+        if any(
+            part._present() != names or part.extra.keys() != extra or part.info.keys() != info
+            for part in parts
+        ):
+            held = [*names, *extra]
             raise ValueError(
-                f"experiences hold different tensors or info: all need {names} and {sorted(info)}"
+                f"experiences hold different tensors or info: all need {held} and {sorted(info)}"
             )
 
         def sequence_shaped(name: str) -> Tensor:
@@ -203,6 +207,9 @@ class Experience:
             sequence_shaped("sequences"),
             sequence_shaped("attention_mask"),
             action_shaped("action_mask"),
+            extra={
+                name: _pad([row for part in parts for row in part.extra[name]]) for name in extra
+            },
             info={name: torch.cat([part.info[name] for part in parts]) for name in info},
             **{name: action_shaped(name) for name in names},
         )
@@ -213,6 +220,7 @@ class Experience:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         for name in ("sequences", "attention_mask", "action_mask", *self._present()):
             setattr(self, name, change(getattr(self, name)))
+        self.extra = {name: change(values) for name, values in self.extra.items()}
         self.info = {name: change(values) for name, values in self.info.items()}
         return self
 
@@ -258,9 +266,7 @@ def non_finite_text(found: Sequence[Mapping[str, int]]) -> str:
     return ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown) if text)
 
 
-# (B, A, K), may be absent
-TOP_TENSORS = ("teacher_top", "teacher_top_ids")
-# (B, A) and these, may be absent
+# (B, A), may be absent
 ACTION_TENSORS = [
     field.name for field in dataclasses.fields(Experience) if field.type == "Tensor | None"
 ]

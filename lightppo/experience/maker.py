@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.advantages import group_normalize, teacher_advantages
+from lightppo.algorithms.advantages import group_normalize
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, load
 from lightppo.algorithms.kl import KLController, KLEstimate, full_kl
 from lightppo.algorithms.logprobs import score_norms
@@ -33,12 +33,12 @@ from lightppo.algorithms.shaping import (
 )
 from lightppo.config import PPOConfig, RewardConfig
 from lightppo.config.rules import (
-    SCORING_CALLS,
+    MicroBatchSpec,
+    advantage_terms,
     micro_batch_spec,
     old_log_probs_from,
     rollout_rows,
-    teacher_adds,
-    teacher_scores_rollout,
+    scoring_calls,
     token_weights,
 )
 from lightppo.data.records import Rollout, seed_of_step
@@ -47,7 +47,7 @@ from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tok
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.models.packing import all_pack, all_share_prompts, on_cpu, to_device
 from lightppo.option import shown_object
-from lightppo.plugin import NORMALISATIONS, TOKEN_WEIGHTS
+from lightppo.plugin import NORMALISATIONS, ROLLOUT_PASSES, TOKEN_WEIGHTS
 from lightppo.ranks import Ranks, heartbeat, level
 
 
@@ -139,6 +139,24 @@ def truncated_of(rollouts: Sequence[Rollout], device: Any) -> Tensor:
     return torch.tensor(truncated, dtype=torch.bool, device=device)
 
 
+@dataclass(frozen=True)
+class RolloutPass:
+    """What further tensors are made of the samples of a rollout, see :data:`lightppo.plugin.ROLLOUT_PASSES`."""
+
+    model: Any  # it has ``eval()``, and takes part in what all models must agree on: packing, shared prompts
+    # of a micro batch: (b, a) or (b, a, k) each, by their names in ``Experience.extra``; without gradient
+    run: Callable[[Experience], Mapping[str, Tensor]]
+    # of an experience and the policy's log probs: numbers (B, A) whose means over trained tokens are logged
+    measure: Callable[[Experience, Tensor], Mapping[str, Tensor]] = lambda experience, log_probs: {}
+    takes_all: bool = False  # in one call: it shares the samples out by itself
+
+
+def rollout_passes(config: PPOConfig, frozen: Mapping[str, Any]) -> dict[str, RolloutPass]:
+    """Those that this run makes, by name; ``frozen`` are its further models."""
+    passes = {name: entry.fn(config, frozen) for name, entry in ROLLOUT_PASSES.items()}
+    return {name: made for name, made in passes.items() if made is not None}
+
+
 class ExperienceMaker:
     """Turns the scored rollouts of one rank into experience.
 
@@ -147,7 +165,7 @@ class ExperienceMaker:
 
     Args:
         critic, initial_model: ``None`` if the estimator needs no values, and without KL.
-        teacher: what judges the samples, if a pass over the rollout does; ``None``: there is none.
+        frozen: the further models of the run by name, for passes over the rollout.
         rewarded: whether scores are numbers of a reward source, to be logged.
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         sample: (prompts, labels, generation options) → scored rollouts, for scripts in the seed's style.
@@ -164,7 +182,7 @@ class ExperienceMaker:
         kl_ctl: KLController,
         config: PPOConfig,
         *,
-        teacher: Any | None = None,
+        frozen: Mapping[str, Any] = {},
         rewarded: bool = True,
         value_norm: ValueNorm | None = None,
         old_log_probs: Literal["training", "rollout", "forward"] | None = None,
@@ -173,16 +191,14 @@ class ExperienceMaker:
         timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     ) -> None:
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
-        self.teacher = teacher if teacher_scores_rollout(config) else None
-        self.teacher_adds, self.rewarded = (
-            self.teacher is not None and teacher_adds(config),
-            rewarded,
-        )
+        self.passes = rollout_passes(config, frozen)
+        self.measures = [one.measure for one in self.passes.values()]
+        self.advantage_terms, self.rewarded = advantage_terms(config), rewarded
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
         self.sample, self.progress, self.timer = sample, progress, timer
         # the seed's: nothing here, times are in perf/ of the logs
         self.perf_stats: dict[str, float] | None = None
-        self.algorithm, self.distill = config.algorithm, config.distill
+        self.algorithm = config.algorithm
         self.token_weights = token_weights(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
         self.advantages_of = partial(
@@ -206,8 +222,8 @@ class ExperienceMaker:
         )
         self.micro_rollout_batch_size = rollout_rows(config)
         self.seed = config.strategy.seed
-        self.micro_batches = {call: micro_batch_spec(config, call) for call in SCORING_CALLS}
-        models = (actor, critic, initial_model, self.teacher)
+        self.micro_batches = {call: micro_batch_spec(config, call) for call in scoring_calls()}
+        models = (actor, critic, initial_model, *(one.model for one in self.passes.values()))
         shares = config.training.share_prompts and all_share_prompts(models)
         packs = all_pack(config.training.packing_samples, models)
         self.batching = MicroBatching(strategy, packs, shares)
@@ -347,10 +363,11 @@ class ExperienceMaker:
                 self._run_reference,
                 self.initial_model is not None and not self.full_kl,
             ),
-            ("teacher", "teacher", self._run_teacher, self.teacher is not None),
+            *((name, name, one.run, True) for name, one in self.passes.items()),
             ("critic", "values", self._run_critic, self.critic is not None),
         ]
-        for model in (self.actor, self.critic, self.initial_model, self.teacher):
+        models = [self.actor, self.critic, self.initial_model]
+        for model in [*models, *(one.model for one in self.passes.values())]:
             if model is not None:
                 model.eval()
 
@@ -363,36 +380,32 @@ class ExperienceMaker:
         plan = []
         for name, phase, run, needed in calls:
             if needed:
-                parts = self.batching.split(lengths, self.micro_batches[name], prompts)
+                spec = self.micro_batches[name]
+                if name in self.passes and self.passes[name].takes_all:
+                    spec = MicroBatchSpec(len(lengths))
+                parts = self.batching.split(lengths, spec, prompts)
                 parts = level(parts, self.strategy, lambda parts=parts: parts[-1])
                 plan += [(phase, run, rows) for rows in parts]
         made: dict[str, Tensor] = defaultdict(
             lambda: torch.zeros(batch.action_mask.shape, device=device)
         )
         for phase, calls in groupby(self.progress(plan), key=itemgetter(0)):
+            into = batch.extra if phase in self.passes else made
             with self.timer(phase):
                 for _, run, rows in calls:
                     places = to_device(torch.tensor(rows), device)
                     # (b, a), the first a actions
                     for name, values in run(near.select(rows).to_device(device)).items():
-                        if name not in made:
+                        if name not in into:
                             shape = *batch.action_mask.shape, *values.shape[2:]
-                            made[name] = torch.zeros(shape, device=device)
-                        made[name][places, : values.size(1)] = values.float()
+                            into[name] = torch.zeros(shape, device=device)
+                        into[name][places, : values.size(1)] = values.float()
                     heartbeat.beat()
         if self.old_log_probs == "rollout":
             made["action_log_probs"] = batch.rollout_log_probs.clone()
         if self.has_kl and not self.full_kl:
             made["kl"] = self.sampled_kl(made["action_log_probs"], made["base_action_log_probs"])
-        for name in (
-            "action_log_probs",
-            "base_action_log_probs",
-            "teacher_log_probs",
-            "teacher_top",
-            "teacher_top_ids",
-            "values",
-            "kl",
-        ):
+        for name in ("action_log_probs", "base_action_log_probs", "values", "kl"):
             setattr(batch, name, made.get(name))
         return made
 
@@ -438,16 +451,6 @@ class ExperienceMaker:
             part.sequences, part.num_actions, part.attention_mask
         )
         return {"base_action_log_probs": reference.log_probs}
-
-    def _run_teacher(self, part: Experience) -> dict[str, Tensor]:
-        inputs, k = (
-            (part.sequences, part.num_actions, part.attention_mask),
-            self.distill.distill_topk,
-        )
-        if k is None:
-            return {"teacher_log_probs": self.teacher.score_actions(*inputs).log_probs}
-        teacher, top, ids = self.teacher.score_top(*inputs, k)
-        return {"teacher_log_probs": teacher.log_probs, "teacher_top": top, "teacher_top_ids": ids}
 
     def _run_critic(self, part: Experience) -> dict[str, Tensor]:
         options = {
@@ -506,16 +509,8 @@ class ExperienceMaker:
             all_reduce_sum=self._all_reduce_sum,
             **inputs,
         )
-        if self.teacher_adds:
-            gaps = (
-                batch.action_log_probs,
-                batch.teacher_log_probs,
-                mask,
-                self.distill.distill_discount,
-            )
-            batch.advantages = batch.advantages + self.distill.distill_coef * teacher_advantages(
-                *gaps
-            )
+        for term in self.advantage_terms:
+            batch.advantages = batch.advantages + term(batch)
         batch.advantages = self._normalised("advantages", batch.advantages, mask, groups)
         if config.adv_norm and config.adv_norm_scope == "group":
             batch.advantages = group_normalize(batch.advantages, mask, groups, config.adv_norm_eps)

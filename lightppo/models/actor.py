@@ -17,7 +17,6 @@ from lightppo.algorithms.logprobs import (
     linear_log_probs,
     log_probs_and_entropy,
     token_log_probs,
-    top_log_probs,
 )
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import check_num_actions, on_cpu, real_actions
@@ -162,21 +161,6 @@ class Actor(PretrainedWrapper):
             logits=all_logits,
             router_loss=self._router_loss(output) if router_loss else None,
         )
-
-    def score_top(
-        self, sequences: Tensor, num_actions: int, attention_mask: Tensor | None, k: int
-    ) -> tuple[ActionScores, Tensor, Tensor]:
-        """Log probs without gradient, also of the k most likely tokens at each action, largest first.
-
-        Returns:
-            the scores; log probs and ids (as float) of the k tokens, (B, A, k) each, 0 unless real.
-        """
-        scores = self.score_actions(sequences, num_actions, attention_mask, logits=True)
-        found = top_log_probs(scores.logits, k, self.temperature)  # (K, k) each
-        shape = *scores.real.shape, k
-        values, ids = (torch.zeros(shape, device=sequences.device) for _ in found)
-        values[scores.real], ids[scores.real] = (numbers.float() for numbers in found)
-        return scores, values, ids
 
     def check_router(self) -> None:
         """ValueError for a model that is no mixture of experts, which has no load-balancing loss."""

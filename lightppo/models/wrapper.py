@@ -44,8 +44,9 @@ from lightppo.plugin import MODULES, PREPARATIONS
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["actor", "critic", "reference", "teacher", "reward", "ema"]
-"""What a model does in a run. The model that SFT, RM or DPO train is the actor."""
+Role = str
+"""What a model does in a run: actor, critic, reference, reward, ema, or a name of ``lightppo.plugin.FROZEN_MODELS``. The
+model that SFT, RM or DPO train is the actor."""
 
 # where more of a packed row is read, its last layer runs whole: gathering rows costs time too
 READ_SHARE = 0.9

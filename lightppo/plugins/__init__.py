@@ -7,6 +7,7 @@ SHIPPED = (
     "hints",
     "sources",
     "algorithms",
+    "distillation",
     "adapters",
     "towers",
     "kernels",

@@ -93,7 +93,7 @@ def build_reward(
     ``flag`` is what errors call the reward function.
     """
     request = RewardRequest(config, tokenizer, ranks=ranks, reward_models=reward_models, flag=flag)
-    if estimator_entry(config).of_teacher and not reward_sources(config):
+    if estimator_entry(config).ignores_scores and not reward_sources(config):
         return NoReward()
     try:
         source = _combined({name: _made(name, request) for name in request.names}, request)

@@ -48,7 +48,7 @@ class RewardSource(Protocol):
 
 
 class NoReward:
-    """Of a run that learns from a teacher alone: nothing is added up, so every score is 0."""
+    """Of a run that learns without rewards: nothing is added up, so every score is 0."""
 
     name = "no reward"
 

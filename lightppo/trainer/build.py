@@ -23,10 +23,10 @@ from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     check_positions,
     evaluation_config,
+    frozen_models,
     moves_reference,
     needs_critic,
     needs_reference,
-    needs_teacher,
     of_role,
     old_log_probs_from,
 )
@@ -50,7 +50,7 @@ from lightppo.plugin import (
     SAMPLING,
     SCORED,
     SCORERS,
-    TEACHERS,
+    FrozenModel,
 )
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward, reward_inputs
@@ -88,7 +88,9 @@ class Building:
     loss_terms: dict[str, LossTerm] = field(default_factory=dict)
     reward_source: RewardSource | None = None
     judge: RewardSource | None = None  # scores evaluations
-    teacher: Any = None  # servers
+    frozen: dict[str, Any] = field(
+        default_factory=dict
+    )  # further models that are elsewhere, by name
     models: dict[str, Any] = field(default_factory=dict)  # by the flag that names them
     # parameters by part of a checkpoint; "export": of an export
     sizes: dict[str, int] = field(default_factory=dict)
@@ -132,7 +134,7 @@ class PPOInputs:
     tokenizer: Any
     reward_source: RewardSource
     rollout_engine: RolloutEngine
-    teacher: Any | None = None
+    frozen: Mapping[str, Any] = field(default_factory=dict)  # further models by name
     prompts_dataloader: Iterable | None = None
     loss_terms: Mapping[str, LossTerm] = field(default_factory=dict)
     evaluator: Evaluator | None = None
@@ -190,7 +192,7 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         tokenizer=tokenizer,
         reward_source=building.reward_source,
         rollout_engine=engine,
-        teacher=models.teacher or building.teacher,
+        frozen=building.frozen | models.frozen,
         prompts_dataloader=loader,
         loss_terms=building.loss_terms,
         evaluator=evaluator,
@@ -212,7 +214,11 @@ def begin(config: PPOConfig) -> Building:
         check_trainable(resolved)
     building.tokenizer = build_tokenizer(resolved)
     check_sampled_tokens(resolved, building.tokenizer)
-    building.teacher = check_tokenizers(resolved, building.tokenizer, strategy)
+    if resolved.model.reward_pretrain:
+        with _as_config_error():
+            reward_inputs(resolved, building.tokenizer)
+    for one in frozen_models(resolved).values():
+        check_vocabulary(resolved, one.path, one.flag, building.tokenizer)
     building.check("folders")
     return building
 
@@ -239,7 +245,8 @@ def load_models(building: Building, per_episode: int) -> tuple[Models, dict[str,
     into_engine, optimizers = into_engines(config, strategy, per_episode)
     models = build_models(config, strategy, into_engine)
     fit_vocabulary(models, building.tokenizer, config)
-    settle_packing(config, strategy, models.actor, models.critic, models.reference, models.teacher)
+    together = [models.actor, models.critic, models.reference, *models.frozen.values()]
+    settle_packing(config, strategy, *together)
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
     building.sizes = {
         part: parameter_count(model, find_adapters(model) is not None)
@@ -281,7 +288,7 @@ def assemble(
             actor=inputs.actor,
             critic=inputs.critic,
             reference=inputs.initial_model,
-            teacher=inputs.teacher,
+            frozen=inputs.frozen,
             ema_model=inputs.ema_model,
             actor_optim=inputs.actor_optim,
             critic_optim=inputs.critic_optim,
@@ -331,7 +338,7 @@ def build_maker(
         strategy,
         kl_ctl,
         config,
-        teacher=inputs.teacher,
+        frozen=inputs.frozen,
         rewarded=not isinstance(inputs.reward_source, NoReward),
         value_norm=value_norm,
         old_log_probs=old_log_probs,
@@ -386,7 +393,7 @@ class Models:
     reference: Actor | None
     reward_models: list[Any]
     ema: Actor | None
-    teacher: Actor | None = None
+    frozen: dict[str, Actor] = field(default_factory=dict)  # further models by name
 
 
 def model_config(config: OptionSet) -> Any:
@@ -442,9 +449,7 @@ def build_models(
         reference=loader.reference(actor) if needs_reference(config) else None,
         reward_models=[loader.reward_model(path) for path in config.model.reward_pretrain],
         ema=loader.moving_average() if config.algorithm.enable_ema else None,
-        teacher=loader.teacher()
-        if needs_teacher(config) and config.distill.teacher_pretrain
-        else None,
+        frozen={name: loader.frozen(name, one) for name, one in frozen_models(config).items()},
     )
 
 
@@ -549,20 +554,17 @@ class ModelLoader:
             Actor(stage_to_local(path), ds_config=ds_config, **self._options_of(path)), "ema"
         )
 
-    def teacher(self) -> Actor:
-        """``--teacher_pretrain``, as it is: neither 4 bits nor ``--override_config`` are its."""
-        asked = self.config.distill
+    def frozen(self, name: str, asked: FrozenModel) -> Actor:
+        """A further model, as it is: neither 4 bits nor ``--override_config`` are its."""
         model = Actor(
-            stage_to_local(asked.teacher_pretrain),
+            stage_to_local(asked.path),
             dtype=self.strategy.dtype,
-            ds_config=self.strategy.get_ds_eval_config(
-                asked.teacher_offload, zero_stage=asked.teacher_zero_stage
-            ),
-            flag="--teacher_pretrain",
+            ds_config=self.strategy.get_ds_eval_config(asked.offload, zero_stage=asked.zero_stage),
+            flag=asked.flag,
             **self.policy,
             **self.options_of_frozen,
         )
-        return self._placed(model, "teacher")
+        return self._placed(model, name)
 
     def _options_of(self, path: str | None) -> dict[str, Any]:
         """How the actor, or a model that may have a checkpoint of its own, is loaded."""
@@ -585,30 +587,8 @@ def by_flag(config: PPOConfig, models: Models) -> dict[str, Any]:
         "--critic_pretrain": models.critic,
         "--ref_pretrain": models.reference,
         **rewards,
-        "--teacher_pretrain": models.teacher,
+        **{one.flag: models.frozen[name] for name, one in frozen_models(config).items()},
     }
-
-
-def check_tokenizers(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> Any | None:
-    """A teacher must have the student's vocabulary, as must reward models that read its ids; the servers of
-    ``--teacher_url``. Collective."""
-    distill = config.distill
-    if config.model.reward_pretrain:
-        with _as_config_error():
-            reward_inputs(config, tokenizer)
-    if needs_teacher(config) and distill.teacher_url:
-        teachers = (entry.fn(config, tokenizer, strategy) for entry in TEACHERS.values())
-        if (teacher := next(filter(None, teachers), None)) is None:
-            raise ConfigError("--teacher_url: no plugin asks servers: set --teacher_pretrain")
-        return teacher
-    if needs_teacher(config):
-        check_vocabulary(config, distill.teacher_pretrain, "--teacher_pretrain", tokenizer)
-        if (distill.distill_topk or 0) > len(tokenizer):
-            raise ConfigError(
-                f"--distill_topk {distill.distill_topk}: there are {len(tokenizer)} tokens; set it below, or leave it out "
-                "to take all"
-            )
-    return None
 
 
 def check_vocabulary(config: OptionSet, path: str, flag: str, tokenizer: Any) -> None:
@@ -643,15 +623,11 @@ def check_sampled_tokens(config: PPOConfig, tokenizer: Any) -> None:
 
 
 def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
-    """Actor, reference and teacher give log probs over the tokenizer's ids; ModelLoadError where it has more."""
-    flags = {"--pretrain": models.actor, "--teacher_pretrain": models.teacher}
-    for flag, model in flags.items():
-        if model is not None:
-            path = (
-                config.model.pretrain if model is models.actor else config.distill.teacher_pretrain
-            )
-            loading.fit_to_model(tokenizer, model, path, flag)
-    for model in filter(None, (models.actor, models.reference, models.teacher)):
+    """Policies give log probs over the tokenizer's ids; ModelLoadError where it has more."""
+    loading.fit_to_model(tokenizer, models.actor, config.model.pretrain, "--pretrain")
+    for name, one in frozen_models(config).items():
+        loading.fit_to_model(tokenizer, models.frozen[name], one.path, one.flag)
+    for model in filter(None, (models.actor, models.reference, *models.frozen.values())):
         model.valid_vocab_size = loading.valid_vocab_size(tokenizer)
 
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from lightppo.algorithms.kl import mismatch_terms
 from lightppo.experience.experience import Experience
-from lightppo.meanings import METRICS, TIMED
+from lightppo.meanings import METRICS, SHOWN, TIMED
 from lightppo.ranks import Ranks, heartbeat
 
 
@@ -111,8 +111,15 @@ def with_namespace(
 # -- of a rollout ----------------------------------------------------------------------------------------------------
 
 
+# of experience and log probs (B, A) of the policy: numbers (B, A) by name
+Measure = Callable[[Experience, Tensor], Mapping[str, Tensor]]
+
+
 def policy_summaries(
-    experience: Experience, log_probs: Tensor, sampled_kl: Callable[[Tensor, Tensor], Tensor]
+    experience: Experience,
+    log_probs: Tensor,
+    sampled_kl: Callable[[Tensor, Tensor], Tensor],
+    measures: Sequence[Measure] = (),
 ) -> dict[str, Summary]:
     """The policy before the update against reference and rollout engine, per trained token.
 
@@ -120,6 +127,7 @@ def policy_summaries(
         experience: with what there is of reference, engine and KL; without a KL, ``sampled_kl`` makes it.
         log_probs: of the policy before the update (B, A).
         sampled_kl: log probs of policy and reference → KL, all of one shape.
+        measures: what else there is to say.
     """
     terms: dict[str, Tensor] = {}
     reference, engine = experience.base_action_log_probs, experience.rollout_log_probs
@@ -129,8 +137,9 @@ def policy_summaries(
         mask = mask & ~reference.isnan()
         kl = sampled_kl(log_probs, reference) if experience.kl is None else experience.kl
         terms |= {"policy_kl": (log_probs - reference)[mask], "kl": kl[mask]}
-    if (teacher := experience.teacher_log_probs) is not None:
-        terms |= {"teacher_kl": (log_probs - teacher)[mask], "teacher_log_prob": teacher[mask]}
+    for measure in measures:
+        found = measure(experience, log_probs)
+        terms |= {name: numbers[mask] for name, numbers in found.items()}
     if engine is not None:
         mismatch = mismatch_terms(log_probs, engine, mask)
         terms |= {f"mismatch_{name}": numbers for name, numbers in mismatch.items()}
@@ -144,7 +153,9 @@ def policy_summaries(
 
 
 def rollout_summaries(
-    items: Sequence[Experience], sampled_kl: Callable[[Tensor, Tensor], Tensor] = torch.sub
+    items: Sequence[Experience],
+    sampled_kl: Callable[[Tensor, Tensor], Tensor] = torch.sub,
+    measures: Sequence[Measure] = (),
 ) -> dict[str, Summary]:
     """Summaries of this rank's samples (one each): per sample for ``info``, per trained token for the rest.
 
@@ -172,7 +183,7 @@ def rollout_summaries(
             batch.info["total_length"] - batch.info["response_length"]
         )
     if batch.action_log_probs is not None:
-        summaries |= policy_summaries(batch, batch.action_log_probs, sampled_kl)
+        summaries |= policy_summaries(batch, batch.action_log_probs, sampled_kl, measures)
     return summaries | {name: Summary.of(numbers) for name, numbers in tokens.items()}
 
 
@@ -281,21 +292,12 @@ def optimizer_status(
     return means
 
 
-_SHOWN = {
-    "loss": "train/loss",
-    "reward": "rollout/reward",
-    "kl": "rollout/kl",
-    "entropy": "train/entropy",
-}
-_SHOWN["teacher kl"] = "rollout/teacher_kl"
-_SHOWN |= {"len": "rollout/response_length"}
-
-
 def shown_status(status: Mapping[str, float]) -> str:
     """What the line of a step shows of its metrics: ``reward 0.61 · kl 0.04 · entropy 1.3 · len 3.4``."""
+    shown = SHOWN | {"len": "rollout/response_length"}
     return " · ".join(
         f"{short} {round(status[name], 4) + 0.0:.3g}"
-        for short, name in _SHOWN.items()
+        for short, name in shown.items()
         if name in status
     )
 

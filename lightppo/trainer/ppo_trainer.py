@@ -39,11 +39,8 @@ class PPOTrainer(TrainingLoop):
 
     def __init__(self, parts: PPOParts, callbacks: Iterable[Callback] = ()) -> None:
         self.actor, self.critic, self.initial_model = parts.actor, parts.critic, parts.initial_model
-        self.ema_model, self.teacher, self.reward_model = (
-            parts.ema_model,
-            parts.teacher,
-            parts.reward_model,
-        )
+        self.ema_model, self.reward_model = parts.ema_model, parts.reward_model
+        self.frozen = parts.frozen
         self.rollout_engine = parts.rollout_engine
         self.sampler, self.experience_maker = parts.sampler, parts.experience_maker
         self.replay_buffer, self.update, self.kl_ctl = (

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import POLICY_LOSSES
-from lightppo.algorithms.kl import KLEstimate, full_kl, top_divergence
-from lightppo.algorithms.logprobs import log_probs_at
+from lightppo.algorithms.kl import Divergence, KLEstimate, full_kl, kl_of_rows
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import (
     Aggregation,
@@ -39,6 +38,7 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
 from lightppo.models.packing import all_share_prompts, on_cpu, to_device
+from lightppo.plugin import SCORE_TERMS
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
@@ -59,13 +59,29 @@ class UpdatedModels:
 
     actor: Any
     critic: Any | None
-    reference: Any | None  # these two for losses that compare with them
-    teacher: Any | None
+    reference: Any | None  # for losses that compare with it
     ema_model: Any | None  # gets the moving average of the actor
     actor_optim: Any
     critic_optim: Any
     actor_scheduler: Any
     critic_scheduler: Any
+    frozen: Mapping[str, Any] = field(default_factory=dict)  # the further models, by name
+
+
+@dataclass(frozen=True)
+class ScoreTerm:
+    """A term of the actor's loss, made of the scores of its training pass: see :data:`lightppo.plugin.SCORE_TERMS`."""
+
+    # of the actor, its scores, with gradient, a micro batch, which may be a placeholder, and the step's normalizer: the
+    # micro batch's share of the term, and numbers without gradient by their names in train/
+    loss: Callable[[Any, ActionScores, Experience, LossNormalizer], tuple[Tensor, Metrics]]
+    coef: float = 1.0  # weight of the term
+    logits: bool = False  # it reads ``scores.logits``
+
+
+def score_terms(config: PPOConfig, frozen: Mapping[str, Any]) -> list[ScoreTerm]:
+    """Those of this run; ``frozen`` are its further models."""
+    return list(filter(None, (entry.fn(config, frozen) for entry in SCORE_TERMS.values())))
 
 
 OwnLoss = Callable[[Any], tuple[float, Tensor, Metrics]]
@@ -120,9 +136,10 @@ class Update:
         loss_terms: Mapping[str, LossTerm] = {},
     ) -> None:
         self.strategy, self.loss_terms = strategy, dict(loss_terms)
+        self.frozen = models.frozen
         self.use(config)
         self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
-        self.teacher, self.ema_model = models.teacher, models.ema_model
+        self.ema_model = models.ema_model
         self.actor_optim, self.actor_scheduler = models.actor_optim, models.actor_scheduler
         self.critic_optim, self.critic_scheduler = models.critic_optim, models.critic_scheduler
         self.experience_maker, self.replay_buffer = experience_maker, replay_buffer
@@ -157,6 +174,7 @@ class Update:
             call: micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
         }
         self.aggregate = Aggregation.of_mode(config.loss.loss_agg_mode)
+        self.score_terms = score_terms(config, self.frozen)
 
     def train(self, step: int) -> dict[str, float]:
         """Train on the replay buffer. Collective.
@@ -173,7 +191,8 @@ class Update:
             raise RewardError(
                 f"step {step}: none of the samples was scored, so there is nothing to train on"
             )
-        rollout = m.rollout_summaries(self.replay_buffer.items, self.experience_maker.sampled_kl)
+        maker = self.experience_maker
+        rollout = m.rollout_summaries(self.replay_buffer.items, maker.sampled_kl, maker.measures)
         self.on_policy, trained = {}, []
         with self.timer("train"):
             epochs = max(self.max_epochs, self.critic_max_epochs)
@@ -270,7 +289,7 @@ class Update:
             config=self.config,
             kl_coef=self.kl_ctl.value,
             reference=self.reference,
-            teacher=self.teacher,
+            terms=self.score_terms,
             token_weights=self.token_weights,
             entropy_rows=self.entropy_rows(experience),
         )
@@ -323,8 +342,9 @@ class Update:
     def summarise(self) -> None:
         """Take in what is known of log probs that only a training pass has made."""
         unread, self.unread = self.unread, []
+        maker = self.experience_maker
         summaries = [
-            m.policy_summaries(experience, log_probs, self.experience_maker.sampled_kl)
+            m.policy_summaries(experience, log_probs, maker.sampled_kl, maker.measures)
             for experience, log_probs in unread
         ]
         self.on_policy = m.merge_summaries([self.on_policy, *summaries])
@@ -336,7 +356,7 @@ class Update:
         config, training = self.config, self.config.training
         key = (config.strategy.seed, step, epoch, self.strategy.get_rank())
         # With a load-balancing loss a prompt must count for each of its samples.
-        models = (self.actor, self.critic, self.reference, self.teacher)
+        models = (self.actor, self.critic, self.reference, *self.frozen.values())
         shares = (
             training.share_prompts and config.loss.aux_loss_coef == 0 and all_share_prompts(models)
         )
@@ -418,11 +438,11 @@ def actor_loss(
     config: PPOConfig,
     kl_coef: float,
     reference: Any | None,
-    teacher: Any | None = None,
+    terms: Sequence[ScoreTerm] = (),
     token_weights: Sequence[Callable[..., Tensor]] = (),
     entropy_rows: Iterable[int] = (),
 ) -> tuple[Tensor, Metrics, Tensor, Tensor]:
-    """Policy loss, entropy bonus, KL loss, the divergence from a teacher and load-balancing loss.
+    """Policy loss, entropy bonus, KL loss, further terms of the same pass, and load-balancing loss.
 
     Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
     ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training; ``entropy_rows`` need the entropy
@@ -432,7 +452,6 @@ def actor_loss(
         the loss (scalar), metrics, and without gradient the policy's log probs and its entropy or NaN, (B, A) each.
     """
     options, mask = config.loss, experience.action_mask
-    imitates = teacher is not None and config.distill.distill_by == "loss"
     needs_all = options.entropy_coef > 0 or bool(token_weights)
     sample = None if needs_all else entropy_sample(experience, normalizer.tokens, entropy_rows)
     scores = actor.score_actions(
@@ -441,7 +460,7 @@ def actor_loss(
         experience.attention_mask,
         entropy=True if sample is None else sample.computed,
         entropy_grad=options.entropy_coef > 0,
-        logits=imitates
+        logits=any(term.logits for term in terms)
         or (config.algorithm.use_kl_loss and config.algorithm.kl_estimator == "full"),
         router_loss=options.aux_loss_coef > 0,
     )
@@ -462,12 +481,10 @@ def actor_loss(
         kl_loss = aggregate(kl, mask, normalizer)
         loss = loss + kl_coef * kl_loss
         metrics["kl_loss"] = kl_loss.detach()
-    if imitates:
-        distill_loss, of_teacher = _distill_loss(
-            actor, teacher, scores, experience, normalizer, config
-        )
-        loss = loss + config.distill.distill_coef * distill_loss
-        metrics |= of_teacher
+    for term in terms:
+        share, numbers = term.loss(actor, scores, experience, normalizer)
+        loss = loss + term.coef * share
+        metrics |= numbers
     if options.aux_loss_coef > 0:
         aux_loss = _token_share(mask, normalizer) * scores.router_loss
         metrics["aux_loss"] = aux_loss.detach()
@@ -579,65 +596,28 @@ def _kl_to_reference(
             experience.action_mask,
             scores.log_probs.detach() if old_log_probs is None else old_log_probs,
         )
-    kl, _ = _divergence(actor, reference, scores, experience)
+    kl, _ = divergence_from(reference, actor, scores, experience)
     clip = config.algorithm.kl_clip
     return kl if clip is None else kl.clamp(-clip, clip)
 
 
-def _distill_loss(
+def divergence_from(
+    frozen: Any,
     actor: Any,
-    teacher: Any,
     scores: ActionScores,
     experience: Experience,
-    normalizer: LossNormalizer,
-    config: PPOConfig,
-) -> tuple[Tensor, Metrics]:
-    """The divergence from a teacher, and what there is to say of it."""
-    mask = experience.action_mask
-    if config.distill.distill_topk is not None:
-        divergence, mass = _top_divergence(actor, scores, experience, config)
-        loss = Aggregation.of_mode(config.loss.loss_agg_mode)(divergence, mask, normalizer)
-        mass = token_mean(mass, mask, normalizer)
-        return loss, {"distill_loss": loss.detach(), "teacher_top_mass": mass}
-    divergence, teacher_log_probs = _divergence(
-        actor, teacher, scores, experience, config.distill.distill_beta
-    )
-    loss = Aggregation.of_mode(config.loss.loss_agg_mode)(divergence, mask, normalizer)
-    gap = scores.log_probs.detach() - teacher_log_probs
-    metrics = {
-        "teacher_kl": token_mean(gap, mask, normalizer),
-        "teacher_log_prob": token_mean(teacher_log_probs, mask, normalizer),
-        "distill_loss": loss.detach(),
-    }
-    return loss, metrics
-
-
-def _divergence(
-    actor: Any, other: Any, scores: ActionScores, experience: Experience, beta: float = 1.0
+    divergence: Divergence = kl_of_rows,
 ) -> tuple[Tensor, Tensor]:
     """From a frozen model over the whole vocabulary, with gradient; and the frozen model's log probs (B, A)."""
     with torch.no_grad():
-        frozen = other.score_actions(
+        other = frozen.score_actions(
             experience.sequences, experience.num_actions, experience.attention_mask, logits=True
         )
-    per_token = full_kl(scores.logits, frozen.logits, actor.temperature, beta=beta)  # (K,)
-    return torch.zeros_like(scores.log_probs).masked_scatter(
-        scores.real, per_token
-    ), frozen.log_probs
-
-
-def _top_divergence(
-    actor: Any, scores: ActionScores, experience: Experience, config: PPOConfig
-) -> tuple[Tensor, Tensor]:
-    """From the teacher's best tokens, with gradient; and the teacher's probability of them; (B, A) each."""
-    top, ids = experience.teacher_top, experience.teacher_top_ids.long()  # (B, A, k) each
-    log_probs = log_probs_at(scores.logits, ids[scores.real], actor.temperature)  # (K, k)
-    distill = config.distill
-    per_token = top_divergence(
-        log_probs, top[scores.real], distill.distill_beta, distill.distill_tail
-    )
-    divergence = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token)
-    return divergence, top.exp().sum(-1).masked_fill(~scores.real, 0.0)
+    per_token = full_kl(
+        scores.logits, other.logits, actor.temperature, divergence=divergence
+    )  # (K,)
+    spread = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token)
+    return spread, other.log_probs
 
 
 def critic_loss(

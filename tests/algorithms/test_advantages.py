@@ -12,7 +12,6 @@ from lightppo.algorithms.advantages import (
     gae,
     group_normalize,
     reward_to_go,
-    teacher_advantages,
 )
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.masking import identity, whiten
@@ -89,7 +88,7 @@ class TestTable:
         whole = estimate(name, **batch, gamma=0.9)
         assert all((x[~mask] == 0).all() for x in whole)
         assert all(x.isfinite().all() for x in whole)
-        assert (whole[0].abs().sum() > 0) != ADVANTAGE_ESTIMATORS[name].of_teacher
+        assert (whole[0].abs().sum() > 0) != ADVANTAGE_ESTIMATORS[name].ignores_scores
 
         order = torch.tensor([5, 2, 0, 3, 1, 4])
         shuffled = estimate(
@@ -201,49 +200,6 @@ class TestTable:
         }
         with pytest.raises(ValueError, match=r"token_rewards \(2, 2\), action_mask \(2, 1\)"):
             estimate(name, torch.zeros(2, 2), torch.ones(2, 1).bool(), **given)
-
-
-class TestTeacher:
-    OWN = torch.tensor([[-1.0, -2.0, NAN, -3.0], [-0.5, NAN, NAN, -1.5]])
-    TEACHER = torch.tensor([[-0.5, -4.0, 7.0, -1.0], [-1.0, 7.0, 7.0, -1.0]])
-    MASK = torch.tensor([[True, True, False, True], [True, False, False, True]])
-
-    @pytest.mark.parametrize(
-        ("discount", "expected"),
-        [
-            # gaps 0.5, -2, hole, 2;  -0.5, holes, 0.5
-            (0.0, [[0.5, -2.0, 0.0, 2.0], [-0.5, 0.0, 0.0, 0.5]]),
-            # 0.5 + 0.5·(-2 + 0.5·2), -2 + 0.5·2, hole, 2;  -0.5 + 0.5·0.5, holes, 0.5
-            (0.5, [[0.0, -1.0, 0.0, 2.0], [-0.25, 0.0, 0.0, 0.5]]),
-            (1.0, [[0.5, 0.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.5]]),
-        ],
-    )
-    def test_by_hand(self, discount, expected):
-        got = teacher_advantages(self.OWN, self.TEACHER, self.MASK, discount)
-        assert got.tolist() == expected
-        assert not got.requires_grad
-
-    def test_its_mean_is_minus_the_gradient_of_the_reverse_kl(self):
-        """E_π[A ∇ log π] over all tokens of a distribution, against the derivative of KL(π || π_teacher)."""
-        generator = torch.Generator().manual_seed(0)
-        logits, other = torch.randn(2, 9, generator=generator, dtype=torch.float64)
-        logits = logits.requires_grad_()
-        log_p, log_q = logits.log_softmax(-1), other.log_softmax(-1)
-        (exact,) = torch.autograd.grad(
-            (log_p.exp() * (log_p - log_q)).sum(), logits, retain_graph=True
-        )
-        mask = torch.ones(1, 9, dtype=torch.bool)
-        advantages = teacher_advantages(log_p.detach()[None], log_q[None], mask)[0]
-        (mean,) = torch.autograd.grad((log_p.exp().detach() * advantages * log_p).sum(), logits)
-        torch.testing.assert_close(mean, -exact)
-
-    def test_a_teacher_that_is_the_student_teaches_nothing(self):
-        own = torch.randn(3, 4)
-        assert teacher_advantages(own, own, torch.ones(3, 4).bool(), 1.0).abs().sum() == 0
-
-    def test_shapes_that_do_not_fit_are_refused(self):
-        with pytest.raises(ValueError, match=r"teacher_log_probs \(2, 2\)"):
-            teacher_advantages(torch.zeros(2, 1), torch.zeros(2, 2), torch.ones(2, 1).bool())
 
 
 class TestGAE:

@@ -13,8 +13,8 @@ from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from lightppo.config import PPOConfig
 from lightppo.config.options import all_options
 from lightppo.config.rules import (
-    CALLS,
     MicroBatchSpec,
+    calls,
     condition_text,
     conditions,
     contradictions,
@@ -796,7 +796,7 @@ def test_resolution(options, expected):
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_is_accepted_with_what_it_needs(name):
-    more = TEACHER if ADVANTAGE_ESTIMATORS[name].of_teacher else {}
+    more = TEACHER if ADVANTAGE_ESTIMATORS[name].ignores_scores else {}
     more |= {"gdpo_rewards": ("right", "style")} if name == "gdpo" else {}
     samples = ADVANTAGE_ESTIMATORS[name].min_group_size
     resolved = config(
@@ -1112,5 +1112,5 @@ def test_micro_batches_that_cannot_be_read(texts, word) -> None:
 def test_micro_batches_of_a_call_that_the_run_does_not_make(call, options, flag) -> None:
     (message,) = problems({"micro_batch_specs": [f"{call}=4"], **options})
     assert {"micro_batch_specs", flag} <= named(message)
-    assert call in CALLS
+    assert call in calls()
     assert call in message

@@ -21,9 +21,7 @@ ACTION_TENSORS = (
     "kl",
     "loss_weights",
     "selected",
-    "teacher_log_probs",
 )
-TOP_TENSORS = ("teacher_top", "teacher_top_ids")
 
 
 def uneven() -> Experience:
@@ -43,9 +41,11 @@ def full(rows: list[tuple[int, int]]) -> Experience:
     )
     for i, name in enumerate(ACTION_TENSORS):
         setattr(experience, name, (number + 1000 * i) * experience.action_mask)
-    for i, name in enumerate(TOP_TENSORS):
-        top = torch.stack([number, -number - i], dim=-1)  # (B, A, 2)
-        setattr(experience, name, top * experience.action_mask.unsqueeze(-1))
+    two = torch.stack([number, -number], dim=-1)  # (B, A, 2)
+    experience.extra = {
+        "one": -number * experience.action_mask,
+        "two": two * experience.action_mask.unsqueeze(-1),
+    }
     experience.info["reward"] = torch.arange(float(len(rows)))
     return experience
 
@@ -53,7 +53,7 @@ def full(rows: list[tuple[int, int]]) -> Experience:
 def assert_same(one: Experience, other: Experience) -> None:
     for field in dataclasses.fields(Experience):
         left, right = getattr(one, field.name), getattr(other, field.name)
-        if field.name == "info":
+        if field.name in ("info", "extra"):
             assert left.keys() == right.keys()
             assert all(torch.equal(left[name], right[name]) for name in left)
         elif left is None or right is None:
@@ -204,15 +204,14 @@ def test_placeholder_has_everything_but_a_token_to_train():
     assert placeholder.attention_mask.all()  # a model never sees a row without a token
     for name in ACTION_TENSORS:
         assert getattr(placeholder, name).tolist() == [[0.0]]
-    for name in TOP_TENSORS:
-        assert getattr(placeholder, name).tolist() == [[[0.0]]]
+    assert not placeholder.extra
 
 
-def test_a_broken_number_of_the_teachers_best_tokens_is_found():
+def test_a_broken_number_among_several_of_a_token_is_found():
     experience = full([(1, 2), (2, 1)])
-    experience.teacher_top[0, 1, 1] = torch.nan
-    experience.teacher_top[1, 1, 0] = torch.nan  # padding
-    assert experience.non_finite() == {"teacher_top": 1}
+    experience.extra["two"][0, 1, 1] = torch.nan
+    experience.extra["two"][1, 1, 0] = torch.nan  # padding
+    assert experience.non_finite() == {"two": 1}
 
 
 def test_moving_takes_every_tensor_along():
@@ -221,9 +220,9 @@ def test_moving_takes_every_tensor_along():
     tensors = [
         getattr(experience, f.name)
         for f in dataclasses.fields(experience)
-        if f.name not in ("info", "part")
+        if f.name not in ("info", "extra", "part")
     ]
-    tensors += experience.info.values()
+    tensors += [*experience.info.values(), *experience.extra.values()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 

@@ -96,7 +96,7 @@ class TestGroups:
 ESTIMATORS_OVER_STD = [
     name
     for name, entry in ADVANTAGE_ESTIMATORS.items()
-    if entry.kl_in_loss and not entry.of_teacher
+    if entry.kl_in_loss and not entry.ignores_scores
 ]
 
 
@@ -109,56 +109,6 @@ def test_equal_scores_give_no_advantage_unless_the_kl_is_asked_into_the_reward(n
     assert experience.advantages.tolist() == [[0.0] * 3] * 2
     asked = make_one(maker(**options, use_kl_in_reward=True), *rollouts)
     assert asked.advantages.abs().max() > 0.5
-
-
-class TestTeacher:
-    """Its log probs of 10, 20, 30 are -0.5, -2.5, -2: 0.5, -0.5 and 1 above the policy's."""
-
-    ALONE = {
-        "teacher": True,
-        "coef": 0.0,
-        "critic": False,
-        "advantage_estimator": "on_policy_distill",
-    }
-
-    def test_alone_it_is_the_advantage(self):
-        experience = make_one(maker(**self.ALONE), answer(5.0))
-        assert experience.advantages == approx([[0.5, -0.5, 1.0]])
-        assert experience.teacher_log_probs == approx([[-0.5, -2.5, -2.0]])
-        assert experience.info["reward"].tolist() == [5]  # recorded
-
-    def test_later_tokens_count_as_much_as_asked(self):
-        experience = make_one(maker(**self.ALONE, distill_discount=0.5, distill_coef=2.0), answer())
-        # 2 · (0.5 + 0.5·(-0.5 + 0.5·1)), 2 · (-0.5 + 0.5·1), 2 · 1
-        assert experience.advantages == approx([[1.0, 0.0, 2.0]])
-
-    def test_beside_a_reward_it_is_added_and_the_critic_does_not_see_it(self):
-        options = {"coef": 0.0, "teacher": True, "distill_coef": 0.1, "adv_norm": False}
-        both, alone = make_one(maker(**options)), make_one(maker(coef=0.0, adv_norm=False))
-        assert both.advantages - alone.advantages == approx([[0.05, -0.05, 0.1]])
-        assert torch.equal(both.returns, alone.returns)
-
-    def test_group_normalisation_is_of_the_sum(self):
-        options = self.ALONE | {"adv_norm": True, "adv_norm_scope": "group", "adv_norm_eps": 0.0}
-        experience = make_one(maker(**options, n_samples_per_prompt=2), *group(0.0, 9.0))
-        gaps = torch.tensor([0.5, -0.5, 1.0])
-        assert experience.advantages[0] == approx(
-            ((gaps - gaps.mean()) / gaps.std(correction=0)).tolist()
-        )
-
-    def test_as_a_loss_it_is_asked_in_training_alone(self):
-        experience_maker = maker(**self.ALONE, distill_by="loss", old_log_probs="forward")
-        assert experience_maker.teacher is None
-        experience = make_one(experience_maker)
-        assert experience.advantages.tolist() == [[0.0] * 3]
-        assert experience.teacher_log_probs is None
-
-    def test_what_is_not_finite_is_found_before_training(self):
-        experience_maker = maker(**self.ALONE)
-        with torch.no_grad():
-            experience_maker.teacher.table[20] = -math.inf
-        with pytest.raises(NonFiniteError, match="teacher_log_probs"):
-            make_one(experience_maker)
 
 
 class TestTruncatedAnswers:

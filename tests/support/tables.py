@@ -90,7 +90,7 @@ def maker(
         PPOConfig.from_flat(
             {"gamma": 1.0, "lambd": 0.5, "reward_clip_range": None} | options
         ).resolved(),
-        teacher=TablePolicy(TEACHER) if teacher else None,
+        frozen={"teacher": TablePolicy(TEACHER)} if teacher else {},
     )
 
 

@@ -143,7 +143,7 @@ def test_each_model_goes_to_its_place_before_the_next_one_loads(
     for name in ("Actor", "Critic", "RewardModel"):
         monkeypatch.setattr(build, name, Seen)
     models = build.build_models(config, build.build_strategy(config), into_engine)
-    assert models.teacher is not None
+    assert set(models.frozen) == {"teacher"}
     roles = ["actor", "critic", "reference", "reward", "reward", "ema", "teacher"]
     assert events == [event for role in roles for event in ("load", role)]
 

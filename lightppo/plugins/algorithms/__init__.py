@@ -1,11 +1,10 @@
-"""Corrections, rejections, rarely used estimators and policy losses, and a teacher on servers."""
+"""Corrections, rejections, rarely used estimators and policy losses."""
 
 from lightppo.option import register_section
 from lightppo.plugin import (
     CALLBACKS,
     METRICS,
     NORMALISATIONS,
-    TEACHERS,
     TOKEN_WEIGHTS,
     CallbackEntry,
     TokenWeight,
@@ -56,7 +55,6 @@ def register() -> None:
     register_section(
         "high_entropy", "lightppo.plugins.algorithms.sections:HighEntropyConfig", adds_to="loss"
     )
-    TEACHERS.register("servers", Entry("lightppo.plugins.algorithms.teacher:TeacherServers"))
     CALLBACKS.register(
         "prompt_filter", CallbackEntry("lightppo.plugins.algorithms.prompt_filter:prompt_filter")
     )

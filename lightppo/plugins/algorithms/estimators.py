@@ -27,14 +27,6 @@ from lightppo.data.records import Rollout
 from lightppo.plugins.algorithms.tables import weights_of_parts
 
 
-def on_policy_distill(
-    *, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_
-) -> tuple[Tensor, Tensor]:
-    """A_t = 0: what is learned is the teacher's term alone (:func:`teacher_advantages`); scores are only recorded."""
-    returns = reward_to_go(token_rewards, action_mask, gamma)
-    return torch.zeros_like(returns), returns
-
-
 def group_adv_norm(
     *, token_rewards: Tensor, action_mask: Tensor, group_ids: Tensor | None, gamma: float = 1.0, **_
 ) -> tuple[Tensor, Tensor]:

@@ -46,9 +46,6 @@ ESTIMATORS = {
         divides_by_std=True,
         kl_in_loss=True,
     ),
-    "on_policy_distill": EstimatorEntry(
-        f"{_ESTIMATORS}:on_policy_distill", of_teacher=True, kl_in_loss=True
-    ),
 }
 
 _SELECTED = {"selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently"}

@@ -479,8 +479,8 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
         )
     if config.algorithm.enable_ema:
         roles["moving average"] = shape(m.pretrain, "--pretrain", dtype=torch.float32)
-    if config.distill.teacher_pretrain is not None and rules.needs_teacher(config):
-        roles["teacher"] = shape(config.distill.teacher_pretrain, "--teacher_pretrain")
+    for name, further in rules.frozen_models(config).items():
+        roles[name] = shape(further.path, further.flag)
     for i, path in enumerate(m.reward_pretrain, start=1):
         roles[f"reward model {i}"] = shape(path, "--reward_pretrain", True)
     return roles
@@ -495,8 +495,8 @@ def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
     stage, offload = s.ref_zero_stage, s.ref_offload
     if role.startswith("reward"):
         stage, offload = s.reward_zero_stage, s.reward_offload
-    elif role == "teacher":
-        stage, offload = config.distill.teacher_zero_stage, config.distill.teacher_offload
+    elif (further := rules.frozen_models(config).get(role)) is not None:
+        stage, offload = further.zero_stage, further.offload
     return 3 if offload else stage, offload
 
 
@@ -656,7 +656,7 @@ def _micro_batches(config: PPOConfig, rows: Rows, machine: Machine) -> int:
 
 def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """The largest pass without gradients."""
-    calls = {"critic": "critic", "reference": "reference", "teacher": "teacher"}
+    calls = {name: name for name in ("critic", "reference", *rules.frozen_models(config))}
     exact = config.engine.rollout_engine == "hf"
     if not config.evaluation.val_only and rules.old_log_probs_from(config, exact) == "forward":
         calls["actor"] = "actor"

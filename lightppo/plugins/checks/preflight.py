@@ -20,9 +20,9 @@ from lightppo.config.rules import (
     check_positions,
     estimator_entry,
     evaluation_config,
+    frozen_models,
     needs_critic,
     needs_reference,
-    needs_teacher,
     reward_plan,
 )
 from lightppo.data.readers import SPLIT_WORDS
@@ -85,7 +85,7 @@ def preflight(config: PPOConfig) -> None:
     m, c, d = config.model, config.checkpoint, config.data
     models = [("pretrain", m.pretrain)] + [("reward_pretrain", path) for path in m.reward_pretrain]
     models += [("ref_pretrain", m.ref_pretrain)] * needs_reference(config)
-    models += [("teacher_pretrain", config.distill.teacher_pretrain)] * needs_teacher(config)
+    models += [(one.flag.removeprefix("--"), one.path) for one in frozen_models(config).values()]
     models += [("critic_pretrain", m.critic_pretrain)] * needs_critic(config)
     first_flags = {path: flag for flag, path in reversed(models) if path}
     folders = {

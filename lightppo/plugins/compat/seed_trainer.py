@@ -19,15 +19,14 @@ from torch import Tensor
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.config import PPOConfig
 from lightppo.config.rules import (
-    SCORING_CALLS,
     estimator_entry,
     micro_batch_spec,
     moves_reference,
     needs_critic,
     needs_reference,
-    needs_teacher,
     of_role,
     rollout_rows,
+    scoring_calls,
 )
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
@@ -56,6 +55,7 @@ from lightppo.plugins.compat.seed import (
     value_loss_of,
     with_generation,
 )
+from lightppo.plugins.distillation.sections import needs_teacher
 from lightppo.plugins.supervised.pretraining import Pretraining, endless
 from lightppo.rewards.registry import build_reward_source, reward_of
 from lightppo.rewards.source import NoReward, RewardSource
@@ -319,6 +319,7 @@ class PPOTrainer(core.PPOTrainer):
         reward_model: one, a list (then ``reward_fn`` combines their scores), or ``None`` with another source.
         initial_model: the reference; ``None`` with ``init_kl_coef`` 0 only.
         teacher: judges the actor's samples: a frozen :class:`Actor`, of which ``config`` says ``teacher_pretrain``.
+        frozen: further models by name, the teacher among them.
         ema_model: gets the moving average of the actor; or ``None``.
         reward_fn: combines the scores of several reward models, or is the reward function itself.
         remote_rm_url: reward servers or a Python file.
@@ -361,6 +362,7 @@ class PPOTrainer(core.PPOTrainer):
         config: PPOConfig | None = None,
         tokenizer=None,
         teacher=None,
+        frozen: Mapping[str, Any] = {},
         reward_fn=None,
         remote_rm_url: str | Sequence[str] | None = None,
         reward_source=None,
@@ -376,7 +378,8 @@ class PPOTrainer(core.PPOTrainer):
         **options: Any,
     ) -> None:
         config = constructor_config(config, strategy, options, tokenizer)
-        _check_models(config, actor, critic, initial_model, tokenizer, teacher)
+        frozen = dict(frozen) if teacher is None else {**frozen, "teacher": teacher}
+        _check_models(config, actor, critic, initial_model, tokenizer, frozen.get("teacher"))
         if options.get("gradient_checkpointing"):
             _checkpoint_gradients(actor, critic)
         self.args, self.generate_kwargs = script_args(strategy, config), generation_options(options)
@@ -394,7 +397,7 @@ class PPOTrainer(core.PPOTrainer):
         inputs = PPOInputs(
             strategy, actor, critic, reward_model, initial_model, ema_model,
             actor_optim, critic_optim, actor_scheduler, critic_scheduler,
-            config=config, tokenizer=tokenizer, reward_source=source, rollout_engine=engine, teacher=teacher,
+            config=config, tokenizer=tokenizer, reward_source=source, rollout_engine=engine, frozen=frozen,
             prompts_dataloader=prompts_dataloader, loss_terms=terms, evaluator=evaluator, origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
@@ -436,7 +439,7 @@ class PPOTrainer(core.PPOTrainer):
         if given is not None:
             return reward_of(given, "reward_source")
         is_given = reward_model or self.reward_fn or self.remote_rm_url
-        if estimator_entry(config).of_teacher and not is_given:
+        if estimator_entry(config).ignores_scores and not is_given:
             return NoReward()
         models = [] if reward_model is None else [reward_model]
         return build_reward_source(
@@ -707,7 +710,7 @@ class PPOTrainer(core.PPOTrainer):
         self._set_options(micro_rollout_batch_size=value)
         self.experience_maker.micro_rollout_batch_size = value
         self.experience_maker.micro_batches = {
-            call: micro_batch_spec(self.config, call) for call in SCORING_CALLS
+            call: micro_batch_spec(self.config, call) for call in scoring_calls()
         }
         for part in (self.rollout_engine, self.sampler.sampler.engine):
             if hasattr(part, "micro_rollout_batch_size"):

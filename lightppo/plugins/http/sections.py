@@ -24,14 +24,12 @@ class RewardServerConfig(Section, adds_to="reward"):
         """Addresses of services that nobody can be reached at."""
         if not hasattr(o, "plan_problem"):
             return  # a script has made its rewards by hand
-        urls = [(url, "--teacher_url", "--teacher_api_key_env") for url in o.teacher_url]
         # a tape answers in place of servers that may be gone
         asked = () if getattr(o, "tape_from", None) else o.remote_rm_url
         for url in asked:
-            if len(o.remote_rm_url) > 1 or "://" in url or not url.split(":")[0].endswith(".py"):
-                urls.append((url,))
-        for address in urls:
+            if len(o.remote_rm_url) == 1 and "://" not in url and url.split(":")[0].endswith(".py"):
+                continue
             try:
-                check_url(*address)
+                check_url(url)
             except ValueError as error:
                 yield str(error)

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from lightppo.errors import ModelLoadError
 from lightppo.models.loading import decoder_layers
 from lightppo.models.wrapper import PretrainedWrapper, Role
+from lightppo.plugin import FROZEN_MODELS
 
-POLICIES_AND_CRITIC: tuple[Role, ...] = ("actor", "critic", "reference", "teacher")
+POLICIES_AND_CRITIC: tuple[Role, ...] = ("actor", "critic", "reference", *FROZEN_MODELS)
 
 
 def prepare_compiled(

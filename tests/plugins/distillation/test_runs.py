@@ -217,7 +217,7 @@ def test_a_trainer_made_by_hand_gets_teacher_and_its_name_together(trainer_with,
     with pytest.raises(ConfigError, match="teacher="):
         trainer_with(teacher_pretrain="larger", **options)
     trainer = trainer_with(teacher_pretrain="larger", teacher=parts["reference"], **options)
-    assert trainer.experience_maker.teacher is parts["reference"]
+    assert trainer.experience_maker.passes["teacher"].model is parts["reference"]
 
 
 @pytest.mark.slow

@@ -12,8 +12,11 @@ from support.http_server import JsonServer, Reply, ok
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RolloutError
+from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
-from lightppo.plugins.algorithms.teacher import TeacherServers
+from lightppo.plugins.distillation.teacher_servers import TeacherServers
+from lightppo.plugins.distillation.teaching import teacher_pass
+from lightppo.plugins.distillation.top_tokens import score_top
 
 ONE_AT_A_TIME = threading.Lock()  # the servers share a model
 
@@ -90,7 +93,7 @@ def test_the_numbers_are_the_models(build, fakes, actor):
 def test_the_likeliest_tokens_are_the_models(build, actor):
     got, *top = build(distill_by="loss", distill_topk=3).score_top(SEQUENCES, 3, MASK, 3)
     with torch.no_grad():
-        expected, *theirs = actor.score_top(SEQUENCES, 3, MASK, 3)
+        expected, *theirs = score_top(actor, SEQUENCES, 3, MASK, 3)
     torch.testing.assert_close(got.log_probs, expected.log_probs)
     torch.testing.assert_close(top[0], theirs[0])
     assert torch.equal(top[1], theirs[1])
@@ -151,6 +154,15 @@ def test_many_ranks_share_what_the_servers_take(build, fakes):
         teacher.score_actions(SEQUENCES, 3, MASK)
         asked = [len(fake.requests) - n for fake, n in zip(fakes, before)]
         assert asked == [[3, 0], [0, 3]][rank]
+
+
+def test_they_share_out_all_samples_of_a_rank(build, fakes):
+    """Whatever the size of micro batches."""
+    config = PPOConfig.from_flat(teacher_url=[server.url for server in fakes])
+    made = teacher_pass(config, {"teacher": build()})
+    assert made.takes_all
+    experience = made.run(Experience(SEQUENCES, MASK, MASK[:, 3:].bool()))
+    assert experience["teacher_log_probs"].shape == (3, 3)
 
 
 def test_one_server_fails_and_the_other_answers_for_it(build, fakes):
