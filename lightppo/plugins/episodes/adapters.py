@@ -2,9 +2,9 @@
 
 ``gym:ID`` and subclasses of ``gymnasium.Env``, ``reasoning_gym:NAME``, ``skyrl_gym:ID`` and
 subclasses of its ``BaseTextEnv``, ``textworld:game.z8``, and OpenRLHF's agents as
-``openrlhf:file.py``. Agent programs are in ``agents.py``, ``openenv:URL`` is in ``openenv.py``, ``verifiers:TASKSET@VENV`` in
-``verifiers_env.py``. Each package is imported where its prefix is given. A row's column ``config``
-has options for them.
+``openrlhf:file.py``. ``openenv:URL`` is in ``openenv.py``, ``verifiers:TASKSET@VENV`` in
+``verifiers_env.py``, agent programs are in ``agents.py``. Each package is imported where its prefix
+is given. A row's column ``config`` has options for them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def adapter_of(found: Any) -> Adapted | None:
         return partial(SkyRLEnvironment, found), SkyRLEnvironment, "lightppo"
     if is_program(found):
         name = f"--env {found.__name__}"
-        _installed("openenv.core.harness.capture", f"{name}: an agent program asks openenv's server")
+        _installed(
+            "openenv.core.harness.capture", f"{name}: an agent program asks openenv's server"
+        )
         return (kind := environment_of(found)), kind, "lightppo"
     if _is_agent(found):
         return partial(_make_agent, found), OpenRLHFAgent, "lightppo"

@@ -36,7 +36,7 @@ class Door:
 
     def __init__(self) -> None:
         import uvicorn
-        from openenv.core.harness.capture.server import create_app, UpstreamPool
+        from openenv.core.harness.capture.server import UpstreamPool, create_app
         from openenv.core.harness.capture.sessions import Upstream
         from openenv.core.harness.capture.upstream import UpstreamHTTPError
 
@@ -97,7 +97,10 @@ class Models:
     param_fixes = ()
 
     async def list_models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "lightppo"}]}
+        return {
+            "object": "list",
+            "data": [{"id": MODEL, "object": "model", "owned_by": "lightppo"}],
+        }
 
 
 class Engine:

@@ -19,7 +19,6 @@ from lightppo.plugins.episodes.contract import EnvironmentFailed, Place
 from lightppo.plugins.episodes.environments import Environments, Session, opening_messages
 from lightppo.rollout.engine import Turn
 
-
 _NOT_EXECUTED = "Not executed: another call of this turn cannot be read."
 
 

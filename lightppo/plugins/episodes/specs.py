@@ -58,7 +58,9 @@ class EnvironmentSpec:
             for name in self._method_names(kind)
         }
         if self.is_agent and self.functions:
-            raise ConfigError(f"{self.where}: an agent program has tools of its own; leave out --tools")
+            raise ConfigError(
+                f"{self.where}: an agent program has tools of its own; leave out --tools"
+            )
         twice = methods.keys() & self.functions.keys()
         if twice:
             raise ConfigError(f"{self.where}: {', '.join(sorted(twice))} is in --tools, too")
