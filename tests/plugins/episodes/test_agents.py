@@ -11,11 +11,13 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from support.chats import BLIND, CHATML, chat_tokenizer
 from support.fakes import FakeStrategy
 from support.puppet import Puppet, prompt_of
+from support.runs import fitted
 
-from lightppo import EnvFailure, run_program
+from lightppo import EnvFailure, PPOTrainer, run_program
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.plugins.episodes import door
 from lightppo.plugins.episodes.calls import AnsweredEnvironments, told_of
@@ -25,11 +27,14 @@ from lightppo.plugins.episodes.environments import EnvironmentFailed, Environmen
 from lightppo.plugins.episodes.episode import Limits
 from lightppo.plugins.episodes.episode_engine import EpisodeEngine
 from lightppo.plugins.tape.tape import Tape
+from lightppo.plugins.tools.tiny_model import save, small_llama
 from lightppo.rollout.engine import SamplingParams
+from lightppo.user_code import load_python_object
 
 SAMPLING = SamplingParams(max_new_tokens=600, n=2, seed=3)
 END = "<|im_end|>"
 CAPTURE = "openenv.core.harness.capture"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "environments"
 PROGRAMS = Path(__file__).with_name("programs.py")
 TOOL = {
     "type": "function",
@@ -339,8 +344,7 @@ def test_a_history_that_is_changed_has_no_episode(opened, how):
         environments = Environments([Noting], timeout=30)
         session = await environments.open({"how": how}, seed=1)
         with pytest.raises(EnvironmentFailed, match=REFUSALS[how]) as caught:
-            await session.step(turn_of("", 1, 2))
-            await session.step(turn_of("", 3))  # of two requests, the first one is played
+            await two_steps(session)
         while not told:
             await asyncio.sleep(0.01)
         await session.close()
@@ -350,6 +354,12 @@ def test_a_history_that_is_changed_has_no_episode(opened, how):
     assert asyncio.run(run()) == "failure"
     (text,) = told
     assert "400" in text
+
+
+async def two_steps(session) -> None:
+    """Of two requests at the same time the first one is played."""
+    await session.step(turn_of("", 1, 2))
+    await session.step(turn_of("", 3))
 
 
 def turn_of(text: str, *numbers: int) -> dict:
@@ -505,7 +515,7 @@ def test_what_is_refused_at_the_start(opened, monkeypatch):
     environments.end()
     monkeypatch.setitem(sys.modules, CAPTURE, None)
     with pytest.raises(
-        ConfigError, match="agent program asks openenv's server.*pip install openenv"
+        ConfigError, match=r"agent program asks openenv's server.*pip install openenv"
     ):
         Environments([Guesser])
 
@@ -539,6 +549,76 @@ def test_forms_of_a_message_that_are_the_same():
         History().first({"messages": [user("a"), echo]})
     with pytest.raises(EnvFailure, match="has no messages"):
         History().first({"messages": []})
+
+
+class Seen(PPOTrainer):
+    """Keeps the rollouts of every step."""
+
+    def fit(self) -> None:
+        self.seen = []
+        collect = self.sampler.collect
+
+        def noting(prompts, step):
+            collected = collect(prompts, step)
+            self.seen += collected.rollouts
+            return collected
+
+        self.sampler.collect = noting
+        super().fit()
+
+
+class Again:
+    """Asks three times, whatever it hears."""
+
+    async def run(self, base_url: str, api_key: str, prompt: list) -> None:
+        self.said = 0
+        messages = list(prompt)
+        for _ in range(3):
+            message = await ask(base_url, api_key, messages, [TOOL])
+            messages.append(message)
+            for call in message.get("tool_calls", ()):
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "no"})
+            messages.append(user(f"Again.{END}"))
+            self.said += len(message["content"])
+
+    def get_reward(self) -> float:
+        return float(self.said)
+
+
+def test_a_run_with_an_agent_program(opened, tokenizer, world, make_config, tmp_path):
+    """The model's own log probs of all sampled tokens, which nothing but the run's options asks for."""
+    if not isinstance(opened, StandIn):
+        pytest.skip("once is enough")
+    save(small_llama(tokenizer, seed=1, positions=512), tokenizer, tmp_path / "chat")
+    options = {
+        "pretrain": str(tmp_path / "chat"),
+        "env": [Again],
+        "reward_fn": None,
+        "reward_source": ["environment"],
+        "max_turn_tokens": 6,
+        "prompt_max_len": 250,
+        "generate_max_len": 100,
+        "benchmark_steps": 1,
+        "actor_learning_rate": 0.0,
+        "advantage_estimator": "grpo",
+        "n_samples_per_prompt": 2,
+        "init_kl_coef": 0,
+    }
+    with pytest.raises(ConfigError, match="--env Again: an agent program sends chat messages; set"):
+        fitted(make_config(**options))
+    trainer = fitted(make_config(**options, apply_chat_template=True), Seen)
+    model = trainer.rollout_engine.engine.model
+    assert {len(one.turns) for one in trainer.seen} == {3}
+    for one in trainer.seen:
+        ids = torch.tensor([one.prompt.token_ids + one.response_ids])
+        start = len(one.prompt.token_ids)
+        with torch.no_grad():
+            scores = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
+        expected = scores.gather(1, torch.tensor(one.response_ids)[:, None])[:, 0]
+        mask, got = torch.tensor(one.trained), torch.tensor(one.log_probs)
+        torch.testing.assert_close(got[mask], expected[mask], atol=1e-4, rtol=0)
+        assert not got[~mask].any()
+        assert one.reward == sum(turn["reward"] for turn in one.turns)
 
 
 # -- the real one alone ------------------------------------------------------------------------------------------------
@@ -630,6 +710,27 @@ def test_a_program_of_its_own_process(play, real):
     _, rollouts = play(Commanded, f"no number{END}")
     assert "ended with code 1: " in rollouts[0].texts["failure"]
     assert "ValueError" in rollouts[0].texts["failure"]
+
+
+def test_the_example(play, real):
+    kind = load_python_object(f"{EXAMPLES / 'agent.py'}:Agent", option="--env")
+
+    class Asked(kind):
+        async def run(self, base_url: str, api_key: str, n: int) -> None:
+            prompt = [user("What is 6 * 7?")]
+            await super().run(base_url, api_key, prompt=prompt, label=str(n))
+
+    def calculation(text):
+        called = json.dumps({"name": "multiply", "arguments": text})
+        return f"<tool_call>\n{called}\n</tool_call>{END}"
+
+    wrong, right = {"a": 6, "b": "x"}, {"a": 6, "b": 7}
+    _, rollouts = play(Asked, calculation(wrong), calculation(right), f"It is 42.{END}")
+    for one in rollouts:
+        told = [message["content"] for message in one.messages if message["role"] == "tool"]
+        assert told[0].startswith("error: ")
+        assert told[1:] == ["42"]
+        assert one.turns[-1]["reward"] == 1.0
 
 
 def test_in_worker_processes(build, tokenizer, real):

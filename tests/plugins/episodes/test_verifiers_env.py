@@ -11,10 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.chats import CHATML, chat_tokenizer
+from support.fakes import FakeStrategy
+from support.puppet import Puppet
 
+from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.plugins.episodes import verifiers_env
+from lightppo.plugins.episodes.chat_format import ChatFormats
 from lightppo.plugins.episodes.environments import EnvironmentFailed, Environments
+from lightppo.plugins.episodes.episode import Limits
+from lightppo.plugins.episodes.episode_engine import EpisodeEngine
+from lightppo.rollout.engine import SamplingParams
 
 WORKER = verifiers_env.__file__.replace("verifiers_env", "verifiers_worker")
 
@@ -391,7 +399,31 @@ def test_the_real_verifiers(real, twice):
 
 
 def test_tools_of_the_real_verifiers(real):
+    """A whole episode, by ids: verifiers' own trace has the same ones as sampled."""
     environments, rows = real("sums_of_tests_tools", tools=True)
-    turns = (said("", {"a": 2, "b": 2}), "it is 4")
-    opening, (first, last) = asyncio.run(play(environments, rows[2], *turns))
-    print(opening, first, last)
+    tokenizer = chat_tokenizer(CHATML)
+    call = '{"name": "adding_add", "arguments": {"a": 2, "b": 2}}'
+    texts = [f"<tool_call>\n{call}\n</tool_call><|im_end|>", "it is 4<|im_end|>"]
+    puppet = Puppet(tokenizer, lambda turn: texts[turn.number])
+    engine = EpisodeEngine(
+        puppet,
+        tokenizer,
+        environments,
+        FakeStrategy(),
+        limits=Limits(budget=600, max_opening=600),
+        formats=dict.fromkeys(environments.names, ChatFormats(tokenizer)),
+    )
+    prompt = Prompt("", [], index=7, extra={"task": 2}, messages=rows[2]["prompt"])
+    (rollout,) = engine.generate([prompt], SamplingParams(max_new_tokens=600))
+    engine.close()
+    whole = rollout.prompt.token_ids + rollout.response_ids
+    for asked in puppet.asked:
+        assert whole[: len(asked.token_ids)] == asked.token_ids
+    said = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    sampled = [id for id, yes in zip(rollout.response_ids, rollout.trained) if yes]
+    assert sampled == said[0] + said[1]
+    assert rollout.extras["sampled"] == float(sum(sampled))
+    answer = "<|im_start|>user\n<tool_response>\n4< |im_end|>\n</tool_response><|im_end|>\n"
+    assert answer in tokenizer.decode(rollout.response_ids)
+    assert "Add two numbers." in tokenizer.decode(rollout.prompt.token_ids)
+    assert [turn["reward"] for turn in rollout.turns] == [0.0, 1.0]
