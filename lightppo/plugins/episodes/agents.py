@@ -99,15 +99,16 @@ class AgentEnvironment:
         return await _called(self._program.get_reward)
 
     async def _stop(self) -> None:
-        if self._running is None:
+        if not self._key:
             return
         from lightppo.plugins.episodes.door import the_door
 
-        running, self._running = self._running, None
         the_door().close(self._key)
+        self._key = ""
         self._conversation.end()
-        running.cancel()
-        await asyncio.wait({running})
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
 
 
 async def run_program(

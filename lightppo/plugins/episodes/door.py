@@ -6,7 +6,9 @@ lets in a program by the key of its episode. Each process has one.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -28,6 +30,7 @@ _CONSTRAINTS = (
     "logit_bias",
     "structured_outputs",
 )
+_KEY = re.compile(r"\bs[0-9a-f]{24}\b")
 _END_SECONDS = 10.0
 
 
@@ -60,6 +63,7 @@ class Door:
         app.state.inference = Models()
         app.state.upstreams = Engines(default_client=app.state.inference, default_level="tokens")
         self.registry = app.state.registry
+        logging.getLogger("intercept").addFilter(_without_keys)  # openenv's
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
@@ -88,6 +92,12 @@ class Door:
         """Stop the server."""
         self._server.should_exit = True
         self._thread.join(_END_SECONDS)
+
+
+def _without_keys(record: logging.LogRecord) -> bool:
+    """A filter: openenv names a session by its key."""
+    record.msg, record.args = _KEY.sub("an episode", record.getMessage()), ()
+    return True
 
 
 class Models:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import threading
 import types
@@ -469,7 +470,7 @@ def test_the_same_request_again_waits_for_the_same_answer(play):
         {"logit_bias": {"5": 10}},
     ],
 )
-def test_a_request_that_forces_the_model_is_refused(play, constraint):
+def test_a_request_that_forces_the_model_is_refused(play, constraint, caplog):
     class Forcing(Guesser):
         async def said(self, base_url, api_key, messages):
             return await ask(base_url, api_key, messages, [TOOL], **constraint)
@@ -477,6 +478,7 @@ def test_a_request_that_forces_the_model_is_refused(play, constraint):
     _, rollouts = play(Forcing, call(1))
     (name,) = constraint
     assert f"{name} cannot be trained: leave it out" in rollouts[0].texts["failure"]
+    assert not re.search(r"s[0-9a-f]{24}", caplog.text)  # keys are not logged
 
 
 def test_a_tape_answers_in_place_of_the_program(build, tokenizer, tmp_path):
@@ -713,7 +715,7 @@ def test_a_program_of_its_own_process(play, real):
 
 
 def test_the_example(play, real):
-    kind = load_python_object(f"{EXAMPLES / 'agent.py'}:Agent", option="--env")
+    kind = load_python_object(f"{EXAMPLES / 'agent.py'}", "Agent", option="--env")
 
     class Asked(kind):
         async def run(self, base_url: str, api_key: str, n: int) -> None:
