@@ -37,7 +37,7 @@ class History:
         Raises:
             EnvFailure: it has no messages, calls of tools among them, or something that is no text.
         """
-        messages = [_plain(message) for message in request["messages"]]
+        messages = [plain_message(message) for message in request["messages"]]
         if not messages:
             raise EnvFailure("the agent program's first request has no messages")
         if any("calls" in one or one["role"] == "tool" for one in messages):
@@ -62,7 +62,7 @@ class History:
         ]
         if calls:
             message["tool_calls"] = calls
-        self._known.append(_plain(message))
+        self._known.append(plain_message(message))
         self._calls = {call["id"]: call["function"]["name"] for call in calls}
         reason = "tool_calls" if calls else turn["finish_reason"]
         return {**turn, "message": message, "finish_reason": reason}
@@ -73,7 +73,7 @@ class History:
         Raises:
             EnvFailure: it does not go on from what was said.
         """
-        told = [_plain(message) for message in request["messages"]]
+        told = [plain_message(message) for message in request["messages"]]
         for i, known in enumerate(self._known):
             if i >= len(told) or told[i] != known:
                 found = _shown(told[i]) if i < len(told) else "nothing"
@@ -166,7 +166,7 @@ class Conversation:
             self._loop.call_soon_threadsafe(self._came.put_nowait, came)
 
 
-def _plain(message: Mapping[str, Any]) -> Message:
+def plain_message(message: Mapping[str, Any]) -> Message:
     """Role and text, calls as names and values, and the id that a tool's answer has; EnvFailure if it is no text."""
     plain: Message = {"role": message["role"], "content": _text_of(message)}
     if message["role"] == "assistant":

@@ -22,7 +22,7 @@ from typing import Any
 
 from lightppo.errors import ConfigError
 from lightppo.plugins.episodes.contract import EnvFailure, Opening, Step
-from lightppo.plugins.episodes.conversation import History
+from lightppo.plugins.episodes.conversation import History, plain_message
 
 _WORKER = Path(__file__).with_name("verifiers_worker.py")
 _LOAD_SECONDS = 300.0
@@ -55,8 +55,8 @@ class VerifiersEnvironment:
             raise EnvFailure("the episode ended before the model was asked")
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}] if prompt else []
-        opening = self._history.first(answer)
-        if opening.messages[: len(prompt or ())] != [_plain(message) for message in prompt or ()]:
+        opening, asked = self._history.first(answer), list(map(plain_message, prompt or ()))
+        if opening.messages[: len(asked)] != asked:
             raise EnvFailure("a row needs the messages that its task begins with")
         return opening
 
@@ -195,8 +195,3 @@ def _variables(python: str) -> dict[str, str]:
     """The environment variables of the process: what is installed beside its Python comes first."""
     path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-def _plain(message: _Answer) -> _Answer:
-    """Role and text; a program may write more."""
-    return {"role": message["role"], "content": message.get("content") or ""}

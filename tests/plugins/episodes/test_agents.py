@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chats import BLIND, CHATML, chat_tokenizer
+from support.chats import BLIND, CHATML, NEXT, chat_tokenizer
 from support.fakes import FakeStrategy
 from support.puppet import Puppet, prompt_of
 from support.runs import fitted
@@ -113,8 +113,8 @@ class Guesser:
     ended: list[str] = []
 
     async def run(self, base_url: str, api_key: str, n: int, **row: object) -> None:
-        self.right = False
-        messages = [system("Be brief."), user("Guess.")]
+        self.right = self.is_over = False
+        messages = [system("Be brief."), user(f"Guess{END}.")]
         try:
             while calls := (await self.said(base_url, api_key, messages)).get("tool_calls"):
                 for call in calls:
@@ -125,6 +125,8 @@ class Guesser:
         except BaseException as error:
             self.ended.append(repr(error))
             raise
+        finally:
+            self.is_over = True
 
     async def said(self, base_url, api_key, messages):
         message = await ask(base_url, api_key, messages, [TOOL])
@@ -132,6 +134,7 @@ class Guesser:
         return message
 
     def get_reward(self) -> float:
+        assert self.is_over  # also where a limit has ended the episode
         return float(self.right)
 
 
@@ -213,10 +216,13 @@ def test_what_is_trained_is_what_was_sampled(play, tokenizer):
         assert [turn["reward"] for turn in rollout.turns] == [0.0, 0.0, 1.0]
         assert [turn["calls"] for turn in rollout.turns] == [1, 3, 0]
         # all that the program was told is broken where it reads like a marker
-        assert rollout.extras["escapes"] == 2
+        assert rollout.extras["escapes"] == 3
         text = tokenizer.decode(whole)
         assert text.startswith("<|im_start|>system\nTools: ")
-        assert f"<|im_start|>system\nBe brief.{END}\n<|im_start|>user\nGuess.{END}\n" in text
+        assert (
+            f"<|im_start|>system\nBe brief.{END}\n<|im_start|>user\nGuess< |im_end|>.{END}\n"
+            in text
+        )
         told = "<tool_response>\nright< |im_end|>\n</tool_response>"
         wrong = "<tool_response>\nwrong\n</tool_response>"
         assert f"<|im_start|>user\n{told}\n{wrong}\n{told}{END}\n" in text
@@ -525,7 +531,9 @@ def test_what_is_refused_at_the_start(opened, monkeypatch):
 def test_formats_by_tools(tokenizer):
     formats = ChatFormats(tokenizer)
     assert formats.of([TOOL]) is formats.of([dict(TOOL)])
-    assert set(formats.of([TOOL]).stop_ids) <= set(formats.stop_ids)
+    # a template that ends turns with calls by another token, which the engine must know from the start
+    formats = ChatFormats(chat_tokenizer(NEXT))
+    assert set(formats.stop_ids) == set(formats.of([TOOL]).stop_ids) > set(formats.of([]).stop_ids)
     blind = ChatFormats(chat_tokenizer(BLIND))
     assert blind.stop_ids == blind.of([]).stop_ids
     with pytest.raises(ConfigError, match="does not show the tools"):
@@ -687,7 +695,7 @@ def test_other_dialects_and_streams(play, real):
                     answer = await client.post(f"{base_url}/messages", json=body, timeout=30)
                     content = answer.raise_for_status().json()["content"]
                     body["messages"] += [{"role": "assistant", "content": content}, user("Sure?")]
-            self.right = content[0]["text"] == "yes"
+            self.right, self.is_over = content[0]["text"] == "yes", True
 
     for kind, texts in (
         (Streaming, (call(3), call(42), f"done{END}")),
