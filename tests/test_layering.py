@@ -266,9 +266,8 @@ def test_public_names_point_to_definitions():
         source = (
             path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
         ).read_text()
-        defined = {
-            n.name for n in ast.parse(source).body if isinstance(n, (ast.ClassDef, ast.FunctionDef))
-        }
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        defined = {n.name for n in ast.parse(source).body if isinstance(n, kinds)}
         imported = {
             (a.asname or a.name)
             for n in ast.parse(source).body

@@ -169,6 +169,7 @@ def test_there_are_examples():
         "README-0",
         "README-1",
         "environments-0",
+        "environments-1",
         "extending-13",
         "extending-19",
         "rewards-2",

@@ -31,3 +31,4 @@ def register() -> None:
     METRICS.register("perf", f"{here}.tally:clocked_names")
     for name in ("EnvFailure", "Reply", "Step", "ToolError"):
         PUBLIC[name] = f"{here}.contract"
+    PUBLIC["run_program"] = f"{here}.agents"

@@ -3,8 +3,8 @@
 ``gym:ID`` and subclasses of ``gymnasium.Env``, ``reasoning_gym:NAME``, ``skyrl_gym:ID`` and
 subclasses of its ``BaseTextEnv``, ``textworld:game.z8``, and OpenRLHF's agents as
 ``openrlhf:file.py``. ``openenv:URL`` is in ``openenv.py``, ``verifiers:TASKSET@VENV`` in
-``verifiers_env.py``. Each package is imported where its prefix is given. A row's column ``config``
-has options for them.
+``verifiers_env.py``, agent programs are in ``agents.py``. Each package is imported where its prefix
+is given. A row's column ``config`` has options for them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from lightppo.errors import ConfigError
+from lightppo.plugins.episodes.agents import environment_of, is_program
 from lightppo.plugins.episodes.contract import Step
 from lightppo.plugins.episodes.openenv import served
 from lightppo.plugins.episodes.verifiers_env import verifiers
@@ -63,6 +64,12 @@ def adapter_of(found: Any) -> Adapted | None:
     base = getattr(sys.modules.get("skyrl_gym.envs.base_text_env"), "BaseTextEnv", None)
     if base is not None and issubclass(found, base):
         return partial(SkyRLEnvironment, found), SkyRLEnvironment, "lightppo"
+    if is_program(found):
+        name = f"--env {found.__name__}"
+        _installed(
+            "openenv.core.harness.capture", f"{name}: an agent program asks openenv's server"
+        )
+        return (kind := environment_of(found)), kind, "lightppo"
     if _is_agent(found):
         return partial(_make_agent, found), OpenRLHFAgent, "lightppo"
     return None

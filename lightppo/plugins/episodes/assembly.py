@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightppo.errors import ConfigError
 from lightppo.rollout.engine import RolloutEngine
 
 if TYPE_CHECKING:
     from lightppo.plugins.episodes.environments import Environments
-    from lightppo.plugins.episodes.episode import Format
+    from lightppo.plugins.episodes.episode import Format, FormatsByTools
 
 
 def around(engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any) -> RolloutEngine:
@@ -60,11 +61,19 @@ def around(engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any) ->
     )
 
 
-def format_of(name: str, environments: Environments, tokenizer: Any, config: Any) -> Format:
+def format_of(
+    name: str, environments: Environments, tokenizer: Any, config: Any
+) -> Format | FormatsByTools:
     """How the conversations of an environment are written; ConfigError if the template cannot write them."""
-    from lightppo.plugins.episodes.chat_format import ChatFormat
+    from lightppo.plugins.episodes.chat_format import ChatFormat, ChatFormats
     from lightppo.plugins.episodes.episode import PlainText
 
+    if environments.is_agent(name):
+        if not config.data.apply_chat_template:
+            raise ConfigError(
+                f"--env {name}: an agent program sends chat messages; set --apply_chat_template"
+            )
+        return ChatFormats(tokenizer, tool_format=config.episodes.tool_format)
     tools = environments.tools(name)
     if not tools and not config.data.apply_chat_template:
         return PlainText(tokenizer)

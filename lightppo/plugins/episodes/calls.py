@@ -118,7 +118,7 @@ class Answered(Direct):
 def _plain(place: Place, result: Any) -> Any:
     """What a call gave, as plain values."""
     if place == "reset":
-        names = ("name", "contract", "has_step", "has_reward", "opening")
+        names = ("name", "contract", "has_step", "has_reward", "opening", "is_agent")
         return {name: getattr(result, name) for name in names}
     return asdict(result) if isinstance(result, Reply | Step) else result
 
@@ -141,11 +141,12 @@ class AnsweredSession:
     has_reward: bool
     opening: Any
     environment: None = None
+    is_agent: bool = False  # tapes from before there were agent programs do not say it
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         raise TapeError(f"the tool {name} is asked, and there is no environment")
 
-    async def step(self, text: str) -> Any:
+    async def step(self, said: Any) -> Any:
         raise TapeError("step is asked, and there is no environment")
 
     async def get_reward(self) -> Any:
@@ -163,6 +164,7 @@ class AnsweredEnvironments:
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.contract: Contract = told["contract"]
         self._tools: dict[str, list[dict[str, Any]]] = told["tools"]
+        self._agents: list[str] = told.get("agents", [])
 
     @property
     def names(self) -> list[str]:
@@ -170,6 +172,9 @@ class AnsweredEnvironments:
 
     def tools(self, name: str) -> list[dict[str, Any]]:
         return self._tools[name]
+
+    def is_agent(self, name: str) -> bool:
+        return name in self._agents
 
     def route(self, row: Mapping[str, Any]) -> str:
         return routed(row, self.names, self.contract)
@@ -184,4 +189,5 @@ class AnsweredEnvironments:
 def told_of(environments: Environments) -> dict[str, Any]:
     """What a tape keeps of environments, for :class:`AnsweredEnvironments`."""
     tools = {name: environments.tools(name) for name in environments.names}
-    return {"contract": environments.contract, "tools": tools}
+    agents = [name for name in environments.names if environments.is_agent(name)]
+    return {"contract": environments.contract, "tools": tools, "agents": agents}

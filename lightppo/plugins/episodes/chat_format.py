@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -683,6 +684,42 @@ class ChatFormat:
                 f"--tool_format {self.tool_format}: it does not read the calls of the chat template, which writes "
                 f"{written[-_SHOWN:]!r}; take another format, or auto"
             )
+
+
+class ChatFormats:
+    """The formats of a tokenizer's template for agent programs, by the tools that these bring.
+
+    Args:
+        options: as of :class:`ChatFormat`.
+
+    Raises:
+        ConfigError: the template cannot write conversations without tools.
+    """
+
+    def __init__(self, tokenizer: Any, **options: Any) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self._known: dict[str, ChatFormat] = {}
+        self.of([])
+
+    def of(self, tools: Sequence[dict]) -> ChatFormat:
+        """The one with these tools; ConfigError if the template cannot write their calls."""
+        key = json.dumps(tools)
+        if key not in self._known:
+            made = ChatFormat(self.tokenizer, tools, **self.options)
+            made.check()
+            self._known[key] = made
+        return self._known[key]
+
+    @functools.cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Those of all formats: as no tools are known yet, of turns with calls and without."""
+        probe = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
+        try:
+            with_calls = self.of([{"type": "function", "function": probe}]).stop_ids
+        except ConfigError:  # a program with tools will be refused
+            with_calls = ()
+        return tuple(sorted({*self.of([]).stop_ids, *with_calls}))
 
 
 def _text_of(content: Any) -> str:

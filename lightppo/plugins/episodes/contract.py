@@ -10,6 +10,10 @@ FailureKind = Literal["exception", "timeout", "not_finite", "failure", "lost"]
 Place = Literal["constructor", "reset", "tool", "step", "get_reward", "close"]
 
 
+# in a worker process, which leads a group that is killed with it
+in_worker = False
+
+
 class ToolError(Exception):
     """A tool refuses what the model asked for: the text goes to the model, and the episode goes on."""
 
@@ -37,6 +41,14 @@ class Step:
     reward: float = 0.0
     done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Opening:
+    """What an agent program asks the model first: the whole conversation so far, and its tools."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 class EnvironmentFailed(Exception):

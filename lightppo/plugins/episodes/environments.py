@@ -111,6 +111,10 @@ class Environments:
         """Whether the class has ``get_reward``."""
         return self._specs[name].method("get_reward") is not None
 
+    def is_agent(self, name: str) -> bool:
+        """Whether the environment ``name`` is an agent program, which asks the model itself."""
+        return self._specs[name].is_agent
+
     def route(self, row: Mapping[str, Any]) -> str:
         """The environment of a row: its column ``environment``, or the only one."""
         return routed(row, self.names, self.contract)
@@ -223,7 +227,9 @@ class Session:
     def __init__(self, environments: Environments, spec: EnvironmentSpec, seat: Seat) -> None:
         self.name = spec.name
         self.contract = spec.contract
-        self.opening: str | list[dict[str, Any]] | None = None  # what reset gave
+        # what reset gave; of an agent program {"messages": …, "tools": …}
+        self.opening: str | list[dict[str, Any]] | dict[str, Any] | None = None
+        self.is_agent = spec.is_agent
         self.has_tools = bool(spec.tools)
         self.has_step = spec.method("step") is not None
         self.has_reward = spec.method("get_reward") is not None
@@ -254,9 +260,9 @@ class Session:
                 raise self._failure from error
         return Reply(**await self._ask("tool", detail=str(name), name=name, arguments=arguments))
 
-    async def step(self, text: str) -> Step:
-        """Give the model's turn to an environment with ``step``."""
-        return Step(**await self._ask("step", text=text))
+    async def step(self, said: str | dict[str, Any]) -> Step:
+        """Give the model's turn to an environment with ``step``: its text, or all of it to an agent program."""
+        return Step(**await self._ask("step", said=said))
 
     async def get_reward(self) -> float | None:
         """``None``: the class has none; in TRL's contract also: this episode has none."""

@@ -19,6 +19,8 @@ from lightppo.plugins.episodes.contract import EnvironmentFailed, Place
 from lightppo.plugins.episodes.environments import Environments, Session, opening_messages
 from lightppo.plugins.episodes.turns import Turn
 
+_NOT_EXECUTED = "Not executed: another call of this turn cannot be read."
+
 
 class Format(Protocol):
     """How a conversation is written in token ids; see :class:`lightppo.plugins.episodes.chat_format.ChatFormat`."""
@@ -36,6 +38,14 @@ class Format(Protocol):
     def continuation(self, turn: AssistantTurn, messages: list[dict[str, Any]]) -> list[int]: ...
 
     def message(self, turn: AssistantTurn) -> dict[str, Any]: ...
+
+
+class FormatsByTools(Protocol):
+    """How conversations of an agent program are written, whose tools its first request has."""
+
+    stop_ids: tuple[int, ...]
+
+    def of(self, tools: list[dict[str, Any]]) -> Format: ...
 
 
 class PlainText:
@@ -130,7 +140,7 @@ class Episode:
     sample_index: int
     stream: int  # number of the sample among those that share its random numbers' key
     seed: int  # of the environment: the same for all samples of the prompt
-    format: Format
+    format: Format | FormatsByTools
     environments: Environments
     limits: Limits
     sample: Sample
@@ -172,6 +182,9 @@ class Episode:
 
     def _open(self, session: Session) -> list[dict[str, Any]]:
         """The first messages: the row's, and what ``reset`` gave; ``self.opened`` is the prompt of them."""
+        if session.is_agent:
+            return self._open_agent(**session.opening)
+        self.spoken = self.format
         added = session.opening
         if isinstance(added, str):
             added, escapes = self.format.harmless(added)
@@ -182,6 +195,19 @@ class Episode:
         else:
             observed = len(added) if isinstance(added, list) else 0
             ids = self.format.opening(messages, observed=observed)
+        return self._opened(ids, messages)
+
+    def _open_agent(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The same of an agent program: what it asks first stands in place of the row's messages."""
+        self.spoken = self.format.of(tools)
+        for message in messages:
+            self.transcript.escapes += self.spoken.harmless(message["content"])[1]
+        ids = self.spoken.opening(messages, observed=len(messages))
+        return self._opened(ids, messages)
+
+    def _opened(self, ids: list[int], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if len(ids) > self.limits.max_opening:
             raise RolloutError(
                 f"prompt {self.prompt.index} has {len(ids)} tokens with what its environment adds (tools, reset): "
@@ -206,13 +232,16 @@ class Episode:
         sampled = await self.calls.sample(asked, self.sample)
         said.add_sampled(sampled)
         stopped = sampled.finish_reason == "stop"
-        turn = self.format.parse(sampled.response_ids, stopped=stopped, prompt=before)
+        turn = self.spoken.parse(sampled.response_ids, stopped=stopped, prompt=before)
         said.text = turn.text
-        said.messages.append(self.format.message(turn))
+        said.messages.append(self.spoken.message(turn))
         if not stopped and len(said.ids) >= self.limits.budget:
             return "length"
-        closing = self.format.closing(sampled.response_ids, stopped=stopped, prompt=before)
-        answer, done = await self._answer(session, turn)
+        closing = self.spoken.closing(sampled.response_ids, stopped=stopped, prompt=before)
+        if session.is_agent:
+            answer, done = await self._answer_of_agent(session, turn, asked, sampled)
+        else:
+            answer, done = await self._answer(session, turn)
         if done is not None:
             return done
         return self._go_on(turn, closing, answer)
@@ -244,10 +273,35 @@ class Episode:
             self._note(reply.metrics)
             messages.append(tool_message(call, reply.text))
             done = "done" if reply.done else done
-        calls = sum(earlier["calls"] for earlier in self.transcript.turns)
-        if done is None and self.limits.max_tool_calls is not None:
-            done = "max_tool_calls" if calls >= self.limits.max_tool_calls else None
-        return messages, done
+        return messages, done or self._too_many_calls()
+
+    async def _answer_of_agent(
+        self, session: Session, turn: AssistantTurn, asked: Turn, sampled: Rollout
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """The same of an agent program: what its next request adds. It never sees a turn with an unreadable call."""
+        now = self.transcript.turns[-1]
+        now["calls"] = len(turn.calls)
+        now["errors"] = sum(call.problem is not None for call in turn.calls)
+        if now["errors"]:
+            answers = [tool_message(call, call.problem or _NOT_EXECUTED) for call in turn.calls]
+            return answers, self._too_many_calls()
+        told = {
+            "message": self.transcript.messages[-1],
+            "finish_reason": sampled.finish_reason,
+            "prompt_ids": asked.token_ids,
+            "ids": sampled.response_ids,
+            "log_probs": sampled.log_probs,
+        }
+        step = await self._in_time("step", lambda: session.step(told))
+        now["reward"] += step.reward
+        self._note(step.metrics)
+        messages = as_messages(step.observation, "user")
+        return messages, "done" if step.done else self._too_many_calls()
+
+    def _too_many_calls(self) -> str | None:
+        limit = self.limits.max_tool_calls
+        calls = sum(turn["calls"] for turn in self.transcript.turns)
+        return "max_tool_calls" if limit is not None and calls >= limit else None
 
     def _go_on(
         self, turn: AssistantTurn, closing: list[int], answer: list[dict[str, Any]]
@@ -258,9 +312,9 @@ class Episode:
             return "max_turns"
         answer = [self._shortened(message) for message in answer]
         for message in answer:
-            said.escapes += self.format.harmless(str(message["content"]))[1]
+            said.escapes += self.spoken.harmless(str(message["content"]))[1]
         try:
-            ids = closing + self.format.continuation(turn, answer)
+            ids = closing + self.spoken.continuation(turn, answer)
         except ObservationError as error:
             raise EnvironmentFailed("exception", "step", f"an observation: {error}") from error
         if len(said.ids) + len(ids) >= self.limits.budget:

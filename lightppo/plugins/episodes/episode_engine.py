@@ -22,7 +22,7 @@ from lightppo.errors import ConfigError, RolloutError
 from lightppo.plugins.episodes.calls import Answered, AnsweredEnvironments, Direct, Recording
 from lightppo.plugins.episodes.contract import EnvironmentFailed
 from lightppo.plugins.episodes.environments import Environments, Session
-from lightppo.plugins.episodes.episode import Episode, Format, Limits
+from lightppo.plugins.episodes.episode import Episode, Format, FormatsByTools, Limits
 from lightppo.plugins.episodes.hf_turns import generate_turns
 from lightppo.plugins.episodes.rewards import has_failed
 from lightppo.plugins.episodes.tally import Tally
@@ -63,7 +63,7 @@ class EpisodeEngine:
         strategy: Ranks,
         *,
         limits: Limits,
-        formats: dict[str, Format],
+        formats: dict[str, Format | FormatsByTools],
         retries: int = 0,
         failure_limit: float = 1.0,
         keeps_rewards: bool = True,

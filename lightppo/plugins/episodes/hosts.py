@@ -25,6 +25,7 @@ from lightppo.plugins.episodes.contract import (
     EnvFailure,
     EnvironmentFailed,
     FailureKind,
+    Opening,
     Place,
     Reply,
     Step,
@@ -125,9 +126,9 @@ class Host:
         text = text_of(result.text, as_trl=as_trl)
         return _checked_numbers(asdict_of(result) | {"text": text}, "the tool's Reply")
 
-    async def _step(self, text: str) -> dict[str, Any]:
+    async def _step(self, said: str | dict[str, Any]) -> dict[str, Any]:
         try:
-            result = await self._invoke(partial(self.environment.step, text))
+            result = await self._invoke(partial(self.environment.step, said))
         except ToolError as error:
             result = Step(str(error), metrics={"tool_error": 1.0})
         step = asdict_of(_as_step(result))
@@ -150,6 +151,8 @@ class Host:
         return asdict_of(Reply(text, error=True))
 
     def _opening(self, opening: Any) -> Any:
+        if isinstance(opening, Opening):
+            return asdict_of(opening)
         if self.spec.contract == "trl" and isinstance(opening, list):  # content parts
             others = [part for part in opening if part.get("type") != "text"]
             if others:
@@ -174,7 +177,7 @@ def _own(value: Any) -> Any:
         return value
 
 
-def asdict_of(result: Reply | Step) -> dict[str, Any]:
+def asdict_of(result: Reply | Step | Opening) -> dict[str, Any]:
     """The fields, not copied."""
     return {one.name: getattr(result, one.name) for one in fields(result)}
 

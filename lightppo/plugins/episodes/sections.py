@@ -15,7 +15,8 @@ class EpisodesConfig(Section):
 
     env: tuple[str, ...] = option(
         (),
-        "Classes of environments, path.py:Name or name=path.py:Name. Of several, the row's column environment names one.",
+        "Classes of environments or agent programs, path.py:Name or name=path.py:Name. Of several, the row's column "
+        "environment names one.",
         takes_object=True,
     )
     tools: tuple[str, ...] = option(

@@ -57,6 +57,10 @@ class EnvironmentSpec:
             )
             for name in self._method_names(kind)
         }
+        if self.is_agent and self.functions:
+            raise ConfigError(
+                f"{self.where}: an agent program has tools of its own; leave out --tools"
+            )
         twice = methods.keys() & self.functions.keys()
         if twice:
             raise ConfigError(f"{self.where}: {', '.join(sorted(twice))} is in --tools, too")
@@ -85,6 +89,11 @@ class EnvironmentSpec:
     def method(self, name: str) -> Callable[..., Any] | None:
         """A method of the class that is no tool."""
         return getattr(self.kind, name, None) if name in RESERVED[self.contract] else None
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether it is an agent program: ``reset`` gives an Opening, and ``step`` gets whole turns."""
+        return getattr(self.kind, "_asks_model", False)
 
     @property
     def is_async(self) -> bool:

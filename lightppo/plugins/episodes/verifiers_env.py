@@ -1,7 +1,9 @@
 """Tasksets of verifiers 0.4: ``verifiers:TASKSET@VENV``, in a process with the Python of ``VENV``.
 
 verifiers pins versions that lightppo's environment cannot have, so it has an environment of its own
-(``python -m venv VENV; VENV/bin/pip install verifiers uv``). ``verifiers_worker.py`` runs there.
+(``python -m venv VENV; VENV/bin/pip install verifiers uv``). ``verifiers_worker.py`` runs there, and
+stands where verifiers has the token-in client that it trains with: each request of the agent program
+is a turn of the episode, as with the programs of ``agents.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.errors import ConfigError
-from lightppo.plugins.episodes.contract import EnvFailure, Step
+from lightppo.plugins.episodes.contract import EnvFailure, Opening, Step
+from lightppo.plugins.episodes.conversation import History, plain_message
 
 _WORKER = Path(__file__).with_name("verifiers_worker.py")
 _LOAD_SECONDS = 300.0
@@ -31,39 +34,42 @@ class VerifiersEnvironment:
     """One episode of a taskset. The column ``task`` is the number of the task.
 
     Its first request must begin with the row's messages (``verifiers_worker.py --rows`` writes
-    them). The whole reward comes with the turn that ends the episode; an episode that a limit of
-    ours cuts has none.
+    them), so that a task's number and its prompt fit. The whole reward comes with the turn that ends
+    the episode; an episode that a limit of ours cuts has none.
     """
+
+    _asks_model = True
 
     def __init__(self, process: Callable[[], VerifiersProcess]) -> None:
         self._process = process()
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._id = self._process.add(self._answers)
-        self._known: list[_Answer] = []  # of the conversation, as both sides have it
+        self._history = History()
         self._is_over = False
 
-    def reset(self, task: int, prompt: Any = None, **row: Any) -> list[_Answer] | None:
-        """How the task begins, behind the row's messages."""
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}] if prompt else []
-        self._known = [_plain(message) for message in prompt or ()]
+    def reset(self, task: int, prompt: Any = None, **row: Any) -> Opening:
+        """How the task begins."""
         self._process.write({"open": self._id, "task": int(task)})
         answer = self._next()
         if "reward" in answer:
             raise EnvFailure("the episode ended before the model was asked")
-        return self._new(answer["messages"]) or None
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}] if prompt else []
+        opening, asked = self._history.first(answer), list(map(plain_message, prompt or ()))
+        if opening.messages[: len(asked)] != asked:
+            raise EnvFailure("a row needs the messages that its task begins with")
+        return opening
 
-    def step(self, text: str) -> Step:
+    def step(self, said: _Answer) -> Step:
         """Give the model's turn to the agent program."""
         if self._is_over:
             raise EnvFailure("the episode is over")
-        self._known.append({"role": "assistant", "content": text})
-        self._process.write({"say": self._id, "text": text})
+        self._process.write({"say": self._id} | self._history.said(said))
         answer = self._next()
         if "reward" in answer:
             self._is_over = True
             return Step(None, answer["reward"], done=True, metrics=answer["metrics"])
-        return Step(self._new(answer["messages"]))
+        return Step(self._history.further(answer))
 
     def close(self) -> None:
         """End the episode in the process."""
@@ -74,17 +80,6 @@ class VerifiersEnvironment:
         if "failure" in answer:
             raise EnvFailure(answer["failure"])
         return answer
-
-    def _new(self, messages: list[_Answer]) -> list[_Answer]:
-        """What the conversation has beyond what both sides know."""
-        told = [_plain(message) for message in messages]
-        known, self._known = self._known, told
-        if told[: len(known)] != known:
-            raise EnvFailure(
-                "the agent program's messages do not go on from what was said (a row needs the "
-                "messages that its task begins with; earlier messages must not be changed)"
-            )
-        return told[len(known) :]
 
 
 class VerifiersProcess:
@@ -200,8 +195,3 @@ def _variables(python: str) -> dict[str, str]:
     """The environment variables of the process: what is installed beside its Python comes first."""
     path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-def _plain(message: _Answer) -> _Answer:
-    """Role and text; a program may write more."""
-    return {"role": message["role"], "content": message.get("content") or ""}

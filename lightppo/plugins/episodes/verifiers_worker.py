@@ -4,14 +4,16 @@
 
 It needs verifiers there, nothing of lightppo. It reads and writes a JSON object a line:
 
-- read: ``{"open": ID, "task": 3}``, ``{"say": ID, "text": "…"}``, ``{"close": ID}``
-- written: ``{"id": ID, "messages": […]}`` for a turn to answer; at the end
+- read: ``{"open": ID, "task": 3}``, ``{"close": ID}``, and for a turn of the model ``{"say": ID,
+  "message": {…}, "finish_reason": "stop", "prompt_ids": […], "ids": […], "log_probs": […]}``
+- written: ``{"id": ID, "messages": […], "tools": […]}`` for a turn to answer; at the end
   ``{"id": ID, "reward": 1.0, "metrics": {…}}`` or ``{"id": ID, "failure": "…"}``
 
 ``--check`` loads the taskset and ends; ``--rows`` writes its tasks as rows for ``--prompt_data``.
 
-verifiers runs an agent program that asks for the model; here a client of verifiers answers it. The
-program is its plain chat, which runs no code of the model's.
+verifiers runs an agent program that asks for the model; here a client of verifiers answers it, in
+place of the one that verifiers trains with: its traces get the ids that the model read and said. The
+program is its chat, which offers the task's tools and runs no code of the model's.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Desk:
         self.write = write
         self.sessions: dict[str, str] = {}  # by id of verifiers' trace
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._asked: dict[str, asyncio.Future[str]] = {}
+        self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._iterator = iter(env.taskset.load())
         self._loaded: list[Any] = []
 
@@ -75,7 +77,7 @@ class Desk:
         elif "say" in message:
             asked = self._asked.pop(message["say"], None)
             if asked is not None and not asked.done():  # otherwise the episode has just failed
-                asked.set_result(message["text"])
+                asked.set_result(message)
         elif task := self._tasks.pop(message["close"], None):
             task.cancel()
 
@@ -87,11 +89,13 @@ class Desk:
         if tasks:
             await asyncio.wait(tasks, timeout=_END_SECONDS)
 
-    async def turn(self, trace: str, messages: list[dict[str, Any]]) -> str:
+    async def turn(self, trace: str, **request: Any) -> dict[str, Any]:
         """What the model says to a conversation."""
         session = self.sessions[trace]
+        if session in self._asked:
+            raise ValueError("the program asks twice at the same time; it must ask in turn")
         self._asked[session] = asyncio.get_running_loop().create_future()
-        self.write({"id": session, "messages": messages})
+        self.write({"id": session} | request)
         return await asyncio.wait_for(self._asked[session], _MOST_SECONDS)
 
     async def _play(self, session: str, number: int) -> None:
@@ -133,24 +137,46 @@ def _outcome(episode: Any) -> dict[str, Any]:
 def attach(desk: Desk) -> None:
     """Let verifiers ask the desk where it would ask a server."""
     from verifiers.v1.clients import Client
-    from verifiers.v1.clients.train import serialize_completion
+    from verifiers.v1.clients.train import serialize_completion, tool_to_wire
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.interception import server
-    from verifiers.v1.types import AssistantMessage, Response
+    from verifiers.v1.types import AssistantMessage, Response, ToolCall, TurnTokens, Usage
 
     class Asking(Client):
         async def get_response(
             self, dialect, body, sampling, session_id=None, turn=None, headers=None
         ):
             request = turn if turn is not None else dialect.parse_request(body)
-            if request.tools:
-                raise NotImplementedError("the task offers tools; only tasks without can be played")
             asked = turn.prompt if turn is not None else request.messages
-            text = await desk.turn(session_id, [message_to_wire(one) for one in asked])
-            said = AssistantMessage(content=text)
-            name = body["model"]
-            answer = Response(id="", created=0, model=name, message=said, finish_reason="stop")
-            answer.raw = serialize_completion(answer, name)
+            said = await desk.turn(
+                session_id,
+                messages=[message_to_wire(one) for one in asked],
+                tools=[tool_to_wire(one) for one in request.tools or ()],
+            )
+            calls = [
+                ToolCall(id=call["id"], **call["function"])
+                for call in said["message"].get("tool_calls", ())
+            ]
+            answer = Response(
+                id="",
+                created=0,
+                model=body["model"],
+                message=AssistantMessage(
+                    content=said["message"]["content"] or None,
+                    reasoning_content=said["message"].get("reasoning_content"),
+                    tool_calls=calls or None,
+                ),
+                finish_reason=said["finish_reason"],
+                usage=Usage(
+                    prompt_tokens=len(said["prompt_ids"]), completion_tokens=len(said["ids"])
+                ),
+                tokens=TurnTokens(
+                    prompt_ids=said["prompt_ids"],
+                    completion_ids=said["ids"],
+                    completion_logprobs=said["log_probs"],
+                ),
+            )
+            answer.raw = serialize_completion(answer, body["model"])
             return answer
 
     server.resolve_client = lambda config: Asking()

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.errors import ConfigError, WorkerStartError
+from lightppo.plugins.episodes import contract
 from lightppo.plugins.episodes.contract import Contract, Place
 from lightppo.plugins.episodes.hosts import Answer, Host, InThread, Once, UserLoop, drive, in_loop
 from lightppo.plugins.episodes.specs import EnvironmentSpec, load_specs
@@ -580,6 +581,7 @@ def work(
 ) -> None:
     """Answers until the channel is closed: sync code in this thread, which is the main one, async code in a loop."""
     os.setsid()
+    contract.in_worker = True
     with contextlib.suppress(
         OSError
     ):  # if memory is short, the kernel kills this process and not the trainer

@@ -1,0 +1,183 @@
+"""Agent programs as environments: a class whose ``run`` asks an OpenAI-compatible server for the model.
+
+The program's requests are the episode's turns: ``reset`` gives its first one, ``step`` answers it and
+gives what the next one adds. So the episode keeps what the model reads and says, in token ids. A
+program that changes what was said before fails. ``door.py`` is the server, ``conversation.py`` what
+stands between both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from lightppo.plugins.episodes import contract
+from lightppo.plugins.episodes.contract import EnvFailure, Opening, Step
+from lightppo.plugins.episodes.conversation import Conversation, History
+from lightppo.user_code import error_text
+
+_GIVEN = ("base_url", "api_key")
+_LAST_WORDS = 500  # characters of a program's output in an error
+
+
+def is_program(found: Any) -> bool:
+    """Whether a class has ``run(base_url, api_key, …)``, and is no environment otherwise."""
+    run = getattr(found, "run", None)
+    if not isinstance(found, type) or not callable(run) or hasattr(found, "reset"):
+        return False
+    return set(_GIVEN) <= inspect.signature(run).parameters.keys()
+
+
+def environment_of(program: type) -> type:
+    """The class of environments that run such a program; ``reset`` takes the columns that ``run`` takes."""
+
+    async def reset(self: AgentEnvironment, **row: Any) -> Opening:
+        return await self._begin(row)
+
+    async def get_reward(self: AgentEnvironment) -> float:
+        return await self._score()
+
+    run = inspect.signature(program.run)
+    columns = [one for name, one in run.parameters.items() if name not in _GIVEN]
+    reset.__signature__ = run.replace(parameters=columns)
+    methods = {"program": program, "reset": reset}
+    if hasattr(program, "get_reward"):
+        methods["get_reward"] = get_reward
+    return type(program.__name__, (AgentEnvironment,), methods)
+
+
+class AgentEnvironment:
+    """One run of a program. What it raises is a failure of the episode."""
+
+    _asks_model = True
+    program: type
+
+    def __init__(self) -> None:
+        self._program = self.program()
+        self._history = History()
+        self._conversation: Conversation | None = None
+        self._running: asyncio.Future[Any] | None = None
+        self._key = ""
+
+    async def step(self, said: dict[str, Any]) -> Step:
+        """Give the program the model's turn, and wait for its next request or its end."""
+        self._conversation.answer(self._history.said(said))
+        request = await self._conversation.next()
+        if request is None:
+            return Step(None, done=True)
+        with self._conversation.refusing():
+            return Step(self._history.further(request))
+
+    async def close(self) -> None:
+        """Stop the program, wherever it is."""
+        await self._stop()
+        if hasattr(self._program, "close"):
+            await _called(self._program.close)
+
+    async def _begin(self, row: Mapping[str, Any]) -> Opening:
+        from lightppo.plugins.episodes.door import the_door
+
+        self._conversation = Conversation()
+        base_url, self._key = the_door().open(self._conversation)
+        given = {"base_url": base_url, "api_key": self._key} | dict(row)
+        self._running = asyncio.ensure_future(_called(self._program.run, **given))
+        self._running.add_done_callback(self._conversation.program_ended)
+        request = await self._conversation.next()
+        if request is None:
+            raise EnvFailure("the agent program ended before it asked the model")
+        with self._conversation.refusing():
+            return self._history.first(request)
+
+    async def _score(self) -> float:
+        await self._stop()  # where a limit has ended the episode, it waits for the model
+        return await _called(self._program.get_reward)
+
+    async def _stop(self) -> None:
+        if not self._key:
+            return
+        from lightppo.plugins.episodes.door import the_door
+
+        the_door().close(self._key)
+        self._key = ""
+        self._conversation.end()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+
+
+async def run_program(
+    command: Sequence[str], *, base_url: str, api_key: str, **variables: str
+) -> str:
+    """For ``run``: start a program, wait until it ends, and return what it wrote.
+
+    It gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``variables`` as environment variables. It is
+    killed with all that it has started when the episode ends before it does.
+
+    Raises:
+        EnvFailure: its exit code is not 0; the text has the end of what it wrote.
+    """
+    given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | given | variables,
+        # a worker is killed with its process group
+        start_new_session=not contract.in_worker,
+    )
+    try:
+        written, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            kill = process.kill if contract.in_worker else _killing_group(process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                kill()
+            await process.wait()
+    text = written.decode("utf-8", "replace")
+    if process.returncode:
+        end = text.strip()[-_LAST_WORDS:]
+        raise EnvFailure(f"{command[0]} ended with code {process.returncode}: {end}")
+    return text
+
+
+def _killing_group(pid: int) -> Callable[[], None]:
+    return lambda: os.killpg(pid, signal.SIGKILL)
+
+
+def _called(function: Callable[..., Any], **given: Any) -> Awaitable[Any]:
+    """What a function of the program gives; one that is not async has a thread of its own."""
+    if inspect.iscoroutinefunction(function):
+        return _as_failure(function(**given))
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+
+    def work() -> None:
+        try:
+            value, tell = function(**given), result.set_result
+        except Exception as error:
+            value, tell = error, result.set_exception
+        except BaseException as error:
+            value, tell = _ended_by(error), result.set_exception
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(lambda: result.done() or tell(value))
+
+    threading.Thread(target=work, name="agent program", daemon=True).start()
+    return result
+
+
+async def _as_failure(running: Awaitable[Any]) -> Any:
+    try:
+        return await running
+    except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop
+        raise _ended_by(error) from error
+
+
+def _ended_by(error: BaseException) -> EnvFailure:
+    return EnvFailure(f"the agent program ended by {error_text(error)}")

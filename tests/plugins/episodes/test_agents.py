@@ -1,0 +1,776 @@
+"""Agent programs: their requests are turns of an episode. With a stand-in for openenv's server, and
+with the real one, asked by the real ``openai`` client, where openenv is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from support.chats import BLIND, CHATML, NEXT, chat_tokenizer
+from support.fakes import FakeStrategy
+from support.puppet import Puppet, prompt_of
+from support.runs import fitted
+
+from lightppo import EnvFailure, PPOTrainer, run_program
+from lightppo.errors import ConfigError, RolloutError
+from lightppo.plugins.episodes import door
+from lightppo.plugins.episodes.calls import AnsweredEnvironments, told_of
+from lightppo.plugins.episodes.chat_format import ChatFormats
+from lightppo.plugins.episodes.conversation import Conversation, History
+from lightppo.plugins.episodes.environments import EnvironmentFailed, Environments
+from lightppo.plugins.episodes.episode import Limits
+from lightppo.plugins.episodes.episode_engine import EpisodeEngine
+from lightppo.plugins.tape.tape import Tape
+from lightppo.plugins.tools.tiny_model import save, small_llama
+from lightppo.rollout.engine import SamplingParams
+from lightppo.user_code import load_python_object
+
+SAMPLING = SamplingParams(max_new_tokens=600, n=2, seed=3)
+END = "<|im_end|>"
+CAPTURE = "openenv.core.harness.capture"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "environments"
+PROGRAMS = Path(__file__).with_name("programs.py")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "guess",
+        "description": "Guess a number.",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}},
+            "required": ["x"],
+        },
+    },
+}
+
+
+class Refused(Exception):
+    """What the stand-in tells a program, in place of a response with a status."""
+
+    def __init__(self, status: int, body: dict) -> None:
+        super().__init__(f"{status}: {body['error']['message']}")
+
+
+class StandIn:
+    """A door without a server: programs of these tests find their episodes here."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, door.Engine] = {}
+        self.made = 0
+
+    def open(self, conversation: Conversation) -> tuple[str, str]:
+        self.made += 1
+        self.engines[f"key {self.made}"] = door.Engine(conversation, Refused)
+        return "stand-in", f"key {self.made}"
+
+    def close(self, key: str) -> None:
+        self.engines.pop(key, None)
+
+
+@pytest.fixture(params=["stand-in", "openenv"])
+def opened(request, monkeypatch):
+    """A door of the stand-in or of openenv; programs ask by :func:`ask`."""
+    if request.param == "openenv":
+        pytest.importorskip(f"{CAPTURE}.server")
+        opened = door.Door()
+    else:
+        monkeypatch.setitem(sys.modules, CAPTURE, types.ModuleType(CAPTURE))
+        opened = StandIn()
+    monkeypatch.setattr(door, "the_door", lambda: opened)
+    yield opened
+    if request.param == "openenv":
+        assert not opened.registry.list_ids()
+        opened.end()
+    else:
+        assert not opened.engines
+
+
+async def ask(base_url: str, api_key: str, messages: list, tools: list = (), **others) -> dict:
+    """A message of the model, as OpenAI's client gives it."""
+    if base_url != "stand-in":
+        from openai import AsyncOpenAI
+
+        if tools:
+            others["tools"] = tools
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            body = await client.chat.completions.create(model="any", messages=messages, **others)
+        return body.choices[0].message.model_dump(exclude_none=True)
+    engine = door.the_door().engines[api_key]
+    body = await engine.completion({"messages": list(messages), "tools": tools, **others})
+    return json.loads(json.dumps(body))["choices"][0]["message"]
+
+
+class Guesser:
+    """Guesses until it is right; what it is told tries to speak for the model."""
+
+    ended: list[str] = []
+
+    async def run(self, base_url: str, api_key: str, n: int, **row: object) -> None:
+        self.right = self.is_over = False
+        messages = [system("Be brief."), user(f"Guess{END}.")]
+        try:
+            while calls := (await self.said(base_url, api_key, messages)).get("tool_calls"):
+                for call in calls:
+                    x = json.loads(call["function"]["arguments"])["x"]
+                    self.right = x == n
+                    answer = f"right{END}" if self.right else "wrong"
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": answer})
+        except BaseException as error:
+            self.ended.append(repr(error))
+            raise
+        finally:
+            self.is_over = True
+
+    async def said(self, base_url, api_key, messages):
+        message = await ask(base_url, api_key, messages, [TOOL])
+        messages.append(message)
+        return message
+
+    def get_reward(self) -> float:
+        assert self.is_over  # also where a limit has ended the episode
+        return float(self.right)
+
+
+def system(text: str) -> dict:
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def call(*numbers: object) -> str:
+    calls = [
+        f'<tool_call>\n{{"name": "guess", "arguments": {{"x": {json.dumps(x)}}}}}\n</tool_call>'
+        for x in numbers
+    ]
+    return "\n".join(calls) + END
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return chat_tokenizer(CHATML)
+
+
+@pytest.fixture
+def build(opened, tokenizer):
+    made = []
+
+    def make(kind, texts, limits=None, environments=None, timeout=30, **options):
+        environments = environments or Environments([kind], timeout=timeout)
+        (name,) = environments.names
+        made.append(
+            EpisodeEngine(
+                Puppet(tokenizer, lambda turn: texts[turn.number]),
+                tokenizer,
+                environments,
+                FakeStrategy(),
+                limits=Limits(**{"budget": 600, "max_opening": 400} | (limits or {})),
+                formats={name: ChatFormats(tokenizer)},
+                **options,
+            )
+        )
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def play(build, tokenizer):
+    """The two samples of one prompt."""
+
+    def played(kind, *texts, **options):
+        engine = build(kind, texts, **options)
+        rollouts = engine.generate([prompt_of("?", tokenizer, index=7, n=42)], SAMPLING)
+        return engine, rollouts
+
+    return played
+
+
+def test_what_is_trained_is_what_was_sampled(play, tokenizer):
+    texts = (call(3), call(42, 5, 42), f"It is 42.{END}")
+    engine, rollouts = play(Guesser, *texts)
+    assert len(rollouts) == 2
+    for rollout in rollouts:
+        whole = rollout.prompt.token_ids + rollout.response_ids
+        start = len(rollout.prompt.token_ids)
+        trained = []
+        for turn in engine.engine.asked:
+            if turn.sample_index == rollout.sample_index:
+                assert whole[: len(turn.token_ids)] == turn.token_ids  # the history only grows
+                said = tokenizer(texts[turn.number], add_special_tokens=False).input_ids
+                begin = len(turn.token_ids)
+                assert whole[begin : begin + len(said)] == said
+                trained += range(begin - start, begin - start + len(said))
+        assert [i for i, yes in enumerate(rollout.trained) if yes] == trained
+        assert rollout.texts["stop_reason"] == "done"
+        assert [turn["reward"] for turn in rollout.turns] == [0.0, 0.0, 1.0]
+        assert [turn["calls"] for turn in rollout.turns] == [1, 3, 0]
+        # all that the program was told is broken where it reads like a marker
+        assert rollout.extras["escapes"] == 3
+        text = tokenizer.decode(whole)
+        assert text.startswith("<|im_start|>system\nTools: ")
+        assert (
+            f"<|im_start|>system\nBe brief.{END}\n<|im_start|>user\nGuess< |im_end|>.{END}\n"
+            in text
+        )
+        told = "<tool_response>\nright< |im_end|>\n</tool_response>"
+        wrong = "<tool_response>\nwrong\n</tool_response>"
+        assert f"<|im_start|>user\n{told}\n{wrong}\n{told}{END}\n" in text
+
+
+def test_openenvs_own_books_have_the_same_ids(play, opened):
+    """What its capture exports for trainers, of the same episodes."""
+    if isinstance(opened, StandIn):
+        pytest.skip("openenv is not installed")
+    from openenv.core.harness.capture.export import export_session
+
+    books = []
+
+    class Booked(Guesser):
+        async def run(self, base_url: str, api_key: str, n: int) -> None:
+            await super().run(base_url, api_key, n)
+            books.append(export_session(opened.registry.get(api_key)))
+
+    _, rollouts = play(Booked, call(3), call(42), f"done{END}")
+    rollout = rollouts[0]
+    opening = len(rollout.prompt.token_ids)
+    for book in books:
+        (sequence,) = book["sequences"]
+        assert book["trainable"]
+        assert sequence["input_ids"] == rollout.prompt.token_ids + rollout.response_ids
+        assert sequence["loss_mask"] == [0] * opening + [int(yes) for yes in rollout.trained]
+        assert sequence["logprobs"] == [0.0] * opening + rollout.log_probs
+    assert len(books) == 2
+
+
+def test_a_call_that_cannot_be_read_is_not_shown_to_the_program(play):
+    broken = f"<tool_call>\nnonsense\n</tool_call>\n{call(1)}"
+    _, (rollout, _) = play(Guesser, broken, call(42), f"done{END}")
+    answers = [one["content"] for one in rollout.messages if one["role"] == "tool"]
+    assert "cannot be read" in answers[0]
+    assert answers[1:] == [
+        "Not executed: another call of this turn cannot be read.",
+        f"right{END}",
+    ]
+    assert (rollout.extras["tool_calls"], rollout.extras["tool_errors"]) == (3.0, 1.0)
+    assert rollout.turns[-1]["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"max_turns": 2}, "max_turns"),
+        ({"max_tool_calls": 2}, "max_tool_calls"),
+        ({}, "length"),
+    ],
+)
+def test_an_episode_that_a_limit_ends_stops_the_program(play, limits, reason):
+    Guesser.ended.clear()
+    _, (rollout, _) = play(Guesser, call(3), *[call(42)] * 50, limits=limits)
+    assert rollout.texts["stop_reason"] == reason
+    assert len(rollout.turns) == 2 or (reason == "length" and len(rollout.turns) > 2)
+    assert rollout.turns[-1]["reward"] == 1.0  # asked for all the same
+    assert len(Guesser.ended) == 2
+    assert all("CancelledError" in one for one in Guesser.ended)
+
+
+class Wrong:
+    """What a program may do that no episode can follow."""
+
+    async def run(self, base_url: str, api_key: str, how: str = "") -> None:
+        def said(messages, tools=(TOOL,), **others):
+            return ask(base_url, api_key, messages, list(tools), **others)
+
+        self.told: Exception | None = None
+        first = [user("Guess."), user("Now.")]
+        try:
+            message = await said(first)
+            answers = [
+                {"role": "tool", "tool_call_id": one["id"], "content": "no"}
+                for one in message["tool_calls"]
+            ]
+            if how == "summary":
+                await said([user("What was before: a guess.")])
+            elif how == "again":
+                await said(first)
+            elif how == "order":
+                await said([*first, message, *answers[::-1]])
+            elif how == "one":
+                await said([*first, message, answers[0]])
+            elif how == "tools":
+                await said([*first, message, *answers], tools=())
+            elif how == "picture":
+                picture = {"type": "image_url", "image_url": {"url": "data:"}}
+                await said([*first, message, *answers, {"role": "user", "content": [picture]}])
+            elif how == "both":
+                history = [*first, message, *answers]
+                await asyncio.gather(said(history), said([*history, user("And?")]))
+        except Exception as error:
+            self.told = error
+            raise
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+REFUSALS = {
+    "summary": "changes what was said before, so its tokens cannot be trained: message 0",
+    "again": "changes what was said before.*message 2 was .*it is now nothing",
+    "order": "must answer all of them, in their order",
+    "one": "must answer all of them, in their order",
+    "tools": "changes its tools between two requests",
+    "picture": "a message that is no text",
+    "both": "asks twice at the same time",
+}
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_a_history_that_is_changed_has_no_episode(opened, how):
+    """It is a failure, and the program is told why."""
+    told = []
+
+    class Noting(Wrong):
+        async def run(self, base_url: str, api_key: str, how: str) -> None:
+            try:
+                await super().run(base_url, api_key, how)
+            except Exception as error:
+                told.append(str(error))
+                raise
+
+    async def run():
+        environments = Environments([Noting], timeout=30)
+        session = await environments.open({"how": how}, seed=1)
+        with pytest.raises(EnvironmentFailed, match=REFUSALS[how]) as caught:
+            await two_steps(session)
+        while not told:
+            await asyncio.sleep(0.01)
+        await session.close()
+        environments.end()
+        return caught.value.kind
+
+    assert asyncio.run(run()) == "failure"
+    (text,) = told
+    assert "400" in text
+
+
+async def two_steps(session) -> None:
+    """Of two requests at the same time the first one is played."""
+    await session.step(turn_of("", 1, 2))
+    await session.step(turn_of("", 3))
+
+
+def turn_of(text: str, *numbers: int) -> dict:
+    """What an episode gives ``step``."""
+    message = {"role": "assistant", "content": text}
+    if numbers:
+        message["tool_calls"] = [
+            {"type": "function", "id": "call00000", "function": {"name": "guess", "arguments": {"x": x}}}
+            for x in numbers
+        ]  # fmt: skip
+    return {
+        "message": message,
+        "finish_reason": "stop",
+        "prompt_ids": [1, 2],
+        "ids": [3],
+        "log_probs": [-0.5],
+    }
+
+
+def test_failures_are_counted_and_not_scored(play, tokenizer):
+    class Crashing(Guesser):
+        async def run(self, base_url: str, api_key: str, n: int) -> None:
+            await self.said(base_url, api_key, [user("Guess.")])
+            raise LookupError("no such file")
+
+    with pytest.raises(RolloutError, match="LookupError: no such file"):
+        play(Crashing, call(1), retries=1, failure_limit=0.5)
+    _, rollouts = play(Crashing, call(1), retries=1)
+    assert [one.response_ids for one in rollouts] == [[], []]
+    assert [one.extras["failures"] for one in rollouts] == [2.0, 2.0]
+    assert "Crashing: step: LookupError: no such file" in rollouts[0].texts["failure"]
+
+
+class Exits:
+    async def run(self, base_url: str, api_key: str, when: str = "") -> None:
+        if when == "later":
+            await ask(base_url, api_key, [user("Guess.")])
+        raise SystemExit(3)
+
+
+class Silent:
+    def run(self, base_url: str, api_key: str) -> None:
+        """Says nothing, and is not async."""
+
+
+class Hangs:
+    async def run(self, base_url: str, api_key: str) -> None:
+        await asyncio.sleep(1000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "kind_of_failure", "text"),
+    [
+        (Exits, {}, "failure", "the agent program ended by SystemExit: 3"),
+        (Silent, {}, "failure", "the agent program ended before it asked the model"),
+        (Hangs, {}, "timeout", "no answer within 1 s"),
+        (Wrong, {"prompt": 1}, None, ""),
+    ],
+)
+def test_programs_that_do_not_ask(opened, kind, row, kind_of_failure, text):
+    async def run():
+        environments = Environments([kind], timeout=1 if kind is Hangs else 30)
+        try:
+            session = await environments.open(row, seed=1)
+            await session.close()
+        finally:
+            environments.end()
+
+    if kind_of_failure is None:
+        return asyncio.run(run())  # it is stopped while it waits
+    with pytest.raises(EnvironmentFailed, match=text) as caught:
+        asyncio.run(run())
+    assert caught.value.kind == kind_of_failure
+
+
+def test_a_program_that_is_not_async(play):
+    class Sync(Guesser):
+        def run(self, base_url: str, api_key: str, n: int, seed: int) -> None:
+            assert seed >= 0
+            self.thread = threading.current_thread().name
+            asyncio.run(Guesser.run(self, base_url, api_key, n))
+
+    _, rollouts = play(Sync, call(42), f"done{END}")
+    assert [one.turns[-1]["reward"] for one in rollouts] == [1.0, 1.0]
+
+
+def test_the_same_request_again_waits_for_the_same_answer(play):
+    """A client whose patience was short."""
+
+    class Impatient(Guesser):
+        async def said(self, base_url, api_key, messages):
+            both = [ask(base_url, api_key, list(messages), [TOOL]) for _ in range(2)]
+            first, second = await asyncio.gather(*both)
+            assert first == second
+            messages.append(first)
+            return first
+
+    _, (rollout, _) = play(Impatient, call(3), call(42), f"done{END}")
+    assert len(rollout.turns) == 3
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {"logit_bias": {"5": 10}},
+    ],
+)
+def test_a_request_that_forces_the_model_is_refused(play, constraint, caplog):
+    class Forcing(Guesser):
+        async def said(self, base_url, api_key, messages):
+            return await ask(base_url, api_key, messages, [TOOL], **constraint)
+
+    _, rollouts = play(Forcing, call(1))
+    (name,) = constraint
+    assert f"{name} cannot be trained: leave it out" in rollouts[0].texts["failure"]
+    assert not re.search(r"s[0-9a-f]{24}", caplog.text)  # keys are not logged
+
+
+def test_a_tape_answers_in_place_of_the_program(build, tokenizer, tmp_path):
+    texts, prompts = (call(3), call(42), f"done{END}"), [prompt_of("?", tokenizer, index=7, n=42)]
+    environments = Environments([Guesser], timeout=30)
+    tape = Tape(tmp_path, 0, 1, plays=False)
+    tape.environments = told_of(environments)
+    tape.go_to(1, "train")
+    rollouts = build(Guesser, texts, environments=environments, tape=tape).generate(
+        prompts, SAMPLING
+    )
+    replayed = Tape(tmp_path, 0, 1, plays=True)
+    replayed.go_to(1, "train")
+    engine = build(
+        None, texts, environments=AnsweredEnvironments(replayed.environments), tape=replayed
+    )
+    assert engine.generate(prompts, SAMPLING) == rollouts
+    assert engine.engine.asked == []
+
+
+def test_what_is_refused_at_the_start(opened, monkeypatch):
+    def guess(x: int) -> str:
+        """Guess.
+
+        Args:
+            x: a number.
+        """
+
+    with pytest.raises(
+        ConfigError, match="an agent program has tools of its own; leave out --tools"
+    ):
+        Environments([Guesser], tools=[guess])
+    environments = Environments([Guesser])
+    with pytest.raises(ConfigError, match="reset takes n; the row's columns: prompt"):
+        environments.check_row({"prompt": "?"})
+    environments.end()
+    monkeypatch.setitem(sys.modules, CAPTURE, None)
+    with pytest.raises(
+        ConfigError, match=r"agent program asks openenv's server.*pip install openenv"
+    ):
+        Environments([Guesser])
+
+
+def test_formats_by_tools(tokenizer):
+    formats = ChatFormats(tokenizer)
+    assert formats.of([TOOL]) is formats.of([dict(TOOL)])
+    # a template that ends turns with calls by another token, which the engine must know from the start
+    formats = ChatFormats(chat_tokenizer(NEXT))
+    assert set(formats.stop_ids) == set(formats.of([TOOL]).stop_ids) > set(formats.of([]).stop_ids)
+    blind = ChatFormats(chat_tokenizer(BLIND))
+    assert blind.stop_ids == blind.of([]).stop_ids
+    with pytest.raises(ConfigError, match="does not show the tools"):
+        blind.of([TOOL])
+
+
+def test_forms_of_a_message_that_are_the_same():
+    """Clients write empty contents, parts of text and arguments in several ways."""
+    history = History()
+    first = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    ]
+    opening = history.first({"messages": first, "tools": None})
+    assert opening.messages == [user("ab")]
+    said = history.said(turn_of("", 5))["message"]
+    assert said["tool_calls"][0]["function"] == {"name": "guess", "arguments": '{"x": 5}'}
+    said["tool_calls"][0]["function"]["arguments"] = '{"x":5}'
+    echo = {"role": "assistant", "content": None, "tool_calls": said["tool_calls"], "refusal": None}
+    answer = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "no"}
+    new = history.further({"messages": [user("ab"), echo, answer, user("go on")]})
+    assert new == [{"role": "tool", "content": "no", "name": "guess"}, user("go on")]
+    with pytest.raises(EnvFailure, match="calls of tools already"):
+        History().first({"messages": [user("a"), echo]})
+    with pytest.raises(EnvFailure, match="has no messages"):
+        History().first({"messages": []})
+
+
+class Seen(PPOTrainer):
+    """Keeps the rollouts of every step."""
+
+    def fit(self) -> None:
+        self.seen = []
+        collect = self.sampler.collect
+
+        def noting(prompts, step):
+            collected = collect(prompts, step)
+            self.seen += collected.rollouts
+            return collected
+
+        self.sampler.collect = noting
+        super().fit()
+
+
+class Again:
+    """Asks three times, whatever it hears."""
+
+    async def run(self, base_url: str, api_key: str, prompt: list) -> None:
+        self.said = 0
+        messages = list(prompt)
+        for _ in range(3):
+            message = await ask(base_url, api_key, messages, [TOOL])
+            messages.append(message)
+            for call in message.get("tool_calls", ()):
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "no"})
+            messages.append(user(f"Again.{END}"))
+            self.said += len(message["content"])
+
+    def get_reward(self) -> float:
+        return float(self.said)
+
+
+def test_a_run_with_an_agent_program(opened, tokenizer, world, make_config, tmp_path):
+    """The model's own log probs of all sampled tokens, which nothing but the run's options asks for."""
+    if not isinstance(opened, StandIn):
+        pytest.skip("once is enough")
+    save(small_llama(tokenizer, seed=1, positions=512), tokenizer, tmp_path / "chat")
+    options = {
+        "pretrain": str(tmp_path / "chat"),
+        "env": [Again],
+        "reward_fn": None,
+        "reward_source": ["environment"],
+        "max_turn_tokens": 6,
+        "prompt_max_len": 250,
+        "generate_max_len": 100,
+        "benchmark_steps": 1,
+        "actor_learning_rate": 0.0,
+        "advantage_estimator": "grpo",
+        "n_samples_per_prompt": 2,
+        "init_kl_coef": 0,
+    }
+    with pytest.raises(ConfigError, match="--env Again: an agent program sends chat messages; set"):
+        fitted(make_config(**options))
+    trainer = fitted(make_config(**options, apply_chat_template=True), Seen)
+    model = trainer.rollout_engine.engine.model
+    assert {len(one.turns) for one in trainer.seen} == {3}
+    for one in trainer.seen:
+        ids = torch.tensor([one.prompt.token_ids + one.response_ids])
+        start = len(one.prompt.token_ids)
+        with torch.no_grad():
+            scores = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
+        expected = scores.gather(1, torch.tensor(one.response_ids)[:, None])[:, 0]
+        mask, got = torch.tensor(one.trained), torch.tensor(one.log_probs)
+        torch.testing.assert_close(got[mask], expected[mask], atol=1e-4, rtol=0)
+        assert not got[~mask].any()
+        assert one.reward == sum(turn["reward"] for turn in one.turns)
+
+
+# -- the real one alone ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real(opened):
+    if isinstance(opened, StandIn):
+        pytest.skip("of the real openenv alone")
+    return opened
+
+
+def test_only_the_key_of_an_episode_is_let_in(play, real):
+    import requests
+
+    keys = []
+
+    class Keeping(Guesser):
+        async def run(self, base_url: str, api_key: str, n: int) -> None:
+            keys.append(api_key)
+            await super().run(base_url, api_key, n)
+
+    play(Keeping, call(42), f"done{END}")
+    assert real.url.startswith("http://127.0.0.1:")
+    body = {"model": "any", "messages": [user("hi")]}
+    for key in (keys[0], "other"):
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = requests.post(f"{real.url}/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 401
+        assert requests.get(f"{real.url[:-3]}/sessions", headers=headers).status_code == 401
+    assert [one["id"] for one in requests.get(f"{real.url}/models").json()["data"]] == ["policy"]
+
+
+def test_other_dialects_and_streams(play, real):
+    class Streaming(Guesser):
+        async def said(self, base_url, api_key, messages):
+            from openai import AsyncOpenAI
+
+            async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+                stream = await client.chat.completions.create(
+                    model="any", messages=messages, tools=[TOOL], stream=True
+                )
+                deltas = [chunk.choices[0].delta async for chunk in stream if chunk.choices]
+            calls = [one for delta in deltas for one in delta.tool_calls or ()]
+            message = {"role": "assistant", "content": "".join(d.content or "" for d in deltas)}
+            if calls:
+                function = {
+                    "name": calls[0].function.name,
+                    "arguments": "".join(one.function.arguments or "" for one in calls),
+                }
+                one = {"id": calls[0].id, "type": "function", "function": function}
+                message["tool_calls"] = [one]
+            messages.append(message)
+            return message
+
+    class Anthropic(Guesser):
+        async def run(self, base_url: str, api_key: str, n: int) -> None:
+            import httpx
+
+            body = {"model": "any", "max_tokens": 50, "system": "Be brief."}
+            body["messages"] = [user("Guess.")]
+            async with httpx.AsyncClient(headers={"x-api-key": api_key}) as client:
+                for _ in range(2):
+                    answer = await client.post(f"{base_url}/messages", json=body, timeout=30)
+                    content = answer.raise_for_status().json()["content"]
+                    body["messages"] += [{"role": "assistant", "content": content}, user("Sure?")]
+            self.right, self.is_over = content[0]["text"] == "yes", True
+
+    for kind, texts in (
+        (Streaming, (call(3), call(42), f"done{END}")),
+        (Anthropic, (f"It is 42.{END}", f"yes{END}")),
+    ):
+        _, rollouts = play(kind, *texts)
+        assert [len(one.turns) for one in rollouts] == [len(texts)] * 2
+        assert [one.turns[-1]["reward"] for one in rollouts] == [1.0, 1.0]
+
+
+def test_a_program_of_its_own_process(play, real):
+    class Commanded:
+        async def run(self, base_url: str, api_key: str, n: int) -> None:
+            command = [sys.executable, str(PROGRAMS), str(n)]
+            self.written = await run_program(command, base_url=base_url, api_key=api_key)
+
+        def get_reward(self) -> float:
+            return float(self.written.strip() == "right")
+
+    _, rollouts = play(Commanded, f"41{END}", f"42{END}")
+    assert [one.turns[-1]["reward"] for one in rollouts] == [1.0, 1.0]
+    _, rollouts = play(Commanded, f"no number{END}")
+    assert "ended with code 1: " in rollouts[0].texts["failure"]
+    assert "ValueError" in rollouts[0].texts["failure"]
+
+
+def test_the_example(play, real):
+    kind = load_python_object(f"{EXAMPLES / 'agent.py'}", "Agent", option="--env")
+
+    class Asked(kind):
+        async def run(self, base_url: str, api_key: str, n: int) -> None:
+            prompt = [user("What is 6 * 7?")]
+            await super().run(base_url, api_key, prompt=prompt, label=str(n))
+
+    def calculation(text):
+        called = json.dumps({"name": "multiply", "arguments": text})
+        return f"<tool_call>\n{called}\n</tool_call>{END}"
+
+    wrong, right = {"a": 6, "b": "x"}, {"a": 6, "b": 7}
+    _, rollouts = play(Asked, calculation(wrong), calculation(right), f"It is 42.{END}")
+    for one in rollouts:
+        told = [message["content"] for message in one.messages if message["role"] == "tool"]
+        assert told[0].startswith("error: ")
+        assert told[1:] == ["42"]
+        assert one.turns[-1]["reward"] == 1.0
+
+
+def test_in_worker_processes(build, tokenizer, real):
+    environments = Environments([f"{PROGRAMS}:Program"], timeout=60, workers=2)
+    engine = build(None, (f"41{END}", f"42{END}"), environments=environments)
+    rollouts = engine.generate([prompt_of("?", tokenizer, index=7, n=42)], SAMPLING)
+    assert [one.turns[-1]["reward"] for one in rollouts] == [1.0, 1.0]
+
+
+# -- programs without a server -----------------------------------------------------------------------------------------
+
+
+def test_a_program_is_killed_with_what_it_has_started(tmp_path):
+    script = "sleep 1000 & echo $! > pid; echo begun; wait"
+
+    async def run():
+        given = {"base_url": "http://127.0.0.1:1/v1", "api_key": "k", "HERE": "here"}
+        said = await run_program(
+            ["sh", "-c", "echo $OPENAI_BASE_URL $OPENAI_API_KEY $HERE"], **given
+        )
+        assert said == "http://127.0.0.1:1/v1 k here\n"
+        program = asyncio.ensure_future(
+            run_program(["sh", "-c", f"cd {tmp_path}; {script}"], **given)
+        )
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+            await asyncio.sleep(0.01)
+        program.cancel()
+        await asyncio.wait({program})
+        return int((tmp_path / "pid").read_text())
+
+    child = Path(f"/proc/{asyncio.run(run())}/stat")
+    while child.exists() and child.read_text().split()[2] not in "ZX":
+        pass
