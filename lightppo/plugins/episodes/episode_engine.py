@@ -288,8 +288,9 @@ class EpisodeEngine:
 
 def turn_sampler(engine: RolloutEngine) -> Callable[[TurnSource, SamplingParams], None]:
     """What samples turns with an engine. ConfigError: nothing does."""
-    if hasattr(engine, "generate_turns"):
-        return engine.generate_turns
+    own = getattr(engine, "generate_turns", None)
+    if own is not None:
+        return own
     if isinstance(engine, HFRolloutEngine):
         return partial(generate_turns, engine)
     name = type(engine).__name__

@@ -517,7 +517,7 @@ def test_an_engine_that_samples_no_turns_is_refused(tokenizer):
     from lightppo.errors import ConfigError
 
     class Old(Puppet):
-        capabilities = None
+        generate_turns = None
 
     engine = Old(tokenizer, spoken([END]))
     with pytest.raises(ConfigError, match="--env: Old samples no turns"):
