@@ -11,3 +11,8 @@ class KernelConfig(Section, adds_to="engine", resume_safe=True):
         "GPU only: capture decoding steps as CUDA graphs. Needs full attention in every layer.",
         needs="rollout_engine=hf",
     )
+    batch_invariant: bool = option(
+        False,
+        "CPU: fix the order of sums, so that sampling and training give the same log probs to the bit. Costs time.",
+        needs="rollout_engine=hf",
+    )
