@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -151,10 +151,10 @@ def can_attend_to_slots(model: nn.Module, config: PretrainedConfig) -> bool:
 
 
 @contextmanager
-def attention_to_slots(config: PretrainedConfig) -> Iterator[None]:
-    """Inside, the model attends by :func:`slot_attention`; ``config`` is the config of its text layers."""
+def attention_to_slots(config: PretrainedConfig, name: str = SLOT_SDPA) -> Iterator[None]:
+    """Inside, the model attends by :func:`slot_attention`, or what has the name; ``config`` is of its text layers."""
     before = config._attn_implementation
-    config._attn_implementation = SLOT_SDPA
+    config._attn_implementation = name
     try:
         yield
     finally:
@@ -614,6 +614,8 @@ class DecodingRunner(AbstractContextManager, Protocol):
 class SlotDecoder(Decoder):
     """Decodes in a fixed number of slots; needs a model with ``can_use_slots``."""
 
+    attention: ClassVar[str] = SLOT_SDPA  # what steps attend by
+
     @torch.no_grad()
     def run(
         self, prompts: list[list[int]], uniforms: Uniforms, more: More | None = None
@@ -731,7 +733,8 @@ class SlotDecoder(Decoder):
         active = slice(0, len(rows))
         ages = rows.ages[active]
         newest = rows.tokens[active].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
-        with attention_to_slots(self.text_config) if self.prepares_masks else nullcontext():
+        attends = attention_to_slots(self.text_config, self.attention)
+        with attends if self.prepares_masks else nullcontext():
             logits = self.forward(
                 newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache
             )

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, Cache
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.algorithms.logprobs import even_head_rows
 from lightppo.config import PPOConfig
@@ -25,7 +27,7 @@ from lightppo.errors import ConfigError
 from lightppo.models.packing import PACKED_SDPA
 from lightppo.models.wrapper import PretrainedWrapper, Role
 from lightppo.plugins.kernels.cpu import CPULinear
-from lightppo.rollout.decode import Decoder, PromptQueue, SlotDecoder
+from lightppo.rollout.decode import Decoder, PromptQueue, SlotCache, SlotDecoder, SlotLayer
 
 ROWS = 64  # of a product: few cost time in training, many where few responses are decoded
 QUERIES = 32  # torch's kernel for CPUs attends in blocks of so many queries
@@ -178,18 +180,18 @@ def hidden(
 def from_first_key(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Moves each row's keys so that the first that its last query sees is column 0."""
     mask = mask.clamp(min=HIDDEN)
-    sees = mask[:, 0, -1] > HIDDEN / 2  # (B, S)
-    first = sees.to(torch.uint8).argmax(1)
-    if not first.any():
+    first = (mask[:, 0, -1] > HIDDEN / 2).to(torch.uint8).argmax(1).tolist()  # (B,)
+    if not any(first):
         return key, value, mask
-    width = key.shape[2] - int(first.min())
-    columns = first[:, None] + torch.arange(width)  # (B, W)
-    beyond = columns >= key.shape[2]
-    columns = columns.clamp(max=key.shape[2] - 1)
-    numbers = torch.arange(len(key))[:, None]
-    key, value = (x.transpose(1, 2)[numbers, columns].transpose(1, 2) for x in (key, value))
-    places = columns[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
-    mask = mask.gather(3, places).masked_fill(beyond[:, None, None], HIDDEN)
+    moved = []
+    for x, dim, missing in ((key, 2, 0.0), (value, 2, 0.0), (mask, 3, HIDDEN)):
+        seen = x.narrow(dim, min(first), x.shape[dim] - min(first))
+        whole = torch.full_like(seen, missing, memory_format=torch.contiguous_format)
+        for row, (start, source) in enumerate(zip(first, x)):
+            count = source.shape[dim - 1] - start
+            whole[row].narrow(dim - 1, 0, count).copy_(source.narrow(dim - 1, start, count))
+        moved.append(whole)
+    key, value, mask = moved
     return key, value, mask
 
 
@@ -218,24 +220,33 @@ class BatchInvariant(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        handler = HANDLED.get(func)
-        if handler is not None:
-            return handler(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if name in _UNKNOWN or func.namespace == "lightppo":
-            raise NotImplementedError(
-                f"--batch_invariant: leave it out: the order of sums of {func} is not known"
-            )
-        if torch.Tag.pointwise not in func.tags or name.rstrip("_") in _EXACT:
-            return func(*args, **kwargs)
-        x = args[0]
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if len(tensors) > 1 or not x.is_floating_point():
-            return func(*args, **kwargs)
-        if torch.Tag.inplace not in func.tags:
-            return in_vectors(lambda part: func(part, *args[1:], **kwargs), x)
-        return x.copy_(in_vectors(lambda part: func(part.clone(), *args[1:], **kwargs), x))
+        return way_of(func)(func, args, kwargs or {})
+
+
+@cache
+def way_of(func: Any) -> Callable[..., Any]:
+    """How an operator runs: a function of it, its arguments and its keyword arguments."""
+    name = func.overloadpacket.__name__
+    if func in HANDLED:
+        return lambda func, args, kwargs: HANDLED[func](*args, **kwargs)
+    if name in _UNKNOWN or func.namespace == "lightppo":
+        raise NotImplementedError(
+            f"--batch_invariant: leave it out: the order of sums of {func} is not known"
+        )
+    if torch.Tag.pointwise in func.tags and name.rstrip("_") not in _EXACT:
+        return of_each_number
+    return lambda func, args, kwargs: func(*args, **kwargs)
+
+
+def of_each_number(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """A function of one tensor, by :func:`in_vectors`; those of several are sums or products, and exact."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if len(tensors) > 1 or not args[0].is_floating_point():
+        return func(*args, **kwargs)
+    if torch.Tag.inplace not in func.tags:
+        return in_vectors(lambda part: func(part, *args[1:], **kwargs), args[0])
+    changed = in_vectors(lambda part: func(part.clone(), *args[1:], **kwargs), args[0])
+    return args[0].copy_(changed)
 
 
 _entered: list[BatchInvariant] = []
@@ -300,14 +311,115 @@ def why_not(model: nn.Module, device: torch.device) -> str | None:
 
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
+ALIGNED_SDPA = "aligned_sdpa"  # the name of aligned_attention in transformers
+
+
+def aligned_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """One new token of each row: (B, H, 1, D), (B, H_kv, S, D) twice -> (B, 1, H, D). Heads with the same keys are
+    queries of one head."""
+    rows, heads, _, width = query.shape
+    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
+    output = scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling")
+    )
+    return output.reshape(rows, 1, heads, value.shape[3]), None
+
+
+AttentionInterface.register(ALIGNED_SDPA, aligned_attention)
+AttentionMaskInterface.register(ALIGNED_SDPA, sdpa_mask)
+
+
+class AlignedLayer(SlotLayer):
+    """Keys and values of one layer, each row from column 0 on; ``span.column`` (B,) is where each gets its next."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(len(key_states))
+        for buffer, states in zip(self.buffers, (key_states, value_states)):
+            buffer[rows, :, self.span.column] = states[:, :, 0]
+        self.keys, self.values = (
+            buffer[: len(rows), :, : self.span.width] for buffer in self.buffers
+        )
+        return self.keys, self.values
+
+
+class AlignedCache(SlotCache):
+    """Rows that all begin at column 0, in whole blocks of keys; ``positions`` (slots,) are of their newest tokens."""
+
+    def __init__(self, like: SlotCache, positions: Tensor, dtype: torch.dtype) -> None:
+        Cache.__init__(self, layers=[AlignedLayer(like.span) for _ in like.layers])
+        self.span, self.slots, self.max_columns = like.span, like.slots, like.max_columns
+        self.tight, self.fixed, self.window = like.tight, False, None
+        self.positions, self.unit = positions, KEYS[dtype]
+        self.span.first = self.columns = 0
+
+    def append(self, prompts: Cache, rows: list[int], width: int) -> None:
+        """Adds ``rows`` of a cache of left-padded prompts, whose positions are set."""
+        span = self.span
+        ends = self.positions[span.rows : span.rows + len(rows)].tolist()
+        for layer, source in zip(self.layers, prompts.layers):
+            states = source.keys, source.values
+            if not layer.buffers:
+                layer.buffers = [x.new_zeros(self.slots, x.shape[1], 0, x.shape[3]) for x in states]
+                layer.dtype, layer.device = source.keys.dtype, source.keys.device
+                layer.is_initialized = True
+        self.reach(max(ends) + 1)
+        for layer, source in zip(self.layers, prompts.layers):
+            for buffer, x in zip(layer.buffers, (source.keys, source.values)):
+                for row, (number, end) in enumerate(zip(rows, ends), start=span.rows):
+                    buffer[row, :, : end + 1] = x[number, :, x.shape[2] - end - 1 :]
+        span.rows += len(rows)
+
+    def reach(self, end: int) -> None:
+        """Makes room for columns below ``end``."""
+        self.span.width = end + -end % self.unit
+        if self.span.width <= self.columns:
+            return
+        self.columns = self.span.width + max(self.unit, 64)
+        for layer in self.layers:
+            layer.buffers = [
+                pad(buffer, (0, 0, 0, self.columns - buffer.shape[2])) for buffer in layer.buffers
+            ]
+
 
 class InvariantDecoder(SlotDecoder):
-    """Attends by the model's own attention, as training does, not by the products that are faster in float32."""
+    """Rows begin at column 0, so that the blocks of their keys are those of training."""
+
+    attention = ALIGNED_SDPA
 
     def _start(self, prompts: list[list[int]], goes_on: bool = False) -> PromptQueue:
         queue = super()._start(prompts, goes_on)
-        self.prepares_masks = False
+        if not self.prepares_masks:
+            raise ConfigError("--batch_invariant: leave it out: the model has its own attention")
+        dtype = next(self.forward.model.parameters()).dtype
+        self.cache = AlignedCache(self.cache, self.rows.positions, dtype)
         return queue
+
+    def _make_room(self, queue: PromptQueue) -> None:
+        cache, positions = self.cache, self.rows.positions[: len(self.rows)]
+        cache.span.end = int(positions.max())
+        cache.span.column = positions
+        cache.reach(cache.span.end + 1)
+
+    def _move_columns(self, slots: int, at_least: int) -> None:
+        self.cache.span.end = max(self.cache.span.end, at_least)
+
+    def _step_mask(self) -> Tensor:
+        span = self.cache.span
+        is_hidden = torch.arange(span.width) > span.column[:, None]  # (b, width)
+        added = torch.zeros(is_hidden.shape, dtype=self.cache.layers[0].dtype)
+        return added.masked_fill_(is_hidden, HIDDEN)[:, None, None]
+
+    def _see_starts(self) -> None:
+        self.rows.starts = [0] * len(self.rows)
 
 
 class InvariantSteps(nullcontext):
