@@ -99,13 +99,15 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Te
 
 
 def in_vectors(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``fn`` of each number, by vector code alone."""
+    """``fn`` of each number, by vector code alone: one thread's part, or each of all threads', is whole units."""
     flat = x.contiguous().view(-1)
     unit = UNIT * torch.get_num_threads()
-    whole = len(flat) - len(flat) % unit if len(flat) >= unit * ONE_THREAD // UNIT else 0
+    piece = max(ONE_THREAD - ONE_THREAD % unit, unit)
+    # torch gives each thread at least so many; between the two it takes some of the threads
+    whole = len(flat) - len(flat) % unit if len(flat) >= ONE_THREAD * torch.get_num_threads() else 0
     parts = [fn(flat[:whole])] if whole else []
-    for part in flat[whole:].split(ONE_THREAD):
-        parts.append(fn(fill_up(part, 0, UNIT))[: len(part)])
+    for part in flat[whole:].split(piece):
+        parts.append(fn(fill_up(part, 0, unit))[: len(part)])
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(x.shape)
 
 
