@@ -170,7 +170,9 @@ def parent(options: argparse.Namespace) -> None:
         run([*words, "--changes", json.dumps(changes)], log=log, timeout=600)
     for model in models:
         for engine in (
-            e for e in options.engines if e != "vllm" or importlib.util.find_spec("vllm") is not None
+            e
+            for e in options.engines
+            if e != "vllm" or importlib.util.find_spec("vllm") is not None
         ):
             for dtype in options.dtypes:
                 log = folder / "logs" / f"precision-{model.parent.name}-{engine}-{dtype}.log"

@@ -231,7 +231,10 @@ def built(shape: Shape) -> Actor | Critic:
     hf_deepspeed.unset_hf_deepspeed_config()
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=shape.trust_remote_code, **options)
-        if not shape.eager and model._supports_attention_backend:
+        # Qwen3.5 has the first at False, and attends by what its config names
+        if not shape.eager and (
+            model._supports_attention_backend or model._can_set_attn_implementation()
+        ):
             model.set_attn_implementation(_COUNTED)
         for module in model.modules():
             if all(
@@ -302,6 +305,14 @@ def pass_bytes(
     return PassBytes(tuple(live.curve), cache)
 
 
+def _cache_bytes(layer: Any) -> int:
+    """Keys and values, or the states of a layer that has no others."""
+    held: list[Any] = []
+    for part in vars(layer).values():
+        held += part.values() if isinstance(part, dict) else [part]
+    return sum(x.nbytes for x in held if isinstance(x, Tensor))
+
+
 def _scores(
     shape: Shape, rows: Rows, places: Tensor, kind: str, entropy: bool
 ) -> tuple[Tensor, int]:
@@ -311,8 +322,9 @@ def _scores(
     if takes(model, "position_ids"):
         inputs["position_ids"] = torch.zeros_like(ids)
     if takes(model, "attention_mask"):  # four dimensions: taken as it is
-        whole = shape.eager or kind == "masked"
-        mask_type = model.dtype if shape.eager else torch.bool
+        eager = model.config._attn_implementation == "eager"
+        whole = eager or kind == "masked"
+        mask_type = model.dtype if eager else torch.bool
         mask = torch.zeros(
             rows.batch, 1, *((rows.length,) * 2 if whole else (2, 1)), dtype=mask_type
         )
@@ -324,9 +336,7 @@ def _scores(
         inputs["logits_to_keep"] = places
     if kind == "cache":
         output = model(**inputs)
-        return output.logits, sum(
-            x.nbytes for one in output.past_key_values.layers for x in (one.keys, one.values)
-        )
+        return output.logits, sum(map(_cache_bytes, output.past_key_values.layers))
     labels, trains = torch.zeros(rows.read, dtype=torch.long), torch.is_grad_enabled()
 
     def select(hidden: Tensor) -> Tensor:

@@ -59,8 +59,18 @@ def differences(actor: Actor, rollouts: list, rows: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("llama", torch.float16),
+        ("llama", torch.float32),
+        ("qwen2", torch.bfloat16),
+        ("qwen3", torch.bfloat16),
+        ("mixtral", torch.bfloat16),
+        ("mixtral", torch.float32),
+    ],
+)
 def test_sampling_and_training_give_the_same_log_probs(kind, dtype, causal_lm, sampled):
     model = causal_lm(kind).to(dtype)
     rollouts = sampled(model, slots=30)
@@ -140,7 +150,7 @@ def test_a_row_is_what_it_is_in_a_large_batch(rows, dtype):
         for name, function in functions.items():
             whole = function(x)
             assert torch.equal(function(x[11 : 11 + rows]), whole[11 : 11 + rows]), name
-            torch.testing.assert_close(function.__call__(x), whole, msg=name)
+            torch.testing.assert_close(function(x), whole, msg=name)
 
 
 def test_functions_change_what_they_are_asked_to_change():
@@ -177,7 +187,7 @@ def test_a_pass_that_fails_leaves_nothing_behind(causal_lm):
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt2"])
-def test_a_model_that_it_does_not_know_is_refused(kind, causal_lm, request):
+def test_a_model_that_it_does_not_know_is_refused(kind, causal_lm):
     model = causal_lm(kind, "eager") if kind == "gpt2" else causal_lm(kind)
     with pytest.raises(ConfigError, match="--batch_invariant: leave it out: "):
         make_invariant(model, CPU)
