@@ -4,9 +4,10 @@
         [--dtypes float32 bfloat16 float16]
 
 Each engine samples responses at temperature 1, and the actor, with the same weights in the same type, scores them as at
-training. ``hf_invariant`` is ``hf`` with ``--batch_invariant``; the seconds of sampling and scoring tell what it costs. Without ``--model``: a model of two layers, and the one of W1, with random weights. Such logits are all alike,
-and no rounding shows; so random weights are made as large as trained ones (``--logit_std``). On a GPU where there is
-one. Prints a table and writes ``runs/bench/precision.json``.
+training. ``hf_invariant`` is ``hf`` with ``--batch_invariant``; the seconds of sampling and scoring tell what it costs.
+Without ``--model``: a model of two layers, and the one of W1, with random weights. Such logits are all alike, and no
+rounding shows; so random weights are made as large as trained ones (``--logit_std``). On a GPU where there is one. Prints
+a table and writes ``runs/bench/precision.json``.
 """
 
 from __future__ import annotations

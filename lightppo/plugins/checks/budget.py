@@ -214,6 +214,7 @@ class PassBytes:
 
     curve: tuple[tuple[int, int], ...]  # see LiveBytes
     cache: int = 0  # keys and values
+    states: int = 0  # of layers that have those instead, whatever the length
 
     def peak(self, beside: Callable[[int], float] = lambda made: 0) -> int:
         """The most, with what is held ``beside`` so many bytes of gradients."""
@@ -302,21 +303,25 @@ def pass_bytes(
     live.finish()
     for hook in hooks:
         hook.remove()
-    return PassBytes(tuple(live.curve), cache)
+    return PassBytes(tuple(live.curve), *cache)
 
 
-def _cache_bytes(layer: Any) -> int:
-    """Keys and values, or the states of a layer that has no others."""
-    held: list[Any] = []
-    for part in vars(layer).values():
-        held += part.values() if isinstance(part, dict) else [part]
-    return sum(x.nbytes for x in held if isinstance(x, Tensor))
+def _cache_bytes(layers: Iterable[Any]) -> tuple[int, int]:
+    """Keys and values, and states of layers that have those instead, which do not grow."""
+    grows = stays = 0
+    for layer in layers:
+        for part in vars(layer).values():
+            if isinstance(part, dict):
+                stays += sum(x.nbytes for x in part.values() if isinstance(x, Tensor))
+            elif isinstance(part, Tensor):
+                grows += part.nbytes
+    return grows, stays
 
 
 def _scores(
     shape: Shape, rows: Rows, places: Tensor, kind: str, entropy: bool
-) -> tuple[Tensor, int]:
-    """Log probs, or values, at the places that are read; and the bytes of the cache where there is one."""
+) -> tuple[Tensor, tuple[int, int]]:
+    """Log probs, or values, at the places that are read; and the bytes of the cache, (0, 0) without one."""
     model, ids = built(shape).hf_model, torch.zeros(rows.batch, rows.length, dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": kind == "cache"}
     if takes(model, "position_ids"):
@@ -331,12 +336,12 @@ def _scores(
         inputs["attention_mask"] = mask
     if shape.scores:
         hidden = model.base_model(**inputs).last_hidden_state
-        return loading.value_head(model)[1](hidden[:, places].flatten(0, 1)).float(), 0
+        return loading.value_head(model)[1](hidden[:, places].flatten(0, 1)).float(), (0, 0)
     if in_model := takes(model, "logits_to_keep"):
         inputs["logits_to_keep"] = places
     if kind == "cache":
         output = model(**inputs)
-        return output.logits, sum(map(_cache_bytes, output.past_key_values.layers))
+        return output.logits, _cache_bytes(output.past_key_values.layers)
     labels, trains = torch.zeros(rows.read, dtype=torch.long), torch.is_grad_enabled()
 
     def select(hidden: Tensor) -> Tensor:
@@ -348,9 +353,9 @@ def _scores(
         ) as made:
             output = model(**inputs)
         if is_untouched(made, output.logits):
-            return output.logits, 0
+            return output.logits, (0, 0)
     logits = model(**inputs).logits.reshape(rows.read, -1).float()
-    return torch.log_softmax(logits, -1).gather(-1, labels[:, None]), 0
+    return torch.log_softmax(logits, -1).gather(-1, labels[:, None]), (0, 0)
 
 
 # -- what a run holds, and when ----------------------------------------------------------------------------------------
@@ -730,7 +735,7 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
             "HF engine",
             "KV cache",
             frozenset({ROLLOUT}),
-            gpu=int(slots * columns * of_token),
+            gpu=int(slots * (columns * of_token + run.states / prompts)),
             sure=False,
         )
         yield Part("HF engine", "prompts", frozenset({ROLLOUT}), gpu=run.peak(), sure=False)

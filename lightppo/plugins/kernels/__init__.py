@@ -1,4 +1,4 @@
-"""Kernels: fused norms, matrix products on CPUs; if options ask for them, CUDA graphs, compiled layers, Liger's."""
+"""Kernels: fused norms, products on CPUs; if asked for: CUDA graphs, compiled layers, Liger's, sums in one order."""
 
 from lightppo.option import register_section
 from lightppo.plugin import CHECKS, DECODING_RUNNERS, KERNELS, MODULES, PREPARATIONS, Check

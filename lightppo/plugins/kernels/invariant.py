@@ -38,7 +38,7 @@ KEYS = {torch.bfloat16: 32, torch.float16: 32, torch.float32: 512}  # its blocks
 ONE_THREAD, UNIT = 32768, 64
 
 _aten = torch.ops.aten
-HIDDEN = -1e30  # what is added to the score of a key that is not seen: no more than that
+HIDDEN = -6e4  # added to the score of a key that is not seen: float16 holds it
 
 # -- products ---------------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ def attention(
     The mask (B, 1, L, S) is added to the scores. A row's first key is the first that its last query sees; from there on
     its keys go in blocks.
     """
-    rows, heads, length, _ = query.shape
+    rows, _, length, _ = query.shape
     mask = attn_mask
     if mask is not None:
         mask = mask[None, None] if mask.dim() == 2 else mask
