@@ -1,11 +1,13 @@
 """How far the log probs of a rollout engine are from the trainer's, by type of the weights.
 
-    python benchmarks/precision.py [--model FOLDER ...] [--engines hf vllm] [--dtypes float32 bfloat16 float16]
+    python benchmarks/precision.py [--model FOLDER ...] [--engines hf hf_invariant vllm]
+        [--dtypes float32 bfloat16 float16]
 
 Each engine samples responses at temperature 1, and the actor, with the same weights in the same type, scores them as at
-training. Without ``--model``: a model of two layers, and the one of W1, with random weights. Such logits are all alike,
-and no rounding shows; so random weights are made as large as trained ones (``--logit_std``). On a GPU where there is
-one. Prints a table and writes ``runs/bench/precision.json``.
+training. ``hf_invariant`` is ``hf`` with ``--batch_invariant``; the seconds of sampling and scoring tell what it costs.
+Without ``--model``: a model of two layers, and the one of W1, with random weights. Such logits are all alike, and no
+rounding shows; so random weights are made as large as trained ones (``--logit_std``). On a GPU where there is one. Prints
+a table and writes ``runs/bench/precision.json``.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from commands import REPO, run, tail
 from workloads import SCALES
 
-ENGINES, DTYPES = ("hf", "vllm"), ("float32", "float16", "bfloat16")
+ENGINES, DTYPES = ("hf", "hf_invariant", "vllm"), ("float32", "float16", "bfloat16")
 # Changes of the scale "cpu", which is the model of W1.
 MODELS = {
     "tiny": {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 96},
@@ -68,6 +71,7 @@ def measure(
     from lightppo.experience.experience import Experience
     from lightppo.models.actor import Actor
     from lightppo.models.loading import valid_vocab_size
+    from lightppo.plugins.kernels.invariant import make_invariant
     from lightppo.rollout.engine import SamplingParams
     from lightppo.strategy.deepspeed import DeepspeedStrategy
     from lightppo.trainer.build import build_rollout_engine
@@ -75,8 +79,13 @@ def measure(
 
     options: dict[str, Any] = {"prompt_max_len": prompt_tokens, "generate_max_len": new_tokens}
     options |= {"max_num_seqs": responses} if engine == "vllm" else {}
+    is_invariant = engine == "hf_invariant"
     config = PPOConfig.from_flat(
-        pretrain=model, rollout_engine=engine, micro_rollout_batch_size=responses, **options
+        pretrain=model,
+        rollout_engine=engine.removesuffix("_invariant"),
+        micro_rollout_batch_size=responses,
+        batch_invariant=is_invariant,
+        **options,
     ).resolved()
     strategy = DeepspeedStrategy(zero_stage=0)
     strategy.setup_distributed()
@@ -87,7 +96,9 @@ def measure(
     # only the parameters: training, too, keeps the frequencies of rotary embeddings in float32
     for parameter in weights.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
-    actor = Actor(weights).eval()
+    actor = Actor(weights, packing_samples=True).eval()
+    if is_invariant:
+        make_invariant(actor.hf_model, strategy.device)
     actor.valid_vocab_size = valid_vocab_size(tokenizer)
     sampler = build_rollout_engine(config, strategy, actor, tokenizer)
     draw = random.Random(0).randrange
@@ -96,13 +107,16 @@ def measure(
         Prompt("", [ids[draw(len(ids))] for _ in range(prompt_tokens)], index=i)
         for i in range(responses)
     ]
+    sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     try:
-        rollouts = sampler.generate(
-            prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-        )
+        sampler.generate(prompts[:1], sampling)  # what the first call alone does
+        start = time.perf_counter()
+        rollouts = sampler.generate(prompts, sampling)
+        sampled_in = time.perf_counter() - start
     finally:
         sampler.close()
     found: dict[str, list[Any]] = {}
+    start = time.perf_counter()
     for first in range(0, responses, 8):
         batch = Experience.from_rollouts(rollouts[first : first + 8])
         batch.to_device(strategy.device)
@@ -111,6 +125,7 @@ def measure(
         terms = mismatch_terms(scores.log_probs, batch.rollout_log_probs, batch.action_mask)
         for name, values in terms.items():
             found.setdefault(name, []).append(values)
+    scored_in = time.perf_counter() - start
     summaries = {name: Summary.of(torch.cat(values)) for name, values in found.items()}
     difference = summaries["logp_diff"]
     return {
@@ -119,6 +134,8 @@ def measure(
         "device": strategy.device.type,
         "parameters": sum(p.numel() for p in actor.parameters()),
         "tokens": difference.count,
+        "sampling_s": sampled_in,
+        "scoring_s": scored_in,
         "logp_diff_mean": difference.mean,
         **mismatch_metrics(summaries),
     }
@@ -126,13 +143,17 @@ def measure(
 
 def table(rows: list[dict[str, Any]]) -> str:
     """As docs/rollouts.md has it."""
-    lines = ["model | engine | type | mean | largest | KL (k3)", "---|---|---|---:|---:|---:"]
+    lines = [
+        "model | engine | type | mean | largest | KL (k3) | sampling, s | scoring, s",
+        "---|---|---|---:|---:|---:|---:|---:",
+    ]
     for row in rows:
         numbers = (row["logp_diff_mean"], row["logp_diff_max"], row["k3_kl"])
         name = f"{row['parameters'] / 1e6:.1f}M"
         lines.append(
             f"{name} | `{row['engine']}` | {row['dtype']} | "
             + " | ".join(f"{n:.1e}" for n in numbers)
+            + f" | {row['sampling_s']:.1f} | {row['scoring_s']:.1f}"
         )
     return "\n".join(lines)
 
@@ -150,7 +171,9 @@ def parent(options: argparse.Namespace) -> None:
         run([*words, "--changes", json.dumps(changes)], log=log, timeout=600)
     for model in models:
         for engine in (
-            e for e in options.engines if e == "hf" or importlib.util.find_spec("vllm") is not None
+            e
+            for e in options.engines
+            if e != "vllm" or importlib.util.find_spec("vllm") is not None
         ):
             for dtype in options.dtypes:
                 log = folder / "logs" / f"precision-{model.parent.name}-{engine}-{dtype}.log"

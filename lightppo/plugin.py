@@ -219,11 +219,12 @@ KERNELS: Table = Table(
     {
         "linear": Entry("torch.nn.functional:linear"),
         "product": Entry("torch:matmul"),
+        "head_rows": Entry("lightppo.algorithms.logprobs:even_head_rows"),
         "decoding": Entry("contextlib:nullcontext"),
     },
 )
-"""How log probs multiply hidden states and head, as torch's functions do, and a context of a model that decodes. A
-plugin may put another entry in the place of each."""
+"""How log probs multiply hidden states and head, as torch's functions do, and how many rows of the head; and a context
+of a model that decodes. A plugin may put another entry in the place of each."""
 
 LOSS_TERMS: Table = Table("term of the actor's loss")
 """Further terms of the actor's loss, under the names of their states. An entry's function gets the

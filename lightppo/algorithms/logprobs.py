@@ -174,7 +174,7 @@ def linear_log_probs(
     """
     _check_labels(hidden, labels)
     valid = min(valid_vocab_size or len(weight), len(weight))
-    columns = min(-(-valid // EVEN) * EVEN, len(weight))
+    columns = KERNELS["head_rows"].fn(valid, len(weight))
     chunk_size = rows_per_chunk(columns, chunk_size, temperature)
     if entropy_grad and isinstance(entropy, TokenPlaces):
         raise ValueError("entropy_grad needs the entropy of all tokens")
@@ -184,6 +184,11 @@ def linear_log_probs(
     ):
         return _LinearLogProbs.apply(hidden, weight, bias, labels, plan)
     return _score(hidden, weight, bias, labels, plan, for_backward=False)[:2]
+
+
+def even_head_rows(valid: int, rows: int) -> int:
+    """How many of a head's ``rows`` are multiplied for ``valid`` ids: ``EVEN`` wide, as far as there are rows."""
+    return min(-(-valid // EVEN) * EVEN, rows)
 
 
 @dataclass(frozen=True)

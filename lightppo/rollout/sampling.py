@@ -193,7 +193,8 @@ class TokenSampler:
             scores = self._filters(history, scores)
             tokens = inverse_cdf(scores.softmax(dim=-1), uniforms)[: len(logits)]
             scores = scores[: len(logits)]
-        log_probs = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - scaled.logsumexp(dim=-1)
+        # as in training, to the last bit
+        log_probs = scaled.log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens, log_probs.masked_fill(scores.amax(dim=-1) == -torch.inf, torch.nan)
 
     def _ban(

@@ -8,8 +8,11 @@ from transformers import LlamaForCausalLM
 
 def test_table(benchmark_script):
     row = {"engine": "vllm", "dtype": "bfloat16", "parameters": 5_270_784, "logp_diff_mean": 0.0171}
-    text = benchmark_script("precision").table([row | {"logp_diff_max": 0.813, "k3_kl": 0.000932}])
-    assert text.splitlines()[2] == "5.3M | `vllm` | bfloat16 | 1.7e-02 | 8.1e-01 | 9.3e-04"
+    row |= {"logp_diff_max": 0.813, "k3_kl": 0.000932, "sampling_s": 2.04, "scoring_s": 0.31}
+    text = benchmark_script("precision").table([row])
+    assert (
+        text.splitlines()[2] == "5.3M | `vllm` | bfloat16 | 1.7e-02 | 8.1e-01 | 9.3e-04 | 2.0 | 0.3"
+    )
 
 
 def test_random_weights_as_large_as_trained_ones(benchmark_script):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 from support.ranks import REPO
-from support.tiny import save_causal_lm, save_reward_model, write_jsonl
+from support.tiny import save_causal_lm, save_reward_model, save_tokenizer, write_jsonl
+from support.towers import save_with_tower
 
 from lightppo.config import PPOConfig, parse_args
 from lightppo.plugins.checks.advice import advice
@@ -20,7 +21,7 @@ RUNS = {path.stem: path for path in sorted(FOLDER.glob("runs/*.yaml")) if path.s
 # Also where they are the defaults: what it is, and its sizes.
 ALWAYS_SAID = {"advantage_estimator", "rollout_batch_size", "train_batch_size", "init_kl_coef"}
 ALWAYS_SAID |= {"prompt_max_len", "generate_max_len"}
-IN_SUITE = ("distill", "gsm8k_ppo")
+IN_SUITE = ("distill", "gpt_oss", "gsm8k_ppo", "qwen35")
 
 
 def head_of(run: Path) -> str:
@@ -103,16 +104,47 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, seed in (("pretrain", 0), ("teacher_pretrain", 1)):
         found[name] = save_causal_lm(root / name, seed, max_position_embeddings=512, **sizes)
     found["reward_pretrain"] = save_reward_model(root / "reward_pretrain")
+    found["qwen35"] = save_with_tower("qwen3_5", root / "qwen35", max_position_embeddings=512)
+    found["gpt_oss"] = save_gpt_oss(root / "gpt_oss")
     for folder in found.values():
         (Path(folder) / "chat_template.jinja").write_text(CHAT)
     return found
+
+
+def save_gpt_oss(folder: Path) -> str:
+    """Four experts, attention with sinks, a window in every other layer."""
+    import torch
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    tokenizer = save_tokenizer(folder)
+    config = GptOssConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        rope_scaling=None,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        GptOssForCausalLM(config).save_pretrained(folder)
+    return str(folder)
 
 
 def small(config: PPOConfig, name: str, models: dict[str, str], folder: Path) -> PPOConfig:
     """The run with tiny models and rows, sampled by the actor; all else as it is."""
     given = config.flat()
     rows = write_jsonl(folder / "rows.jsonl", [ROWS.get(name, ROW)] * 8)
-    changes = {one: models[one] for one in models if given[one]}
+    changes = {one: models[one] for one in models if given.get(one)}
+    changes["pretrain"] = models.get(name, models["pretrain"])
     changes |= {one: rows for one in ("prompt_data", "eval_data") if given[one]}
     changes |= {
         "rollout_engine": "hf",

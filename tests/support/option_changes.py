@@ -81,6 +81,7 @@ BUILT: Changes = [
             "do_sample": False,
             "rollout_engine": "@engine:build",
             "hf_cuda_graphs": True,
+            "batch_invariant": True,
             "gen_batch_size": 8,
             "generation_size": 2,
             "n_samples_per_prompt": 2,

@@ -214,6 +214,7 @@ class PassBytes:
 
     curve: tuple[tuple[int, int], ...]  # see LiveBytes
     cache: int = 0  # keys and values
+    states: int = 0  # of layers that have those instead, whatever the length
 
     def peak(self, beside: Callable[[int], float] = lambda made: 0) -> int:
         """The most, with what is held ``beside`` so many bytes of gradients."""
@@ -231,7 +232,10 @@ def built(shape: Shape) -> Actor | Critic:
     hf_deepspeed.unset_hf_deepspeed_config()
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=shape.trust_remote_code, **options)
-        if not shape.eager and model._supports_attention_backend:
+        # Qwen3.5 has the first at False, and attends by what its config names
+        if not shape.eager and (
+            model._supports_attention_backend or model._can_set_attn_implementation()
+        ):
             model.set_attn_implementation(_COUNTED)
         for module in model.modules():
             if all(
@@ -299,34 +303,45 @@ def pass_bytes(
     live.finish()
     for hook in hooks:
         hook.remove()
-    return PassBytes(tuple(live.curve), cache)
+    return PassBytes(tuple(live.curve), *cache)
+
+
+def _cache_bytes(layers: Iterable[Any]) -> tuple[int, int]:
+    """Keys and values, and states of layers that have those instead, which do not grow."""
+    grows = stays = 0
+    for layer in layers:
+        for part in vars(layer).values():
+            if isinstance(part, dict):
+                stays += sum(x.nbytes for x in part.values() if isinstance(x, Tensor))
+            elif isinstance(part, Tensor):
+                grows += part.nbytes
+    return grows, stays
 
 
 def _scores(
     shape: Shape, rows: Rows, places: Tensor, kind: str, entropy: bool
-) -> tuple[Tensor, int]:
-    """Log probs, or values, at the places that are read; and the bytes of the cache where there is one."""
+) -> tuple[Tensor, tuple[int, int]]:
+    """Log probs, or values, at the places that are read; and the bytes of the cache, (0, 0) without one."""
     model, ids = built(shape).hf_model, torch.zeros(rows.batch, rows.length, dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": kind == "cache"}
     if takes(model, "position_ids"):
         inputs["position_ids"] = torch.zeros_like(ids)
     if takes(model, "attention_mask"):  # four dimensions: taken as it is
-        whole = shape.eager or kind == "masked"
-        mask_type = model.dtype if shape.eager else torch.bool
+        eager = model.config._attn_implementation == "eager"
+        whole = eager or kind == "masked"
+        mask_type = model.dtype if eager else torch.bool
         mask = torch.zeros(
             rows.batch, 1, *((rows.length,) * 2 if whole else (2, 1)), dtype=mask_type
         )
         inputs["attention_mask"] = mask
     if shape.scores:
         hidden = model.base_model(**inputs).last_hidden_state
-        return loading.value_head(model)[1](hidden[:, places].flatten(0, 1)).float(), 0
+        return loading.value_head(model)[1](hidden[:, places].flatten(0, 1)).float(), (0, 0)
     if in_model := takes(model, "logits_to_keep"):
         inputs["logits_to_keep"] = places
     if kind == "cache":
         output = model(**inputs)
-        return output.logits, sum(
-            x.nbytes for one in output.past_key_values.layers for x in (one.keys, one.values)
-        )
+        return output.logits, _cache_bytes(output.past_key_values.layers)
     labels, trains = torch.zeros(rows.read, dtype=torch.long), torch.is_grad_enabled()
 
     def select(hidden: Tensor) -> Tensor:
@@ -338,9 +353,9 @@ def _scores(
         ) as made:
             output = model(**inputs)
         if is_untouched(made, output.logits):
-            return output.logits, 0
+            return output.logits, (0, 0)
     logits = model(**inputs).logits.reshape(rows.read, -1).float()
-    return torch.log_softmax(logits, -1).gather(-1, labels[:, None]), 0
+    return torch.log_softmax(logits, -1).gather(-1, labels[:, None]), (0, 0)
 
 
 # -- what a run holds, and when ----------------------------------------------------------------------------------------
@@ -720,7 +735,7 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
             "HF engine",
             "KV cache",
             frozenset({ROLLOUT}),
-            gpu=int(slots * columns * of_token),
+            gpu=int(slots * (columns * of_token + run.states / prompts)),
             sure=False,
         )
         yield Part("HF engine", "prompts", frozenset({ROLLOUT}), gpu=run.peak(), sure=False)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,10 +60,10 @@ def can_attend_to_slots(model: nn.Module, config: PretrainedConfig) -> bool:
 
 
 @contextmanager
-def attention_to_slots(config: PretrainedConfig) -> Iterator[None]:
-    """Inside, the model attends by :func:`slot_attention`; ``config`` is the config of its text layers."""
+def attention_to_slots(config: PretrainedConfig, name: str = SLOT_SDPA) -> Iterator[None]:
+    """Inside, the model attends by :func:`slot_attention`, or what has the name; ``config`` is of its text layers."""
     before = config._attn_implementation
-    config._attn_implementation = SLOT_SDPA
+    config._attn_implementation = name
     try:
         yield
     finally:
@@ -578,6 +578,7 @@ class SlotDecoder(Decoder):
     """Decodes in a fixed number of slots; needs a model with ``can_use_slots``."""
 
     queue_kind = PromptQueue
+    attention: ClassVar[str] = SLOT_SDPA  # what steps attend by
 
     @torch.no_grad()
     def run(self, queue: PromptQueue, uniforms: Uniforms) -> Decoded:
@@ -661,7 +662,8 @@ class SlotDecoder(Decoder):
         active = slice(0, len(rows))
         ages = rows.ages[active]
         newest = rows.tokens[active].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
-        with attention_to_slots(self.text_config) if self.prepares_masks else nullcontext():
+        attends = attention_to_slots(self.text_config, self.attention)
+        with attends if self.prepares_masks else nullcontext():
             logits = self.forward(
                 newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache
             )

@@ -1,18 +1,25 @@
-"""Kernels: fused norms, matrix products on CPUs; if options ask for them, compiled layers and Liger's."""
+"""Kernels: fused norms, products on CPUs; if asked for: compiled layers, Liger's, sums in one order."""
 
-from lightppo.plugin import KERNELS, MODULES, PREPARATIONS
+from lightppo.option import register_section
+from lightppo.plugin import DECODING_RUNNERS, KERNELS, MODULES, PREPARATIONS
 from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    DECODING_RUNNERS.register("invariant", Entry("lightppo.plugins.kernels.invariant:runner"))
     MODULES.register("cpu_linear", Entry("lightppo.plugins.kernels.cpu:accelerate_on_cpu"))
     MODULES.register("fused", Entry("lightppo.plugins.kernels.fused:fuse"))
     KERNELS["linear"] = Entry("lightppo.plugins.kernels.matmul:linear")
     KERNELS["product"] = Entry("lightppo.plugins.kernels.matmul:product")
+    KERNELS["head_rows"] = Entry("lightppo.plugins.kernels.invariant:head_rows")
     KERNELS["decoding"] = Entry("lightppo.plugins.kernels.cpu:packed_weights")
     PREPARATIONS.register(
         "activation_offload", Entry("lightppo.plugins.kernels.offload:prepare_offload")
     )
     PREPARATIONS.register("liger", Entry("lightppo.plugins.kernels.liger:prepare_liger"))
+    PREPARATIONS.register(
+        "batch_invariant", Entry("lightppo.plugins.kernels.invariant:prepare_invariant")
+    )
     PREPARATIONS.register("compile", Entry("lightppo.plugins.kernels.layers:prepare_compiled"))
+    register_section("kernels", "lightppo.plugins.kernels.sections:KernelConfig", adds_to="engine")

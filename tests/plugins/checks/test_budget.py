@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.fakes import FakeStrategy
 from support.tiny import tiny_config, write_jsonl
+from support.towers import qwen3_5
 from transformers import LlamaConfig, MixtralConfig, Qwen2Config
 
 from lightppo.__main__ import main
@@ -231,6 +232,20 @@ def test_experts_are_counted_by_how_many_a_token_goes_through() -> None:
     # 4 samples of 2048 tokens, bf16: of one more expert at least gate and value (256) and their product (128) are kept
     # in the first layer; the last one runs at the read half of the positions
     assert 384 * 8192 * 2 < two - one < 1536 * 8192 * 2
+
+
+def test_layers_with_a_state_hold_it_whatever_the_length() -> None:
+    """Qwen3.5: one of two layers has a state of 4 heads of 8 by 8 numbers, and the last 3 of 64 before a convolution."""
+    text = qwen3_5().config.get_text_config()
+    found = {
+        length: parts(text, 1, generate_max_len=length)["HF engine", "KV cache"].gpu
+        for length in (128, 256)
+    }
+    more = found[256] - found[128]
+    keys_and_values = 8 * 128 * 2 * text.num_key_value_heads * text.head_dim * 2
+    assert more == keys_and_values
+    states = found[128] - keys_and_values * (1024 + 128 + 128) / 128
+    assert 8 * 4 * 8 * 8 * 2 <= states <= 8 * (4 * 8 * 8 * 4 + 4 * 64 * 4)
 
 
 def test_a_teacher_is_one_more_model() -> None:

@@ -2,17 +2,21 @@
 
 from support.fixtures.character_models import actor_of, llama, make_llama, model, prompts, tokenizer
 from support.fixtures.families import causal_lm, classifier, configs, family, ragged
+from support.fixtures.small_runs import assets, make_config, world
 
 __all__ = [
     "actor_of",
+    "assets",
     "causal_lm",
     "classifier",
     "configs",
     "family",
     "llama",
+    "make_config",
     "make_llama",
     "model",
     "prompts",
     "ragged",
     "tokenizer",
+    "world",
 ]
