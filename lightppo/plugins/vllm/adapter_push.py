@@ -11,6 +11,7 @@ from lightppo.trainer.callbacks import Callback
 SLOTS = 2
 """Adapters of an engine at a time: the newest, and one that requests may still use."""
 
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's slots
 # with adapters it runs all experts by Triton, also in models whose adapters are elsewhere
 NO_EXPERTS = "vLLM takes no adapters for a mixture of experts without a GPU"
 
@@ -18,9 +19,7 @@ NO_EXPERTS = "vLLM takes no adapters for a mixture of experts without a GPU"
 def chosen(asked: str, obstacle: str | None, strategy: Any) -> bool:
     """Whether adapters travel alone; rank 0 says what vLLM gets. A ConfigError where that was asked and cannot be."""
     if asked == "adapter" and obstacle:
-        raise ConfigError(
-            f"--vllm_lora_push adapter: {obstacle}; set --vllm_lora_push merged"
-        )
+        raise ConfigError(f"--vllm_lora_push adapter: {obstacle}; set --vllm_lora_push merged")
     strategy.print(
         f"LoRA: vLLM gets all weights after every step, with the adapter merged: {obstacle}"
         if obstacle
@@ -46,11 +45,7 @@ def lora_arguments(config: Any) -> dict[str, Any] | str:
 
 def slot_rank(rank: int) -> int | None:
     """The smallest rank of vLLM's slots that holds this one; None: there is none."""
-    from typing import get_args
-
-    from vllm.config.lora import MaxLoRARanks
-
-    return min((size for size in get_args(MaxLoRARanks) if size >= rank), default=None)
+    return min((size for size in _RANKS if size >= rank), default=None)
 
 
 def model_obstacle(arguments: Mapping[str, Any]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ class AdapterShelf:
         self._held: dict[str, LoRAModel] = {}
         self._loader._load_adapter = self._again
 
-    def hold(self, name: str, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any]) -> None:
+    def hold(
+        self, name: str, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any]
+    ) -> None:
         """Keeps copies of an adapter's matrices; ``config`` is its ``adapter_config.json``. A ValueError where vLLM
         does not know such adapters."""
         loader = self._loader
@@ -44,9 +46,14 @@ class AdapterShelf:
             weights_mapper=_names_within(loader),
         )
 
-    def keep(self, names: Collection[str]) -> None:
-        """Forgets all others."""
-        self._held = {name: one for name, one in self._held.items() if name in names}
+    def forget(self, names: Iterable[str]) -> None:
+        """Frees adapters that nobody will ask for."""
+        for name in names:
+            self._held.pop(name, None)
+
+    def names(self) -> list[str]:
+        """Of those that are held."""
+        return list(self._held)
 
     def _again(self, request: Any) -> LoRAModel:
         """In place of vLLM's ``_load_adapter``."""
@@ -69,7 +76,9 @@ def obstacle(worker: Any, names: Iterable[str], rank: int) -> str | None:
         return f"vLLM was started for adapters of rank {config.max_lora_rank} at most"
     loader = worker.model_runner.lora_manager
     manager = loader._adapter_manager
-    if current_platform.is_cpu() and any(isinstance(one, MoERunner) for one in manager.model.modules()):
+    if current_platform.is_cpu() and any(
+        isinstance(one, MoERunner) for one in manager.model.modules()
+    ):
         return NO_EXPERTS
     within = set(manager.modules)
     for fused, parts in manager.packed_modules.items():
@@ -105,9 +114,9 @@ def hold(
     shelf_of(worker).hold(name, tensors, config)
 
 
-def keep(worker: Any, names: Collection[str]) -> None:
-    """:meth:`AdapterShelf.keep` of a worker."""
-    shelf_of(worker).keep(names)
+def forget(worker: Any, names: Iterable[str]) -> None:
+    """:meth:`AdapterShelf.forget` of a worker."""
+    shelf_of(worker).forget(names)
 
 
 # -- for comparisons ---------------------------------------------------------------------------------------------------
@@ -125,10 +134,12 @@ def added_outputs(worker: Any, model: Any, probes: Any) -> dict[str, Tensor]:
     added = {}
     for name, layer in model.named_modules():
         a, b = getattr(layer, "lora_a_stacked", None), getattr(layer, "lora_b_stacked", None)
-        if a is None or b is None or not hasattr(layer, "base_layer"):
+        if a is None or b is None:
             continue
         if isinstance(a, Tensor):
-            a, b = (a,), (b,)  # of the head
+            a, b = (a,), (b,)  # of the head, or of an embedding, which gets no adapter here
+        if a[0].dim() != 4:
+            continue
         # each (slots, 1, r, in) and (slots, 1, out, r), one of every layer that is fused
         parts = [
             two[slot, 0].float() @ (one[slot, 0].float() @ probes(one.shape[-1], one.device))

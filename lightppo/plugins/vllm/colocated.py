@@ -426,7 +426,9 @@ class VLLMRolloutEngine(VLLMEngine):
         from lightppo.plugins.vllm.adapter_shelf import obstacle
 
         if self._obstacle is None:
-            names = [name for name, _ in self._named((n, None) for n in adapter_names(self.hf_model))]
+            names = [
+                name for name, _ in self._named((n, None) for n in adapter_names(self.hf_model))
+            ]
             rank = self.exporter.config.r
             self._obstacle = self.llm.collective_rpc(obstacle, args=(names, rank))[0]
         asked = self.config.engine.vllm_lora_push
@@ -573,15 +575,15 @@ class VLLMRolloutEngine(VLLMEngine):
 
     def _remove_unused(self) -> None:
         """Takes older adapters out of vLLM when no request uses them any more."""
-        from lightppo.plugins.vllm.adapter_shelf import keep
-
-        engine = self.llm.llm_engine
-        if not self._retired or engine.has_unfinished_requests():
+        if not self._retired or self.llm.llm_engine.has_unfinished_requests():
             return
+        from lightppo.plugins.vllm.adapter_shelf import forget
+
         for request in self._retired:
-            engine.remove_lora(request.lora_int_id)
+            self.llm.llm_engine.remove_lora(request.lora_int_id)
+        names = [request.lora_name for request in self._retired]
+        self.llm.collective_rpc(forget, args=(names,))
         self._retired = []
-        self.llm.collective_rpc(keep, args=([self.adapter],))
 
     def _named(self, weights: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
         """By the names of the checkpoint that vLLM has."""

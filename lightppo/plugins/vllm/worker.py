@@ -230,7 +230,9 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
     init_info_cls = update_info_cls = SimpleNamespace
 
     problem: str | None = None  # why the present push has failed
-    version: str | None = None  # of the weights, as the trainer calls them; None: not from a trainer
+    version: str | None = (
+        None  # of the weights, as the trainer calls them; None: not from a trainer
+    )
     _coming: str | None = None
     _group: GlooGroup | NCCLGroup | None = None
     _reload: Reload | None = None
@@ -354,10 +356,11 @@ class WorkerExtension:
         self.weight_transfer_engine.hold_adapter(self, name, config)
         return self.lightppo_problem()
 
-    def lightppo_keep_adapters(self, names: list[str]) -> dict[str, Any]:
-        """Forgets all others, and says which have a slot."""
-        shelf_of(self).keep(names)
-        return {"slots": sorted(self.list_loras())}
+    def lightppo_forget_adapters(self, names: list[str]) -> dict[str, Any]:
+        """Frees adapters that nobody will ask for; says which are held, and the numbers of those with a slot."""
+        shelf = shelf_of(self)
+        shelf.forget(names)
+        return {"held": shelf.names(), "slots": sorted(self.list_loras())}
 
     def lightppo_problem(self) -> dict[str, str | None]:
         """Why this worker has not done what the route before told it."""
@@ -406,6 +409,7 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
     packed = dict(getattr(model, "packed_modules_mapping", None) or {})
     for name, value in added_outputs(worker, model, probe_vector).items():
         if f"{name}.weight" in prints:
-            prints[f"{name}.weight"] = prints[f"{name}.weight"].float() + value
+            prints[f"{name}.weight"] = prints[f"{name}.weight"].float()
+            prints[f"{name}.weight"][: len(value)] += value  # a head's rows may be padded
     prints = {name: value.float().cpu() for name, value in prints.items()}
     return prints, packed, str(dtype).removeprefix("torch.")

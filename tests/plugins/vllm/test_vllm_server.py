@@ -360,7 +360,7 @@ class TestLostServers:
 
     def test_every_rank_expects_the_version_that_rank_0_pushed(self, build, fakes, prompts):
         strategy = FakeStrategy()
-        told = [(None, {}, "of rank 0"), False]
+        told = [(None, {}, "of rank 0", "of rank 0"), False]
         strategy.is_rank_0, strategy.broadcast_object = lambda: False, lambda obj: told.pop(0)
         engine = build(strategy)
         for server in fakes:
