@@ -90,8 +90,8 @@ class RolloutCheck:
             return
         whose = "" if adapter is None else f", with adapter {adapter}"
         message = (
-            f"the rollout engine's log probs are not the trainer's{whose}: {mean:.3g} nats apart on average, {largest:.3g} at "
-            f"most, and --logp_diff_tolerance is {self.tolerance:g}. {self._suspects()}"
+            f"the rollout engine's log probs are not the trainer's{whose}: {mean:.3g} nats apart on average, "
+            f"{largest:.3g} at most, and --logp_diff_tolerance is {self.tolerance:g}. {self._suspects()}"
         )
         if self.mode == "error":
             raise RolloutMismatchError(f"{message}. With --rollout_check warn the run continues")
