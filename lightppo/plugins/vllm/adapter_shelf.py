@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.platforms import current_platform
 
@@ -27,6 +28,9 @@ class AdapterShelf:
         self._loader = worker.model_runner.lora_manager
         self._held: dict[str, LoRAModel] = {}
         self._loader._load_adapter = self._again
+        for products in self._loader._adapter_manager.punica_wrapper_mapping.values():
+            if isinstance(products, PunicaWrapperCPU):
+                products.__class__ = ProductsBySlot
 
     def hold(
         self, name: str, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any]
@@ -58,6 +62,52 @@ class AdapterShelf:
     def _again(self, request: Any) -> LoRAModel:
         """In place of vLLM's ``_load_adapter``."""
         return self._held[request.lora_name].clone(request.lora_int_id)
+
+
+class ProductsBySlot(PunicaWrapperCPU):
+    """B A x on a CPU, one product for all tokens of an adapter. vLLM's own copies both matrices for every token."""
+
+    _rows: list[tuple[int, Tensor | None]] | None = None
+
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        super().update_metadata(*args, **kwargs)
+        self._rows = None
+
+    def _rows_of_slots(self) -> list[tuple[int, Tensor | None]]:
+        """Slots in use, each with the rows of its tokens; None: all rows."""
+        if self._rows is None:
+            slots = self.token_lora_indices  # (T,), -1: none
+            used = slots.unique().tolist()
+            self._rows = [
+                (slot, None if len(used) == 1 else (slots == slot).nonzero().squeeze(1))
+                for slot in used
+                if slot >= 0
+            ]
+        return self._rows
+
+    def add_lora_linear(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **kwargs: Any,
+    ) -> None:
+        """Adds to y (T, out), for x (T, in), by matrices (slots, 1, r, in) and (slots, 1, out, r) of fused layers."""
+        x, y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        for slot, rows in self._rows_of_slots():
+            inputs = (x if rows is None else x[rows]).float()
+            start = 0
+            for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices):
+                low = scale * (inputs @ a[slot, 0].float().T)  # (T, r)
+                added = low.to(y.dtype) @ b[slot, 0].to(y.dtype).T
+                if rows is None:
+                    y[:, start : start + size] += added
+                else:
+                    y[rows, start : start + size] += added
+                start += size
 
 
 def shelf_of(worker: Any) -> AdapterShelf:

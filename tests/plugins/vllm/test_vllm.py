@@ -198,6 +198,9 @@ def test_an_old_adapter_stays_while_requests_use_it(two_ranks, case):
     for rank in two_ranks:
         seen = rank[2 + case]
         assert seen["during"] == 2
+        found, expected = seen["at once"]
+        assert found == expected
+        assert found[0] != found[1]
         numbers, pushes = seen["after"]
         assert numbers == [pushes]
 

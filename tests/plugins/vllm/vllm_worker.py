@@ -128,10 +128,7 @@ class Case(Trained):
             rollout_engine="vllm",
             zero_stage=zero_stage,
             temperature=0.7,
-            lora_rank=4 if adapters else 0,
-            **batch,
-            **lengths,
-            **options,
+            **({"lora_rank": 4} if adapters else {}) | batch | lengths | options,
         ).resolved()
         before = self.process_state()
         self.engine = build_rollout_engine(self.config, self.strategy, self.actor, self.tokenizer)
@@ -235,14 +232,32 @@ def adapters_of(case):
     except RolloutMismatchError as error:
         seen["message"] = str(error)
     engine.sync_weights(case.actor)
-    # of requests that are under way during a push
-    answers = iter(engine._answers([([5, 6, 7], {"max_tokens": n}) for n in (1, 40)]))
-    next(answers)
-    engine.sync_weights(case.actor)
-    seen["during"] = len(engine.llm.llm_engine.list_loras())
-    list(answers)
-    seen["after"] = [list(engine.llm.llm_engine.list_loras()), engine._pushes]
-    return seen
+    return seen | two_adapters_at_once(case)
+
+
+def two_adapters_at_once(case):
+    """A request that is under way during a push, and one after it in the same batches."""
+    engine, inner = case.engine, case.engine.llm.llm_engine
+    prompt = [Prompt("", [5, 6, 7])]
+    how = vllm_engine.Requests(engine, prompt, GREEDY).parameters(0)
+    names, expected, found = [], [], {}
+    for is_new in (False, True):
+        if is_new:
+            case.train()
+            engine.sync_weights(case.actor)
+        expected += [one.response_ids for one in case.hf.generate(prompt, GREEDY)]
+        names.append(engine._add([5, 6, 7], how))
+        inner.step()
+    held = len(inner.list_loras())
+    while inner.has_unfinished_requests():
+        for output in inner.step():
+            found[output.request_id] = list(output.outputs[0].token_ids)
+    engine._remove_unused()
+    return {
+        "during": held,
+        "at once": [[found[name] for name in names], expected],
+        "after": [list(inner.list_loras()), engine._pushes],
+    }
 
 
 def refused(case):
