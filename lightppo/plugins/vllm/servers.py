@@ -288,9 +288,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
             lacking = [
                 i
                 for i in everybody
-                if before is None
-                or not self._has_base
-                or self.servers[i].described.get("version") != before
+                if i not in lost | obstacles
+                and not (self._has_base and self.servers[i].described["version"] == before)
             ]
             told = (obstacles, lacking)
         obstacles, lacking = self.strategy.broadcast_object(told)
