@@ -32,11 +32,15 @@ class FakeVLLM(JsonServer):
         described: what the server says of itself.
         version: of its weights.
         loaded: tensors of each whole push, by name.
+        obstacle: why it takes no adapters.
+        adapters: tensors of each adapter, by its name and theirs.
     """
 
     def __init__(self, architecture: dict[str, Any], port: int = 0) -> None:
         self.replies: dict[str, Callable[[dict[str, Any], int], Reply]] = {}
         self.loaded: list[dict[str, Any]] = []
+        self.obstacle: str | None = "vLLM was started without LoRA"
+        self.adapters: dict[str, dict[str, Any]] = {}
         self.version = "default"
         self.described = {
             "protocol": PROTOCOL,
@@ -47,6 +51,7 @@ class FakeVLLM(JsonServer):
             "sleep_mode": False,
             "architecture": architecture,
             "towers": False,
+            "version": None,
         }
         self._active, self._arrived, self._group = False, {}, None
         super().__init__(port)
@@ -71,21 +76,33 @@ class FakeVLLM(JsonServer):
         if route == "/collective_rpc":
             if body["method"] == "lightppo_admit":
                 self._active = False
-            known = {"lightppo_admit": self.described, "lightppo_problem": {"problem": None}}
+            fine = {"problem": None}
+            known = {"lightppo_admit": self.described, "lightppo_problem": fine}
+            known["lightppo_adapter_obstacle"] = {"obstacle": self.obstacle}
+            known |= dict.fromkeys(("lightppo_receive_adapter", "lightppo_hold_adapter"), fine)
+            if body["method"] == "lightppo_receive_adapter":
+                self._arrived |= self._tensors(body["args"][0])
+            if body["method"] == "lightppo_hold_adapter":
+                self.adapters[body["args"][0]] = self._arrived
             answer = {"results": [known[body["method"]]]}
+        elif route == "/lightppo/adapters":
+            answer = {"problem": None, "served": {}}
         elif route == "/inference/v1/generate":
+            if body.get("model") not in (None, *self.adapters):
+                return 404, b"the model does not exist"
             answer = {"choices": [self.choice(body)]}
         elif route == "/start_weight_update":
             if self._active:
                 return 500, b"start_weight_update called while a weight update is already active"
-            self._active, self._arrived = True, {}
+            self._active, self._arrived, self.described["version"] = True, {}, None
         elif route == "/init_weight_transfer_engine":
-            info = body["init_info"]
+            info, self._arrived = body["init_info"], {}
+            self._coming = info.get("version")
             self._group = GlooGroup.join(info, 1) if info["transport"] == "gloo" else None
         elif route == "/update_weights":
             self._arrived |= self._tensors(body["update_info"])
         elif route == "/finish_weight_update":
-            self._active = False
+            self._active, self.described["version"] = False, self._coming
             self.loaded.append(self._arrived)
         elif route == "/update_weight_version":
             self.version = body["new_version"]

@@ -572,6 +572,7 @@ ELSEWHERE = {
     "use_trackio": "plugins/records/test_loggers.py",
     "use_wandb": "plugins/records/test_loggers.py",
     "vllm_dtype": "plugins/vllm/test_rollout_check.py",
+    "vllm_lora_push": "plugins/vllm/test_vllm_server.py",
     "offload_during_rollout": "plugins/vllm/test_room.py",
     "vllm_request_seeds": "plugins/vllm/vllm_worker.py",
     "vllm_server_api_key_env": "plugins/vllm/test_vllm_server.py",

@@ -304,10 +304,16 @@ def layer_of(name: str) -> str:
     return _WITHIN.sub("", name.rpartition(".")[0])
 
 
+def is_adapter_weight(name: str) -> bool:
+    """Whether a parameter is a matrix of an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
 class LoraExport:
     """Merges and writes a model's adapters (``hf_model.lora``); the frozen weights never change, so nothing drifts."""
 
     layer_of = staticmethod(layer_of)
+    is_adapter_weight = staticmethod(is_adapter_weight)
 
     def __init__(self, config: Any, model: nn.Module) -> None:
         layers = _layers(model)
@@ -329,12 +335,7 @@ class LoraExport:
     def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights as in the model's checkpoint, from all layers or from some complete ones (:meth:`layer_of`)."""
         result = {}
-        for name, tensor in state_dict.items():
-            if _is_adapter(name):
-                continue
-            layer, _, kind = name.rpartition(".")
-            if layer in self.in_4bit and kind == "weight":
-                tensor = dense_weight(self.in_4bit[layer], tensor)
+        for name, tensor in self._dense(state_dict):
             owner, _, kind = name.rpartition(_BASE)
             if owner and kind == "weight":
                 lora_a, lora_b = (
@@ -346,16 +347,44 @@ class LoraExport:
             result[name.replace(_BASE, ".")] = tensor
         return result
 
+    def frozen(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As :meth:`merged`, without the adapters: what they were trained beside."""
+        return {name.replace(_BASE, "."): tensor for name, tensor in self._dense(state_dict)}
+
+    def _dense(self, state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The frozen weights by their names in memory, none in 4 bits."""
+        for name, tensor in state_dict.items():
+            if is_adapter_weight(name):
+                continue
+            layer, _, kind = name.rpartition(".")
+            if layer in self.in_4bit and kind == "weight":
+                tensor = dense_weight(self.in_4bit[layer], tensor)
+            yield name, tensor
+
+    def alone(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The adapters' matrices, named as in their file but for peft's prefix: ``….q_proj.lora_A.weight`` (r, in)."""
+        return {
+            name.replace(f".{_NAME}.", "."): tensor
+            for name, tensor in state_dict.items()
+            if is_adapter_weight(name)
+        }
+
+    def description(self) -> dict[str, Any]:
+        """What the adapter's ``adapter_config.json`` says."""
+        described = self.config.to_dict()
+        return {
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in described.items()
+        }
+
     def write(self, state_dict: Mapping[str, Tensor], folder: Path) -> None:
         """The adapter alone, for ``PeftModel.from_pretrained``."""
         from safetensors.torch import save_file
 
         heads = tuple(f"{name}." for name in self.config.modules_to_save or ())
-        weights = {
-            _PEFT_PREFIX + name.replace(f".{_NAME}.", "."): tensor.contiguous()
-            for name, tensor in state_dict.items()
-            if _is_adapter(name) or name.startswith(heads)
-        }
+        own = self.alone(state_dict)
+        own |= {name: tensor for name, tensor in state_dict.items() if name.startswith(heads)}
+        weights = {_PEFT_PREFIX + name: tensor.contiguous() for name, tensor in own.items()}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self.config.save_pretrained(str(folder))
@@ -368,10 +397,6 @@ def _layers(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if hasattr(module, "_disable_adapters")
     }
-
-
-def _is_adapter(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name
 
 
 def check_packages(building: Any) -> None:

@@ -98,6 +98,10 @@ class EpisodeEngine:
     def last_stats(self) -> dict[str, float]:
         return self.engine.last_stats
 
+    @property
+    def adapter(self) -> str | None:
+        return getattr(self.engine, "adapter", None)
+
     # -- episodes --------------------------------------------------------------------------------------------------
 
     def generate(

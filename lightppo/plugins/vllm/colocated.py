@@ -12,8 +12,9 @@ import math
 import os
 import random
 import time
+import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,16 +22,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.plugins.ops.storage import content_folder, stage_to_local
+from lightppo.plugins.vllm.adapter_push import chosen, lora_arguments, model_obstacle
 from lightppo.plugins.vllm.room import Room
 from lightppo.plugins.vllm.weights import (
     SHARED_MEMORY,
+    adapter_names,
+    adapter_weights,
     differing_weights,
+    frozen_weights,
     full_weights,
     has_towers,
     trainer_fingerprints,
@@ -48,7 +53,7 @@ from lightppo.rollout.sampling import (
     request_seed,
 )
 from lightppo.strategy.distributed import on_cuda
-from lightppo.strategy.zero3 import find_hf_model, find_whole
+from lightppo.strategy.zero3 import find_adapters, find_hf_model, find_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,6 +104,12 @@ class VLLMEngine:
         self.tokenizer = tokenizer
         self.hf_model, _ = find_hf_model(actor)
         self.dtype = str(next(self.hf_model.parameters()).dtype).removeprefix("torch.")
+        self.exporter = find_adapters(self.hf_model)
+        self.pushes_adapters = False  # alone
+        self.adapter: str | None = None  # the name of the newest, which requests use
+        self._has_base = False  # the weights that adapters are trained beside
+        self._run = uuid.uuid4().hex
+        self._pushes = 0
         self.last_stats: dict[str, float] = {}  # of the last generate and the last push
         self._asleep: set[str] = set()  # what vLLM calls tags: weights, kv_cache
 
@@ -136,9 +147,11 @@ class VLLMEngine:
         self._sample_turns(turns, sampling)
 
     def sync_weights(self, actor: nn.Module) -> None:
-        """Pushes the present weights of ``actor`` and forgets all cached prefixes. Collective."""
+        """Pushes the present weights of ``actor``, or its adapter alone under a new name. Collective."""
         start = time.perf_counter()
         self.actor = actor
+        self.last_stats["sync_bytes"] = 0
+        self._pushes += 1
         self._wake("weights")
         self._push()
         self.last_stats["sync_seconds"] = time.perf_counter() - start
@@ -155,7 +168,19 @@ class VLLMEngine:
         self._wake("weights")
         self._wake("kv_cache")
         if dropped:
+            self._has_base = False
             self.sync_weights(self.actor)
+
+    @property
+    def asks_for_adapters(self) -> bool:
+        """Whether adapters should travel alone, where vLLM can take them."""
+        return self.exporter is not None and self.config.engine.vllm_lora_push != "merged"
+
+    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Weights that are sent."""
+        for name, tensor in weights:
+            self.last_stats["sync_bytes"] += tensor.nbytes
+            yield name, tensor
 
 
 class Requests:
@@ -311,6 +336,8 @@ class VLLMRolloutEngine(VLLMEngine):
             strategy.barrier()
         self.group = tensor_parallel_group(config.engine.tensor_parallel_size)
         self._requests = 0
+        self._request: Any = None  # vLLM's LoRARequest of the newest adapter
+        self._retired: list[Any] = []  # of older ones, which requests may still use
         self.sleeps = self.on_gpu and config.engine.free_cache_engine
         if config.engine.free_cache_engine and not self.on_gpu:
             logger.info("no GPU: the rollout engine stays awake while the trainer trains")
@@ -323,6 +350,8 @@ class VLLMRolloutEngine(VLLMEngine):
         self.llm.collective_rpc(
             install_sampler, args=vocabulary_limits(tokenizer, actor, self.hf_model)
         )
+        if self.asks_for_adapters:
+            self._choose_push()
         self.sync_weights(actor)
         # what vLLM lacks for a model (a size of attention heads, say) often shows in the first
         # forward pass only
@@ -367,11 +396,14 @@ class VLLMRolloutEngine(VLLMEngine):
             # What the actor is, which need not be what --pretrain says (--override_config, new
             # tokens).
             folder = described_model(self.hf_model.config, self.tokenizer)
+        arguments["model"] = folder
         with undisturbed_process():
             try:
                 from vllm import LLM
 
-                return LLM(model=folder, **arguments)
+                if self.asks_for_adapters:
+                    arguments |= self._lora_arguments(arguments)
+                return LLM(**arguments)
             except ValueError as error:
                 raise ConfigError(
                     f"--rollout_engine vllm: vLLM cannot run this model so: {error}"
@@ -379,6 +411,28 @@ class VLLMRolloutEngine(VLLMEngine):
             except ImportError as error:
                 advice = f"vLLM is installed but cannot be imported: {error}. Without a GPU, {_UNINSTALL} may mend it"
                 raise ConfigError(f"--rollout_engine vllm: {advice}") from error
+
+    def _lora_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        self._obstacle = model_obstacle(arguments)
+        if self._obstacle is None:
+            more = lora_arguments(self.exporter.config)
+            if isinstance(more, dict):
+                return more
+            self._obstacle = more
+        return {}
+
+    def _choose_push(self) -> None:
+        """Whether adapters travel alone; known once vLLM has the model."""
+        from lightppo.plugins.vllm.adapter_shelf import obstacle
+
+        if self._obstacle is None:
+            names = [
+                name for name, _ in self._named((n, None) for n in adapter_names(self.hf_model))
+            ]
+            rank = self.exporter.config.r
+            self._obstacle = self.llm.collective_rpc(obstacle, args=(names, rank))[0]
+        asked = self.config.engine.vllm_lora_push
+        self.pushes_adapters = chosen(asked, self._obstacle, self.strategy)
 
     def _sample(
         self,
@@ -451,6 +505,7 @@ class VLLMRolloutEngine(VLLMEngine):
         finally:
             if running:
                 engine.abort_request(list(running))
+            self._remove_unused()
 
     def _add(self, token_ids: Sequence[int], parameters: Mapping[str, Any]) -> str:
         """Gives vLLM a request; its name."""
@@ -462,7 +517,10 @@ class VLLMRolloutEngine(VLLMEngine):
         name = f"rollout-{self._requests}"
         how = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
         self.llm.llm_engine.add_request(
-            name, tokens_input(list(token_ids)), VLLMSamplingParams(**parameters, **how)
+            name,
+            tokens_input(list(token_ids)),
+            VLLMSamplingParams(**parameters, **how),
+            lora_request=self._request,
         )
         return name
 
@@ -489,13 +547,54 @@ class VLLMRolloutEngine(VLLMEngine):
         finally:
             if running:
                 engine.abort_request(list(running))
+            self._remove_unused()
 
     def _push(self) -> None:
+        if not self.pushes_adapters:
+            self._push_weights(full_weights(self.actor))
+            return
+        if not self._has_base:
+            self._push_weights(frozen_weights(self.actor))
+            self._has_base = True
+        self._push_adapter()
+
+    def _push_adapter(self) -> None:
+        """vLLM's prefix cache knows the names of adapters, so nothing in it is of this one."""
+        from vllm.lora.request import LoRARequest
+
+        from lightppo.plugins.vllm.adapter_shelf import hold
+
+        self.adapter = f"{self._run}-{self._pushes}"
+        tensors = list(self._counted(self._named(adapter_weights(self.actor))))
+        self.llm.collective_rpc(hold, args=(self.adapter, tensors, self.exporter.description()))
+        if self._request is not None:
+            self._retired.append(self._request)
+        self._request = LoRARequest(self.adapter, self._pushes, self.adapter)
+        self.llm.llm_engine.add_lora(self._request)
+        self._remove_unused()
+
+    def _remove_unused(self) -> None:
+        """Takes older adapters out of vLLM when no request uses them any more."""
+        if not self._retired or self.llm.llm_engine.has_unfinished_requests():
+            return
+        from lightppo.plugins.vllm.adapter_shelf import forget
+
+        for request in self._retired:
+            self.llm.llm_engine.remove_lora(request.lora_int_id)
+        names = [request.lora_name for request in self._retired]
+        self.llm.collective_rpc(forget, args=(names,))
+        self._retired = []
+
+    def _named(self, weights: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+        """By the names of the checkpoint that vLLM has."""
+        if has_towers(self.llm.llm_engine.model_config.hf_config):  # --load_format auto
+            return whole_names(self.actor, weights)
+        return weights
+
+    def _push_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         from lightppo.plugins.vllm.worker import push_weights
 
-        weights = full_weights(self.actor)
-        if has_towers(self.llm.llm_engine.model_config.hf_config):  # --load_format auto
-            weights = whole_names(self.actor, weights)
+        weights = self._counted(self._named(weights))
         (missing,) = self.llm.collective_rpc(push_weights, args=(weights,))
         if missing:
             raise RolloutError(

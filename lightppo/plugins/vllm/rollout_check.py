@@ -58,7 +58,8 @@ def check_first(
 
 
 class RolloutCheck:
-    """Compares log probs at the first rollouts of an engine with weights of its own, which says ``keeps_weights``."""
+    """Compares log probs at the first rollouts of an engine with weights of its own, which says ``keeps_weights``; those
+    that an adapter alone was pushed to (``engine.adapter`` is its name) also at the first rollouts of each adapter."""
 
     def __init__(
         self, actor: Any, engine: RolloutEngine, strategy: Ranks, config: PPOConfig
@@ -69,22 +70,28 @@ class RolloutCheck:
         self.rows = min(CHECKED_ROWS, rollout_rows(config))  # one forward pass that fits
         self.greedy = config.rollout.temperature == 0 or not config.rollout.do_sample
         self.pending = self.mode != "off" and capabilities_of(engine).keeps_weights
+        self.checks_adapters = self.pending
+        self.checked: str | None = None  # the adapter
 
     @torch.no_grad()
     def first(self, rollouts: Sequence[Rollout]) -> None:
-        """Compares on the first call and does nothing later. Collective: a rank may have no rollouts."""
-        if not self.pending:
+        """Compares on the first call, and on the first of each adapter. Collective: a rank may have no rollouts."""
+        adapter = getattr(self.engine, "adapter", None)
+        is_first, is_new = self.pending, self.checks_adapters and adapter != self.checked
+        if not is_first and not is_new:
             return
-        self.pending = False
+        self.pending, self.checked = False, adapter
         mean, largest = self.difference(rollouts[: self.rows])
         if mean <= self.tolerance:
-            self.strategy.print(
-                f"rollout check: log probs differ by {mean:.2g} on average, {largest:.2g} at most"
-            )
+            if is_first:
+                self.strategy.print(
+                    f"rollout check: log probs differ by {mean:.2g} on average, {largest:.2g} at most"
+                )
             return
+        whose = "" if adapter is None else f", with adapter {adapter}"
         message = (
-            f"the rollout engine's log probs are not the trainer's: {mean:.3g} nats apart on average, {largest:.3g} at "
-            f"most, and --logp_diff_tolerance is {self.tolerance:g}. {self._suspects()}"
+            f"the rollout engine's log probs are not the trainer's{whose}: {mean:.3g} nats apart on average, "
+            f"{largest:.3g} at most, and --logp_diff_tolerance is {self.tolerance:g}. {self._suspects()}"
         )
         if self.mode == "error":
             raise RolloutMismatchError(f"{message}. With --rollout_check warn the run continues")

@@ -1,6 +1,6 @@
 """Options of vLLM: in the training processes, and on servers; docs/rollouts.md."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -81,10 +81,17 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
     free_cache_engine: bool = any_vllm(
         True, "Put the engine to sleep during training, which frees GPU memory."
     )
-    sleep_level: Literal[1, 2] = any_vllm(
-        2,
-        "While asleep, 1 keeps the weights in CPU memory, 2 drops them.",
+    sleep_level: Literal[1, 2] | None = any_vllm(
+        None,
+        "While asleep, 1 keeps the weights in CPU memory, 2 drops them. None: 2; 1 if adapters travel alone.",
         also="free_cache_engine",
+        off=(2,),
+    )
+    vllm_lora_push: Literal["auto", "adapter", "merged"] = any_vllm(
+        "auto",
+        "What a push sends with --lora_rank: the adapter alone, or all weights with the adapter merged. auto: the "
+        "adapter; merged, with the reason, where vLLM cannot take it.",
+        also="lora_rank>0",
     )
     offload_during_rollout: bool = vllm(
         False,
@@ -130,6 +137,15 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
         "Address of the trainer that the servers connect to.",
         also="vllm_server_sync=collective",
     )
+
+    @staticmethod
+    def meant(config: Any) -> Mapping[str, Any]:
+        """Weights that are not sent again must outlast the sleep."""
+        asked = config.engine
+        if asked.rollout_engine == "hf" or not asked.free_cache_engine:
+            return {}
+        stays = config.adapter.lora_rank > 0 and asked.vllm_lora_push != "merged"
+        return {"sleep_level": 1 if stays else 2}
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:

@@ -41,6 +41,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -
     parser.add_argument(
         "--api_key_env", help="environment variable with the key that clients must send"
     )
+    parser.add_argument(
+        "--lora_rank",
+        type=int,
+        default=0,
+        help="the trainer's, so that its adapter alone travels here; without, merged weights do",
+    )
     args, engine_options = parser.parse_known_args(argv)
     with exit_on_mistakes(prog, ValueError):
         for option in REFUSED:
@@ -49,6 +55,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -
         key = read_token(env=args.api_key_env, option="--api_key_env")
         check_bind(args.host, key is not None, "--api_key_env", args.port)
         check_model(args.model, "--model", weights=False)
-        command = server_command(args.model, args.host, args.port, engine_options)
+        command = server_command(args.model, args.host, args.port, engine_options, args.lora_rank)
     sys.stdout.flush()
     os.execve(command[0], command, server_environment(key))

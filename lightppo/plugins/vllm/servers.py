@@ -6,7 +6,6 @@ import base64
 import logging
 import queue
 import sys
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,6 +23,8 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RefusedError, RequestError, RolloutError, UnreachableError
 from lightppo.plugins.http.client import HTTPClient, read_token
+from lightppo.plugins.vllm.adapter_push import chosen
+from lightppo.plugins.vllm.adapter_routes import ADAPTERS, GENERATE
 from lightppo.plugins.vllm.colocated import (
     OnFinished,
     Requests,
@@ -36,9 +37,12 @@ from lightppo.plugins.vllm.weights import (
     PROTOCOL,
     Broadcasts,
     Files,
+    adapter_names,
+    adapter_weights,
     architecture,
     buckets,
     differing_weights,
+    frozen_weights,
     full_weights,
     open_transport,
     trainer_fingerprints,
@@ -94,9 +98,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         limits = vocabulary_limits(tokenizer, actor, self.hf_model)
         self.servers = [VLLMServer(url, limits, **options) for url in asked.vllm_server_url]
         self.lost: dict[int, str] = {}  # server → why it is not used, the same on every rank
-        self.version: str | None = None  # of the weights that were pushed last
-        self._run = uuid.uuid4().hex
-        self._pushes = 0
+        self.version: str | None = None  # of the weights that were pushed last, beside adapters
         self.sync_weights(actor)
         # known on rank 0
         can_sleep = all(server.described.get("sleep_mode") for server in self.servers)
@@ -198,7 +200,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
             under_way[i].add(r)
             prompt_ids = requests.samples[r][0].token_ids
             answer = thread(self.servers[i].complete)(
-                parameters(r), prompt_ids, vocab_size, self.version
+                parameters(r), prompt_ids, vocab_size, self.version, self.adapter
             )
             answer.add_done_callback(lambda answer: ended.put((i, r, answer)))
 
@@ -235,23 +237,38 @@ class VLLMServerRolloutEngine(VLLMEngine):
     def _push(self) -> None:
         """To every server, lost ones too. One that does not take the weights is lost; at the first push that is a
         RolloutError, and so it is if none does."""
-        self._pushes += 1
-        version = f"{self._run}-{self._pushes}"
-        weights = full_weights(self.actor)
-        first = self.version is None
+        name = f"{self._run}-{self._pushes}"
+        first, before = self.version is None, self.version
         self.version = None
-        told = None
-        try:
-            if self.strategy.is_rank_0():
-                told = (*self._send(weights, version, first), version)
-        finally:
-            for _ in weights:  # collective: what rank 0 did not send is gathered all the same
-                pass
-        problem, lost, version = self.strategy.broadcast_object(told)
+        lost: dict[int, str] = {}
+        problem = None
+        if self.strategy.is_rank_0():
+            everybody = range(len(self.servers))
+            lost = self._failures(self._begin(everybody, partial(self._admit, first)))
+        lacking = self._plan(lost, first, before)
+        version = before if self.pushes_adapters and before else name
+        weights = frozen_weights if self.pushes_adapters else full_weights
+        if lacking:
+            whole = self._counted(weights(self.actor))
+            try:
+                if self.strategy.is_rank_0():
+                    targets = [i for i in lacking if i not in lost]
+                    problem = self._send(whole, version, targets, lost)
+            finally:
+                for _ in whole:  # collective: what rank 0 did not send is gathered all the same
+                    pass
+        if self.pushes_adapters:
+            adapter = list(self._counted(adapter_weights(self.actor)))  # on every rank
+            if self.strategy.is_rank_0() and problem is None:
+                problem = self._send_adapter(adapter, name, lost)
+        told = (problem, lost, version, name) if self.strategy.is_rank_0() else None
+        problem, lost, version, name = self.strategy.broadcast_object(told)
         if first and lost:
             problem = problem or "--vllm_server_url: " + "; ".join(dict.fromkeys(lost.values()))
         if problem is not None:
             raise RolloutError(problem)
+        self._has_base = True
+        self.adapter = name if self.pushes_adapters else None
         for i in self.lost.keys() - lost.keys():
             logger.info("%s is used again: it has the present weights", self.servers[i].name)
         self.version = version
@@ -259,41 +276,121 @@ class VLLMServerRolloutEngine(VLLMEngine):
         self.lose(lost)
         self.check_any_left()
 
+    def _plan(self, lost: dict[int, str], first: bool, before: str | None) -> list[int]:
+        """The servers that need whole weights; the first time also whether adapters travel alone. Collective then.
+
+        On rank 0, ``lost`` gets the servers that cannot take an adapter.
+        """
+        everybody = list(range(len(self.servers)))
+        if not (self.asks_for_adapters if first else self.pushes_adapters):
+            return everybody
+        told = None
+        if self.strategy.is_rank_0():
+            obstacles = self._obstacles([i for i in everybody if i not in lost])
+            lacking = [
+                i
+                for i in everybody
+                if i not in lost | obstacles
+                and not (self._has_base and self.servers[i].described["version"] == before)
+            ]
+            told = (obstacles, lacking)
+        obstacles, lacking = self.strategy.broadcast_object(told)
+        if first:
+            obstacle = next(iter(obstacles.values()), None)
+            asked = self.config.engine.vllm_lora_push
+            self.pushes_adapters = chosen(asked, obstacle, self.strategy)
+            return everybody
+        lost |= obstacles
+        return lacking
+
+    def _obstacles(self, among: Iterable[int]) -> dict[int, str]:
+        """On rank 0: servers that cannot take adapters, and why."""
+        rank = self.exporter.config.r
+        found = {}
+        for i in among:
+            server = self.servers[i]
+            names = (
+                name
+                for name, _ in self._named(((n, None) for n in adapter_names(self.hf_model)), [i])
+            )
+            try:
+                reason = server.adapter_obstacle(list(names), rank)
+            except RequestError as error:
+                reason = str(error)
+            if reason:
+                found[i] = f"{server.name}: {reason}; {_START} --lora_rank {rank}"
+        return found
+
     def _send(
         self,
         weights: Iterator[tuple[str, Tensor]],
         version: str,
-        first: bool,
-    ) -> tuple[Any, dict[int, str]]:
-        """On rank 0: why nothing could be brought to anybody, or None; and which servers failed, and why."""
-        lost: dict[int, str] = {}
+        targets: Sequence[int],
+        lost: dict[int, str],
+    ) -> str | None:
+        """On rank 0: why nothing could be brought to anybody, or None; ``lost`` gets servers that failed, and why."""
         problem = None
 
         def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
-            return self._begin([i for i in range(len(self.servers)) if i not in lost], step)
+            return self._begin([i for i in targets if i not in lost], step)
 
         try:
-            with closing(
-                open_transport(self.config.engine, next(self.hf_model.parameters()).device)
-            ) as way:
-                lost |= self._failures(each(partial(self._open, way, first)))
-                weights = self._named(
-                    weights, [i for i in range(len(self.servers)) if i not in lost]
+            with self._transport() as way:
+                lost |= self._failures(each(partial(_open, way, version)))
+                self._travel(
+                    way, self._named(weights, [i for i in targets if i not in lost]), each, lost
                 )
-                under_way: dict[int, Future] = {}
-                for bucket in buckets(weights):  # gathered while the one before travels
-                    packed = way.pack(bucket)
-                    lost |= self._failures(under_way)
-                    under_way = each(partial(way.send, packed=packed))
-                lost |= self._failures(under_way)
                 lost |= self._failures(each(lambda server: server.finish_update(version)))
         except RolloutError as error:
             problem = str(error)
         paused = [i for i, server in enumerate(self.servers) if server.is_paused]
-        return problem, self._failures(self._begin(paused, VLLMServer.resume)) | lost
+        lost |= self._failures(self._begin(paused, VLLMServer.resume)) | lost
+        return problem
 
-    def _open(self, way: Files | Broadcasts, first: bool, server: VLLMServer) -> None:
-        """Has a server wait for weights; a RequestError where it cannot sample for the actor."""
+    def _send_adapter(
+        self,
+        adapter: Sequence[tuple[str, Tensor]],
+        name: str,
+        lost: dict[int, str],
+    ) -> str | None:
+        """As :meth:`_send`, to all servers. They go on with what they compute by the adapter before."""
+
+        def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
+            return self._begin([i for i in range(len(self.servers)) if i not in lost], step)
+
+        described = self.exporter.description()
+        reached = [i for i in range(len(self.servers)) if i not in lost]
+        try:
+            with self._transport() as way:
+                lost |= self._failures(each(way.open))
+                self._travel(way, self._named(iter(adapter), reached), each, lost, of_adapter=True)
+                lost |= self._failures(each(lambda server: server.serve_adapter(name, described)))
+        except RolloutError as error:
+            return str(error)
+        return None
+
+    def _transport(self) -> Any:
+        device = next(self.hf_model.parameters()).device
+        return closing(open_transport(self.config.engine, device))
+
+    def _travel(
+        self,
+        way: Files | Broadcasts,
+        weights: Iterator[tuple[str, Tensor]],
+        each: Callable[[Callable[[VLLMServer], object]], dict[int, Future]],
+        lost: dict[int, str],
+        **how: bool,
+    ) -> None:
+        """Weights go to each server in buckets."""
+        under_way: dict[int, Future] = {}
+        for bucket in buckets(weights):  # gathered while the one before travels
+            packed = way.pack(bucket)
+            lost |= self._failures(under_way)
+            under_way = each(partial(way.send, packed=packed, **how))
+        lost |= self._failures(under_way)
+
+    def _admit(self, first: bool, server: VLLMServer) -> None:
+        """A RequestError where a server cannot sample for the actor."""
         seconds = self.config.engine.vllm_server_start_timeout if first else 0.0
         patience = {
             "stop": stop_after_delay(seconds),
@@ -334,13 +431,10 @@ class VLLMServerRolloutEngine(VLLMEngine):
         if first and served["dtype"] != self.dtype:
             message = "%s computes in %s, the actor in %s: log probs will differ"
             logger.warning(message, server.name, served["dtype"], self.dtype)
-        server.pause()
-        way.open(server)
-        server.post("/start_weight_update")
 
     def _named(
-        self, weights: Iterator[tuple[str, Tensor]], opened: list[int]
-    ) -> Iterator[tuple[str, Tensor]]:
+        self, weights: Iterator[tuple[str, Any]], opened: list[int]
+    ) -> Iterator[tuple[str, Any]]:
         """By the names of what the servers serve: of the language model alone, or of a checkpoint with towers.
 
         A RolloutError where they do not all serve the same: each bucket is packed once.
@@ -422,6 +516,13 @@ class VLLMServerRolloutEngine(VLLMEngine):
             server.close()
 
 
+def _open(way: Files | Broadcasts, version: str, server: VLLMServer) -> None:
+    """Has a server wait for weights."""
+    server.pause()
+    way.open(server, version=version)
+    server.post("/start_weight_update")
+
+
 class _Conversations:
     """The turns of one call of ``generate_turns``, each asked by a thread of its own."""
 
@@ -464,7 +565,8 @@ class _Conversations:
         self.under_way[server] += 1
         token_ids, parameters = self.requests.of_turn(turn)
         complete = self.engine.servers[server].complete
-        answer = thread(complete)(parameters, token_ids, self.vocab_size, self.engine.version)
+        weights = (self.engine.version, self.engine.adapter)
+        answer = thread(complete)(parameters, token_ids, self.vocab_size, *weights)
         answer.add_done_callback(lambda answer: self.answers.put((server, turn, answer)))
         return True
 
@@ -538,9 +640,10 @@ class VLLMServer:
         prompt_ids: list[int],
         vocab_size: int,
         version: str | None,
+        adapter: str | None = None,
     ) -> tuple[list[int], list[float], str]:
-        """A response by the weights of that version: ids with the stop id, the log prob of each (NaN where the server
-        could not say), and the finish reason, stop or length."""
+        """A response by the weights of that version, with the adapter of that name: ids with the stop id, the log prob
+        of each (NaN where the server could not say), and the finish reason, stop or length."""
 
         def read(answer: dict[str, Any]) -> tuple[tuple[list[int], list[float], str], set[str]]:
             (choice,) = answer["choices"]
@@ -561,11 +664,19 @@ class VLLMServer:
             return (ids, log_probs, reason), {span["version"] for span in choice["weight_versions"]}
 
         body = {"token_ids": prompt_ids, "sampling_params": parameters}
-        completion, versions = self._ask(self._client, "/inference/v1/generate", body, read=read)
+        route = GENERATE
+        if adapter is not None:
+            body["model"] = adapter
+            route += f"?adapter={adapter}"
+        other = f"{self.name} has other weights than were pushed: was it started anew?"
+        try:
+            completion, versions = self._ask(self._client, route, body, read=read)
+        except RefusedError as error:
+            if adapter is not None and error.status == 404:  # it does not know the adapter
+                raise RequestError(other) from None
+            raise
         if versions != {version}:
-            raise RequestError(
-                f"{self.name} has other weights than were pushed: was it started anew?"
-            )
+            raise RequestError(other)
         return completion
 
     def pause(self) -> None:
@@ -576,11 +687,30 @@ class VLLMServer:
     def push_step(self, route: str, body: dict[str, Any] | None = None) -> None:
         """One step of a push; its workers say what went wrong, since the route cannot."""
         self.post(route, body)
-        problems = [
-            one["problem"] for one in self._rpc("lightppo_problem", []) if one.get("problem")
-        ]
+        self._check(route, self._rpc("lightppo_problem", []))
+
+    def _check(self, step: str, answers: Iterable[Mapping[str, Any]]) -> None:
+        problems = [one["problem"] for one in answers if one.get("problem")]
         if problems:
-            raise RequestError(f"{self.name}: {route}: {self._control.clean(problems[0])}")
+            raise RequestError(f"{self.name}: {step}: {self._control.clean(problems[0])}")
+
+    def take(self, told: dict[str, Any], of_adapter: bool) -> None:
+        """Its workers read a part of the weights, or of an adapter, by what they are told."""
+        if of_adapter:
+            method = "lightppo_receive_adapter"
+            self._check(method, self._rpc(method, [told]))
+        else:
+            self.push_step("/update_weights", {"update_info": told})
+
+    def adapter_obstacle(self, names: list[str], rank: int) -> str | None:
+        """Why it cannot take such adapters."""
+        return self._rpc("lightppo_adapter_obstacle", [names, rank])[0]["obstacle"]
+
+    def serve_adapter(self, name: str, described: dict[str, Any]) -> None:
+        """The adapter that has come gets its name; those before go when no request uses them any more."""
+        method = "lightppo_hold_adapter"
+        self._check(method, self._rpc(method, [name, described]))
+        self._check(ADAPTERS, [self.post(ADAPTERS, {"name": name})])
 
     def finish_update(self, version: str) -> None:
         self.push_step("/finish_weight_update")

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import lightppo
+from lightppo.plugins.vllm.adapter_push import SLOTS, slot_rank
+from lightppo.plugins.vllm.adapter_routes import AdapterRoutes
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """Where vLLM, too, reads the key that it asks of its clients."""
@@ -47,11 +49,13 @@ def server_command(
     host: str,
     port: int,
     engine_options: Sequence[str],
+    lora_rank: int = 0,
 ) -> list[str]:
-    """The command that starts a server; ``engine_options`` are vLLM's, and win over what is set here.
+    """The command that starts a server; ``engine_options`` are vLLM's, and win over what is set here. With a
+    ``lora_rank`` it takes adapters of at most that rank.
 
     Raises:
-        ValueError: vLLM is not installed.
+        ValueError: vLLM is not installed, or takes no adapters of that rank.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
@@ -68,6 +72,11 @@ def server_command(
         # and seeds together end a server there: see vllm.engine_arguments.
         defaults |= {"--kv-cache-memory-bytes": str(_CPU_KV_CACHE_BYTES), "--enforce-eager": ""}
         defaults |= {"--no-enable-chunked-prefill": ""}
+    if lora_rank:
+        size = slot_rank(lora_rank)
+        if size is None:
+            raise ValueError(f"--lora_rank {lora_rank}: vLLM takes no adapters of that rank")
+        defaults |= {"--enable-lora": "", "--max-lora-rank": str(size), "--max-loras": str(SLOTS)}
     options = {
         "--model": model,
         "--host": host,
@@ -158,7 +167,7 @@ class KeyGate:
 
     def __init__(self, app: Any) -> None:
         key = os.environ.get(KEY_VARIABLE)
-        self._app = app
+        self._app = AdapterRoutes(app)
         self._expected = f"Bearer {key}".encode() if key else None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -44,7 +44,7 @@ GATHERED_NUMEL = 1 << 26
 BUCKET_BYTES = 256 << 20
 """Weights that travel together, one tensor at least. Two buckets are held at a time."""
 SHARED_MEMORY = Path("/dev/shm")
-PROTOCOL = 6
+PROTOCOL = 7
 """Raised whenever trainer and servers have to be of the same version of lightppo."""
 
 Bucket = list[tuple[str, Tensor]]
@@ -66,10 +66,50 @@ def full_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
     their names. Below ZeRO-3 the tensors are the actor's own and change with the next optimizer step. LoRA adapters are
     merged into new tensors; the frozen weights stay as they are.
     """
+    adapters = find_adapters(find_hf_model(actor)[0])
+    yield from _weights(actor, adapters, None if adapters is None else adapters.merged)
+
+
+@torch.no_grad()
+def frozen_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
+    """As :func:`full_weights`, without the adapters: what an engine needs once, beside adapters. Collective."""
+    adapters = find_adapters(find_hf_model(actor)[0])
+    yield from _weights(actor, adapters, adapters.frozen)
+
+
+@torch.no_grad()
+def adapter_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors of the actor's adapters, by ``LoraExport.alone``. Collective, as :func:`full_weights`."""
+    model, _ = find_hf_model(actor)
+    sharded = zero_stage_of(find_engine(actor)) == 3
+    adapters = find_adapters(model)
+    own = [
+        (name, tensor)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if adapters.is_adapter_weight(name)
+    ]
+    for group in _together(own, lambda pair: full_shape(pair[1]).numel(), GATHERED_NUMEL):
+        tensors = dict(group)
+        whole = _gathered_copies(tensors) if sharded else tensors
+        for name, tensor in adapters.alone(whole).items():
+            yield name, tensor.detach()
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """The names that :func:`adapter_weights` gives; no collective."""
+    adapters = find_adapters(model)
+    return list(adapters.alone(dict.fromkeys(model.state_dict(keep_vars=True))))
+
+
+def _weights(
+    actor: Any,
+    adapters: Any | None,
+    prepared: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """``prepared`` makes weights of the checkpoint from those of whole layers; None: they are these."""
     model, _ = find_hf_model(actor)
     sharded = zero_stage_of(find_engine(actor)) == 3
     convert = _checkpoint_names(model)
-    adapters = find_adapters(model)
     layer_of = _layer_of if adapters is None else adapters.layer_of
     # every name of a tied weight
     modules = itertools.groupby(
@@ -85,7 +125,7 @@ def full_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
             if sharded
             else {name: tensor.detach() for name, tensor in tensors.items()}
         )
-        yield from convert(whole if adapters is None else adapters.merged(whole)).items()
+        yield from convert(whole if prepared is None else prepared(whole)).items()
 
 
 def whole_names(actor: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -164,8 +204,8 @@ def has_towers(config: Any) -> bool:
 
 def open_transport(engine: EngineConfig, device: torch.device) -> Files | Broadcasts:
     """Brings one push to several servers (``vllm_server.VLLMServer``), each in a thread of its own."""
-    # ``open`` begins with a server; ``pack`` prepares a bucket once for all servers, and all but the last one may be
-    # forgotten; ``send`` returns when the server has loaded it.
+    # ``open`` begins with a server, and tells its workers more; ``pack`` prepares a bucket once for all servers, and
+    # all but the last one may be forgotten; ``send`` returns when the server has loaded it.
     if engine.vllm_server_sync == "collective":
         return Broadcasts(engine.vllm_server_sync_address, engine.vllm_server_timeout, device)
     return Files(engine.vllm_server_sync, engine.vllm_server_sync_dir)
@@ -189,8 +229,8 @@ class Files:
         except OSError as error:
             raise self._error(error.strerror) from error
 
-    def open(self, server: Any) -> None:
-        server.post("/init_weight_transfer_engine", {"init_info": {"transport": "files"}})
+    def open(self, server: Any, **told: Any) -> None:
+        server.post("/init_weight_transfer_engine", {"init_info": {"transport": "files", **told}})
 
     def pack(self, bucket: Bucket) -> Path:
         from safetensors import SafetensorError
@@ -209,8 +249,8 @@ class Files:
             raise self._error(str(error)) from error
         return path
 
-    def send(self, server: Any, packed: Path) -> None:
-        server.push_step("/update_weights", {"update_info": {"path": str(packed)}})
+    def send(self, server: Any, packed: Path, of_adapter: bool = False) -> None:
+        server.take({"path": str(packed)}, of_adapter)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -245,10 +285,10 @@ class Broadcasts:
         self._device = device
         self._groups: dict[Any, GlooGroup | NCCLGroup] = {}
 
-    def open(self, server: Any) -> None:
+    def open(self, server: Any, **more: Any) -> None:
         gpus = [gpu_of(self._device), *server.gpus]
         size = len(server.gpus) + 1
-        info = {"size": size, "seconds": self._seconds}
+        info = {"size": size, "seconds": self._seconds, **more}
         if None not in gpus and len(set(gpus)) == size and importlib.util.find_spec("vllm"):
             info |= {"transport": "nccl", "id": NCCLGroup.new_id()}
             join = partial(NCCLGroup, info, 0, self._device)
@@ -276,7 +316,7 @@ class Broadcasts:
     def pack(self, bucket: Bucket) -> Bucket:
         return [(name, tensor.contiguous()) for name, tensor in bucket]
 
-    def send(self, server: Any, packed: Bucket) -> None:
+    def send(self, server: Any, packed: Bucket, of_adapter: bool = False) -> None:
         group = self._groups[server]
         told = {
             "names": [name for name, _ in packed],
@@ -285,7 +325,7 @@ class Broadcasts:
         }
         try:
             group.begin([tensor for _, tensor in packed])
-            server.push_step("/update_weights", {"update_info": told})
+            server.take(told, of_adapter)
             group.wait()
         except BaseException:
             group.close()  # at once: what hangs on a GPU is in the way of the other servers

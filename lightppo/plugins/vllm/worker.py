@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
+from lightppo.plugins.vllm.adapter_shelf import added_outputs, obstacle, shelf_of
 from lightppo.plugins.vllm.weights import (
     PROTOCOL,
     GlooGroup,
@@ -38,6 +39,7 @@ from lightppo.plugins.vllm.weights import (
 )
 
 _GREEDY_BELOW = 1e-5  # vLLM's own limit
+_WRAPPED = ".base_layer."  # in the names of layers that may have adapters
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
@@ -123,6 +125,8 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
     """Replaces the weights of an engine in this process by a checkpoint's, which are read to their end. Returns the
     parameters that no weight went into."""
     config = worker.model_runner.vllm_config
+    if config.lora_config is not None:
+        worker.model_runner.reset_lora_state()  # as vLLM's own routes for weights do
     weights = iter(weights)
     # some layers ask for it; vLLM's own routes for weights set it
     with set_current_vllm_config(config):
@@ -168,7 +172,11 @@ class Reload:
     def _pushed_names(self) -> set[str]:
         """Parameters that weights go into, as the whole model calls them."""
         own = {id(parameter) for parameter in self._part.parameters()}
-        return {name for name, parameter in self._model.named_parameters() if id(parameter) in own}
+        return {
+            name.replace(_WRAPPED, ".")
+            for name, parameter in self._model.named_parameters()
+            if id(parameter) in own
+        }
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         loaded = self._model.load_weights(
@@ -222,6 +230,10 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
     init_info_cls = update_info_cls = SimpleNamespace
 
     problem: str | None = None  # why the present push has failed
+    version: str | None = (
+        None  # of the weights, as the trainer calls them; None: not from a trainer
+    )
+    _coming: str | None = None
     _group: GlooGroup | NCCLGroup | None = None
     _reload: Reload | None = None
 
@@ -232,6 +244,8 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
 
     @_step
     def _meet(self, told: SimpleNamespace) -> None:
+        self._coming = getattr(told, "version", None)
+        self._adapter: list[tuple[str, Tensor]] = []
         rank = self.parallel_config.rank + 1
         if told.transport == "gloo":
             self._group = GlooGroup.join(vars(told), rank)
@@ -240,6 +254,7 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
 
     @_step
     def start_weight_update(self) -> None:
+        self.version = None
         self._reload = Reload(self.model, self.model_config)
 
     # the base class waits for a GPU, on a CPU too
@@ -248,10 +263,24 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
 
     @_step
     def receive_weights(self, update_info: SimpleNamespace) -> None:
+        self._reload.load(self._received(update_info))
+
+    def _received(self, told: SimpleNamespace) -> Iterable[tuple[str, Tensor]]:
         if self._group is None:
-            self._reload.load(load_file(update_info.path).items())
-        else:
-            self._reload.load(self._group.receive(vars(update_info)))
+            return load_file(told.path).items()
+        return self._group.receive(vars(told))
+
+    @_step
+    def receive_adapter(self, told: dict[str, Any]) -> None:
+        """A part of an adapter; the model stays as it is."""
+        self._adapter += self._received(SimpleNamespace(**told))
+
+    @_step
+    def hold_adapter(self, worker: Any, name: str, config: dict[str, Any]) -> None:
+        """Ends a push of an adapter."""
+        self.shutdown()
+        shelf_of(worker).hold(name, self._adapter, config)
+        self._adapter = []
 
     @_step
     def finish_weight_update(self) -> None:
@@ -262,6 +291,7 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
             raise ValueError(
                 f"{len(missing)} weights of the server got no values, first {missing[0]}"
             )
+        self.version = self._coming
 
     @torch.no_grad()
     def give_up(self, problem: str = "the push was given up") -> None:
@@ -309,7 +339,28 @@ class WorkerExtension:
             "sleep_mode": bool(model.enable_sleep_mode),
             "architecture": architecture(model.hf_config),
             "towers": has_towers(model.hf_config),
+            "version": self.weight_transfer_engine.version,
         }
+
+    def lightppo_adapter_obstacle(self, names: list[str], rank: int) -> dict[str, str | None]:
+        """Why it cannot take such adapters."""
+        return {"obstacle": obstacle(self, names, rank)}
+
+    def lightppo_receive_adapter(self, told: dict[str, Any]) -> dict[str, str | None]:
+        """A part of an adapter, by what the trainer told of it."""
+        self.weight_transfer_engine.receive_adapter(told)
+        return self.lightppo_problem()
+
+    def lightppo_hold_adapter(self, name: str, config: dict[str, Any]) -> dict[str, str | None]:
+        """All of it has come."""
+        self.weight_transfer_engine.hold_adapter(self, name, config)
+        return self.lightppo_problem()
+
+    def lightppo_forget_adapters(self, names: list[str]) -> dict[str, Any]:
+        """Frees adapters that nobody will ask for; says which are held, and the numbers of those with a slot."""
+        shelf = shelf_of(self)
+        shelf.forget(names)
+        return {"held": shelf.names(), "slots": sorted(self.list_loras())}
 
     def lightppo_problem(self) -> dict[str, str | None]:
         """Why this worker has not done what the route before told it."""
@@ -338,7 +389,8 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
         model = model.get_language_model()
     device = next(model.parameters()).device
     prints: dict[str, Tensor] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for inner, module in model.named_modules(remove_duplicate=False):
+        name = f"{inner}.".replace(_WRAPPED, ".").removesuffix(".")
         own = dict(module.named_parameters(recurse=False))
         method = getattr(module, "quant_method", None)
         if method is not None and isinstance(module, (LinearBase, ParallelLMHead)):
@@ -355,5 +407,9 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
                     weight @ probe_vector(weight.shape[-1], device) if matrix else weight
                 )
     packed = dict(getattr(model, "packed_modules_mapping", None) or {})
+    for name, value in added_outputs(worker, model, probe_vector).items():
+        if f"{name}.weight" in prints:
+            prints[f"{name}.weight"] = prints[f"{name}.weight"].float()
+            prints[f"{name}.weight"][: len(value)] += value  # a head's rows may be padded
     prints = {name: value.float().cpu() for name, value in prints.items()}
     return prints, packed, str(dtype).removeprefix("torch.")

@@ -71,6 +71,23 @@ def test_difference_is_over_the_tokens_of_all_ranks(actor):
         assert largest == pytest.approx(0.5, abs=1e-5)
 
 
+def test_each_adapter_is_checked_once(actor):
+    engine, strategy = Copy(), FakeStrategy()
+    check = RolloutCheck(actor, engine, strategy, config())
+    right, wrong = sampled(actor), sampled(actor, shift=0.5)
+    check.first(right)
+    check.first(wrong)  # of the same weights
+    for engine.adapter in ("run-1", "run-2"):
+        check.first(right)
+        check.first(wrong)
+    engine.adapter = "run-3"
+    with pytest.raises(RolloutMismatchError, match="are not the trainer's, with adapter run-3: "):
+        check.first(wrong)
+    assert len(strategy.printed) == 1
+    off = RolloutCheck(actor, engine, strategy, config(rollout_check="off"))
+    off.first(wrong)
+
+
 def test_the_rows_of_one_forward_pass_are_compared(actor):
     rollouts = sampled(actor)[::-1]
     rollouts[1].log_probs[0] += 0.5

@@ -72,6 +72,16 @@ def test_on_a_cpu_the_cache_has_a_size_unless_the_user_gave_one(installed, gpu):
     assert command.count("--uvicorn-log-level") == 1
 
 
+def test_a_server_for_adapters_has_slots_for_the_trainers_rank(installed, gpu):
+    command = server_command("model", "127.0.0.1", 8000, [], lora_rank=20)
+    assert "--enable-lora" in command
+    assert command[command.index("--max-lora-rank") + 1] == "32"
+    assert command[command.index("--max-loras") + 1] == "2"
+    assert "--enable-lora" not in server_command("model", "127.0.0.1", 8000, [])
+    with pytest.raises(ValueError, match="--lora_rank 600: vLLM takes no adapters of that rank"):
+        server_command("model", "127.0.0.1", 8000, [], lora_rank=600)
+
+
 def test_the_key_is_in_the_environment_alone(installed, gpu, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "of something else")
     environment = server_environment("s3cret")

@@ -85,31 +85,35 @@ def steps(out: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "request_seeds"),
+    ("launcher", "request_seeds", "options"),
     [
-        ("fork", True),
-        pytest.param("deepspeed", True, marks=pytest.mark.long),
-        pytest.param("fork", False, marks=pytest.mark.long),
+        ("fork", True, {}),
+        pytest.param("fork", True, {"lora_rank": 4}, id="adapters"),
+        pytest.param("deepspeed", True, {}, marks=pytest.mark.long),
+        pytest.param("fork", False, {}, marks=pytest.mark.long),
     ],
 )
-def test_a_run_and_its_resume(flags, tmp_path, launcher, request_seeds):
+def test_a_run_and_its_resume(flags, tmp_path, launcher, request_seeds, options):
     def launch(*more, **how):
         how |= {"timeout": 500, "env": READ_BY_VLLM}
-        words = flags(tmp_path, zero_stage=3, save_steps=2) + ["--no_vllm_request_seeds"] * (
-            not request_seeds
-        )
+        words = flags(tmp_path, zero_stage=3, save_steps=2, **options)
+        words += ["--no_vllm_request_seeds"] * (not request_seeds)
         return run_ranks(SCRIPT, *words, *more, **how).output
 
     output = launch(launcher=launcher, vllm=True)
     assert "rollout check: log probs differ by" in output
     # and all the steps below have been through with it
     assert "16 rows: 16 kept, 1 of them truncated" in output
+    assert ("LoRA: vLLM gets the adapter alone after every step" in output) == bool(options)
     seen = steps(tmp_path)
     assert list(seen) == [1, 2, 3, 4]
     for row in seen.values():
         assert 0 < row["rollout/logp_diff_mean"] < 1e-5
         assert row["rollout/logp_diff_mean"] <= row["rollout/logp_diff_max"] < 1e-4
     assert len({row["rollout/response_length"] for row in seen.values()}) > 1
+    rows = read_jsonl(tmp_path / "model" / "metrics.jsonl")
+    (sent,) = {row["perf/sync_megabytes"] for row in rows if "rollout/reward" in row}
+    assert 0 < sent < (0.03 if options else 0.3)  # a model of 58 thousand weights
 
     forget_checkpoints(tmp_path / "ckpt", after=2)
     assert "2 steps done" in launch("--offload_during_rollout", vllm=True)  # changes no number

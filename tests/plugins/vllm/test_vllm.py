@@ -24,7 +24,7 @@ MODELS = {"untied": {}, "tied": {"tie_word_embeddings": True}}
 TOKENS = 43
 WITH_ADAPTERS = (
     {"model": "tied", "zero_stage": 3},
-    {"model": "tied", "zero_stage": 3, "load_in_4bit": True},
+    {"model": "tied", "zero_stage": 3, "load_in_4bit": True, "tensor_parallel_size": 2},
 )
 # Whose checkpoints are unlike Llama's: no head beside the embedding, experts one by one, layers the other way round.
 FAMILIES = ("gemma2", "mixtral", "gpt2")
@@ -76,7 +76,7 @@ def save_family(folder, name):
 
 @pytest.fixture(scope="module")
 def one_rank(folder, tmp_path_factory):
-    """[untied, tied, one of each family, and one in bf16]."""
+    """[untied, tied, one of each family, one in bf16, and one with adapters that vLLM cannot take]."""
     return once(tmp_path_factory, "vllm_one_rank", lambda: see_one_rank(folder))
 
 
@@ -87,6 +87,7 @@ def see_one_rank(folder: Path) -> list[dict]:
     ]
     cases += [{"model": name, "zero_stage": 0, "brief": True} for name in FAMILIES]
     cases += [{"model": "untied", "zero_stage": 1, "bf16": True, "brief": True}]
+    cases += [{"model": "gpt2", "zero_stage": 0, "adapters": True, "brief": True}]
     run_ranks(
         WORKER,
         folder,
@@ -176,6 +177,50 @@ def test_an_actor_with_adapters(two_ranks, case, in_4bit):
         assert pushed == [push["hf"] for push in seen["pushes"]]
         assert pushed[0] != pushed[1] != pushed[2]  # every optimizer step moved the adapters
         assert seen["difference"] < 1e-4
+        assert seen["alone"]
+
+
+ADAPTED = 2 * (64 + 64 + 64 + 32 + 64 + 32 + 64 + 64 + 3 * (64 + 64))
+"""Inputs and outputs of all linear layers of both layers."""
+
+
+@pytest.mark.parametrize("case", [0, 1], ids=["dense", "4 bits, shared engine"])
+def test_a_push_sends_the_adapter_alone_and_the_old_one_goes(two_ranks, case):
+    for rank in two_ranks:
+        seen = rank[2 + case]
+        assert seen["sent"] == 4 * 4 * ADAPTED  # bytes of float32 at rank 4
+        numbers, pushes = seen["numbers"]
+        assert numbers == [pushes]
+
+
+@pytest.mark.parametrize("case", [0, 1], ids=["dense", "4 bits, shared engine"])
+def test_an_old_adapter_stays_while_requests_use_it(two_ranks, case):
+    for rank in two_ranks:
+        seen = rank[2 + case]
+        assert seen["during"] == 2
+        found, expected = seen["at once"]
+        assert found == expected
+        assert found[0] != found[1]
+        numbers, pushes = seen["after"]
+        assert numbers == [pushes]
+
+
+def test_the_check_looks_at_each_adapter(two_ranks):
+    """The first was right; the second came with other numbers in one layer."""
+    for rank in two_ranks:
+        assert ", with adapter " in rank[2]["message"]
+        named = "Weights that differ: model.layers.1.self_attn.v_proj.weight. "
+        assert named in rank[2]["message"]
+        assert "could not be compared" in rank[3]["message"]
+
+
+def test_adapters_that_vllm_cannot_take_are_merged(one_rank):
+    seen = one_rank[3 + len(FAMILIES)]
+    pushed = [push["vllm"] for push in seen["pushes"]]
+    assert pushed == [push["hf"] for push in seen["pushes"]]
+    assert pushed[0] != pushed[1]
+    assert seen["difference"] < 3e-4
+    assert not seen["alone"]
 
 
 def test_log_probs_are_those_of_the_trainer_at_its_temperature(ranks):

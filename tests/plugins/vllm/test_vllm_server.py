@@ -20,6 +20,7 @@ from support.ranks import free_port
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import (
+    ConfigError,
     RefusedError,
     RequestError,
     RolloutError,
@@ -360,7 +361,7 @@ class TestLostServers:
 
     def test_every_rank_expects_the_version_that_rank_0_pushed(self, build, fakes, prompts):
         strategy = FakeStrategy()
-        told = [(None, {}, "of rank 0"), False]
+        told = [(None, {}, "of rank 0", "of rank 0"), False]
         strategy.is_rank_0, strategy.broadcast_object = lambda: False, lambda obj: told.pop(0)
         engine = build(strategy)
         for server in fakes:
@@ -376,6 +377,109 @@ class TestLostServers:
         engine = build(beside((None, {1: "vLLM server x: gone"})))
         engine.generate(prompts, GREEDY)
         assert engine.lost == {1: "vLLM server x: gone"}
+
+
+@pytest.fixture
+def adapted(llama, tmp_path_factory):
+    """An actor with adapters of rank 2 whose B is 0.1 everywhere."""
+    pytest.importorskip("peft")
+    folder = str(tmp_path_factory.mktemp("model"))
+    llama.save_pretrained(folder)
+    actor = Actor(folder)
+    add_adapters(actor, LoraOptions(rank=2, alpha=4), seed=0)
+    with torch.no_grad():
+        for name, parameter in actor.hf_model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    return actor
+
+
+class TestAdaptersAlone:
+    @pytest.fixture
+    def fakes(self, fakes):
+        for server in fakes:
+            server.obstacle = None
+        return fakes
+
+    @pytest.fixture
+    def build(self, build, adapted):
+        def make(**options):
+            return build(FakeStrategy(), actor=adapted, **{"lora_rank": 2} | options)
+
+        return make
+
+    @pytest.mark.parametrize("sync", ["disk", "collective"])
+    def test_frozen_weights_come_once_and_each_push_is_the_adapter(
+        self, build, fakes, llama, adapted, prompts, sync
+    ):
+        engine = build(vllm_server_sync=sync, vllm_server_sync_dir=None)
+        first = engine.adapter
+        with torch.no_grad():
+            for name, parameter in adapted.hf_model.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(0.3)
+        engine.sync_weights(adapted)
+        assert engine.last_stats["sync_bytes"] == sum(
+            p.nbytes for p in adapted.parameters() if p.requires_grad
+        )
+        for server in fakes:
+            (frozen,) = server.loaded
+            assert all(torch.equal(frozen[n], value) for n, value in llama.state_dict().items())
+            assert list(server.adapters) == [first, engine.adapter]
+            name = "model.layers.0.self_attn.q_proj.lora_B.weight"
+            assert (server.adapters[first][name] == 0.1).all()
+            assert (server.adapters[engine.adapter][name] == 0.3).all()
+            # what is computed meanwhile goes on
+            assert server.routes().count("/pause?mode=abort") == 1
+            described = server.bodies("/collective_rpc")[-1]["args"][1]
+            assert (described["r"], described["lora_alpha"]) == (2, 4)
+        engine.generate(prompts, GREEDY)
+        assert all(
+            body["model"] == engine.adapter
+            for server in fakes
+            for body in server.bodies(f"{GENERATE}?adapter={engine.adapter}")
+        )
+        assert sum(map(len, (s.bodies(f"{GENERATE}?adapter={engine.adapter}") for s in fakes)))
+
+    def test_a_server_that_was_started_anew_gets_the_frozen_weights_again(
+        self, build, fakes, prompts, adapted
+    ):
+        engine = build()
+        fakes[1].described["version"] = None
+        fakes[1].adapters.clear()
+        engine.generate(prompts, GREEDY)
+        assert list(engine.lost) == [1]
+        assert "has other weights than were pushed" in engine.lost[1]
+        engine.sync_weights(adapted)
+        assert engine.lost == {}
+        assert [len(server.loaded) for server in fakes] == [1, 2]
+        assert len(fakes[1].adapters) == 1
+
+    def test_one_that_takes_no_adapters_later_is_lost(self, build, fakes, adapted):
+        engine = build()
+        fakes[1].obstacle = "vLLM was started without LoRA"
+        engine.sync_weights(adapted)
+        assert (
+            "started without LoRA; start it by `lightppo serve-vllm` --lora_rank 2"
+            in (engine.lost[1])
+        )
+
+    def test_what_was_asked_is_not_changed(self, build, fakes):
+        fakes[0].obstacle = "vLLM has no adapters for GPT2LMHeadModel"
+        with pytest.raises(ConfigError, match=r"--vllm_lora_push adapter: .*no adapters for GPT2"):
+            build(vllm_lora_push="adapter")
+
+    def test_dropped_weights_are_sent_again(self, build, fakes, adapted):
+        for server in fakes:
+            server.described["sleep_mode"] = True
+        for level, pushes in ((None, 1), (2, 2)):
+            for server in fakes:
+                server.loaded.clear()
+            engine = build(sleep_level=level)
+            engine.sleep()
+            engine.wake()
+            assert [len(server.loaded) for server in fakes] == [pushes] * 2
+        assert fakes[0].routes().count("/sleep?level=1") == 1
 
 
 class TestWeights:
@@ -404,17 +508,14 @@ class TestWeights:
         assert list(tmp_path.iterdir()) == []
         assert engine.last_stats["sync_seconds"] > 0
 
-    def test_adapters_are_merged(self, build, fakes, llama, tmp_path_factory):
-        pytest.importorskip("peft")
-        folder = str(tmp_path_factory.mktemp("model"))
-        llama.save_pretrained(folder)
-        actor = Actor(folder)
-        add_adapters(actor, LoraOptions(rank=2, alpha=4), seed=0)
-        with torch.no_grad():
-            for name, parameter in actor.hf_model.named_parameters():
-                if "lora_B" in name:
-                    parameter.fill_(0.1)
-        build(actor=actor)
+    @pytest.mark.parametrize("asked", ["auto", "merged"])
+    def test_adapters_are_merged(self, build, fakes, llama, adapted, asked):
+        fakes[0].obstacle = None  # of two, one takes them
+        strategy, actor = FakeStrategy(), adapted
+        build(strategy, actor=actor, lora_rank=2, vllm_lora_push=asked)
+        assert [
+            f"{fakes[1].url}: vLLM was started without LoRA" in said for said in strategy.printed
+        ] == ([True] if asked == "auto" else [])
         pushed = fakes[0].loaded[0]
         assert pushed.keys() == llama.state_dict().keys()
         name = "model.layers.0.self_attn.q_proj.weight"

@@ -33,12 +33,12 @@ REWARD = "def reward_func(queries, prompts, labels):\n    return [float(len(quer
 
 
 def see_everything(root: Path) -> dict:
-    """Three servers, three launches."""
+    """Three servers, of which one takes adapters, and five launches."""
     for name, changes in {"untied": {}, "tied": {"tie_word_embeddings": True}}.items():
         save_causal_lm(root / name, max_position_embeddings=256, **SHAPE, **changes)
     models = [str(root / name) for name in ("tied", "untied", "untied")]
     shared_memory = shared_files()
-    servers = Servers(models, root, more=[[], [], ["--tensor-parallel-size=2"]])
+    servers = Servers(models, root, more=[[], [], ["--tensor-parallel-size=2", "--lora_rank=1"]])
     try:
         third, first, second = servers.urls
         environment = {
@@ -58,6 +58,8 @@ def see_everything(root: Path) -> dict:
         seen["killed_trainer"] = ended.returncode
         launch("one_server", "tied", [third], [], world_size=1)
         seen["run"] = whole_run(root, third, environment)
+        launch("adapters", "untied", [second], [], world_size=1)
+        seen["adapters"] = json.loads((root / "adapters-rank0.json").read_text())
         launch("two_servers", "untied", [first, second], [third])
         seen["two"] = [
             json.loads((root / f"two_servers-rank{rank}.json").read_text()) for rank in range(2)
@@ -164,6 +166,49 @@ def test_samples_do_not_depend_on_order_and_servers(seen):
         assert sorted(rank["reversed"]) == sorted(rank["sampled"])
         assert rank["one_server"] == rank["sampled"]
         assert max(max(ids) for _, _, ids, _, _ in rank["sampled"]) < TOKENS
+
+
+class TestAdapters:
+    """The server has two workers, each of which has a part of every layer."""
+
+    @pytest.mark.parametrize("way", ["pushes", "collective", "merged"])
+    def test_greedy_tokens_are_those_of_the_trainer_after_every_push(self, seen, way):
+        pushes = seen["adapters"][way]
+        for pushed in pushes:
+            assert pushed["server"] == pushed["hf"]
+        assert pushes[0]["server"] != pushes[1]["server"]
+
+    def test_log_probs_are_those_of_the_trainer(self, seen):
+        assert seen["adapters"]["difference"] < 1e-4
+
+    def test_a_push_sends_at_most_a_hundredth_of_a_merged_one(self, seen):
+        seen = seen["adapters"]
+        assert seen["alone"]
+        assert 0 < seen["sent"] <= 0.01 * seen["sent merged"]
+        # the frozen weights go first, and again when the server has others
+        assert seen["first"] == seen["sent again"] == seen["sent"] + seen["sent merged"]
+
+    def test_only_the_newest_adapter_is_left(self, seen):
+        for held in ("held", "held after"):
+            workers, adapter = seen["adapters"][held]
+            assert len(workers) == 2
+            for worker in workers:
+                assert worker["held"] == [adapter]
+                assert len(worker["slots"]) == 1
+
+    def test_a_request_keeps_its_adapter_through_a_push(self, seen):
+        during = seen["adapters"]["during"]
+        assert during["served"]
+        assert during["held"]
+        assert during["old"][0] == during["old"][1]
+        assert during["new"][0] == during["new"][1]
+        assert during["new"][0][0][2] != during["old"][0][0]
+
+    def test_a_server_with_other_weights_is_not_believed_and_gets_them_again(self, seen):
+        message, _ = seen["adapters"]["taken"]
+        assert "has other weights than were pushed" in message
+        again = seen["adapters"]["again"]
+        assert again["server"] == again["hf"]
 
 
 def test_weights_that_were_not_pushed_are_named(seen):

@@ -46,7 +46,7 @@ class NotingLLM:
         self.calls.append("reset")
         return self.resets
 
-    def add_request(self, name, tokens, parameters):
+    def add_request(self, name, tokens, parameters, lora_request=None):
         self.waiting.append(name)
 
     def has_unfinished_requests(self):

@@ -18,12 +18,15 @@ from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lightppo.errors import RolloutError
+from lightppo.models.actor import Actor
 from lightppo.models.loading import head_names
+from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.adapters.quantised import quantise
 from lightppo.plugins.vllm import weights
 from lightppo.plugins.vllm.weights import (
     Broadcasts,
     GlooGroup,
+    adapter_weights,
     buckets,
     differing_weights,
     full_weights,
@@ -170,6 +173,21 @@ def digests(tensors):
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
+def test_an_adapter_of_rank_16_is_less_than_a_hundredth_of_a_model_of_8_billion_weights():
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    with torch.device("meta"):
+        actor = Actor(LlamaForCausalLM(LlamaConfig(**shape, **heads)))
+    add_adapters(actor, LoraOptions(rank=16))
+    merged = sum(tensor.nbytes for _, tensor in full_weights(actor))
+    alone = sum(tensor.nbytes for _, tensor in adapter_weights(actor))
+    assert merged == 4 * 8_030_261_248
+    # rank 16 × (inputs + outputs) of q, k, v, o, gate, up, down; 32 layers
+    each = 2 * 8192 + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+    assert alone == 4 * 16 * 32 * each
+    assert alone < 0.01 * merged
+
+
 class Server:
     """A server whose workers are threads here; ``change`` is what they get in place of what they should know."""
 
@@ -186,6 +204,9 @@ class Server:
                 self.seen += threads.map(
                     lambda group: digests(group.receive(body["update_info"])), self.groups
                 )
+
+    def take(self, told, of_adapter):
+        self.push_step("/update_weights", {"update_info": told})
 
 
 def listening():

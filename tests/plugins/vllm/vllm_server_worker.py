@@ -26,8 +26,8 @@ WRONG = "model.layers.0.mlp.of_another_model.weight"
 class Case(Trained):
     """With an engine over servers."""
 
-    def __init__(self, folder, urls, zero_stage, **options):
-        super().__init__(folder, zero_stage, lr=0.005)
+    def __init__(self, folder, urls, zero_stage, adapters=False, **options):
+        super().__init__(folder, zero_stage, lr=0.02 if adapters else 0.005, adapters=adapters)
         self.options = {
             "pretrain": folder,
             "rollout_engine": "vllm_server",
@@ -160,6 +160,70 @@ def two_servers(case, others, pids):
     return seen
 
 
+def adapters_alone(case):
+    """A server with two workers that takes adapters; the actor trains one that is a hundredth of it."""
+    engine = case.engine
+    seen = {"alone": engine.pushes_adapters, "first": engine.last_stats["sync_bytes"]}
+    seen["pushes"] = case.pushes()
+    seen["sent"] = engine.last_stats["sync_bytes"]
+    rollouts = engine.generate(case.share(), SAMPLED)
+    seen["difference"] = case.log_prob_difference(rollouts)
+    (server,) = engine.servers
+    seen["held"] = [server._rpc("lightppo_forget_adapters", [[]]), engine.adapter]
+    seen["during"] = push_during_a_request(case)
+    seen["held after"] = [server._rpc("lightppo_forget_adapters", [[]]), engine.adapter]
+
+    broadcast = case.build(vllm_server_sync="collective", vllm_lora_push="adapter")
+    seen["collective"] = case.pushes(broadcast)
+    # a new base came with it: the engine before is told that its adapter is gone
+    seen["taken"] = case.error_of(lambda: engine.generate(case.share(), GREEDY))
+    merged = case.build(vllm_lora_push="merged")
+    seen["merged"] = case.pushes(merged)[:2]
+    seen["sent merged"] = merged.last_stats["sync_bytes"]
+    engine.sync_weights(case.actor)  # which needs the base once more
+    seen["again"] = {"server": facts(engine.generate(case.share(), GREEDY)), "hf": case.greedy_hf()}
+    seen["sent again"] = engine.last_stats["sync_bytes"]
+    for one in (engine, broadcast, merged):
+        one.close()
+    return seen
+
+
+def push_during_a_request(case):
+    """A request that waits in the server while another adapter is pushed, and its answer."""
+    engine, (server,) = case.engine, case.engine.servers
+    prompt, how = case.share()[:1], engine_request(case)
+    expected = [one.response_ids for one in case.hf.generate(prompt, GREEDY)]
+    server.post("/pause?mode=keep")
+    old, version = engine.adapter, engine.version
+    answer = vllm_server.thread(server.complete)(how, prompt[0].token_ids, 64, version, old)
+    wait_for(lambda: server.post(vllm_server.ADAPTERS)["served"] == {old: 1})
+    case.train()
+    engine.sync_weights(case.actor)
+    served = server.post(vllm_server.ADAPTERS)["served"]
+    held = server._rpc("lightppo_forget_adapters", [[]])[0]["held"]
+    server.post("/resume")
+    ids, _, _ = answer.result()
+    wait_for(lambda: server.post(vllm_server.ADAPTERS)["served"] == {engine.adapter: 0})
+    return {
+        "served": served == {old: 1, engine.adapter: 0},
+        "held": held == [old, engine.adapter],
+        "old": [[ids], expected],
+        "new": [facts(engine.generate(prompt, GREEDY)), facts(case.hf.generate(prompt, GREEDY))],
+    }
+
+
+def engine_request(case):
+    """How to sample the first prompt greedily."""
+    return vllm_server.Requests(case.engine, case.share()[:1], GREEDY).parameters(0)
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def one_server(case):
     """A tied model, and the engine in this process beside it."""
     greedy = case.engine.generate(case.share(), GREEDY)
@@ -196,12 +260,17 @@ def one_server(case):
 def main(folder, task, model, urls, others, pids):
     weights.BUCKET_BYTES = 1 << 16  # several, for a tiny model
     sync = {"vllm_server_sync": "collective"} if task == "killed_trainer" else {}
-    case = Case(
-        os.path.join(folder, model), urls, zero_stage=3 if task == "two_servers" else 0, **sync
-    )
+    adapters = {"rank": 1, "layers": ("q_proj", "o_proj")} if task == "adapters" else False
+    lora = {"lora_rank": 1} if adapters else {}
+    zero_stage = 0 if task in ("one_server", "killed_trainer") else 3
+    path = os.path.join(folder, model)
+    case = Case(path, urls, zero_stage, adapters=adapters, **sync, **lora)
     if task == "killed_trainer":
         killed_trainer(case)
-    seen = two_servers(case, others, pids) if task == "two_servers" else one_server(case)
+    if task == "two_servers":
+        seen = two_servers(case, others, pids)
+    else:
+        seen = adapters_alone(case) if adapters else one_server(case)
     with open(os.path.join(folder, f"{task}-rank{case.rank}.json"), "w") as file:
         json.dump(seen, file)
     case.strategy.barrier()

@@ -57,14 +57,14 @@ def make_prompts(tokenizer, count=8):
     return [Prompt(text, tokenizer.encode(text), index=100 + i) for i, text in enumerate(texts)]
 
 
-def adapt(actor):
+def adapt(actor, rank=4, layers=()):
     """Adds adapters whose B is not 0: merged and unmerged weights differ from the start."""
-    add_adapters(actor, LoraOptions(rank=4), seed=3)
+    add_adapters(actor, LoraOptions(rank=rank, target_modules=layers), seed=3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in actor.hf_model.named_parameters():
             if "lora_B" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(0.4 / rank * torch.randn(parameter.shape, generator=generator))
 
 
 class Trained:
@@ -80,7 +80,7 @@ class Trained:
         how = {"temperature": 0.7, "ds_config": self.strategy.get_ds_train_config(is_actor=True)}
         actor = Actor(folder, **how, load_in_4bit=load_in_4bit, bf16=bf16)
         if adapters:
-            adapt(actor)
+            adapt(actor, **(adapters if isinstance(adapters, dict) else {}))
         optimizer = self.strategy.create_optimizer(actor, lr=lr)
         self.actor, self.optimizer, _ = self.strategy.prepare((actor, optimizer, None))
         self.hf = HFRolloutEngine(
@@ -128,9 +128,7 @@ class Case(Trained):
             rollout_engine="vllm",
             zero_stage=zero_stage,
             temperature=0.7,
-            **batch,
-            **lengths,
-            **options,
+            **({"lora_rank": 4} if adapters else {}) | batch | lengths | options,
         ).resolved()
         before = self.process_state()
         self.engine = build_rollout_engine(self.config, self.strategy, self.actor, self.tokenizer)
@@ -209,6 +207,57 @@ def corrupted(case):
     check.first(case.engine.generate(case.share(), SAMPLED))
     nothing = case.share() if case.rank == 0 else []
     return {"message": message, "mended": check.difference(case.engine.generate(nothing, SAMPLED))}
+
+
+def adapters_of(case):
+    """What a push sends, what vLLM holds after pushes, and what the check says of an adapter that came wrong."""
+    engine = case.engine
+    seen = {"alone": engine.pushes_adapters, "sent": engine.last_stats["sync_bytes"]}
+    if not engine.pushes_adapters:
+        return seen
+    seen["numbers"] = [list(engine.llm.llm_engine.list_loras()), engine._pushes]
+    right = vllm_engine.adapter_weights
+    check = RolloutCheck(case.actor, engine, case.strategy, case.config)
+    check.first(engine.generate(case.share(), SAMPLED))
+
+    def wrong(actor):
+        for name, tensor in right(actor):
+            yield name, tensor + ("layers.1.self_attn.v_proj.lora_A" in name)
+
+    vllm_engine.adapter_weights = wrong
+    engine.sync_weights(case.actor)
+    vllm_engine.adapter_weights = right
+    try:
+        check.first(engine.generate(case.share(), SAMPLED))
+    except RolloutMismatchError as error:
+        seen["message"] = str(error)
+    engine.sync_weights(case.actor)
+    return seen | two_adapters_at_once(case)
+
+
+def two_adapters_at_once(case):
+    """A request that is under way during a push, and one after it in the same batches."""
+    engine, inner = case.engine, case.engine.llm.llm_engine
+    prompt = [Prompt("", [5, 6, 7])]
+    how = vllm_engine.Requests(engine, prompt, GREEDY).parameters(0)
+    names, expected, found = [], [], {}
+    for is_new in (False, True):
+        if is_new:
+            case.train()
+            engine.sync_weights(case.actor)
+        expected += [one.response_ids for one in case.hf.generate(prompt, GREEDY)]
+        names.append(engine._add([5, 6, 7], how))
+        inner.step()
+    held = len(inner.list_loras())
+    while inner.has_unfinished_requests():
+        for output in inner.step():
+            found[output.request_id] = list(output.outputs[0].token_ids)
+    engine._remove_unused()
+    return {
+        "during": held,
+        "at once": [[found[name] for name in names], expected],
+        "after": [list(inner.list_loras()), engine._pushes],
+    }
 
 
 def refused(case):
@@ -312,6 +361,8 @@ def main(folder, *cases):
         case = Case(os.path.join(folder, case_options.pop("model")), **case_options)
         seen = {"undisturbed": case.undisturbed, "pushes": pushes(case)}
         if brief:
+            if case_options.get("adapters"):
+                seen |= adapters_of(case)
             rollouts = case.engine.generate(case.share(), SAMPLED)
             seen |= {
                 "difference": case.log_prob_difference(rollouts),

@@ -99,6 +99,9 @@ class Server:
         if problems := [engine.problem for engine in self.engines if engine.problem]:
             raise RequestError(problems[0])
 
+    def take(self, told, of_adapter):
+        self.push_step("/update_weights", {"update_info": told})
+
     def has(self, wanted):
         """Whether every worker has these weights, and the scale that belongs to them."""
         state = {**wanted, "second.weight_scale": wanted["second.weight"].abs().max()}
