@@ -345,14 +345,26 @@ def _continued(
 
 
 def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
-    if "sliding_window" not in options and "sliding_attention" in (
-        getattr(module.config, "layer_types", None) or ()
-    ):
+    if "sliding_window" not in options and _has_window(module.config):
         raise NotImplementedError(
             f"--packing_samples: {type(module).__name__} does not tell its attention of its sliding window: leave "
-            "--packing_samples out, or set --attn_implementation flash_attention_2"
+            "--packing_samples out"
         )
     return options.get("sliding_window")
+
+
+def _has_window(config: Any) -> bool:
+    """Whether some layers see fewer positions than the longest sequence has."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    window = getattr(config, "sliding_window", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    return (
+        window is not None
+        and getattr(config, "use_sliding_window", True)
+        and (longest is None or window < longest)
+    )
 
 
 def _by_sequence(
