@@ -62,8 +62,27 @@ class Subject:
     def tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self.folder)
 
+    @cached_property
+    def is_refused(self) -> bool:
+        """Whether no run with this model starts, since it neither pads rightly nor packs."""
+        actor = self.actor(packing_samples=None)
+        reason = actor.try_packing(CPU)
+        try:
+            if reason is not None:
+                check_padding({"--pretrain": actor}, Alone(CPU))
+            check_training({"--pretrain": actor}, Alone(CPU))
+        except UserError:
+            return True
+        return False
+
+    def trained(self, **options: Any) -> Actor:
+        """An actor as a run begins with."""
+        if self.is_refused:
+            raise Refused("it cannot be trained, see the columns before")
+        return refused(lambda: self.actor(**options))
+
     def actor(self, **options: Any) -> Actor:
-        return Actor(str(self.folder), **options)
+        return Actor(str(self.folder), **options).eval()
 
 
 # -- numbers that columns compare ---------------------------------------------------------------------------------
@@ -252,7 +271,7 @@ def sampled_alike(engine: Any, actor: Actor, sampling: SamplingParams, nats: flo
 
 def lora(subject: Subject) -> None:
     """Adapters change the model, get gradients, can be switched off, and are merged into an export."""
-    actor = subject.actor()
+    actor = subject.trained()
     before = in_a_batch(actor)
     refused(lambda: add_adapters(actor, LoraOptions(rank=4)))
     agree(in_a_batch(actor), before, "log probs with new adapters")
@@ -288,7 +307,7 @@ def exported(subject: Subject, actor: Actor) -> Any:
 
 def four_bits(subject: Subject) -> None:
     """Weights in 4 bits compute what their dense numbers compute, with the same gradients of adapters."""
-    actor = refused(lambda: subject.actor(load_in_4bit=True))
+    actor = subject.trained(load_in_4bit=True)
     dense = subject.actor()
     with torch.no_grad():
         for name, layer in quantised_layers(actor.hf_model).items():
@@ -321,7 +340,7 @@ def zero3(subject: Subject) -> None:
     config = strategy.get_ds_train_config(is_actor=True)
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # as of a large model
     plain = subject.actor()
-    actor = refused(lambda: subject.actor(ds_config=config))
+    actor = subject.trained(ds_config=config)
     optimizer = strategy.create_optimizer(actor, lr=0.0)
     actor, optimizer, _ = strategy.prepare((actor, optimizer, None))
     sharded, expected = in_a_batch(actor), in_a_batch(plain)
@@ -336,7 +355,7 @@ def zero3(subject: Subject) -> None:
 
 def export(subject: Subject) -> None:
     """transformers loads what was trained, in the class that it came with."""
-    actor = subject.actor()
+    actor = subject.trained()
     with torch.no_grad():
         for parameter in actor.hf_model.parameters():
             parameter.mul_(1.25)
@@ -353,7 +372,7 @@ def vllm_push(subject: Subject) -> None:
 
     strategy = DeepspeedStrategy(zero_stage=0, micro_train_batch_size=1, train_batch_size=5)
     strategy.setup_distributed()
-    actor = subject.actor(valid_vocab_size=43)
+    actor = subject.trained(valid_vocab_size=43)
     config = PPOConfig.from_flat(
         pretrain=str(subject.folder),
         rollout_engine="vllm",

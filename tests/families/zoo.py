@@ -156,7 +156,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dots1": WINDOW,
     "ernie4_5_moe": {},
     "flex_olmo": {},
-    "glm4_moe": {},
+    "glm4_moe": {"head_dim": 32},
     "gpt_oss": WINDOW,
     "granitemoe": {},
     "hunyuan_v1_moe": {"moe_topk": 2},
@@ -222,4 +222,6 @@ def random_model(family: str, seed: int = 0, attention: str | None = None) -> An
         for parameter in model.parameters():
             if parameter.dim() < 2 or parameter.std() == 0:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        # transformers begins with zeros at the pad token, which trained models do not have there
+        model.get_input_embeddings().weight[0].normal_(std=0.1)
     return model.eval()

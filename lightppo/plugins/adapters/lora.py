@@ -111,16 +111,17 @@ def add_adapters(
         task_type="CAUSAL_LM" if hf_model.can_generate() else "SEQ_CLS",
         base_model_name_or_path=hf_model.config.name_or_path or None,
     )
-    asked = set(config.target_modules)
+    named = tuple(f".{name}" for name in config.target_modules)
+    expected = {name for name in replaceable_layers(hf_model) if f".{name}".endswith(named)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(config, hf_model, adapter_name=_NAME)
         except ValueError as error:
             raise ModelLoadError(f"--target_modules: peft refuses: {error}") from error
-    if asked != config.target_modules:
+    if other := sorted(_layers(hf_model).keys() ^ expected):
         raise ModelLoadError(
-            f"--target_modules {' '.join(sorted(asked))}: peft takes {' '.join(sorted(config.target_modules))} instead"
+            f"--target_modules: peft has not put the adapters where it was told to, such as {other[0]}"
         )
     # From here on the config is what the adapter's file says: it is about the dense model, and for use.
     config.inference_mode = True

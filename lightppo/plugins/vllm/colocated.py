@@ -26,6 +26,7 @@ from torch import nn
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
+from lightppo.models.wrapper import is_models_own, one_line
 from lightppo.plugins.ops.storage import content_folder, stage_to_local
 from lightppo.plugins.vllm.room import Room
 from lightppo.plugins.vllm.weights import (
@@ -331,9 +332,11 @@ class VLLMRolloutEngine(VLLMEngine):
                 [Prompt("", [tokenizer.eos_token_id or 0])],
                 SamplingParams(max_new_tokens=1, temperature=0),
             )
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except Exception as error:
+            if not isinstance(error, NotImplementedError) and not is_models_own(error):
+                raise
             raise ConfigError(
-                f"--rollout_engine vllm: vLLM cannot run this model here: {error}"
+                f"--rollout_engine vllm: vLLM cannot run this model here: {one_line(error)}"
             ) from error
         if self.room is not None:
             self.sleep()
@@ -379,6 +382,12 @@ class VLLMRolloutEngine(VLLMEngine):
             except ImportError as error:
                 advice = f"vLLM is installed but cannot be imported: {error}. Without a GPU, {_UNINSTALL} may mend it"
                 raise ConfigError(f"--rollout_engine vllm: {advice}") from error
+            except Exception as error:  # of vLLM's code for this model
+                if not is_models_own(error):
+                    raise
+                raise ConfigError(
+                    f"--rollout_engine vllm: vLLM cannot run this model: {one_line(error)}"
+                ) from error
 
     def _sample(
         self,
