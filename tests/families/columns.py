@@ -2,7 +2,7 @@
 
 A column returns None if everything is right. It raises :class:`Refused` if the trainer itself refuses the part before
 the first step, and :class:`OtherWay` if the trainer does it in another way and says so. Any other difference raises
-AssertionError: a run would be wrong without a word.
+AssertionError: a run would be wrong without a word. Its docstring is what the page says of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from families.zoo import config_of, random_model
 from support.adapters import randomize_b
+from support.conversations import Conversations
 from support.tiny import save_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,6 +37,7 @@ from lightppo.strategy.export import save_model
 
 CPU = torch.device("cpu")
 NATS = 1e-3  # float32 alone makes 1e-6 to 1e-4 of it in these models
+IN_VLLM = 5e-3  # whose kernels sum in other orders
 SHARE = 1e-2  # of a gradient's norm
 
 
@@ -183,7 +185,7 @@ def refused(attempt: Callable[[], Any]) -> Any:
 
 
 def loads(subject: Subject) -> None:
-    """Every tensor is the checkpoint's, and so are the logits."""
+    """tensors and log probs with transformers' own"""
     loaded = refused(subject.actor).hf_model
     assert type(loaded) is type(subject.model)
     same_tensors(loaded.state_dict(), subject.model.state_dict())
@@ -198,9 +200,10 @@ def same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def critic(subject: Subject) -> None:
-    """Values of a padded batch are those of each sequence alone."""
+    """values in a padded batch with those of each sequence alone"""
     model = refused(lambda: Critic(str(subject.folder)))
     refused(lambda: check_padding({"--critic_pretrain": model}, Alone(CPU)))
+    refused(lambda: check_training({"--critic_pretrain": model}, Alone(CPU)))
     sequences, mask, actions = ragged()
     together = model(sequences, actions, mask)
     for row, (ids, real) in enumerate(zip(sequences, mask.bool())):
@@ -210,7 +213,7 @@ def critic(subject: Subject) -> None:
 
 
 def padded(subject: Subject) -> None:
-    """A padded batch is what its rows are alone, with its gradients."""
+    """log probs and gradients in a batch, padded on both sides, with those of each sequence alone; training with evaluation"""
     actor = subject.actor()
     refused(lambda: check_padding({"--pretrain": actor}, Alone(CPU)))
     refused(lambda: check_training({"--pretrain": actor}, Alone(CPU)))
@@ -220,7 +223,7 @@ def padded(subject: Subject) -> None:
 
 
 def packs(subject: Subject, same_prompts: bool = False) -> None:
-    """So is a packed row."""
+    """the same in a row without padding. `pads`: without `--packing_samples` the run pads, and says why"""
     actor = subject.actor(packing_samples=None)
     if reason := actor.try_packing(CPU):
         raise OtherWay(reason)
@@ -228,7 +231,7 @@ def packs(subject: Subject, same_prompts: bool = False) -> None:
 
 
 def shares_prompts(subject: Subject) -> None:
-    """And one in which equal prompts stand once."""
+    """the same in a row in which equal prompts stand once"""
     actor = subject.actor(packing_samples=None)
     if reason := actor.try_packing(CPU):
         raise OtherWay(f"it does not pack: {reason}")
@@ -248,12 +251,13 @@ def prompts() -> list[Prompt]:
 
 
 def decodes(subject: Subject) -> None:
-    """Log probs of sampled tokens are those of a forward pass, whatever slot and batch they came from."""
+    """log probs of the `hf` engine's tokens with a forward pass. `in batches`: a response that has ended waits for its batch"""
     actor = subject.actor(valid_vocab_size=43)
     engine = HFRolloutEngine(actor, subject.tokenizer, micro_rollout_batch_size=3)
     refused(lambda: check_decoding(engine, actor, Alone(CPU)))
     sampled_alike(engine, actor, SAMPLING)
     sampled_alike(engine, actor, replace(SAMPLING, temperature=0.0, n=1))
+    turns_alike(engine, actor)
     if not can_use_slots(actor.hf_model.config):
         raise OtherWay("batch by batch: its cache has more than keys and values of all positions")
 
@@ -269,8 +273,20 @@ def sampled_alike(engine: Any, actor: Actor, sampling: SamplingParams, nats: flo
         assert apart <= nats, f"log probs while decoding differ by up to {apart:.2g} nats"
 
 
+@torch.no_grad()
+def turns_alike(engine: HFRolloutEngine, actor: Actor) -> None:
+    """The same of conversations, whose turns begin with what was computed before."""
+    conversations = Conversations(prompts(), turns=3)
+    engine.generate_turns(conversations, replace(SAMPLING, n=1))
+    for conversation in conversations.all:
+        for turn, answer in zip(conversation.asked, conversation.answers):
+            ids = torch.tensor([turn.token_ids + answer.response_ids])
+            expected = actor.score_actions(ids, len(answer.response_ids)).log_probs[0]
+            agree(torch.tensor(answer.log_probs), expected, "log probs in a conversation")
+
+
 def lora(subject: Subject) -> None:
-    """Adapters change the model, get gradients, can be switched off, and are merged into an export."""
+    """adapters change the model, all get gradients, can be switched off, and are the same when merged"""
     actor = subject.trained()
     before = in_a_batch(actor)
     refused(lambda: add_adapters(actor, LoraOptions(rank=4)))
@@ -306,7 +322,7 @@ def exported(subject: Subject, actor: Actor) -> Any:
 
 
 def four_bits(subject: Subject) -> None:
-    """Weights in 4 bits compute what their dense numbers compute, with the same gradients of adapters."""
+    """log probs and the adapters' gradients with those of the same numbers in dense layers"""
     actor = subject.trained(load_in_4bit=True)
     dense = subject.actor()
     with torch.no_grad():
@@ -327,7 +343,7 @@ def four_bits(subject: Subject) -> None:
 
 
 def zero3(subject: Subject) -> None:
-    """Sharded weights give the same log probs and gradients, and come back whole. Every weight is gathered for use."""
+    """log probs, gradients and gathered tensors with those without it; every weight is sharded"""
     from deepspeed.utils import safe_get_full_grad
 
     from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -354,7 +370,7 @@ def zero3(subject: Subject) -> None:
 
 
 def export(subject: Subject) -> None:
-    """transformers loads what was trained, in the class that it came with."""
+    """what was trained with what `AutoModelForCausalLM` reads, and its class"""
     actor = subject.trained()
     with torch.no_grad():
         for parameter in actor.hf_model.parameters():
@@ -365,8 +381,9 @@ def export(subject: Subject) -> None:
 
 
 def vllm_push(subject: Subject) -> None:
-    """vLLM has the actor's log probs, before and after a change of every weight."""
+    """vLLM's log probs with the trainer's, before and after all weights have changed"""
     from lightppo.config import PPOConfig
+    from lightppo.plugins.vllm.rollout_check import RolloutCheck
     from lightppo.strategy.deepspeed import DeepspeedStrategy
     from lightppo.trainer.build import build_rollout_engine
 
@@ -385,14 +402,16 @@ def vllm_push(subject: Subject) -> None:
         max_num_seqs=16,
     ).resolved()
     engine = refused(lambda: build_rollout_engine(config, strategy, actor, subject.tokenizer))
-    sampled_alike(engine, actor, SAMPLING)
+    check = RolloutCheck(actor, engine, strategy, config)
+    refused(lambda: check.first(engine.generate(prompts(), SAMPLING)))
+    sampled_alike(engine, actor, SAMPLING, IN_VLLM)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(5)
         for parameter in actor.hf_model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(0.1 * parameter.abs().mean() * noise)
     engine.sync_weights(actor)
-    sampled_alike(engine, actor, SAMPLING)
+    sampled_alike(engine, actor, SAMPLING, IN_VLLM)
 
 
 COLUMNS: dict[str, Callable[[Subject], None]] = {

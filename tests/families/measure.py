@@ -163,7 +163,8 @@ def merged(before: dict[str, Any], seen: dict[str, dict[str, Cell]]) -> dict[str
         name: {column: row[column] for column in COLUMNS if column in row}
         for name, row in rows.items()
     }
-    return {"versions": versions(), "families": rows}
+    about = {name: column.__doc__ for name, column in COLUMNS.items()}
+    return {"versions": versions(), "columns": about, "families": rows}
 
 
 def versions() -> dict[str, str]:

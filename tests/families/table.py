@@ -20,6 +20,23 @@ OTHER_WAYS = {
 }
 UNTRIED = {"says": "not tried"}
 
+CAUSES = {
+    "Doge with experts": "makes two halves of the router's numbers of a batch by `view`, so that a token's experts come "
+    "from other tokens, also from later ones.",
+    "Falcon with alibi": "has the alibi in its mask, and eager attention adds it once more. sdpa is right, as "
+    "[a test by hand](../tests/plugins/checks/test_padding.py) shows; `--attn_implementation eager` is refused.",
+    "PhiMoE": "draws its experts at random in training, and does not tell its attention of its sliding window.",
+    "RecurrentGemma, RWKV": "run over the padding.",
+    "Mamba's mixers": "take the weight of some layers past the layer, where nobody would see an adapter. Such layers get "
+    "none, and stay dense.",
+    "DeepSeek-V3 and other families with shared experts": "peft puts adapters for `gate_proj`, `up_proj` and `down_proj` "
+    "on the fused experts instead, which merging would lose. These layers get none.",
+    "Gemma 3n": "divides by the size of embeddings: a pad token whose embedding is 0, as in a model from scratch, makes "
+    "gradients in padded batches NaN. Packed rows have none.",
+    "vLLM": "runs families without code of its own by transformers' class, which it changes in the process. A server "
+    "(`--rollout_engine vllm_server`) may have them.",
+}
+
 
 def shown(column: str, cell: Mapping[str, str]) -> str:
     """A cell of the table."""
@@ -33,7 +50,9 @@ def as_markdown(stored: Mapping[str, Any]) -> str:
     rows = stored["families"]
     columns = list(max(rows.values(), key=len))
     versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-    lines = [f"{len(rows)} families, by {versions}.", ""]
+    lines = ["column | what was compared", "---|---"]
+    lines += [f"{column} | {about}" for column, about in stored["columns"].items()]
+    lines += ["", f"{len(rows)} families, by {versions}:", ""]
     lines += [f"family | {' | '.join(columns)}", "|".join(["---"] * (len(columns) + 1))]
     for family, row in rows.items():
         cells = [shown(column, row.get(column, UNTRIED)) for column in columns]
@@ -41,6 +60,8 @@ def as_markdown(stored: Mapping[str, Any]) -> str:
     lines += ["", "Why not:", ""]
     for (column, reason), families in reasons(rows, columns).items():
         lines.append(f"- **{column}**, {', '.join(families)}: {reason}")
+    lines += ["", "Causes in transformers and peft:", ""]
+    lines += [f"- **{name}**: {cause}" for name, cause in CAUSES.items()]
     return "\n".join(lines)
 
 
@@ -68,7 +89,6 @@ def in_general(reason: str) -> str:
     reason = re.sub(r"\w+(ForCausalLM|LMHeadModel)\b", "the model", reason)
     reason = re.sub(r"only \d+% of", "less than half of", reason)
     reason = re.sub(r" \(the largest other one: .*", "", reason)
-    reason = re.sub(r"by up to [\d.]+ nats", "by up to a nat or more", reason)
     return reason.replace("|", "\\|").replace("<", "&lt;")
 
 
