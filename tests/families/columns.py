@@ -27,7 +27,7 @@ from lightppo.errors import UserError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.loading import resolve_attn_implementation
-from lightppo.plugins.adapters.lora import LoraOptions, add_adapters, adapters_off
+from lightppo.plugins.adapters.lora import LoraOptions, adapters_off, add_adapters
 from lightppo.plugins.adapters.quantised import dense_weight, quantised_layers
 from lightppo.plugins.checks.probes import check_decoding, check_padding, check_training
 from lightppo.ranks import Alone
@@ -213,7 +213,7 @@ def critic(subject: Subject) -> None:
 
 
 def padded(subject: Subject) -> None:
-    """log probs and gradients in a batch, padded on both sides, with those of each sequence alone; training with evaluation"""
+    """log probs and gradients in a batch padded on both sides with those of each sequence alone; training, evaluation"""
     actor = subject.actor()
     refused(lambda: check_padding({"--pretrain": actor}, Alone(CPU)))
     refused(lambda: check_training({"--pretrain": actor}, Alone(CPU)))
@@ -251,7 +251,7 @@ def prompts() -> list[Prompt]:
 
 
 def decodes(subject: Subject) -> None:
-    """log probs of the `hf` engine's tokens with a forward pass. `in batches`: a response that has ended waits for its batch"""
+    """log probs of the `hf` engine with a forward pass. `in batches`: an ended response waits for its batch"""
     actor = subject.actor(valid_vocab_size=43)
     engine = HFRolloutEngine(actor, subject.tokenizer, micro_rollout_batch_size=3)
     refused(lambda: check_decoding(engine, actor, Alone(CPU)))

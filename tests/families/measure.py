@@ -53,7 +53,9 @@ def see(family: str, columns: Iterable[str]) -> dict[str, Cell]:
                 cell = {"says": "other way", "why": str(reason)}
             except AssertionError as difference:
                 cell = {"says": "wrong", "why": str(difference)}
-            except Exception as error:  # the page must not have any: a run would end so, with a traceback
+            except (
+                Exception
+            ) as error:  # the page must not have any: a run would end so, with a traceback
                 cell = {"says": "fails", "why": f"{type(error).__name__}: {error}"}
             found[column] = {name: in_short(text, root) for name, text in cell.items()}
     return found
@@ -72,7 +74,7 @@ def imports(with_vllm: bool) -> None:
     import transformers
     from families import columns  # noqa: F401
 
-    import lightppo.trainer.build  # noqa: F401
+    import lightppo.trainer.build
 
     if with_vllm:
         import vllm.v1.engine.llm_engine

@@ -157,7 +157,12 @@ def test_a_number_that_phimoe_chooses_experts_by_is_no_dropout(tmp_path: Path) -
 
 
 def test_what_looks_like_a_value_head() -> None:
-    heads = ("score.weight", "v_head.summary.bias", "value_head.0.weight", "model.reward_head.weight")
+    heads = (
+        "score.weight",
+        "v_head.summary.bias",
+        "value_head.0.weight",
+        "model.reward_head.weight",
+    )
     assert all(map(loading.is_value_head, heads))
     others = ("model.layers.1.mlp.gate.e_score_correction_bias", "lm_head.weight", "model.scorer.w")
     assert not any(map(loading.is_value_head, others))
@@ -167,7 +172,7 @@ def test_a_critic_of_a_family_without_a_classifier_says_so(tmp_path: Path) -> No
     random_model("apertus").save_pretrained(tmp_path)
     with pytest.raises(
         ModelLoadError,
-        match="--critic_pretrain .* has no ModelForSequenceClassification of model type 'apertus'",
+        match=r"--critic_pretrain .* has no ModelForSequenceClassification of model type 'apertus'",
     ):
         Critic(str(tmp_path))
     random_model("deepseek_v3").save_pretrained(tmp_path / "deepseek")

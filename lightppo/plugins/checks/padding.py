@@ -68,14 +68,18 @@ def training_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | 
         model.train(was_training)
     if alike(found, expected) or not expected.isfinite().all():
         return None
-    return f"{distance(wrapper, [found], [expected])} between training and evaluation, without dropout"
+    return (
+        f"{distance(wrapper, [found], [expected])} between training and evaluation, without dropout"
+    )
 
 
 def has_dropout(model: PreTrainedModel) -> bool:
     """Whether anything is left out at random, by an option or by a caller's own model."""
     return any(
         (isinstance(module, torch.nn.Dropout) and module.p > 0)
-        or any(isinstance(x, float) and x > 0 and "drop" in name for name, x in vars(module).items())
+        or any(
+            isinstance(x, float) and x > 0 and "drop" in name for name, x in vars(module).items()
+        )
         for module in model.modules()
     )
 

@@ -61,7 +61,7 @@ def test_what_peft_would_put_on_fused_experts_has_none_and_the_merged_model_is_w
     actor = Actor(random_model("deepseek_v3"))
     names = set(actor.hf_model.state_dict())
     with pytest.raises(
-        ModelLoadError, match="--target_modules gate_proj up_proj: .* on the experts"
+        ModelLoadError, match=r"--target_modules gate_proj up_proj: .* on the experts"
     ):
         chosen_layers(actor.hf_model, ("gate_proj", "up_proj", "o_proj"))
     add_adapters(actor, LoraOptions(rank=4))
