@@ -732,8 +732,11 @@ def engine_arguments(
 def cpu_kv_cache_bytes(model_config: Any, sequences: int, tokens: int) -> int:
     """Bytes for so many sequences of so many tokens in float32, at most 4 GiB."""
     text = model_config.get_text_config(decoder=True)
-    heads = widest(text, "num_key_value_heads") or text.num_attention_heads
-    head_dim = widest(text, "head_dim") or text.hidden_size // text.num_attention_heads
+    queries = (
+        widest(text, "num_attention_heads") or 1
+    )  # Mamba has no heads, but states of such a size
+    heads = widest(text, "num_key_value_heads") or queries
+    head_dim = widest(text, "head_dim") or text.hidden_size // queries
     blocks = sequences * math.ceil(tokens / _CPU_BLOCK) + 1
     return min(
         blocks * _CPU_BLOCK * 2 * text.num_hidden_layers * heads * head_dim * 4, _CPU_KV_CACHE_LIMIT

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.tiny import tiny_config
-from transformers import Gemma4TextConfig, LlamaConfig
+from transformers import Gemma4TextConfig, LlamaConfig, MambaConfig
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
@@ -99,6 +99,8 @@ def test_heads_that_differ_by_layer_count_by_the_largest():
     assert {layer["head_dim"] for layer in config.to_dict()["per_layer_config"].values()} == {512}
     assert cpu_kv_cache_bytes(config, 1, 128) == 2 * 128 * 2 * 6 * 2 * 512 * 4
     assert architecture(config)["head_dim"] == 512
+    mamba = MambaConfig(hidden_size=32, num_hidden_layers=2)
+    assert cpu_kv_cache_bytes(mamba, 1, 128) == 2 * 128 * 2 * 2 * 32 * 4
 
 
 def test_a_class_that_vllm_has_changed_is_seen():
