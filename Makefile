@@ -15,7 +15,7 @@ ENV ?= none
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks
-.PHONY: gpu-check test-lowest test-faults soak house reference-runs coverage clean
+.PHONY: gpu-check test-lowest test-faults soak house reference-runs families coverage clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
@@ -36,6 +36,7 @@ help:
 	@echo "make bench-ranks  what many ranks cost each other in a step, without models; QUICK=1 too"
 	@echo "make gpu-check    on a GPU: what only one can show, into docs/performance.md; PARTS=head,train; DEVICE=cpu tries it"
 	@echo "make house        files, lines, imports, and what one PPO step runs through; TREE=DIR for another checkout"
+	@echo "make families     what works with each family of models, tried anew for docs/models.md (10 minutes, and 30 for vLLM); VLLM=0 without it"
 	@echo "make reference-runs BASE=main   short trainings here and at a revision: are all numbers the same, to the last bit?"
 
 install: $(INSTALLED)
@@ -101,6 +102,7 @@ docs: $(INSTALLED)
 	$(BIN)/python -c "from lightppo.plugins.migration import names; names.write_page()"
 	$(BIN)/python -m lightppo.plugins.records.metric_names > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python tests/faults/table.py
+	$(BIN)/python tests/families/table.py
 	$(BIN)/python benchmarks/house.py --store --no_run
 	$(BIN)/python benchmarks/house_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
@@ -132,6 +134,12 @@ house: $(INSTALLED)
 # RUNS="quick zero3" runs some of them only: names and areas as `reference_runs.py list` shows them.
 reference-runs: $(INSTALLED)
 	$(BIN)/python benchmarks/reference_runs.py compare --base $(or $(BASE),HEAD) $(RUNS) --keep_going
+
+# FAMILIES="llama gpt2" tries some of them only.
+families: $(INSTALLED)
+	$(BIN)/python tests/families/measure.py --store $(FAMILIES)
+	$(if $(filter 0,$(VLLM)),,$(BIN)/python tests/families/measure.py --store --vllm $(FAMILIES))
+	$(BIN)/python tests/families/table.py
 
 clean:
 	rm -rf $(VENV) runs

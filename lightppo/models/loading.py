@@ -139,8 +139,8 @@ def _load(
         part, reason = _language_model(auto_class, path, config, flag)
     config = config if part is None else part.config
     model_class = auto_class._model_mapping.get(type(config), None)
-    if reason is not None and model_class is None and not hasattr(config, "auto_map"):
-        raise ModelLoadError(reason)
+    if model_class is None and not hasattr(config, "auto_map"):
+        raise ModelLoadError(reason or _no_class(auto_class, config, f"{flag} {path}"))
     kwargs: dict[str, Any] = {
         "attn_implementation": resolve_attn_implementation(
             how.attn_implementation, how.dtype, model_class, config
@@ -176,6 +176,16 @@ def _load(
         reason = untrainable(config, dict(model.named_parameters()), f"{flag} {path}")
     model.untrainable = reason
     return model.eval()
+
+
+def _no_class(auto_class: Any, config: PretrainedConfig, name: str) -> str:
+    kind = f"{name}: transformers has no {auto_class.__name__.replace('Auto', '', 1)}"
+    if auto_class is AutoModelForCausalLM:
+        return f"{kind} of model type {config.model_type!r}: choose another model"
+    return (
+        f"{kind} of model type {config.model_type!r}, which a critic or a reward model is: choose another model for it, "
+        "or an --advantage_estimator without a critic"
+    )
 
 
 def check_trainable(path: str, *, flag: str = "--pretrain", **options: Any) -> bool:
@@ -334,7 +344,7 @@ def _errors_name(path: str, flag: str) -> Iterator[None]:
         raise
     except pickle.UnpicklingError as error:  # transformers, too, reads with weights_only
         raise ModelLoadError(f"{flag} {tensor_file.explained(path, error)}") from error
-    except (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, EOFError, SafetensorError) as error:
         if Path(path, "config.json").is_file():
             _look_at(path, flag)
         # One line: transformers may list pages of class names.
@@ -407,7 +417,11 @@ def is_dropout(name: str) -> bool:
 def _zero_dropout_attributes(
     owner: PretrainedConfig | nn.Module, kept: Container[float] = ()
 ) -> None:
+    # PhiMoE's choice of experts depends on this number, which is no noise there; elsewhere only configs have it
+    is_threshold = isinstance(owner, nn.Module) or owner.model_type == "phimoe"
     for key, value in list(vars(owner).items()):
+        if key == "router_jitter_noise" and is_threshold:
+            continue
         if isinstance(value, float) and is_dropout(key) and value not in kept:
             setattr(owner, key, 0.0)
 
@@ -539,8 +553,9 @@ def _quiet() -> Iterator[None]:
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 # Names of other people's heads, to tell "no head yet" from "a head under another name".
+# A router's "e_score_correction_bias" is none.
 _HEAD_LIKE = re.compile(
-    r"(^|[._])(v_head|value_head|score|reward_head|regression_head|classifier|summary)[._]"
+    r"(^|[._])(v_head|value_head|score|reward_head|regression_head|classifier|summary)([._].*)?\.(weight|bias)$"
 )
 
 

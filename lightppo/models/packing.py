@@ -356,17 +356,23 @@ def window_of(module: nn.Module, options: dict[str, Any]) -> int | None:
     if "sliding_window" not in options and attends_in_windows(module.config):
         raise NotImplementedError(
             f"--packing_samples: {type(module).__name__} does not tell its attention of its sliding window: leave "
-            "--packing_samples out, or set --attn_implementation flash_attention_2"
+            "--packing_samples out"
         )
     return options.get("sliding_window")
 
 
 def attends_in_windows(config: PretrainedConfig) -> bool:
-    """Whether transformers may give a layer a mask with a window."""
+    """Whether some layers may see fewer positions than the longest sequence has."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return "sliding_attention" in kinds
-    return getattr(config, "sliding_window", None) is not None
+    window = getattr(config, "sliding_window", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    return (
+        window is not None
+        and getattr(config, "use_sliding_window", True)
+        and (longest is None or window < longest)
+    )
 
 
 def _by_sequence(

@@ -161,13 +161,19 @@ class PretrainedWrapper(nn.Module):
             if not self.hf_model._supports_sdpa:
                 return f"{type(self.hf_model).__name__} has no sdpa, and its eager attention does not keep rows apart"
             return f"it needs --attn_implementation sdpa or flash_attention_2, not {attention}"
+        if reason := self.packing_obstacle(device):
+            self.stop_packing()
+            return reason
+        self.packing_samples = True
+        return None
+
+    def packing_obstacle(self, device: torch.device) -> str | None:
+        """Why the model does not pack exactly; None: it does. Under ZeRO-3 on all ranks together."""
         try:
             self._attend_packed()
             self._probe_packing(device)
         except (PackingNotSupportedError, NotImplementedError) as error:
-            self.stop_packing()
             return str(error)
-        self.packing_samples = True
         return None
 
     def stop_packing(self) -> None:

@@ -32,7 +32,7 @@ from lightppo.config.rules import (
 )
 from lightppo.data.datasets import PromptDataset
 from lightppo.data.readers import read_rows
-from lightppo.errors import ConfigError
+from lightppo.errors import ConfigError, PackingNotSupportedError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, balance_ranks, save_batch
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
@@ -645,13 +645,20 @@ def saved_parts(
 
 
 def settle_packing(config: OptionSet, strategy: DeepspeedStrategy, *models: Any) -> None:
-    """``--packing_samples`` None: all models pack, if each does it exactly on every rank. Collective."""
-    if config.training.packing_samples is not None:
+    """``--packing_samples`` None: all models pack, if each does it exactly on every rank; True: they must. Collective."""
+    asked = config.training.packing_samples
+    if asked is False:
         return
     # a critic is in its engine
     packing = [getattr(model, "module", model) for model in models if model is not None]
-    obstacle = next(filter(None, [model.try_packing(strategy.device) for model in packing]), None)
+    obstacles = [
+        model.packing_obstacle(strategy.device) if asked else model.try_packing(strategy.device)
+        for model in packing
+    ]
+    obstacle = next(filter(None, obstacles), None)
     if reason := next(filter(None, strategy.all_gather_object(obstacle)), None):
+        if asked:
+            raise PackingNotSupportedError(reason)
         for model in packing:
             model.stop_packing()
         strategy.print(f"note: batches are padded: {reason}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families.zoo import random_model
 from safetensors.torch import load_file, save_file
 from support.ranks import run_ranks
 from torch import Tensor, nn
@@ -143,6 +144,39 @@ def test_dropout_is_off_in_config_and_modules(
                 rates,
             )
             assert not isinstance(module, torch.nn.Dropout) or module.p == 0.0
+
+
+def test_a_number_that_phimoe_chooses_experts_by_is_no_dropout(tmp_path: Path) -> None:
+    model = random_model("phimoe")
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(3, 20)[None]
+    loaded = load_causal_lm(str(tmp_path))
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    assert loaded.config.router_jitter_noise == 0.2
+    assert loaded.config.input_jitter_noise == 0.0
+
+
+def test_what_looks_like_a_value_head() -> None:
+    heads = (
+        "score.weight",
+        "v_head.summary.bias",
+        "value_head.0.weight",
+        "model.reward_head.weight",
+    )
+    assert all(map(loading.is_value_head, heads))
+    others = ("model.layers.1.mlp.gate.e_score_correction_bias", "lm_head.weight", "model.scorer.w")
+    assert not any(map(loading.is_value_head, others))
+
+
+def test_a_critic_of_a_family_without_a_classifier_says_so(tmp_path: Path) -> None:
+    random_model("apertus").save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelLoadError,
+        match=r"--critic_pretrain .* has no ModelForSequenceClassification of model type 'apertus'",
+    ):
+        Critic(str(tmp_path))
+    random_model("deepseek_v3").save_pretrained(tmp_path / "deepseek")
+    assert Critic(str(tmp_path / "deepseek")).model.score.out_features == 1
 
 
 def test_attention_and_dtype_are_the_ones_asked_for(causal_lm: MakeModel, tmp_path: Path) -> None:

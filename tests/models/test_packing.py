@@ -8,13 +8,14 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from families.zoo import random_model
 from support.far_device import FarDevice
 from support.fixtures.families import COMMON, KV, Batch, Rows, batch_of, from_config
 from torch import library, nn
@@ -590,6 +591,23 @@ def test_a_layer_that_hides_its_window_is_refused(config: type) -> None:
     layer.config = config(sliding_window=3)
     with pytest.raises(NotImplementedError, match="--packing_samples: Module"):
         packed_attention(layer, q, q, q, segments_as_mask([4]))
+
+
+def test_a_window_that_the_config_alone_knows_is_refused(ragged: Batch) -> None:
+    actor = Actor(random_model("phimoe"), packing_samples=None)
+    reason = actor.try_packing(torch.device("cpu"))
+    assert reason.startswith("--packing_samples: PhimoeAttention does not tell its attention of")
+    layer = nn.Module()
+    q = torch.randn(1, 2, 4, 8)
+    for config, refused in (
+        ({"sliding_window": 3, "max_position_embeddings": 8}, True),
+        ({"sliding_window": 8, "max_position_embeddings": 8}, False),
+        ({"sliding_window": 3, "max_position_embeddings": 8, "use_sliding_window": False}, False),
+        ({"sliding_window": 3, "layer_types": ["full_attention"]}, False),
+    ):
+        layer.config = SimpleNamespace(**config)
+        with pytest.raises(NotImplementedError) if refused else nullcontext():
+            packed_attention(layer, q, q, q, segments_as_mask([4]))
 
 
 def test_only_sdpa_is_replaced(causal_lm: MakeModel, attention: str) -> None:

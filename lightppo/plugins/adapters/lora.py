@@ -6,6 +6,7 @@ Uses peft's private ``_disable_adapters``: its public switch also freezes adapte
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import pickle
 import re
@@ -37,7 +38,10 @@ from lightppo.models.loading import (
 )
 from lightppo.models.wrapper import PretrainedWrapper, Role
 from lightppo.plugins.adapters.quantised import check_bitsandbytes, dense_weight, quantised_layers
+from lightppo.plugins.adapters.targets import goes_to_experts, replaceable_layers
 from lightppo.strategy.zero3 import find_whole
+
+logger = logging.getLogger(__name__)
 
 _NAME = "default"  # peft's name for the only adapter
 _BASE = ".base_layer."  # between the names of a layer with an adapter and of its frozen weight
@@ -107,9 +111,18 @@ def add_adapters(
         task_type="CAUSAL_LM" if hf_model.can_generate() else "SEQ_CLS",
         base_model_name_or_path=hf_model.config.name_or_path or None,
     )
+    named = tuple(f".{name}" for name in config.target_modules)
+    expected = {name for name in replaceable_layers(hf_model) if f".{name}".endswith(named)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, hf_model, adapter_name=_NAME)
+        try:
+            inject_adapter_in_model(config, hf_model, adapter_name=_NAME)
+        except ValueError as error:
+            raise ModelLoadError(f"--target_modules: peft refuses: {error}") from error
+    if other := sorted(_layers(hf_model).keys() ^ expected):
+        raise ModelLoadError(
+            f"--target_modules: peft has not put the adapters where it was told to, such as {other[0]}"
+        )
     # From here on the config is what the adapter's file says: it is about the dense model, and for use.
     config.inference_mode = True
     config.fan_in_fan_out |= any(layer.transposed for layer in quantised_layers(hf_model).values())
@@ -122,15 +135,19 @@ def add_adapters(
         model.as_loaded = AdaptersOff(model)
 
 
-def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
-    """The layers that get an adapter: ends of their names if these fit no other layer, else whole names."""
+def chosen_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> set[str]:
+    """Names of the layers that get an adapter; ``wanted`` as :class:`LoraOptions` has it."""
     heads = head_names(model)
-    linear = [
-        name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))
-    ]
+    linear = replaceable_layers(model)
+    to_experts = {end for end in set(map(_end, linear)) if goes_to_experts(model, end)}
     unknown: list[str] = []
     if wanted in ((), ("all-linear",)):
-        chosen = {name for name in linear if name not in heads}
+        chosen = {name for name in linear if name not in heads and _end(name) not in to_experts}
+        if to_experts:
+            logger.warning(
+                "--lora_rank: %s get no adapter: peft would put it on the experts, which are held together",
+                ", ".join(sorted(to_experts)),
+            )
     else:
         of_end = {
             end: {name for name in linear if f".{name}".endswith(f".{end}")} for end in wanted
@@ -141,11 +158,12 @@ def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[
             end for end in wanted if not of_end[end] and (end != "lm_head" or model.can_generate())
         ]
     if unknown or not chosen:
+        ends = ", ".join(sorted(set(map(_end, linear)) - to_experts))
         raise ModelLoadError(
-            f"--target_modules {' '.join(unknown or wanted) or 'all-linear'}: {type(model).__name__} has none; "
-            f"its linear layers are {', '.join(sorted(set(map(_end, linear))))}"
+            f"--target_modules {' '.join(unknown or wanted) or 'all-linear'}: {type(model).__name__} has none that can "
+            f"have an adapter; its linear layers that can are {ends or 'none'}"
         )
-    for name in heads & chosen:
+    for name in sorted(heads & chosen):
         if not model.can_generate():
             raise ModelLoadError(
                 f"--target_modules {name}: the value head trains as a whole; leave it out"
@@ -154,12 +172,20 @@ def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[
             raise ModelLoadError(
                 f"--target_modules {name}: it is the embedding, with an adapter it could not be merged"
             )
+    if refused := sorted(to_experts & set(map(_end, chosen))):
+        raise ModelLoadError(
+            f"--target_modules {' '.join(refused)}: peft would put these adapters of {type(model).__name__} on the "
+            "experts, which are held together: leave them out"
+        )
+    return chosen
+
+
+def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
+    """:func:`chosen_layers` for peft: ends of their names if these fit no other module, else whole names."""
+    chosen = chosen_layers(model, wanted)
     ends = set(map(_end, chosen))
-    return sorted(
-        ends
-        if {name for name, _ in model.named_modules() if _end(name) in ends} == chosen
-        else chosen
-    )
+    fitting = {name for name, _ in model.named_modules() if _end(name) in ends}
+    return sorted(ends if fitting == chosen else chosen)
 
 
 def _end(name: str) -> str:

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from lightppo.errors import ModelLoadError
 from lightppo.models.loading import head_names
 from lightppo.models.wrapper import is_plain_linear
+from lightppo.plugins.adapters.targets import replaceable_layers
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
@@ -126,7 +127,7 @@ def fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
     modules = dict(model.named_modules())
     plain = {
         name: module
-        for name, module in modules.items()
+        for name, module in replaceable_layers(model).items()
         if is_plain_linear(module) or type(module) is Conv1D
     }
     widths = {
@@ -147,8 +148,8 @@ def fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
     if share < 0.5:
         largest = max(body.keys() - held.keys(), key=body.get)
         raise ModelLoadError(
-            f"--load_in_4bit: only {share:.0%} of the weights in the layers of {type(model).__name__} are in linear "
-            f"layers with an input width that is a multiple of {BLOCK} (the largest that is not: {largest}, "
+            f"--load_in_4bit: only {share:.0%} of the weights in the layers of {type(model).__name__} are in plain "
+            f"linear layers with an input width that is a multiple of {BLOCK} (the largest other one: {largest}, "
             f"{tuple(model.get_parameter(largest).shape)}): leave --load_in_4bit out"
         )
     return fitting

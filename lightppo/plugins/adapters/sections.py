@@ -24,7 +24,7 @@ class AdapterConfig(Section, of="weights"):
     )
     target_modules: tuple[str, ...] = lora(
         (),
-        "Layers with adapters, by the end of their names. None or all-linear: all linear layers but the head.",
+        "Layers with adapters, by the end of their names. None or all-linear: all that can have one, but the head.",
         off=(("all-linear",),),
     )
 

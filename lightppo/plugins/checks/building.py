@@ -18,7 +18,7 @@ from lightppo.config.rules import compute_dtype
 from lightppo.errors import ConfigError
 from lightppo.files import local_folder
 from lightppo.plugins.checks.preflight import NOTHING_KEPT, dry_run_config, preflight
-from lightppo.plugins.checks.probes import check_decoding, check_padding
+from lightppo.plugins.checks.probes import check_decoding, check_padding, check_training
 from lightppo.plugins.checks.rehearsal import after_step, fewer_rows, rehearse
 from lightppo.plugins.ops import durable
 from lightppo.ranks import ranks_on_node
@@ -104,9 +104,10 @@ def check_disk(building: Building) -> None:
 
 
 def check_padded_batches(building: Building) -> None:
-    """Padded batches of the models are right. Collective."""
+    """Padded batches of the models are right, and training them changes no number by itself. Collective."""
     always_padded = "pretrain_data" in building.rows
     check_padding(building.models, building.strategy, always_padded=always_padded)
+    check_training(building.models, building.strategy)
 
 
 def check_decoding_of(building: Building) -> None:

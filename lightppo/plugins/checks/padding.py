@@ -1,4 +1,4 @@
-"""Whether a padded batch gives what its rows give alone: tried with two tiny rows.
+"""Whether a padded batch gives what its rows give alone, and training what evaluation gives: tried with tiny rows.
 
 Not all of transformers' models do. Recurrent ones may run over the padding (RecurrentGemma), and experts may be chosen
 by the place in the batch (Doge).
@@ -44,6 +44,44 @@ def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | N
     if all(alike(one, other) or not other.isfinite().all() for one, other in zip(in_batch, alone)):
         return None
     return f"{distance(wrapper, in_batch, alone)} between a padded batch and its rows alone"
+
+
+@torch.no_grad()
+def training_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | None:
+    """What is wrong with a row in training; None: it is as in evaluation, or dropout was asked for. As above.
+
+    PhiMoE draws its experts at random there, so that no ratio of a policy loss would mean anything.
+    """
+    model = wrapper.hf_model
+    if has_dropout(model):
+        return None
+    row, _ = tiny_rows(model, device)
+    was_training = model.training
+    generators = [device] if device.type == "cuda" else []
+    try:
+        with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(generators):
+            model.eval()
+            expected = wrapper.run_rows(row, torch.ones_like(row), None)
+            model.train()
+            found = wrapper.run_rows(row, torch.ones_like(row), None)
+    finally:
+        model.train(was_training)
+    if alike(found, expected) or not expected.isfinite().all():
+        return None
+    return (
+        f"{distance(wrapper, [found], [expected])} between training and evaluation, without dropout"
+    )
+
+
+def has_dropout(model: PreTrainedModel) -> bool:
+    """Whether anything is left out at random, by an option or by a caller's own model."""
+    return any(
+        (isinstance(module, torch.nn.Dropout) and module.p > 0)
+        or any(
+            isinstance(x, float) and x > 0 and "drop" in name for name, x in vars(module).items()
+        )
+        for module in model.modules()
+    )
 
 
 def other_attentions(model: PreTrainedModel) -> list[str]:

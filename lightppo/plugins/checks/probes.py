@@ -13,7 +13,12 @@ import torch
 from lightppo.data.records import Prompt
 from lightppo.errors import ModelLoadError
 from lightppo.models.wrapper import is_models_own, one_line
-from lightppo.plugins.checks.padding import attending, other_attentions, padding_problem
+from lightppo.plugins.checks.padding import (
+    attending,
+    other_attentions,
+    padding_problem,
+    training_problem,
+)
 from lightppo.plugins.vllm.rollout_check import ROUNDING
 from lightppo.ranks import Ranks
 from lightppo.rollout.engine import SamplingParams
@@ -53,6 +58,19 @@ def _check_one(flag: str, wrapper: Any, strategy: Ranks) -> None:
     raise ModelLoadError(
         f"{flag}: transformers' model type {kind!r} is wrong in padded batches: {reason}; {advice}"
     )
+
+
+def check_training(models: Mapping[str, Any], strategy: Ranks) -> None:
+    """ModelLoadError for a model that trains, by its flag, whose numbers are then others. Collective."""
+    for flag in ("--pretrain", "--critic_pretrain"):
+        if (model := models.get(flag)) is None:
+            continue
+        wrapper = getattr(model, "module", model)
+        if reason := _agreed(strategy, training_problem(wrapper, strategy.device)):
+            kind = wrapper.hf_model.config.get_text_config().model_type
+            raise ModelLoadError(
+                f"{flag}: transformers' model type {kind!r} cannot be trained: {reason}; choose another model"
+            )
 
 
 def _agreed(strategy: Ranks, reason: str | None) -> str | None:

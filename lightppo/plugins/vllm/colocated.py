@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
+from lightppo.models.wrapper import is_models_own, one_line
 from lightppo.plugins.ops.storage import content_folder, stage_to_local
 from lightppo.plugins.vllm.adapter_push import chosen, lora_arguments, model_obstacle
 from lightppo.plugins.vllm.room import Room
@@ -40,6 +41,7 @@ from lightppo.plugins.vllm.weights import (
     has_towers,
     trainer_fingerprints,
     whole_names,
+    widest,
 )
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import Capabilities, SamplingParams
@@ -282,6 +284,11 @@ class Requests:
         )
 
 
+def calls_of(model: nn.Module) -> dict[type, Any]:
+    """What runs when a module of the model is called. vLLM puts its compilation in place of transformers' own."""
+    return {type(module): type(module).__call__ for module in model.modules()}
+
+
 def longest_sequence(config: PPOConfig) -> int:
     """Tokens of the longest prompt and response together."""
     return (
@@ -344,7 +351,13 @@ class VLLMRolloutEngine(VLLMEngine):
         self.room = Room(strategy) if config.engine.offload_during_rollout else None
         if self.room is not None:
             self.room.leave()  # vLLM takes what is free now
+        calls = calls_of(self.hf_model)
         self.llm: Any = self._build()
+        if calls_of(self.hf_model) != calls:
+            raise ConfigError(
+                f"--rollout_engine vllm: vLLM has no code of its own for {type(self.hf_model).__name__}, and changes "
+                "transformers' in this process, which the trainer runs: set --rollout_engine vllm_server or hf"
+            )
         from lightppo.plugins.vllm.worker import install_sampler
 
         self.llm.collective_rpc(
@@ -352,17 +365,19 @@ class VLLMRolloutEngine(VLLMEngine):
         )
         if self.asks_for_adapters:
             self._choose_push()
-        self.sync_weights(actor)
-        # what vLLM lacks for a model (a size of attention heads, say) often shows in the first
-        # forward pass only
+        # what vLLM lacks for a model (a size of attention heads, say) often shows in the first push
+        # or forward pass only
         try:
+            self.sync_weights(actor)
             self.generate(
                 [Prompt("", [tokenizer.eos_token_id or 0])],
                 SamplingParams(max_new_tokens=1, temperature=0),
             )
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except Exception as error:
+            if not isinstance(error, NotImplementedError) and not is_models_own(error):
+                raise
             raise ConfigError(
-                f"--rollout_engine vllm: vLLM cannot run this model here: {error}"
+                f"--rollout_engine vllm: vLLM cannot run this model here: {one_line(error)}"
             ) from error
         if self.room is not None:
             self.sleep()
@@ -411,6 +426,12 @@ class VLLMRolloutEngine(VLLMEngine):
             except ImportError as error:
                 advice = f"vLLM is installed but cannot be imported: {error}. Without a GPU, {_UNINSTALL} may mend it"
                 raise ConfigError(f"--rollout_engine vllm: {advice}") from error
+            except Exception as error:  # of vLLM's code for this model
+                if not is_models_own(error):
+                    raise
+                raise ConfigError(
+                    f"--rollout_engine vllm: vLLM cannot run this model: {one_line(error)}"
+                ) from error
 
     def _lora_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         self._obstacle = model_obstacle(arguments)
@@ -810,8 +831,11 @@ def engine_arguments(
 def cpu_kv_cache_bytes(model_config: Any, sequences: int, tokens: int) -> int:
     """Bytes for so many sequences of so many tokens in float32, at most 4 GiB."""
     text = model_config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    queries = (
+        widest(text, "num_attention_heads") or 1
+    )  # Mamba has no heads, but states of such a size
+    heads = widest(text, "num_key_value_heads") or queries
+    head_dim = widest(text, "head_dim") or text.hidden_size // queries
     blocks = sequences * math.ceil(tokens / _CPU_BLOCK) + 1
     return min(
         blocks * _CPU_BLOCK * 2 * text.num_hidden_layers * heads * head_dim * 4, _CPU_KV_CACHE_LIMIT

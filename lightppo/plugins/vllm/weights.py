@@ -191,7 +191,17 @@ _SHAPES = (
 def architecture(config: Any) -> dict[str, Any]:
     """What two models must have in common to take the same weights: entries of a Hugging Face config, where set."""
     text = config.get_text_config(decoder=True)
-    return {name: value for name in _SHAPES if (value := getattr(text, name, None)) is not None}
+    return {name: value for name in _SHAPES if (value := widest(text, name)) is not None}
+
+
+def widest(text_config: Any, name: str) -> Any:
+    """An entry of a config, its largest value where layers differ (Gemma 4's heads); None: it has none."""
+    values = text_config.to_dict()
+    layers = (values.get("per_layer_config") or {}).values()
+    # such an entry cannot be read as an attribute
+    if own := [layer[name] for layer in layers if name in layer]:
+        return max([*own, values[name]])
+    return getattr(text_config, name, None)
 
 
 def has_towers(config: Any) -> bool:

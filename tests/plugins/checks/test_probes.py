@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families.zoo import random_model as random_family
 from support.ranks import REPO, run_ranks
 from support.tiny import CHARACTERS, save_tokenizer, sums, write_jsonl
 from transformers import AutoModelForCausalLM, DogeConfig, MambaConfig, RecurrentGemmaConfig
@@ -136,6 +137,15 @@ def test_the_line_names_an_attention_that_helps(monkeypatch):
     # the language-model loss is padded
     with pytest.raises(ModelLoadError, match="wrong in padded batches"):
         probes.check_padding({"--pretrain": model}, Alone(), always_padded=True)
+
+
+def test_a_model_whose_training_draws_at_random_is_refused_by_its_flag():
+    models = {"--pretrain": Actor(random_family("phimoe")), "--ref_pretrain": None}
+    with pytest.raises(
+        ModelLoadError, match="--pretrain: transformers' model type 'phimoe' cannot be trained: log"
+    ):
+        probes.check_training(models, Alone(CPU))
+    probes.check_training({"--ref_pretrain": models["--pretrain"]}, Alone(CPU))
 
 
 # -- decoding with a cache ---------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.tiny import tiny_config
-from transformers import LlamaConfig
+from transformers import Gemma4TextConfig, LlamaConfig, MambaConfig
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
@@ -16,6 +17,7 @@ from lightppo.errors import ConfigError
 from lightppo.plugins.vllm.colocated import (
     Requests,
     VLLMRolloutEngine,
+    calls_of,
     check_installed,
     cpu_kv_cache_bytes,
     engine_arguments,
@@ -24,6 +26,7 @@ from lightppo.plugins.vllm.colocated import (
     undisturbed_process,
     vocabulary_limits,
 )
+from lightppo.plugins.vllm.weights import architecture
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import request_seed
 
@@ -83,6 +86,32 @@ def test_size_of_the_kv_cache_on_a_cpu():
     # 2 layers × (keys + values) × 2 heads × 8 wide × 4 bytes = 256 bytes a token; 200 tokens need two blocks of 128
     assert cpu_kv_cache_bytes(tiny_config(), 3, 200) == (3 * 2 + 1) * 128 * 256
     assert cpu_kv_cache_bytes(tiny_config(), 10**6, 4096) == 4 << 30
+
+
+def test_heads_that_differ_by_layer_count_by_the_largest():
+    config = Gemma4TextConfig(
+        hidden_size=32,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    assert {layer["head_dim"] for layer in config.to_dict()["per_layer_config"].values()} == {512}
+    assert cpu_kv_cache_bytes(config, 1, 128) == 2 * 128 * 2 * 6 * 2 * 512 * 4
+    assert architecture(config)["head_dim"] == 512
+    mamba = MambaConfig(hidden_size=32, num_hidden_layers=2)
+    assert cpu_kv_cache_bytes(mamba, 1, 128) == 2 * 128 * 2 * 2 * 32 * 4
+
+
+def test_a_class_that_vllm_has_changed_is_seen():
+    class Layer(torch.nn.Module):
+        pass
+
+    model = torch.nn.Sequential(Layer())
+    before = calls_of(model)
+    assert calls_of(model) == before
+    Layer.__call__ = lambda self: None
+    assert calls_of(model) != before
 
 
 def model(vocab_size=30):
