@@ -30,9 +30,11 @@ from lightppo.models.loading import resolve_attn_implementation
 from lightppo.plugins.adapters.lora import LoraOptions, adapters_off, add_adapters
 from lightppo.plugins.adapters.quantised import dense_weight, quantised_layers
 from lightppo.plugins.checks.probes import check_decoding, check_padding, check_training
+from lightppo.plugins.decoding.slots import can_use_slots
+from lightppo.plugins.episodes.hf_turns import generate_turns
 from lightppo.ranks import Alone
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.hf import HFRolloutEngine, can_use_slots
+from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.export import save_model
 
 CPU = torch.device("cpu")
@@ -277,7 +279,7 @@ def sampled_alike(engine: Any, actor: Actor, sampling: SamplingParams, nats: flo
 def turns_alike(engine: HFRolloutEngine, actor: Actor) -> None:
     """The same of conversations, whose turns begin with what was computed before."""
     conversations = Conversations(prompts(), turns=3)
-    engine.generate_turns(conversations, replace(SAMPLING, n=1))
+    generate_turns(engine, conversations, replace(SAMPLING, n=1))
     for conversation in conversations.all:
         for turn, answer in zip(conversation.asked, conversation.answers):
             ids = torch.tensor([turn.token_ids + answer.response_ids])
