@@ -7,7 +7,8 @@ Each engine samples responses at temperature 1, and the actor, with the same wei
 training. ``hf_invariant`` is ``hf`` with ``--batch_invariant``; the seconds of sampling and scoring tell what it costs.
 Without ``--model``: a model of two layers, and the one of W1, with random weights. Such logits are all alike, and no
 rounding shows; so random weights are made as large as trained ones (``--logit_std``). On a GPU where there is one. Prints
-a table and writes ``runs/bench/precision.json``.
+a table, writes ``runs/bench/precision.json``, and with ``--write`` the table in docs/rollouts.md. Seconds are those of
+the CPU.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 from commands import REPO, run, tail
 from workloads import SCALES
 
+PAGE = REPO / "docs" / "rollouts.md"
 ENGINES, DTYPES = ("hf", "hf_invariant", "vllm"), ("float32", "float16", "bfloat16")
 # Changes of the scale "cpu", which is the model of W1.
 MODELS = {
@@ -110,13 +113,13 @@ def measure(
     sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     try:
         sampler.generate(prompts[:1], sampling)  # what the first call alone does
-        start = time.perf_counter()
+        start = time.process_time()
         rollouts = sampler.generate(prompts, sampling)
-        sampled_in = time.perf_counter() - start
+        sampled_in = time.process_time() - start
     finally:
         sampler.close()
     found: dict[str, list[Any]] = {}
-    start = time.perf_counter()
+    start = time.process_time()
     for first in range(0, responses, 8):
         batch = Experience.from_rollouts(rollouts[first : first + 8])
         batch.to_device(strategy.device)
@@ -125,7 +128,7 @@ def measure(
         terms = mismatch_terms(scores.log_probs, batch.rollout_log_probs, batch.action_mask)
         for name, values in terms.items():
             found.setdefault(name, []).append(values)
-    scored_in = time.perf_counter() - start
+    scored_in = time.process_time() - start
     summaries = {name: Summary.of(torch.cat(values)) for name, values in found.items()}
     difference = summaries["logp_diff"]
     return {
@@ -185,6 +188,10 @@ def parent(options: argparse.Namespace) -> None:
     result = {"date": datetime.date.today().isoformat(), "rows": rows}
     (folder / "precision.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"\n{table(rows)}")
+    if options.write:
+        marks = r"(?s)(<!-- precision[^\n]*-->\n).*?(<!-- end of precision -->)"
+        text = re.sub(marks, lambda mark: f"{mark[1]}{table(rows)}\n{mark[2]}", PAGE.read_text())
+        PAGE.write_text(text)
 
 
 def main() -> None:
@@ -208,6 +215,7 @@ def main() -> None:
         "--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS"
     )
     parser.add_argument("--timeout", type=float, default=900, help="seconds of one engine")
+    parser.add_argument("--write", action="store_true", help="the table into docs/rollouts.md")
     parser.add_argument(
         "--one",
         nargs=3,

@@ -34,10 +34,12 @@ OF_OTHERS = {
 }
 # Of training on data; tests/plugins/supervised/test_supervised.py has them.
 OF_OTHERS |= {f"train/{name}" for name in SUPERVISED | PAIRS} | {"eval/loss", "eval/tokens"}
-# Of a teacher; tests/plugins/algorithms/test_distill.py has them.
+# Of a teacher; tests/plugins/distillation/test_runs.py has them.
 OF_OTHERS |= {"rollout/teacher_kl", "rollout/teacher_log_prob", "train/distill_loss"}
 OF_OTHERS |= {"train/teacher_top_mass"}
 OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
+# Of vLLM; tests/plugins/vllm/test_train_vllm.py has it.
+OF_OTHERS |= {"perf/sync_megabytes"}
 # Of episodes; tests/plugins/episodes/test_training.py has them.
 OF_OTHERS |= {f"episode/{name}" for name in tally.NAMES}
 OF_OTHERS |= {f"perf/{name}" for name in tally.clocked_names()}

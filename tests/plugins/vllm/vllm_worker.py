@@ -17,6 +17,7 @@ from lightppo.errors import RolloutMismatchError
 from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.adapters.quantised import quantised_layers
+from lightppo.plugins.episodes.episode_engine import turn_sampler
 from lightppo.plugins.vllm import colocated as vllm_engine
 from lightppo.plugins.vllm.rollout_check import RolloutCheck
 from lightppo.rollout.engine import SamplingParams
@@ -304,7 +305,7 @@ def conversations(case):
 
     def played(engine, how, **options):
         source = Conversations(case.prompts[:5], turns=3, samples=2, **options)
-        engine.generate_turns(source, how)
+        turn_sampler(engine)(source, how)
         return [[*key, ids] for key, ids in source.ids().items()]
 
     greedy = replace(GREEDY, max_new_tokens=8)
