@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -267,9 +266,9 @@ def _hide_segments(
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.dtype != torch.int64:
         return None
-    ids = kwargs.get("input_ids")
-    row = args[0] if ids is None and args else ids
-    row = kwargs["inputs_embeds"] if row is None else row
+    row = next(
+        x for x in (*args, *map(kwargs.get, ("input_ids", "inputs_embeds"))) if x is not None
+    )
     ones = torch.ones(row.shape[:2], dtype=torch.bool, device=row.device)
     ones.segments = mask
     return args, kwargs | {"attention_mask": ones}

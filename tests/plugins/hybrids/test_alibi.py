@@ -133,7 +133,9 @@ def test_it_decodes_the_same_while_it_packs(family: str) -> None:
     options = {"attention_mask": (ids > 0).long(), "max_new_tokens": 6, "do_sample": False}
     model = model_of(family).eval()
     expected = copy.deepcopy(model).generate(ids, **options)
-    assert torch.equal(Actor(model, packing_samples=True).hf_model.generate(ids, **options), expected)
+    assert torch.equal(
+        Actor(model, packing_samples=True).hf_model.generate(ids, **options), expected
+    )
 
 
 def test_a_critic(groups: Batch) -> None:
