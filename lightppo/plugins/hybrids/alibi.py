@@ -1,7 +1,7 @@
 """Packed rows of models with alibi (arXiv:2108.12409), whose attention is code of their own: Bloom, MPT, Falcon.
 
 An attention's projections run once over the whole row. What is between them runs on batches of sequences, padded on
-the right; a response stands behind its prompt there.
+the right. A response stands behind its prompt there, so that scores of a shared prompt are computed for each response.
 """
 
 from __future__ import annotations
