@@ -209,6 +209,9 @@ PACKED_LAYERS: Table = Table("type of layer in packed rows")
 model, whose ``MODULES`` have been changed; it returns why it cannot, or None. The layers get a row's segments,
 :func:`lightppo.models.packing.segments_as_mask`, as far as the plugin brings them there."""
 
+NO_POSITIONS = "no position ids"
+"""What :data:`PACKED_LAYERS` asks about a model whose forward takes no position ids."""
+
 PACKED_ATTENTION: Table = Table("attention of packed rows")
 """What attends inside packed rows where sdpa cannot: under its name among transformers' attentions a function of the
 Hugging Face model that tells whether it does the same as the model's own, and which registers it with transformers. It

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.errors import PackingNotSupportedError
-from lightppo.plugin import PACKED_ATTENTION, PACKED_LAYERS
+from lightppo.plugin import NO_POSITIONS, PACKED_ATTENTION, PACKED_LAYERS
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -156,7 +156,10 @@ def real_actions(attention_mask: Tensor, num_actions: int) -> Tensor:
 def check_packing_layers(model: nn.Module) -> None:
     """Refuse families that cannot be packed, judging by the model's class and config alone."""
     base = model.base_model
-    if "position_ids" not in inspect.signature(base.forward).parameters:
+    no_positions = PACKED_LAYERS.get(NO_POSITIONS)
+    if "position_ids" not in inspect.signature(base.forward).parameters and (
+        no_positions is None or no_positions.fn(model)
+    ):
         raise packing_error(model, f"{type(base).__name__}.forward takes no position_ids")
     # DeepSeek-like configs have no layer_types; then all layers are of one kind, and a first forward tells.
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
@@ -203,6 +206,15 @@ def attention_for_rows(model: PreTrainedModel) -> str | None:
     """The attention that does the same as the model's, and takes :func:`segments_as_mask`; None: there is none."""
     usual = PACKED_SDPA if model.config._attn_implementation == "sdpa" else None
     return next((name for name, entry in PACKED_ATTENTION.items() if entry.fn(model)), usual)
+
+
+def attend_by(model: PreTrainedModel, name: str) -> None:
+    """Set a model's attention, also where its modules are not transformers' and a plugin runs them in rows."""
+    ours = name in PACKED_ATTENTION or takes_segments(model)
+    if ours and not model._can_set_attn_implementation():
+        model.config._attn_implementation = name
+    else:
+        model.set_attn_implementation(name)
 
 
 @dataclass(eq=False)

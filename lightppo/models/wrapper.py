@@ -24,6 +24,7 @@ from lightppo.models.loading import decoder_layers, disable_dropout, untrainable
 from lightppo.models.packing import (
     action_predictors,
     alike,
+    attend_by,
     attention_for_rows,
     check_packing_layers,
     distinct_places,
@@ -150,7 +151,7 @@ class PretrainedWrapper(nn.Module):
         attention = attention_for_rows(self.hf_model)
         if attention is not None:
             self._own_attention = self.hf_model.config._attn_implementation
-            self.hf_model.set_attn_implementation(attention)
+            attend_by(self.hf_model, attention)
 
     def try_packing(self, device: torch.device) -> str | None:
         """Pack from now on; why not, if the model would not do it exactly. Under ZeRO-3 on all ranks together."""
@@ -181,7 +182,7 @@ class PretrainedWrapper(nn.Module):
         self.packing_samples = False
         self.last_layer_parts = None
         if takes_segments(self.hf_model):
-            self.hf_model.set_attn_implementation(self._own_attention)
+            attend_by(self.hf_model, self._own_attention)
 
     @property
     def hf_model(self) -> PreTrainedModel:

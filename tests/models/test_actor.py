@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
     CohereConfig,
     GraniteConfig,
     LlamaConfig,
@@ -23,6 +22,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     RecurrentGemmaConfig,
+    RwkvConfig,
 )
 
 from lightppo.algorithms import logprobs as head_module
@@ -407,7 +407,7 @@ UNPACKABLE: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
         ),
         "sees its neighbour|linear_attention",  # transformers names its layers since 5.23
     ),
-    "bloom": (lambda: BloomConfig(**_SMALL), "takes no position_ids"),
+    "rwkv": (lambda: RwkvConfig(**_SMALL), "takes no position_ids"),
     "llama": (
         lambda: LlamaConfig(**_SMALL, layer_types=["full_attention", "linear_attention"]),
         "linear_attention",

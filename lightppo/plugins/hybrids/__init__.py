@@ -1,7 +1,7 @@
-"""Recurrent layers (gated delta net, Mamba, short convolutions) in packed rows and decoding slots; sinks, capped scores
-and chunks in packed rows."""
+"""Recurrent layers (gated delta net, Mamba, short convolutions) in packed rows and decoding slots; sinks, capped scores,
+chunks and alibi in packed rows."""
 
-from lightppo.plugin import MODULES, PACKED_ATTENTION, PACKED_LAYERS
+from lightppo.plugin import MODULES, NO_POSITIONS, PACKED_ATTENTION, PACKED_LAYERS
 from lightppo.plugins.decoding import SLOT_LAYERS
 from lightppo.table import Entry
 
@@ -9,6 +9,11 @@ from lightppo.table import Entry
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     MODULES.register("recurrent", Entry("lightppo.plugins.hybrids.mixers:run_by_segment"))
+    MODULES.register("alibi", Entry("lightppo.plugins.hybrids.alibi:run_by_sequence"))
+    PACKED_LAYERS.register(NO_POSITIONS, Entry("lightppo.plugins.hybrids.alibi:why_not"))
+    PACKED_ATTENTION.register(
+        "packed_alibi", Entry("lightppo.plugins.hybrids.alibi:attends_with_alibi")
+    )
     for kind in ("linear_attention", "conv", "hybrid"):
         PACKED_LAYERS.register(kind, Entry("lightppo.plugins.hybrids.mixers:why_not"))
     for kind in ("mlp", "moe"):

@@ -7,11 +7,10 @@ import torch
 from support.fixtures.families import COMMON, KV, Batch
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
     FalconConfig,
     Gemma2Config,
+    GPTJConfig,
     GptOssConfig,
-    MptConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -122,15 +121,14 @@ def test_masks_by_hand() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        BloomConfig(vocab_size=48, hidden_size=32, n_layer=1, n_head=4),
-        MptConfig(vocab_size=48, d_model=32, n_layers=1, n_heads=4, max_seq_len=64),
-        FalconConfig(
-            vocab_size=48, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True
-        ),
+        GPTJConfig(vocab_size=48, n_embd=32, n_layer=1, n_head=4, rotary_dim=4),
+        FalconConfig(vocab_size=48, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
     ],
     ids=lambda config: config.model_type,
 )
-def test_alibi_is_padded_and_says_so_in_one_line(config: PretrainedConfig, groups: Batch) -> None:
+def test_what_does_not_pack_is_padded_and_says_so_in_one_line(
+    config: PretrainedConfig, groups: Batch
+) -> None:
     sequences, mask, num_actions = groups
     actor = Actor(AutoModelForCausalLM.from_config(config).eval(), packing_samples=None)
     with torch.no_grad():
