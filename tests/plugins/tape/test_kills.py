@@ -171,7 +171,7 @@ def check_altered(run: Killed, what: str) -> str:
     return text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_is_replayed_without_its_environment(server, tmp_path):
     run = Killed(tmp_path / "run", server)
     assert run.killed(2, random.Random(3), seconds=4) > 0

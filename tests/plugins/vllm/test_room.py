@@ -49,7 +49,12 @@ MANY = {"save_steps": 2, "eval_steps": 1, "benchmark_steps": 3}
 
 @pytest.mark.parametrize(
     "options",
-    [*({"zero_stage": n} for n in range(4)), *({"zero_stage": n, "bf16": True} for n in (1, 2, 3))],
+    [
+        {"zero_stage": 2},
+        {"zero_stage": 3, "bf16": True},
+        *(pytest.param({"zero_stage": n}, marks=pytest.mark.long) for n in (0, 1, 3)),
+        *(pytest.param({"zero_stage": n, "bf16": True}, marks=pytest.mark.long) for n in (1, 2)),
+    ],
     ids=str,
 )
 def test_a_run_ends_as_without_it(make_config, tmp_path, options):
