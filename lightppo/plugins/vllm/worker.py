@@ -393,7 +393,10 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
         name = f"{inner}.".replace(_WRAPPED, ".").removesuffix(".")
         own = dict(module.named_parameters(recurse=False))
         method = getattr(module, "quant_method", None)
-        if method is not None and isinstance(module, (LinearBase, ParallelLMHead)):
+        # a convolution's weight may be in a linear layer that is never called
+        is_kernel = "weight" in own and own["weight"].dim() == 3
+        is_linear = isinstance(module, (LinearBase, ParallelLMHead)) and not is_kernel
+        if method is not None and is_linear:
             width = module.input_size if isinstance(module, LinearBase) else module.embedding_dim
             prints[f"{name}.weight"] = method.apply(
                 module, probe_vector(width, device).to(dtype)[None], None
