@@ -37,6 +37,7 @@ CAUSES = {
     "they need `--enforce_eager`, the default without a GPU, or `--rollout_engine vllm_server`. Without a GPU it lacks code "
     "for Mamba 1, and for DeepSeek and Qwen3-Next in float32; a GPU was not tried. Whether `hf` can, column *decodes* says.",
     "ERNIE 4.5 MoE in vLLM": "without a GPU its router leaves out `e_score_correction_bias`.",
+    "LFM2 in vLLM": "without a GPU its rotary embedding is wrong for tensors of the shape that LFM2's code gives it.",
 }
 
 

@@ -168,6 +168,7 @@ class Reload:
         initialize_layerwise_reload(self._part)
         # but those that vLLM computes, such as scales where it quantises: checkpoints do not have them
         self._left &= self._pushed_names()
+        self._first_names = self._names_of_the_same()
 
     def _pushed_names(self) -> set[str]:
         """Parameters that weights go into, as the whole model calls them."""
@@ -178,11 +179,22 @@ class Reload:
             if id(parameter) in own
         }
 
+    def _names_of_the_same(self) -> dict[str, str]:
+        """A parameter's name → its first name; a layer of shared experts has several."""
+        first = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        return {
+            name.replace(_WRAPPED, "."): first[id(parameter)].replace(_WRAPPED, ".")
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+        }
+
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         loaded = self._model.load_weights(
             pair for pair in weights if self._has_head or not pair[0].endswith("lm_head.weight")
         )
-        self._left = set() if loaded is None else self._left - set(loaded)
+        if loaded is None:
+            self._left = set()
+        else:
+            self._left -= {self._first_names.get(name, name) for name in loaded}
 
     def finish(self) -> list[str]:
         """The parameters that no weight went into."""
