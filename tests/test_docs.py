@@ -36,7 +36,13 @@ OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "word_limit", "modul
 PIP_FLAGS = {"no", "only", "platform", "python", "target", "upgrade"}  # as far as a hyphen
 NO_NEWS = {"NO_MKDOCS_2_WARNING": "1"}
 # of lightppo serve-vllm, handed on
-VLLM_FLAGS = {"dtype", "enable_sleep_mode", "ssl_keyfile", "ssl_certfile"}
+VLLM_FLAGS = {
+    "dtype",
+    "enable_sleep_mode",
+    "no_enable_prefix_caching",
+    "ssl_keyfile",
+    "ssl_certfile",
+}
 
 
 @pytest.fixture(params=PAGES, ids=NAMES)

@@ -33,8 +33,11 @@ CAUSES = {
     "on the fused experts instead, which merging would lose. These layers get none.",
     "Gemma 3n": "divides by the size of embeddings: a pad token whose embedding is 0, as in a model from scratch, makes "
     "gradients in padded batches NaN. Packed rows have none.",
-    "vLLM": "runs families without code of its own by transformers' class, which it changes in the process. A server "
-    "(`--rollout_engine vllm_server`) may have them.",
+    "vLLM": "runs families without code of its own by transformers' class, which it changes in the process to compile it: "
+    "they need `--enforce_eager`, the default without a GPU, or `--rollout_engine vllm_server`. Without a GPU it lacks code "
+    "for Mamba 1, and for DeepSeek and Qwen3-Next in float32; a GPU was not tried. Whether `hf` can, column *decodes* says.",
+    "ERNIE 4.5 MoE in vLLM": "without a GPU its router leaves out `e_score_correction_bias`.",
+    "LFM2 in vLLM": "without a GPU its rotary embedding is wrong for tensors of the shape that LFM2's code gives it.",
 }
 
 
@@ -85,6 +88,15 @@ def in_general(reason: str) -> str:
     reason = re.sub(r"^--\w+( FOLDER)?: ", "", reason)
     reason = re.sub(r"^--rollout_engine hf does not work with model type '\w+': ", "", reason)
     reason = re.sub(r"\. Set --rollout_engine .*", "", reason)
+    reason = re.sub(r"\.?; (change what it names, or )?set --rollout_engine hf$", "", reason)
+    reason = re.sub(
+        r"the rollout engine's log probs are not the trainer's: .*",
+        "its first log probs are not the trainer's",
+        reason,
+    )
+    reason = re.sub(r"1 validation error for \w+ Value error, ", "", reason)
+    reason = re.sub(r"(are not supported for now)\. .*", r"\1", reason)
+    reason = re.sub(r"(failed to be inspected)\. .*", r"\1", reason)
     reason = re.sub(r"(of )?(transformers' )?model type '\w+'", r"\1this model type", reason)
     reason = re.sub(r"\w+(ForCausalLM|LMHeadModel)\b", "the model", reason)
     reason = re.sub(r"only \d+% of", "less than half of", reason)

@@ -171,7 +171,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0],
         "intermediate_size_mlp": 128,
     },
-    "minimax_m2": {},
+    # what checkpoints have beside transformers' own, and vLLM reads
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "mixtral": {},
     "olmoe": {},
     "phimoe": {"router_jitter_noise": 0.2},
@@ -183,7 +184,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_mamba": {},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": JAMBA,
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    # as above
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128},
     "mamba": {},
     "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1, "chunk_size": 8},
     "minimax": DELTA_NET | {"block_size": 8},
@@ -201,6 +203,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_ngroups": 1,
         "chunk_size": 8,
         "adapter_rank": 8,
+        "attention_head_dim": 64,  # of twice the model's width
+        "num_key_value_heads": 4,
     },
 }
 

@@ -48,14 +48,11 @@ def slot_rank(rank: int) -> int | None:
     return min((size for size in _RANKS if size >= rank), default=None)
 
 
-def model_obstacle(arguments: Mapping[str, Any]) -> str | None:
-    """Why vLLM's class of a model takes no adapters; ``arguments`` are those of ``vllm.LLM``."""
-    from vllm.engine.arg_utils import EngineArgs
+def model_obstacle(described: Any) -> str | None:
+    """Why vLLM's class of a model takes no adapters; ``described`` is vLLM's ``ModelConfig``."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
     from vllm.platforms import current_platform
 
-    known = ("model", "dtype", "max_model_len", "trust_remote_code", "seed")
-    described = EngineArgs(**{name: arguments[name] for name in known}).create_model_config()
     if current_platform.is_cpu() and described.is_moe:
         return NO_EXPERTS
     kind, _ = ModelRegistry.resolve_model_cls(described.architectures, described)

@@ -15,7 +15,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -289,6 +289,25 @@ def calls_of(model: nn.Module) -> dict[type, Any]:
     return {type(module): type(module).__call__ for module in model.modules()}
 
 
+@contextmanager
+def classes_kept(model: nn.Module) -> Iterator[None]:
+    """Brings back the classes whose calls vLLM changes, for an engine that compiles nothing: its model needs no change."""
+    calls = calls_of(model)
+    before = {kind: (kind.__bases__, dict(vars(kind))) for kind in calls}
+    try:
+        yield
+    finally:
+        for kind in [kind for kind, call in calls.items() if kind.__call__ is not call]:
+            bases, attributes = before[kind]
+            if kind.__bases__ != bases:
+                kind.__bases__ = bases
+            for name in vars(kind).keys() - attributes.keys():
+                delattr(kind, name)
+            for name, value in attributes.items():
+                if vars(kind)[name] is not value:
+                    setattr(kind, name, value)
+
+
 def longest_sequence(config: PPOConfig) -> int:
     """Tokens of the longest prompt and response together."""
     return (
@@ -351,12 +370,15 @@ class VLLMRolloutEngine(VLLMEngine):
         self.room = Room(strategy) if config.engine.offload_during_rollout else None
         if self.room is not None:
             self.room.leave()  # vLLM takes what is free now
+        compiles = not engine_arguments(config, self.hf_model.config, self.on_gpu)["enforce_eager"]
         calls = calls_of(self.hf_model)
-        self.llm: Any = self._build()
+        with nullcontext() if compiles else classes_kept(self.hf_model):
+            self.llm: Any = self._build()
         if calls_of(self.hf_model) != calls:
             raise ConfigError(
                 f"--rollout_engine vllm: vLLM has no code of its own for {type(self.hf_model).__name__}, and changes "
-                "transformers' in this process, which the trainer runs: set --rollout_engine vllm_server or hf"
+                "transformers' in this process, which the trainer runs: set --enforce_eager, or --rollout_engine "
+                "vllm_server or hf"
             )
         from lightppo.plugins.vllm.worker import install_sampler
 
@@ -377,7 +399,7 @@ class VLLMRolloutEngine(VLLMEngine):
             if not isinstance(error, NotImplementedError) and not is_models_own(error):
                 raise
             raise ConfigError(
-                f"--rollout_engine vllm: vLLM cannot run this model here: {one_line(error)}"
+                f"--rollout_engine vllm: vLLM cannot run this model here: {one_line(error)}; set --rollout_engine hf"
             ) from error
         if self.room is not None:
             self.sleep()
@@ -416,12 +438,15 @@ class VLLMRolloutEngine(VLLMEngine):
             try:
                 from vllm import LLM
 
+                if not self.on_gpu:
+                    arguments = for_a_cpu(arguments, vllms_description(arguments))
                 if self.asks_for_adapters:
                     arguments |= self._lora_arguments(arguments)
                 return LLM(**arguments)
             except ValueError as error:
                 raise ConfigError(
-                    f"--rollout_engine vllm: vLLM cannot run this model so: {error}"
+                    f"--rollout_engine vllm: vLLM cannot run this model so: {error}; change what it names, or set "
+                    "--rollout_engine hf"
                 ) from error
             except ImportError as error:
                 advice = f"vLLM is installed but cannot be imported: {error}. Without a GPU, {_UNINSTALL} may mend it"
@@ -430,11 +455,11 @@ class VLLMRolloutEngine(VLLMEngine):
                 if not is_models_own(error):
                     raise
                 raise ConfigError(
-                    f"--rollout_engine vllm: vLLM cannot run this model: {one_line(error)}"
+                    f"--rollout_engine vllm: vLLM cannot run this model: {one_line(error)}; set --rollout_engine hf"
                 ) from error
 
     def _lora_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        self._obstacle = model_obstacle(arguments)
+        self._obstacle = model_obstacle(vllms_description(arguments))
         if self._obstacle is None:
             more = lora_arguments(self.exporter.config)
             if isinstance(more, dict):
@@ -826,6 +851,23 @@ def engine_arguments(
         "kv_cache_memory_bytes": asked.kv_cache_memory_bytes
         or cpu_kv_cache_bytes(model_config, asked.max_num_seqs, longest),
     }
+
+
+def vllms_description(arguments: Mapping[str, Any]) -> Any:
+    """vLLM's ``ModelConfig`` of a model; ``arguments`` are those of ``vllm.LLM``. ValueError: vLLM does not know it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = ("model", "dtype", "max_model_len", "trust_remote_code", "seed")
+    return EngineArgs(**{name: arguments[name] for name in known}).create_model_config()
+
+
+def for_a_cpu(arguments: dict[str, Any], description: Any) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` without a GPU, for the model of a ``ModelConfig``."""
+    if not arguments["enable_prefix_caching"] or not description.has_inner_state:
+        return arguments
+    # vLLM caches the states of recurrent layers at the ends of blocks, where it would cut the prompt in pieces
+    logger.info("no GPU: vLLM's prefix cache is off, since the model has recurrent layers")
+    return arguments | {"enable_prefix_caching": False}
 
 
 def cpu_kv_cache_bytes(model_config: Any, sequences: int, tokens: int) -> int:

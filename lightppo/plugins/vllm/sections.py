@@ -68,7 +68,9 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
         None, "Tokens per block of the KV cache. None: vLLM's choice.", "tokens", ge=1
     )
     enable_prefix_caching: bool = vllm(
-        True, "Share the KV cache of a prompt among its samples. Each push of weights empties it."
+        True,
+        "Share the KV cache of a prompt among its samples. Each push of weights empties it. Off without a GPU for models "
+        "with recurrent layers.",
     )
     vllm_request_seeds: bool | None = vllm(
         None,

@@ -168,6 +168,7 @@ class Reload:
         initialize_layerwise_reload(self._part)
         # but those that vLLM computes, such as scales where it quantises: checkpoints do not have them
         self._left &= self._pushed_names()
+        self._first_names = self._names_of_the_same()
 
     def _pushed_names(self) -> set[str]:
         """Parameters that weights go into, as the whole model calls them."""
@@ -178,11 +179,22 @@ class Reload:
             if id(parameter) in own
         }
 
+    def _names_of_the_same(self) -> dict[str, str]:
+        """A parameter's name → its first name; a layer of shared experts has several."""
+        first = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        return {
+            name.replace(_WRAPPED, "."): first[id(parameter)].replace(_WRAPPED, ".")
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+        }
+
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         loaded = self._model.load_weights(
             pair for pair in weights if self._has_head or not pair[0].endswith("lm_head.weight")
         )
-        self._left = set() if loaded is None else self._left - set(loaded)
+        if loaded is None:
+            self._left = set()
+        else:
+            self._left -= {self._first_names.get(name, name) for name in loaded}
 
     def finish(self) -> list[str]:
         """The parameters that no weight went into."""
@@ -393,7 +405,10 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
         name = f"{inner}.".replace(_WRAPPED, ".").removesuffix(".")
         own = dict(module.named_parameters(recurse=False))
         method = getattr(module, "quant_method", None)
-        if method is not None and isinstance(module, (LinearBase, ParallelLMHead)):
+        # a convolution's weight may be in a linear layer that is never called
+        is_kernel = "weight" in own and own["weight"].dim() == 3
+        is_linear = isinstance(module, (LinearBase, ParallelLMHead)) and not is_kernel
+        if method is not None and is_linear:
             width = module.input_size if isinstance(module, LinearBase) else module.embedding_dim
             prints[f"{name}.weight"] = method.apply(
                 module, probe_vector(width, device).to(dtype)[None], None

@@ -19,8 +19,10 @@ from lightppo.plugins.vllm.colocated import (
     VLLMRolloutEngine,
     calls_of,
     check_installed,
+    classes_kept,
     cpu_kv_cache_bytes,
     engine_arguments,
+    for_a_cpu,
     set_environment,
     tensor_parallel_group,
     undisturbed_process,
@@ -82,6 +84,14 @@ def test_prompts_come_whole_on_a_cpu():
     assert arguments(on_gpu=True, max_num_batched_tokens=39)["max_num_batched_tokens"] == 39
 
 
+def test_without_a_gpu_recurrent_layers_have_no_prefix_cache():
+    recurrent, other = (SimpleNamespace(has_inner_state=answer) for answer in (True, False))
+    told = arguments()
+    assert for_a_cpu(told, recurrent) == told | {"enable_prefix_caching": False}
+    assert for_a_cpu(told, other) is told
+    assert told["enable_prefix_caching"] is True
+
+
 def test_size_of_the_kv_cache_on_a_cpu():
     # 2 layers × (keys + values) × 2 heads × 8 wide × 4 bytes = 256 bytes a token; 200 tokens need two blocks of 128
     assert cpu_kv_cache_bytes(tiny_config(), 3, 200) == (3 * 2 + 1) * 128 * 256
@@ -112,6 +122,25 @@ def test_a_class_that_vllm_has_changed_is_seen():
     assert calls_of(model) == before
     Layer.__call__ = lambda self: None
     assert calls_of(model) != before
+
+
+def test_classes_that_vllm_changes_come_back():
+    class Layer(torch.nn.Module):
+        def forward(self, row):
+            return row + 1
+
+    class Compiled:
+        pass
+
+    model = torch.nn.Sequential(Layer())
+    calls, bases, init = calls_of(model), Layer.__bases__, Layer.__init__
+    with classes_kept(model):
+        Layer.__bases__ += (Compiled,)
+        Layer.__init__ = Layer.__call__ = Layer.save = lambda self: None
+    assert calls_of(model) == calls
+    assert (Layer.__bases__, Layer.__init__) == (bases, init)
+    assert not hasattr(Layer, "save")
+    assert model(torch.zeros(1)) == 1
 
 
 def model(vocab_size=30):

@@ -61,3 +61,7 @@ def test_without_nccl_the_message_says_so(seen):
 def test_weights_that_vllm_computes_itself_are_not_missed(seen):
     """Scales, where a server quantises."""
     assert seen["missing"] == [[], ["first.weight"]]
+
+
+def test_a_weight_with_two_names_is_not_missed(seen):
+    assert seen["missing of two names"] == []

@@ -5,6 +5,7 @@ import os
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from lightppo.errors import RolloutMismatchError
 from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.adapters.quantised import quantised_layers
-from lightppo.plugins.episodes.episode_engine import turn_sampler
+from lightppo.plugins.episodes.hf_turns import generate_turns
 from lightppo.plugins.vllm import colocated as vllm_engine
 from lightppo.plugins.vllm.rollout_check import RolloutCheck
 from lightppo.rollout.engine import SamplingParams
@@ -303,20 +304,21 @@ def unseeded(case):
 def conversations(case):
     """Turns of both engines, greedy and sampled; they come at once, or late and few at a time."""
 
-    def played(engine, how, **options):
+    def played(generate, how, **options):
         source = Conversations(case.prompts[:5], turns=3, samples=2, **options)
-        turn_sampler(engine)(source, how)
+        generate(source, how)
         return [[*key, ids] for key, ids in source.ids().items()]
 
     greedy = replace(GREEDY, max_new_tokens=8)
     sampled = replace(SAMPLED, max_new_tokens=8, n=1)
     return {
-        "greedy": played(case.engine, greedy),
-        "greedy hf": played(case.hf, greedy),
-        "sampled": played(case.engine, sampled),
-        "late": played(case.engine, sampled, late=True),
+        "greedy": played(case.engine.generate_turns, greedy),
+        "greedy hf": played(partial(generate_turns, case.hf), greedy),
+        "sampled": played(case.engine.generate_turns, sampled),
+        "late": played(case.engine.generate_turns, sampled, late=True),
         "first turns": facts(case.engine.generate(case.prompts[:5], replace(sampled, n=2))),
-        "nothing": played(case.engine, replace(sampled, seed=9)) != played(case.engine, sampled),
+        "nothing": played(case.engine.generate_turns, replace(sampled, seed=9))
+        != played(case.engine.generate_turns, sampled),
     }
 
 
