@@ -72,6 +72,8 @@ def engine(monkeypatch, llama, tokenizer):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(contents)
     monkeypatch.setattr("lightppo.plugins.vllm.colocated.on_cuda", lambda: True)
+    attends = SimpleNamespace(has_inner_state=False)  # as vLLM would describe the model
+    monkeypatch.setattr("lightppo.plugins.vllm.colocated.vllms_description", lambda _: attends)
 
     def build(**options):
         lengths = {"prompt_max_len": 20, "generate_max_len": 10}
