@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.decoders import check_greedy
 from support.fixtures.character_models import EOS_ID, ids_by_key, lfm2, mistral, trainer_log_probs
 from transformers import BloomConfig, BloomForCausalLM
 
@@ -99,16 +100,7 @@ class TestAgainstTheModel:
         )
         # some end early, so that rows leave the batch
         assert len({len(r.response_ids) for r in rollouts}) > 1
-        for rollout in rollouts:
-            ids = torch.tensor([rollout.prompt.token_ids])
-            expected = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=12,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            assert rollout.response_ids == expected[0, ids.shape[1] :].tolist()
+        check_greedy(model, rollouts, new_tokens=12)
 
     def test_log_probs_equal_a_full_forward(self, model, engine_of, prompts):
         sampling = SamplingParams(

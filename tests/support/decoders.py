@@ -20,6 +20,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from lightppo.data.records import Rollout
+
 EOS_ID = 1
 SIZES = {
     "vocab_size": 30,
@@ -59,3 +61,17 @@ def build(name: str, attention: str = "sdpa") -> PreTrainedModel:
     except ValueError as error:  # Gemma 2 since transformers 5.23
         pytest.skip(str(error).partition(".")[0])
     return model
+
+
+def check_greedy(model: PreTrainedModel, rollouts: list[Rollout], new_tokens: int) -> None:
+    """Each response is what transformers generates for its prompt alone."""
+    for rollout in rollouts:
+        ids = torch.tensor([rollout.prompt.token_ids])
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert rollout.response_ids == expected[0, ids.shape[1] :].tolist()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.decoders import BUILD, EOS_ID, SIZES, build
+from support.decoders import BUILD, EOS_ID, SIZES, build, check_greedy
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     DynamicCache,
@@ -257,16 +257,7 @@ class TestEveryKindOfModel:
         assert model.config._attn_implementation == attention
         lengths = [len(r.response_ids) for r in rollouts]
         assert stats["decode_steps"] < sum(lengths)
-        for rollout in rollouts:
-            ids = torch.tensor([rollout.prompt.token_ids])
-            expected = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=40,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            assert rollout.response_ids == expected[0, ids.shape[1] :].tolist()
+        check_greedy(model, rollouts, new_tokens=40)
 
     def test_samples_do_not_depend_on_slots_and_have_the_log_probs_of_a_full_forward(
         self, name, attention, generate, prompts

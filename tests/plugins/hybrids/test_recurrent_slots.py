@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
+from support.decoders import check_greedy
 from support.fixtures.character_models import EOS_ID
 from support.hybrids import HYBRIDS, hybrid
 from transformers import PreTrainedModel
@@ -45,16 +45,7 @@ def test_greedy_equals_generate(name: str, generate: Callable, prompts: list) ->
     rollouts, stats = generate(model, prompts[:7], 3, max_new_tokens=16, temperature=0.0)
     lengths = [len(r.response_ids) for r in rollouts]
     assert stats["decode_steps"] < sum(lengths)
-    for rollout in rollouts:
-        ids = torch.tensor([rollout.prompt.token_ids])
-        expected = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=16,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        assert rollout.response_ids == expected[0, ids.shape[1] :].tolist()
+    check_greedy(model, rollouts, new_tokens=16)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "falcon_h1", "jamba"])
