@@ -227,6 +227,7 @@ class HFRolloutEngine:
         requests: list[tuple[Prompt, int]],
         decoded: DecodedBatch,
         stop: StopCriteria,
+        with_text: bool = True,
     ) -> list[Rollout]:
         """What was sampled of requests, (prompt, sample number) each. FloatingPointError: see :func:`check_drawn`."""
         lengths = decoded.lengths.tolist()
@@ -237,7 +238,9 @@ class HFRolloutEngine:
         )
         for (prompt, _), row in zip(requests, log_probs):
             check_drawn(prompt, row)
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = [""] * len(ids)
+        if with_text:
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [
             Rollout(
                 prompt=prompt,

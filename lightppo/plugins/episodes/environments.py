@@ -23,7 +23,7 @@ from lightppo.plugins.episodes.contract import (
     Step,
     ToolError,
 )
-from lightppo.plugins.episodes.hosts import CallThread, LocalRoom, Seat, failure_of
+from lightppo.plugins.episodes.hosts import Answer, CallThread, LocalRoom, Seat, failure_of
 from lightppo.plugins.episodes.specs import PYTHON_TOOL, EnvironmentSpec, load_specs
 from lightppo.plugins.episodes.tools import BadCall
 from lightppo.user_code import error_text
@@ -299,9 +299,9 @@ class Session:
 
     async def _start(self, row: Mapping[str, Any], seed: int) -> None:
         try:
-            await self._ask("constructor", seed=seed)
-            self._is_made = True
-            self.opening = await self._ask("reset", row=row, seed=seed)
+            place, answer = await self._used_seat.open(row, seed, self._environments.timeout)
+            self._is_made = place == "reset"
+            self.opening = self._value(place, answer)
         except BaseException as error:
             self._failure = self._failure or error
             await self.close()
@@ -311,13 +311,20 @@ class Session:
         async with self._one_at_a_time:
             if self._failure is not None:
                 raise self._failure
-            if self._seat is None:
-                raise RuntimeError("the session has ended")
-            answer = await self._seat.ask(place, given, self._environments.timeout)
-            if "value" in answer:
-                return answer["value"]
-            self._failure = failure_of(self._spec, place, answer, detail)
-            raise self._failure
+            answer = await self._used_seat.ask(place, given, self._environments.timeout)
+            return self._value(place, answer, detail)
+
+    @property
+    def _used_seat(self) -> Seat:
+        if self._seat is None:
+            raise RuntimeError("the session has ended")
+        return self._seat
+
+    def _value(self, place: Place, answer: Answer, detail: str = "") -> Any:
+        if "value" in answer:
+            return answer["value"]
+        self._failure = failure_of(self._spec, place, answer, detail)
+        raise self._failure
 
 
 def opening_messages(

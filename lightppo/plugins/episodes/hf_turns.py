@@ -40,7 +40,8 @@ def generate_turns(engine: HFRolloutEngine, turns: TurnSource, sampling: Samplin
         for numbers, decoded in decoder.run(queue, queue.uniforms):
             ended = [queue.turns[number] for number in numbers]
             samples = [(turn.prompt, turn.sample_index) for turn in ended]
-            rollouts = engine.to_rollouts(samples, decoded, decoder.stop)
+            # an episode reads the ids of its turns itself
+            rollouts = engine.to_rollouts(samples, decoded, decoder.stop, with_text=False)
             for number, rollout in zip(numbers, rollouts):
                 generated += len(rollout.response_ids)
                 queue.end(number, rollout)

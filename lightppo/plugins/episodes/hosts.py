@@ -427,10 +427,63 @@ async def _as_outcome(awaitable: Awaitable[Any]) -> tuple[bool, Any]:
 # --- seats: what a session talks to
 
 
-def _bring(future: asyncio.Future[Answer], answer: Answer) -> None:
-    """Only the first one counts."""
-    if not future.done():
-        future.set_result(answer)
+Calls = Mapping[Place, Mapping[str, Any]]  # what each is given, in their order
+
+
+def opening_calls(row: Mapping[str, Any], seed: int) -> Calls:
+    """What begins a session."""
+    return {"constructor": {"seed": seed}, "reset": {"row": row, "seed": seed}}
+
+
+async def one_by_one(seat: Seat, calls: Calls, timeout: float) -> tuple[Place, Answer]:
+    """The answer of the last call, or of the first one that fails; each has the same limit."""
+    for place, given in calls.items():
+        answer = await seat.ask(place, given, timeout)
+        if "value" not in answer:
+            break
+    return place, answer
+
+
+class _Calling:
+    """:func:`one_by_one` in a thread, for which an event loop waits. The answer is empty if a call is late."""
+
+    def __init__(self, host: Host, calls: Calls, timeout: float) -> None:
+        self._host = host
+        self._calls = calls
+        self._timeout = timeout
+        self._place = next(iter(calls))
+        self._waiting = asyncio.get_running_loop()
+        self._since = self._waiting.time()  # when the present call began
+        self._is_over = False
+        self.answered: asyncio.Future[tuple[Place, Answer]] = self._waiting.create_future()
+        self._clock = self._waiting.call_at(self._since + timeout, self._look_at_clock)
+
+    def run(self) -> None:
+        """In the thread."""
+        for place, given in self._calls.items():
+            self._place, self._since = place, self._waiting.time()
+            answer = drive(self._host.handle(place, given))
+            if "value" not in answer or self._is_over:
+                break
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._waiting.call_soon_threadsafe(self._bring, place, answer)
+
+    def end(self) -> None:
+        """Nobody waits any more: a late call is the last one."""
+        self._is_over = True
+        self._clock.cancel()
+
+    def _look_at_clock(self) -> None:
+        end = self._since + self._timeout
+        if end > self._waiting.time():  # an earlier call was in time
+            self._clock = self._waiting.call_at(end, self._look_at_clock)
+        else:
+            self._bring(self._place, {})
+
+    def _bring(self, place: Place, answer: Answer) -> None:
+        """Only the first one counts."""
+        if not self.answered.done():
+            self.answered.set_result((place, answer))
 
 
 class Seat(Protocol):
@@ -441,6 +494,9 @@ class Seat(Protocol):
 
     async def ask(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
         """One call, with its limit; an answer that is late or never comes is a failure, too."""
+
+    async def open(self, row: Mapping[str, Any], seed: int, timeout: float) -> tuple[Place, Answer]:
+        """Constructor and reset, each with this limit; reset's answer, or that of the constructor if it fails."""
 
     def leave(self) -> None:
         """The session has ended."""
@@ -473,7 +529,8 @@ class LocalSeat:
             self._abandon()
             return {"kind": "lost", "text": loop.lost.value}
         if loop is None:
-            return await self._ask_thread(place, given, timeout)
+            _, answer = await self._ask_thread({place: given}, timeout)
+            return answer
         with loop.lost.watched() as lost:
             try:
                 future = self._submit(place, given)
@@ -494,31 +551,32 @@ class LocalSeat:
             return {"kind": "lost", "text": loop.lost.value}
         return answer or await self._give_up(timeout, future)
 
-    async def _ask_thread(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
-        """The same where no loop can be lost: one wake-up, not one for each future on the way."""
-        here = asyncio.get_running_loop()
-        answered: asyncio.Future[Answer] = here.create_future()
+    async def open(self, row: Mapping[str, Any], seed: int, timeout: float) -> tuple[Place, Answer]:
+        calls = opening_calls(row, seed)
+        if self._used_loop is None:
+            return await self._ask_thread(calls, timeout)
+        return await one_by_one(self, calls, timeout)
 
-        def call() -> None:
-            answer = drive(self._host.handle(place, given))
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                here.call_soon_threadsafe(_bring, answered, answer)
-
+    async def _ask_thread(self, calls: Calls, timeout: float) -> tuple[Place, Answer]:
+        """Several calls where no loop can be lost: one wake-up for all of them."""
         try:
             self._thread = self._thread or self._room.thread()
         except RuntimeError as error:
             self.is_lost = True
-            return {"kind": "lost", "text": f"no thread can be started: {error}"}
-        self._thread.put(call)
-        late = here.call_later(timeout, _bring, answered, {})
+            return next(iter(calls)), {
+                "kind": "lost",
+                "text": f"no thread can be started: {error}",
+            }
+        calling = _Calling(self._host, calls, timeout)
+        self._thread.put(calling.run)
         try:
-            answer = await answered
+            place, answer = await calling.answered
         except asyncio.CancelledError:
             self._abandon()
             raise
         finally:
-            late.cancel()
-        return answer or await self._give_up(timeout)
+            calling.end()
+        return place, answer or await self._give_up(timeout)
 
     async def _give_up(self, timeout: float, future: Future[Any] | None = None) -> Answer:
         """The call is left behind."""

@@ -33,7 +33,17 @@ from typing import Any
 from lightppo.errors import ConfigError, WorkerStartError
 from lightppo.plugins.episodes import contract
 from lightppo.plugins.episodes.contract import Contract, Place
-from lightppo.plugins.episodes.hosts import Answer, Host, InThread, Once, UserLoop, drive, in_loop
+from lightppo.plugins.episodes.hosts import (
+    Answer,
+    Host,
+    InThread,
+    Once,
+    UserLoop,
+    drive,
+    in_loop,
+    one_by_one,
+    opening_calls,
+)
 from lightppo.plugins.episodes.specs import EnvironmentSpec, load_specs
 from lightppo.user_code import error_text
 
@@ -392,6 +402,9 @@ class ProcessSeat:
             return await self._worker.exchange(question, timeout)
         finally:
             self.is_lost = self._worker.is_ending
+
+    async def open(self, row: Mapping[str, Any], seed: int, timeout: float) -> tuple[Place, Answer]:
+        return await one_by_one(self, opening_calls(row, seed), timeout)
 
     def leave(self) -> None:
         """As :class:`lightppo.plugins.episodes.hosts.Seat`."""

@@ -20,6 +20,7 @@ from lightppo.plugins.episodes.environments import (
     ToolError,
     opening_messages,
 )
+from lightppo.plugins.episodes.hosts import _Calling, opening_calls
 
 HEAD = """
 import asyncio, math, os, random, threading
@@ -149,15 +150,19 @@ def test_failures(failing, style, place, how):
 @pytest.mark.parametrize("style", ["sync", "async"])
 @pytest.mark.parametrize("place", PLACES)
 def test_hangs(failing, style, place, monkeypatch):
-    ask = Session._ask
+    ask, start = Session._ask, Session._start
 
-    def ask_with_limit(
-        session, asked, **given
-    ):  # short where it hangs only, as the machine may be busy
+    # short where it hangs only, as the machine may be busy
+    def ask_with_limit(session, asked, **given):
         failing.timeout = 0.5 if asked == place else 60
         return ask(session, asked, **given)
 
+    def start_with_limit(session, row, seed):
+        failing.timeout = 0.5 if place in ("constructor", "reset") else 60
+        return start(session, row, seed)
+
     monkeypatch.setattr(Session, "_ask", ask_with_limit)
+    monkeypatch.setattr(Session, "_start", start_with_limit)
     with pytest.raises(EnvironmentFailed) as caught:
         asyncio.run(play(failing, {"environment": f"{style}-{place}-hang"}))
     monkeypatch.undo()
@@ -165,6 +170,49 @@ def test_hangs(failing, style, place, monkeypatch):
     assert (caught.value.kind, caught.value.place) == ("timeout", place)
     assert "0.5 s" in str(caught.value)
     assert asyncio.run(play(failing, {"environment": f"{style}-nowhere-hang"})) == 1.0
+
+
+@pytest.mark.parametrize(("seconds", "late"), [(40, False), (70, True)])
+def test_constructor_and_reset_have_a_limit_each(seconds, late):
+    """They are one call of the thread; when the clock is looked at, reset has run for so many seconds."""
+
+    class SlowHost:
+        async def handle(self, place, given):
+            now[place] = max(now.values()) + (seconds if place == "reset" else 40)
+            if place == "reset":
+                self.look_at_clock()
+            return {"value": place}
+
+    async def answer():
+        host = SlowHost()
+        asyncio.get_running_loop().time = lambda: max(now.values())
+        calling = _Calling(host, opening_calls({}, 1), timeout=60)
+        calling._clock.cancel()  # the test looks at the clock itself
+        host.look_at_clock = calling._look_at_clock
+        calling.run()
+        try:
+            return await calling.answered
+        finally:
+            calling.end()
+
+    now = {"begin": 0}
+    assert asyncio.run(answer()) == ("reset", {} if late else {"value": "reset"})
+
+
+def test_a_late_constructor_is_not_followed_by_reset():
+    class LateHost:
+        async def handle(self, place, given):
+            asked.append(place)
+            calling.end()  # nobody waits any more
+            return {"value": place}
+
+    async def begin():
+        return _Calling(LateHost(), opening_calls({}, 1), timeout=60)
+
+    asked: list[str] = []
+    calling = asyncio.run(begin())
+    calling.run()
+    assert asked == ["constructor"]
 
 
 @pytest.mark.parametrize(
