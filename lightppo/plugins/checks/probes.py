@@ -37,7 +37,7 @@ def check_padding(models: Mapping[str, Any], strategy: Ranks, always_padded: boo
         if model is None:
             continue
         wrapper = getattr(model, "module", model)  # a critic is in its engine
-        if not wrapper.packing_samples or (always_padded and flag == "--pretrain"):
+        if not wrapper.layout.packs or (always_padded and flag == "--pretrain"):
             _check_one(flag, wrapper, strategy)
 
 
