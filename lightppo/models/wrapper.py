@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from lightppo.algorithms.logprobs import TokenPlaces
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import MicroBatchSpec, of_role
-from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
+from lightppo.errors import ModelLoadError, PackingNotSupportedError
 from lightppo.models.loading import disable_dropout, untrainable
 from lightppo.plugin import LAYOUTS, MODULES, PREPARATIONS
 from lightppo.ranks import Ranks
@@ -250,23 +249,6 @@ def is_plain_linear(module: nn.Module) -> bool:
     """``nn.Linear``, or a class that says of itself that it computes the same."""
     kind = type(module)
     return (kind is nn.Linear or "is_plain_linear" in vars(kind)) and "forward" not in vars(module)
-
-
-def is_models_own(error: Exception) -> bool:
-    """Whether an error is of the model's code, not of a lack of memory or of a lost rank."""
-    others = (
-        UserError,
-        NotImplementedError,
-        MemoryError,
-        torch.OutOfMemoryError,
-        torch.distributed.DistError,
-    )
-    return not isinstance(error, others) and "gloo/transport" not in str(error)
-
-
-def one_line(error: Exception) -> str:
-    """Its type and message, shortened."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
 
 
 def takes(module: nn.Module, name: str) -> bool:

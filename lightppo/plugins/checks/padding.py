@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightppo.models.loading import caps_scores
-from lightppo.models.wrapper import Batch, PretrainedWrapper, is_models_own, one_line
-from lightppo.plugins.packing.packed_layout import alike
+from lightppo.models.wrapper import Batch, PretrainedWrapper
+from lightppo.plugins.packing.trials import alike, is_models_own, one_line
 
 LONG, SHORT, RIGHT = 20, 4, 3  # tokens of the two rows, and the padding behind the short one
 

@@ -20,8 +20,6 @@ from lightppo.models.wrapper import (
     Batch,
     PaddedLayout,
     PretrainedWrapper,
-    is_models_own,
-    one_line,
     takes,
     to_device,
 )
@@ -39,6 +37,7 @@ from lightppo.plugins.packing.packed_rows import (
 )
 from lightppo.plugins.packing.row_attention import attend_by, attention_for_rows, takes_segments
 from lightppo.plugins.packing.token_budgets import packed_micro_batches
+from lightppo.plugins.packing.trials import alike, is_models_own, one_line
 from lightppo.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -325,10 +324,3 @@ def why_neighbours_are_seen(model: PreTrainedModel) -> str:
     if model._supports_sdpa:
         return f"{reason} (--attn_implementation sdpa may pack)"
     return f"{reason}, and {type(model).__name__} has no sdpa, which keeps sequences apart"
-
-
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether outputs are equal but for rounding; False where any is NaN."""
-    difference = ((one.float() - other.float()).abs().mean() / other.float().abs().mean()).item()
-    # Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
-    return difference <= (3e-3 if one.dtype == torch.float32 else 1e-1)
