@@ -198,20 +198,21 @@ def lengths_of(tokens: int) -> list[int]:
 @contextmanager
 def by_sequence() -> Iterator[None]:
     """Without the kernel for packed rows."""
-    from lightppo.models import packing
+    from lightppo.plugins.packing import row_attention
 
-    before, packing.varlen_options = packing.varlen_options, lambda *_: None
+    before, row_attention.varlen_options = row_attention.varlen_options, lambda *_: None
     try:
         yield
     finally:
-        packing.varlen_options = before
+        row_attention.varlen_options = before
 
 
 def packed_attention(dtype: Any, how: str, device: str) -> dict[str, Any]:
     """A packed row in lightppo's attention; of shared prompts 8 responses each."""
     import torch
 
-    from lightppo.models import packing
+    from lightppo.plugins.packing.packed_rows import pack, pack_shared
+    from lightppo.plugins.packing.row_attention import packed_attention as attend
 
     longest, groups = (16, 2) if device == "cpu" else (1024, 2)  # GPU: 16 of about 1.5k
     ids = torch.randint(9, (groups, 2 * longest)).repeat_interleave(8, 0)
@@ -219,14 +220,14 @@ def packed_attention(dtype: Any, how: str, device: str) -> dict[str, Any]:
     for row in mask:
         row[draw.randint(longest + 1, 2 * longest) :] = 0
     ids = ids.to(device)
-    shared = packing.pack_shared(ids, mask, longest) if how == "shared prompts" else None
-    row = packing.pack(ids, mask) if shared is None else shared
+    shared = pack_shared(ids, mask, longest) if how == "shared prompts" else None
+    row = pack(ids, mask) if shared is None else shared
     q, k, v = qkv(dtype, device, row.input_ids.shape[1])
     module = SimpleNamespace(config=SimpleNamespace(layer_types=None))
     found: dict[str, Any] = {"sequences": len(ids), "tokens": row.input_ids.shape[1]}
 
     def once() -> None:
-        output = packing.packed_attention(module, q, k, v, row.segments, sliding_window=None)[0]
+        output = attend(module, q, k, v, row.segments, sliding_window=None)[0]
         torch.autograd.grad(output.sum(), (q, k, v))
 
     with by_sequence() if how == "by sequence" else nullcontext():
@@ -367,7 +368,7 @@ def batches_of(scale: Scale, device: str, count: int = 3) -> list[tuple[Any, Any
     """Micro batches filled up to ``micro_batch_tokens``: sequences, mask, tokens of prompts and of responses."""
     import torch
 
-    from lightppo.models.packing import to_device
+    from lightppo.models.wrapper import to_device
 
     draw, found = random.Random(0), []
     for _ in range(count):
@@ -404,7 +405,7 @@ def train_once(
 
     from lightppo.algorithms.masking import systematic_sample
     from lightppo.models.actor import Actor
-    from lightppo.models.packing import on_cpu
+    from lightppo.models.wrapper import on_cpu
     from lightppo.plugins.kernels import layers
     from lightppo.plugins.kernels.liger import use_liger_kernels
     from lightppo.plugins.kernels.offload import offloading

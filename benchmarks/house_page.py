@@ -31,6 +31,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "decoding": ("continuous batching of the hf engine, CUDA graphs", "rollouts.md"),
     "migration": ("option names of other trainers", "migrating.md"),
     "ops": ("signals, the watchdog, files that survive a crash, URLs", "faults.md"),
+    "packing": ("rows without padding, prompts that run once for all their samples", "dataflow.md"),
     "records": ("the run folder, metrics, trackers, alarms, recorded samples", "metrics.md"),
     "report": ("the report page, `watch`, `diff`, `replay`", "report.md"),
     "reshape": (

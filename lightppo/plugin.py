@@ -91,6 +91,14 @@ class PassEntry(Entry):
 
 
 @dataclass(frozen=True)
+class LayoutEntry(Entry):
+    """A layout of batches, see :data:`LAYOUTS`."""
+
+    # what Actor, Critic and RewardModel take by these names is passed on to its function
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class RewardEntry(Entry):
     """A name in ``--reward_source``: its function makes a source of a :class:`lightppo.rewards.RewardRequest`."""
 
@@ -204,18 +212,14 @@ MODULES: Table = Table("change of a model's modules")
 """What puts other code into modules, in place and in this order: functions of a Hugging Face model, called when
 :class:`lightppo.models.wrapper.PretrainedWrapper` gets it. Names and weights stay, and results but for rounding."""
 
-PACKED_LAYERS: Table = Table("type of layer in packed rows")
-"""What can be packed beside full and sliding attention: under its name in ``layer_types`` a function of the Hugging Face
-model, whose ``MODULES`` have been changed; it returns why it cannot, or None. The layers get a row's segments,
-:func:`lightppo.models.packing.segments_as_mask`, as far as the plugin brings them there."""
-
-NO_POSITIONS = "no position ids"
-"""What :data:`PACKED_LAYERS` asks about a model whose forward takes no position ids."""
-
-PACKED_ATTENTION: Table = Table("attention of packed rows")
-"""What attends inside packed rows where sdpa cannot: under its name among transformers' attentions a function of the
-Hugging Face model that tells whether it does the same as the model's own, and which registers it with transformers. It
-takes :func:`lightppo.models.packing.segments_as_mask`."""
+LAYOUTS: Table[LayoutEntry] = Table(
+    "layout of batches",
+    {"padded": LayoutEntry("lightppo.models.wrapper:PaddedLayout")},
+    kind=LayoutEntry,
+)
+"""How the sequences of a batch lie in a model's forward. An entry's function makes the
+:class:`lightppo.models.wrapper.PaddedLayout`, or one of a subclass, of a
+:class:`~lightppo.models.wrapper.PretrainedWrapper`. The last entry counts."""
 
 KERNELS: Table = Table(
     "kernel",

@@ -592,16 +592,6 @@ class TrainingConfig(Section, of="training"):
         True, "Swap groups of samples between ranks so that all train on about as many tokens."
     )
     max_epochs: int = per_role(1, "Passes over each rollout.", "epochs", ge=1)
-    packing_samples: bool | None = safe(
-        None,
-        "Put several sequences in one row, without padding. None: with sdpa or flash_attention_2, if all models "
-        "keep the sequences apart exactly; the log says if not.",
-    )
-    share_prompts: bool = safe(
-        True,
-        "With sdpa: compute a prompt once for all its samples.",
-        needs="packing_samples!=False",
-    )
     shuffle: Literal["samples", "groups"] = option(
         "samples",
         "What the steps of an epoch draw: samples, or all samples of a prompt.",

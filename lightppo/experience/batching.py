@@ -26,7 +26,7 @@ from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
-from lightppo.models.packing import micro_batches, on_cpu
+from lightppo.models.wrapper import PaddedLayout, on_cpu
 from lightppo.ranks import Ranks, level
 
 TOLERANCE = 0.02  # of the mean: a smaller difference is not worth another exchange
@@ -296,23 +296,6 @@ def plan_step(
     return level(planned, ranks, filler=lambda: placeholder)
 
 
-@dataclass(frozen=True)
-class MicroBatching:
-    """How rows become micro batches, the same on all ranks."""
-
-    ranks: Ranks
-    packed: bool = False  # rows go through the models without padding
-    share_prompts: bool = False  # if packed, a prompt runs once for all its rows in a micro batch
-
-    def split(
-        self, lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec, prompts: Sequence[bytes]
-    ) -> list[list[int]]:
-        """Row numbers of each micro batch; ranks make equally many if they have enough rows. Collective."""
-        options = {"packed": self.packed, "prompts": prompts if self.share_prompts else None}
-        parts = micro_batches(lengths, spec, **options)
-        return micro_batches(lengths, spec, at_least=self.ranks.same_count(len(parts)), **options)
-
-
 def minibatches(
     items: Sequence[Experience],
     ranks: Ranks,
@@ -320,8 +303,8 @@ def minibatches(
     train_batch_size: int,
     actor: MicroBatchSpec,
     critic: MicroBatchSpec | None = None,
-    packed: bool = False,
-    share_prompts: bool = False,
+    layout: PaddedLayout,
+    share_prompts: bool = True,
     shuffle: Literal["samples", "groups"] = "samples",
     generator: torch.Generator,
     collate: Callable[[Sequence[Experience]], Experience],
@@ -332,27 +315,26 @@ def minibatches(
     Args:
         train_batch_size: samples per optimizer step over all ranks; steps are smaller if it does not divide.
         actor, critic: what one pass takes; ``None``: the critic's passes take what the actor's take.
-        packed, share_prompts: as in :class:`MicroBatching`.
+        layout, share_prompts: of the models that run the micro batches; whether prompts may be shared if it can.
         shuffle: draw single samples, or all samples of a prompt together; steps then split at most two prompts each.
         collate: rows → padded batch on the training device.
         loss_scale: constant of ``seq-mean-token-sum-norm``.
     """
     steps = math.ceil(ranks.all_reduce(len(items), "sum") / train_batch_size)
     order = torch.randperm(len(items), generator=generator).tolist()
-    prompts = [item.prompts()[0] for item in items] if share_prompts or shuffle == "groups" else []
+    shares = share_prompts and layout.shares_prompts
+    prompts = [item.prompts()[0] for item in items] if shares or shuffle == "groups" else []
     if shuffle == "groups":  # all samples of a prompt come to its first one
         first_places: dict[bytes, int] = {}
         for place, row in enumerate(order):
             first_places.setdefault(prompts[row], place)
         order.sort(key=lambda row: first_places[prompts[row]])
     lengths = [item.row_lengths()[0] for item in items]
-    batching = MicroBatching(ranks, packed, share_prompts)
 
     def planned(rows: Sequence[int], spec: MicroBatchSpec) -> list[Experience]:
         """The micro batches of an optimizer step of these rows."""
-        parts = batching.split(
-            [lengths[row] for row in rows], spec, [prompts[row] for row in rows if share_prompts]
-        )
+        shared = [prompts[row] for row in rows if shares]
+        parts = layout.split([lengths[row] for row in rows], spec, ranks, shared)
         batches = [collate([items[rows[i]] for i in part]) for part in parts]
         return plan_step(batches, ranks, scale=loss_scale)
 

@@ -43,9 +43,9 @@ from lightppo.config.rules import (
 )
 from lightppo.data.records import Rollout, seed_of_step
 from lightppo.errors import ConfigError, NonFiniteError
-from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
+from lightppo.experience.batching import ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience, non_finite_text
-from lightppo.models.packing import all_pack, all_share_prompts, on_cpu, to_device
+from lightppo.models.wrapper import layout_of_all, on_cpu, to_device
 from lightppo.option import shown_object
 from lightppo.plugin import NORMALISATIONS, ROLLOUT_PASSES, TOKEN_WEIGHTS
 from lightppo.ranks import Ranks, heartbeat, level
@@ -143,7 +143,7 @@ def truncated_of(rollouts: Sequence[Rollout], device: Any) -> Tensor:
 class RolloutPass:
     """What further tensors are made of the samples of a rollout, see :data:`lightppo.plugin.ROLLOUT_PASSES`."""
 
-    model: Any  # it has ``eval()``, and takes part in what all models must agree on: packing, shared prompts
+    model: Any  # it has ``eval()``, and takes part in ``layout_of_all`` if it has a layout
     # of a micro batch: (b, a) or (b, a, k) each, by their names in ``Experience.extra``; without gradient
     run: Callable[[Experience], Mapping[str, Tensor]]
     # of an experience and the policy's log probs: numbers (B, A) whose means over trained tokens are logged
@@ -224,9 +224,7 @@ class ExperienceMaker:
         self.seed = config.strategy.seed
         self.micro_batches = {call: micro_batch_spec(config, call) for call in scoring_calls()}
         models = (actor, critic, initial_model, *(one.model for one in self.passes.values()))
-        shares = config.training.share_prompts and all_share_prompts(models)
-        packs = all_pack(config.training.packing_samples, models)
-        self.batching = MicroBatching(strategy, packs, shares)
+        self.layout = layout_of_all(models)
         self.old_log_probs = old_log_probs or old_log_probs_from(config, exact_rollout=False)
         self.wants_entropy = self._needs_entropy()
         self.compared_with_engine = self._compared_with_engine(config)
@@ -371,7 +369,8 @@ class ExperienceMaker:
             if model is not None:
                 model.eval()
 
-        lengths, prompts, device = batch.row_lengths(), batch.prompts(), self.strategy.device
+        lengths, device = batch.row_lengths(), self.strategy.device
+        prompts = batch.prompts() if self.layout.shares_prompts else ()
         near = Experience(
             sequences=on_cpu(batch.sequences),
             attention_mask=on_cpu(batch.attention_mask),
@@ -383,7 +382,7 @@ class ExperienceMaker:
                 spec = self.micro_batches[name]
                 if name in self.passes and self.passes[name].takes_all:
                     spec = MicroBatchSpec(len(lengths))
-                parts = self.batching.split(lengths, spec, prompts)
+                parts = self.layout.split(lengths, spec, self.strategy, prompts)
                 parts = level(parts, self.strategy, lambda parts=parts: parts[-1])
                 plan += [(phase, run, rows) for rows in parts]
         made: dict[str, Tensor] = defaultdict(

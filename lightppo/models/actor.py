@@ -19,12 +19,13 @@ from lightppo.algorithms.logprobs import (
     token_log_probs,
 )
 from lightppo.models.loading import load_causal_lm
-from lightppo.models.packing import check_num_actions, on_cpu, real_actions
 from lightppo.models.wrapper import (
     Batch,
     PretrainedWrapper,
+    check_num_actions,
     is_plain_linear,
-    model_inputs,
+    on_cpu,
+    real_actions,
     takes,
 )
 
@@ -57,11 +58,10 @@ class Actor(PretrainedWrapper):
     Args:
         pretrain_or_model: folder, hub id, or a built model (its dropout is set to 0 in place).
         temperature: log probs come from softmax(logits / temperature), as in sampling.
-        packing_samples: drop the padding in forwards with num_actions; results are the same.
-        share_prompts: when packed, run equal prompts of a batch once; results are the same.
         ds_config: DeepSpeed config; stage 3 shards the weights while they load.
         valid_vocab_size: number of ids, from 0, that log probs cover and the engine samples; None: all embedding rows.
-        options: ``flag`` and the fields of :class:`lightppo.models.loading.LoadOptions`.
+        options: ``flag``, the fields of :class:`lightppo.models.loading.LoadOptions`, and ``arguments`` of the last of
+            ``lightppo.plugin.LAYOUTS``: with ``packing_samples``, forwards with num_actions drop the padding.
     """
 
     # strategy.prepare puts the engine under this attribute and returns the Actor itself
@@ -106,19 +106,21 @@ class Actor(PretrainedWrapper):
                 num_actions).
         """
         if packed_seq_lens is not None:
-            batch = self._packed_by_caller(sequences, packed_seq_lens, num_actions)
+            batch = self.layout.batch_of_row(sequences, packed_seq_lens, num_actions)
             if num_actions is None:
-                return self._run(*batch.inputs)
+                return self._run(batch)
             actions = sequences[0, batch.places + 1]
         elif num_actions is None:
-            return self._run(
-                sequences, torch.ones_like(sequences) if attention_mask is None else attention_mask
-            )
+            mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
+            return self._run(Batch(sequences, mask))
         else:
             batch, actions = self._of_actions(sequences, num_actions, attention_mask)
         output, log_probs, *_ = self._predict(batch, actions, logits=return_output)
         log_probs = batch.scatter(log_probs)  # (B, A)
-        return (log_probs, output) if return_output else log_probs
+        if not return_output:
+            return log_probs
+        output.logits = batch.returned(output.logits)
+        return log_probs, output
 
     def score_actions(
         self,
@@ -196,9 +198,8 @@ class Actor(PretrainedWrapper):
         check_num_actions(num_actions, length)
         real = real_actions(on_cpu(attention_mask), num_actions)  # (B, A)
         columns = slice(length - num_actions - 1, length - 1)
-        batch = self._batch(
-            sequences, attention_mask, columns, real, num_actions if share else None
-        )
+        shared = num_actions if share else None
+        batch = self.layout.batch(sequences, attention_mask, columns, real, shared)
         return batch, sequences[:, -num_actions:].flatten()[batch.kept]
 
     def _predict(
@@ -215,11 +216,8 @@ class Actor(PretrainedWrapper):
             predicted := self._ask_head(batch, actions, entropy, entropy_grad, router_logits)
         ):
             return predicted
-        output = self._run(*batch.inputs, batch.places, router_logits)
-        read = batch.of_real(output.logits)  # (K, V)
-        if batch.packed:
-            output.logits = read[None]  # (1, K, V)
-        over = read[:, : self.valid_vocab_size]
+        output = self._run(batch, batch.places, router_logits)
+        over = batch.of_real(output.logits)[:, : self.valid_vocab_size]  # (K, V)
         if not entropy:
             return output, token_log_probs(over, actions, self.temperature), None, over
         return (
@@ -243,7 +241,7 @@ class Actor(PretrainedWrapper):
         in_model = takes(self.hf_model, "logits_to_keep")
 
         def select(hidden: Tensor) -> Tensor:
-            return batch.of_real(hidden if in_model else hidden[:, batch.places])
+            return batch.of_real(hidden if in_model else batch.at_places(hidden))
 
         options = {
             "valid_vocab_size": self.valid_vocab_size,
@@ -251,7 +249,7 @@ class Actor(PretrainedWrapper):
             "entropy_grad": entropy_grad,
         }
         with scores_from_head(head, select, actions, self.temperature, **options) as returned:
-            output = self._run(*batch.inputs, batch.places if in_model else None, router_logits)
+            output = self._run(batch, batch.places if in_model else None, router_logits)
         self.head_is_last = is_untouched(returned, output.logits)
         if not self.head_is_last:
             return None
@@ -265,31 +263,25 @@ class Actor(PretrainedWrapper):
         )
 
     def _run(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None = None,
-        places: Tensor | None = None,
-        router_logits: bool = False,
+        self, batch: Batch, places: Tensor | None = None, router_logits: bool = False
     ) -> ModelOutput:
-        """One forward; only ``places`` of the sequence dimension go through the head."""
+        """One forward; only ``places``, those of the batch, go through the head; None: all."""
         reads_mask = router_logits or getattr(self.hf_model.config, "output_router_logits", False)
-        inputs = model_inputs(self.hf_model, input_ids, attention_mask, position_ids, reads_mask)
+        inputs = batch.inputs(self.hf_model, reads_mask)
         in_model = places is not None and takes(self.hf_model, "logits_to_keep")
         if in_model:
             inputs["logits_to_keep"] = places
         if router_logits:
             inputs["output_router_logits"] = True
-        partly = position_ids is not None and places is not None and not reads_mask
-        reading = self._reading(places, input_ids) if partly else nullcontext()
-        with self._training_pass(input_ids.device), reading:
+        partly = places is not None and not reads_mask
+        with self._training_pass(batch.ids.device), batch.reading() if partly else nullcontext():
             output = self.model(**inputs)
         if places is not None and not in_model:
-            output.logits = output.logits[:, places]
+            output.logits = batch.at_places(output.logits)
         return output
 
-    def run_rows(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
-        return self._run(ids, segments, positions).logits
+    def run_rows(self, batch: Batch) -> Tensor:
+        return self._run(batch).logits
 
 
 def scoring_head(model: PreTrainedModel) -> nn.Linear | None:

@@ -13,8 +13,7 @@ from transformers.utils import ModelOutput
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.loading import load_sequence_classifier, value_head
-from lightppo.models.packing import check_num_actions, on_cpu, read, to_device
-from lightppo.models.wrapper import PretrainedWrapper, model_inputs
+from lightppo.models.wrapper import Batch, PretrainedWrapper, check_num_actions, on_cpu
 
 
 class SequenceRegressor(PretrainedWrapper):
@@ -57,18 +56,13 @@ class SequenceRegressor(PretrainedWrapper):
             "Add them to its config.json, or leave --normalize_reward out"
         )
 
-    def _hidden(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-    ) -> ModelOutput:
+    def _hidden(self, batch: Batch) -> ModelOutput:
         base = self.hf_model.base_model
-        with self._training_pass(input_ids.device):
-            return base(**model_inputs(base, input_ids, attention_mask, position_ids))
+        with self._training_pass(batch.ids.device):
+            return base(**batch.inputs(base))
 
-    def run_rows(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
-        return self._hidden(ids, segments, positions).last_hidden_state
+    def run_rows(self, batch: Batch) -> Tensor:
+        return self._hidden(batch).last_hidden_state
 
     def _score(self, hidden: Tensor) -> Tensor:
         """(..., H) -> (...), float32, normalised."""
@@ -100,26 +94,23 @@ class Critic(SequenceRegressor):
         Arguments as in :meth:`Actor.forward`. Without ``num_actions``: all positions, (B, S). ``include_last`` adds the
         value after the last position, (B, A + 1), to bootstrap an unfinished response.
         """
-        columns = slice(None)
         if packed_seq_lens is not None:
-            batch = self._packed_by_caller(sequences, packed_seq_lens, num_actions, include_last)
+            batch = self.layout.batch_of_row(sequences, packed_seq_lens, num_actions, include_last)
         else:
             if attention_mask is None:
                 attention_mask = torch.ones_like(sequences)
+            columns = slice(None)
             length = sequences.shape[1]
             if num_actions is not None:
                 check_num_actions(num_actions, length)
                 columns = slice(length - num_actions - 1, length if include_last else length - 1)
             real = on_cpu(attention_mask).bool()[:, columns]
-            batch = self._batch(sequences, attention_mask, columns, real, num_actions)
-        partly = batch.packed and packed_seq_lens is None and not return_output
-        with self._reading(batch.places, batch.inputs[0]) if partly else nullcontext():
-            output = self._hidden(*batch.inputs)
-        if batch.packed:
-            scores = self._score(output.last_hidden_state[0, batch.places])  # (U,)
-            values = batch.scatter(read(scores, batch.reads))
-        else:
-            values = self._score(output.last_hidden_state[:, columns]).masked_fill(~batch.real, 0)
+            batch = self.layout.batch(sequences, attention_mask, columns, real, num_actions)
+        whole = return_output or packed_seq_lens is not None
+        with nullcontext() if whole else batch.reading():
+            output = self._hidden(batch)
+        values = self._score(batch.at_places(output.last_hidden_state))
+        values = batch.scatter(batch.of_real(values))  # (B, A)
         return (values, output) if return_output else values
 
 
@@ -139,7 +130,7 @@ class RewardModel(SequenceRegressor):
     ) -> Tensor:
         """Scores (B,) float32 of sequences (B, S), padded on either side; mask None: no padding.
 
-        With ``num_actions`` A, packed rows share equal prompts, which end before the last A columns.
+        With ``num_actions`` A, prompts end before the last A columns, so that equal ones may be shared.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
@@ -149,16 +140,11 @@ class RewardModel(SequenceRegressor):
             raise ValueError(f"rows {empty} have no real token to score (attention_mask is 0)")
         length = sequences.shape[1]
         last = length - 1 - mask.long().flip(-1).argmax(-1)  # (B,)
-        if self.packing_samples:
-            is_last = torch.arange(length) == last[:, None]  # (B, S)
-            batch = self._batch(sequences, attention_mask, slice(None), is_last, num_actions)
-            with self._reading(batch.places, batch.inputs[0]):
-                output = self._hidden(*batch.inputs)
-            return read(self._score(output.last_hidden_state[0, batch.places]), batch.reads)
-        hidden = self._hidden(sequences, attention_mask, None).last_hidden_state  # (B, S, H)
-        return self._score(
-            hidden[torch.arange(len(last), device=hidden.device), to_device(last, hidden.device)]
-        )
+        is_last = torch.arange(length) == last[:, None]  # (B, S)
+        batch = self.layout.batch(sequences, attention_mask, slice(None), is_last, num_actions)
+        with batch.reading():
+            hidden = batch.at_places(self._hidden(batch).last_hidden_state)
+        return self._score(batch.of_real(hidden))
 
 
 class NewRewardModel(RewardModel):

@@ -6,6 +6,7 @@ A weight missing from a checkpoint is an error: only a critic's value head may b
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import math
@@ -39,9 +40,15 @@ from transformers.utils import logging as hf_logging
 
 from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
-from lightppo.models.packing import VARLEN_TAKES
 from lightppo.plugin import LANGUAGE_MODELS, LOADING, MODEL_PATHS
 from lightppo.suggestions import nearest
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    VARLEN_TAKES = frozenset(inspect.signature(varlen_attn).parameters)
+except ImportError:  # an older torch
+    VARLEN_TAKES = frozenset()
 
 logger = logging.getLogger(__name__)
 

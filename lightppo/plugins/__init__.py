@@ -6,6 +6,7 @@ import importlib
 SHIPPED = (
     "hints",
     "sources",
+    "packing",
     "algorithms",
     "distillation",
     "adapters",

@@ -14,7 +14,7 @@ from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.data.rows import PromptTemplate, Rendered
 from lightppo.errors import BadRowError, DataError, RewardError
-from lightppo.models.packing import micro_batches, to_device
+from lightppo.models.wrapper import micro_batches, to_device
 from lightppo.ranks import Alone, Ranks, heartbeat, level
 from lightppo.rewards.source import RewardOutput, describe_sample
 
@@ -228,7 +228,7 @@ class RewardModelSource:
 
     def _score_rows(self, model_index: int, rows: Rows) -> Tensor:
         """(n,) scores in the order of the rows; every rank runs the same number of forwards."""
-        parts = micro_batches([(len(row), 0) for row in rows], self._micro_batch, packed=False)
+        parts = micro_batches([(len(row), 0) for row in rows], self._micro_batch)
         filler = [[self.inputs[model_index].pad_token_id]]
         scores = torch.empty(len(rows))
         for places in level(parts, self.ranks, list):

@@ -32,7 +32,7 @@ from lightppo.config.rules import (
 )
 from lightppo.data.datasets import PromptDataset
 from lightppo.data.readers import read_rows
-from lightppo.errors import ConfigError, PackingNotSupportedError
+from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, balance_ranks, save_batch
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
@@ -245,8 +245,6 @@ def load_models(building: Building, per_episode: int) -> tuple[Models, dict[str,
     into_engine, optimizers = into_engines(config, strategy, per_episode)
     models = build_models(config, strategy, into_engine)
     fit_vocabulary(models, building.tokenizer, config)
-    together = [models.actor, models.critic, models.reference, *models.frozen.values()]
-    settle_packing(config, strategy, *together)
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
     building.sizes = {
         part: parameter_count(model, find_adapters(model) is not None)
@@ -466,12 +464,7 @@ class ModelLoader:
         self.options = loading_options(config)
         of_all = ("attn_implementation", "trust_remote_code", "external_lib", "seed")
         self.options_of_frozen = {name: self.options[name] for name in of_all}
-        self.packing = {
-            "packing_samples": config.training.packing_samples,
-            "share_prompts": config.training.share_prompts
-            and config.rollout.n_samples_per_prompt > 1,
-        }
-        self.policy = {"temperature": config.rollout.temperature or 1.0, **self.packing}
+        self.temperature = config.rollout.temperature or 1.0
 
     def actor(self) -> Actor:
         """The policy that trains."""
@@ -480,7 +473,7 @@ class ModelLoader:
             stage_to_local(path),
             dtype=self.strategy.dtype,
             ds_config=self.strategy.get_ds_train_config(),
-            **self.policy,
+            temperature=self.temperature,
             **self._options_of(path),
         )
         if self.config.loss.aux_loss_coef > 0:
@@ -505,7 +498,6 @@ class ModelLoader:
             ds_config=ds_config,
             value_head_prefix=named.value_head_prefix,
             init_value_head=True if named.init_critic_from_actor else None,
-            **self.packing,
             **self._options_of(named.critic_pretrain),
         )
         return self._placed(model, "critic")
@@ -524,7 +516,7 @@ class ModelLoader:
                 zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=dtype
             ),
             flag="--ref_pretrain",
-            **self.policy,
+            temperature=self.temperature,
             **self._options_of(path),
         )
         return self._placed(model, "reference")
@@ -561,7 +553,7 @@ class ModelLoader:
             dtype=self.strategy.dtype,
             ds_config=self.strategy.get_ds_eval_config(asked.offload, zero_stage=asked.zero_stage),
             flag=asked.flag,
-            **self.policy,
+            temperature=self.temperature,
             **self.options_of_frozen,
         )
         return self._placed(model, name)
@@ -642,26 +634,6 @@ def saved_parts(
         "reference": reference if moves_reference(config) else None,
     }
     return {name: model for name, model in parts.items() if model is not None}
-
-
-def settle_packing(config: OptionSet, strategy: DeepspeedStrategy, *models: Any) -> None:
-    """``--packing_samples`` None: all models pack, if each does it exactly on every rank; True: they must. Collective."""
-    asked = config.training.packing_samples
-    if asked is False:
-        return
-    # a critic is in its engine
-    packing = [getattr(model, "module", model) for model in models if model is not None]
-    obstacles = [
-        model.packing_obstacle(strategy.device) if asked else model.try_packing(strategy.device)
-        for model in packing
-    ]
-    obstacle = next(filter(None, obstacles), None)
-    if reason := next(filter(None, strategy.all_gather_object(obstacle)), None):
-        if asked:
-            raise PackingNotSupportedError(reason)
-        for model in packing:
-            model.stop_packing()
-        strategy.print(f"note: batches are padded: {reason}")
 
 
 def build_tokenizer(config: OptionSet, actor: Actor | None = None) -> Any:
@@ -868,7 +840,7 @@ def build_sampler(
         checks=[check for check in checks if check is not None],
         timer=timer,
     )
-    prompt_once = maker.batching.packed and training.share_prompts and training.shuffle == "groups"
+    prompt_once = maker.layout.shares_prompts and training.shuffle == "groups"
     around = [
         entry.fn(config=config, strategy=strategy, actor=maker.actor, engine=engine)
         for entry in SAMPLING.values()

@@ -37,7 +37,7 @@ from lightppo.experience.batching import (
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
-from lightppo.models.packing import all_share_prompts, on_cpu, to_device
+from lightppo.models.wrapper import layout_of_all, on_cpu, to_device
 from lightppo.plugin import SCORE_TERMS
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -355,19 +355,16 @@ class Update:
         """The optimizer steps of one pass; another order in each step, epoch and on each rank, also after a resume."""
         config, training = self.config, self.config.training
         key = (config.strategy.seed, step, epoch, self.strategy.get_rank())
-        # With a load-balancing loss a prompt must count for each of its samples.
         models = (self.actor, self.critic, self.reference, *self.frozen.values())
-        shares = (
-            training.share_prompts and config.loss.aux_loss_coef == 0 and all_share_prompts(models)
-        )
         return minibatches(
             self.replay_buffer.items,
             self.strategy,
             train_batch_size=training.train_batch_size,
             actor=self.specs["actor_train"],
             critic=self.critic_spec(),
-            packed=self.experience_maker.batching.packed,
-            share_prompts=shares,
+            layout=layout_of_all(models),
+            # With a load-balancing loss a prompt must count for each of its samples.
+            share_prompts=config.loss.aux_loss_coef == 0,
             shuffle=training.shuffle,
             generator=torch.Generator().manual_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF),
             collate=self.replay_buffer.collate_fn,

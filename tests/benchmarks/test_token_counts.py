@@ -23,7 +23,7 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.packing import all_share_prompts
+from lightppo.models.wrapper import layout_of_all
 
 
 def rollouts_of(workload: Any, workloads: ModuleType) -> list[Rollout]:
@@ -89,8 +89,7 @@ def positions_of(
             train_batch_size=config.training.train_batch_size,
             actor=micro_batch_spec(config, "actor_train"),
             critic=micro_batch_spec(config, "critic_train"),
-            packed=config.training.packing_samples,
-            share_prompts=all_share_prompts(models),
+            layout=layout_of_all(models),
             shuffle=config.training.shuffle,
             generator=torch.Generator().manual_seed(0),
             collate=Experience.collate,

@@ -70,7 +70,7 @@ class Subject:
     def is_refused(self) -> bool:
         """Whether no run with this model starts, since it neither pads rightly nor packs."""
         actor = self.actor(packing_samples=None)
-        reason = actor.try_packing(CPU)
+        reason = actor.layout.try_packing(CPU)
         try:
             if reason is not None:
                 check_padding({"--pretrain": actor}, Alone(CPU))
@@ -227,7 +227,7 @@ def padded(subject: Subject) -> None:
 def packs(subject: Subject, same_prompts: bool = False) -> None:
     """the same in a row without padding. `pads`: without `--packing_samples` the run pads, and says why"""
     actor = subject.actor(packing_samples=None)
-    if reason := actor.try_packing(CPU):
+    if reason := actor.layout.try_packing(CPU):
         raise OtherWay(reason)
     trained_alike(actor, "of a packed row", same_prompts)
 
@@ -235,9 +235,9 @@ def packs(subject: Subject, same_prompts: bool = False) -> None:
 def shares_prompts(subject: Subject) -> None:
     """the same in a row in which equal prompts stand once"""
     actor = subject.actor(packing_samples=None)
-    if reason := actor.try_packing(CPU):
+    if reason := actor.layout.try_packing(CPU):
         raise OtherWay(f"it does not pack: {reason}")
-    if not actor.shares_prompts:
+    if not actor.layout.shares_prompts:
         raise OtherWay("every sample brings its prompt along")
     trained_alike(actor, "of shared prompts", same_prompts=True)
 

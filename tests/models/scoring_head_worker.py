@@ -28,7 +28,7 @@ CASES = [
 def loss_of(
     actor: Actor, batch: dict[str, torch.Tensor], num_actions: int, packed: bool
 ) -> torch.Tensor:
-    actor.packing_samples = packed
+    actor.layout.packs = packed
     scores = actor.score_actions(
         batch["sequences"], num_actions, batch["mask"], entropy=True, entropy_grad=True
     )

@@ -315,7 +315,7 @@ def test_scores_without_mask_and_without_real_actions(causal_lm: MakeModel) -> N
         assert scores.real.tolist() == [[True, True]]
         torch.testing.assert_close(scores.log_probs[0], plain_log_probs(actor.model, row[0]))
     for packing_samples in (False, True):
-        actor.packing_samples = packing_samples
+        actor.layout.packs = packing_samples
         scores = actor.score_actions(row, 2, torch.tensor([[1, 0, 0]]), **ALL_SCORES)
         assert scores.log_probs.tolist() == scores.entropy.tolist() == [[0, 0]]
         assert scores.logits.shape == (0, 48)

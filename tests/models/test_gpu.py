@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from lightppo.models import packing
 from lightppo.models.actor import Actor
 from lightppo.plugins.kernels.offload import (
     ActivationOffload,
@@ -23,6 +22,8 @@ from lightppo.plugins.kernels.offload import (
     offload_of,
     offloading,
 )
+from lightppo.plugins.packing import row_attention
+from lightppo.plugins.packing.packed_rows import segments_as_mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +75,7 @@ def test_shared_prompts_equal_padded_in_bfloat16(
         results.append(actor(sequences, 7, mask))
         results[-1].sum().backward()
         gradients.append(torch.cat([p.grad.flatten().float() for p in actor.parameters()]))
-    assert actor.shares_prompts
+    assert actor.layout.shares_prompts
     torch.testing.assert_close(results[0], results[1], atol=0.15, rtol=0)
     assert torch.cosine_similarity(*gradients, dim=0) > 0.99
 
@@ -85,15 +86,17 @@ def test_no_packed_row_needs_the_slow_kernel(
     dtype: torch.dtype, window: int | None, monkeypatch
 ) -> None:
     """Without torch's kernel for packed rows: shared prompts, fewer keys than queries, values narrower than keys."""
-    monkeypatch.setattr(packing, "varlen_options", lambda *_: None)
-    mask = packing.segments_as_mask([64, 33, 48, 80], [-1, 0, 0, -1], "cuda")
+    monkeypatch.setattr(row_attention, "varlen_options", lambda *_: None)
+    mask = segments_as_mask([64, 33, 48, 80], [-1, 0, 0, -1], "cuda")
     shapes = (8, 64), (2, 64), (2, 32)
     q, k, v = (
         torch.randn(1, h, 225, d, device="cuda", dtype=dtype, requires_grad=True) for h, d in shapes
     )
     # an error where neither fits
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
-        out, _ = packing.packed_attention(torch.nn.Module(), q, k, v, mask, sliding_window=window)
+        out, _ = row_attention.packed_attention(
+            torch.nn.Module(), q, k, v, mask, sliding_window=window
+        )
         out.sum().backward()
 
 

@@ -229,7 +229,7 @@ def test_capped_scores_are_never_left_out(tmp_path: Path) -> None:
     actor = Actor(str(tmp_path), packing_samples=None)
     for packs in (False, True):
         if packs:
-            assert actor.try_packing(torch.device("cpu")) is None
+            assert actor.layout.try_packing(torch.device("cpu")) is None
         torch.testing.assert_close(actor(ids, num_actions=8, attention_mask=mask), expected)
 
 

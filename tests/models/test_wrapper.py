@@ -1,220 +1,119 @@
-"""The last layer at read positions alone: what is read, and every gradient, is that of the whole layer."""
+"""Padded batches: what is real in them, and the micro batches that become them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from lightppo.models import wrapper
+from lightppo.config.rules import MicroBatchSpec
+from lightppo.errors import PackingNotSupportedError
 from lightppo.models.actor import Actor
-from lightppo.models.critic import Critic
-from lightppo.models.wrapper import only_at, position_wise
+from lightppo.models.wrapper import (
+    PaddedLayout,
+    check_num_actions,
+    layout_of_all,
+    micro_batches,
+    position_ids_from_mask,
+    real_actions,
+)
+from lightppo.plugin import LAYOUTS, LayoutEntry
+from lightppo.ranks import Alone
 
-PARTS = {
-    "llama": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],
-    "qwen2": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],
-    "qwen3": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],
-    "gemma": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],
-    "gemma2": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],
-    "gpt2": ["attn.c_proj", "mlp"],  # queries, keys and values are one layer
-    "gpt_neox": ["attention.dense", "mlp"],
-    "mixtral": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],
-    "qwen2_moe": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],
-}
-
-
-def names(model: nn.Module, modules: list[nn.Module]) -> list[str]:
-    of = {module: name for name, module in model.named_modules()}
-    return [
-        of[module].split(".", 3)[-1] if "layers." in of[module] else of[module]
-        for module in modules
-    ]
+MakeModel = Callable[..., PreTrainedModel]
+MASK = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
+LENGTHS = [(3, 2), (4, 9), (1, 1), (4, 4), (2, 8)]  # 5, 13, 2, 8, 10 tokens
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def test_position_ids_start_at_the_first_real_token() -> None:
+    assert position_ids_from_mask(MASK).tolist() == [[0, 0, 0, 1, 2, 2], [0, 1, 2, 3, 4, 5]]
 
 
-def assert_same_gradients(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(
-            a[name], b[name], rtol=1e-4, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}"
-        )
+def test_real_actions_need_a_real_token_before_them() -> None:
+    # A = 4 looks at tokens 2..5, predicted from 1..4. Row 0: token 2 is predicted from padding, token 5 is padding.
+    assert real_actions(MASK, 4).tolist() == [[False, True, True, False], [True, True, True, True]]
 
 
-def count_rows(module: nn.Module, seen: list[int]) -> None:
-    """Positions that the weights of a module see."""
-    linear = next(
-        m for m in module.modules() if any(p.dim() == 2 for p in m.parameters(recurse=False))
-    )
-    before = linear.forward
-    linear.forward = lambda x: seen.append(x.reshape(-1, x.shape[-1]).shape[0]) or before(x)
+@pytest.mark.parametrize("num_actions", [0, 6, 7, -1, [1, 2]])
+def test_num_actions_out_of_range(num_actions: object) -> None:
+    with pytest.raises(ValueError, match=r"num_actions .* 5 "):
+        check_num_actions(num_actions, 6)
 
 
-def test_the_parts(family: str, causal_lm: Callable[..., PreTrainedModel]) -> None:
-    model = causal_lm(family)
-    found = [name.removeprefix("transformer.h.1.") for name in names(model, position_wise(model))]
-    assert found == PARTS[family]
+def test_by_samples_longest_first() -> None:
+    assert micro_batches(LENGTHS, MicroBatchSpec(2)) == [[1, 4], [3, 0], [2]]
+    assert micro_batches(LENGTHS, MicroBatchSpec(9)) == [[1, 4, 3, 0, 2]]
+    assert micro_batches([], MicroBatchSpec(2)) == []
 
 
-def test_actor(
-    family: str,
-    causal_lm: Callable[..., PreTrainedModel],
-    ragged: tuple[Tensor, Tensor, int],
-    monkeypatch,
-) -> None:
-    sequences, mask, actions = ragged
-    weights = torch.randn(4, actions, generator=torch.Generator().manual_seed(2))
-    results = []
-    for share in (0.0, 10.0):  # never, always
-        monkeypatch.setattr(wrapper, "READ_SHARE", share)
-        actor = Actor(causal_lm(family), packing_samples=True)
-        actor(sequences, actions, mask)  # the probe
-        assert actor.last_layer_parts
-        seen: list[int] = []
-        count_rows(actor.last_layer_parts[-1], seen)
-        log_probs = actor(sequences, actions, mask)
-        (log_probs * weights).sum().backward()
-        results.append((log_probs.detach(), gradients(actor), max(seen)))
-    (whole, whole_gradients, tokens), (part, part_gradients, read) = results
-    torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-5)
-    assert_same_gradients(part_gradients, whole_gradients)
-    if family not in ("mixtral", "qwen2_moe"):  # an expert sees some rows only
-        assert tokens == mask.sum()
-        assert read == predictors(mask, actions)
+def test_by_tokens_counts_the_padding() -> None:
+    # 2 × (longest prompt 4 + longest response 9) = 26; 3 × (4 + 4) = 24
+    assert micro_batches(LENGTHS, MicroBatchSpec(26, "tokens")) == [[1, 4], [3, 0, 2]]
+    # 2 × (longest prompt 4 + longest response 8) = 24
+    assert micro_batches(LENGTHS, MicroBatchSpec(24, "tokens")) == [[1], [4, 3], [0, 2]]
 
 
-def predictors(mask: Tensor, actions: int) -> int:
-    """Positions from which an action is predicted."""
-    return int((mask[:, -actions:].bool() & mask[:, -actions - 1 : -1].bool()).sum())
+def test_a_row_beyond_the_budget_is_alone() -> None:
+    assert [1] in micro_batches(LENGTHS, MicroBatchSpec(12, "tokens"))
+    assert micro_batches([(5, 5), (6, 6)], MicroBatchSpec(1, "tokens")) == [[1], [0]]
 
 
-def test_critic(
-    family: str,
-    classifier: Callable[..., PreTrainedModel],
-    ragged: tuple[Tensor, Tensor, int],
-    monkeypatch,
-) -> None:
-    sequences, mask, actions = ragged
-    weights = torch.randn(4, actions + 1, generator=torch.Generator().manual_seed(2))
-    results = []
-    for share in (0.0, 10.0):
-        monkeypatch.setattr(wrapper, "READ_SHARE", share)
-        critic = Critic(classifier(family), packing_samples=True)
-        values = critic(sequences, actions, mask, include_last=True)
-        assert critic.last_layer_parts
-        (values * weights).sum().backward()
-        results.append((values.detach(), gradients(critic)))
-    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-5)
-    assert_same_gradients(results[1][1], results[0][1])
+@pytest.mark.parametrize("budget", [1, 40, 97, 1000, 10**6])
+def test_every_row_once_and_within_the_budget(budget: int) -> None:
+    draw = random.Random(budget)
+    for count in (1, 2, 30):
+        lengths = [(draw.randint(1, 40), draw.randint(1, 60)) for _ in range(count)]
+        parts = micro_batches(lengths, MicroBatchSpec(budget, "tokens"))
+        assert sorted(i for part in parts for i in part) == list(range(count))
+        for part in parts:
+            rows = [lengths[i] for i in part]
+            padded = len(rows) * (max(p for p, _ in rows) + max(r for _, r in rows))
+            assert len(part) == 1 or padded <= budget
 
 
-def test_opt_flattens_its_rows(ragged: tuple[Tensor, Tensor, int], monkeypatch) -> None:
-    sequences, mask, actions = ragged
-    config = OPTConfig(
-        vocab_size=48, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, init_std=0.2, word_embed_proj_dim=32,
-    )  # fmt: skip
-    results = []
-    for share in (0.0, 10.0):
-        monkeypatch.setattr(wrapper, "READ_SHARE", share)
-        torch.manual_seed(0)
-        actor = Actor(
-            AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"),
-            packing_samples=True,
-        )
-        log_probs = actor(sequences, actions, mask)
-        assert len(actor.last_layer_parts) == 4  # queries, output, fc1, fc2
-        log_probs.sum().backward()
-        results.append((log_probs.detach(), gradients(actor)))
-    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-5)
-    assert_same_gradients(results[1][1], results[0][1])
+def test_padded_rows_share_nothing() -> None:
+    spec = MicroBatchSpec(2)
+    split = PaddedLayout().split(LENGTHS, spec, Alone(), prompts=["a", "b", "a", "b", "a"])
+    assert split == micro_batches(LENGTHS, spec)
 
 
-def test_a_compiled_layer_runs_whole(causal_lm: Callable[..., PreTrainedModel]) -> None:
-    model = causal_lm("llama")
-    model.model.layers[-1].compile(backend="eager", dynamic=True)
-    assert position_wise(model) == []
+def test_micro_batches_have_the_layout_that_all_models_run() -> None:
+    """What has no layout, such as a server, does not matter."""
+    layouts = {
+        "padded": PaddedLayout(),
+        "packed": SimpleNamespace(packs=True, shares_prompts=False),
+        "shared": SimpleNamespace(packs=True, shares_prompts=True),
+    }
+    models = {name: SimpleNamespace(layout=layout) for name, layout in layouts.items()}
+    server = SimpleNamespace()
+    all_of = lambda *names: layout_of_all([None, server, *map(models.get, names)])  # noqa: E731
+    assert all_of("shared", "padded", "packed") is layouts["padded"]
+    assert all_of("shared", "packed") is layouts["packed"]
+    assert all_of("shared", "shared") is layouts["shared"]
+    assert not all_of().packs
 
 
-@pytest.mark.parametrize("reason", ["checkpointing", "whole output", "router"])
-def test_the_layer_runs_whole(
-    reason: str,
-    causal_lm: Callable[..., PreTrainedModel],
-    ragged: tuple[Tensor, Tensor, int],
-    monkeypatch,
-) -> None:
-    sequences, mask, actions = ragged
-    monkeypatch.setattr(wrapper, "READ_SHARE", 10.0)
-    model = causal_lm("mixtral" if reason == "router" else "llama")
-    actor = Actor(model, packing_samples=True)
-    if reason == "checkpointing":
-        actor.gradient_checkpointing_enable()
-    actor.train()
-    actor(sequences, actions, mask)  # the probe
-    seen: list[int] = []
-    before = model.model.layers[-1].self_attn.o_proj.forward
-    model.model.layers[-1].self_attn.o_proj.forward = lambda x: seen.append(x.shape[1]) or before(x)
-    if reason == "whole output":
-        actor(sequences, None, mask)
-        assert seen == [sequences.shape[1]]  # padded, all of it
-    elif reason == "router":
-        actor.score_actions(sequences, actions, mask, router_loss=True)
-        assert seen == [mask.sum()]
-    else:
-        actor(sequences, actions, mask)
-        assert seen == [mask.sum()]
-        with torch.no_grad():  # nothing is run again
-            actor(sequences, actions, mask)
-        assert seen[1] < mask.sum()
+def test_the_last_layout_that_is_registered_counts(causal_lm: MakeModel, monkeypatch) -> None:
+    """It gets the model, and the arguments that it names."""
+    made = []
+    entry = LayoutEntry(lambda *args, **named: made.append((*args, named)), arguments=("stacks",))
+    monkeypatch.setitem(LAYOUTS, "stacked", entry)
+    actor = Actor(causal_lm(), stacks=3)
+    assert made == [(actor, {"stacks": 3})]
 
 
-def test_a_module_that_is_given_more_or_returns_more(
-    causal_lm: Callable[..., PreTrainedModel],
-) -> None:
-    class Routed(nn.Module):
-        def forward(self, hidden: Tensor, scale: Tensor | None = None) -> object:
-            return hidden * scale if scale is not None else (2 * hidden, "routes")
-
-    module, hidden = Routed(), torch.arange(10.0).view(1, 5, 2)
-    with only_at([module], torch.tensor([3, 1])):
-        output, routes = module(hidden)
-        assert routes == "routes"
-        assert output[0, :, 0].tolist() == [0, 4, 0, 12, 0]
-        assert module(hidden, torch.ones(1, 5, 1)).equal(hidden)
-    assert "forward" not in vars(module)
+def test_a_row_of_the_callers_needs_a_layout_that_packs(causal_lm: MakeModel, monkeypatch) -> None:
+    for name in [name for name in LAYOUTS if name != "padded"]:
+        monkeypatch.delitem(LAYOUTS, name)
+    with pytest.raises(PackingNotSupportedError, match="packed_seq_lens"):
+        Actor(causal_lm())(torch.tensor([[5, 6, 7, 8]]), [1, 1], packed_seq_lens=[2, 2])
 
 
-def test_a_layer_that_is_not_position_wise_runs_whole(
-    causal_lm: Callable[..., PreTrainedModel], ragged: tuple[Tensor, Tensor, int]
-) -> None:
-    """It says something else of three positions, as many as the first forward tries."""
-    sequences, mask, actions = ragged
-    model = causal_lm("llama")
-    before = model.model.layers[-1].mlp.forward
-    model.model.layers[-1].mlp.forward = lambda x: before(x) + (x.shape[1] == 3)
-    actor = Actor(model, packing_samples=True)
-    actor(sequences, actions, mask)
-    assert actor.last_layer_parts == []
-
-
-def test_gradients_of_gathered_and_spread_rows() -> None:
-    module = nn.Linear(2, 3).double()
-    hidden = torch.randn(1, 5, 2, dtype=torch.float64, requires_grad=True)
-
-    def run(x: Tensor) -> Tensor:
-        with only_at([module], torch.tensor([0, 3, 4])):
-            return module(x)
-
-    assert torch.autograd.gradcheck(run, hidden)
-
-
-def test_no_model_attends_by_cudnn(causal_lm: Callable[..., PreTrainedModel]) -> None:
+def test_no_model_attends_by_cudnn(causal_lm: MakeModel) -> None:
     """It makes a plan for each new length, and a GPU of 2022 and later gets it unasked."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     Actor(causal_lm())

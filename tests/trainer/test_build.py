@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from families.zoo import random_model
 from support.tiny import save_causal_lm, save_reward_model, tiny_config, write_jsonl
 from torch import nn
 
 from lightppo.config import PPOConfig
-from lightppo.errors import ConfigError, DataError, ModelLoadError, PackingNotSupportedError
-from lightppo.models.actor import Actor
+from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.models.loading import get_tokenizer
 from lightppo.plugins.decoding.graphs import CUDAGraphs
 from lightppo.plugins.records import run_folder
-from lightppo.ranks import Alone
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_engine
 from lightppo.trainer import build
@@ -309,31 +306,11 @@ def test_normalized_rewards(make_config, tmp_path):
     assert torch.allclose(normalized, (raw - 3) / 2)
 
 
-def test_temperature_and_packing_reach_the_models(make_config):
-    models = models_of(make_config(temperature=0.5, packing_samples=True, n_samples_per_prompt=2))
+def test_temperature_reaches_the_models(make_config):
+    models = models_of(make_config(temperature=0.5))
     assert (models.actor.temperature, models.reference.temperature) == (0.5, 0.5)
-    assert models.actor.packing_samples
-    assert models.critic.packing_samples
-    assert models.actor.shares_prompts
-    for options in (
-        {"share_prompts": False, "n_samples_per_prompt": 2},
-        {"n_samples_per_prompt": 1},
-    ):
-        apart = models_of(make_config(packing_samples=True, **options))
-        assert not any(
-            model.shares_prompts for model in (apart.actor, apart.critic, apart.reference)
-        )
     # greedy sampling divides by nothing: the loss is that of temperature 1
     assert models_of(make_config(temperature=0)).actor.temperature == 1
-
-
-def test_a_model_that_cannot_pack_ends_at_the_start_where_packing_was_asked_for(make_config):
-    actor = Actor(random_model("phimoe"), packing_samples=True)
-    with pytest.raises(PackingNotSupportedError, match="PhimoeAttention does not tell its"):
-        build.settle_packing(
-            make_config(packing_samples=True), Alone(torch.device("cpu")), actor, None
-        )
-    build.settle_packing(make_config(packing_samples=False), Alone(torch.device("cpu")), actor)
 
 
 @pytest.mark.parametrize(("flag", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -25,10 +25,10 @@ from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config import PPOConfig
 from lightppo.config.rules import needs_critic
 from lightppo.data.records import Rollout
-from lightppo.models import packing
+from lightppo.models import wrapper as wrappers
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, NewRewardModel, RewardModel
-from lightppo.models.packing import to_device
+from lightppo.models.wrapper import to_device
 from lightppo.plugins.algorithms.correction import correction_weights, rejection_mask
 from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
@@ -176,7 +176,7 @@ def test_the_host_does_not_wait_between_micro_batches(
     trainer: Callable, name: str, monkeypatch: Any
 ) -> None:
     run = trainer(**STEPS[name])
-    monkeypatch.setattr(packing, "_KEPT_ASIDE", 0)  # as if its tensors were large
+    monkeypatch.setattr(wrappers, "_KEPT_ASIDE", 0)  # as if its tensors were large
     run.strategy.far.kept_aside = 0
     if name == "the entropy of a sample":
         monkeypatch.setattr(update, "_ENTROPY_SAMPLE", 2)

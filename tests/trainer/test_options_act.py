@@ -23,7 +23,6 @@ from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
-from lightppo.models.wrapper import PretrainedWrapper
 from lightppo.plugins.exports.periodic import Exports
 from lightppo.rewards.source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
@@ -160,54 +159,6 @@ def test_shuffle_draws_samples_or_groups(trainer_with, monkeypatch):
     assert all(step in ([5, 5], [7, 7]) for step in groups)
     assert {step[0] for step in groups[::2]} == {5, 7}  # either comes first
     assert [5, 7] in prompts_of_steps(trainer_with(**options, shuffle="samples"), monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("options", "counted_once"),
-    [({}, True), ({"share_prompts": False}, False), ({"packing_samples": False}, False)],
-    ids=["shared", "apart", "padded"],
-)
-def test_shared_prompts_count_once_in_a_budget(trainer_with, monkeypatch, options, counted_once):
-    """Prompts of 8 tokens, responses of 2: both samples are 12 tokens with one prompt, and 20 with two."""
-    monkeypatch.setattr(PretrainedWrapper, "shares_prompts", True)
-    trainer = trainer_with(**{"packing_samples": True, "max_tokens_per_micro_batch": 12, **options})
-    sizes: list[int] = []
-
-    def note(minibatch: Any, global_steps: int = 0) -> list[dict[str, float]]:
-        sizes.extend(len(part) for part in minibatch.micro_batches)
-        return []
-
-    monkeypatch.setattr(trainer, "train_minibatch", note)
-    sample(trainer, [Prompt("a", [5] * 8, index=0), Prompt("b", [7] * 8, index=1)], step=1)
-    trainer.ppo_train(1)
-    assert sizes == ([2, 2] if counted_once else [1, 1, 1, 1])
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_packing_where_it_is_exact(make_config, tmp_path, monkeypatch, capsys, exact):
-    """Without the flag a run is the packed one, or with a note the padded one."""
-    if not exact:
-        monkeypatch.setattr("lightppo.models.wrapper.alike", lambda a, b: False)
-    rows = []
-    for name, options in (("auto", {}), ("given", {"packing_samples": exact})):
-        paths = {"save_path": str(tmp_path / name), "ckpt_path": str(tmp_path / f"{name}-ckpt")}
-        steps = {"total_training_steps": 2, "n_samples_per_prompt": 2, "rollout_batch_size": 4}
-        trainer = PPOTrainer.from_config(make_config(**paths, **steps, **options))
-        assert [
-            m.packing_samples for m in (trainer.actor, trainer.critic, trainer.initial_model)
-        ] == [exact] * 3
-        assert trainer.experience_maker.batching.packed == exact
-        trainer.fit()
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        rows.append(
-            [
-                {k: v for k, v in json.loads(line).items() if k.startswith(("train/", "ro"))}
-                for line in lines
-            ]
-        )
-        is_told = "batches are padded: --packing_samples does not" in capsys.readouterr().out
-        assert is_told == (name == "auto" and not exact)
-    assert rows[0] == rows[1]
 
 
 def test_samples_kept_in_the_buffer(trainer_with):

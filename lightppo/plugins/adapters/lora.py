@@ -218,7 +218,7 @@ class AdaptersOff:
         self.actor = actor
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("temperature", "valid_vocab_size", "packing_samples", "shares_prompts"):
+        if name in ("temperature", "valid_vocab_size", "layout"):
             return getattr(self.actor, name)
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightppo.models.loading import caps_scores
-from lightppo.models.packing import alike
-from lightppo.models.wrapper import PretrainedWrapper, is_models_own, one_line
+from lightppo.models.wrapper import Batch, PretrainedWrapper
+from lightppo.plugins.packing.trials import alike, is_models_own, one_line
 
 LONG, SHORT, RIGHT = 20, 4, 3  # tokens of the two rows, and the padding behind the short one
 
@@ -33,8 +33,8 @@ def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | N
     mask[1, : real.start] = mask[1, real.stop :] = 0
     try:
         with evaluating(wrapper.hf_model):
-            together = wrapper.run_rows(ids, mask, None)
-            alone = [wrapper.run_rows(row, torch.ones_like(row), None) for row in (long, short)]
+            together = wrapper.run_rows(Batch(ids, mask))
+            alone = [wrapper.run_rows(Batch(row, torch.ones_like(row))) for row in (long, short)]
     except Exception as error:
         if not is_models_own(error):
             raise
@@ -61,9 +61,9 @@ def training_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | 
     try:
         with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(generators):
             model.eval()
-            expected = wrapper.run_rows(row, torch.ones_like(row), None)
+            expected = wrapper.run_rows(Batch(row, torch.ones_like(row)))
             model.train()
-            found = wrapper.run_rows(row, torch.ones_like(row), None)
+            found = wrapper.run_rows(Batch(row, torch.ones_like(row)))
     finally:
         model.train(was_training)
     if alike(found, expected) or not expected.isfinite().all():

@@ -12,13 +12,13 @@ import torch
 
 from lightppo.data.records import Prompt
 from lightppo.errors import ModelLoadError
-from lightppo.models.wrapper import is_models_own, one_line
 from lightppo.plugins.checks.padding import (
     attending,
     other_attentions,
     padding_problem,
     training_problem,
 )
+from lightppo.plugins.packing.trials import is_models_own, one_line
 from lightppo.plugins.vllm.rollout_check import ROUNDING
 from lightppo.ranks import Ranks
 from lightppo.rollout.engine import SamplingParams
@@ -37,7 +37,7 @@ def check_padding(models: Mapping[str, Any], strategy: Ranks, always_padded: boo
         if model is None:
             continue
         wrapper = getattr(model, "module", model)  # a critic is in its engine
-        if not wrapper.packing_samples or (always_padded and flag == "--pretrain"):
+        if not wrapper.layout.packs or (always_padded and flag == "--pretrain"):
             _check_one(flag, wrapper, strategy)
 
 

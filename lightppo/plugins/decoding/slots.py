@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightppo.models.packing import PACKED_SDPA
 from lightppo.plugins.decoding import SLOT_LAYERS
+from lightppo.plugins.packing.row_attention import PACKED_SDPA
 from lightppo.ranks import heartbeat
 from lightppo.rollout.decoding import (
     CachedForward,

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RequestError, RolloutError
 from lightppo.models.actor import ActionScores
-from lightppo.models.packing import real_actions
+from lightppo.models.wrapper import real_actions
 from lightppo.plugins.http.client import HTTPClient, read_token
 from lightppo.ranks import Ranks
 
@@ -32,8 +32,6 @@ class TeacherServers:
     Raises:
         ConfigError: a server cannot be asked, or gives a text other ids than the student's tokenizer; on every rank.
     """
-
-    packing_samples = shares_prompts = True  # they see no padding
 
     def __init__(self, config: PPOConfig, tokenizer: Any, ranks: Ranks) -> None:
         d, self.ranks = config.distill, ranks

@@ -1,8 +1,9 @@
 """Recurrent layers (gated delta net, Mamba, short convolutions) in packed rows and decoding slots; sinks, capped scores,
 chunks and alibi in packed rows."""
 
-from lightppo.plugin import MODULES, NO_POSITIONS, PACKED_ATTENTION, PACKED_LAYERS
+from lightppo.plugin import MODULES
 from lightppo.plugins.decoding import SLOT_LAYERS
+from lightppo.plugins.packing import NO_POSITIONS, PACKED_ATTENTION, PACKED_LAYERS
 from lightppo.table import Entry
 
 

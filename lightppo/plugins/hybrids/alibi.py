@@ -19,9 +19,10 @@ from torch.nn.functional import dropout
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from lightppo.models.packing import RowPlan, plan_of, to_device
+from lightppo.models.wrapper import to_device
 from lightppo.plugins.decoding.slots import cheapest_parts
 from lightppo.plugins.hybrids.segments import CALL_COST, chosen
+from lightppo.plugins.packing.packed_rows import RowPlan, plan_of
 
 PACKED_ALIBI = "packed_alibi"  # in the model's config, where its layers know packed rows
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightppo.models.packing import RowPlan, packed_attention, plan_of, segments_as_mask, to_device
+from lightppo.models.wrapper import to_device
+from lightppo.plugins.packing.packed_rows import RowPlan, plan_of, segments_as_mask
+from lightppo.plugins.packing.row_attention import packed_attention
 
 PACKED_CHUNKS = "packed_chunks"  # the name of attention_in_chunks in transformers
 

@@ -12,7 +12,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from lightppo.models.loading import caps_scores
-from lightppo.models.packing import RowPlan, continued, plan_of, window_of
+from lightppo.plugins.packing.packed_rows import RowPlan, continued, plan_of
+from lightppo.plugins.packing.row_attention import window_of
 
 PACKED_EAGER = "packed_eager"  # the name of eager_by_segment in transformers
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 from transformers import PreTrainedModel
 
-from lightppo.models.packing import RowPlan, on_cpu, plan_of, segments_as_mask, to_device
+from lightppo.models.wrapper import on_cpu, to_device
 from lightppo.plugins.hybrids.segments import by_segment, chosen, contexts_of, with_contexts
+from lightppo.plugins.packing.packed_rows import RowPlan, plan_of, segments_as_mask
 
 NO_STEP = -1e4  # softplus of it is 0: a step that takes no time changes no state
 

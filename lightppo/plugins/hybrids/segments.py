@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from lightppo.models.packing import RowPlan, to_device
+from lightppo.models.wrapper import to_device
 from lightppo.plugins.decoding.slots import cheapest_parts
+from lightppo.plugins.packing.packed_rows import RowPlan
 
 CALL_COST = {"cpu": 128, "other": 4096}  # fixed cost of a call, in positions
 

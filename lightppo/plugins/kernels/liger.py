@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.wrapper import PretrainedWrapper, Role, is_models_own, one_line
+from lightppo.models.wrapper import PretrainedWrapper, Role
 from lightppo.plugins.kernels.layers import POLICIES_AND_CRITIC
+from lightppo.plugins.packing.trials import is_models_own, one_line
 
 logger = logging.getLogger(__name__)
 

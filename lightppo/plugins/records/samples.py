@@ -21,7 +21,7 @@ from lightppo.algorithms.shaping import overlong_penalty
 from lightppo.data.records import Rollout, group_by_prompt
 from lightppo.experience.experience import Experience
 from lightppo.files import local_folder
-from lightppo.models.packing import on_cpu
+from lightppo.models.wrapper import on_cpu
 from lightppo.plugins.ops import durable
 from lightppo.plugins.records.places import SAMPLES
 from lightppo.ranks import Ranks

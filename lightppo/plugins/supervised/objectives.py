@@ -14,7 +14,7 @@ from lightppo.files import stage_to_local
 from lightppo.models.actor import Actor
 from lightppo.models.critic import NewRewardModel
 from lightppo.models.loading import value_head
-from lightppo.models.packing import on_cpu, to_device
+from lightppo.models.wrapper import on_cpu, to_device
 from lightppo.plugins.supervised.examples import SFTDataset
 from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX, GPTLMLoss, pretrain_loss
 from lightppo.plugins.supervised.pairs import PairDataset, ReferencedPairs
@@ -45,6 +45,7 @@ class Objective:
     config_class: ClassVar[type[SupervisedConfig]]
     unit: ClassVar[str]  # what the loss is a mean over, as the metric that counts it: tokens, pairs
     next: ClassVar[str]  # what to do with the saved model, with {path} in it
+    shares_prompts = True  # packed rows with equal prompts run it once
 
     def __init__(self, config: Any, strategy: DeepspeedStrategy) -> None:
         self.config, self.strategy = config, strategy
@@ -89,10 +90,7 @@ class Objective:
     def _loading(self) -> dict[str, Any]:
         """Options of the model that trains."""
         loaded = loading_options(self.config) | {"ds_config": self.strategy.get_ds_train_config()}
-        return loaded | {
-            "dtype": self.strategy.dtype,
-            "packing_samples": self.config.training.packing_samples,
-        }
+        return loaded | {"dtype": self.strategy.dtype}
 
     def _dataset_options(self) -> dict[str, Any]:
         d = self.config.data
@@ -118,6 +116,7 @@ class SFT(Objective):
 
     config_class = SFTConfig
     unit = "tokens"
+    shares_prompts = False
     next = "lightppo ppo --pretrain {path} --prompt_data FILE --reward_fn FILE.py"
 
     def __init__(self, config: SFTConfig, strategy: DeepspeedStrategy) -> None:
@@ -128,9 +127,7 @@ class SFT(Objective):
         return SFTDataset(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
 
     def build_model(self) -> Actor:
-        return Actor(
-            stage_to_local(self.config.model.pretrain), share_prompts=False, **self._loading()
-        )
+        return Actor(stage_to_local(self.config.model.pretrain), **self._loading())
 
     def gains_by_packing(self, rows: SFTDataset) -> bool:
         return rows.lengths.mean() < FULL * rows.lengths.max()
@@ -139,7 +136,7 @@ class SFT(Objective):
         return self.loss_fn.num_tokens(batch["labels"])
 
     def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
-        if not model.packing_samples:
+        if not model.layout.packs:
             return pretrain_loss(model, batch, self.loss_fn, total, dp_size), {}
         labels = batch["labels"][:, 1:]  # (B, S-1)
         first = int((on_cpu(batch["labels"])[:, 1:] != IGNORE_INDEX).any(0).long().argmax())

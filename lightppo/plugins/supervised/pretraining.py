@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightppo.config import PPOConfig
 from lightppo.data.readers import read_rows
-from lightppo.models.packing import on_cpu, to_device
+from lightppo.models.wrapper import on_cpu, to_device
 from lightppo.plugins.supervised.examples import SFTDataset
 from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX, GPTLMLoss, pretrain_loss
 from lightppo.strategy.deepspeed import DeepspeedStrategy

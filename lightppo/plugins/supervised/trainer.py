@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightppo.data.readers import read_rows
 from lightppo.models import loading
-from lightppo.models.packing import to_device
-from lightppo.models.wrapper import prepare_model
+from lightppo.models.wrapper import prepare_model, to_device
+from lightppo.plugins.packing.settle import settle_packing
 from lightppo.plugins.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -285,7 +285,7 @@ def build(
     if training.packing_samples is None and not objective.gains_by_packing(rows):
         strategy.print("note: batches are padded: all rows have about the same length")
     else:
-        building.settle_packing(config, strategy, *models)
+        settle_packing(config, strategy, models, objective.shares_prompts)
     run.models = dict(zip(("--pretrain", "--ref_pretrain"), models))
     run.check("models")
     objective.begin(prepared[0], filter(None, (rows, held_out)))

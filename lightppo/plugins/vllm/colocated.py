@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
-from lightppo.models.wrapper import is_models_own, one_line
 from lightppo.plugins.ops.storage import content_folder, stage_to_local
+from lightppo.plugins.packing.trials import is_models_own, one_line
 from lightppo.plugins.vllm.adapter_push import chosen, lora_arguments, model_obstacle
 from lightppo.plugins.vllm.room import Room
 from lightppo.plugins.vllm.weights import (

@@ -212,7 +212,7 @@ def test_the_head_gives_log_probs_unless_it_has_an_adapter(causal_lm, scored):
 
 def test_packed_is_padded(causal_lm, scored):
     padded, packed = adapted(causal_lm()), adapted(causal_lm())
-    packed.packing_samples = True
+    packed.layout.packs = True
     for one, other in ((padded, packed), (AdaptersOff(padded), AdaptersOff(packed))):
         a, b = scored(one, entropy=True), scored(other, entropy=True)
         torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=0)

@@ -24,13 +24,13 @@ from lightppo.errors import ModelLoadError, PackingNotSupportedError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.loading import load_causal_lm
-from lightppo.plugin import PACKED_ATTENTION
 from lightppo.plugins.checks.padding import (
     attending,
     other_attentions,
     padding_problem,
     training_problem,
 )
+from lightppo.plugins.packing import PACKED_ATTENTION
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -197,7 +197,7 @@ def attended(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 def test_a_family_whose_code_cannot_pack_is_padded_or_refused_in_one_line():
     doge = DogeConfig(**SIZES)
-    reason = Actor(random_model(doge), packing_samples=None).try_packing(CPU)
+    reason = Actor(random_model(doge), packing_samples=None).layout.try_packing(CPU)
     assert "model type 'doge': its code fails on a packed row: RuntimeError: " in reason
     actor = Actor(random_model(doge), packing_samples=True)
     with pytest.raises(
@@ -221,7 +221,7 @@ def test_a_family_without_sdpa_says_why_it_cannot_pack(monkeypatch):
         PackingNotSupportedError, match=r"with eager attention .* and GptOssForCausalLM has no sdpa"
     ):
         actor(torch.arange(10)[None], 3)
-    reason = Actor(random_model(config), packing_samples=None).try_packing(CPU)
+    reason = Actor(random_model(config), packing_samples=None).layout.try_packing(CPU)
     assert (
         reason == "GptOssForCausalLM has no sdpa, and its eager attention does not keep rows apart"
     )

@@ -17,6 +17,7 @@ from lightppo import PPOTrainer
 from lightppo.config.cli import parse_args
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
+from lightppo.models.wrapper import PaddedLayout
 from lightppo.plugins.checks import probes
 from lightppo.plugins.supervised.sections import SFTConfig
 from lightppo.plugins.supervised.trainer import SupervisedTrainer
@@ -121,7 +122,7 @@ def test_ranks_at_zero_3_end_together(recurrent, tmp_path):
 
 
 def test_the_line_names_an_attention_that_helps(monkeypatch):
-    model = SimpleNamespace(hf_model=random_model(DogeConfig(**SIZES)), packing_samples=False)
+    model = SimpleNamespace(hf_model=random_model(DogeConfig(**SIZES)), layout=PaddedLayout())
 
     def problem(wrapper: Any, device: torch.device) -> str | None:
         return "wrong" if wrapper.hf_model.config._attn_implementation == "sdpa" else None
@@ -132,7 +133,7 @@ def test_the_line_names_an_attention_that_helps(monkeypatch):
     ):
         probes.check_padding({"--pretrain": model}, Alone())
     assert model.hf_model.config._attn_implementation == "sdpa"
-    model.packing_samples = True
+    model.layout.packs = True
     probes.check_padding({"--pretrain": model, "--critic_pretrain": None}, Alone())
     # the language-model loss is padded
     with pytest.raises(ModelLoadError, match="wrong in padded batches"):

@@ -19,8 +19,8 @@ from transformers import (
 
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.packing import segments_as_mask
 from lightppo.plugins.hybrids.alibi import PACKED_ALIBI, sequences_of
+from lightppo.plugins.packing.packed_rows import segments_as_mask
 
 CPU = torch.device("cpu")
 # 6 heads: the slopes of the last two are made otherwise
@@ -75,7 +75,7 @@ def test_packed_is_padded(family: str, shares: bool, groups: Batch) -> None:
     expected = results(Actor(model_of(family)), groups)
     actor = Actor(model_of(family), packing_samples=True, share_prompts=shares)
     assert actor.hf_model.config._attn_implementation == PACKED_ALIBI
-    assert actor.shares_prompts == shares
+    assert actor.layout.shares_prompts == shares
     assert_same(results(actor, groups), expected)
 
 
@@ -118,11 +118,11 @@ def test_it_goes_back_to_its_own_attention(family: str, groups: Batch) -> None:
         before = plain(sequences, attention_mask=mask).logits
         actor = Actor(known, packing_samples=None).eval()
         padded = actor(sequences, num_actions, mask)
-        assert actor.try_packing(CPU) is None
-        assert actor.packing_obstacle(CPU) is None
-        assert actor.shares_prompts
+        assert actor.layout.try_packing(CPU) is None
+        assert actor.layout.obstacle(CPU) is None
+        assert actor.layout.shares_prompts
         assert torch.equal(known(sequences, attention_mask=mask).logits, before)
-        actor.stop_packing()
+        actor.layout.stop_packing()
         assert known.config._attn_implementation == own
         assert torch.equal(actor(sequences, num_actions, mask), padded)
 

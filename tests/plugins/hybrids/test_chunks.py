@@ -8,8 +8,8 @@ from support.fixtures.families import COMMON, KV, Batch, batch_of
 from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedModel
 
 from lightppo.models.actor import Actor
-from lightppo.models.packing import segments_as_mask
 from lightppo.plugins.hybrids.chunks import PACKED_CHUNKS, chunks_as_segments
+from lightppo.plugins.packing.packed_rows import segments_as_mask
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_packed_is_padded(groups: Batch) -> None:
     for shares in (False, True):
         actor = Actor(llama4(), packing_samples=True, share_prompts=shares)
         assert actor.hf_model.config._attn_implementation == PACKED_CHUNKS
-        assert actor.shares_prompts == shares
+        assert actor.layout.shares_prompts == shares
         found, same = results(actor, groups)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
         assert same.keys() == gradients.keys()
@@ -84,6 +84,6 @@ def test_chunks_by_hand() -> None:
 def test_other_attention_is_refused_in_one_line() -> None:
     model = llama4()
     model.set_attn_implementation("eager")
-    reason = Actor(model, packing_samples=None).try_packing(CPU)
+    reason = Actor(model, packing_samples=None).layout.try_packing(CPU)
     assert "--attn_implementation sdpa" in reason
     assert "\n" not in reason

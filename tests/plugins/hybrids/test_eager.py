@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from lightppo.models.actor import Actor
-from lightppo.models.packing import segments_as_mask
 from lightppo.plugins.hybrids.eager import PACKED_EAGER, added_masks, eager_by_segment
+from lightppo.plugins.packing.packed_rows import segments_as_mask
 
 CPU = torch.device("cpu")
 SIZES = COMMON | KV | {"initializer_range": 0.1, "sliding_window": 4}
@@ -62,7 +62,7 @@ def test_packed_is_padded(family: str, groups: Batch) -> None:
     for shares in (False, True):
         actor = Actor(model_of(family), packing_samples=True, share_prompts=shares)
         assert actor.hf_model.config._attn_implementation == PACKED_EAGER
-        assert actor.shares_prompts == shares
+        assert actor.layout.shares_prompts == shares
         found, same = results(actor, groups)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
         assert same.keys() == gradients.keys()
@@ -77,9 +77,9 @@ def test_it_goes_back_to_its_own_attention(groups: Batch) -> None:
     actor = Actor(model_of("gpt_oss"), packing_samples=None).eval()
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)
-        assert actor.try_packing(CPU) is None
-        assert actor.shares_prompts
-        actor.stop_packing()
+        assert actor.layout.try_packing(CPU) is None
+        assert actor.layout.shares_prompts
+        actor.layout.stop_packing()
         assert actor.hf_model.config._attn_implementation == "eager"
         assert torch.equal(actor(sequences, num_actions, mask), before)
 
@@ -133,7 +133,7 @@ def test_what_does_not_pack_is_padded_and_says_so_in_one_line(
     actor = Actor(AutoModelForCausalLM.from_config(config).eval(), packing_samples=None)
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)
-        reason = actor.try_packing(CPU)
+        reason = actor.layout.try_packing(CPU)
         assert reason
         assert "\n" not in reason
         assert torch.equal(actor(sequences, num_actions, mask), before)

@@ -26,7 +26,6 @@ from transformers import (
 from lightppo.errors import PackingNotSupportedError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.packing import RowPlan
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.hybrids import mixers
 from lightppo.plugins.hybrids.mixers import (
@@ -38,6 +37,7 @@ from lightppo.plugins.hybrids.mixers import (
     run_by_segment,
     selective_scan,
 )
+from lightppo.plugins.packing.packed_rows import RowPlan
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def test_packed_is_padded(family: str, groups: Batch) -> None:
     expected = scores_and_gradients(Actor(hybrid(family)), groups)
     for shares in (False, True):
         actor = Actor(hybrid(family), packing_samples=True, share_prompts=shares)
-        assert actor.shares_prompts == shares
+        assert actor.layout.shares_prompts == shares
         assert_same(scores_and_gradients(actor, groups), expected)
 
 
@@ -242,7 +242,7 @@ def test_layers_whose_code_is_not_known_are_refused(monkeypatch: pytest.MonkeyPa
     ) as caught:
         Actor(hybrid("lfm2"), packing_samples=True)
     assert "\n" not in str(caught.value)
-    reason = Actor(hybrid("lfm2"), packing_samples=None).try_packing(CPU)
+    reason = Actor(hybrid("lfm2"), packing_samples=None).layout.try_packing(CPU)
     assert "layers of type conv: their code is not known" in reason
 
 
@@ -250,7 +250,7 @@ def test_a_scan_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     """Its state would go on into the next sequence."""
     monkeypatch.delitem(FUNCTIONS, "torch_chunk_gated_delta_rule")
     mixers._packed.cache_clear()
-    reason = Actor(hybrid("qwen3_5"), packing_samples=None).try_packing(CPU)
+    reason = Actor(hybrid("qwen3_5"), packing_samples=None).layout.try_packing(CPU)
     mixers._packed.cache_clear()
     assert "sees its neighbour" in reason
 

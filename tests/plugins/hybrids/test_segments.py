@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightppo.models.packing import RowPlan
 from lightppo.plugins.hybrids import segments
 from lightppo.plugins.hybrids.segments import batches_of, by_segment, contexts_of, with_contexts
+from lightppo.plugins.packing.packed_rows import RowPlan
 
 CPU = torch.device("cpu")
 

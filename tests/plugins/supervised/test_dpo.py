@@ -176,7 +176,7 @@ def test_steps_are_those_of_plain_torch(
 def test_a_packed_run_is_a_padded_one_but_for_rounding(train, rows, tiny_model, tmp_path):
     packed = train("packed", label_smoothing=0.1)
     padded = train("padded", label_smoothing=0.1, packing_samples=False)
-    assert (packed.model.packing_samples, padded.model.packing_samples) == (True, False)
+    assert (packed.model.layout.packs, padded.model.layout.packs) == (True, False)
     expected = plain(rows, tiny_model, "dpo")
     for run in ("packed", "padded"):
         check_steps(logged(tmp_path / run), expected)

@@ -166,7 +166,7 @@ class TestRewardModel:
     def test_packed_with_shared_prompts_is_padded_but_for_rounding(self, run):
         small = {"num_epochs": None, "max_steps": 3, "max_norm": 0}
         packed, padded = run(**small), run(**small, packing_samples=False)
-        assert packed.model.module.shares_prompts
+        assert packed.model.module.layout.shares_prompts
         for ours, theirs in zip(logged(packed), logged(padded), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4 if ours["step"] == 1 else 5e-3, abs=1e-5)
 

@@ -312,7 +312,7 @@ def test_a_script_that_packs_and_asks_for_flash_attention_runs_without_it(world,
         arguments(kind, "packed", packing_samples=True, flash_attn=True),
     )
     train(padded)
-    assert train(packed).model.packing_samples
+    assert train(packed).model.layout.packs
     first = [logged(args)[0]["train/loss"] for args in (padded, packed)]
     assert first[0] == pytest.approx(first[1], rel=1e-5)
 

@@ -171,7 +171,7 @@ def test_the_last_step_is_logged_whatever_its_number(train, tmp_path):
 
 def test_a_packed_run_is_a_padded_one_but_for_rounding(train, tmp_path):
     packed, padded = train("packed", max_norm=0), train("padded", max_norm=0, packing_samples=False)
-    assert (packed.model.packing_samples, padded.model.packing_samples) == (True, False)
+    assert (packed.model.layout.packs, padded.model.layout.packs) == (True, False)
     for ours, theirs in zip(logged(tmp_path / "packed"), logged(tmp_path / "padded")):
         assert ours == pytest.approx(theirs, rel=1e-5 if ours["step"] == 1 else 2e-3)
 

@@ -20,6 +20,7 @@ from lightppo.experience.batching import Minibatch, ReplayBuffer, minibatches
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
+from lightppo.models.wrapper import PaddedLayout
 from lightppo.plugins.supervised.lm_loss import GPTLMLoss
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import get_engine
@@ -163,7 +164,7 @@ def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool | st
         for name, model in (("actor", actor), ("critic", critic)):
             for item in mine:
                 item.loss_weights = None
-            minibatch = minibatch_of(strategy, mine, micro, packed)
+            minibatch = minibatch_of(strategy, mine, micro, actor.layout)
             trainers["actor"].pretrain_dataloader = iter(
                 pretrain_batches(len(minibatch.micro_batches), rank, world)
             )
@@ -179,7 +180,7 @@ def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool | st
             mine = make_samples()[rank::world]
             for micro, packed in WAYS[world]:
                 set_rows((actor, reference), packed)
-                minibatch = minibatch_of(strategy, mine, micro, packed)
+                minibatch = minibatch_of(strategy, mine, micro, actor.layout)
                 change, status = one_step(trainer, actor, minibatch)
                 found[name, world, micro, packed] = {"actor": change, "actor_status": status}
     return found
@@ -200,11 +201,11 @@ def counted_tokens(model: torch.nn.Module) -> Iterator[list[int]]:
 
 def set_rows(models: tuple, packed: bool | str) -> None:
     for model in models:
-        model.packing_samples, model.share_prompts = bool(packed), packed == SHARED
+        model.layout.packs, model.layout.share_prompts = bool(packed), packed == SHARED
 
 
 def minibatch_of(
-    strategy, mine: list[Experience], micro: int | str, packed: bool | str
+    strategy, mine: list[Experience], micro: int | str, layout: PaddedLayout
 ) -> Minibatch:
     """By so many samples; "40t": by so many tokens, and the critic by half of them."""
     actor = critic = (
@@ -220,8 +221,7 @@ def minibatch_of(
         train_batch_size=8,
         actor=actor,
         critic=critic,
-        packed=bool(packed),
-        share_prompts=packed == SHARED,
+        layout=layout,
         generator=torch.Generator().manual_seed(actor.size),
         collate=ReplayBuffer(1).collate_fn,
         loss_scale=9.0,

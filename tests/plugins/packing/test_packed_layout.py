@@ -1,9 +1,10 @@
-"""Packed rows: their attention, shared prompts, and the micro batches that become rows."""
+"""Packed rows: their attention and shared prompts, and that models say the same in them."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import random
 from collections import Counter
@@ -34,41 +35,29 @@ from transformers import (
     Qwen2Config,
 )
 
-from lightppo.config.rules import MicroBatchSpec
-from lightppo.models import packing
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.packing import (
-    PACKED_SDPA,
-    RowPlan,
-    action_predictors,
-    check_num_actions,
-    distinct_places,
-    micro_batches,
-    pack,
-    pack_shared,
-    packed_attention,
-    position_ids_from_lengths,
-    position_ids_from_mask,
-    read,
-    real_actions,
-    segments_as_mask,
-    takes_segments,
-    varlen_parameters,
-)
-from lightppo.models.wrapper import warn_that_nothing_is_shared
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.kernels.layers import compile_layers
+from lightppo.plugins.packing import PACKED_LAYERS, packed_rows, row_attention
+from lightppo.plugins.packing.packed_layout import warn_that_nothing_is_shared
+from lightppo.plugins.packing.packed_rows import (
+    RowPlan,
+    action_predictors,
+    distinct_places,
+    pack,
+    pack_shared,
+    position_ids_from_lengths,
+    read,
+    segments_as_mask,
+)
+from lightppo.plugins.packing.row_attention import PACKED_SDPA, packed_attention, takes_segments
 
 LFM2 = Lfm2Config(**COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention"])
 
 #           left pad   prompt   response  right pad
 SEQUENCES = torch.tensor([[0, 0, 11, 12, 13, 0], [21, 22, 23, 24, 25, 26]])
 MASK = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
-
-
-def test_position_ids_start_at_the_first_real_token() -> None:
-    assert position_ids_from_mask(MASK).tolist() == [[0, 0, 0, 1, 2, 2], [0, 1, 2, 3, 4, 5]]
 
 
 def test_pack_keeps_real_tokens_in_row_order() -> None:
@@ -89,11 +78,6 @@ def test_packing_nothing_is_an_error() -> None:
         pack(SEQUENCES, torch.zeros_like(MASK))
 
 
-def test_real_actions_need_a_real_token_before_them() -> None:
-    # A = 4 looks at tokens 2..5, predicted from 1..4. Row 0: token 2 is predicted from padding, token 5 is padding.
-    assert real_actions(MASK, 4).tolist() == [[False, True, True, False], [True, True, True, True]]
-
-
 def test_action_predictors_of_a_packed_row() -> None:
     # lengths 3 and 4 with 1 and 2 actions: actions are places 2 | 5, 6, predicted from 1 | 4, 5; last places 2 and 6
     device = torch.device("cpu")
@@ -111,12 +95,6 @@ def test_position_ids_from_lengths() -> None:
         position_ids_from_lengths([2, 2], row)
     with pytest.raises(ValueError, match=r"packed_seq_lens .*\(2, 3\)"):
         position_ids_from_lengths([3, 3], torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize("num_actions", [0, 6, 7, -1, [1, 2]])
-def test_num_actions_out_of_range(num_actions: object) -> None:
-    with pytest.raises(ValueError, match=r"num_actions .* 5 "):
-        check_num_actions(num_actions, 6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -268,9 +246,11 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
     """As if this torch had this kernel, and it fitted."""
 
     def use(kernel: Callable) -> None:
-        monkeypatch.setattr(packing, "varlen_attn", kernel)
-        monkeypatch.setattr(packing, "VARLEN_TAKES", varlen_parameters(kernel))
-        monkeypatch.setattr(packing, "flash_fits", lambda *_: True)
+        monkeypatch.setattr(row_attention, "varlen_attn", kernel)
+        monkeypatch.setattr(
+            row_attention, "VARLEN_TAKES", frozenset(inspect.signature(kernel).parameters)
+        )
+        monkeypatch.setattr(row_attention, "flash_fits", lambda *_: True)
 
     return use
 
@@ -302,12 +282,14 @@ def test_kernels_of_a_gpu(
 
 def test_the_installed_kernel_has_a_signature_that_is_known() -> None:
     """A torch without one has none; the names are those of torch 2.10 to 2.13."""
-    if packing.varlen_attn is None:
-        assert not packing.VARLEN_TAKES
+    if row_attention.varlen_attn is None:
+        assert not row_attention.VARLEN_TAKES
     else:
         q = torch.empty(1, 2, 3, 8)
-        assert packing.varlen_options(q, None, 8**-0.5)
-        assert ("enable_gqa" in packing.VARLEN_TAKES) <= ("window_size" in packing.VARLEN_TAKES)
+        assert row_attention.varlen_options(q, None, 8**-0.5)
+        assert ("enable_gqa" in row_attention.VARLEN_TAKES) <= (
+            "window_size" in row_attention.VARLEN_TAKES
+        )
 
 
 def tensor_on_a_gpu(dtype: torch.dtype, width: int) -> Any:
@@ -329,12 +311,12 @@ def tensor_on_a_gpu(dtype: torch.dtype, width: int) -> Any:
 def test_what_flash_attention_takes(dtype, widths, capability, fits, monkeypatch) -> None:
     """Elsewhere a GPU has fast kernels only for as many keys as queries."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(packing, "to_device", lambda x, device: x)
+    monkeypatch.setattr(packed_rows, "to_device", lambda x, device: x)
     plan = RowPlan.of([4, 5], [-1, -1], torch.device("cuda"))
     query, value = (tensor_on_a_gpu(dtype, width) for width in widths)
-    assert packing.flash_fits(query, value, plan) == fits
-    assert packing.takes_fewer_keys(query, value, plan, masked=False) == fits
-    assert not packing.takes_fewer_keys(query, value, plan, masked=True)
+    assert row_attention.flash_fits(query, value, plan) == fits
+    assert row_attention.takes_fewer_keys(query, value, plan, masked=False) == fits
+    assert not row_attention.takes_fewer_keys(query, value, plan, masked=True)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -351,8 +333,8 @@ def test_expanded_keys_give_the_same(window: int | None, monkeypatch: pytest.Mon
         heads.append((k.shape[1], enable_gqa))
         return nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
-    monkeypatch.setattr(packing, "takes_fewer_keys", lambda *_: False)
-    monkeypatch.setattr(packing, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(row_attention, "takes_fewer_keys", lambda *_: False)
+    monkeypatch.setattr(row_attention, "scaled_dot_product_attention", sdpa)
     out, _ = packed_attention(nn.Module(), q, k, v, mask, sliding_window=window)
     assert heads == [(4, False)] * 6
     torch.testing.assert_close(out, expected)
@@ -461,7 +443,7 @@ def test_flash_attn_is_told_the_borders_once_for_all_layers(
     expected = ([0, *itertools.accumulate(lengths)], max(lengths))
     assert [(cu.tolist(), longest) for call in calls for cu, longest in call] == [expected] * 4
     assert calls[0][0][0] is calls[1][0][0]
-    model.stop_packing()
+    model.layout.stop_packing()
     model.hf_model.config._attn_implementation = "sdpa"
     torch.testing.assert_close(found, model(batch[0], batch[2], batch[1]))
 
@@ -538,7 +520,7 @@ def fresh_compiler() -> Iterator[None]:
 def test_layers_are_compiled_once_for_all_rows(varlen: bool, with_kernel: Callable) -> None:
     """Without a break, for any number of sequences, with shared prompts and without."""
     if varlen:
-        if packing.varlen_attn is None:
+        if row_attention.varlen_attn is None:
             pytest.skip(
                 "torch before 2.10 has no kernel for packed rows, which an operator stands for"
             )
@@ -595,7 +577,7 @@ def test_a_layer_that_hides_its_window_is_refused(config: type) -> None:
 
 def test_a_window_that_the_config_alone_knows_is_refused(ragged: Batch) -> None:
     actor = Actor(random_model("phimoe"), packing_samples=None)
-    reason = actor.try_packing(torch.device("cpu"))
+    reason = actor.layout.try_packing(torch.device("cpu"))
     assert reason.startswith("--packing_samples: PhimoeAttention does not tell its attention of")
     layer = nn.Module()
     q = torch.randn(1, 2, 4, 8)
@@ -937,11 +919,11 @@ def test_rows_are_shared_only_where_asked_and_possible(causal_lm: MakeModel, gro
     ]
     for actor, shares in cases:
         actor(sequences, num_actions, mask)
-        assert actor.shares_prompts == shares
+        assert actor.layout.shares_prompts == shares
         with counted(actor) as tokens:
             actor(sequences, num_actions, mask)
         assert tokens == [
-            SHARED_TOKENS if shares else real if actor.packing_samples else sequences.numel()
+            SHARED_TOKENS if shares else real if actor.layout.packs else sequences.numel()
         ]
     assert real > SHARED_TOKENS
 
@@ -973,12 +955,12 @@ def test_packing_is_tried_and_then_as_if_asked_for(
     )
     with torch.no_grad():
         padded = tried(sequences, num_actions, mask)
-        assert not tried.packing_samples
-        assert tried.try_packing(torch.device("cpu")) is None
-        assert tried.shares_prompts
+        assert not tried.layout.packs
+        assert tried.layout.try_packing(torch.device("cpu")) is None
+        assert tried.layout.shares_prompts
         packed = tried(sequences, num_actions, mask)
         assert torch.equal(packed, asked(sequences, num_actions, mask))
-        tried.stop_packing()
+        tried.layout.stop_packing()
         assert torch.equal(tried(sequences, num_actions, mask), padded)
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
 
@@ -999,13 +981,13 @@ def test_why_packing_is_not_done(
 ) -> None:
     """It stays padded, with the numbers of one for which it was never tried."""
     sequences, mask, num_actions = groups
-    monkeypatch.delitem(packing.PACKED_LAYERS, "conv")
+    monkeypatch.delitem(PACKED_LAYERS, "conv")
     actor = Actor(model(causal_lm).eval(), packing_samples=None)
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)
-        monkeypatch.setattr("lightppo.models.wrapper.alike", lambda a, b: False)
-        assert reason in actor.try_packing(torch.device("cpu"))
-        assert not actor.packing_samples
+        monkeypatch.setattr("lightppo.plugins.packing.packed_layout.alike", lambda a, b: False)
+        assert reason in actor.layout.try_packing(torch.device("cpu"))
+        assert not actor.layout.packs
         assert torch.equal(actor(sequences, num_actions, mask), before)
 
 
@@ -1019,121 +1001,3 @@ def test_the_load_balancing_loss_counts_every_sample(causal_lm: MakeModel, group
             actor.score_actions(sequences, num_actions, mask, router_loss=True).router_loss
         )
     torch.testing.assert_close(losses[1], losses[0], atol=1e-5, rtol=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# micro batches
-
-
-LENGTHS = [(3, 2), (4, 9), (1, 1), (4, 4), (2, 8)]  # 5, 13, 2, 8, 10 tokens
-
-
-def test_by_samples_longest_first() -> None:
-    assert micro_batches(LENGTHS, MicroBatchSpec(2), packed=True) == [[1, 4], [3, 0], [2]]
-    assert micro_batches(LENGTHS, MicroBatchSpec(9), packed=False) == [[1, 4, 3, 0, 2]]
-    assert micro_batches([], MicroBatchSpec(2), packed=True) == []
-
-
-def test_packed_by_tokens_has_even_loads() -> None:
-    # 38 tokens, 20 a part: 13 | 10, then 8 to the part of 10, 5 to that of 13, 2 to either: 18 | 18 + 2
-    assert micro_batches(LENGTHS, MicroBatchSpec(20, "tokens"), packed=True) == [[1, 0, 2], [4, 3]]
-    assert micro_batches(LENGTHS, MicroBatchSpec(100, "tokens"), packed=True) == [[1, 4, 3, 0, 2]]
-    # as many parts as another rank has
-    assert len(micro_batches(LENGTHS, MicroBatchSpec(100, "tokens"), packed=True, at_least=3)) == 3
-    assert len(micro_batches(LENGTHS, MicroBatchSpec(100, "tokens"), packed=True, at_least=9)) == 5
-
-
-def test_padded_by_tokens_counts_the_padding() -> None:
-    # 2 × (longest prompt 4 + longest response 9) = 26; 3 × (4 + 4) = 24
-    assert micro_batches(LENGTHS, MicroBatchSpec(26, "tokens"), packed=False) == [[1, 4], [3, 0, 2]]
-    # 2 × (longest prompt 4 + longest response 8) = 24
-    assert micro_batches(LENGTHS, MicroBatchSpec(24, "tokens"), packed=False) == [
-        [1],
-        [4, 3],
-        [0, 2],
-    ]
-
-
-def test_a_row_beyond_the_budget_is_alone() -> None:
-    for packed in (False, True):
-        assert [1] in micro_batches(LENGTHS, MicroBatchSpec(12, "tokens"), packed=packed)
-        assert micro_batches([(5, 5), (6, 6)], MicroBatchSpec(1, "tokens"), packed=packed) == [
-            [1],
-            [0],
-        ]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("budget", [1, 40, 97, 1000, 10**6])
-def test_every_row_once_and_within_the_budget(packed: bool, budget: int) -> None:
-    draw = random.Random(budget)
-    for count in (1, 2, 30):
-        lengths = [(draw.randint(1, 40), draw.randint(1, 60)) for _ in range(count)]
-        parts = micro_batches(lengths, MicroBatchSpec(budget, "tokens"), packed=packed)
-        assert sorted(i for part in parts for i in part) == list(range(count))
-        for part in parts:
-            rows = [lengths[i] for i in part]
-            padded = len(rows) * (max(p for p, _ in rows) + max(r for _, r in rows))
-            assert len(part) == 1 or (sum(map(sum, rows)) if packed else padded) <= budget
-
-
-def tokens_of(part: list[int], lengths: list[tuple[int, int]], prompts: list[str]) -> int:
-    """Of a packed row in which a prompt stands once."""
-    shared = {prompts[i]: lengths[i][0] for i in part}
-    return sum(shared.values()) + sum(lengths[i][1] for i in part)
-
-
-SHARED = [(3, 2), (4, 9), (3, 1), (4, 4), (2, 8), (3, 5)]
-PROMPTS = ["a", "b", "a", "b", "c", "a"]  # 3 + 8, 4 + 13, 2 + 8 tokens
-
-
-def test_rows_of_a_prompt_stay_together() -> None:
-    # groups by their tokens, and the rows of one by theirs: b 17, a 11, c 10
-    assert micro_batches(SHARED, MicroBatchSpec(9), packed=True, prompts=PROMPTS) == [
-        [1, 3, 5, 0, 2, 4]
-    ]
-    assert micro_batches(SHARED, MicroBatchSpec(2), packed=True, prompts=PROMPTS) == [
-        [1, 3],
-        [5, 0],
-        [2, 4],
-    ]
-    # 38 tokens, 21 a part: b | a and c
-    budget = MicroBatchSpec(21, "tokens")
-    assert micro_batches(SHARED, budget, packed=True, prompts=PROMPTS) == [[1, 3], [5, 0, 2, 4]]
-    # as many parts as other ranks have, but no group is cut for that
-    assert len(micro_batches(SHARED, budget, packed=True, prompts=PROMPTS, at_least=3)) == 3
-    assert len(micro_batches(SHARED, budget, packed=True, prompts=PROMPTS, at_least=9)) == 3
-
-
-def test_padded_rows_share_nothing() -> None:
-    for spec in (MicroBatchSpec(2), MicroBatchSpec(26, "tokens")):
-        expected = micro_batches(SHARED, spec, packed=False)
-        assert micro_batches(SHARED, spec, packed=False, prompts=PROMPTS) == expected
-
-
-def test_a_group_beyond_the_budget_is_cut_into_parts_with_the_prompt() -> None:
-    # prompt of 5, responses of 6, 3, 3 and 2 within 14: at most 9 of responses; 14 / 9 -> 2 parts: 6 + 2 and 3 + 3
-    lengths = [(5, 6), (5, 3), (5, 3), (5, 2)]
-    parts = micro_batches(lengths, MicroBatchSpec(14, "tokens"), packed=True, prompts=["a"] * 4)
-    assert sorted(map(sorted, parts)) == [[0, 3], [1, 2]]
-    # no room for a prompt and a token of a response: one row each
-    parts = micro_batches(lengths, MicroBatchSpec(4, "tokens"), packed=True, prompts=["a"] * 4)
-    assert sorted(parts) == [[0], [1], [2], [3]]
-
-
-@pytest.mark.parametrize("budget", [1, 40, 97, 300, 10**6])
-def test_shared_rows_once_and_within_the_budget(budget: int) -> None:
-    draw = random.Random(budget)
-    for count in (1, 2, 30, 80):
-        longest = {name: draw.randint(1, 40) for name in "abcdefgh"}
-        prompts = [draw.choice("abcdefgh") for _ in range(count)]
-        lengths = [(longest[name], draw.randint(1, 60)) for name in prompts]
-        parts = micro_batches(
-            lengths, MicroBatchSpec(budget, "tokens"), packed=True, prompts=prompts
-        )
-        assert sorted(i for part in parts for i in part) == list(range(count))
-        assert all(len(part) == 1 or tokens_of(part, lengths, prompts) <= budget for part in parts)
-        for name in set(prompts):  # together wherever all of one prompt fit
-            rows = [i for i in range(count) if prompts[i] == name]
-            if tokens_of(rows, lengths, prompts) <= budget:
-                assert sum(1 for part in parts if set(rows) & set(part)) == 1
