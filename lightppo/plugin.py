@@ -33,9 +33,9 @@ class Command(Entry):
 class Check(Entry):
     """A function of the run that is being built, :class:`lightppo.trainer.build.Building`; its lines are printed."""
 
-    # It is called when the options are known, before folders are written to, when data are read, when models are in
-    # place, when the rollout engine is there.
-    when: Literal["options", "folders", "data", "models", "engine"] = "options"
+    # It is called when the options are known, when the tokenizer is there, before folders are written to, when data are
+    # read, when models are in place, when the rollout engine is there.
+    when: Literal["options", "tokenizer", "folders", "data", "models", "engine"] = "options"
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,6 @@ class RewardEntry(Entry):
     check_prompt: str | Callable | None = None
     # whether what it answers comes from outside the run, and another call may give something else
     outside: Literal["no", "perhaps", "yes"] = "no"
-
-
-@dataclass(frozen=True)
-class RewardManager(Entry):
-    """A name of ``--reward_manager``: its function makes a ``Runner`` of a ``RunnerRequest``, see lightppo.rewards."""
-
-    calls: Literal["sample", "batch", "either"] = "either"  # what a reward function must take
 
 
 COMMANDS: Table[Command] = Table(
@@ -303,18 +296,6 @@ OUTSIDE: Table = Table("what is around rewards from outside")
 """What is around each source of rewards that may be outside the run (``RewardEntry.outside``), before wrappers and sums:
 an entry's function ``(make, name, is_certain, request)`` returns the source ``make()``, another one around it, or one in
 its place, which is then never made. ``is_certain``: it is outside for certain."""
-
-REWARD_MANAGERS: Table[RewardManager] = Table(
-    "--reward_manager",
-    {"auto": RewardManager("lightppo.rewards.function:OneByOne")},
-    kind=RewardManager,
-)
-"""How a reward function is called. A plugin may put another entry in the place of ``auto``."""
-
-REWARD_STYLES: Table = Table(
-    "--reward_fn_style", {"queries": Entry("lightppo.rewards.function:QUERIES")}
-)
-"""Conventions of reward functions: an entry names a :class:`lightppo.rewards.function.Style`."""
 
 REWARD_SUMS: Table = Table("sum of rewards")
 """What makes one source of several, the first one: an entry's function gets ``routes``, a dict of route → pairs of

@@ -50,6 +50,7 @@ FLOORS = {
 PLUGIN_FLOORS = {
     "hints": 0,
     "sources": 1,
+    "reward_sources": 1,
     "exports": 2,
     "http": 2,
     "ops": 2,

@@ -394,7 +394,6 @@ def resolutions(config: Options) -> dict[str, Any]:
         "attn_implementation": "flash_attention_2"
         if model.flash_attn
         else model.attn_implementation,
-        "reward_manager": {"dapo": "auto"}.get(manager := config.verifier.reward_manager, manager),
         "resume": config.checkpoint.resume if config.checkpoint.load_checkpoint else "never",
     }
 
@@ -873,8 +872,6 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
         yield "--eval_reward_fn is set, but --eval_reward_source does not name 'function': add it, or leave one out"
     if models > 1 and not options.reward_fn:
         yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
-    if models and (tokenizers := len(options.reward_input_tokenizer)) not in (0, 1, models):
-        yield f"--reward_input_tokenizer has {tokenizers} for {models} --reward_pretrain: give one for all, or one each"
 
 
 def templates(options: SimpleNamespace) -> Iterator[str]:

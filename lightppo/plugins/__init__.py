@@ -14,6 +14,7 @@ SHIPPED = (
     "decoding",
     "hybrids",
     "vllm",
+    "reward_sources",
     "verifiers",
     "http",
     "tape",

@@ -53,7 +53,7 @@ from lightppo.plugin import (
     FrozenModel,
 )
 from lightppo.ranks import Ranks
-from lightppo.rewards.registry import build_reward, reward_inputs
+from lightppo.rewards.registry import build_reward
 from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampling import bad_word_ids
@@ -214,9 +214,7 @@ def begin(config: PPOConfig) -> Building:
         check_trainable(resolved)
     building.tokenizer = build_tokenizer(resolved)
     check_sampled_tokens(resolved, building.tokenizer)
-    if resolved.model.reward_pretrain:
-        with _as_config_error():
-            reward_inputs(resolved, building.tokenizer)
+    building.check("tokenizer")
     for one in frozen_models(resolved).values():
         check_vocabulary(resolved, one.path, one.flag, building.tokenizer)
     building.check("folders")
