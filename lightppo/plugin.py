@@ -179,10 +179,28 @@ LOADING: Table = Table("option of loading a model")
 """What changes weights while they load: the name of an option, and a function of the Hugging Face model that changes it
 in place where the option is set. Every rank then loads the whole model, and its engine shards it."""
 
+MODEL_CONFIGS: Table = Table("option that changes a model's config")
+"""What changes the config of a model before it is built: under the name of an option a function
+``(config, value, path, flag)`` that changes the config in place. Rates of dropout that it sets act in training."""
+
+ATTENTION: Table = Table(
+    "choice of attention", {"as_asked": Entry("lightppo.models.loading:attention_as_asked")}
+)
+"""Which attention a model gets: a function ``(name, dtype, model_class, config)`` of ``--attn_implementation`` and the
+model returns a name for transformers, or None: it chooses. The last entry counts."""
+
+VALUE_HEADS: Table = Table("value head of a checkpoint")
+"""What reads the head of a critic or a reward model where transformers does not: a function ``(path, prefix, kind, flag)``
+returns its weight (1, hidden), or None for a checkpoint without a head. The last entry counts."""
+
 LANGUAGE_MODELS: Table = Table("language model of a checkpoint with towers")
-"""What trains of a checkpoint that reads images or sound, too. An entry's function ``(auto_class, path, config, name)``
-returns a :class:`lightppo.models.loading.LanguageModel`, which loads by ``auto_class``; ModelLoadError, with ``name`` in
-front, says why the checkpoint cannot train. The last entry counts."""
+"""What trains of a checkpoint that reads images or sound, too. An entry's function ``(auto_class, path, config, flag)``
+returns None for a text model, or an object as :class:`lightppo.plugins.towers.whole.Whole`, which loads by ``auto_class``;
+ModelLoadError, which begins with ``flag`` and path, says why the checkpoint cannot train."""
+
+UNTRAINABLE: Table = Table("model that cannot train")
+"""Why a model that was built is refused for training: functions ``(config, tensors, name)`` of its config and the names of
+its tensors return a message that begins with ``name``, or None."""
 
 MODEL_PATHS: Table = Table("look at a path of a model")
 """What looks at a folder or a name before it is loaded, and where that fails: functions ``(path, flag, kind)``, of which

@@ -50,6 +50,7 @@ FLOORS = {
 PLUGIN_FLOORS = {
     "hints": 0,
     "sources": 1,
+    "families": 1,
     "reward_sources": 1,
     "exports": 2,
     "http": 2,
@@ -67,7 +68,7 @@ PLUGIN_FLOORS = {
     "verifiers": 3,
     "vllm": 3,
     "supervised": 3,
-    "towers": 3,
+    "towers": 2,
     "checks": 4,
     "compat": 4,
     "episodes": 4,

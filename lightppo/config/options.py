@@ -57,11 +57,6 @@ class ModelConfig(Section, of="weights"):
     init_from_scratch: bool = option(
         False, "Use random weights with the model's config instead of its checkpoint."
     )
-    override_config: str | None = option(
-        None,
-        'JSON that changes the config of all but reward models: {"rope_theta": 1e6}. Dropout set here acts in '
-        "training.",
-    )
     external_lib: str | None = option(
         None, "Module to import before the models, e.g. to register an architecture."
     )

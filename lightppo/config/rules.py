@@ -796,27 +796,6 @@ def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
 def _models(options: SimpleNamespace) -> Iterator[str]:
     if options.init_critic_from_actor and options.critic_pretrain not in (None, options.pretrain):
         yield "--init_critic_from_actor and --critic_pretrain name two starts for the critic: leave one out"
-    if options.override_config is not None:
-        try:
-            values = json.loads(options.override_config)
-            is_object = isinstance(values, dict)
-        except json.JSONDecodeError:
-            is_object = False
-        if not is_object:
-            yield f"--override_config must be a JSON object, not {options.override_config!r}"
-        else:
-            yield from _wrong_dropouts(values)
-
-
-def _wrong_dropouts(overrides: dict[str, Any]) -> Iterator[str]:
-    """Rates of ``--override_config``, those of its parts too, that are none."""
-    for name, value in overrides.items():
-        if isinstance(value, dict):
-            yield from _wrong_dropouts(value)
-        elif value is None or isinstance(value, bool) or not ("drop" in name or "jitter" in name):
-            continue
-        elif not (isinstance(value, int | float) and 0 <= value < 1):
-            yield f"--override_config {name!r}: a rate is a number of at least 0 and below 1, not {value!r}"
 
 
 def _rewards(options: SimpleNamespace) -> Iterator[str]:

@@ -8,6 +8,7 @@ SHIPPED = (
     "sources",
     "algorithms",
     "distillation",
+    "families",
     "adapters",
     "towers",
     "kernels",

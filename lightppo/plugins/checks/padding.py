@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightppo.models.loading import caps_scores
 from lightppo.models.packing import alike
 from lightppo.models.wrapper import PretrainedWrapper, is_models_own, one_line
+from lightppo.plugins.families.attention_choice import caps_scores
 
 LONG, SHORT, RIGHT = 20, 4, 3  # tokens of the two rows, and the padding behind the short one
 

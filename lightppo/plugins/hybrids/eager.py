@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from lightppo.models.loading import caps_scores
 from lightppo.models.packing import RowPlan, continued, plan_of, window_of
+from lightppo.plugins.families.attention_choice import caps_scores
 
 PACKED_EAGER = "packed_eager"  # the name of eager_by_segment in transformers
 

@@ -154,7 +154,7 @@ def reward_inputs(config: PPOConfig, tokenizer: Any) -> list[RewardInputs]:
 
 def check_reward_tokenizers(building: Building) -> None:
     """Refuses reward models that would read other texts, before any model is loaded."""
-    if building.config.model.reward_pretrain:
+    if building.config.flat().get("reward_pretrain"):
         try:
             reward_inputs(building.config, building.tokenizer)
         except ValueError as error:
