@@ -35,6 +35,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "decoding": ("continuous batching of the hf engine, CUDA graphs", "rollouts.md"),
     "migration": ("option names of other trainers", "migrating.md"),
     "ops": ("signals, the watchdog, files that survive a crash, URLs", "faults.md"),
+    "penalties": ("penalties of repetition, words that are never sampled", "rollouts.md"),
     "records": ("the run folder, metrics, trackers, alarms, recorded samples", "metrics.md"),
     "report": ("the report page, `watch`, `diff`, `replay`", "report.md"),
     "reshape": (

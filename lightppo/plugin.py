@@ -166,6 +166,11 @@ DECODERS: Table = Table("decoder", {"batches": Entry("lightppo.rollout.decoding:
 """What decodes for the HF engine: functions of a :class:`lightppo.rollout.decoding.CachedForward` that return a subclass
 of :class:`lightppo.rollout.decoding.Decoder`, or None for a model that it cannot decode; the last one that can decodes."""
 
+LOGITS: Table = Table("change of logits")
+"""What changes raw logits before the temperature, in the HF engine. An entry's function gets the SamplingParams, the
+tokenizer and the number of ids; it returns None, or a function ``(logits, step, history)`` → logits (B, V), of which
+``step`` and ``history`` are as of :class:`lightppo.rollout.sampling.TokenSampler`."""
+
 DECODING_RUNNERS: Table = Table("decoding runner")
 """What runs the decoding steps of the HF engine. An entry's function makes a
 :class:`lightppo.rollout.decoding.DecodingRunner` of the config and the strategy, or returns None; the first one runs."""
@@ -234,11 +239,12 @@ KERNELS: Table = Table(
         "linear": Entry("torch.nn.functional:linear"),
         "product": Entry("torch:matmul"),
         "head_rows": Entry("lightppo.algorithms.logprobs:even_head_rows"),
+        "draw": Entry("lightppo.rollout.sampling:inverse_cdf"),
         "decoding": Entry("contextlib:nullcontext"),
     },
 )
-"""How log probs multiply hidden states and head, as torch's functions do, and how many rows of the head; and a context
-of a model that decodes. A plugin may put another entry in the place of each."""
+"""How log probs multiply hidden states and head, as torch's functions do, and how many rows of the head; how tokens are
+drawn; and a context of a model that decodes. A plugin may put another entry in the place of each."""
 
 LOSS_TERMS: Table = Table("term of the actor's loss")
 """Further terms of the actor's loss, under the names of their states. An entry's function gets the

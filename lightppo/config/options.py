@@ -176,15 +176,6 @@ class RolloutConfig(Section, of="trainer"):
         1.0, "Nucleus sampling: use the smallest set of tokens with this probability.", gt=0, le=1
     )
     top_k: int = option(-1, "Sample only from the k most likely tokens; -1: all.", ge=-1)
-    repetition_penalty: float = option(
-        1.0, "Divide the logits of tokens that already occurred by this; 1: off.", gt=0
-    )
-    presence_penalty: float = option(
-        0.0, "Subtracted from the logits of tokens that occur in the response; 0: off.", ge=-2, le=2
-    )
-    frequency_penalty: float = option(
-        0.0, "The same for each occurrence of a token in the response.", ge=-2, le=2
-    )
     min_p: float = option(
         0.0,
         "Minimum probability of a token, as a share of the most likely token's; 0: off.",
@@ -194,7 +185,6 @@ class RolloutConfig(Section, of="trainer"):
     )
     stop: tuple[str, ...] = option((), "Strings that end a response and are removed from its text.")
     stop_token_ids: tuple[int, ...] = option((), "Token ids that end a response.", ge=0)
-    bad_words: tuple[str, ...] = option((), "Words that are never sampled.")
     ignore_eos: bool = option(False, "Continue after end-of-text up to --generate_max_len.")
 
 

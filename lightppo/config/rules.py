@@ -725,7 +725,6 @@ def _sampling(options: SimpleNamespace) -> Iterator[str]:
             yield f"--{name} {ends[0]:g} {ends[1]:g} is empty: give the lower end first"
     empty = {
         "stop": "" in options.stop,
-        "bad_words": not all(map(str.strip, options.bad_words)),
         "filter_metric": not options.filter_metric.strip(),
     }
     yield from (

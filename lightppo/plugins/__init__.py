@@ -11,6 +11,7 @@ SHIPPED = (
     "families",
     "adapters",
     "towers",
+    "penalties",
     "kernels",
     "decoding",
     "hybrids",

@@ -56,7 +56,6 @@ from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward
 from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
-from lightppo.rollout.sampling import bad_word_ids
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_adapters, parameter_count
 from lightppo.trainer import metrics as m
@@ -590,17 +589,13 @@ def check_vocabulary(config: OptionSet, path: str, flag: str, tokenizer: Any) ->
 
 
 def check_sampled_tokens(config: PPOConfig, tokenizer: Any) -> None:
-    """Refuses ids and words that no sampled answer can have."""
+    """Refuses ids that no sampled answer can have."""
     size = loading.valid_vocab_size(tokenizer)
     if beyond := [i for i in config.rollout.stop_token_ids if i >= size]:
         raise ConfigError(
             f"--stop_token_ids {' '.join(map(str, beyond))}: the tokenizer has no such id, its largest is {size - 1}: "
             "leave it out, or give the text to --stop"
         )
-    try:
-        bad_word_ids(tokenizer, config.rollout.bad_words)
-    except ValueError as error:
-        raise ConfigError(f"--{error}") from error
 
 
 def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
