@@ -143,16 +143,9 @@ PUBLIC: dict[str, str] = {
 """What ``from lightppo import NAME`` imports, by name: the module. A plugin may put another module in its place."""
 
 
-ROWS: Table = Table("reading of rows", {"files": Entry("lightppo.data.readers:rows_of_files")})
+ROWS: Table = Table("reading of rows", {"files": Entry("lightppo.data.readers:rows_of_file")})
 """What reads the rows of an option: a function of the config, the option's name, the split and the strategy returns a
 ``datasets.Dataset``. The entry that was registered last reads."""
-
-FORMATS: Table = Table(
-    "file format",
-    dict.fromkeys((".jsonl", ".ndjson", ".json"), Entry("lightppo.data.readers:read_json")),
-)
-"""Formats of data files by the end of their names: functions ``(path, name, limit)`` that return a
-``datasets.Dataset``; errors call the file by ``name``, ``limit`` is None or how many rows to read."""
 
 ENGINES: Table = Table("--rollout_engine", {"hf": Entry("lightppo.rollout.hf:build")}, files=True)
 """Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,

@@ -25,7 +25,6 @@ from lightppo.config.rules import (
     needs_reference,
     reward_plan,
 )
-from lightppo.data.readers import SPLIT_WORDS
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import (
     Encoded,
@@ -48,6 +47,7 @@ from lightppo.plugins.reward_sources.function_calls import NO_LABELS
 from lightppo.plugins.reward_sources.reward_files import check_reward_files
 from lightppo.plugins.sources.blends import check_data_paths, first_rows, with_metadata
 from lightppo.plugins.sources.folders import check_model, check_tokenizer
+from lightppo.plugins.sources.local_files import SPLIT_WORDS
 from lightppo.plugins.supervised.example_rows import (
     ExampleFields,
     read_example,
