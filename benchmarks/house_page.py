@@ -24,6 +24,10 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "distillation": ("a teacher that judges the samples", "algorithms.md#distillation"),
     "episodes": ("environments and tools over several turns", "environments.md"),
     "exports": ("models for transformers while a run goes on, the best one", "checkpoints.md"),
+    "families": (
+        "attention and value heads by family of models, changes of configs",
+        "models.md",
+    ),
     "hints": ("what a mistyped name may have meant", "commands.md"),
     "hybrids": ("recurrent layers in packed rows and decoding slots", "dataflow.md"),
     "http": ("rewards over HTTP, the reward server", "rewards.md#http-servers"),
@@ -32,11 +36,16 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "migration": ("option names of other trainers", "migrating.md"),
     "ops": ("signals, the watchdog, files that survive a crash, URLs", "faults.md"),
     "packing": ("rows without padding, prompts that run once for all their samples", "dataflow.md"),
+    "penalties": ("penalties of repetition, words that are never sampled", "rollouts.md"),
     "records": ("the run folder, metrics, trackers, alarms, recorded samples", "metrics.md"),
     "report": ("the report page, `watch`, `diff`, `replay`", "report.md"),
     "reshape": (
         "checkpoints for other ranks or ZeRO stages",
         "checkpoints.md#other-ranks-other-zero-stages",
+    ),
+    "reward_sources": (
+        "reward functions of verl, TRL and AReaL, threads, retries; several reward models",
+        "rewards.md",
     ),
     "sources": ("rows of the hub, CSV and tables, blends; folders of models", "data.md"),
     "supervised": ("SFT, reward models, DPO, the PTX loss", "supervised.md"),

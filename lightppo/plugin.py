@@ -33,9 +33,9 @@ class Command(Entry):
 class Check(Entry):
     """A function of the run that is being built, :class:`lightppo.trainer.build.Building`; its lines are printed."""
 
-    # It is called when the options are known, before folders are written to, when data are read, when models are in
-    # place, when the rollout engine is there.
-    when: Literal["options", "folders", "data", "models", "engine"] = "options"
+    # It is called when the options are known, when the tokenizer is there, before folders are written to, when data are
+    # read, when models are in place, when the rollout engine is there.
+    when: Literal["options", "tokenizer", "folders", "data", "models", "engine"] = "options"
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,6 @@ class RewardEntry(Entry):
     outside: Literal["no", "perhaps", "yes"] = "no"
 
 
-@dataclass(frozen=True)
-class RewardManager(Entry):
-    """A name of ``--reward_manager``: its function makes a ``Runner`` of a ``RunnerRequest``, see lightppo.rewards."""
-
-    calls: Literal["sample", "batch", "either"] = "either"  # what a reward function must take
-
-
 COMMANDS: Table[Command] = Table(
     "command",
     {
@@ -158,16 +151,9 @@ PUBLIC: dict[str, str] = {
 """What ``from lightppo import NAME`` imports, by name: the module. A plugin may put another module in its place."""
 
 
-ROWS: Table = Table("reading of rows", {"files": Entry("lightppo.data.readers:rows_of_files")})
+ROWS: Table = Table("reading of rows", {"files": Entry("lightppo.data.readers:rows_of_file")})
 """What reads the rows of an option: a function of the config, the option's name, the split and the strategy returns a
 ``datasets.Dataset``. The entry that was registered last reads."""
-
-FORMATS: Table = Table(
-    "file format",
-    dict.fromkeys((".jsonl", ".ndjson", ".json"), Entry("lightppo.data.readers:read_json")),
-)
-"""Formats of data files by the end of their names: functions ``(path, name, limit)`` that return a
-``datasets.Dataset``; errors call the file by ``name``, ``limit`` is None or how many rows to read."""
 
 ENGINES: Table = Table("--rollout_engine", {"hf": Entry("lightppo.rollout.hf:build")}, files=True)
 """Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,
@@ -180,6 +166,11 @@ itself, or another one around it. They are called in the order of the table."""
 DECODERS: Table = Table("decoder", {"batches": Entry("lightppo.rollout.decoding:batches_for")})
 """What decodes for the HF engine: functions of a :class:`lightppo.rollout.decoding.CachedForward` that return a subclass
 of :class:`lightppo.rollout.decoding.Decoder`, or None for a model that it cannot decode; the last one that can decodes."""
+
+LOGITS: Table = Table("change of logits")
+"""What changes raw logits before the temperature, in the HF engine. An entry's function gets the SamplingParams, the
+tokenizer and the number of ids; it returns None, or a function ``(logits, step, history)`` → logits (B, V), of which
+``step`` and ``history`` are as of :class:`lightppo.rollout.sampling.TokenSampler`."""
 
 DECODING_RUNNERS: Table = Table("decoding runner")
 """What runs the decoding steps of the HF engine. An entry's function makes a
@@ -194,10 +185,28 @@ LOADING: Table = Table("option of loading a model")
 """What changes weights while they load: the name of an option, and a function of the Hugging Face model that changes it
 in place where the option is set. Every rank then loads the whole model, and its engine shards it."""
 
+MODEL_CONFIGS: Table = Table("option that changes a model's config")
+"""What changes the config of a model before it is built: under the name of an option a function
+``(config, value, path, flag)`` that changes the config in place. Rates of dropout that it sets act in training."""
+
+ATTENTION: Table = Table(
+    "choice of attention", {"as_asked": Entry("lightppo.models.loading:attention_as_asked")}
+)
+"""Which attention a model gets: a function ``(name, dtype, model_class, config)`` of ``--attn_implementation`` and the
+model returns a name for transformers, or None: it chooses. The last entry counts."""
+
+VALUE_HEADS: Table = Table("value head of a checkpoint")
+"""What reads the head of a critic or a reward model where transformers does not: a function ``(path, prefix, kind, flag)``
+returns its weight (1, hidden), or None for a checkpoint without a head. The last entry counts."""
+
 LANGUAGE_MODELS: Table = Table("language model of a checkpoint with towers")
-"""What trains of a checkpoint that reads images or sound, too. An entry's function ``(auto_class, path, config, name)``
-returns a :class:`lightppo.models.loading.LanguageModel`, which loads by ``auto_class``; ModelLoadError, with ``name`` in
-front, says why the checkpoint cannot train. The last entry counts."""
+"""What trains of a checkpoint that reads images or sound, too. An entry's function ``(auto_class, path, config, flag)``
+returns None for a text model, or an object as :class:`lightppo.plugins.towers.whole.Whole`, which loads by ``auto_class``;
+ModelLoadError, which begins with ``flag`` and path, says why the checkpoint cannot train."""
+
+UNTRAINABLE: Table = Table("model that cannot train")
+"""Why a model that was built is refused for training: functions ``(config, tensors, name)`` of its config and the names of
+its tensors return a message that begins with ``name``, or None."""
 
 MODEL_PATHS: Table = Table("look at a path of a model")
 """What looks at a folder or a name before it is loaded, and where that fails: functions ``(path, flag, kind)``, of which
@@ -227,11 +236,12 @@ KERNELS: Table = Table(
         "linear": Entry("torch.nn.functional:linear"),
         "product": Entry("torch:matmul"),
         "head_rows": Entry("lightppo.algorithms.logprobs:even_head_rows"),
+        "draw": Entry("lightppo.rollout.sampling:inverse_cdf"),
         "decoding": Entry("contextlib:nullcontext"),
     },
 )
-"""How log probs multiply hidden states and head, as torch's functions do, and how many rows of the head; and a context
-of a model that decodes. A plugin may put another entry in the place of each."""
+"""How log probs multiply hidden states and head, as torch's functions do, and how many rows of the head; how tokens are
+drawn; and a context of a model that decodes. A plugin may put another entry in the place of each."""
 
 LOSS_TERMS: Table = Table("term of the actor's loss")
 """Further terms of the actor's loss, under the names of their states. An entry's function gets the
@@ -307,18 +317,6 @@ OUTSIDE: Table = Table("what is around rewards from outside")
 """What is around each source of rewards that may be outside the run (``RewardEntry.outside``), before wrappers and sums:
 an entry's function ``(make, name, is_certain, request)`` returns the source ``make()``, another one around it, or one in
 its place, which is then never made. ``is_certain``: it is outside for certain."""
-
-REWARD_MANAGERS: Table[RewardManager] = Table(
-    "--reward_manager",
-    {"auto": RewardManager("lightppo.rewards.function:OneByOne")},
-    kind=RewardManager,
-)
-"""How a reward function is called. A plugin may put another entry in the place of ``auto``."""
-
-REWARD_STYLES: Table = Table(
-    "--reward_fn_style", {"queries": Entry("lightppo.rewards.function:QUERIES")}
-)
-"""Conventions of reward functions: an entry names a :class:`lightppo.rewards.function.Style`."""
 
 REWARD_SUMS: Table = Table("sum of rewards")
 """What makes one source of several, the first one: an entry's function gets ``routes``, a dict of route → pairs of

@@ -7,7 +7,6 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import re
-import symtable
 import sys
 import sysconfig
 import traceback
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightppo.shown import plain
 
@@ -27,13 +26,6 @@ _CALLERS = (
     "<frozen",
 )
 _MOST_FRAMES = 4
-
-
-class Declared(NamedTuple):
-    """A function as its source declares it."""
-
-    function: Callable[..., Any]  # takes the same parameters, and does nothing
-    names: frozenset[str]  # that its body reads
 
 
 def load_python_function(spec: str, default_name: str, *, option: str = "") -> Callable[..., Any]:
@@ -73,59 +65,7 @@ def _object_of(module: ModuleType, path: Path, name: str, option: str) -> Any:
         for key, value in vars(module).items()
         if getattr(value, "__module__", None) == module.__name__
     ]
-    raise _no_such_name(path, name, own, option)
-
-
-def declared_function(spec: str, *default_names: str, option: str = "") -> Declared | None:
-    """The function that :func:`load_python_object` would load, without running the file; errors as there.
-
-    None: only running it can tell, as of a function with a decorator.
-    """
-    path, name = split_python_spec(spec, default_names[0], option=option)
-    try:
-        tree = ast.parse(source := path.read_bytes(), str(path))
-        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
-    except (SyntaxError, ValueError) as error:
-        raise _fails(path, error, option) from error
-    bound = {
-        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
-    }
-    if name == default_names[0]:
-        name = next((known for known in default_names if known in bound), name)
-    found = [
-        node for node in ast.walk(tree) if name in (getattr(node, "name", None), _assigned(node))
-    ]
-    if name not in bound:
-        own = [
-            node.name
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
-        ]
-        used = {symbol.get_name() for symbol in symbols} | {
-            n.name for n in ast.walk(tree) if isinstance(n, ast.alias)
-        }
-        if not used & {"*", "exec", "globals", "setattr", "vars", "__getattr__"}:
-            raise _no_such_name(path, name, own, option)
-    if (
-        len(found) != 1
-        or not isinstance(found[0], ast.FunctionDef | ast.AsyncFunctionDef)
-        or found[0].decorator_list
-    ):
-        return None
-    parameters, body = found[0].args, ast.Module(found[0].body)
-    for one in (node for node in ast.walk(parameters) if isinstance(node, ast.arg)):
-        one.annotation = None
-    parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
-    parameters.kw_defaults = [default and ast.Constant(None) for default in parameters.kw_defaults]
-    # nothing of the file but names of parameters
-    function = eval(f"lambda {ast.unparse(parameters)}: None")
-    return Declared(
-        function, frozenset(node.id for node in ast.walk(body) if isinstance(node, ast.Name))
-    )
-
-
-def _assigned(node: ast.AST) -> str | None:
-    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else None
+    raise no_such_name(path, name, own, option)
 
 
 def error_place(error: BaseException) -> str:
@@ -190,7 +130,7 @@ def _run_file(path: Path, option: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         _forget(root)
-        raise _fails(path, error, option) from error
+        raise fails_when_run(path, error, option) from error
     return module
 
 
@@ -200,11 +140,13 @@ def _forget(root: str) -> None:
         del sys.modules[name]
 
 
-def _fails(path: Path, error: BaseException, option: str) -> ValueError:
+def fails_when_run(path: Path, error: BaseException, option: str) -> ValueError:
+    """What to raise for a file that raises."""
     return _error(option, f"{path} fails when run: {error_text(error)}")
 
 
-def _no_such_name(path: Path, name: str, own: list[str], option: str) -> ValueError:
+def no_such_name(path: Path, name: str, own: list[str], option: str) -> ValueError:
+    """What to raise for a file that lacks a name, and has others of its ``own``."""
     return _error(
         option,
         f"{path} has no {name!r}; it has {', '.join(own) or 'no function'}. Name one: {path}:name",

@@ -16,7 +16,7 @@ from lightppo.algorithms.entries import (
 )
 from lightppo.errors import ConfigError
 from lightppo.option import SECTIONS, Option, Section, additions_to, option
-from lightppo.plugin import ENGINES, HINTS, REWARD_MANAGERS, REWARD_STYLES
+from lightppo.plugin import ENGINES, HINTS
 from lightppo.suggestions import meant, nearest
 
 safe = partial(option, resume_safe=True)
@@ -56,11 +56,6 @@ class ModelConfig(Section, of="weights"):
     )
     init_from_scratch: bool = option(
         False, "Use random weights with the model's config instead of its checkpoint."
-    )
-    override_config: str | None = option(
-        None,
-        'JSON that changes the config of all but reward models: {"rope_theta": 1e6}. Dropout set here acts in '
-        "training.",
     )
     external_lib: str | None = option(
         None, "Module to import before the models, e.g. to register an architecture."
@@ -181,15 +176,6 @@ class RolloutConfig(Section, of="trainer"):
         1.0, "Nucleus sampling: use the smallest set of tokens with this probability.", gt=0, le=1
     )
     top_k: int = option(-1, "Sample only from the k most likely tokens; -1: all.", ge=-1)
-    repetition_penalty: float = option(
-        1.0, "Divide the logits of tokens that already occurred by this; 1: off.", gt=0
-    )
-    presence_penalty: float = option(
-        0.0, "Subtracted from the logits of tokens that occur in the response; 0: off.", ge=-2, le=2
-    )
-    frequency_penalty: float = option(
-        0.0, "The same for each occurrence of a token in the response.", ge=-2, le=2
-    )
     min_p: float = option(
         0.0,
         "Minimum probability of a token, as a share of the most likely token's; 0: off.",
@@ -199,7 +185,6 @@ class RolloutConfig(Section, of="trainer"):
     )
     stop: tuple[str, ...] = option((), "Strings that end a response and are removed from its text.")
     stop_token_ids: tuple[int, ...] = option((), "Token ids that end a response.", ge=0)
-    bad_words: tuple[str, ...] = option((), "Words that are never sampled.")
     ignore_eos: bool = option(False, "Continue after end-of-text up to --generate_max_len.")
 
 
@@ -277,7 +262,6 @@ class SamplingConfig(Section, of="training"):
     )
 
 
-reward_model = partial(option, needs="reward_pretrain")
 shaping = partial(option, needs="trained_scores")
 
 
@@ -292,19 +276,10 @@ class RewardConfig(Section, of="trainer"):
         "Reward function path.py[:name]. With several --reward_pretrain: the function that combines their scores.",
         takes_object=True,
     )
-    reward_input_tokenizer: tuple[str, ...] = reward_model(
-        (),
-        "Tokenizers of the reward models, one for all or one each; they render the chat again. None: the actor's "
-        "token ids.",
-    )
-    reward_max_length: int | None = reward_model(
-        None, "Maximum input length of a reward model. None: no limit.", "tokens", ge=2
-    )
-    reward_truncation: Literal["error", "left"] = reward_model(
-        "error", "If an input is longer: stop, or cut its left side. Counted."
-    )
-    normalize_reward: bool = reward_model(
-        False, "Normalise reward model scores by mean and std from the model's config."
+    normalize_reward: bool = option(
+        False,
+        "Normalise reward model scores by mean and std from the model's config.",
+        needs="reward_pretrain",
     )
     reward_bias: float = shaping(0.0, "Subtracted from every score, before --reward_scaling.")
     reward_scaling: float = shaping(1.0, "Factor on every score; a negative factor flips the sign.")
@@ -343,9 +318,6 @@ class RewardConfig(Section, of="trainer"):
     )
 
 
-judged = partial(safe, needs="function or math")
-
-
 class VerifierConfig(Section):
     """Verifiers: built-in reward sources, reward functions, failures."""
 
@@ -363,26 +335,6 @@ class VerifierConfig(Section):
         "data_source",
         "Column with the keys of --reward_routes: data_source, label, or another such as task.",
         needs="reward_routes",
-    )
-    reward_fn_style: str = option(
-        "auto",
-        "Signature of --reward_fn. auto: from its parameter names.",
-        needs="function",
-        names=REWARD_STYLES,
-    )
-    reward_manager: str = safe(
-        "auto",
-        "How --reward_fn is called. naive: in threads; batch: one call; prime: processes killed at "
-        "--reward_timeout; auto: by signature; dapo: auto, with --overlong_buffer_len.",
-        needs="function",
-        names=REWARD_MANAGERS,
-    )
-    reward_retries: int = judged(0, "Retries of a failed call.", ge=0)
-    on_reward_failure: Literal["error", "unscored"] | None = safe(
-        None,
-        "If all tries of a call fail: stop, or leave the sample out. None: error for functions, unscored for "
-        "verifiers.",
-        needs="function or server or math or code",
     )
 
 

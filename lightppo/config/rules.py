@@ -394,7 +394,6 @@ def resolutions(config: Options) -> dict[str, Any]:
         "attn_implementation": "flash_attention_2"
         if model.flash_attn
         else model.attn_implementation,
-        "reward_manager": {"dapo": "auto"}.get(manager := config.verifier.reward_manager, manager),
         "resume": config.checkpoint.resume if config.checkpoint.load_checkpoint else "never",
     }
 
@@ -726,7 +725,6 @@ def _sampling(options: SimpleNamespace) -> Iterator[str]:
             yield f"--{name} {ends[0]:g} {ends[1]:g} is empty: give the lower end first"
     empty = {
         "stop": "" in options.stop,
-        "bad_words": not all(map(str.strip, options.bad_words)),
         "filter_metric": not options.filter_metric.strip(),
     }
     yield from (
@@ -797,27 +795,6 @@ def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
 def _models(options: SimpleNamespace) -> Iterator[str]:
     if options.init_critic_from_actor and options.critic_pretrain not in (None, options.pretrain):
         yield "--init_critic_from_actor and --critic_pretrain name two starts for the critic: leave one out"
-    if options.override_config is not None:
-        try:
-            values = json.loads(options.override_config)
-            is_object = isinstance(values, dict)
-        except json.JSONDecodeError:
-            is_object = False
-        if not is_object:
-            yield f"--override_config must be a JSON object, not {options.override_config!r}"
-        else:
-            yield from _wrong_dropouts(values)
-
-
-def _wrong_dropouts(overrides: dict[str, Any]) -> Iterator[str]:
-    """Rates of ``--override_config``, those of its parts too, that are none."""
-    for name, value in overrides.items():
-        if isinstance(value, dict):
-            yield from _wrong_dropouts(value)
-        elif value is None or isinstance(value, bool) or not ("drop" in name or "jitter" in name):
-            continue
-        elif not (isinstance(value, int | float) and 0 <= value < 1):
-            yield f"--override_config {name!r}: a rate is a number of at least 0 and below 1, not {value!r}"
 
 
 def _rewards(options: SimpleNamespace) -> Iterator[str]:
@@ -873,8 +850,6 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
         yield "--eval_reward_fn is set, but --eval_reward_source does not name 'function': add it, or leave one out"
     if models > 1 and not options.reward_fn:
         yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
-    if models and (tokenizers := len(options.reward_input_tokenizer)) not in (0, 1, models):
-        yield f"--reward_input_tokenizer has {tokenizers} for {models} --reward_pretrain: give one for all, or one each"
 
 
 def templates(options: SimpleNamespace) -> Iterator[str]:

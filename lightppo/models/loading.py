@@ -6,23 +6,19 @@ A weight missing from a checkpoint is an error: only a critic's value head may b
 from __future__ import annotations
 
 import importlib
-import inspect
-import json
 import logging
 import math
 import pickle
-import re
 import textwrap
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -34,21 +30,19 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import deepspeed as hf_deepspeed
-from transformers.models.auto import modeling_auto
-from transformers.utils import cached_file, is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
 from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
-from lightppo.plugin import LANGUAGE_MODELS, LOADING, MODEL_PATHS
-from lightppo.suggestions import nearest
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-
-    VARLEN_TAKES = frozenset(inspect.signature(varlen_attn).parameters)
-except ImportError:  # an older torch
-    VARLEN_TAKES = frozenset()
+from lightppo.plugin import (
+    ATTENTION,
+    LANGUAGE_MODELS,
+    LOADING,
+    MODEL_CONFIGS,
+    MODEL_PATHS,
+    UNTRAINABLE,
+    VALUE_HEADS,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +61,8 @@ class LoadOptions:
     trust_remote_code: bool = False  # run the model code that comes with the checkpoint
     # random weights from the config alone (the folder needs only config.json)
     init_from_scratch: bool = False
-    # config attributes to set before the model is built
-    override_config: dict[str, Any] | None = None
+    # options of lightppo.plugin.MODEL_CONFIGS, and what they are
+    config_changes: Mapping[str, Any] = field(default_factory=dict)
     # comma-separated modules to import first (they may register model classes)
     external_lib: str | None = None
     seed: int = 42  # of random weights
@@ -77,10 +71,14 @@ class LoadOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> LoadOptions:
-        """The fields by name, and names in :data:`lightppo.plugin.LOADING` that are on or off."""
-        fields = {name: value for name, value in options.items() if name not in LOADING}
-        changed_by = tuple(name for name in LOADING if options.get(name))
-        return cls(**fields, changed_by=changed_by)
+        """The fields by name, and options of the tables LOADING and MODEL_CONFIGS of :mod:`lightppo.plugin`."""
+        on = {name: value for name, value in options.items() if name in LOADING and value}
+        changes = {
+            name: value for name, value in options.items() if name in MODEL_CONFIGS and value
+        }
+        of_tables = {*LOADING, *MODEL_CONFIGS}
+        own = {name: value for name, value in options.items() if name not in of_tables}
+        return cls(**own, changed_by=tuple(on), config_changes=changes)
 
 
 def load_causal_lm(
@@ -91,11 +89,12 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load (or make) a causal LM, in eval mode; ``options`` are fields of :class:`LoadOptions`.
 
-    A checkpoint's dropout is set to 0; what ``override_config`` sets acts in train mode.
+    A checkpoint's dropout is set to 0; what an option sets instead acts in train mode.
     """
     how = LoadOptions.of(options)
-    path, config = _load_config(path, flag, how)
-    return _load(AutoModelForCausalLM, path, config, flag, how)
+    path, config = read_config(path, flag, how)
+    model, _ = _load(AutoModelForCausalLM, path, config, flag, how)
+    return model
 
 
 def load_sequence_classifier(
@@ -115,19 +114,21 @@ def load_sequence_classifier(
     """
     how = LoadOptions.of(options)
     flag = flag or f"--{kind}_pretrain"
-    path, config = _load_config(path, flag, how)
+    path, config = read_config(path, flag, how)
     config.num_labels = 1
     weight = None
-    if not (how.init_from_scratch or init_value_head):
-        with _errors_name(path, flag):
-            weight = _head_from_checkpoint(path, value_head_prefix, kind, flag)
-        if weight is None and init_value_head is False:
-            raise ModelLoadError(
-                f"{flag} {path} has no {value_head_prefix}.weight and init_value_head is False"
-            )
-    model = _load(
-        AutoModelForSequenceClassification, path, config, flag, how, any_head=bool(init_value_head)
-    )
+    draws_head = how.init_from_scratch or bool(init_value_head)
+    for entry in () if draws_head else VALUE_HEADS.values():
+        with errors_name(path, flag):
+            weight = entry.fn(path, value_head_prefix, kind, flag)
+    auto_class = AutoModelForSequenceClassification
+    model, has_head = _load(auto_class, path, config, flag, how, any_head=bool(init_value_head))
+    if weight is None and not draws_head:
+        if has_head:
+            return model
+        if kind == "reward" or init_value_head is False:
+            reason = " and init_value_head is False" if init_value_head is False else ""
+            raise ModelLoadError(f"{flag} {path} has no {value_head_prefix}.weight{reason}")
     _set_value_head(model, weight, seed=how.seed)
     return model
 
@@ -139,24 +140,23 @@ def _load(
     flag: str,
     how: LoadOptions,
     any_head: bool = False,
-) -> PreTrainedModel:
-    """A value head is set later, so that it may be missing, or with ``any_head`` of another shape."""
-    part, reason = None, None
+) -> tuple[PreTrainedModel, bool]:
+    """The model, and whether the checkpoint has its head; ``any_head``: that one may be of another shape."""
+    part, reason, has_head = None, None, False
     if not how.init_from_scratch:
         part, reason = _language_model(auto_class, path, config, flag)
     config = config if part is None else part.config
     model_class = auto_class._model_mapping.get(type(config), None)
     if model_class is None and not hasattr(config, "auto_map"):
         raise ModelLoadError(reason or _no_class(auto_class, config, f"{flag} {path}"))
+    chosen = next(reversed(ATTENTION.values()))
     kwargs: dict[str, Any] = {
-        "attn_implementation": resolve_attn_implementation(
-            how.attn_implementation, how.dtype, model_class, config
-        ),
+        "attn_implementation": chosen.fn(how.attn_implementation, how.dtype, model_class, config),
         "dtype": how.dtype,
         "trust_remote_code": how.trust_remote_code,
     }
     zero3 = _zero3_config(how)
-    with _errors_name(path, flag), _quiet():
+    with errors_name(path, flag), _quiet():
         if how.init_from_scratch:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(how.seed)
@@ -169,20 +169,42 @@ def _load(
             }
             kwargs |= {} if part is None else part.options
             model, info = auto_class.from_pretrained(path, config=config, **kwargs)
-            _check_loaded(model, info, f"{flag} {path}", any_head)
+            has_head = _check_loaded(model, info, f"{flag} {path}", any_head)
     if zero3 is not None:
         _restore_frequencies(model)
     if part is not None:
-        with _errors_name(path, flag):
+        with errors_name(path, flag):
             part.belongs_to(model)
-    disable_dropout(model, kept=dropouts(how.override_config or {}))
+    disable_dropout(model, kept=_rates(config))
     for name in how.changed_by:
         LOADING[name].fn(model)
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
-    if how.init_from_scratch:
-        reason = untrainable(config, dict(model.named_parameters()), f"{flag} {path}")
-    model.untrainable = reason
-    return model.eval()
+    model.untrainable = untrainable(model, f"{flag} {path}") if how.init_from_scratch else reason
+    return model.eval(), has_head
+
+
+def attention_as_asked(name: str, *_: Any) -> str | None:
+    """For transformers, which chooses where this is None."""
+    return None if name == "auto" else name
+
+
+def _language_model(
+    auto_class: Any, path: str, config: PretrainedConfig, flag: str
+) -> tuple[Any | None, str | None]:
+    """What to load of a checkpoint with towers, or why it cannot train; neither for a text model."""
+    for entry in LANGUAGE_MODELS.values():
+        try:
+            return entry.fn(auto_class, path, config, flag), None
+        except ModelLoadError as error:
+            return None, str(error)
+    return None, None
+
+
+def untrainable(model: PreTrainedModel, name: str) -> str | None:
+    """Why a model that was built is refused for training; ``name`` stands in front."""
+    tensors = [tensor for tensor, _ in model.named_parameters()]
+    reasons = (entry.fn(model.config, tensors, name) for entry in UNTRAINABLE.values())
+    return next(filter(None, reasons), None)
 
 
 def _no_class(auto_class: Any, config: PretrainedConfig, name: str) -> str:
@@ -195,72 +217,13 @@ def _no_class(auto_class: Any, config: PretrainedConfig, name: str) -> str:
     )
 
 
-def check_trainable(path: str, *, flag: str = "--pretrain", **options: Any) -> bool:
-    """Whether what trains of a checkpoint is the language model alone, beside towers. It reads names alone.
-
-    ``options`` are fields of :class:`LoadOptions`. Random weights are looked at when they are made.
-
-    Raises:
-        ModelLoadError: an image or audio tower cannot be told from what would train.
-    """
-    how = LoadOptions.of(options)
-    path, config = _load_config(path, flag, how)
-    if how.init_from_scratch:
-        return False
-    part, reason = _language_model(AutoModelForCausalLM, path, config, flag)
-    if reason is not None:
-        raise ModelLoadError(reason)
-    return part is not None
-
-
-class LanguageModel(Protocol):
-    """The language model of a checkpoint with more parts, and what keeps the others; ``model.whole`` of that model."""
-
-    config: PretrainedConfig  # of the language model alone
-    has_class: bool  # transformers has one for it, which other engines may know
-    options: dict[str, Any]  # further ones of from_pretrained
-    architecture: str  # the class that the whole checkpoint is of
-    auto_class: str  # what reads it
-    # of adapters: names in the whole model, as patterns, → in the language model alone
-    adapter_names: dict[str, str]
-    digest: str  # of all that stays as it came; the checkpoints of a run remember it
-
-    def belongs_to(self, model: PreTrainedModel) -> None:
-        """Becomes ``model.whole``, if ``model`` has what the checkpoint has. Under ZeRO-3 collective."""
-
-    def write(self, model: PreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
-        """The whole checkpoint, with these weights of the language model."""
-
-    def name_of(self, name: str) -> str:
-        """A weight of the language model alone as the whole checkpoint calls it."""
-
-
-def _language_model(
-    auto_class: Any, path: str, config: PretrainedConfig, flag: str
-) -> tuple[LanguageModel | None, str | None]:
-    """What to load of a checkpoint with towers, or why it cannot train; neither for a text model."""
-    if not reads_more_than_text(config):
-        return None, None
-    with _errors_name(path, flag):
-        reason = untrainable(config, checkpoint_files(path), f"{flag} {path}")
-    if reason is None:
-        return None, None
-    entry = next(reversed(LANGUAGE_MODELS.values()), None)
-    if entry is None:
-        return None, reason
-    try:
-        return entry.fn(auto_class, path, config, f"{flag} {path}"), None
-    except ModelLoadError as error:
-        return None, str(error)
-
-
 def _check_loaded(
     model: PreTrainedModel,
     info: dict[str, Any],
     name: str,
     any_head: bool,
-) -> None:
-    """Refuses a model some of whose weights the checkpoint lacks, or has in another shape."""
+) -> bool:
+    """Refuses a model some of whose weights the checkpoint lacks, or has in another shape; whether it has the head."""
     heads = set() if model.can_generate() else {f"{head}.weight" for head in head_names(model)}
     other = sorted(
         shapes for shapes in info["mismatched_keys"] if not (any_head and shapes[0] in heads)
@@ -271,11 +234,13 @@ def _check_loaded(
             f"{name}: {len(other)} weights have another shape than its config says: {weight} is {tuple(in_file)}, not "
             f"{tuple(asked)}: config.json (or --override_config) and the weights are of two models"
         )
-    if missing := set(info["missing_keys"]) - heads:
+    missing = set(info["missing_keys"])
+    if lost := missing - heads:
         raise ModelLoadError(
-            f"{name}: {len(missing)} weights are missing from the checkpoint ({', '.join(sorted(missing)[:3])}, …): it "
+            f"{name}: {len(lost)} weights are missing from the checkpoint ({', '.join(sorted(lost)[:3])}, …): it "
             "is incomplete, or of another kind than this model"
         )
+    return missing.isdisjoint(heads)
 
 
 def load_config(
@@ -286,19 +251,19 @@ def load_config(
 ) -> PretrainedConfig:
     """The config that a model of this path would have; ``options`` are fields of :class:`LoadOptions`."""
     how = LoadOptions.of(options)
-    path, config = _load_config(path, flag, how)
+    path, config = read_config(path, flag, how)
     if how.init_from_scratch:
         return config
     part, _ = _language_model(AutoModelForCausalLM, path, config, flag)
     return config if part is None else part.config
 
 
-def _load_config(
+def read_config(
     path: str,
     flag: str,
     options: LoadOptions,
 ) -> tuple[str, PretrainedConfig]:
-    """The path as transformers takes it, and the config with the overrides, and no dropout but theirs."""
+    """The path as transformers takes it, and the config with its changes, and no dropout but theirs."""
     path = _model_path(path, flag)
     for name in filter(None, (part.strip() for part in (options.external_lib or "").split(","))):
         try:
@@ -307,15 +272,12 @@ def _load_config(
             raise ModelLoadError(
                 f"--external_lib {name}: {error}: install it, or set PYTHONPATH"
             ) from error
-    with _errors_name(path, flag):
+    with errors_name(path, flag):
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     for part in (config, config.get_text_config()):
         _zero_dropout_attributes(part)
-    _override(config, options.override_config or {}, "--override_config")
-    if any(name.startswith("rope_") for name in options.override_config or ()):
-        with _errors_name(path, f"--override_config of {flag}"):
-            config.standardize_rope_params()
-            config.validate_rope()
+    for name, value in options.config_changes.items():
+        MODEL_CONFIGS[name].fn(config, value, path, flag)
     return path, config
 
 
@@ -343,7 +305,7 @@ def _look_at(path: str, flag: str, kind: str = "model") -> None:
 
 
 @contextmanager
-def _errors_name(path: str, flag: str) -> Iterator[None]:
+def errors_name(path: str, flag: str) -> Iterator[None]:
     """Put the flag and the path in front of transformers' error messages."""
     try:
         yield
@@ -359,41 +321,6 @@ def _errors_name(path: str, flag: str) -> Iterator[None]:
         raise ModelLoadError(f"{flag} {path} could not be loaded: {reason}") from error
 
 
-def _override(config: PretrainedConfig, values: dict[str, Any], name: str) -> None:
-    for key, value in _with_rope(config, values, name).items():
-        if not hasattr(config, key):
-            hint = nearest(key, config.to_dict())
-            raise ModelLoadError(f"{name}: the config of {config.model_type} has no {key!r}{hint}")
-        current = getattr(config, key)
-        if isinstance(current, PretrainedConfig) and isinstance(value, dict):
-            _override(current, value, f"{name}.{key}")
-        else:
-            setattr(config, key, value)
-
-
-def _with_rope(
-    config: PretrainedConfig,
-    values: dict[str, Any],
-    name: str,
-) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` as transformers 5 has them: part of ``rope_parameters``, whose rest stays."""
-    before = getattr(config, "rope_parameters", None)
-    rest = dict(values)
-    if not isinstance(before, dict):
-        return rest
-    told = {"rope_theta": rest.pop("rope_theta")} if "rope_theta" in rest else {}
-    scaling = rest.pop("rope_scaling", None) or {}
-    told |= {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
-    told |= rest.pop("rope_parameters", None) or {}
-    layers = [key for key, value in before.items() if isinstance(value, dict)]
-    if layers and not told.keys() <= set(layers):
-        raise ModelLoadError(
-            f"{name}: give rope_parameters for each kind of layer: {', '.join(layers)}"
-        )
-    merged = {key: before[key] | value if key in layers else value for key, value in told.items()}
-    return rest | ({"rope_parameters": before | merged} if told else {})
-
-
 def disable_dropout(model: nn.Module, kept: Container[float] = ()) -> None:
     """Set every dropout (and router jitter) of a built model to 0, so that train and eval mode agree.
 
@@ -405,15 +332,15 @@ def disable_dropout(model: nn.Module, kept: Container[float] = ()) -> None:
         _zero_dropout_attributes(module, kept)
 
 
-def dropouts(override_config: dict[str, Any]) -> list[float]:
-    """The rates of dropout (and router jitter) that ``--override_config`` sets, those of its parts too."""
-    rates: list[float] = []
-    for name, value in override_config.items():
-        if isinstance(value, dict):
-            rates += dropouts(value)
-        elif is_dropout(name) and isinstance(value, float):
-            rates.append(value)
-    return rates
+def _rates(config: PretrainedConfig) -> list[float]:
+    """Rates of dropout (and router jitter) that an option has set: those of the checkpoint are 0."""
+    parts = (vars(config), vars(config.get_text_config()))
+    return [
+        value
+        for part in parts
+        for name, value in part.items()
+        if is_dropout(name) and isinstance(value, float)
+    ]
 
 
 def is_dropout(name: str) -> bool:
@@ -431,75 +358,6 @@ def _zero_dropout_attributes(
             continue
         if isinstance(value, float) and is_dropout(key) and value not in kept:
             setattr(owner, key, 0.0)
-
-
-def resolve_attn_implementation(
-    name: str,
-    dtype: torch.dtype | Literal["auto"],
-    model_class: type | None = None,
-    config: PretrainedConfig | None = None,
-) -> str | None:
-    """The flag for transformers; None: it chooses. "auto" is flash_attention_2 if usable, after torch's own kernel.
-
-    Capped scores (Gemma 2) are left out by transformers' sdpa, so that "auto" is then eager. Falcon's alibi is right
-    under sdpa only.
-    """
-    capped = caps_scores(config)
-    if name == "sdpa" and capped:
-        raise ModelLoadError(
-            "--attn_implementation sdpa leaves out this model's attn_logit_softcapping: leave the option out, or set "
-            """--override_config '{"attn_logit_softcapping": null}' to train without it"""
-        )
-    if name == "eager" and adds_alibi_twice(config):
-        raise ModelLoadError(
-            "--attn_implementation eager adds this model's alibi twice (Falcon in transformers): leave the option out"
-        )
-    if name not in ("auto", "flash_attention_2") or (
-        name == "auto" and torch_has_flash(model_class, config)
-    ):
-        return None if name == "auto" else name
-    # code of its own: try
-    supported = getattr(model_class, "_supports_flash_attn", name == "flash_attention_2")
-    # gpt-oss, Granite with sinks, MiMo: transformers would fetch one of these kernels from the hub instead
-    own_kernels = getattr(model_class, "_compatible_flash_implementations", None) or [
-        "flash_attention_2"
-    ]
-    obstacles = {
-        "there is no CUDA device": not torch.cuda.is_available(),
-        "the flash-attn package (2.3.3 or newer) is not installed": not is_flash_attn_2_available(),
-        "it needs --bf16 or --fp16": dtype not in (torch.bfloat16, torch.float16),
-        f"{getattr(model_class, '__name__', None)} does not support it": not supported,
-        f"{getattr(model_class, '__name__', None)} takes {', '.join(own_kernels)} only": (
-            "flash_attention_2" not in own_kernels
-        ),
-    }
-    reasons = [reason for reason, holds in obstacles.items() if holds]
-    if reasons and name == "flash_attention_2":
-        raise ModelLoadError(
-            f"--attn_implementation flash_attention_2 (--flash_attn) cannot be used: {'; '.join(reasons)}. "
-            "Set --attn_implementation sdpa."
-        )
-    return ("eager" if capped else None) if reasons else "flash_attention_2"
-
-
-def adds_alibi_twice(config: PretrainedConfig | None) -> bool:
-    """Whether eager attention is wrong: Falcon's mask has the alibi in it, and its eager layers add it once more."""
-    return config is not None and config.model_type == "falcon" and bool(config.alibi)
-
-
-def caps_scores(config: PretrainedConfig | None) -> bool:
-    """Whether attention squeezes its scores between two bounds."""
-    text = None if config is None else config.get_text_config()
-    return getattr(text, "attn_logit_softcapping", None) is not None
-
-
-def torch_has_flash(model_class: type | None, config: PretrainedConfig | None) -> bool:
-    """Whether sdpa runs packed rows of this model by FlashAttention, as torch does from 2.11 on.
-
-    It is the same kernel as flash-attn's, without waiting in each layer, and shares prompts; decoding keeps its slots.
-    """
-    flash = "window_size" in VARLEN_TAKES and getattr(model_class, "_supports_sdpa", False)
-    return flash and not caps_scores(config)
 
 
 class _Zero3LoadConfig(SimpleNamespace):
@@ -559,17 +417,6 @@ def _quiet() -> Iterator[None]:
 
 # -- heads ------------------------------------------------------------------------------------------------------------
 
-# Names of other people's heads, to tell "no head yet" from "a head under another name".
-# A router's "e_score_correction_bias" is none.
-_HEAD_LIKE = re.compile(
-    r"(^|[._])(v_head|value_head|score|reward_head|regression_head|classifier|summary)([._].*)?\.(weight|bias)$"
-)
-
-
-def is_value_head(name: str) -> bool:
-    """Whether a tensor looks like the head of a critic or reward model."""
-    return _HEAD_LIKE.search(name) is not None
-
 
 def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
     """Name and module of the linear layer that makes the score."""
@@ -619,67 +466,6 @@ def _set_value_head(
             head.bias.zero_()
 
 
-def _head_from_checkpoint(
-    path: str,
-    prefix: str,
-    kind: str,
-    flag: str,
-) -> Tensor | None:
-    """The head's weight (1, hidden); None for a critic whose checkpoint has none."""
-    files = checkpoint_files(path)
-    fitting = [
-        name for name in files if re.search(rf"(^|\.){re.escape(prefix)}\.(weight|bias)$", name)
-    ]
-    if any(name.endswith(".bias") for name in fitting):
-        raise ModelLoadError(
-            f"{flag} {path}: the head {prefix} has a bias, which value heads here do not have"
-        )
-    if len(fitting) > 1:
-        raise ModelLoadError(
-            f"{flag} {path}: --value_head_prefix {prefix} fits several weights: {sorted(fitting)}"
-        )
-    if not fitting:
-        others = ", ".join(sorted(name for name in files if _HEAD_LIKE.search(name))[:3])
-        if others:
-            hint = (
-                f"It has {others}: set --value_head_prefix, or init_value_head=True for a new head"
-            )
-            raise ModelLoadError(f"{flag} {path} has no {prefix}.weight. {hint}")
-        if kind == "reward":
-            raise ModelLoadError(
-                f"{flag} {path} has no {prefix}.weight: train it as a reward model first"
-            )
-        logger.info("%s has no %s.weight; the critic's value head is new", path, prefix)
-        return None
-    _, read = open_tensors(cached_file(path, files[fitting[0]]))
-    weight = read(fitting[0])
-    if weight.dim() != 2 or weight.shape[0] != 1:
-        raise ModelLoadError(
-            f"{flag} {path}: {fitting[0]} has shape {tuple(weight.shape)}; a {kind} needs one output, (1, hidden)"
-        )
-    return weight
-
-
-def checkpoint_files(path: str) -> dict[str, str]:
-    """Which file of a local folder or a hub id holds which tensor, {name: file}."""
-    find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
-    for filename in ("model.safetensors", "pytorch_model.bin"):
-        if (index := find(f"{filename}.index.json")) is not None:
-            return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        if (whole := find(filename)) is not None:
-            return dict.fromkeys(open_tensors(whole)[0], filename)
-    return {}
-
-
-def open_tensors(file: str) -> tuple[Iterable[str], Callable[[str], Tensor]]:
-    """Names of a checkpoint file's tensors, and a function that reads one by name, on the CPU."""
-    if file.endswith(".safetensors"):
-        opened = safe_open(file, framework="pt")
-        return opened.keys(), opened.get_tensor
-    weights = tensor_file.read(file, mapped=True)
-    return weights.keys(), weights.__getitem__
-
-
 # -- tokenizers -------------------------------------------------------------------------------------------------------
 
 
@@ -698,7 +484,7 @@ def get_tokenizer(
     """
     path = _model_path(path, flag, "tokenizer")
     try:
-        with _errors_name(path, flag):
+        with errors_name(path, flag):
             tokenizer = AutoTokenizer.from_pretrained(
                 path, use_fast=use_fast, trust_remote_code=trust_remote_code
             )
@@ -761,51 +547,3 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The model's repeated blocks, by transformers' names for them; empty if it names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-# -- image and audio towers ------------------------------------------------------------------------------------------
-
-# ``AutoModelForCausalLM`` reads some checkpoints without their tower (Qwen3.5), so that an export would have lost it. It
-# reads others with it (Gemma 3), which weight decay would then change although no gradient reaches it.
-
-_PART = re.compile(r"vision|visual|image|audio|speech|video|vq")  # in the name of a config's part
-_TENSOR = re.compile(
-    r"(^|[._])(vision|visual|image|audio|speech|video|vq|multi_modal|multimodal|mm_projector|vpm|apm|resampler"
-    r"|connector|projector|aligner|perceiver)"
-)
-
-_MAPPINGS = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
-
-
-def untrainable(
-    config: PretrainedConfig,
-    tensors: Iterable[str],
-    name: str,
-) -> str | None:
-    """Why a model with this config and these ``tensors`` is refused for training; None: it is a text model.
-
-    ``name`` stands in front, e.g. ``--pretrain FOLDER``.
-    """
-    if not reads_more_than_text(config):
-        return None
-    towers = [tensor for tensor in tensors if is_of_tower(tensor)]
-    if not towers:
-        return None
-    return (
-        f"{name} has an image or audio tower ({len(towers)} tensors, such as {towers[0]}), which training would drop "
-        "or change: train its language model alone, saved as a folder of its own, see docs/limits.md"
-    )
-
-
-def is_of_tower(name: str) -> bool:
-    """Whether a tensor of such a checkpoint, or a part of it, is of a tower or between tower and language model."""
-    return _TENSOR.search(name) is not None
-
-
-def reads_more_than_text(config: PretrainedConfig) -> bool:
-    """Whether the config is of a model that can have a tower."""
-    known = any(config.model_type in getattr(modeling_auto, mapping, ()) for mapping in _MAPPINGS)
-    parts = (
-        name for name, part in vars(config).items() if isinstance(part, PretrainedConfig | dict)
-    )
-    return known or any(_PART.search(name) for name in parts)

@@ -192,9 +192,8 @@ class PretrainedWrapper(nn.Module):
                 )
             disable_dropout(pretrain_or_model)
             if not hasattr(pretrain_or_model, "untrainable"):
-                tensors = dict(pretrain_or_model.named_parameters())
                 name = type(pretrain_or_model).__name__
-                pretrain_or_model.untrainable = untrainable(pretrain_or_model.config, tensors, name)
+                pretrain_or_model.untrainable = untrainable(pretrain_or_model, name)
             # strategy.prepare puts the DeepSpeed engine in its place
             self.model: nn.Module = pretrain_or_model
         else:

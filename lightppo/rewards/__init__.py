@@ -13,13 +13,9 @@ PUBLIC = {
     "load_python_function": "lightppo.user_code",
     "RewardModelSource": "lightppo.rewards.model",
     "RewardRequest": "lightppo.rewards.registry",
-    "Runner": "lightppo.rewards.source",
-    "RunnerRequest": "lightppo.rewards.source",
-    "Call": "lightppo.rewards.source",
-    "Outcome": "lightppo.rewards.source",
-    "build_reward_source": "lightppo.rewards.registry",
 }
-"""What ``from lightppo.rewards import NAME`` imports, by name: the module. Plugins add what they bring."""
+"""What ``from lightppo.rewards import NAME`` imports, by name: the module. Plugins add what they bring, and put theirs in
+place of some."""
 
 
 def __getattr__(name: str) -> Any:

@@ -18,13 +18,12 @@ from tqdm import tqdm
 
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.plugin import DECODERS, DECODING_RUNNERS, FITTED, KERNELS
+from lightppo.plugin import DECODERS, DECODING_RUNNERS, FITTED, KERNELS, LOGITS
 from lightppo.rollout.decoding import CachedForward, DecodedBatch, Decoder, DecodingRunner
 from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.sampling import (
     StopCriteria,
     TokenSampler,
-    bad_word_ids,
     end_of_text_ids,
     in_any_order,
     request_uniforms,
@@ -213,12 +212,14 @@ class HFRolloutEngine:
         stop = StopCriteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
         limit = len(self.tokenizer) if self.valid_vocab_size is None else self.valid_vocab_size
         trained = min(getattr(self.actor, "valid_vocab_size", None) or vocab_size, vocab_size)
+        drawn = min(limit, trained)
+        changes = (entry.fn(sampling, self.tokenizer, drawn) for entry in LOGITS.values())
         sampler = TokenSampler(
             sampling,
-            valid_vocab_size=min(limit, trained),
+            valid_vocab_size=drawn,
             log_prob_vocab_size=trained,
             suppressed_ids=stop.ids,
-            bad_word_ids=bad_word_ids(self.tokenizer, sampling.bad_words),
+            changes=[change for change in changes if change is not None],
         )
         return stop, sampler
 

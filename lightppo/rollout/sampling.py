@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +13,17 @@ from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from lightppo.plugin import KERNELS
 from lightppo.rollout.engine import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_TOKEN = -1  # fills left padding in token histories: no filter takes it for a token
-_BLOCK = 512  # tokens whose probabilities are summed at once where the vocabulary is large
 _TAIL_MARGIN = 4  # tokens without text (skipped special tokens) that may lie inside a stop string
 
 # -- drawing tokens ---------------------------------------------------------------------------------------------------
@@ -63,58 +61,19 @@ def request_uniforms(
     return (np.frombuffer(stream, dtype="<u8") >> 12) * 2.0**-52
 
 
-def request_seed(seed: int, prompt_index: int, sample_index: int, turn: int = 0) -> int:
-    """The seed of one request in [0, 2^63), for engines that take a seed rather than uniforms."""
-    key = f"lightppo/{seed}/{prompt_index}/{sample_index}"
-    return _hashed(f"{key}/turn {turn}" if turn else key)
-
-
-def joint_seed(seeds: Sequence[int]) -> int:
-    """One seed of these, in their order, also in [0, 2^63)."""
-    return _hashed(f"lightppo/{list(seeds)}")
-
-
-def _hashed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """The first token of each row whose cumulated probability exceeds u · total; never one of probability 0.
 
     ``probs`` (B, V), whose rows need not sum to 1, and ``uniforms`` (B,) float64 in [0, 1) -> (B,) token ids, long.
     """
-    if probs.shape[-1] > 2 * _BLOCK:
-        return _inverse_cdf_by_blocks(probs, uniforms)
     # In float32 the tail of a large vocabulary would fall below the rounding of the sum.
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, uniforms.unsqueeze(1) * cdf[:, -1:], right=True).squeeze(1)
     return tokens.clamp_(max=probs.shape[-1] - 1)  # only rows of NaN end beyond the vocabulary
 
 
-def _inverse_cdf_by_blocks(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Finds the block by the blocks' sums, then the token in it: one pass over ``probs`` without a cumulated copy."""
-    vocab_size = probs.shape[-1]
-    whole = vocab_size // _BLOCK * _BLOCK
-    sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1)
-    # the last may be empty: 0
-    sums = torch.cat([sums, probs[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
-    cdf = sums.cumsum(dim=-1, dtype=torch.float64)
-    targets = uniforms.unsqueeze(1) * cdf[:, -1:]  # (B, 1)
-    blocks = torch.searchsorted(cdf, targets, right=True).clamp_(max=cdf.shape[1] - 1)
-    before = cdf.gather(1, blocks) - sums.gather(1, blocks)
-    tokens = blocks * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # (B, block)
-    inside = (
-        probs.gather(1, tokens.clamp(max=vocab_size - 1))
-        .double()
-        .masked_fill_(tokens >= vocab_size, 0)
-    )
-    inner = inside.cumsum(dim=-1)
-    # The sums above are rounded differently: the target must stay inside, else a token of probability 0 could be drawn.
-    within = torch.minimum(
-        (targets - before).clamp_(min=0), inner[:, -1:].nextafter(inner.new_zeros(1))
-    )
-    tokens = blocks * _BLOCK + torch.searchsorted(inner, within, right=True)
-    return tokens.squeeze(1).clamp_(max=vocab_size - 1)
+# of raw logits (B, V), the number of tokens that each response has, and the tokens so far
+LogitsChange = Callable[[Tensor, int | Tensor, Tensor | None], Tensor]
 
 
 class TokenSampler:
@@ -124,6 +83,7 @@ class TokenSampler:
         valid_vocab_size: ids from here on (which pad the model's vocabulary) are never sampled.
         log_prob_vocab_size: log probs are over so many ids, as in the trainer; None: all.
         suppressed_ids: ids that may not come before ``min_new_tokens``.
+        changes: of raw logits, see ``lightppo.plugin.LOGITS``.
     """
 
     def __init__(
@@ -133,7 +93,7 @@ class TokenSampler:
         valid_vocab_size: int,
         log_prob_vocab_size: int | None = None,
         suppressed_ids: Sequence[int] = (),
-        bad_word_ids: Sequence[list[int]] = (),
+        changes: Sequence[LogitsChange] = (),
     ) -> None:
         self.greedy = sampling.greedy
         self._needs_rows = torch.are_deterministic_algorithms_enabled()  # see in_any_order
@@ -144,15 +104,10 @@ class TokenSampler:
         self.log_prob_vocab_size = log_prob_vocab_size
         self._suppressed = torch.zeros(valid_vocab_size, dtype=torch.bool)
         self._suppressed[[i for i in suppressed_ids if i < valid_vocab_size]] = True
-        completable = [ids for ids in bad_word_ids if max(ids) < valid_vocab_size]
-        penalty = sampling.repetition_penalty
+        self._changes = changes
+        self.needs_history = bool(changes)
+        self._draw = KERNELS["draw"].fn
         self._filters = LogitsProcessorList()
-        self._repetition = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1.0 else None
-        self._bad_words = NoBadWordsLogitsProcessor(completable) if completable else None
-        self.presence = sampling.presence_penalty
-        self.frequency = sampling.frequency_penalty
-        counts = self.presence != 0 or self.frequency != 0
-        self.needs_history = counts or self._repetition is not None or self._bad_words is not None
         if sampling.min_p > 0:
             self._filters.append(MinPLogitsWarper(sampling.min_p))
         if sampling.top_k > 0:
@@ -191,7 +146,7 @@ class TokenSampler:
                 scores = scores.expand(2, -1)
                 uniforms = uniforms.expand(2)
             scores = self._filters(history, scores)
-            tokens = inverse_cdf(scores.softmax(dim=-1), uniforms)[: len(logits)]
+            tokens = self._draw(scores.softmax(dim=-1), uniforms)[: len(logits)]
             scores = scores[: len(logits)]
         # as in training, to the last bit
         log_probs = scaled.log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -203,33 +158,15 @@ class TokenSampler:
         step: int | Tensor,
         history: Tensor | None,
     ) -> Tensor:
-        """Penalties, bad words and minimum length, on raw logits (B, V)."""
-        if self._repetition is not None:
-            # Padding repeats the last id (always a real one), which is penalised once anyhow.
-            seen = torch.where(history == NO_TOKEN, history[:, -1:], history)
-            scores = self._repetition(seen, scores)
-        if self.presence or self.frequency:
-            counts = _response_counts(history, step, scores)
-            scores = scores - self.frequency * counts - self.presence * (counts > 0)
-        if self._bad_words is not None:
-            scores = self._bad_words(history, scores)
+        """The changes of raw logits (B, V), and the minimum length."""
+        for change in self._changes:
+            scores = change(scores, step, history)
         if self.min_new_tokens:
             self._suppressed = self._suppressed.to(scores.device)  # once
             # (B or 1, 1)
             early = torch.as_tensor(step, device=scores.device).view(-1, 1) < self.min_new_tokens
             scores = scores.masked_fill(early & self._suppressed, -torch.inf)
         return scores
-
-
-def _response_counts(history: Tensor, step: int | Tensor, scores: Tensor) -> Tensor:
-    """How often each id is in the response, the last ``step`` ids of ``history`` (B, S); (B, V) as ``scores``."""
-    ages = torch.as_tensor(step, device=history.device).view(-1, 1)  # (B or 1, 1)
-    # (B or 1, S)
-    in_response = torch.arange(history.shape[1], 0, -1, device=history.device) <= ages
-    in_response = in_response.expand_as(history)
-    return torch.zeros_like(scores).scatter_add_(
-        1, history.where(in_response, 0), in_response.to(scores.dtype)
-    )
 
 
 # -- ending responses -------------------------------------------------------------------------------------------------
@@ -241,24 +178,6 @@ def end_of_text_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Any |
     configured = getattr(generation_config, "eos_token_id", None)
     ids.update(configured if isinstance(configured, list | tuple) else [configured])
     return sorted(i for i in ids if i is not None)
-
-
-def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> list[list[int]]:
-    """Token sequences of bad words, at the start of a text and behind a space (as in vLLM)."""
-    sequences: list[list[int]] = []
-    for word in words:
-        plain, spaced = (
-            tokenizer.encode(prefix + word.strip(), add_special_tokens=False)
-            for prefix in ("", " ")
-        )
-        if not plain or tokenizer.unk_token_id in plain:
-            raise ValueError(
-                f"bad_words: the tokenizer has no tokens for {word!r} (got ids {plain}); remove it"
-            )
-        sequences.append(plain)
-        if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            sequences.append(spaced)
-    return sequences
 
 
 class StopCriteria:

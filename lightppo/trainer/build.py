@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,16 +46,16 @@ from lightppo.plugin import (
     ENGINES,
     LOADING,
     LOSS_TERMS,
+    MODEL_CONFIGS,
     SAMPLING,
     SCORED,
     SCORERS,
     FrozenModel,
 )
 from lightppo.ranks import Ranks
-from lightppo.rewards.registry import build_reward, reward_inputs
+from lightppo.rewards.registry import build_reward
 from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
-from lightppo.rollout.sampling import bad_word_ids
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_adapters, parameter_count
 from lightppo.trainer import metrics as m
@@ -210,13 +209,9 @@ def begin(config: PPOConfig) -> Building:
     building = Building(given=config, asked=resolved, config=resolved, strategy=strategy)
     building.check("options")
     check_lengths(resolved, model_config(resolved))
-    if not resolved.evaluation.val_only:
-        check_trainable(resolved)
     building.tokenizer = build_tokenizer(resolved)
     check_sampled_tokens(resolved, building.tokenizer)
-    if resolved.model.reward_pretrain:
-        with _as_config_error():
-            reward_inputs(resolved, building.tokenizer)
+    building.check("tokenizer")
     for one in frozen_models(resolved).values():
         check_vocabulary(resolved, one.path, one.flag, building.tokenizer)
     building.check("folders")
@@ -399,32 +394,17 @@ def model_config(config: OptionSet) -> Any:
     return loading.load_config(stage_to_local(config.model.pretrain), **loading_options(config))
 
 
-def check_trainable(config: OptionSet) -> None:
-    """ModelLoadError where what trains cannot be told from image or audio towers; of a PPO run the critic's too."""
-    options = loading_options(config)
-    pretrain = config.model.pretrain
-    loading.check_trainable(stage_to_local(pretrain), **options)
-    if (
-        isinstance(config, PPOConfig)
-        and needs_critic(config)
-        and config.model.critic_pretrain != pretrain
-    ):
-        path = stage_to_local(config.model.critic_pretrain)
-        options["init_from_scratch"] = False
-        loading.check_trainable(path, flag="--critic_pretrain", **options)
-
-
 def loading_options(config: OptionSet) -> dict[str, Any]:
     """How all models but reward models are loaded."""
     asked = config.model
     # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
-    changes = {name: value for name, value in config.flat().items() if name in LOADING}
+    of_tables = {*LOADING, *MODEL_CONFIGS}
+    changes = {name: value for name, value in config.flat().items() if name in of_tables}
     return changes | {
         "attn_implementation": asked.attn_implementation,
         "trust_remote_code": asked.trust_remote_code,
         "external_lib": asked.external_lib,
         "seed": config.strategy.seed,
-        "override_config": json.loads(asked.override_config) if asked.override_config else None,
         "init_from_scratch": asked.init_from_scratch,
     }
 
@@ -601,17 +581,13 @@ def check_vocabulary(config: OptionSet, path: str, flag: str, tokenizer: Any) ->
 
 
 def check_sampled_tokens(config: PPOConfig, tokenizer: Any) -> None:
-    """Refuses ids and words that no sampled answer can have."""
+    """Refuses ids that no sampled answer can have."""
     size = loading.valid_vocab_size(tokenizer)
     if beyond := [i for i in config.rollout.stop_token_ids if i >= size]:
         raise ConfigError(
             f"--stop_token_ids {' '.join(map(str, beyond))}: the tokenizer has no such id, its largest is {size - 1}: "
             "leave it out, or give the text to --stop"
         )
-    try:
-        bad_word_ids(tokenizer, config.rollout.bad_words)
-    except ValueError as error:
-        raise ConfigError(f"--{error}") from error
 
 
 def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:

@@ -26,12 +26,12 @@ from lightppo.data.records import Prompt
 from lightppo.errors import UserError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.loading import resolve_attn_implementation
 from lightppo.plugins.adapters.lora import LoraOptions, adapters_off, add_adapters
 from lightppo.plugins.adapters.quantised import dense_weight, quantised_layers
 from lightppo.plugins.checks.probes import check_decoding, check_padding, check_training
 from lightppo.plugins.decoding.slots import can_use_slots
 from lightppo.plugins.episodes.hf_turns import generate_turns
+from lightppo.plugins.families.attention_choice import resolve_attn_implementation
 from lightppo.ranks import Alone
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine

@@ -17,12 +17,6 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from transformers import (
     BertConfig,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -30,7 +24,6 @@ from transformers import (
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ModelLoadError
-from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.loading import (
@@ -38,7 +31,6 @@ from lightppo.models.loading import (
     get_tokenizer,
     load_causal_lm,
     load_sequence_classifier,
-    resolve_attn_implementation,
     valid_vocab_size,
 )
 from lightppo.models.wrapper import prepare_model
@@ -156,18 +148,6 @@ def test_a_number_that_phimoe_chooses_experts_by_is_no_dropout(tmp_path: Path) -
     assert loaded.config.input_jitter_noise == 0.0
 
 
-def test_what_looks_like_a_value_head() -> None:
-    heads = (
-        "score.weight",
-        "v_head.summary.bias",
-        "value_head.0.weight",
-        "model.reward_head.weight",
-    )
-    assert all(map(loading.is_value_head, heads))
-    others = ("model.layers.1.mlp.gate.e_score_correction_bias", "lm_head.weight", "model.scorer.w")
-    assert not any(map(loading.is_value_head, others))
-
-
 def test_a_critic_of_a_family_without_a_classifier_says_so(tmp_path: Path) -> None:
     random_model("apertus").save_pretrained(tmp_path)
     with pytest.raises(
@@ -195,44 +175,6 @@ def test_attention_and_dtype_are_the_ones_asked_for(causal_lm: MakeModel, tmp_pa
     assert load_causal_lm(str(tmp_path)).dtype == torch.float32
 
 
-def test_attention_choice_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert (
-        resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM) is None
-    )  # transformers takes sdpa, or eager
-    with pytest.raises(ModelLoadError, match=r"CUDA device; .*--bf16.*--attn_implementation sdpa"):
-        resolve_attn_implementation("flash_attention_2", torch.float32, LlamaForCausalLM)
-
-
-def test_capped_scores_are_never_left_out(tmp_path: Path) -> None:
-    sizes = {
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-    }
-    config = Gemma2Config(
-        **sizes, num_attention_heads=2, num_key_value_heads=1, attn_logit_softcapping=0.01
-    )
-    model = Gemma2ForCausalLM(config).eval()
-    model.set_attn_implementation("eager")
-    ids, mask = torch.randint(32, (2, 9)), torch.ones(2, 9, dtype=torch.long)
-    expected = (
-        model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    )
-    model.save_pretrained(tmp_path)
-    with pytest.raises(
-        ModelLoadError, match=r"--attn_implementation sdpa .*attn_logit_softcapping"
-    ):
-        Actor(str(tmp_path), attn_implementation="sdpa")
-    actor = Actor(str(tmp_path), packing_samples=None)
-    for packs in (False, True):
-        if packs:
-            assert actor.layout.try_packing(torch.device("cpu")) is None
-        torch.testing.assert_close(actor(ids, num_actions=8, attention_mask=mask), expected)
-
-
 def test_unknown_attention_is_named(causal_lm: MakeModel, tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=r"--pretrain .*flash_9"):
@@ -247,59 +189,6 @@ def test_the_seed_flag_asks_for_flash_attention(
     for wrapper in (Actor, Critic):
         with pytest.raises(ModelLoadError, match="--flash_attn"):
             wrapper(str(tmp_path), use_flash_attention_2=True, bf16=True)
-
-
-def test_attention_choice_with_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: True)
-
-    class Unable(LlamaForCausalLM):
-        _supports_flash_attn = False
-
-    # torch's own kernel for packed rows comes first: it also shares prompts
-    monkeypatch.setattr(loading, "VARLEN_TAKES", {"scale", "window_size"})
-    assert (
-        resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM, LlamaConfig()) is None
-    )
-    assert (
-        resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM)
-        == "flash_attention_2"
-    )
-    # it leaves out Gemma 2's soft capping
-    assert (
-        resolve_attn_implementation("auto", torch.bfloat16, Gemma2ForCausalLM, Gemma2Config())
-        == "flash_attention_2"
-    )
-    monkeypatch.setattr(loading, "VARLEN_TAKES", {"is_causal"})
-    assert (
-        resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM, LlamaConfig())
-        == "flash_attention_2"
-    )
-    assert (
-        resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM)
-        == "flash_attention_2"
-    )
-    assert (
-        resolve_attn_implementation("flash_attention_2", torch.bfloat16, None)
-        == "flash_attention_2"
-    )  # custom code: try
-    assert resolve_attn_implementation("auto", torch.float32, LlamaForCausalLM) is None
-    assert resolve_attn_implementation("auto", torch.bfloat16, Unable) is None
-    assert resolve_attn_implementation("auto", torch.bfloat16, None) is None
-    # transformers would look for its kernels on the hub
-    assert (
-        resolve_attn_implementation("auto", torch.bfloat16, GptOssForCausalLM, GptOssConfig())
-        is None
-    )
-    with pytest.raises(ModelLoadError, match=r"GptOssForCausalLM takes kernels-community/.* only"):
-        resolve_attn_implementation(
-            "flash_attention_2", torch.bfloat16, GptOssForCausalLM, GptOssConfig()
-        )
-    with pytest.raises(ModelLoadError, match=r"--attn_implementation .*Unable"):
-        resolve_attn_implementation("flash_attention_2", torch.bfloat16, Unable)
-    monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: False)
-    with pytest.raises(ModelLoadError, match=r"--attn_implementation .*flash-attn package"):
-        resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM)
 
 
 def test_init_from_scratch_needs_only_a_config_and_is_seeded(
@@ -320,63 +209,6 @@ def test_init_from_scratch_needs_only_a_config_and_is_seeded(
     assert not torch.equal(critics[0].score.weight, critics[2].score.weight)
     with pytest.raises(ModelLoadError, match=f"--pretrain {tmp_path}"):
         load_causal_lm(str(tmp_path))
-
-
-def test_override_config(causal_lm: MakeModel, tmp_path: Path) -> None:
-    causal_lm().save_pretrained(tmp_path)
-    model = load_causal_lm(str(tmp_path), override_config={"rms_norm_eps": 0.5})
-    assert model.model.norm.variance_epsilon == 0.5
-    plain = model.model.rotary_emb.inv_freq
-    theta = model.config.rope_parameters["rope_theta"]
-    for forms in (
-        {"rope_theta": 4 * theta, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_parameters": {"rope_theta": 4 * theta, "rope_type": "linear", "factor": 2.0}},
-    ):
-        model = load_causal_lm(str(tmp_path), override_config=forms)
-        # frequency i of D/2 is θ^(−2i/D): the first is halved by the scaling, the others also shrink with θ
-        powers = torch.arange(len(plain)) / len(plain)
-        assert torch.allclose(model.model.rotary_emb.inv_freq, plain / 2 * 4.0**-powers)
-    assert (
-        load_causal_lm(str(tmp_path), override_config={"rope_theta": 9.0}).config.rope_parameters[
-            "rope_theta"
-        ]
-        == 9
-    )
-    with pytest.raises(ModelLoadError, match=r"--override_config of --pretrain .*factor"):
-        load_causal_lm(str(tmp_path), override_config={"rope_scaling": {"rope_type": "linear"}})
-    with pytest.raises(
-        ModelLoadError, match=r"--override_config: .*'rms_norm_epz'.*'rms_norm_eps'"
-    ):
-        load_causal_lm(str(tmp_path), override_config={"rms_norm_epz": 0.5})
-    # other shapes than the checkpoint's
-    with pytest.raises(ModelLoadError, match=f"--pretrain {tmp_path}"):
-        load_causal_lm(str(tmp_path), override_config={"intermediate_size": 40})
-
-
-def test_dropout_of_the_checkpoint_is_off_and_that_of_override_config_acts_in_training(
-    causal_lm: MakeModel, tmp_path: Path
-) -> None:
-    causal_lm().save_pretrained(tmp_path)  # its config has dropout 0.1
-    tokens = torch.arange(5, 25)[None]
-    plain = load_causal_lm(str(tmp_path))
-    dropping = load_causal_lm(str(tmp_path), override_config={"attention_dropout": 0.3})
-    assert (plain.config.attention_dropout, dropping.config.attention_dropout) == (0.0, 0.3)
-    with torch.no_grad():
-        expected = plain(tokens).logits
-        assert torch.equal(plain.train()(tokens).logits, expected)
-        assert torch.equal(dropping(tokens).logits, expected)  # loaded in eval mode
-        first, second = (dropping.train()(tokens).logits for _ in range(2))
-        assert not torch.equal(first, second)
-        assert torch.equal(dropping.eval()(tokens).logits, expected)
-
-
-def test_dropout_modules_keep_the_rate_of_override_config(tmp_path: Path) -> None:
-    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=32, n_positions=16)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    model = load_causal_lm(str(tmp_path), override_config={"resid_pdrop": 0.2})
-    block = model.transformer.h[0]
-    assert (block.attn.resid_dropout.p, block.mlp.dropout.p) == (0.2, 0.2)
-    assert (block.attn.attn_dropout.p, model.transformer.drop.p) == (0.0, 0.0)
 
 
 def test_external_lib_is_imported_first(
@@ -413,22 +245,6 @@ def test_sharded_and_torch_checkpoints_are_read(classifier: MakeModel, tmp_path:
     next((tmp_path / "shards").glob("model-00002*")).unlink()
     with pytest.raises(ModelLoadError, match=r"--reward_pretrain .*model-00002"):
         RewardModel(str(tmp_path / "shards"))
-
-
-def test_critic_refuses_a_foreign_head_it_was_not_told_of(
-    classifier: MakeModel, tmp_path: Path
-) -> None:
-    classifier().save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["value_head.weight"] = weights.pop("score.weight")
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ModelLoadError, match=r"--critic_pretrain .*value_head\.weight: .*--value_head_prefix"
-    ):
-        Critic(str(tmp_path))
-    with pytest.raises(ModelLoadError, match=r"--critic_pretrain .*value_head\.weight"):
-        Critic(str(tmp_path), init_value_head=False)
-    assert Critic(str(tmp_path), init_value_head=True)(torch.tensor([[5, 6]])).shape == (1, 2)
 
 
 def test_a_new_head_replaces_one_with_several_outputs_but_nothing_else(

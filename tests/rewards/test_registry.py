@@ -14,6 +14,8 @@ from support.tiny import save_reward_model
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RewardError
+from lightppo.plugins.reward_sources.reward_files import check_reward_files
+from lightppo.plugins.reward_sources.reward_inputs import Retemplated, SameIds
 from lightppo.plugins.verifiers.formats import has_think
 from lightppo.ranks import Alone
 from lightppo.rewards import (
@@ -23,8 +25,7 @@ from lightppo.rewards import (
     RewardModelSource,
     build_reward_source,
 )
-from lightppo.rewards.model import Retemplated, SameIds
-from lightppo.rewards.registry import RewardRequest, build_reward, check_reward_files
+from lightppo.rewards.registry import RewardRequest, build_reward
 
 URL = "http://127.0.0.1:5000/get_reward"
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightppo.errors import NonFiniteRewardError, RewardError
+from lightppo.plugins.reward_sources.tries import join_outputs
 from lightppo.rewards import (
     AsyncScorer,
     CombinedReward,
@@ -21,7 +22,6 @@ from lightppo.rewards import (
     check_output,
     score_rollouts,
 )
-from lightppo.rewards.source import join_outputs
 
 
 class Fixed:

@@ -10,10 +10,8 @@ from support.far_device import FarDevice
 
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import (
-    NO_TOKEN,
     StopCriteria,
     TokenSampler,
-    bad_word_ids,
     end_of_text_ids,
     in_any_order,
     inverse_cdf,
@@ -87,52 +85,13 @@ class TestInverseCdf:
         for u in (0.0, 1 - 2.0**-52):
             assert (inverse_cdf(probs, torch.full((2000,), u, dtype=torch.float64)) == 1).all()
 
-    def test_the_tail_of_a_large_vocabulary_is_reached(self):
-        # 2^20 equal tokens behind one of mass 1 - 2^-9 (2^-29 each, far below float32's 2^-24 beside 1):
-        # u = 1 - 2^-10 lies in the middle of the tail: token 1 + 2^19.
-        probs = torch.full((1, 1 + 2**20), 2.0**-29)
-        probs[0, 0] = 1 - 2.0**-9
-        u = torch.tensor([1 - 2.0**-10], dtype=torch.float64)
-        assert inverse_cdf(probs, u).tolist() == [1 + 2**19]
-
-    @pytest.mark.parametrize("vocab_size", [1025, 1536, 5000])
-    def test_a_large_vocabulary_goes_by_blocks_to_the_same_tokens(self, vocab_size):
-        generator = torch.Generator().manual_seed(0)
-        probs = (torch.randn(4000, vocab_size, generator=generator) * 2).softmax(-1)
-        u = torch.rand(4000, generator=generator, dtype=torch.float64)
-        cdf = probs.cumsum(-1, dtype=torch.float64)
-        expected = torch.searchsorted(cdf, (u * cdf[:, -1]).unsqueeze(1), right=True).squeeze(1)
-        tokens = inverse_cdf(probs, u)
-        assert tokens.unique().numel() > vocab_size / 3
-        # Only a number within float32's rounding of a border may fall on its other side.
-        assert (tokens != expected).float().mean() < 1e-3
-        assert (tokens - expected).abs().max() <= 1
-
-    def test_zero_mass_is_never_drawn_at_the_borders_of_blocks(self):
-        generator = torch.Generator().manual_seed(0)
-        probs = torch.zeros(3000, 2000)
-        # in the first, second and last block; one has none
-        places = torch.tensor([3, 511, 512, 1023, 1540, 1990])
-        probs[:, places] = torch.rand(3000, 6, generator=generator)
-        cdf = probs[:, places].double().cumsum(-1)
-        borders = (cdf / cdf[:, -1:])[:, :-1].T.flatten()
-        for u in (
-            torch.zeros(3000).double(),
-            torch.full((3000,), 1 - 2.0**-52, dtype=torch.float64),
-        ):
-            assert (probs.gather(1, inverse_cdf(probs, u).unsqueeze(1)) > 0).all()
-        for shift in (0.0, 1e-16, -1e-16):
-            u = (borders + shift).clamp(0, 1 - 2.0**-52)
-            drawn = probs.repeat(5, 1).gather(1, inverse_cdf(probs.repeat(5, 1), u).unsqueeze(1))
-            assert (drawn > 0).all()
-
 
 class TestTokenSampler:
     logits = torch.tensor([[1.0, 2.0, 0.5, -1.0]])
 
     def test_log_prob_is_of_the_unfiltered_distribution_at_the_temperature(self):
-        params = SamplingParams(temperature=0.5, top_k=1, repetition_penalty=3.0)
-        token, log_prob = draw(params, self.logits, [0.99], history=torch.tensor([[3]]))
+        params = SamplingParams(temperature=0.5, top_k=1)
+        token, log_prob = draw(params, self.logits, [0.99])
         # logits / .5 = 2 4 1 -2; log softmax of 4: 4 - ln(e² + e⁴ + e¹ + e⁻²) = 4 - ln(64.8409) = -0.171935
         assert token.item() == 1
         assert log_prob.item() == pytest.approx(-0.171935, abs=1e-5)
@@ -184,36 +143,6 @@ class TestTokenSampler:
         # At temperature .25 p ∝ .0625 .0081 …: the first alone has .88 ≥ .7, so top_p .7 leaves nothing else.
         assert draw(SamplingParams(temperature=0.25, top_p=0.7), logits, [0.9999])[0].item() == 0
 
-    def test_penalty_comes_before_temperature(self):
-        # Penalty 2 on ids 0 and 1: logits 2 -1 → 1 -2; halved temperature doubles them: 2 -4 0.
-        # p0 = e²/(e² + e⁻⁴ + 1) = 7.3891/8.4074 = .8789; p0 + p1 = .8811.
-        logits = torch.tensor([[2.0, -1.0, 0.0]]).expand(4, 3)
-        params = SamplingParams(temperature=0.5, repetition_penalty=2.0)
-        history = torch.tensor([[0, 1]]).expand(4, 2)
-        tokens, _ = draw(params, logits, [0.8788, 0.8790, 0.8810, 0.8812], history=history)
-        assert tokens.tolist() == [0, 1, 1, 2]
-
-    def test_presence_and_frequency_are_of_the_response_alone(self):
-        # The prompt has id 2 three times; the response is 0, 0, 1: logits 3 − 2·0.5 − 0.25, 2 − 0.5 − 0.25, 1, 0.
-        logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-        history = torch.tensor([[NO_TOKEN, 2, 2, 2, 0, 0, 1]])
-        params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
-        shares = torch.tensor([1.75, 1.25, 1.0, 0.0]).softmax(0).cumsum(0).tolist()
-        for token, share in enumerate(shares[:3]):
-            u = [share - 1e-6, share + 1e-6]
-            tokens, log_probs = draw(
-                params, logits.expand(2, 4), u, history=history.expand(2, 7), step=3
-            )
-            assert tokens.tolist() == [token, token + 1]
-            assert torch.allclose(log_probs, logits[0].log_softmax(0)[tokens])  # without penalties
-        rows = torch.tensor([[3.0, 2.9], [3.0, 2.9]])
-        ages = torch.tensor([1, 2])  # the first row's response is id 1, the second's are both
-        greedy = SamplingParams(do_sample=False, presence_penalty=-0.2)
-        drawn = draw(
-            greedy, rows, [0.0] * 2, history=torch.tensor([[0, 0, 1], [1, 1, 0]]), step=ages
-        )[0]
-        assert drawn.tolist() == [1, 0]
-
     @pytest.mark.parametrize(("options", "kept"), [({"min_p": 0.2}, 3), ({"min_p": 0.5}, 2), ({"min_p": 1.0}, 1),
                                                    ({"min_p": 0.2, "temperature": 0.5}, 2)])  # fmt: skip
     def test_min_p_is_a_share_of_the_likeliest_at_the_temperature(self, options, kept):
@@ -224,24 +153,6 @@ class TestTokenSampler:
         assert set(tokens.tolist()) == set([1, 3, 0, 2][:kept])
         scaled = (logits[0] / options.get("temperature", 1.0)).log_softmax(0)
         assert torch.allclose(log_probs, scaled[tokens])
-
-    def test_padding_is_no_token_to_penalties_and_bans(self):
-        logits = torch.tensor([[3.0, 2.9, 1.0]])
-        params = SamplingParams(do_sample=False, repetition_penalty=1.5)
-        bad_words = [[2, 2, 0]]  # completed by 0 only behind 2 2
-        unpadded = draw(params, logits, [0.0], history=torch.tensor([[2]]), bad_word_ids=bad_words)
-        padded = draw(
-            params,
-            logits,
-            [0.0],
-            history=torch.tensor([[NO_TOKEN] * 3 + [2]]),
-            bad_word_ids=bad_words,
-        )
-        assert unpadded[0].item() == padded[0].item() == 0
-        banned = draw(
-            params, logits, [0.0], history=torch.tensor([[1, 2, 2]]), bad_word_ids=bad_words
-        )
-        assert banned[0].item() == 1
 
     def test_stop_ids_are_suppressed_until_the_minimum(self):
         params = SamplingParams(do_sample=False, min_new_tokens=2)
@@ -390,19 +301,3 @@ def test_rows_of_different_lengths(tokenizer):
 def test_unknown_stop_id_is_named(tokenizer):
     with pytest.raises(ValueError, match=r"stop_token_ids \[30\]"):
         criteria(tokenizer, stop_token_ids=(3, 30))
-
-
-def test_bad_words_become_token_sequences(tokenizer):
-    assert bad_word_ids(tokenizer, ("ab", "c")) == [tokenizer.encode("ab"), tokenizer.encode("c")]
-
-
-def test_bad_word_behind_a_space_is_banned_too():
-    # A tokenizer in whose vocabulary a word behind a space is another token, as in byte-level BPE.
-    ids = {"cat": [5], " cat": [6]}
-    fake = SimpleNamespace(encode=lambda text, add_special_tokens: ids[text], unk_token_id=None)
-    assert bad_word_ids(fake, ("cat",)) == [[5], [6]]
-
-
-def test_bad_word_without_tokens_is_named(tokenizer):
-    with pytest.raises(ValueError, match=r"bad_words.*'Ω'"):
-        bad_word_ids(tokenizer, ("Ω",))

@@ -33,10 +33,10 @@ from lightppo.plugins.algorithms.correction import correction_weights, rejection
 from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
 from lightppo.plugins.records.samples import Samples
+from lightppo.plugins.reward_sources.reward_models import RewardModelSource
 from lightppo.plugins.supervised import objectives
 from lightppo.plugins.supervised.lm_loss import GPTLMLoss
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
-from lightppo.rewards.model import RewardModelSource
 from lightppo.strategy.deepspeed import StepOutcome
 from lightppo.strategy.zero3 import moving_average
 from lightppo.trainer import update

@@ -12,7 +12,8 @@ from support import fakes
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.plugin import REWARD_MANAGERS, REWARDS, RewardEntry, RewardManager
+from lightppo.plugin import REWARDS, RewardEntry
+from lightppo.plugins.reward_sources import REWARD_MANAGERS, RewardManager
 from lightppo.ranks import Alone
 from lightppo.rewards import Outcome, RewardOutput
 from lightppo.rewards.registry import build_reward

@@ -29,16 +29,16 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.models.loading import (
     head_names,
-    is_of_tower,
     load_causal_lm,
     load_config,
     load_sequence_classifier,
-    open_tensors,
     value_head,
 )
 from lightppo.models.wrapper import PretrainedWrapper, Role
 from lightppo.plugins.adapters.quantised import check_bitsandbytes, dense_weight, quantised_layers
 from lightppo.plugins.adapters.targets import goes_to_experts, replaceable_layers
+from lightppo.plugins.families.checkpoint_tensors import open_tensors
+from lightppo.plugins.towers.parts import is_of_tower
 from lightppo.strategy.zero3 import find_whole
 
 logger = logging.getLogger(__name__)

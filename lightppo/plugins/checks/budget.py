@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,6 +32,7 @@ from lightppo.models.critic import Critic
 from lightppo.models.wrapper import takes
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.adapters.quantised import fitting_layers
+from lightppo.plugins.families.attention_choice import caps_scores
 from lightppo.plugins.packing.last_layer import only_at, position_wise
 from lightppo.plugins.packing.packed_layout import READ_SHARE
 from lightppo.plugins.vllm.weights import BUCKET_BYTES
@@ -468,7 +468,7 @@ def estimate(
 def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[str, Shape]:
     """The models of a run, by role."""
     m, a, lora = config.model, config.adapter, None
-    options = {"override_config": json.loads(m.override_config) if m.override_config else None}
+    options = {"override_config": m.override_config}
     options |= {"trust_remote_code": m.trust_remote_code, "external_lib": m.external_lib}
 
     own_dtype = getattr(torch, rules.compute_dtype(config))
@@ -478,7 +478,7 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
     ) -> Shape:
         found = configs.get(path) or loading.load_config(stage_to_local(path), flag=flag, **options)
         eager = m.attn_implementation == "eager" or (
-            m.attn_implementation == "auto" and loading.caps_scores(found)
+            m.attn_implementation == "auto" and caps_scores(found)
         )
         more |= {"eager": eager, "trust_remote_code": m.trust_remote_code}
         return Shape(found, found.to_json_string(), scores, dtype, **more)

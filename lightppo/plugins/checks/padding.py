@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightppo.models.loading import caps_scores
 from lightppo.models.wrapper import Batch, PretrainedWrapper
+from lightppo.plugins.families.attention_choice import caps_scores
 from lightppo.plugins.packing.trials import alike, is_models_own, one_line
 
 LONG, SHORT, RIGHT = 20, 4, 3  # tokens of the two rows, and the padding behind the short one

@@ -25,7 +25,6 @@ from lightppo.config.rules import (
     needs_reference,
     reward_plan,
 )
-from lightppo.data.readers import SPLIT_WORDS
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import (
     Encoded,
@@ -44,8 +43,11 @@ from lightppo.plugin import REWARDS
 from lightppo.plugins.ops.durable import check_writable
 from lightppo.plugins.records.places import WORLDS, check_places, file_of_world
 from lightppo.plugins.records.trackers import check_trackers
+from lightppo.plugins.reward_sources.function_calls import NO_LABELS
+from lightppo.plugins.reward_sources.reward_files import check_reward_files
 from lightppo.plugins.sources.blends import check_data_paths, first_rows, with_metadata
 from lightppo.plugins.sources.folders import check_model, check_tokenizer
+from lightppo.plugins.sources.local_files import SPLIT_WORDS
 from lightppo.plugins.supervised.example_rows import (
     ExampleFields,
     read_example,
@@ -53,8 +55,6 @@ from lightppo.plugins.supervised.example_rows import (
 )
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 from lightppo.plugins.supervised.sections import SupervisedConfig
-from lightppo.rewards.registry import check_reward_files
-from lightppo.rewards.source import NO_LABELS
 from lightppo.table import load
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,10 @@ from lightppo.data.datasets import Example
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.files import stage_to_local
+from lightppo.plugins.reward_sources.tries import in_daemon_thread
 from lightppo.plugins.supervised.sections import SFTConfig
 from lightppo.ranks import Ranks
-from lightppo.rewards.source import NoReward, RewardSource, in_daemon_thread, score_rollouts
+from lightppo.rewards.source import NoReward, RewardSource, score_rollouts
 from lightppo.rollout.sampling import end_of_text_ids
 from lightppo.shown import plain
 

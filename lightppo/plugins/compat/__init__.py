@@ -1,6 +1,7 @@
 """The constructor, arguments and call forms of the seed, and reward functions of other trainers."""
 
-from lightppo.plugin import PUBLIC, REWARD_STYLES
+from lightppo.plugin import PUBLIC
+from lightppo.plugins.reward_sources import REWARD_STYLES
 from lightppo.table import Entry
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightppo.data.records import Rollout
-from lightppo.rewards.function import (
+from lightppo.plugins.reward_sources.conventions import (
     QUERIES,
     Answer,
     NonFinite,
@@ -17,12 +17,12 @@ from lightppo.rewards.function import (
     Values,
     row_of,
 )
+from lightppo.plugins.reward_sources.tries import join_outputs
 from lightppo.rewards.source import (
     RewardOutput,
     describe_sample,
     finite,
     is_non_finite,
-    join_outputs,
     reading_error,
     shown,
 )

@@ -56,8 +56,9 @@ from lightppo.plugins.compat.seed import (
     with_generation,
 )
 from lightppo.plugins.distillation.sections import needs_teacher
+from lightppo.plugins.reward_sources.script_sources import build_reward_source
 from lightppo.plugins.supervised.pretraining import Pretraining, endless
-from lightppo.rewards.registry import build_reward_source, reward_of
+from lightppo.rewards.registry import reward_of
 from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.checkpoint import rng_state

@@ -29,6 +29,7 @@ from lightppo.plugins.episodes.tally import Tally
 from lightppo.plugins.episodes.turns import Turn, TurnSource
 from lightppo.plugins.tape.reel import Reel
 from lightppo.plugins.tape.tape import Tape
+from lightppo.plugins.vllm.seeds import joint_seed
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.rollout.engine import (
     Capabilities,
@@ -37,7 +38,6 @@ from lightppo.rollout.engine import (
     capabilities_of,
 )
 from lightppo.rollout.hf import HFRolloutEngine, request_streams
-from lightppo.rollout.sampling import joint_seed
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightppo.errors import SandboxError
 from lightppo.plugins.episodes.contract import EnvFailure, Reply
-from lightppo.rewards.source import in_daemon_thread
+from lightppo.plugins.reward_sources.tries import in_daemon_thread
 
 _PROGRAM = """
 def _run(source):

@@ -28,7 +28,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.plugins.http.client import check_bind, check_token, cleaned, secret_texts
-from lightppo.rewards.source import RewardSource, check_output, close_source, in_daemon_thread
+from lightppo.plugins.reward_sources.tries import in_daemon_thread
+from lightppo.rewards.source import RewardSource, check_output, close_source
 
 logger = logging.getLogger(__name__)
 

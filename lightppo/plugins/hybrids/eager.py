@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from lightppo.models.loading import caps_scores
+from lightppo.plugins.families.attention_choice import caps_scores
 from lightppo.plugins.packing.packed_rows import RowPlan, continued, plan_of
 from lightppo.plugins.packing.row_attention import window_of
 

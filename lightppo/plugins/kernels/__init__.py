@@ -13,6 +13,7 @@ def register() -> None:
     KERNELS["linear"] = Entry("lightppo.plugins.kernels.matmul:linear")
     KERNELS["product"] = Entry("lightppo.plugins.kernels.matmul:product")
     KERNELS["head_rows"] = Entry("lightppo.plugins.kernels.invariant:head_rows")
+    KERNELS["draw"] = Entry("lightppo.plugins.kernels.drawing:inverse_cdf_by_blocks")
     KERNELS["decoding"] = Entry("lightppo.plugins.kernels.cpu:packed_weights")
     PREPARATIONS.register(
         "activation_offload", Entry("lightppo.plugins.kernels.offload:prepare_offload")

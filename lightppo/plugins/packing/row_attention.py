@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightppo.models.loading import VARLEN_TAKES
+from lightppo.plugins.families.attention_choice import VARLEN_TAKES
 from lightppo.plugins.packing import PACKED_ATTENTION
 from lightppo.plugins.packing.packed_rows import RowPlan, continued, plan_of
 

@@ -1,19 +1,29 @@
-"""Where rows and models come from beside files of JSON: the hub, URLs, other formats, blends."""
+"""Where rows and models come from beside files of JSON lines: folders, the hub, URLs, other formats, blends."""
 
 from lightppo.option import register_section
-from lightppo.plugin import FORMATS, MODEL_PATHS, PUBLIC, ROWS
-from lightppo.table import Entry
+from lightppo.plugin import MODEL_PATHS, PUBLIC, ROWS
+from lightppo.table import Entry, Table
 
-_TEXT = {".csv": "read_csv", ".tsv": "read_tsv"}
-_TABLES = {".parquet": "read_parquet", ".arrow": "read_arrow"}
+_FORMATS = "lightppo.plugins.sources.file_formats"
+
+FORMATS: Table = Table(
+    "file format",
+    {
+        ".jsonl": Entry(f"{_FORMATS}:read_json"),
+        ".ndjson": Entry(f"{_FORMATS}:read_json"),
+        ".json": Entry(f"{_FORMATS}:read_json"),
+        ".csv": Entry(f"{_FORMATS}:read_csv"),
+        ".tsv": Entry(f"{_FORMATS}:read_tsv"),
+        ".parquet": Entry(f"{_FORMATS}:read_parquet"),
+        ".arrow": Entry(f"{_FORMATS}:read_arrow"),
+    },
+)
+"""Formats of data files by the end of their names: functions ``(path, name, limit)`` that return a
+``datasets.Dataset``; errors call the file by ``name``, ``limit`` is None or how many rows to read."""
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    for ending in FORMATS:  # one rank of a node parses a large file for all
-        FORMATS[ending] = Entry("lightppo.plugins.sources.file_formats:read_json")
-    for ending, name in (_TEXT | _TABLES).items():
-        FORMATS.register(ending, Entry(f"lightppo.plugins.sources.file_formats:{name}"))
     ROWS.register("sources", Entry("lightppo.plugins.sources.blends:rows_of"))
     MODEL_PATHS.register("folders", Entry("lightppo.plugins.sources.folders:look"))
     PUBLIC["blending_datasets"] = "lightppo.plugins.sources.blends"

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lightppo.data import readers
-from lightppo.data.readers import (
-    SPLIT_WORDS,
-    concatenate,
-    file_format,
-    known_format,
-    split_named_by,
-    with_origins,
-)
 from lightppo.data.rows import ORIGIN_COLUMN, check_choice
 from lightppo.errors import DataError, StagingError
 from lightppo.files import check_file_url, is_url, stage_to_local
 from lightppo.plugins.sources.hub import check_on_hub, mistyped_path
+from lightppo.plugins.sources.json_files import concatenate
+from lightppo.plugins.sources.local_files import (
+    SPLIT_WORDS,
+    file_format,
+    known_format,
+    load_source,
+    split_named_by,
+    with_origins,
+)
 from lightppo.shown import shown_url
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
     if _is_hub_name(source, flag):
         dataset = _load_hub(source, split, flag)
     elif (dataset := _load_saved(source, split, flag)) is None:
-        dataset = readers.load_source(source, split, flag, limit)
+        dataset = load_source(source, split, flag, limit)
     if len(dataset) == 0:
         raise DataError(f"{flag} {shown_url(source)} is empty: no rows")
     return dataset.select(range(min(limit, len(dataset))))

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightppo.data import readers
-from lightppo.data.readers import Rows, dataset_of, open_text
 from lightppo.errors import DataError
+from lightppo.plugins.sources import json_files
+from lightppo.plugins.sources.json_files import Rows, dataset_of, open_text
 from lightppo.plugins.sources.node_cache import in_cache, made_once
 from lightppo.ranks import ranks_on_node
 
@@ -27,7 +27,7 @@ SHARED_BYTES, SHARED_ROWS = 64 << 20, 1000
 
 def read_json(path: str | Path, name: str, limit: int | None) -> Dataset:
     """JSON Lines, or a JSON array of objects."""
-    return _parsed_once(partial(readers.read_json, path, name, limit), path, name, limit)
+    return _parsed_once(partial(json_files.read_json, path, name, limit), path, name, limit)
 
 
 def read_csv(path: str | Path, name: str, limit: int | None, delimiter: str = ",") -> Dataset:

@@ -311,9 +311,9 @@ def begin(config: SupervisedConfig) -> building.Building:
     asked = config.resolved()
     run = building.Building(given=config, asked=asked, config=asked, strategy=strategy)
     run.check("options")
-    building.check_trainable(asked)
+    run.tokenizer = building.build_tokenizer(asked)
+    run.check("tokenizer")
     run.check("folders")
-    run.tokenizer = building.build_tokenizer(run.config)
     if (reference := run.config.flat().get("ref_pretrain")) is not None:
         building.check_vocabulary(run.config, reference, "--ref_pretrain", run.tokenizer)
     return run

@@ -188,8 +188,9 @@ def checkpoint_options(folder: Path) -> dict[str, Any]:
 def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
     """Model (an actor or a critic) and tokenizer of a checkpoint, whose manifest is checked before."""
     from lightppo.files import stage_to_local
-    from lightppo.models.loading import check_trainable, get_tokenizer
+    from lightppo.models.loading import get_tokenizer
     from lightppo.plugins.reshape.checkpoints import load_weights, saved_names
+    from lightppo.plugins.towers.recognised import check_trainable
     from lightppo.ranks import Alone
     from lightppo.strategy.checkpoint import check_towers, damage, digest_of_towers, read_meta
 
@@ -252,8 +253,7 @@ def _model_for(
     reads_weights = bool(meta["adapters"]) or has_towers
     if not reads_weights:
         settings["init_from_scratch"] = True
-    if options.get("override_config"):
-        settings["override_config"] = json.loads(options["override_config"])
+    settings["override_config"] = options.get("override_config")
     if has_value_head:
         settings["init_value_head"] = True  # the trained head is in the checkpoint
     if meta["adapters"]:

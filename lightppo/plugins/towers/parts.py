@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.loading import is_of_tower, is_value_head
+from lightppo.plugins.families.value_heads import is_value_head
 
 # the name that a language model's input embedding ends with
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
@@ -17,6 +17,11 @@ _HEAD = re.compile(r"(^|\.)lm_head\.")
 _DRAFT = re.compile(r"(^|\.)mtp\.")
 # layers of the language model that text alone does not reach
 _FED_BY_TOWER = re.compile(r"(^|[._])cross_attn")
+
+_TENSOR = re.compile(
+    r"(^|[._])(vision|visual|image|audio|speech|video|vq|multi_modal|multimodal|mm_projector|vpm|apm|resampler"
+    r"|connector|projector|aligner|perceiver)"
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,11 @@ def _refusal(checkpoint: str, reason: str, names: Iterable[str]) -> ModelLoadErr
         f"{checkpoint} has an image or audio tower and cannot be trained, because its parts cannot be told apart: "
         f"{reason}: {listed(names)}: train its language model alone, saved as a folder of its own, see docs/limits.md"
     )
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a tensor of such a checkpoint, or a part of it, is of a tower or between tower and language model."""
+    return _TENSOR.search(name) is not None
 
 
 def listed(names: Iterable[str], most: int = 6) -> str:

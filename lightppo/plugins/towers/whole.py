@@ -27,7 +27,8 @@ from transformers.utils import cached_file
 
 from lightppo.errors import ModelLoadError
 from lightppo.files import MANIFEST
-from lightppo.models.loading import checkpoint_files, head_names, is_dropout, open_tensors
+from lightppo.models.loading import head_names, is_dropout
+from lightppo.plugins.families.checkpoint_tensors import checkpoint_files, open_tensors
 from lightppo.plugins.towers import causal
 from lightppo.plugins.towers.parts import listed, parts_of
 from lightppo.strategy.zero3 import is_sharded
@@ -44,17 +45,17 @@ _NO_COPY = re.compile(
 )
 
 
-def language_model(auto_class: Any, path: str, config: PretrainedConfig, name: str) -> Whole:
-    """The language model that ``auto_class`` loads of a checkpoint; ``name`` stands in front of messages.
-
-    Raises:
-        ModelLoadError: it cannot be told from the towers, or transformers has no class for it alone.
-    """
-    return Whole(auto_class, path, config, name)
-
-
 class Whole:
-    """A checkpoint with towers around a language model, see :class:`lightppo.models.loading.LanguageModel`."""
+    """The language model of a checkpoint with more parts, and what keeps the others; ``model.whole`` of that model."""
+
+    config: PretrainedConfig  # of the language model alone
+    has_class: bool  # transformers has one for it, which other engines may know
+    options: dict[str, Any]  # further ones of from_pretrained
+    architecture: str | None  # the class that the whole checkpoint is of
+    auto_class: str  # what reads it
+    # of adapters: names in the whole model, as patterns, → in the language model alone
+    adapter_names: dict[str, str]
+    digest: str  # of all that stays as it came; the checkpoints of a run remember it
 
     def __init__(self, auto_class: Any, path: str, config: PretrainedConfig, name: str) -> None:
         text = copy.deepcopy(config.get_text_config())

@@ -4,7 +4,6 @@ from lightppo import rewards
 from lightppo.option import register_section
 from lightppo.plugin import (
     CHECKS,
-    REWARD_MANAGERS,
     REWARD_SUMS,
     REWARD_WRAPPERS,
     REWARDS,
@@ -12,8 +11,8 @@ from lightppo.plugin import (
     SCORERS,
     Check,
     RewardEntry,
-    RewardManager,
 )
+from lightppo.plugins.reward_sources import REWARD_MANAGERS, RewardManager
 from lightppo.table import Entry
 
 
@@ -28,9 +27,6 @@ def register() -> None:
         "code", RewardEntry(f"{here}.programs:code_reward", check_prompt=f"{here}.code:find_tests")
     )
     REWARD_WRAPPERS.register("check_xml_format", Entry(f"{here}.formats:with_xml_format"))
-    for name, calls in {"naive": "sample", "batch": "batch", "dapo": "either"}.items():
-        REWARD_MANAGERS.register(name, RewardManager(f"{here}.runners:runner_of", calls=calls))
-    REWARD_MANAGERS["auto"] = RewardManager(f"{here}.runners:runner_of")
     CHECKS.register("routes", Check(f"{here}.sums:check_routes", when="data"))
     REWARD_SUMS.register("weighted", Entry(f"{here}.sums:sum_of"))
     SCORERS.register("async_rewards", Entry(f"{here}.background:scorer_of"))

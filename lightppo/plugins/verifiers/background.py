@@ -9,12 +9,11 @@ from dataclasses import KW_ONLY, dataclass, replace
 from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, NonFiniteRewardError, RewardError
+from lightppo.plugins.reward_sources.tries import in_daemon_thread, join_outputs
 from lightppo.rewards.source import (
     RewardOutput,
     RewardSource,
     check_output,
-    in_daemon_thread,
-    join_outputs,
     write_output,
 )
 from lightppo.rollout.engine import RolloutEngine, capabilities_of

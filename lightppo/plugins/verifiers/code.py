@@ -21,15 +21,10 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
+from lightppo.plugins.reward_sources.tries import OnFailure, check_failure_options
 from lightppo.plugins.verifiers.sandbox import ProgramRun, SandboxPool
 from lightppo.ranks import heartbeat
-from lightppo.rewards.source import (
-    OnFailure,
-    RewardOutput,
-    check_failure_options,
-    describe_sample,
-    shown,
-)
+from lightppo.rewards.source import RewardOutput, describe_sample, shown
 
 logger = logging.getLogger(__name__)
 

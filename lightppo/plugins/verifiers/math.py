@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
-from lightppo.plugins.verifiers.processes import KillablePool
-from lightppo.rewards.source import (
-    NO_LABELS,
+from lightppo.plugins.reward_sources.function_calls import NO_LABELS
+from lightppo.plugins.reward_sources.tries import (
     Call,
     OnFailure,
-    RewardOutput,
     check_failure_options,
-    describe_sample,
     settle,
 )
+from lightppo.plugins.verifiers.processes import KillablePool
+from lightppo.rewards.source import RewardOutput, describe_sample
 
 if TYPE_CHECKING:
     from lightppo.rewards.registry import RewardRequest

@@ -26,10 +26,15 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from lightppo.errors import RewardError, WorkerStartError
-from lightppo.plugins.verifiers.runners import WATCHED, late
+from lightppo.plugins.reward_sources.runners import WATCHED, late
+from lightppo.plugins.reward_sources.tries import (
+    Call,
+    Outcome,
+    RunnerRequest,
+    awaited,
+    in_daemon_thread,
+)
 from lightppo.ranks import heartbeat
-from lightppo.rewards.function import awaited
-from lightppo.rewards.source import Call, Outcome, RunnerRequest, in_daemon_thread
 from lightppo.user_code import error_text
 
 _START_TRIES = 3

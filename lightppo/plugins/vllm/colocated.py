@@ -29,8 +29,10 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.plugins.ops.storage import content_folder, stage_to_local
 from lightppo.plugins.packing.trials import is_models_own, one_line
+from lightppo.plugins.penalties.logits import bad_word_ids
 from lightppo.plugins.vllm.adapter_push import chosen, lora_arguments, model_obstacle
 from lightppo.plugins.vllm.room import Room
+from lightppo.plugins.vllm.seeds import joint_seed, request_seed
 from lightppo.plugins.vllm.weights import (
     SHARED_MEMORY,
     adapter_names,
@@ -46,14 +48,7 @@ from lightppo.plugins.vllm.weights import (
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.hf import check_drawn, check_length, check_lengths, request_streams
-from lightppo.rollout.sampling import (
-    StopCriteria,
-    bad_word_ids,
-    end_of_text_ids,
-    in_any_order,
-    joint_seed,
-    request_seed,
-)
+from lightppo.rollout.sampling import StopCriteria, end_of_text_ids, in_any_order
 from lightppo.strategy.distributed import on_cuda
 from lightppo.strategy.zero3 import find_adapters, find_hf_model, find_whole
 

@@ -20,7 +20,7 @@ from lightppo.plugins.episodes.chat_format import ChatFormat
 from lightppo.plugins.episodes.environments import Environments
 from lightppo.plugins.episodes.episode import Limits, PlainText
 from lightppo.plugins.episodes.episode_engine import EpisodeEngine
-from lightppo.rewards.function import BoundFunction
+from lightppo.plugins.reward_sources.conventions import BoundFunction
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=600, n=2, seed=3)

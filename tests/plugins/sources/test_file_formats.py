@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from lightppo.data.readers import read_file
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError
+from lightppo.plugins.sources.local_files import read_file
 
 ROWS = [{"input": "a", "label": 1}, {"input": "b\n", "label": 2}]
 

@@ -22,14 +22,15 @@ from support.fakes import FakeStrategy, on_ranks
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError, WorkerStartError
 from lightppo.experience.sampler import RolloutSampler
+from lightppo.plugins.reward_sources.function_calls import FunctionReward
+from lightppo.plugins.reward_sources.runners import LoopRunner, ThreadRunner
+from lightppo.plugins.reward_sources.tries import Call, Outcome, settle
 from lightppo.plugins.verifiers.background import AsyncScorer
 from lightppo.plugins.verifiers.processes import KillablePool, function_spec
-from lightppo.plugins.verifiers.runners import LoopRunner, ThreadRunner
 from lightppo.plugins.verifiers.sandbox import default_processes
 from lightppo.plugins.verifiers.status import check_verifier_status
 from lightppo.ranks import Alone
-from lightppo.rewards.function import FunctionReward
-from lightppo.rewards.source import Call, Outcome, score_rollouts, settle
+from lightppo.rewards.source import score_rollouts
 from lightppo.rollout.engine import SamplingParams
 from lightppo.user_code import load_python_function
 
@@ -643,7 +644,7 @@ SCRIPT = """
 import os, sys, threading, time
 import psutil
 from lightppo.plugins.verifiers.processes import KillablePool
-from lightppo.rewards.source import Call
+from lightppo.plugins.reward_sources.tries import Call
 
 def workers():
     return [child.pid for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]

@@ -28,9 +28,9 @@ from lightppo.plugins.vllm.colocated import (
     undisturbed_process,
     vocabulary_limits,
 )
+from lightppo.plugins.vllm.seeds import request_seed
 from lightppo.plugins.vllm.weights import architecture
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.sampling import request_seed
 
 
 def test_without_vllm_the_message_says_what_to_install(monkeypatch):

@@ -31,10 +31,10 @@ from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.vllm import servers as vllm_server
 from lightppo.plugins.vllm.rollout_check import RolloutCheck
+from lightppo.plugins.vllm.seeds import request_seed
 from lightppo.plugins.vllm.servers import VLLMServer, VLLMServerRolloutEngine
 from lightppo.plugins.vllm.weights import architecture, full_weights, trainer_fingerprints
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
-from lightppo.rollout.sampling import request_seed
 from lightppo.trainer import run
 
 GREEDY = SamplingParams(max_new_tokens=3, do_sample=False)

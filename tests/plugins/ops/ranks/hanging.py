@@ -13,8 +13,8 @@ from torch import distributed
 from torch.distributed import Store
 
 from lightppo.data.records import Prompt, Rollout
+from lightppo.plugins.reward_sources.function_calls import FunctionReward
 from lightppo.ranks import heartbeat
-from lightppo.rewards.function import FunctionReward
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import run
 from lightppo.trainer.metrics import PhaseTimer

@@ -16,9 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightppo.errors import RewardError
+from lightppo.plugins.reward_sources.tries import (
+    Call,
+    Outcome,
+    RunnerRequest,
+    awaited,
+    in_daemon_thread,
+    is_coroutine_function,
+    raised,
+)
 from lightppo.ranks import heartbeat
-from lightppo.rewards.function import awaited, is_coroutine_function, raised
-from lightppo.rewards.source import Call, Outcome, RunnerRequest, in_daemon_thread
 
 _CALLS_AT_A_TIME = 16
 _MAX_STUCK = 64  # abandoned threads at most

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.models.critic import RewardModel
+from lightppo.plugins.reward_sources.reward_inputs import Retemplated, SameIds
 from lightppo.rewards import RewardModelSource
-from lightppo.rewards.model import Retemplated, SameIds
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 

@@ -1,0 +1,60 @@
+"""Options of reward functions and of reward models with inputs of their own; docs/rewards.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+from lightppo.option import Section, option
+from lightppo.plugins.reward_sources import REWARD_MANAGERS, REWARD_STYLES
+
+safe = partial(option, resume_safe=True)
+reward_model = partial(option, needs="reward_pretrain")
+
+
+class FunctionConfig(Section, adds_to="verifier"):
+    """How reward functions are called."""
+
+    reward_fn_style: str = option(
+        "auto",
+        "Signature of --reward_fn. auto: from its parameter names.",
+        needs="function",
+        names=REWARD_STYLES,
+    )
+    reward_manager: str = safe(
+        "auto",
+        "How --reward_fn is called. naive: in threads; batch: one call; prime: processes killed at "
+        "--reward_timeout; auto: by signature; dapo: auto, with --overlong_buffer_len.",
+        needs="function",
+        names=REWARD_MANAGERS,
+    )
+    reward_retries: int = safe(0, "Retries of a failed call.", ge=0, needs="function or math")
+    on_reward_failure: Literal["error", "unscored"] | None = safe(
+        None,
+        "If all tries of a call fail: stop, or leave the sample out. None: error for functions, unscored for "
+        "verifiers.",
+        needs="function or server or math or code",
+    )
+
+
+class InputConfig(Section, adds_to="reward"):
+    """What reward models read."""
+
+    reward_input_tokenizer: tuple[str, ...] = reward_model(
+        (),
+        "Tokenizers of the reward models, one for all or one each; they render the chat again. None: the actor's "
+        "token ids.",
+    )
+    reward_max_length: int | None = reward_model(
+        None, "Maximum input length of a reward model. None: no limit.", "tokens", ge=2
+    )
+    reward_truncation: Literal["error", "left"] = reward_model(
+        "error", "If an input is longer: stop, or cut its left side. Counted."
+    )
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        models, tokenizers = len(o.reward_pretrain), len(o.reward_input_tokenizer)
+        if models and tokenizers not in (0, 1, models):
+            yield f"--reward_input_tokenizer has {tokenizers} for {models} --reward_pretrain: give one for all, or one each"
