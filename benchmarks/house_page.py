@@ -37,6 +37,10 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
         "checkpoints for other ranks or ZeRO stages",
         "checkpoints.md#other-ranks-other-zero-stages",
     ),
+    "shaping": (
+        "scores before training, the returns of a critic",
+        "algorithms.md#shaping-of-scores",
+    ),
     "sources": ("rows of the hub, CSV and tables, blends; folders of models", "data.md"),
     "supervised": ("SFT, reward models, DPO, the PTX loss", "supervised.md"),
     "tape": ("replies from outside, written down and replayed", "environments.md#the-tape"),

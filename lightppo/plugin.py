@@ -242,6 +242,15 @@ NORMALISATIONS: Table = Table("normalisation")
 the config and ``"scores"`` or ``"advantages"``, and returns None, or a function ``(values, mask, group_ids, *,
 all_reduce_sum)`` → (B, A), called on every rank with all its samples; of scores A is 1."""
 
+SCORE_STEPS: Table = Table("step of the shaping of scores")
+"""What is done to scores, in this order, before they are clipped to ``--reward_clip_range``. An entry's function gets
+the config and the strategy, and returns a :class:`lightppo.experience.maker.ScoreStep`, or None. A step with
+``state_dict`` and ``load_state_dict`` has its state in checkpoints, under the name of its entry."""
+
+VALUE_NORMS: Table = Table("normalisation of values")
+"""What the critic learns in place of returns, the first one: an entry's function gets the config and returns None, or an
+object like :class:`lightppo.plugins.shaping.running.ValueNorm`, whose state is in checkpoints."""
+
 FROZEN_MODELS: Table = Table("further model")
 """Further models of a run, under the names of their roles: functions of the config that return a
 :class:`FrozenModel`, or None. They must import nothing heavy. Passes and terms get the loaded models by name. A check of

@@ -306,40 +306,11 @@ class RewardConfig(Section, of="trainer"):
     normalize_reward: bool = reward_model(
         False, "Normalise reward model scores by mean and std from the model's config."
     )
-    reward_bias: float = shaping(0.0, "Subtracted from every score, before --reward_scaling.")
-    reward_scaling: float = shaping(1.0, "Factor on every score; a negative factor flips the sign.")
-    max_reward_clip: float | None = shaping(None, "Clip scaled scores to ± this.", gt=0)
-    reward_running_norm: bool = shaping(
-        False, "Normalise scaled scores by the running mean and deviation over all ranks."
-    )
-    stop_properly_penalty: float | None = shaping(
-        None,
-        "Truncated responses score at most this share of their score (0 to 1), or at most this (below 0).",
-        le=1,
-    )
-    overlong_buffer_len: int | None = shaping(
-        None,
-        "DAPO's soft length limit: responses that reach the last N tokens before --generate_max_len get a penalty.",
-        "tokens",
-        ge=1,
-    )
-    overlong_penalty_factor: float | None = option(
-        None, "Maximum penalty. None: 1.", gt=0, needs="overlong_buffer_len", off=(1,)
-    )
-    mask_no_eos_with_zero: bool = shaping(
-        False, "Truncated responses score 0; their KL still counts."
-    )
     mask_too_long: bool = option(
         False, "Exclude truncated responses from training and advantage statistics."
     )
     reward_clip_range: tuple[float, float] | None = shaping(
         (-10.0, 10.0), "Clip shaped scores to this range. None: off."
-    )
-    use_dense_reward: bool = shaping(
-        False, "Train on one score per response token; the reward source must provide them."
-    )
-    reward_delta: bool = option(
-        False, "Use differences of successive dense scores as rewards.", needs="use_dense_reward"
     )
 
 
@@ -532,16 +503,6 @@ class LossConfig(Section, own=POLICY_LOSSES, of="training"):
     )
     value_huber_delta: float | None = critic(
         None, "Use a linear (Huber) value loss for errors above this. None: squared.", gt=0
-    )
-    value_norm: Literal["exp", "ma"] | None = critic(
-        None,
-        "Train the critic on returns normalised by an exponential or plain moving average. None: raw returns.",
-    )
-    value_norm_beta: float | None = option(
-        None, "Decay of exp. None: 0.99995.", gt=0, lt=1, needs="value_norm=exp"
-    )
-    value_norm_eps: float | None = option(
-        None, "Minimum variance. None: 1e-5.", gt=0, needs="value_norm"
     )
 
 

@@ -6,6 +6,7 @@ import importlib
 SHIPPED = (
     "hints",
     "sources",
+    "shaping",
     "algorithms",
     "distillation",
     "adapters",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import POLICY_LOSSES
-from lightppo.algorithms.kl import Divergence, KLEstimate, full_kl, kl_of_rows
+from lightppo.algorithms.entries import KL_ESTIMATORS, POLICY_LOSSES
+from lightppo.algorithms.kl import KLEstimate
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import (
     Aggregation,
@@ -23,7 +23,6 @@ from lightppo.algorithms.masking import (
     systematic_sample,
     token_mean,
 )
-from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import LossConfig, PPOConfig
 from lightppo.config.rules import micro_batch_spec, of_role, token_weights
 from lightppo.errors import RewardError
@@ -38,7 +37,7 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
 from lightppo.models.packing import all_share_prompts, on_cpu, to_device
-from lightppo.plugin import SCORE_TERMS
+from lightppo.plugin import SCORE_TERMS, VALUE_NORMS
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
@@ -129,7 +128,7 @@ class Update:
         experience_maker: ExperienceMaker,
         replay_buffer: ReplayBuffer,
         kl_ctl: Any,
-        value_norm: ValueNorm | None,
+        value_norm: Any | None,
         state: TrainerState,
         skipped: SkippedSteps,
         timer: m.PhaseTimer,
@@ -175,6 +174,9 @@ class Update:
         }
         self.aggregate = Aggregation.of_mode(config.loss.loss_agg_mode)
         self.score_terms = score_terms(config, self.frozen)
+        if config.algorithm.use_kl_loss:
+            reads_logits = KL_ESTIMATORS.find(config.algorithm.kl_estimator).over_vocabulary
+            self.score_terms.insert(0, ScoreTerm(self.kl_loss, logits=reads_logits))
 
     def train(self, step: int) -> dict[str, float]:
         """Train on the replay buffer. Collective.
@@ -285,10 +287,7 @@ class Update:
             part.normalizer,
             loss_fn=self.policy_loss,
             aggregate=self.aggregate,
-            kl_of_samples=self.experience_maker.kl_of_samples,
-            config=self.config,
-            kl_coef=self.kl_ctl.value,
-            reference=self.reference,
+            options=self.config.loss,
             terms=self.score_terms,
             token_weights=self.token_weights,
             entropy_rows=self.entropy_rows(experience),
@@ -319,6 +318,18 @@ class Update:
             "critic", self.critic, self.critic_optim, self.critic_scheduler
         )
         return self.told(status, experience)
+
+    def kl_loss(
+        self, actor: Any, scores: ActionScores, experience: Experience, normalizer: LossNormalizer
+    ) -> tuple[Tensor, Metrics]:
+        """``--use_kl_loss``, a :class:`ScoreTerm`: the KL to the reference, times its coefficient."""
+        maker, mask = self.experience_maker, experience.action_mask
+        if maker.kl_of_models is not None:
+            kl, _ = maker.kl_of_models(actor, self.reference, scores, experience)  # (B, A)
+        else:
+            kl = kl_to_reference(maker.kl_of_samples, scores, experience)
+        loss = self.aggregate(kl, mask, normalizer)
+        return self.kl_ctl.value * loss, {"kl_loss": loss.detach()}
 
     def given(self, micro_batches: Iterable[Experience]) -> Iterable[Experience]:
         """The micro batches as ``training_step`` gets them."""
@@ -434,15 +445,12 @@ def actor_loss(
     *,
     loss_fn: PolicyLoss,
     aggregate: Aggregation,
-    kl_of_samples: KLEstimate,
-    config: PPOConfig,
-    kl_coef: float,
-    reference: Any | None,
+    options: LossConfig,
     terms: Sequence[ScoreTerm] = (),
     token_weights: Sequence[Callable[..., Tensor]] = (),
     entropy_rows: Iterable[int] = (),
 ) -> tuple[Tensor, Metrics, Tensor, Tensor]:
-    """Policy loss, entropy bonus, KL loss, further terms of the same pass, and load-balancing loss.
+    """Policy loss, entropy bonus, further terms of the same pass, and load-balancing loss.
 
     Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
     ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training; ``entropy_rows`` need the entropy
@@ -451,7 +459,7 @@ def actor_loss(
     Returns:
         the loss (scalar), metrics, and without gradient the policy's log probs and its entropy or NaN, (B, A) each.
     """
-    options, mask = config.loss, experience.action_mask
+    mask = experience.action_mask
     needs_all = options.entropy_coef > 0 or bool(token_weights)
     sample = None if needs_all else entropy_sample(experience, normalizer.tokens, entropy_rows)
     scores = actor.score_actions(
@@ -460,8 +468,7 @@ def actor_loss(
         experience.attention_mask,
         entropy=True if sample is None else sample.computed,
         entropy_grad=options.entropy_coef > 0,
-        logits=any(term.logits for term in terms)
-        or (config.algorithm.use_kl_loss and config.algorithm.kl_estimator == "full"),
+        logits=any(term.logits for term in terms),
         router_loss=options.aux_loss_coef > 0,
     )
     loss, metrics = weighted_policy_loss(
@@ -476,11 +483,6 @@ def actor_loss(
     if options.entropy_coef > 0:
         entropy = aggregate(scores.entropy, mask, normalizer)
         loss = loss - options.entropy_coef * entropy
-    if config.algorithm.use_kl_loss:
-        kl = _kl_to_reference(actor, reference, scores, experience, config, kl_of_samples)
-        kl_loss = aggregate(kl, mask, normalizer)
-        loss = loss + kl_coef * kl_loss
-        metrics["kl_loss"] = kl_loss.detach()
     for term in terms:
         share, numbers = term.loss(actor, scores, experience, normalizer)
         loss = loss + term.coef * share
@@ -579,45 +581,16 @@ def weighted_policy_loss(
     return loss, metrics
 
 
-def _kl_to_reference(
-    actor: Any,
-    reference: Any,
-    scores: ActionScores,
-    experience: Experience,
-    config: PPOConfig,
-    kl_of_samples: KLEstimate,
+def kl_to_reference(
+    kl_of_samples: KLEstimate, scores: ActionScores, experience: Experience
 ) -> Tensor:
-    """KL estimate with gradient (B, A): from the log probs of the sampled tokens, or over the whole vocabulary."""
-    if config.algorithm.kl_estimator != "full":
-        old_log_probs = experience.action_log_probs
-        return kl_of_samples(
-            scores.log_probs,
-            experience.base_action_log_probs,
-            experience.action_mask,
-            scores.log_probs.detach() if old_log_probs is None else old_log_probs,
-        )
-    kl, _ = divergence_from(reference, actor, scores, experience)
-    clip = config.algorithm.kl_clip
-    return kl if clip is None else kl.clamp(-clip, clip)
-
-
-def divergence_from(
-    frozen: Any,
-    actor: Any,
-    scores: ActionScores,
-    experience: Experience,
-    divergence: Divergence = kl_of_rows,
-) -> tuple[Tensor, Tensor]:
-    """From a frozen model over the whole vocabulary, with gradient; and the frozen model's log probs (B, A)."""
-    with torch.no_grad():
-        other = frozen.score_actions(
-            experience.sequences, experience.num_actions, experience.attention_mask, logits=True
-        )
-    per_token = full_kl(
-        scores.logits, other.logits, actor.temperature, divergence=divergence
-    )  # (K,)
-    spread = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token)
-    return spread, other.log_probs
+    """Estimates with gradient (B, A), from the log probs of the sampled tokens."""
+    old_log_probs = experience.action_log_probs
+    if old_log_probs is None:
+        old_log_probs = scores.log_probs.detach()
+    return kl_of_samples(
+        scores.log_probs, experience.base_action_log_probs, experience.action_mask, old_log_probs
+    )
 
 
 def critic_loss(
@@ -625,7 +598,7 @@ def critic_loss(
     experience: Experience,
     normalizer: LossNormalizer,
     loss_fn: ValueLoss,
-    value_norm: ValueNorm | None,
+    value_norm: Any | None,
 ) -> tuple[Tensor, Metrics]:
     """Value loss and metrics. ``value_norm`` normalises what the critic says; what the experience holds is not."""
     mask, old_values, returns = experience.action_mask, experience.values, experience.returns
@@ -679,9 +652,6 @@ def build_policy_loss(config: PPOConfig) -> PolicyLoss:
     )
 
 
-def build_value_norm(loss: LossConfig) -> ValueNorm | None:
-    """``--value_norm`` of a resolved section; ``None``: the critic learns raw returns."""
-    if loss.value_norm is None:
-        return None
-    beta = {} if loss.value_norm_beta is None else {"beta": loss.value_norm_beta}
-    return ValueNorm(loss.value_norm, eps=loss.value_norm_eps, **beta)
+def build_value_norm(config: PPOConfig) -> Any | None:
+    """The first of ``VALUE_NORMS``; ``None``: the critic learns raw returns."""
+    return next(filter(None, (entry.fn(config) for entry in VALUE_NORMS.values())), None)

@@ -77,7 +77,7 @@ def register() -> None:
         "levels", Entry("lightppo.plugins.algorithms.normalisation:normalisation")
     )
     register_section(
-        "kl_ratio", "lightppo.plugins.algorithms.sections:RatioConfig", adds_to="algorithm"
+        "kl_estimators", "lightppo.plugins.algorithms.sections:KLConfig", adds_to="algorithm"
     )
     register_section(
         "gdpo", "lightppo.plugins.algorithms.sections:PartsConfig", adds_to="algorithm"

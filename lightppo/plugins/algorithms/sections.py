@@ -11,6 +11,7 @@ from lightppo.option import Section, option
 from lightppo.plugins.algorithms.tables import (
     CORRECTIONS,
     KL_ESTIMATORS,
+    TIMES_RATIO,
     Norm,
     Rejection,
     weights_of_parts,
@@ -164,15 +165,21 @@ class PartsConfig(Section, adds_to="algorithm"):
                 yield f"--{one.name} changes the sum of the rewards, and gdpo reads each one: leave it out"
 
 
-class RatioConfig(Section, adds_to="algorithm"):
-    """KL estimators that are multiplied by the ratio."""
+class KLConfig(Section, adds_to="algorithm"):
+    """KL estimators beside those of the core."""
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
         name = o.kl_estimator
-        if name in KL_ESTIMATORS and KL_ESTIMATORS[name].times_ratio and not o.use_kl_loss:
+        times_ratio = name in KL_ESTIMATORS and KL_ESTIMATORS[name].as_loss == TIMES_RATIO
+        if times_ratio and not o.use_kl_loss:
             plain = name.removesuffix("_ratio")
             yield f"--kl_estimator {name} is of --use_kl_loss: in the reward the ratio is 1; set {plain}"
+
+    @staticmethod
+    def passes(o: Any) -> Iterator[str]:
+        if o.init_kl_coef > 0 and o.kl_estimator == "full" and o.use_kl_in_reward:
+            yield "--kl_estimator full needs the distributions of a pass"
 
 
 _WORDS = "mean=batch|group std=batch|group leave_one_out unbiased eps=1e-5, those that you want."
