@@ -251,6 +251,10 @@ VALUE_NORMS: Table = Table("normalisation of values")
 """What the critic learns in place of returns, the first one: an entry's function gets the config and returns None, or an
 object like :class:`lightppo.plugins.shaping.running.ValueNorm`, whose state is in checkpoints."""
 
+BUFFER_STEPS: Table = Table("step on the buffer")
+"""What is done with the samples of a PPO step when their advantages are final, in this order: functions
+``(items, loss, ranks, seed)`` of this rank's samples, one each, and of the policy loss, called on all ranks together."""
+
 FROZEN_MODELS: Table = Table("further model")
 """Further models of a run, under the names of their roles: functions of the config that return a
 :class:`FrozenModel`, or None. They must import nothing heavy. Passes and terms get the loaded models by name. A check of

@@ -152,6 +152,11 @@ class PolicyLoss:
         """What the tables know of it."""
         return POLICY_LOSSES.find(self.policy_loss)
 
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether it singles out tokens of the rollout."""
+        return self.entry.selection is not None
+
     def __call__(
         self,
         log_probs: Tensor,
@@ -177,7 +182,7 @@ class PolicyLoss:
         require_same_shape(
             log_probs=log_probs, action_mask=action_mask, weights=weights, selected=selected
         )
-        if (selected is None) != (self.entry.selection is None):
+        if self.selects_tokens != (selected is not None):
             raise ValueError(
                 f"policy_loss {shown_object(self.policy_loss)!r}: give selected if, and only if, it selects tokens"
             )

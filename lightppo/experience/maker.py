@@ -33,11 +33,11 @@ from lightppo.config.rules import (
 )
 from lightppo.data.records import Rollout, seed_of_step
 from lightppo.errors import ConfigError, NonFiniteError
-from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
+from lightppo.experience.batching import MicroBatching, ReplayBuffer
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.models.packing import all_pack, all_share_prompts, on_cpu, to_device
 from lightppo.option import shown_object
-from lightppo.plugin import NORMALISATIONS, ROLLOUT_PASSES, SCORE_STEPS, TOKEN_WEIGHTS
+from lightppo.plugin import BUFFER_STEPS, NORMALISATIONS, ROLLOUT_PASSES, SCORE_STEPS, TOKEN_WEIGHTS
 from lightppo.ranks import Ranks, heartbeat, level
 
 
@@ -245,7 +245,7 @@ class ExperienceMaker:
             )
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
-        """Whitens and clips the advantages over all ranks, and selects tokens for the loss. Collective."""
+        """Whitens and clips the advantages over all ranks; then the ``BUFFER_STEPS``. Collective."""
         algorithm, limit = self.algorithm, self.algorithm.advantage_clip
         with self.timer("advantages"):
             if algorithm.adv_norm and algorithm.adv_norm_scope == "batch":
@@ -260,7 +260,8 @@ class ExperienceMaker:
             if limit is not None:
                 for item in buffer.items:
                     item.advantages = item.advantages.clamp(-limit, limit)
-        select_tokens(buffer.items, loss, self.strategy, seed_of_step(self.seed, step))
+        for entry in BUFFER_STEPS.values():
+            entry.fn(buffer.items, loss, self.strategy, seed_of_step(self.seed, step))
 
     def _needs_entropy(self) -> bool:
         """Whether a token weight needs the entropy of a pass of the actor over the rollout."""

@@ -31,7 +31,6 @@ from lightppo.experience.batching import (
     ReplayBuffer,
     StepPart,
     minibatches,
-    selection_of,
 )
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
@@ -572,7 +571,8 @@ def weighted_policy_loss(
         experience.action_mask,
         normalizer,
         weights=weights,
-        selected=experience.selected if selection_of(loss_fn) is not None else None,
+        # a loss of a script selects none
+        selected=experience.selected if getattr(loss_fn, "selects_tokens", False) else None,
     )
     metrics["policy_loss"] = loss.detach()
     if in_training is not None:

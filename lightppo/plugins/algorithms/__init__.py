@@ -2,6 +2,7 @@
 
 from lightppo.option import register_section
 from lightppo.plugin import (
+    BUFFER_STEPS,
     CALLBACKS,
     METRICS,
     NORMALISATIONS,
@@ -75,6 +76,9 @@ def register() -> None:
         register_section(name, where, adds_to=owner)
     NORMALISATIONS.register(
         "levels", Entry("lightppo.plugins.algorithms.normalisation:normalisation")
+    )
+    BUFFER_STEPS.register(
+        "selected_tokens", Entry("lightppo.plugins.algorithms.token_selection:select_tokens")
     )
     register_section(
         "kl_estimators", "lightppo.plugins.algorithms.sections:KLConfig", adds_to="algorithm"

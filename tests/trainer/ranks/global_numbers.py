@@ -18,10 +18,11 @@ from lightppo.algorithms.kl import AdaptiveKLController
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
-from lightppo.experience.batching import Minibatch, ReplayBuffer, plan_step, select_tokens
+from lightppo.experience.batching import Minibatch, ReplayBuffer, plan_step
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores, Actor
+from lightppo.plugins.algorithms.token_selection import select_tokens
 from lightppo.plugins.shaping.running import ValueNorm
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
