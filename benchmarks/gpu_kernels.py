@@ -278,7 +278,7 @@ def head_once(
 ) -> dict[str, Any]:
     import torch
 
-    from lightppo.algorithms.logprobs import TokenPlaces, linear_log_probs
+    from lightppo.plugins.kernels.linear_log_probs import TokenPlaces, linear_log_probs
 
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = (0.02 * torch.randn(count, hidden, device=device)).bfloat16().requires_grad_()

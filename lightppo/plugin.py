@@ -220,14 +220,16 @@ takes :func:`lightppo.models.packing.segments_as_mask`."""
 KERNELS: Table = Table(
     "kernel",
     {
-        "linear": Entry("torch.nn.functional:linear"),
-        "product": Entry("torch:matmul"),
-        "head_rows": Entry("lightppo.algorithms.logprobs:even_head_rows"),
         "decoding": Entry("contextlib:nullcontext"),
     },
 )
-"""How log probs multiply hidden states and head, as torch's functions do, and how many rows of the head; and a context
-of a model that decodes. A plugin may put another entry in the place of each."""
+"""A context of a model that decodes; and with the plugin ``kernels``, how log probs multiply hidden states and head, as
+torch's functions do, and how many rows of the head. A plugin may put another entry in the place of each."""
+
+HEAD_SCORES: Table = Table("scoring without logits")
+"""How an actor's log probs are made without its logits. An entry's function ``(actor, batch, actions, *, entropy,
+entropy_grad, router_logits)`` makes one forward and returns :data:`lightppo.models.actor.Predicted`, or None where this
+model needs its logits; the arguments are those of ``Actor._predict``. The first one that can is taken."""
 
 LOSS_TERMS: Table = Table("term of the actor's loss")
 """Further terms of the actor's loss, under the names of their states. An entry's function gets the

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from lightppo.algorithms.logprobs import TokenPlaces
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import of_role
 from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
@@ -28,7 +27,6 @@ from lightppo.models.packing import (
     attention_for_rows,
     check_packing_layers,
     distinct_places,
-    on_cpu,
     pack,
     pack_shared,
     packing_error,
@@ -77,11 +75,6 @@ class Batch:
             if self.packed
             else at_places.flatten(0, 1).index_select(0, self.kept)
         )
-
-    def places_among_real(self, chosen: Tensor) -> TokenPlaces:
-        """Of a mask (B, A) on the CPU, the numbers of its real places among all that are real."""
-        index = chosen[on_cpu(self.real)].nonzero().squeeze(1)
-        return TokenPlaces(to_device(index, self.kept.device), on_cpu=index)
 
     def scatter(self, values: Tensor) -> Tensor:
         """(K,) -> (B, A), 0 elsewhere."""

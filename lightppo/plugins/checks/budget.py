@@ -28,11 +28,12 @@ from lightppo.config import PPOConfig, rules
 from lightppo.errors import ConfigError, UserError
 from lightppo.files import stage_to_local
 from lightppo.models import loading
-from lightppo.models.actor import Actor, is_untouched, scores_from_head, scoring_head
+from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.wrapper import READ_SHARE, only_at, position_wise, takes
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.adapters.quantised import fitting_layers
+from lightppo.plugins.kernels.scoring_head import is_untouched, scores_from_head, scoring_head
 from lightppo.plugins.vllm.weights import BUCKET_BYTES
 from lightppo.strategy.deepspeed import CPU_BUCKET_ELEMENTS
 

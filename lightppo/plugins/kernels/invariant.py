@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, Cache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightppo.algorithms.logprobs import even_head_rows
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.models.packing import PACKED_SDPA
 from lightppo.models.wrapper import PretrainedWrapper, Role
 from lightppo.plugins.decoding.slots import PromptQueue, SlotCache, SlotDecoder, SlotLayer
 from lightppo.plugins.kernels.cpu import CPULinear
+from lightppo.plugins.kernels.linear_log_probs import even_head_rows
 from lightppo.rollout.decoding import Decoder
 
 ROWS = 64  # of a product: few cost time in training, many where few responses are decoded
