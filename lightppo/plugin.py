@@ -253,9 +253,12 @@ VALUE_NORMS: Table = Table("normalisation of values")
 """What the critic learns in place of returns, the first one: an entry's function gets the config and returns None, or an
 object like :class:`lightppo.plugins.shaping.running.ValueNorm`, whose state is in checkpoints."""
 
-BUFFER_STEPS: Table = Table("step on the buffer")
-"""What is done with the samples of a PPO step when their advantages are final, in this order: functions
-``(items, loss, ranks, seed)`` of this rank's samples, one each, and of the policy loss, called on all ranks together."""
+BUFFER_STEPS: Table = Table(
+    "step on the buffer", {"whiten": Entry("lightppo.experience.batching:whitening")}
+)
+"""What is done with the samples of a PPO step before they are trained on, in this order. An entry's function gets the
+config and returns None, or a function ``(buffer, loss, ranks, seed)`` of the :class:`lightppo.experience.batching.
+ReplayBuffer` and the policy loss, called on all ranks together. A plugin may put another entry in the place of whiten."""
 
 FROZEN_MODELS: Table = Table("further model")
 """Further models of a run, under the names of their roles: functions of the config that return a

@@ -187,33 +187,6 @@ def number_groups(
     return index, len(ids)
 
 
-@torch.no_grad()
-def group_normalize(
-    advantages: Tensor,
-    action_mask: Tensor,
-    group_ids: Tensor | None,
-    eps: float = 1e-5,
-    *,
-    min_size: int = 1,
-) -> Tensor:
-    """x ← (x - μ_G) / (σ_G + eps), with μ_G and σ_G (biased) over the trained tokens of all samples of the group.
-
-    A group whose trained tokens are all equal gets exactly 0.
-    Source: ``group_adv_norm`` of AReaL (Fu et al. 2025, arXiv:2505.24298).
-    """
-    require_same_shape(advantages=advantages, action_mask=action_mask)
-    index, count = number_groups(group_ids, action_mask, min_size)
-    mask = action_mask.bool()
-    groups = Groups(index.unsqueeze(1).expand_as(mask)[mask], count)  # one value per trained token
-    tokens = at_least_float32(advantages)[mask].double()
-    ones = torch.ones_like(tokens)
-    deviation = groups.deviation(tokens, ones)
-    std = (groups.sum(deviation.square()) / groups.sum(ones)).sqrt()
-    normalized = deviation / (std + eps).clamp(min=torch.finfo(std.dtype).tiny)  # 0/0 with eps 0
-    result = torch.zeros_like(at_least_float32(advantages))
-    return result.masked_scatter(mask, normalized.to(result.dtype))
-
-
 @dataclass(frozen=True)
 class OnEveryToken:
     """An :data:`AdvantageFn` that gives all trained tokens of a sample one advantage; returns are the rewards to go."""

@@ -357,9 +357,6 @@ class VerifierConfig(Section):
     )
 
 
-whitens_batch = partial(option, needs="whitening and adv_norm_scope=batch")
-
-
 class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
     """Algorithm: advantages, KL, reference."""
 
@@ -388,25 +385,6 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
         needs="group_deviation and group_std_norm",
     )
     adv_norm: bool | None = option(None, "Whiten advantages. None: as the estimator defines it.")
-    adv_norm_scope: Literal["batch", "group"] = option(
-        "batch",
-        "Whiten over the batch of all ranks, or within each group.",
-        needs="whitening and n_samples_per_prompt>1",
-    )
-    adv_shift_mean: bool = whitens_batch(True, "Subtract the mean when whitening the batch.")
-    adv_std_norm: bool = whitens_batch(
-        True, "Divide by the standard deviation when whitening the batch."
-    )
-    adv_std_unbiased: bool = whitens_batch(
-        False, "Divide the variance by n - 1 instead of n.", also="adv_std_norm"
-    )
-    adv_norm_eps: float | None = option(
-        None,
-        "Added to the batch's variance (None: 1e-8) or the group's deviation (None: 1e-5).",
-        ge=0,
-        needs="whitening",
-    )
-    advantage_clip: float | None = option(None, "Clip advantages to ± this.", gt=0, off=(0,))
     init_kl_coef: float = option(0.01, "KL coefficient. 0: no reference model is loaded.", ge=0)
     kl_target: float | None = kl(
         None, "Adapt the coefficient towards this KL. None: constant.", gt=0

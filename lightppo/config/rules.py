@@ -364,8 +364,6 @@ def resolutions(config: Options) -> dict[str, Any]:
         meant |= _critic_resolutions(config)
     if estimator.divides_by_std and algorithm.group_std_norm:
         meant["grpo_std_eps"] = 1e-6
-    if _or(algorithm.adv_norm, estimator.whiten):
-        meant["adv_norm_eps"] = 1e-5 if algorithm.adv_norm_scope == "group" else 1e-8
     if loss.eps_clip is not None:
         low, high = (
             loss.eps_clip
@@ -518,7 +516,6 @@ def _holds(condition: str, values: Mapping[str, Any]) -> bool:
 _EXCLUSIVE = (
     ("use_kl_loss", "use_kl_in_reward", "would count the KL twice"),
     ("ref_ema_eta", "ref_reset_steps", "both move the reference"),
-    ("no_adv_shift_mean", "no_adv_std_norm", "leave nothing of whitening, as --no_adv_norm does"),
     ("input_template", "apply_chat_template", "both render the prompt"),
     ("flash_attn", "attn_implementation", "contradict each other"),
     ("bf16", "fp16", "contradict each other"),

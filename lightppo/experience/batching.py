@@ -19,6 +19,7 @@ import torch
 
 from lightppo import tensor_file
 from lightppo.algorithms.masking import LossNormalizer, whiten
+from lightppo.config import PPOConfig
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
@@ -202,6 +203,13 @@ class ReplayBuffer:
         rows = whitened.split([item.num_actions for item in items], dim=1)
         for item, row in zip(items, rows):
             item.advantages = row
+
+
+def whitening(config: PPOConfig) -> Callable[..., None] | None:
+    """``--adv_norm``, see :data:`lightppo.plugin.BUFFER_STEPS`."""
+    if not config.algorithm.adv_norm:
+        return None
+    return lambda buffer, loss, ranks, seed: buffer.normalize("advantages", ranks)
 
 
 @dataclass(frozen=True)

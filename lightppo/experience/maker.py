@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.advantages import group_normalize
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, load
 from lightppo.algorithms.kl import KLController, KLEstimate
 from lightppo.algorithms.logprobs import score_norms
@@ -169,6 +168,8 @@ class ExperienceMaker:
             of: list(filter(None, (entry.fn(config, of) for entry in NORMALISATIONS.values())))
             for of in ("scores", "advantages")
         }
+        steps = (entry.fn(config) for entry in BUFFER_STEPS.values())
+        self.buffer_steps = [step for step in steps if step is not None]
         kl_name, kl_clip = self.algorithm.kl_estimator, self.algorithm.kl_clip
         kl_entry = KL_ESTIMATORS.find(kl_name)
         self.kl_of_models = None
@@ -245,23 +246,10 @@ class ExperienceMaker:
             )
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
-        """Whitens and clips the advantages over all ranks; then the ``BUFFER_STEPS``. Collective."""
-        algorithm, limit = self.algorithm, self.algorithm.advantage_clip
+        """The ``BUFFER_STEPS``: whitens the advantages over all ranks, for example. Collective."""
         with self.timer("advantages"):
-            if algorithm.adv_norm and algorithm.adv_norm_scope == "batch":
-                buffer.normalize(
-                    "advantages",
-                    self.strategy,
-                    divide_std=algorithm.adv_std_norm,
-                    shift_mean=algorithm.adv_shift_mean,
-                    unbiased=algorithm.adv_std_unbiased,
-                    eps=algorithm.adv_norm_eps,
-                )
-            if limit is not None:
-                for item in buffer.items:
-                    item.advantages = item.advantages.clamp(-limit, limit)
-        for entry in BUFFER_STEPS.values():
-            entry.fn(buffer.items, loss, self.strategy, seed_of_step(self.seed, step))
+            for do in self.buffer_steps:
+                do(buffer, loss, self.strategy, seed_of_step(self.seed, step))
 
     def _needs_entropy(self) -> bool:
         """Whether a token weight needs the entropy of a pass of the actor over the rollout."""
@@ -444,8 +432,6 @@ class ExperienceMaker:
         for term in self.advantage_terms:
             batch.advantages = batch.advantages + term(batch)
         batch.advantages = self._normalised("advantages", batch.advantages, mask, groups)
-        if config.adv_norm and config.adv_norm_scope == "group":
-            batch.advantages = group_normalize(batch.advantages, mask, groups, config.adv_norm_eps)
         if self.value_norm is not None:
             self.value_norm.update(batch.returns, mask, all_reduce_sum=self._all_reduce_sum)
         batch.info["return"] = token_rewards.sum(-1)

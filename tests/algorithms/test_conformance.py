@@ -30,14 +30,13 @@ from support.conformance import (
 from support.fakes import FakeStrategy, make_rollout
 from torch import Tensor
 
-from lightppo.algorithms.advantages import group_normalize
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import AdaptiveKLController, approx_kl
 from lightppo.algorithms.masking import whiten
 from lightppo.algorithms.shaping import compute_token_rewards
 from lightppo.config import PPOConfig
 from lightppo.experience.maker import ScoreShaper
-from lightppo.plugins.algorithms.normalisation import normalize_by
+from lightppo.plugins.algorithms.normalisation import group_normalize, normalize_by
 from lightppo.plugins.algorithms.tables import Norm
 from lightppo.plugins.shaping.running import ValueNorm
 from lightppo.plugins.shaping.scores import (

@@ -36,8 +36,11 @@ def register() -> None:
     TABLES.extend((tables.CORRECTIONS, tables.REJECTIONS))
     _register_token_weights()
     _register_options()
-    BUFFER_STEPS.register("selected_tokens", Entry(f"{_HERE}.token_selection:select_tokens"))
+    BUFFER_STEPS["whiten"] = Entry(f"{_HERE}.normalisation:whitening")
+    BUFFER_STEPS.register("clip", Entry(f"{_HERE}.normalisation:clipping"))
+    BUFFER_STEPS.register("selected_tokens", Entry(f"{_HERE}.token_selection:token_selection"))
     NORMALISATIONS.register("levels", Entry(f"{_HERE}.normalisation:normalisation"))
+    NORMALISATIONS.register("groups", Entry(f"{_HERE}.normalisation:whitening_of_groups"))
     CALLBACKS.register("prompt_filter", CallbackEntry(f"{_HERE}.prompt_filter:prompt_filter"))
     METRICS.register(
         "rollout",

@@ -13,7 +13,6 @@ from lightppo.algorithms.advantages import (
     OnEveryToken,
     ScoreGroups,
     group_norm,
-    group_normalize,
     number_groups,
     reward_to_go,
 )
@@ -24,6 +23,7 @@ from lightppo.algorithms.masking import (
     zero_where_masked,
 )
 from lightppo.data.records import Rollout
+from lightppo.plugins.algorithms.normalisation import group_normalize
 from lightppo.plugins.algorithms.tables import weights_of_parts
 
 

@@ -213,12 +213,42 @@ class ScoreNormConfig(Section, adds_to="reward"):
             yield f"--reward_norm_by: {o.advantage_estimator} compares with scores as they are: leave it out"
 
 
-class AdvantageNormConfig(Section, adds_to="algorithm"):
-    """Advantages less a mean, over a deviation."""
+whitens_batch = partial(option, needs="whitening and adv_norm_scope=batch")
 
+
+class AdvantageNormConfig(Section, adds_to="algorithm"):
+    """Advantages less a mean, over a deviation, and their limits."""
+
+    adv_norm_scope: Literal["batch", "group"] = option(
+        "batch",
+        "Whiten over the batch of all ranks, or within each group.",
+        needs="whitening and n_samples_per_prompt>1",
+    )
+    adv_shift_mean: bool = whitens_batch(True, "Subtract the mean when whitening the batch.")
+    adv_std_norm: bool = whitens_batch(
+        True, "Divide by the standard deviation when whitening the batch."
+    )
+    adv_std_unbiased: bool = whitens_batch(
+        False, "Divide the variance by n - 1 instead of n.", also="adv_std_norm"
+    )
+    adv_norm_eps: float | None = option(
+        None,
+        "Added to the batch's variance (None: 1e-8) or the group's deviation (None: 1e-5).",
+        ge=0,
+        needs="whitening",
+    )
+    advantage_clip: float | None = option(None, "Clip advantages to ± this.", gt=0, off=(0,))
     adv_norm_by: tuple[str, ...] = option(
         (),
         f"In place of whitening: normalise advantages by mean and deviation of all tokens or of each group's: {_WORDS}",
+    )
+
+    exclusive = (
+        (
+            "no_adv_shift_mean",
+            "no_adv_std_norm",
+            "leave nothing of whitening, as --no_adv_norm does",
+        ),
     )
 
     @staticmethod
@@ -227,7 +257,13 @@ class AdvantageNormConfig(Section, adds_to="algorithm"):
 
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
-        return {"adv_norm": False, "adv_norm_eps": None} if config.algorithm.adv_norm_by else {}
+        algorithm = config.algorithm
+        if algorithm.adv_norm_by:
+            return {"adv_norm": False, "adv_norm_eps": None}
+        given, by_default = algorithm.adv_norm, estimator_entry(config).whiten
+        if not (by_default if given is None else given):
+            return {}
+        return {"adv_norm_eps": 1e-5 if algorithm.adv_norm_scope == "group" else 1e-8}
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
