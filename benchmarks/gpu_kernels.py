@@ -402,10 +402,10 @@ def train_once(
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
-    from lightppo.algorithms.masking import systematic_sample
     from lightppo.models.actor import Actor
     from lightppo.models.packing import on_cpu
     from lightppo.plugins.kernels import layers
+    from lightppo.plugins.kernels.entropy_sample import systematic_sample
     from lightppo.plugins.kernels.liger import use_liger_kernels
     from lightppo.plugins.kernels.offload import offloading
 

@@ -277,6 +277,11 @@ SCORE_TERMS: Table = Table("term of the actor's loss from its own pass")
 """Terms of the actor's loss that need no forward pass of their own. An entry's function gets the config and the further
 models of the run by name, and returns a :class:`lightppo.trainer.update.ScoreTerm`, or None."""
 
+ENTROPY_SAMPLES: Table = Table("sample of the entropy")
+"""Whose entropy is computed where it is only logged, the first one: an entry's function gets the config and returns
+None, or a function of an experience, the tokens of its optimizer step, and the rows whose entropy somebody reads. That
+returns a :class:`lightppo.trainer.update.EntropySample`, or None for all tokens."""
+
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
 function around it, which may end the process by SystemExit."""

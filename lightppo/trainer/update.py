@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import (
     Aggregation,
     LossNormalizer,
-    systematic_sample,
     token_mean,
 )
 from lightppo.config import LossConfig, PPOConfig
@@ -35,16 +34,12 @@ from lightppo.experience.batching import (
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
-from lightppo.models.packing import all_share_prompts, on_cpu, to_device
-from lightppo.plugin import SCORE_TERMS, VALUE_NORMS
+from lightppo.models.packing import all_share_prompts
+from lightppo.plugin import ENTROPY_SAMPLES, SCORE_TERMS, VALUE_NORMS
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 from lightppo.trainer.loop import SkippedSteps, TrainerState
-
-# least number of tokens, over all ranks, of which the logged entropy of a step is the mean
-_ENTROPY_SAMPLE = 2048
-_LARGEST_STRIDE = 8  # one of so many tokens is in the sample of a large step
 
 Metrics = dict[str, Tensor]
 # numbers by name, or tensors of one number that are read at the end of a step
@@ -80,6 +75,17 @@ class ScoreTerm:
 def score_terms(config: PPOConfig, frozen: Mapping[str, Any]) -> list[ScoreTerm]:
     """Those of this run; ``frozen`` are its further models."""
     return list(filter(None, (entry.fn(config, frozen) for entry in SCORE_TERMS.values())))
+
+
+class EntropySample(Protocol):
+    """Some tokens of a micro batch, see :data:`lightppo.plugin.ENTROPY_SAMPLES`."""
+
+    computed: Tensor  # (B, A) bool, on the CPU: whose entropy is computed
+
+    def mean(
+        self, entropy: Tensor, mask: Tensor, normalizer: LossNormalizer
+    ) -> tuple[Tensor, Tensor]:
+        """The micro batch's share of the estimated mean, and the entropy (B, A), NaN where it was not computed."""
 
 
 OwnLoss = Callable[[Any], tuple[float, Tensor, Metrics]]
@@ -161,6 +167,8 @@ class Update:
         self.early_stop = EarlyStop(loss, strategy)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
+        samples = (entry.fn(config) for entry in ENTROPY_SAMPLES.values())
+        self.sample_entropy = next(filter(None, samples), None)
         # of log probs that only the training pass has made
         self.on_policy: dict[str, m.Summary] = {}
         self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
@@ -289,7 +297,7 @@ class Update:
             options=self.config.loss,
             terms=self.score_terms,
             token_weights=self.token_weights,
-            entropy_rows=self.entropy_rows(experience),
+            sample=self.entropy_sample(experience, part.normalizer),
         )
         self.backward(loss * part.loss_scale, self.actor, self.actor_optim)
         self.early_stop.add(metrics)
@@ -303,6 +311,14 @@ class Update:
             self.backward(coef * part.loss_scale * loss, self.actor, self.actor_optim)
             status |= own_metrics
         return self.told(status | self.actor_step(), experience)
+
+    def entropy_sample(
+        self, experience: Experience, normalizer: LossNormalizer
+    ) -> EntropySample | None:
+        """The tokens whose entropy is logged where nothing else needs it; None: all."""
+        if self.sample_entropy is None or self.config.loss.entropy_coef > 0 or self.token_weights:
+            return None
+        return self.sample_entropy(experience, normalizer.tokens, self.entropy_rows(experience))
 
     def training_step_critic(self, experience: Experience) -> Status:
         """One micro batch of the critic; see :meth:`training_step`."""
@@ -447,20 +463,18 @@ def actor_loss(
     options: LossConfig,
     terms: Sequence[ScoreTerm] = (),
     token_weights: Sequence[Callable[..., Tensor]] = (),
-    entropy_rows: Iterable[int] = (),
+    sample: EntropySample | None = None,
 ) -> tuple[Tensor, Metrics, Tensor, Tensor]:
     """Policy loss, entropy bonus, further terms of the same pass, and load-balancing loss.
 
     Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
-    ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training; ``entropy_rows`` need the entropy
-    of every token, even if it is only logged.
+    ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training; ``sample`` are the tokens whose
+    entropy is logged, None: all.
 
     Returns:
         the loss (scalar), metrics, and without gradient the policy's log probs and its entropy or NaN, (B, A) each.
     """
     mask = experience.action_mask
-    needs_all = options.entropy_coef > 0 or bool(token_weights)
-    sample = None if needs_all else entropy_sample(experience, normalizer.tokens, entropy_rows)
     scores = actor.score_actions(
         experience.sequences,
         experience.num_actions,
@@ -478,7 +492,11 @@ def actor_loss(
         entropy=scores.entropy.detach(),
         token_weights=token_weights,
     )
-    metrics["entropy"], per_token = _mean_entropy(scores.entropy.detach(), sample, mask, normalizer)
+    per_token = scores.entropy.detach()
+    if sample is None:
+        metrics["entropy"] = token_mean(per_token, mask, normalizer)
+    else:
+        metrics["entropy"], per_token = sample.mean(per_token, mask, normalizer)
     if options.entropy_coef > 0:
         entropy = aggregate(scores.entropy, mask, normalizer)
         loss = loss - options.entropy_coef * entropy
@@ -491,48 +509,6 @@ def actor_loss(
         metrics["aux_loss"] = aux_loss.detach()
         loss = loss + options.aux_loss_coef * aux_loss
     return loss, metrics, scores.log_probs.detach(), per_token
-
-
-@dataclass(frozen=True)
-class EntropySample:
-    """The tokens whose entropy is computed where it is only logged; masks (B, A) on the CPU."""
-
-    stride: int  # each token of the sample stands for so many
-    counted: Tensor  # the sample
-    computed: Tensor  # the sample, and the rows that somebody reads
-
-
-def entropy_sample(
-    experience: Experience, tokens: float, rows: Iterable[int] = ()
-) -> EntropySample | None:
-    """Which tokens of a micro batch are in the sample of an optimizer step of ``tokens``; ``None``: all are.
-
-    The choice depends on the ids of a row alone, so the logged mean depends neither on micro batches nor on ranks.
-    """
-    stride = min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE)
-    if stride < 2:
-        return None
-    ids, real, mask = map(
-        on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask)
-    )
-    counted = systematic_sample(mask, start=(ids * real).sum(1), stride=stride)
-    computed = counted.clone()
-    computed[list(rows)] = True
-    return EntropySample(stride, counted, computed)
-
-
-def _mean_entropy(
-    per_token: Tensor, sample: EntropySample | None, mask: Tensor, normalizer: LossNormalizer
-) -> tuple[Tensor, Tensor]:
-    """This micro batch's share of the mean, and the entropy per token (B, A), NaN where it was not computed."""
-    if sample is None:
-        return token_mean(per_token, mask, normalizer), per_token
-    counted, computed = (
-        to_device(places, mask.device) for places in (sample.counted, sample.computed)
-    )
-    of_sample = per_token.masked_fill(~counted, 0.0)
-    mean = sample.stride * token_mean(of_sample, mask, normalizer)
-    return mean, per_token.masked_fill(~computed, torch.nan)
 
 
 def _token_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
