@@ -279,7 +279,7 @@ def head_once(
 ) -> dict[str, Any]:
     import torch
 
-    from lightppo.algorithms.logprobs import TokenPlaces, linear_log_probs
+    from lightppo.plugins.kernels.linear_log_probs import TokenPlaces, linear_log_probs
 
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = (0.02 * torch.randn(count, hidden, device=device)).bfloat16().requires_grad_()
@@ -403,10 +403,10 @@ def train_once(
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
-    from lightppo.algorithms.masking import systematic_sample
     from lightppo.models.actor import Actor
     from lightppo.models.wrapper import on_cpu
     from lightppo.plugins.kernels import layers
+    from lightppo.plugins.kernels.entropy_sample import systematic_sample
     from lightppo.plugins.kernels.liger import use_liger_kernels
     from lightppo.plugins.kernels.offload import offloading
 

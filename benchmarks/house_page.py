@@ -47,6 +47,10 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
         "reward functions of verl, TRL and AReaL, threads, retries; several reward models",
         "rewards.md",
     ),
+    "shaping": (
+        "scores before training, the returns of a critic",
+        "algorithms.md#shaping-of-scores",
+    ),
     "sources": ("rows of the hub, CSV and tables, blends; folders of models", "data.md"),
     "supervised": ("SFT, reward models, DPO, the PTX loss", "supervised.md"),
     "tape": ("replies from outside, written down and replayed", "environments.md#the-tape"),

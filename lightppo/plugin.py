@@ -233,15 +233,18 @@ LAYOUTS: Table[LayoutEntry] = Table(
 KERNELS: Table = Table(
     "kernel",
     {
-        "linear": Entry("torch.nn.functional:linear"),
-        "product": Entry("torch:matmul"),
-        "head_rows": Entry("lightppo.algorithms.logprobs:even_head_rows"),
         "draw": Entry("lightppo.rollout.sampling:inverse_cdf"),
         "decoding": Entry("contextlib:nullcontext"),
     },
 )
-"""How log probs multiply hidden states and head, as torch's functions do, and how many rows of the head; how tokens are
-drawn; and a context of a model that decodes. A plugin may put another entry in the place of each."""
+"""How tokens are drawn, and a context of a model that decodes; and with the plugin ``kernels``, how log probs multiply
+hidden states and head, as torch's functions do, and how many rows of the head. A plugin may put another entry in the
+place of each."""
+
+HEAD_SCORES: Table = Table("scoring without logits")
+"""How an actor's log probs are made without its logits. An entry's function ``(actor, batch, actions, *, entropy,
+entropy_grad, router_logits)`` makes one forward and returns :data:`lightppo.models.actor.Predicted`, or None where this
+model needs its logits; the arguments are those of ``Actor._predict``. The first one that can is taken."""
 
 LOSS_TERMS: Table = Table("term of the actor's loss")
 """Further terms of the actor's loss, under the names of their states. An entry's function gets the
@@ -255,6 +258,22 @@ NORMALISATIONS: Table = Table("normalisation")
 """What is done to shaped scores, and to advantages that are not whitened yet, in this order. An entry's function gets
 the config and ``"scores"`` or ``"advantages"``, and returns None, or a function ``(values, mask, group_ids, *,
 all_reduce_sum)`` → (B, A), called on every rank with all its samples; of scores A is 1."""
+
+SCORE_STEPS: Table = Table("step of the shaping of scores")
+"""What is done to scores, in this order, before they are clipped to ``--reward_clip_range``. An entry's function gets
+the config and the strategy, and returns a :class:`lightppo.experience.maker.ScoreStep`, or None. A step with
+``state_dict`` and ``load_state_dict`` has its state in checkpoints, under the name of its entry."""
+
+VALUE_NORMS: Table = Table("normalisation of values")
+"""What the critic learns in place of returns, the first one: an entry's function gets the config and returns None, or an
+object like :class:`lightppo.plugins.shaping.running.ValueNorm`, whose state is in checkpoints."""
+
+BUFFER_STEPS: Table = Table(
+    "step on the buffer", {"whiten": Entry("lightppo.experience.batching:whitening")}
+)
+"""What is done with the samples of a PPO step before they are trained on, in this order. An entry's function gets the
+config and returns None, or a function ``(buffer, loss, ranks, seed)`` of the :class:`lightppo.experience.batching.
+ReplayBuffer` and the policy loss, called on all ranks together. A plugin may put another entry in the place of whiten."""
 
 FROZEN_MODELS: Table = Table("further model")
 """Further models of a run, under the names of their roles: functions of the config that return a
@@ -272,6 +291,11 @@ what passes have made in ``extra``, to a term (B, A)."""
 SCORE_TERMS: Table = Table("term of the actor's loss from its own pass")
 """Terms of the actor's loss that need no forward pass of their own. An entry's function gets the config and the further
 models of the run by name, and returns a :class:`lightppo.trainer.update.ScoreTerm`, or None."""
+
+ENTROPY_SAMPLES: Table = Table("sample of the entropy")
+"""Whose entropy is computed where it is only logged, the first one: an entry's function gets the config and returns
+None, or a function of an experience, the tokens of its optimizer step, and the rows whose entropy somebody reads. That
+returns a :class:`lightppo.trainer.update.EntropySample`, or None for all tokens."""
 
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main

@@ -35,11 +35,11 @@ def reward_func(queries, prompts, labels):
 '''
 PLAIN = """
 from lightppo.__main__ import main
-from lightppo.plugin import DECODERS, KERNELS, MODULES
+from lightppo.plugin import DECODERS, HEAD_SCORES, KERNELS, MODULES
 from lightppo.table import Entry
 MODULES.clear()
+HEAD_SCORES.clear()
 DECODERS.pop("slots", None)
-KERNELS |= {"linear": Entry("torch.nn.functional:linear"), "product": Entry("torch:matmul")}
 KERNELS["decoding"] = Entry("contextlib:nullcontext")
 main()
 """

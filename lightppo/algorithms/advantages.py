@@ -104,29 +104,6 @@ def reinforce(
     return returns, returns.clone()
 
 
-@torch.no_grad()
-def remax(
-    *,
-    token_rewards: Tensor,
-    action_mask: Tensor,
-    baseline_scores: Tensor | None = None,
-    gamma: float = 1.0,
-    **_,
-) -> tuple[Tensor, Tensor]:
-    """ReMax: A_t = R_t - b, where b is the score of the greedy answer to the same prompt, without a KL penalty.
-
-    Source: Li et al. 2023 (arXiv:2310.10505), Algorithm 1.
-    """
-    if baseline_scores is None:
-        raise ValueError(
-            "--advantage_estimator remax needs baseline_scores: score the greedy answer to each prompt"
-        )
-    require_same_shape(baseline_scores=baseline_scores, rows=action_mask.any(dim=1))
-    returns = reward_to_go(token_rewards, action_mask, gamma)
-    baseline = baseline_scores.to(returns.dtype).unsqueeze(1)  # (B, 1)
-    return (returns - baseline).masked_fill(~action_mask.bool(), 0.0), returns
-
-
 @dataclass(frozen=True)
 class Groups:
     """N values that fall into groups. Each method gives every value the statistic of its group: (N,) → (N,)."""
@@ -210,33 +187,6 @@ def number_groups(
     return index, len(ids)
 
 
-@torch.no_grad()
-def group_normalize(
-    advantages: Tensor,
-    action_mask: Tensor,
-    group_ids: Tensor | None,
-    eps: float = 1e-5,
-    *,
-    min_size: int = 1,
-) -> Tensor:
-    """x ← (x - μ_G) / (σ_G + eps), with μ_G and σ_G (biased) over the trained tokens of all samples of the group.
-
-    A group whose trained tokens are all equal gets exactly 0.
-    Source: ``group_adv_norm`` of AReaL (Fu et al. 2025, arXiv:2505.24298).
-    """
-    require_same_shape(advantages=advantages, action_mask=action_mask)
-    index, count = number_groups(group_ids, action_mask, min_size)
-    mask = action_mask.bool()
-    groups = Groups(index.unsqueeze(1).expand_as(mask)[mask], count)  # one value per trained token
-    tokens = at_least_float32(advantages)[mask].double()
-    ones = torch.ones_like(tokens)
-    deviation = groups.deviation(tokens, ones)
-    std = (groups.sum(deviation.square()) / groups.sum(ones)).sqrt()
-    normalized = deviation / (std + eps).clamp(min=torch.finfo(std.dtype).tiny)  # 0/0 with eps 0
-    result = torch.zeros_like(at_least_float32(advantages))
-    return result.masked_scatter(mask, normalized.to(result.dtype))
-
-
 @dataclass(frozen=True)
 class OnEveryToken:
     """An :data:`AdvantageFn` that gives all trained tokens of a sample one advantage; returns are the rewards to go."""
@@ -289,14 +239,6 @@ def group_norm(
     With the deviation of the batch: Liu et al. 2025 (arXiv:2508.08221), "Lite PPO".
     """
     return groups.over_std(groups.advantage, std_eps) if divide_std else groups.advantage
-
-
-def dr_grpo(groups: ScoreGroups, **_) -> Tensor:
-    """A = s - mean_G (arXiv:2503.20783, §3.2): GRPO without the division, which favours prompts whose scores agree.
-
-    The other half of the method is ``--loss_agg_mode seq-mean-token-sum-norm``: divide by a constant, not by lengths.
-    """
-    return groups.advantage
 
 
 def reinforce_baseline(groups: ScoreGroups, **_) -> Tensor:

@@ -63,13 +63,14 @@ class PolicyLossEntry(Entry):
 
 @dataclass(frozen=True)
 class KLEntry(Entry):
-    """A KL estimator; the function is one of d at the sampled tokens, or of two sets of logits."""
+    """A KL estimator; the function is one of d at the sampled tokens."""
 
-    # straight-through: the value is the function's, the gradient this one's
-    gradient_of: str | None = None
-    # as a loss, the estimate is multiplied by π / π_old, through which it has a gradient, too
-    times_ratio: bool = False
-    over_vocabulary: bool = False  # needs the logits of both models: lightppo.algorithms.kl.full_kl
+    # what the limited estimate becomes as a loss: a function of it, of d, and of log π / π_old (B, A), None where π_old
+    # is not known
+    as_loss: str | None = None
+    # The function is ``(actor, reference, scores, experience, clip)`` → the KL (B, A), with gradient, and log probs of
+    # the reference (B, A); ``scores`` are the actor's lightppo.models.actor.ActionScores of the experience, with logits.
+    over_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,7 @@ _MASKING = "lightppo.algorithms.masking"
 
 _REINFORCE = EstimatorEntry(f"{_ADVANTAGES}:reinforce", whiten=True, discounted=True)
 _of_group = partial(EstimatorEntry, per_sample=True, min_group_size=2)
-_over_std = partial(_of_group, divides_by_std=True, kl_in_loss=True)
-_GROUP_NORM = _over_std(f"{_ADVANTAGES}:group_norm")
+_GROUP_NORM = _of_group(f"{_ADVANTAGES}:group_norm", divides_by_std=True, kl_in_loss=True)
 _REINFORCE_BASELINE = _of_group(f"{_ADVANTAGES}:reinforce_baseline", whiten=True)
 
 ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
@@ -136,37 +136,23 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "rloo": _of_group(f"{_ADVANTAGES}:rloo"),
         "grpo": _GROUP_NORM,
         "group_norm": _GROUP_NORM,
-        "dr_grpo": _of_group(f"{_ADVANTAGES}:dr_grpo", loss_agg_mode="seq-mean-token-sum-norm"),
-        "remax": EstimatorEntry(
-            f"{_ADVANTAGES}:remax", needs_greedy_baseline=True, discounted=True
-        ),
     },
     decorator="estimator",
     kind=EstimatorEntry,
 )
 
-_dual_clipped = partial(
-    PolicyLossEntry,
-    options=(
-        Option(
-            "dual_clip", float | None, None, "for A < 0, limit the loss to -this·A. None: off; 3 is usual.",
-            gt=1,
-        ),
-    ),
-    metrics={"dual_clip_ratio": "share of trained tokens whose loss --dual_clip limits"},
-)  # fmt: skip
-
 POLICY_LOSSES: Table[PolicyLossEntry] = Table(
     "--policy_loss",
     {
-        "ppo": _dual_clipped(f"{_LOSSES}:ppo_policy_loss"),
-        "gspo": _dual_clipped(
-            f"{_LOSSES}:gspo_policy_loss", eps_clip=(3e-4, 4e-4), loss_agg_mode="seq-mean-token-mean"
-        ),
-        "cispo": PolicyLossEntry(
-            f"{_LOSSES}:cispo_policy_loss",
-            eps_clip=(1.0, 4.0),
-            metrics={"weight_clip_ratio": "share of trained tokens whose importance weight cispo clips"},
+        "ppo": PolicyLossEntry(
+            f"{_LOSSES}:ppo_policy_loss",
+            options=(
+                Option(
+                    "dual_clip", float | None, None,
+                    "for A < 0, limit the loss to -this·A. None: off; 3 is usual.", gt=1,
+                ),
+            ),
+            metrics={"dual_clip_ratio": "share of trained tokens whose loss --dual_clip limits"},
         ),
     },
     decorator="policy_loss",
@@ -177,12 +163,8 @@ KL_ESTIMATORS: Table[KLEntry] = Table(
     "--kl_estimator",
     {
         "k1": KLEntry(f"{_KL}:k1"),
-        "abs": KLEntry(f"{_KL}:absolute"),
         "k2": KLEntry(f"{_KL}:k2"),
         "k3": KLEntry(f"{_KL}:k3"),
-        "full": KLEntry(f"{_KL}:full_kl", over_vocabulary=True),
-        "k1+": KLEntry(f"{_KL}:k1", gradient_of=f"{_KL}:k2"),
-        "k3+": KLEntry(f"{_KL}:k3", gradient_of=f"{_KL}:k2"),
     },
 )
 

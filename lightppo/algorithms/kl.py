@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightppo.algorithms.entries import KL_ESTIMATORS, load
-from lightppo.algorithms.logprobs import log_softmax, rows_per_chunk
 from lightppo.algorithms.masking import (
     at_least_float32,
     masked_mean,
@@ -38,11 +36,6 @@ def k1(log_ratio: Tensor) -> Tensor:
     return log_ratio
 
 
-def absolute(log_ratio: Tensor) -> Tensor:
-    """|d|: in expectation at least the KL. As a loss, its expected gradient is the gradient of Σ_v |p - q|."""
-    return log_ratio.abs()
-
-
 def k2(log_ratio: Tensor) -> Tensor:
     """½d²: biased, never negative. As a loss, its expected gradient is the gradient of the KL."""
     return 0.5 * log_ratio.square()
@@ -54,74 +47,10 @@ def k3(log_ratio: Tensor) -> Tensor:
     return (-log_ratio).expm1() + log_ratio
 
 
-Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Of log p and log q, (n, V) each: the divergence (n,), and two factors (n, V) of its gradient in log p's logits."""
-
-
-def mean_log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ p d and d; d is 0 where p is 0, so that 0 · log 0 counts as 0 instead of NaN."""
-    d = (log_p - log_q).masked_fill(p == 0, 0.0)
-    return (p * d).sum(-1), d
-
-
-def kl_of_rows(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(p || q), a :data:`Divergence`."""
-    p = log_p.exp()
-    kl, d = mean_log_ratio(p, log_p, log_q)
-    return kl, p, d - kl.unsqueeze(-1)
-
-
-def full_kl(
-    logits: Tensor,
-    ref_logits: Tensor,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-    divergence: Divergence = kl_of_rows,
-) -> Tensor:
-    """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature), (N, V) -> (N,): the exact KL.
-
-    Its gradient is (p_v / temperature)(d_v - KL); ``ref_logits`` get none. Only one chunk of rows is in float32 at a
-    time; the backward pass recomputes the distributions. p > 0 where q = 0 gives inf, and NaN gradients. Another
-    ``divergence`` may stand in place of the KL.
-    """
-    require_same_shape(logits=logits, ref_logits=ref_logits)
-    # Half the rows of a chunk of log probs: there are two distributions.
-    chunk_size = rows_per_chunk(2 * logits.shape[1], chunk_size, temperature)
-    return _FullKL.apply(logits, ref_logits, temperature, chunk_size, divergence)
-
-
-class _FullKL(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        ref_logits: Tensor,
-        temperature: float,
-        chunk_size: int,
-        divergence: Divergence,
-    ) -> Tensor:
-        kl = at_least_float32(logits.new_empty(logits.shape[0]))  # (N,)
-        for start in range(0, len(logits), chunk_size):
-            rows = slice(start, start + chunk_size)
-            log_q = log_softmax(ref_logits[rows], temperature)
-            kl[rows] = divergence(log_softmax(logits[rows], temperature), log_q)[0]
-        ctx.save_for_backward(logits, ref_logits)
-        ctx.temperature, ctx.chunk_size, ctx.divergence = temperature, chunk_size, divergence
-        return kl
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, ref_logits = ctx.saved_tensors
-        gradient = torch.empty_like(logits)  # (N, V)
-        for start in range(0, len(logits), ctx.chunk_size):
-            rows = slice(start, start + ctx.chunk_size)
-            log_q = log_softmax(ref_logits[rows], ctx.temperature)
-            _, p, change = ctx.divergence(log_softmax(logits[rows], ctx.temperature), log_q)
-            scale = (upstream[rows] / ctx.temperature).unsqueeze(-1)  # (n, 1)
-            # Rows that the loss leaves out stay at 0 where the KL is inf or NaN.
-            gradient[rows] = (scale * p * change).masked_fill(scale == 0, 0.0).to(logits.dtype)
-        return gradient, None, None, None, None
+def token_log_ratio(log_probs: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
+    """d (B, A) in float32 or float64, 0 at masked positions."""
+    log_ratio = at_least_float32(log_probs) - at_least_float32(others)
+    return log_ratio if mask is None else zero_where_masked(log_ratio, mask)
 
 
 class KLEstimate:
@@ -133,8 +62,8 @@ class KLEstimate:
             raise ValueError(
                 f"--kl_estimator {estimator} needs the logits of both models: call full_kl"
             )
-        self.value, self.clip, self.times_ratio = entry.fn, clip, entry.times_ratio
-        self.carrier = None if entry.gradient_of is None else load(entry.gradient_of)
+        self.value, self.clip = entry.fn, clip
+        self.as_loss = None if entry.as_loss is None else load(entry.as_loss)
 
     def __call__(
         self,
@@ -149,20 +78,15 @@ class KLEstimate:
             action_mask=action_mask,
             old_log_probs=old_log_probs,
         )
-        log_ratio = at_least_float32(log_probs) - at_least_float32(ref_log_probs)  # (B, A)
-        if action_mask is not None:
-            log_ratio = zero_where_masked(log_ratio, action_mask)
+        log_ratio = token_log_ratio(log_probs, ref_log_probs, action_mask)  # (B, A)
         kl = self.value(log_ratio)
         if self.clip is not None:
             kl = kl.clamp(-self.clip, self.clip)
-        if self.carrier is not None:
-            carrier = self.carrier(log_ratio)
-            kl = kl.detach() + (carrier - carrier.detach())  # the bracket is an exact 0
-        if self.times_ratio and old_log_probs is not None:
-            change = at_least_float32(log_probs) - at_least_float32(old_log_probs.detach())
-            if action_mask is not None:
-                change = zero_where_masked(change, action_mask)
-            kl = kl * limited(change).exp()
+        if self.as_loss is not None:
+            change = None
+            if old_log_probs is not None:
+                change = token_log_ratio(log_probs, old_log_probs.detach(), action_mask)
+            kl = self.as_loss(kl, log_ratio, change)
         return kl
 
 

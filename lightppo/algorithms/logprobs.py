@@ -1,20 +1,16 @@
-"""Log probs and entropy: from logits chunk by chunk, or straight from hidden states through the output head.
+"""Log probs and entropy, from logits chunk by chunk.
 
-Softmax, sums and results are in float32 (float64 for float64 input). T tokens, H hidden size, V vocabulary.
+Softmax, sums and results are in float32 (float64 for float64 input). V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise, repeat
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightppo.algorithms.masking import at_least_float32
-from lightppo.plugin import KERNELS
 
 CHUNK_ELEMENTS = 1 << 26  # numbers in a float32 chunk: 256 MB, whatever the vocabulary
 # products of the head are multiples of this wide: a GPU takes far longer where rows begin at odd
@@ -28,10 +24,10 @@ def rows_per_chunk(vocab_size: int, chunk_size: int | None, temperature: float) 
         raise ValueError(
             f"--temperature must be above 0 for log probs, got {temperature}; greedy decoding has none"
         )
-    return chunk_size or max(1, _evened(CHUNK_ELEMENTS // max(1, vocab_size)))
+    return chunk_size or max(1, evened(CHUNK_ELEMENTS // max(1, vocab_size)))
 
 
-def _evened(count: int) -> int:
+def evened(count: int) -> int:
     """The multiple of ``EVEN`` below; fewer stay as they are."""
     return count - count % EVEN if count > EVEN else count
 
@@ -49,12 +45,12 @@ def token_log_probs(
     Without gradients only one chunk is in float32 at a time; ``chunk_size``, in tokens, does not change the result.
     """
 
-    def gather(chunk: Tensor, ids: Tensor) -> Tensor:
-        return _gather(log_softmax(chunk, temperature), ids)
+    def at_labels(chunk: Tensor, ids: Tensor) -> Tensor:
+        return gather(log_softmax(chunk, temperature), ids)
 
-    _check_labels(logits, labels)
+    check_labels(logits, labels)
     return in_chunks(
-        gather, rows_per_chunk(logits.shape[-1], chunk_size, temperature), logits, labels
+        at_labels, rows_per_chunk(logits.shape[-1], chunk_size, temperature), logits, labels
     )
 
 
@@ -70,9 +66,9 @@ def log_probs_and_entropy(
     def both(chunk: Tensor, ids: Tensor) -> Tensor:
         log_probs = log_softmax(chunk, temperature)
         entropy = _Entropy.apply(log_probs if entropy_grad else log_probs.detach())
-        return torch.stack([_gather(log_probs, ids), entropy], dim=-1)
+        return torch.stack([gather(log_probs, ids), entropy], dim=-1)
 
-    _check_labels(logits, labels)
+    check_labels(logits, labels)
     chunk_size = rows_per_chunk(logits.shape[-1], chunk_size, temperature)
     log_probs, entropy = (
         x.contiguous() for x in in_chunks(both, chunk_size, logits, labels).unbind(-1)
@@ -91,14 +87,14 @@ def score_norms(logits: Tensor, log_probs: Tensor, temperature: float = 1.0) -> 
     return (1 - 2 * log_probs.exp() + squares).clamp(min=0.0)
 
 
-def _check_labels(logits: Tensor, labels: Tensor) -> None:
+def check_labels(logits: Tensor, labels: Tensor) -> None:
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels {tuple(labels.shape)} must have one entry per row of {tuple(logits.shape)}"
         )
 
 
-def _gather(log_probs: Tensor, ids: Tensor) -> Tensor:
+def gather(log_probs: Tensor, ids: Tensor) -> Tensor:
     return log_probs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
@@ -108,17 +104,17 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, log_probs: Tensor) -> Tensor:
         ctx.save_for_backward(log_probs)
-        return -(log_probs.exp() * log_probs.clamp(min=_lowest(log_probs))).sum(-1)
+        return -(log_probs.exp() * log_probs.clamp(min=lowest(log_probs))).sum(-1)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         (log_probs,) = ctx.saved_tensors
         return -grad.unsqueeze(-1) * (
-            log_probs.exp() * (log_probs.clamp(min=_lowest(log_probs)) + 1)
+            log_probs.exp() * (log_probs.clamp(min=lowest(log_probs)) + 1)
         )
 
 
-def _lowest(log_probs: Tensor) -> float:
+def lowest(log_probs: Tensor) -> float:
     """A floor that prevents 0 · -inf = NaN for a forbidden token."""
     return torch.finfo(log_probs.dtype).min
 
@@ -139,251 +135,4 @@ def in_chunks(
         return torch.cat([fn(*part) for part in parts])
     return torch.stack(
         [in_chunks(fn, chunk_size, *(tensor.squeeze(0) for tensor in part)) for part in parts]
-    )
-
-
-def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-    entropy: bool | TokenPlaces = False,
-    entropy_grad: bool = False,
-    valid_vocab_size: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """:func:`log_probs_and_entropy` of the logits hidden·weightᵀ + bias, which are never held at once: (T,) each.
-
-    It has a backward pass of its own through the output head, and is once differentiable. With x = logits /
-    temperature, p = softmax(x), E the entropy, y the label:
-
-        ∂ log p_y / ∂x_v = [v = y] - p_v          ∂E / ∂x_v = -p_v (log p_v + E)
-
-    The forward pass takes chunks of tokens and keeps one number per token, log Σ_v e^{x_v}. The backward pass takes
-    blocks of the vocabulary, recomputes each block's logits for all tokens, and writes the block's rows of the weight
-    gradient once, so that it is rounded once in low precision. If all tokens fit into one chunk, their log softmax is
-    kept and nothing is recomputed. Beyond the gradients, memory is at most three float32 buffers of chunk_size × V.
-    Products are ``EVEN`` wide, as far as the weight has rows; beyond the valid ids x is -inf, so that p is exactly 0.
-
-    Args:
-        hidden: (T, H), the input of the head; ``weight`` is (V, H), ``bias`` (V,), ``labels`` (T,).
-        chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it changes only the rounding.
-        entropy: of all tokens, or of these, and then 0 elsewhere; it takes as long as half of the log softmax.
-        valid_vocab_size: the distribution covers ids below this; the weight's other rows get gradient 0.
-    """
-    _check_labels(hidden, labels)
-    valid = min(valid_vocab_size or len(weight), len(weight))
-    columns = KERNELS["head_rows"].fn(valid, len(weight))
-    chunk_size = rows_per_chunk(columns, chunk_size, temperature)
-    if entropy_grad and isinstance(entropy, TokenPlaces):
-        raise ValueError("entropy_grad needs the entropy of all tokens")
-    plan = _Plan(temperature, chunk_size, valid, columns, entropy, bool(entropy) and entropy_grad)
-    if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (hidden, weight, bias)
-    ):
-        return _LinearLogProbs.apply(hidden, weight, bias, labels, plan)
-    return _score(hidden, weight, bias, labels, plan, for_backward=False)[:2]
-
-
-def even_head_rows(valid: int, rows: int) -> int:
-    """How many of a head's ``rows`` are multiplied for ``valid`` ids: ``EVEN`` wide, as far as there are rows."""
-    return min(-(-valid // EVEN) * EVEN, rows)
-
-
-@dataclass(frozen=True)
-class TokenPlaces:
-    """Some of T tokens, by their places (E,) in order."""
-
-    index: Tensor  # on the device of the tokens
-    on_cpu: Tensor  # the same, so that nobody waits for a GPU to know them
-
-    def split(self, size: int, count: int) -> list[Tensor]:
-        """The places within each part of ``size`` of ``count`` tokens."""
-        bounds = torch.searchsorted(
-            self.on_cpu, torch.arange(0, max(count, 1) + size, size)
-        ).tolist()
-        return [self.index[a:b] - n * size for n, (a, b) in enumerate(pairwise(bounds))]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What to compute: over the ``valid`` first ids, ``chunk_size`` · ``columns`` logits at a time."""
-
-    temperature: float
-    chunk_size: int
-    valid: int
-    columns: int
-    entropy: bool | TokenPlaces
-    entropy_grad: bool
-
-
-Scores = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""Log probs; the entropy if asked for; log Σ e^x or (T, V) log softmax if the backward pass needs them: else (T,)."""
-
-
-@torch.no_grad()
-def _score(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    plan: _Plan,
-    *,
-    for_backward: bool,
-) -> Scores:
-    """Chunk by chunk over the tokens, without a graph."""
-    single = len(hidden) <= plan.chunk_size
-    parts, places = [], repeat(plan.entropy)
-    if isinstance(plan.entropy, TokenPlaces):
-        places = plan.entropy.split(plan.chunk_size, len(hidden))
-    for h, ids, entropy in zip(
-        hidden.split(plan.chunk_size), labels.split(plan.chunk_size), places
-    ):
-        logits = _logits(h, weight, bias, slice(0, plan.columns), plan)
-        parts.append(
-            _score_chunk(logits, ids, entropy, keep=for_backward and single, sum_up=for_backward)
-        )
-    return (
-        parts[0]
-        if single
-        else tuple(None if part[0] is None else torch.cat(part) for part in zip(*parts))
-    )
-
-
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, plan: _Plan
-) -> Tensor:
-    """(T, block), divided by the temperature, -inf beyond the valid ids, in a buffer that may be overwritten."""
-    linear = KERNELS["linear"].fn
-    logits = at_least_float32(linear(hidden, weight[block], None if bias is None else bias[block]))
-    logits[:, max(0, plan.valid - block.start) :] = -torch.inf
-    return logits if plan.temperature == 1.0 else logits.div_(plan.temperature)
-
-
-def _score_chunk(
-    logits: Tensor, labels: Tensor, entropy: bool | Tensor, keep: bool, sum_up: bool
-) -> Scores:
-    """Scores of (C, V) logits, which are overwritten; the entropy of all rows, or of some by their numbers."""
-    log_softmax = torch.log_softmax(logits, dim=-1)
-    log_probs = _gather(log_softmax, labels)
-    log_sum = entropies = None
-    if sum_up and not keep:
-        # x - log p is the same at every v, and most exact where x is largest
-        top, where = logits.max(dim=-1)
-        log_sum = top - _gather(log_softmax, where)
-    if isinstance(entropy, Tensor):
-        some = torch.index_select(log_softmax, 0, entropy, out=logits[: len(entropy)])
-        entropies = torch.zeros_like(log_probs).index_copy_(
-            0, entropy, _entropies(some, torch.exp(some))
-        )
-    elif entropy:
-        entropies = _entropies(log_softmax, torch.exp(log_softmax, out=logits))
-    return log_probs, entropies, log_sum, log_softmax if keep else None
-
-
-def _entropies(log_softmax: Tensor, probabilities: Tensor) -> Tensor:
-    """-Σ p·log p of rows; both are overwritten, the first by its values with a floor."""
-    return -probabilities.mul_(log_softmax.clamp_(min=_lowest(log_softmax))).sum(-1)
-
-
-class _LinearLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, plan: _Plan
-    ) -> tuple[Tensor, Tensor | None]:
-        log_probs, entropy, log_sum, log_softmax = _score(
-            hidden, weight, bias, labels, plan, for_backward=True
-        )
-        ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        # The weight itself, no view of it: ZeRO-3 takes its storage away until the backward.
-        ctx.save_for_backward(hidden, weight, bias, labels, entropy, log_sum, log_softmax)
-        if plan.entropy and not plan.entropy_grad:
-            ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx, from_log_probs: Tensor | None, from_entropy: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, entropy, log_sum, log_softmax = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        product = KERNELS["product"].fn
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        to_hidden, to_weight, to_bias = (
-            x.new_zeros(x.shape, dtype=dtype) if needed else None
-            for x, dtype, needed in zip(
-                (hidden, weight, bias), (wide, None, None), ctx.needs_input_grad
-            )
-        )
-        if from_log_probs is None and from_entropy is None:
-            return to_hidden, to_weight, to_bias, None, None
-        from_log_probs, from_entropy = (
-            None if g is None else (g / plan.temperature).unsqueeze(-1)
-            for g in (from_log_probs, from_entropy)
-        )
-        width = plan.columns  # a single block if log_softmax is kept
-        if log_softmax is None:
-            width = max(1, _evened(plan.chunk_size * plan.columns // len(hidden)))
-        for start in range(0, plan.columns, width):
-            block = slice(start, min(start + width, plan.columns))
-            log_probs = log_softmax
-            if recomputed := log_softmax is None:
-                log_probs = _logits(hidden, weight, bias, block, plan).sub_(log_sum.unsqueeze(-1))
-            grad = _to_logits(
-                log_probs,
-                labels,
-                entropy,
-                from_log_probs,
-                from_entropy,
-                block,
-                overwrite=recomputed,
-            )
-            if to_bias is not None:
-                to_bias[block] = grad.sum(0).to(bias.dtype)
-            grad = grad.to(weight.dtype)
-            if to_weight is not None:
-                to_weight[block] = product(grad.t(), hidden)
-            if to_hidden is not None:
-                to_hidden += product(grad, weight[block])
-        return (
-            None if to_hidden is None else to_hidden.to(hidden.dtype),
-            to_weight,
-            to_bias,
-            None,
-            None,
-        )
-
-
-def _to_logits(
-    log_probs: Tensor,
-    labels: Tensor,
-    entropy: Tensor | None,
-    from_log_probs: Tensor | None,
-    from_entropy: Tensor | None,
-    block: slice,
-    overwrite: bool,
-) -> Tensor:
-    """Gradient of the logits (T, block), from the gradients (T, 1) of log probs and entropy."""
-    term = None
-    if from_entropy is not None:
-        probabilities = log_probs.exp()
-        # a kept one has its floor
-        term = log_probs.clamp_(min=_lowest(log_probs)) if overwrite else log_probs.clone()
-        term.add_(entropy.unsqueeze(-1))
-        # p · (log p + E) first: 0 for a forbidden token, whatever the gradient
-        term.mul_(probabilities).mul_(from_entropy)
-    else:
-        probabilities = log_probs.exp_() if overwrite else log_probs.exp()
-    if from_log_probs is None:
-        return term.neg_()
-    grad = probabilities.mul_(-from_log_probs)
-    if term is not None:
-        grad.sub_(term)
-    in_block = (labels >= block.start) & (labels < block.stop)
-    column = (labels - block.start).clamp(0, block.stop - block.start - 1)
-    return grad.scatter_add_(
-        1, column.unsqueeze(-1), from_log_probs.masked_fill(~in_block.unsqueeze(-1), 0)
     )

@@ -281,40 +281,11 @@ class RewardConfig(Section, of="trainer"):
         "Normalise reward model scores by mean and std from the model's config.",
         needs="reward_pretrain",
     )
-    reward_bias: float = shaping(0.0, "Subtracted from every score, before --reward_scaling.")
-    reward_scaling: float = shaping(1.0, "Factor on every score; a negative factor flips the sign.")
-    max_reward_clip: float | None = shaping(None, "Clip scaled scores to ± this.", gt=0)
-    reward_running_norm: bool = shaping(
-        False, "Normalise scaled scores by the running mean and deviation over all ranks."
-    )
-    stop_properly_penalty: float | None = shaping(
-        None,
-        "Truncated responses score at most this share of their score (0 to 1), or at most this (below 0).",
-        le=1,
-    )
-    overlong_buffer_len: int | None = shaping(
-        None,
-        "DAPO's soft length limit: responses that reach the last N tokens before --generate_max_len get a penalty.",
-        "tokens",
-        ge=1,
-    )
-    overlong_penalty_factor: float | None = option(
-        None, "Maximum penalty. None: 1.", gt=0, needs="overlong_buffer_len", off=(1,)
-    )
-    mask_no_eos_with_zero: bool = shaping(
-        False, "Truncated responses score 0; their KL still counts."
-    )
     mask_too_long: bool = option(
         False, "Exclude truncated responses from training and advantage statistics."
     )
     reward_clip_range: tuple[float, float] | None = shaping(
         (-10.0, 10.0), "Clip shaped scores to this range. None: off."
-    )
-    use_dense_reward: bool = shaping(
-        False, "Train on one score per response token; the reward source must provide them."
-    )
-    reward_delta: bool = option(
-        False, "Use differences of successive dense scores as rewards.", needs="use_dense_reward"
     )
 
 
@@ -336,9 +307,6 @@ class VerifierConfig(Section):
         "Column with the keys of --reward_routes: data_source, label, or another such as task.",
         needs="reward_routes",
     )
-
-
-whitens_batch = partial(option, needs="whitening and adv_norm_scope=batch")
 
 
 class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
@@ -369,25 +337,6 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
         needs="group_deviation and group_std_norm",
     )
     adv_norm: bool | None = option(None, "Whiten advantages. None: as the estimator defines it.")
-    adv_norm_scope: Literal["batch", "group"] = option(
-        "batch",
-        "Whiten over the batch of all ranks, or within each group.",
-        needs="whitening and n_samples_per_prompt>1",
-    )
-    adv_shift_mean: bool = whitens_batch(True, "Subtract the mean when whitening the batch.")
-    adv_std_norm: bool = whitens_batch(
-        True, "Divide by the standard deviation when whitening the batch."
-    )
-    adv_std_unbiased: bool = whitens_batch(
-        False, "Divide the variance by n - 1 instead of n.", also="adv_std_norm"
-    )
-    adv_norm_eps: float | None = option(
-        None,
-        "Added to the batch's variance (None: 1e-8) or the group's deviation (None: 1e-5).",
-        ge=0,
-        needs="whitening",
-    )
-    advantage_clip: float | None = option(None, "Clip advantages to ± this.", gt=0, off=(0,))
     init_kl_coef: float = option(0.01, "KL coefficient. 0: no reference model is loaded.", ge=0)
     kl_target: float | None = kl(
         None, "Adapt the coefficient towards this KL. None: constant.", gt=0
@@ -484,16 +433,6 @@ class LossConfig(Section, own=POLICY_LOSSES, of="training"):
     )
     value_huber_delta: float | None = critic(
         None, "Use a linear (Huber) value loss for errors above this. None: squared.", gt=0
-    )
-    value_norm: Literal["exp", "ma"] | None = critic(
-        None,
-        "Train the critic on returns normalised by an exponential or plain moving average. None: raw returns.",
-    )
-    value_norm_beta: float | None = option(
-        None, "Decay of exp. None: 0.99995.", gt=0, lt=1, needs="value_norm=exp"
-    )
-    value_norm_eps: float | None = option(
-        None, "Minimum variance. None: 1e-5.", gt=0, needs="value_norm"
     )
 
 

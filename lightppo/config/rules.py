@@ -217,9 +217,6 @@ def _needs_pass(values: Mapping[str, Any]) -> list[str]:
         f"--advantage_estimator {shown_value(options.advantage_estimator)} needs the distributions of a pass": (
             ADVANTAGE_ESTIMATORS.find(options.advantage_estimator).needs_score_norms
         ),
-        "--kl_estimator full needs the distributions of a pass": (
-            options.init_kl_coef > 0 and options.kl_estimator == "full" and options.use_kl_in_reward
-        ),
         f"greedy rollouts record them at temperature 1, not --temperature {options.temperature:g}": (
             not options.do_sample and options.temperature not in (0, 1)
         ),
@@ -367,8 +364,6 @@ def resolutions(config: Options) -> dict[str, Any]:
         meant |= _critic_resolutions(config)
     if estimator.divides_by_std and algorithm.group_std_norm:
         meant["grpo_std_eps"] = 1e-6
-    if _or(algorithm.adv_norm, estimator.whiten):
-        meant["adv_norm_eps"] = 1e-5 if algorithm.adv_norm_scope == "group" else 1e-8
     if loss.eps_clip is not None:
         low, high = (
             loss.eps_clip
@@ -376,15 +371,8 @@ def resolutions(config: Options) -> dict[str, Any]:
             else (loss_options.eps_clip, loss_options.eps_clip)
         )
         meant |= {"eps_clip_low": low, "eps_clip_high": high}
-    if loss_options.value_norm is not None:
-        meant |= {
-            "value_norm_eps": 1e-5,
-            "value_norm_beta": 0.99995 if loss_options.value_norm == "exp" else None,
-        }
     if config.sampling.fire_sampling:
         meant["fire_temperature"] = 10.0
-    if config.reward.overlong_buffer_len is not None:
-        meant["overlong_penalty_factor"] = 1.0
 
     for part in config.parts():
         meant |= part.meant(config)
@@ -523,24 +511,15 @@ def _holds(condition: str, values: Mapping[str, Any]) -> bool:
 # -- what cannot work ------------------------------------------------------------------------------------------------
 
 
-_CUT = "both say what becomes of a response cut by the limit"
 # An option, others that cannot be set beside it, and why.
 _EXCLUSIVE = (
     ("use_kl_loss", "use_kl_in_reward", "would count the KL twice"),
     ("ref_ema_eta", "ref_reset_steps", "both move the reference"),
-    ("no_adv_shift_mean", "no_adv_std_norm", "leave nothing of whitening, as --no_adv_norm does"),
     ("input_template", "apply_chat_template", "both render the prompt"),
     ("flash_attn", "attn_implementation", "contradict each other"),
     ("bf16", "fp16", "contradict each other"),
     ("resume", "no_load_checkpoint", "contradict each other"),
     ("reward_source", "reward_routes", "both name the sources"),
-    ("mask_too_long", "stop_properly_penalty", _CUT),
-    ("stop_properly_penalty", "mask_no_eos_with_zero", _CUT),
-    (
-        "use_dense_reward",
-        "reward_running_norm mask_no_eos_with_zero stop_properly_penalty",
-        "are of token scores, and of the one score of a response",
-    ),
     ("lr_warmup_ratio", "lr_warmup_steps", "both say how long the warm-up is"),
     ("gradient_checkpointing_use_reentrant", "aux_loss_coef torch_compile", "do not work together"),
 )
@@ -694,9 +673,9 @@ def _batches(options: SimpleNamespace) -> Iterator[str]:
     for name, size in of_all_ranks.items():
         if size % options.ranks:
             yield f"--{name} {size} is not divisible by the {options.ranks} ranks"
-    for name in ("min_new_tokens", "overlong_buffer_len"):
-        if (length := getattr(options, name) or 0) > options.generate_max_len:
-            yield f"--{name} {length} exceeds --generate_max_len {options.generate_max_len}"
+    if options.min_new_tokens > options.generate_max_len:
+        limit = f"--generate_max_len {options.generate_max_len}"
+        yield f"--min_new_tokens {options.min_new_tokens} exceeds {limit}"
     surplus = options.dynamic_sampling or options.gen_batch_size > options.rollout_batch_size
     held = options.samples if surplus else options.samples // options.ranks
     if 0 < options.buffer_limit < held:
@@ -740,8 +719,6 @@ def _algorithm(options: SimpleNamespace) -> Iterator[str]:
         yield f"{name} compares samples of one prompt: set --n_samples_per_prompt to at least {least}"
     if estimator.needs_greedy_baseline and not options.facts["sampling"]:
         yield f"{name} compares with the greedy answer, which every sample is: set a --temperature above 0"
-    if estimator.needs_greedy_baseline and options.use_dense_reward:
-        yield f"{name} acts on the one score of a response, --use_dense_reward on token scores: leave one out"
     if options.init_kl_coef > 0 and not options.use_kl_loss and not options.use_kl_in_reward:
         yield "--no_use_kl_in_reward without --use_kl_loss leaves --init_kl_coef without effect: set --init_kl_coef 0"
     if options.kl_target is not None and 0.2 * options.samples >= options.kl_horizon:
@@ -749,8 +726,6 @@ def _algorithm(options: SimpleNamespace) -> Iterator[str]:
         yield f"--kl_horizon {options.kl_horizon} is so short that the coefficient could change sign: {shortest}"
     if options.eps_clip not in (None, options.eps_clip_low, options.eps_clip_high):
         yield "--eps_clip has no effect beside --eps_clip_low and --eps_clip_high: leave it out"
-    if options.reward_scaling == 0:
-        yield "--reward_scaling 0 makes all scores the same: set another factor"
     yield from out_of_order(all_options(), vars(options))
     if options.old_log_probs == "rollout":
         try:

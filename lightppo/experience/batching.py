@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-import zlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,12 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lightppo import tensor_file
-from lightppo.algorithms.entries import load
-from lightppo.algorithms.losses import PolicyLoss, SelectionFn
 from lightppo.algorithms.masking import LossNormalizer, whiten
+from lightppo.config import PPOConfig
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
@@ -119,46 +116,6 @@ def _best_swap(
     return None if best is None else best[1:]
 
 
-def selection_of(loss: Any) -> SelectionFn | None:
-    """The function that selects tokens for this policy loss; ``None`` if the loss treats all tokens alike."""
-    entry = getattr(loss, "entry", None)  # a loss of a script has none
-    return None if entry is None or entry.selection is None else load(entry.selection)
-
-
-def select_tokens(items: Sequence[Experience], loss: PolicyLoss, ranks: Ranks, seed: int) -> None:
-    """Sets ``selected`` of all rows if the loss selects tokens; then collective.
-
-    A token's random number depends on ``seed``, its row's token ids and its position.
-    """
-    select = selection_of(loss)
-    if select is None:
-        return
-    items = items or [Experience.placeholder()]  # for the collectives of a rank without samples
-    masks = [item.action_mask for item in items]  # (1, A) each
-
-    def trained(rows: Iterable[Tensor]) -> Tensor:
-        """(N,) of the trained tokens."""
-        return torch.cat([row[mask] for row, mask in zip(rows, masks)])
-
-    chosen = select(
-        trained(item.action_log_probs for item in items),
-        trained(item.advantages for item in items),
-        trained(_uniforms(item, seed) for item in items),
-        options=loss.options,
-        all_reduce_sum=partial(ranks.all_reduce, op="sum"),
-    )  # (N,)
-    of_rows = chosen.split([int(mask.sum()) for mask in masks])
-    for item, mask, of_row in zip(items, masks, of_rows):
-        item.selected = torch.zeros_like(mask).masked_scatter(mask, of_row)
-
-
-def _uniforms(item: Experience, seed: int) -> Tensor:
-    """Random numbers of a row (1, A), independent of its rank and of the order of rows."""
-    key = zlib.crc32(item.sequences.cpu().numpy().tobytes(), seed & 0xFFFF_FFFF)
-    generator = torch.Generator().manual_seed(key)
-    return torch.rand(1, item.num_actions, generator=generator).to(item.sequences.device)
-
-
 class ReplayBuffer:
     """A list of one-row experiences: the last ``limit``, or all if it is 0, on the CPU with ``cpu_offload``.
 
@@ -246,6 +203,13 @@ class ReplayBuffer:
         rows = whitened.split([item.num_actions for item in items], dim=1)
         for item, row in zip(items, rows):
             item.advantages = row
+
+
+def whitening(config: PPOConfig) -> Callable[..., None] | None:
+    """``--adv_norm``, see :data:`lightppo.plugin.BUFFER_STEPS`."""
+    if not config.algorithm.adv_norm:
+        return None
+    return lambda buffer, loss, ranks, seed: buffer.normalize("advantages", ranks)
 
 
 @dataclass(frozen=True)

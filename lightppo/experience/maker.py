@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -15,23 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.advantages import group_normalize
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, load
-from lightppo.algorithms.kl import KLController, KLEstimate, full_kl
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, load
+from lightppo.algorithms.kl import KLController, KLEstimate
 from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
-from lightppo.algorithms.shaping import (
-    RunningMeanStd,
-    ValueNorm,
-    clip_scores,
-    compute_token_rewards,
-    dense_rewards,
-    overlong_penalty,
-    scale_scores,
-    stop_properly,
-    zero_truncated,
-)
-from lightppo.config import PPOConfig, RewardConfig
+from lightppo.algorithms.shaping import compute_token_rewards
+from lightppo.config import PPOConfig
 from lightppo.config.rules import (
     MicroBatchSpec,
     advantage_terms,
@@ -43,100 +32,67 @@ from lightppo.config.rules import (
 )
 from lightppo.data.records import Rollout, seed_of_step
 from lightppo.errors import ConfigError, NonFiniteError
-from lightppo.experience.batching import ReplayBuffer, select_tokens
+from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.models.wrapper import layout_of_all, on_cpu, to_device
 from lightppo.option import shown_object
-from lightppo.plugin import NORMALISATIONS, ROLLOUT_PASSES, TOKEN_WEIGHTS
+from lightppo.plugin import BUFFER_STEPS, NORMALISATIONS, ROLLOUT_PASSES, SCORE_STEPS, TOKEN_WEIGHTS
 from lightppo.ranks import Ranks, heartbeat, level
 
 
+class ScoreStep:
+    """A step of the shaping of scores, see :data:`lightppo.plugin.SCORE_STEPS`."""
+
+    # of rollouts and a mask of their trained tokens (B, A), None: all of each response: rewards (B, A) of single tokens
+    # beside the score
+    of_tokens: Callable[[Sequence[Rollout], Tensor | None], Tensor] | None = None
+
+    def learn(self, scores: Tensor) -> None:
+        """Take in the scores (B,) of the samples of a step, as they come here, before they are shaped. Collective."""
+
+    def __call__(self, scores: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
+        """The scores (B,) after this step."""
+        return scores
+
+    def numbers(self, rollouts: Sequence[Rollout]) -> Mapping[str, Tensor]:
+        """What is logged of each sample, (B,), by its name there."""
+        return {}
+
+
 class ScoreShaper:
-    """Shapes the scores of one rank's samples, in the order of the flags in ``--help``."""
+    """Shapes the scores of one rank's samples by the ``SCORE_STEPS``, then clips them to ``--reward_clip_range``."""
 
-    def __init__(self, config: RewardConfig, max_len: int, ranks: Ranks) -> None:
-        self.config, self.max_len = config, max_len
-        self.all_reduce_sum, self.device = partial(ranks.all_reduce, op="sum"), ranks.device
-        self.scale = partial(
-            scale_scores,
-            bias=config.reward_bias,
-            scaling=config.reward_scaling,
-            max_clip=config.max_reward_clip,
-        )
-        self.running = RunningMeanStd() if config.reward_running_norm else None
+    def __init__(self, config: PPOConfig, ranks: Ranks) -> None:
+        self.device, self.clip_range = ranks.device, config.reward.reward_clip_range
+        steps = {name: entry.fn(config, ranks) for name, entry in SCORE_STEPS.items()}
+        self.steps = {name: step for name, step in steps.items() if step is not None}
+        self.of_tokens = next(filter(None, (step.of_tokens for step in self.steps.values())), None)
 
-    def observe(self, rollouts: Sequence[Rollout]) -> None:
-        """Adds the samples of this rollout to the running statistics. Collective."""
-        if self.running is not None:
-            self.running.update(self._scaled(rollouts), all_reduce_sum=self.all_reduce_sum)
+    @property
+    def states(self) -> dict[str, ScoreStep]:
+        """The steps that have a state, by its name in checkpoints."""
+        return {name: step for name, step in self.steps.items() if hasattr(step, "state_dict")}
 
-    def shape(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """The score of each response (B,); with dense rewards, the reward added at its end."""
-        config, scores = self.config, self._scaled(rollouts)  # (B,)
-        truncated = truncated_of(rollouts, self.device)
-        if self.running is not None:
-            scores = self.running.normalize(scores)
-        if config.use_dense_reward:
-            scores = torch.zeros_like(scores)
-        if config.stop_properly_penalty is not None:
-            scores = stop_properly(scores, truncated, config.stop_properly_penalty)
-        if config.overlong_buffer_len is not None:
-            scores = scores + self.overlong(rollouts)
-        if config.mask_no_eos_with_zero:
-            scores = zero_truncated(scores, truncated)
-        return clip_scores(scores, config.reward_clip_range)
+    def shape(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
+        """The score of each response (B,); with rewards of tokens, what is added at its end. ``learn``: collective."""
+        rewards = [rollout.reward for rollout in rollouts]
+        scores = torch.tensor(rewards, dtype=torch.float32, device=self.device)
+        for step in self.steps.values():
+            if learn:
+                step.learn(scores)
+            scores = step(scores, rollouts)
+        return scores if self.clip_range is None else scores.clamp(*self.clip_range)
 
-    def token_scores(self, rollouts: Sequence[Rollout], action_mask: Tensor) -> Tensor | None:
-        """Dense rewards (B, A), scaled like scores; ``None`` without ``--use_dense_reward``."""
-        if not self.config.use_dense_reward:
-            return None
-        rows = torch.zeros(action_mask.shape, device=self.device)  # (B, A)
-        for row, rollout in zip(rows, rollouts):
-            row[: len(rollout.token_rewards)] = torch.tensor(
-                rollout.token_rewards, device=self.device
-            )
-        return dense_rewards(self.scale(rows), action_mask, self.config.reward_delta)
+    def token_scores(
+        self, rollouts: Sequence[Rollout], action_mask: Tensor | None = None
+    ) -> Tensor | None:
+        """Rewards of single tokens (B, A), if a step gives them."""
+        return None if self.of_tokens is None else self.of_tokens(rollouts, action_mask)
 
     def final_scores(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """What training maximises for each sample before KL (B,): shaped scores plus the sum of dense rewards."""
-        scores = self.shape(rollouts)
-        if not self.config.use_dense_reward:
-            return scores
-        lengths = self._lengths(rollouts)
-        mask = torch.arange(int(lengths.max()), device=self.device) < lengths[:, None]  # (B, A)
-        return scores + self.token_scores(rollouts, mask).sum(-1)
-
-    def overlong(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """The penalty for the length of each response, at most 0 (B,)."""
-        return overlong_penalty(
-            self._lengths(rollouts),
-            self.max_len,
-            self.config.overlong_buffer_len,
-            self.config.overlong_penalty_factor,
-        )
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """The running statistics."""
-        return self.running.state_dict() if self.running is not None else None
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restores ``state_dict``."""
-        if self.running is not None and state is not None:
-            self.running.load_state_dict(state)
-
-    def _scaled(self, rollouts: Sequence[Rollout]) -> Tensor:
-        scores = [rollout.reward for rollout in rollouts]
-        return self.scale(torch.tensor(scores, dtype=torch.float32, device=self.device))
-
-    def _lengths(self, rollouts: Sequence[Rollout]) -> Tensor:
-        lengths = [rollout.trained_length for rollout in rollouts]
-        return torch.tensor(lengths, dtype=torch.float32, device=self.device)
-
-
-def truncated_of(rollouts: Sequence[Rollout], device: Any) -> Tensor:
-    """Whether each response was truncated (B,)."""
-    truncated = [rollout.truncated for rollout in rollouts]
-    return torch.tensor(truncated, dtype=torch.bool, device=device)
+        """What training maximises for each sample before KL (B,)."""
+        scores, token_scores = self.shape(rollouts), self.token_scores(rollouts)
+        return scores if token_scores is None else scores + token_scores.sum(-1)
 
 
 @dataclass(frozen=True)
@@ -157,6 +113,10 @@ def rollout_passes(config: PPOConfig, frozen: Mapping[str, Any]) -> dict[str, Ro
     return {name: made for name, made in passes.items() if made is not None}
 
 
+# what the times of passes are called, where not as in --micro_batch_specs
+_PHASES = {"actor": "old_log_probs", "critic": "values"}
+
+
 class ExperienceMaker:
     """Turns the scored rollouts of one rank into experience.
 
@@ -168,7 +128,6 @@ class ExperienceMaker:
         frozen: the further models of the run by name, for passes over the rollout.
         rewarded: whether scores are numbers of a reward source, to be logged.
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
-        sample: (prompts, labels, generation options) → scored rollouts, for scripts in the seed's style.
         progress: wraps the micro batches in a progress bar.
         timer: times the parts, by the names of ``trainer.metrics.TIMED``.
     """
@@ -184,9 +143,8 @@ class ExperienceMaker:
         *,
         frozen: Mapping[str, Any] = {},
         rewarded: bool = True,
-        value_norm: ValueNorm | None = None,
+        value_norm: Any | None = None,
         old_log_probs: Literal["training", "rollout", "forward"] | None = None,
-        sample: Callable[..., list[Rollout]] | None = None,
         progress: Callable[[Sequence], Any] = iter,
         timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     ) -> None:
@@ -195,9 +153,7 @@ class ExperienceMaker:
         self.measures = [one.measure for one in self.passes.values()]
         self.advantage_terms, self.rewarded = advantage_terms(config), rewarded
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
-        self.sample, self.progress, self.timer = sample, progress, timer
-        # the seed's: nothing here, times are in perf/ of the logs
-        self.perf_stats: dict[str, float] | None = None
+        self.progress, self.timer = progress, timer
         self.algorithm = config.algorithm
         self.token_weights = token_weights(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
@@ -212,10 +168,14 @@ class ExperienceMaker:
             of: list(filter(None, (entry.fn(config, of) for entry in NORMALISATIONS.values())))
             for of in ("scores", "advantages")
         }
-        is_full = self.algorithm.kl_estimator == "full"
-        self.kl_of_samples = KLEstimate(
-            "k1" if is_full else self.algorithm.kl_estimator, self.algorithm.kl_clip
-        )
+        steps = (entry.fn(config) for entry in BUFFER_STEPS.values())
+        self.buffer_steps = [step for step in steps if step is not None]
+        kl_name, kl_clip = self.algorithm.kl_estimator, self.algorithm.kl_clip
+        kl_entry = KL_ESTIMATORS.find(kl_name)
+        self.kl_of_models = None
+        if kl_entry.over_vocabulary:
+            self.kl_of_models, kl_name = partial(kl_entry.fn, clip=kl_clip), "k1"
+        self.kl_of_samples = KLEstimate(kl_name, kl_clip)
         self.mask_too_long, self.prompt_max_len = (
             config.reward.mask_too_long,
             config.data.prompt_max_len,
@@ -223,40 +183,34 @@ class ExperienceMaker:
         self.micro_rollout_batch_size = rollout_rows(config)
         self.seed = config.strategy.seed
         self.micro_batches = {call: micro_batch_spec(config, call) for call in scoring_calls()}
-        models = (actor, critic, initial_model, *(one.model for one in self.passes.values()))
-        self.layout = layout_of_all(models)
+        self.layout = layout_of_all(self.models())
         self.old_log_probs = old_log_probs or old_log_probs_from(config, exact_rollout=False)
         self.wants_entropy = self._needs_entropy()
         self.compared_with_engine = self._compared_with_engine(config)
         self.has_kl = initial_model is not None and self.old_log_probs != "training"
         # Whole distributions are compared only if the reward needs it: the KL loss compares its own.
-        self.full_kl = self.has_kl and is_full and self.algorithm.use_kl_in_reward
-        self.shaper = ScoreShaper(config.reward, config.rollout.generate_max_len, strategy)
+        self.full_kl = (
+            self.has_kl and self.kl_of_models is not None and self.algorithm.use_kl_in_reward
+        )
+        self.shaper = ScoreShaper(config, strategy)
         self._all_reduce_sum = partial(strategy.all_reduce, op="sum")
 
+    def models(self) -> list[Any]:
+        """The models of its passes."""
+        own = (self.actor, self.critic, self.initial_model)
+        models = (*own, *(one.model for one in self.passes.values()))
+        return [model for model in models if model is not None]
+
     @torch.no_grad()
-    def make_experience_list(
-        self,
-        rollouts: Sequence[Rollout] | Sequence[str],
-        all_labels: Sequence[Any] | None = None,
-        **generate_kwargs: Any,
-    ) -> list[Experience]:
+    def make_experience_list(self, rollouts: Sequence[Rollout]) -> list[Experience]:
         """Experience of all rollouts of this rank, in order, in parts of the micro batch size. Collective.
 
-        Ranks may have no rollouts. Scripts in the seed's style pass prompts as texts, their labels and sampling
-        options; these are sampled and scored first.
+        Ranks may have no rollouts.
 
         Raises:
             ValueError: a rollout has no reward, or a group is smaller than the estimator allows.
             NonFiniteError: a model or the engine gave numbers that are not finite, on some rank.
         """
-        as_texts = any(isinstance(rollout, str) for rollout in rollouts)
-        if as_texts or (not rollouts and (all_labels is not None or generate_kwargs)):
-            if self.sample is None:
-                raise ValueError(
-                    "this ExperienceMaker has nothing to sample prompts with: pass scored rollouts"
-                )
-            rollouts = self.sample(rollouts, all_labels, **generate_kwargs)
         self._check(rollouts)
         # A rank without samples joins in everything, because there are collectives on the way: in the models with a
         # placeholder row, from then on without rows.
@@ -266,13 +220,13 @@ class ExperienceMaker:
         self._require_finite(batch)
         if not rollouts:
             batch, made = batch.without_rows(), {name: values[:0] for name, values in made.items()}
-        truncated = truncated_of(rollouts, self.strategy.device)
+        truncated = [rollout.truncated for rollout in rollouts]
+        truncated = torch.tensor(truncated, dtype=torch.bool, device=self.strategy.device)  # (B,)
         if self.mask_too_long:
             batch.action_mask &= ~truncated[:, None]
         bootstraps = self.algorithm.bootstrap_truncated and self.critic is not None
         last_values = made["last_values"][:, 0] * truncated if bootstraps else None
         with self.timer("advantages"):
-            self.shaper.observe(rollouts)
             self._add_advantages(batch, rollouts, last_values, made.get("score_norms"))
             self._add_info(batch, rollouts)
             self._add_loss_weights(batch, made.get("entropy"))
@@ -289,22 +243,10 @@ class ExperienceMaker:
             )
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
-        """Whitens and clips the advantages over all ranks, and selects tokens for the loss. Collective."""
-        algorithm, limit = self.algorithm, self.algorithm.advantage_clip
+        """The ``BUFFER_STEPS``: whitens the advantages over all ranks, for example. Collective."""
         with self.timer("advantages"):
-            if algorithm.adv_norm and algorithm.adv_norm_scope == "batch":
-                buffer.normalize(
-                    "advantages",
-                    self.strategy,
-                    divide_std=algorithm.adv_std_norm,
-                    shift_mean=algorithm.adv_shift_mean,
-                    unbiased=algorithm.adv_std_unbiased,
-                    eps=algorithm.adv_norm_eps,
-                )
-            if limit is not None:
-                for item in buffer.items:
-                    item.advantages = item.advantages.clamp(-limit, limit)
-        select_tokens(buffer.items, loss, self.strategy, seed_of_step(self.seed, step))
+            for do in self.buffer_steps:
+                do(buffer, loss, self.strategy, seed_of_step(self.seed, step))
 
     def _needs_entropy(self) -> bool:
         """Whether a token weight needs the entropy of a pass of the actor over the rollout."""
@@ -353,21 +295,14 @@ class ExperienceMaker:
         Returns:
             what the passes made, each (B, A): also ``last_values``, in the first column, and ``entropy``.
         """
-        calls = [
-            ("actor", "old_log_probs", self._run_actor, self.old_log_probs == "forward"),
-            (
-                "reference",
-                "reference",
-                self._run_reference,
-                self.initial_model is not None and not self.full_kl,
-            ),
-            *((name, name, one.run, True) for name, one in self.passes.items()),
-            ("critic", "values", self._run_critic, self.critic is not None),
-        ]
-        models = [self.actor, self.critic, self.initial_model]
-        for model in [*models, *(one.model for one in self.passes.values())]:
-            if model is not None:
-                model.eval()
+        calls = {"actor": self._run_actor} if self.old_log_probs == "forward" else {}
+        if self.initial_model is not None and not self.full_kl:
+            calls["reference"] = self._run_reference
+        calls |= {name: one.run for name, one in self.passes.items()}
+        if self.critic is not None:
+            calls["critic"] = self._run_critic
+        for model in self.models():
+            model.eval()
 
         lengths, device = batch.row_lengths(), self.strategy.device
         prompts = batch.prompts() if self.layout.shares_prompts else ()
@@ -377,28 +312,25 @@ class ExperienceMaker:
             action_mask=on_cpu(batch.action_mask),
         )
         plan = []
-        for name, phase, run, needed in calls:
-            if needed:
-                spec = self.micro_batches[name]
-                if name in self.passes and self.passes[name].takes_all:
-                    spec = MicroBatchSpec(len(lengths))
-                parts = self.layout.split(lengths, spec, self.strategy, prompts)
-                parts = level(parts, self.strategy, lambda parts=parts: parts[-1])
-                plan += [(phase, run, rows) for rows in parts]
-        made: dict[str, Tensor] = defaultdict(
-            lambda: torch.zeros(batch.action_mask.shape, device=device)
-        )
-        for phase, calls in groupby(self.progress(plan), key=itemgetter(0)):
-            into = batch.extra if phase in self.passes else made
-            with self.timer(phase):
-                for _, run, rows in calls:
+        for name in calls:
+            spec = self.micro_batches[name]
+            if name in self.passes and self.passes[name].takes_all:
+                spec = MicroBatchSpec(len(lengths))
+            parts = self.layout.split(lengths, spec, self.strategy, prompts)
+            filled = level(parts, self.strategy, lambda parts=parts: parts[-1])
+            plan += [(name, rows) for rows in filled]
+        made: dict[str, Tensor] = {}
+        for name, of_call in groupby(self.progress(plan), key=itemgetter(0)):
+            into = batch.extra if name in self.passes else made
+            with self.timer(_PHASES.get(name, name)):
+                for _, rows in of_call:
                     places = to_device(torch.tensor(rows), device)
-                    # (b, a), the first a actions
-                    for name, values in run(near.select(rows).to_device(device)).items():
-                        if name not in into:
+                    found = calls[name](near.select(rows).to_device(device))
+                    for key, values in found.items():  # (b, a), the first a actions
+                        if key not in into:
                             shape = *batch.action_mask.shape, *values.shape[2:]
-                            into[name] = torch.zeros(shape, device=device)
-                        into[name][places, : values.size(1)] = values.float()
+                            into[key] = torch.zeros(shape, device=device)
+                        into[key][places, : values.size(1)] = values.float()
                     heartbeat.beat()
         if self.old_log_probs == "rollout":
             made["action_log_probs"] = batch.rollout_log_probs.clone()
@@ -409,17 +341,8 @@ class ExperienceMaker:
         return made
 
     def sampled_kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """``--kl_estimator`` of each sampled token, k1 in place of ``full``; float32, in nats, without gradient."""
+        """``--kl_estimator`` of each sampled token, k1 in place of one over the vocabulary; float32, without gradient."""
         return self.kl_of_samples(log_probs.detach(), ref_log_probs).float()
-
-    def with_kl(self, experience: Experience, log_probs: Tensor) -> Experience:
-        """With the KL of each sample in ``info``, of log probs that only the training pass has made."""
-        if experience.base_action_log_probs is None:
-            return experience
-        kl = masked_mean(
-            self.sampled_kl(log_probs, experience.base_action_log_probs), experience.action_mask
-        )
-        return replace(experience, info=experience.info | {"kl": kl})
 
     def _run_actor(self, part: Experience) -> dict[str, Tensor]:
         """Log probs of the actor, and of the reference beside it if whole distributions are compared."""
@@ -436,13 +359,9 @@ class ExperienceMaker:
             norms = score_norms(actor.logits, actor.log_probs[actor.real], self.actor.temperature)
             made["score_norms"][actor.real] = norms.to(actor.log_probs.dtype)
         if self.full_kl:
-            reference = self.initial_model.score_actions(*inputs, logits=True)
-            kl, clip = torch.zeros_like(actor.log_probs), self.algorithm.kl_clip  # (b, a)
-            kl[actor.real] = full_kl(actor.logits, reference.logits, self.actor.temperature).to(
-                kl.dtype
+            made["kl"], made["base_action_log_probs"] = self.kl_of_models(
+                self.actor, self.initial_model, actor, part
             )
-            made["kl"] = kl if clip is None else kl.clamp(-clip, clip)
-            made["base_action_log_probs"] = reference.log_probs
         return made
 
     def _run_reference(self, part: Experience) -> dict[str, Tensor]:
@@ -478,7 +397,7 @@ class ExperienceMaker:
             batch.kl = batch.kl.masked_fill(~mask, 0.0)
         groups = [rollout.prompt.index for rollout in rollouts]
         groups = torch.tensor(groups, dtype=torch.long, device=device)
-        scores = self.shaper.shape(rollouts)[:, None]  # (B, 1)
+        scores = self.shaper.shape(rollouts, learn=True)[:, None]  # (B, 1)
         scores = self._normalised("scores", scores, mask.any(1, keepdim=True), groups)
         token_rewards = compute_token_rewards(
             scores[:, 0],
@@ -511,8 +430,6 @@ class ExperienceMaker:
         for term in self.advantage_terms:
             batch.advantages = batch.advantages + term(batch)
         batch.advantages = self._normalised("advantages", batch.advantages, mask, groups)
-        if config.adv_norm and config.adv_norm_scope == "group":
-            batch.advantages = group_normalize(batch.advantages, mask, groups, config.adv_norm_eps)
         if self.value_norm is not None:
             self.value_norm.update(batch.returns, mask, all_reduce_sum=self._all_reduce_sum)
         batch.info["return"] = token_rewards.sum(-1)
@@ -554,12 +471,8 @@ class ExperienceMaker:
         batch.info["prompt_clip_ratio"] = of_rollouts(
             lambda rollout: len(rollout.prompt.token_ids) >= self.prompt_max_len
         )
-        if self.shaper.config.overlong_buffer_len is not None:
-            penalty = self.shaper.overlong(rollouts)
-            batch.info |= {
-                "reward/overlong": (penalty < 0).float(),
-                "reward/overlong_reward": penalty,
-            }
+        for step in self.shaper.steps.values():
+            batch.info |= step.numbers(rollouts)
         if self.estimator.needs_greedy_baseline:
             batch.info["reward/greedy_baseline"] = of_rollouts(
                 lambda rollout: rollout.baseline.reward

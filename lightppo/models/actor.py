@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn, stack
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from lightppo.algorithms.logprobs import (
-    TokenPlaces,
-    linear_log_probs,
-    log_probs_and_entropy,
-    token_log_probs,
-)
+from lightppo.algorithms.logprobs import log_probs_and_entropy, token_log_probs
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.wrapper import (
     Batch,
     PretrainedWrapper,
     check_num_actions,
-    is_plain_linear,
     on_cpu,
     real_actions,
     takes,
 )
+from lightppo.plugin import HEAD_SCORES
 
 # Of a forward: the model's output; for the K real actions log probs (K,), entropy (K,), logits (K, V) of valid ids.
-_Predicted = tuple[ModelOutput, Tensor, Tensor | None, Tensor | None]
+Predicted = tuple[ModelOutput, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -49,11 +43,7 @@ class ActionScores:
 class Actor(PretrainedWrapper):
     """A causal LM that gives the log probs of the last A tokens of each sequence.
 
-    Unless logits are asked for, the head itself returns log probs chunk by chunk
-    (:func:`lightppo.algorithms.logprobs.linear_log_probs`), so memory does not grow with tokens × vocabulary. This
-    needs a plain linear head with nothing after it. The first forward of any other model (Gemma 2's soft capping, the
-    scaling of Cohere and Granite, adapters or 4 bits in the head) detects this and runs again; from then on all logits
-    are made.
+    Log probs come from logits, or without them by one of ``lightppo.plugin.HEAD_SCORES``.
 
     Args:
         pretrain_or_model: folder, hub id, or a built model (its dropout is set to 0 in place).
@@ -83,7 +73,6 @@ class Actor(PretrainedWrapper):
         # This policy as it was loaded, called like a reference, where it can still be asked (beneath adapters): then no
         # second model is needed. Whoever changes the model so sets it.
         self.as_loaded: Any | None = None
-        self.head_is_last = True  # False once the model was seen to change what its head returns
 
     def forward(
         self,
@@ -145,14 +134,11 @@ class Actor(PretrainedWrapper):
         batch, actions = self._of_actions(
             sequences, num_actions, attention_mask, share=not router_loss
         )
-        asked: bool | TokenPlaces = (
-            entropy if isinstance(entropy, bool) else batch.places_among_real(entropy)
-        )
         output, log_probs, entropies, all_logits = self._predict(
             batch,
             actions,
             logits=logits,
-            entropy=asked,
+            entropy=entropy,
             entropy_grad=entropy_grad,
             router_logits=router_loss,
         )
@@ -207,59 +193,23 @@ class Actor(PretrainedWrapper):
         batch: Batch,
         actions: Tensor,
         logits: bool = False,
-        entropy: bool | TokenPlaces = False,
+        entropy: bool | Tensor = False,
         entropy_grad: bool = False,
         router_logits: bool = False,
-    ) -> _Predicted:
-        """One forward, through the head's log probs if that is enough and possible, else through logits."""
-        if not logits and (
-            predicted := self._ask_head(batch, actions, entropy, entropy_grad, router_logits)
-        ):
-            return predicted
+    ) -> Predicted:
+        """One forward: by ``HEAD_SCORES`` if log probs are enough, else through logits."""
+        asked = {"entropy": entropy, "entropy_grad": entropy_grad, "router_logits": router_logits}
+        for entry in () if logits else HEAD_SCORES.values():
+            if (predicted := entry.fn(self, batch, actions, **asked)) is not None:
+                return predicted
         output = self._run(batch, batch.places, router_logits)
         over = batch.of_real(output.logits)[:, : self.valid_vocab_size]  # (K, V)
-        if not entropy:
+        if entropy is False:
             return output, token_log_probs(over, actions, self.temperature), None, over
         return (
             output,
             *log_probs_and_entropy(over, actions, self.temperature, entropy_grad=entropy_grad),
             over,
-        )
-
-    def _ask_head(
-        self,
-        batch: Batch,
-        actions: Tensor,
-        entropy: bool | TokenPlaces,
-        entropy_grad: bool,
-        router_logits: bool,
-    ) -> _Predicted | None:
-        """None if this model's log probs do not come from its head alone. All ranks agree on it."""
-        head = scoring_head(self.hf_model) if self.head_is_last else None
-        if head is None:
-            return None
-        in_model = takes(self.hf_model, "logits_to_keep")
-
-        def select(hidden: Tensor) -> Tensor:
-            return batch.of_real(hidden if in_model else batch.at_places(hidden))
-
-        options = {
-            "valid_vocab_size": self.valid_vocab_size,
-            "entropy": entropy,
-            "entropy_grad": entropy_grad,
-        }
-        with scores_from_head(head, select, actions, self.temperature, **options) as returned:
-            output = self._run(batch, batch.places if in_model else None, router_logits)
-        self.head_is_last = is_untouched(returned, output.logits)
-        if not self.head_is_last:
-            return None
-        scores = output.logits[0]  # (K, 1 or 2), behind the hooks of the whole model
-        entropies = scores[:, 1] if entropy else None
-        return (
-            output,
-            scores[:, 0],
-            entropies.detach() if entropy and not entropy_grad else entropies,
-            None,
         )
 
     def _run(
@@ -282,49 +232,3 @@ class Actor(PretrainedWrapper):
 
     def run_rows(self, batch: Batch) -> Tensor:
         return self._run(batch).logits
-
-
-def scoring_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The head, if it is an unmodified linear layer over the vocabulary; else None."""
-    head = model.get_output_embeddings()
-    if not is_plain_linear(head):
-        return None
-    return head if head.out_features == model.config.get_text_config().vocab_size else None
-
-
-@contextmanager
-def scores_from_head(
-    head: nn.Linear,
-    select: Callable[[Tensor], Tensor],
-    labels: Tensor,
-    temperature: float,
-    **options: Any,
-) -> Iterator[list[Tensor]]:
-    """Makes the :func:`scoring_head` return (1, K, 1) float32 log probs of ``labels``, or (1, K, 2) with the entropy.
-
-    ``select`` picks the scored positions, (B, S, H) -> (K, H). Yields the head's results, for :func:`is_untouched`.
-    """
-    returned: list[Tensor] = []
-
-    def forward(hidden: Tensor) -> Tensor:
-        log_probs, entropy = linear_log_probs(
-            select(hidden), head.weight, labels, head.bias, temperature, **options
-        )
-        scores = log_probs.unsqueeze(-1) if entropy is None else stack([log_probs, entropy], dim=-1)
-        returned.append(scores.unsqueeze(0))
-        return returned[-1]
-
-    head.forward = forward  # on the instance: module calls, and hooks around them, find it there
-    try:
-        yield returned
-    finally:
-        del head.forward
-
-
-def is_untouched(returned: list[Tensor], logits: Tensor) -> bool:
-    """Whether the model called its head once and returned its result unchanged; by storage, so that all ranks agree."""
-    if len(returned) != 1 or not isinstance(logits, Tensor):
-        return False
-    (scores,) = returned
-    same_place = scores.untyped_storage()._cdata == logits.untyped_storage()._cdata
-    return same_place and logits.shape == scores.shape and logits._version == scores._version == 0

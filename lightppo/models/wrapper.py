@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightppo.algorithms.logprobs import TokenPlaces
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import MicroBatchSpec, of_role
 from lightppo.errors import ModelLoadError, PackingNotSupportedError
@@ -68,11 +67,6 @@ class Batch:
     def returned(self, at_places: Tensor) -> Tensor:
         """What a caller gets of (B, A, ·)."""
         return at_places
-
-    def places_among_real(self, chosen: Tensor) -> TokenPlaces:
-        """Of a mask (B, A) on the CPU, the numbers of its real places among all that are real."""
-        index = chosen[on_cpu(self.real)].nonzero().squeeze(1)
-        return TokenPlaces(to_device(index, self.kept.device), on_cpu=index)
 
     def scatter(self, values: Tensor) -> Tensor:
         """(K,) -> (B, A), 0 elsewhere."""

@@ -7,6 +7,7 @@ SHIPPED = (
     "hints",
     "sources",
     "packing",
+    "shaping",
     "algorithms",
     "distillation",
     "families",

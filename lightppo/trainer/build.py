@@ -252,19 +252,22 @@ def load_models(building: Building, per_episode: int) -> tuple[Models, dict[str,
 
 
 def assemble(
-    inputs: PPOInputs, kind: type[Update] = Update, own_training_step: bool = False
+    inputs: PPOInputs,
+    kind: type[Update] = Update,
+    maker_kind: type[ExperienceMaker] = ExperienceMaker,
+    own_training_step: bool = False,
 ) -> PPOParts:
     """Everything between prompts and weights, around the models, the engine and the rewards of a run.
 
     Args:
-        kind: the class of the update.
+        kind, maker_kind: the classes of the update and of the maker of experience.
         own_training_step: its training step is a user's, which needs old log probs in place.
     """
     config, strategy = inputs.config, inputs.strategy
     state, timer, algorithm = TrainerState(), m.PhaseTimer(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-    value_norm = build_value_norm(config.loss)
-    maker = build_maker(inputs, kl_ctl, value_norm, timer, own_training_step)
+    value_norm = build_value_norm(config)
+    maker = build_maker(inputs, kl_ctl, value_norm, timer, maker_kind, own_training_step)
     training = config.training
     buffer = ReplayBuffer(
         training.micro_train_batch_size,
@@ -315,16 +318,21 @@ def assemble(
 
 
 def build_maker(
-    inputs: PPOInputs, kl_ctl: Any, value_norm: Any, timer: m.PhaseTimer, own_training_step: bool
+    inputs: PPOInputs,
+    kl_ctl: Any,
+    value_norm: Any,
+    timer: m.PhaseTimer,
+    kind: type[ExperienceMaker],
+    own_training_step: bool,
 ) -> ExperienceMaker:
-    """What makes experience of rollouts; ``own_training_step`` as of :func:`assemble`."""
+    """What makes experience of rollouts; ``kind`` and ``own_training_step`` as of :func:`assemble`."""
     config, strategy = inputs.config, inputs.strategy
     old_log_probs = old_log_probs_from(
         config, capabilities_of(inputs.rollout_engine).exact_log_probs
     )
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
-    return ExperienceMaker(
+    return kind(
         inputs.actor,
         inputs.critic,
         inputs.initial_model,
@@ -809,7 +817,7 @@ def build_sampler(
         sampling=sampling_params(config),
         min_group_size=entry.min_group_size,
         greedy_baseline=entry.needs_greedy_baseline,
-        dense=config.reward.use_dense_reward,
+        dense=maker.shaper.of_tokens is not None,
         group_size=config.rollout.n_samples_per_prompt,
         tie=sampling.best_of_n_tie,
         scorer=next((scorer for scorer in scorers if scorer is not None), None),

@@ -67,7 +67,7 @@ class PPOTrainer(TrainingLoop):
         self.register_state("surplus", self.sampler, per_rank=True)
         states = {
             "kl_ctl": self.kl_ctl,
-            "score_statistics": self.experience_maker.shaper,
+            **self.experience_maker.shaper.states,
             "value_statistics": self.update.value_norm,
             **self.update.loss_terms,
         }

@@ -9,21 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import POLICY_LOSSES
-from lightppo.algorithms.kl import Divergence, KLEstimate, full_kl, kl_of_rows
+from lightppo.algorithms.entries import KL_ESTIMATORS, POLICY_LOSSES
+from lightppo.algorithms.kl import KLEstimate
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import (
     Aggregation,
     LossNormalizer,
-    systematic_sample,
     token_mean,
 )
-from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import LossConfig, PPOConfig
 from lightppo.config.rules import micro_batch_spec, of_role, token_weights
 from lightppo.errors import RewardError
@@ -32,21 +30,16 @@ from lightppo.experience.batching import (
     ReplayBuffer,
     StepPart,
     minibatches,
-    selection_of,
 )
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
-from lightppo.models.wrapper import layout_of_all, on_cpu, to_device
-from lightppo.plugin import SCORE_TERMS
+from lightppo.models.wrapper import layout_of_all
+from lightppo.plugin import ENTROPY_SAMPLES, SCORE_TERMS, VALUE_NORMS
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 from lightppo.trainer.loop import SkippedSteps, TrainerState
-
-# least number of tokens, over all ranks, of which the logged entropy of a step is the mean
-_ENTROPY_SAMPLE = 2048
-_LARGEST_STRIDE = 8  # one of so many tokens is in the sample of a large step
 
 Metrics = dict[str, Tensor]
 # numbers by name, or tensors of one number that are read at the end of a step
@@ -82,6 +75,17 @@ class ScoreTerm:
 def score_terms(config: PPOConfig, frozen: Mapping[str, Any]) -> list[ScoreTerm]:
     """Those of this run; ``frozen`` are its further models."""
     return list(filter(None, (entry.fn(config, frozen) for entry in SCORE_TERMS.values())))
+
+
+class EntropySample(Protocol):
+    """Some tokens of a micro batch, see :data:`lightppo.plugin.ENTROPY_SAMPLES`."""
+
+    computed: Tensor  # (B, A) bool, on the CPU: whose entropy is computed
+
+    def mean(
+        self, entropy: Tensor, mask: Tensor, normalizer: LossNormalizer
+    ) -> tuple[Tensor, Tensor]:
+        """The micro batch's share of the estimated mean, and the entropy (B, A), NaN where it was not computed."""
 
 
 OwnLoss = Callable[[Any], tuple[float, Tensor, Metrics]]
@@ -129,7 +133,7 @@ class Update:
         experience_maker: ExperienceMaker,
         replay_buffer: ReplayBuffer,
         kl_ctl: Any,
-        value_norm: ValueNorm | None,
+        value_norm: Any | None,
         state: TrainerState,
         skipped: SkippedSteps,
         timer: m.PhaseTimer,
@@ -163,6 +167,8 @@ class Update:
         self.early_stop = EarlyStop(loss, strategy)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
+        samples = (entry.fn(config) for entry in ENTROPY_SAMPLES.values())
+        self.sample_entropy = next(filter(None, samples), None)
         # of log probs that only the training pass has made
         self.on_policy: dict[str, m.Summary] = {}
         self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
@@ -175,6 +181,9 @@ class Update:
         }
         self.aggregate = Aggregation.of_mode(config.loss.loss_agg_mode)
         self.score_terms = score_terms(config, self.frozen)
+        if config.algorithm.use_kl_loss:
+            reads_logits = KL_ESTIMATORS.find(config.algorithm.kl_estimator).over_vocabulary
+            self.score_terms.insert(0, ScoreTerm(self.kl_loss, logits=reads_logits))
 
     def train(self, step: int) -> dict[str, float]:
         """Train on the replay buffer. Collective.
@@ -285,13 +294,10 @@ class Update:
             part.normalizer,
             loss_fn=self.policy_loss,
             aggregate=self.aggregate,
-            kl_of_samples=self.experience_maker.kl_of_samples,
-            config=self.config,
-            kl_coef=self.kl_ctl.value,
-            reference=self.reference,
+            options=self.config.loss,
             terms=self.score_terms,
             token_weights=self.token_weights,
-            entropy_rows=self.entropy_rows(experience),
+            sample=self.entropy_sample(experience, part.normalizer),
         )
         self.backward(loss * part.loss_scale, self.actor, self.actor_optim)
         self.early_stop.add(metrics)
@@ -306,6 +312,14 @@ class Update:
             status |= own_metrics
         return self.told(status | self.actor_step(), experience)
 
+    def entropy_sample(
+        self, experience: Experience, normalizer: LossNormalizer
+    ) -> EntropySample | None:
+        """The tokens whose entropy is logged where nothing else needs it; None: all."""
+        if self.sample_entropy is None or self.config.loss.entropy_coef > 0 or self.token_weights:
+            return None
+        return self.sample_entropy(experience, normalizer.tokens, self.entropy_rows(experience))
+
     def training_step_critic(self, experience: Experience) -> Status:
         """One micro batch of the critic; see :meth:`training_step`."""
         part = self.part_of(experience)
@@ -319,6 +333,18 @@ class Update:
             "critic", self.critic, self.critic_optim, self.critic_scheduler
         )
         return self.told(status, experience)
+
+    def kl_loss(
+        self, actor: Any, scores: ActionScores, experience: Experience, normalizer: LossNormalizer
+    ) -> tuple[Tensor, Metrics]:
+        """``--use_kl_loss``, a :class:`ScoreTerm`: the KL to the reference, times its coefficient."""
+        maker, mask = self.experience_maker, experience.action_mask
+        if maker.kl_of_models is not None:
+            kl, _ = maker.kl_of_models(actor, self.reference, scores, experience)  # (B, A)
+        else:
+            kl = kl_to_reference(maker.kl_of_samples, scores, experience)
+        loss = self.aggregate(kl, mask, normalizer)
+        return self.kl_ctl.value * loss, {"kl_loss": loss.detach()}
 
     def given(self, micro_batches: Iterable[Experience]) -> Iterable[Experience]:
         """The micro batches as ``training_step`` gets them."""
@@ -431,34 +457,28 @@ def actor_loss(
     *,
     loss_fn: PolicyLoss,
     aggregate: Aggregation,
-    kl_of_samples: KLEstimate,
-    config: PPOConfig,
-    kl_coef: float,
-    reference: Any | None,
+    options: LossConfig,
     terms: Sequence[ScoreTerm] = (),
     token_weights: Sequence[Callable[..., Tensor]] = (),
-    entropy_rows: Iterable[int] = (),
+    sample: EntropySample | None = None,
 ) -> tuple[Tensor, Metrics, Tensor, Tensor]:
-    """Policy loss, entropy bonus, KL loss, further terms of the same pass, and load-balancing loss.
+    """Policy loss, entropy bonus, further terms of the same pass, and load-balancing loss.
 
     Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
-    ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training; ``entropy_rows`` need the entropy
-    of every token, even if it is only logged.
+    ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training; ``sample`` are the tokens whose
+    entropy is logged, None: all.
 
     Returns:
         the loss (scalar), metrics, and without gradient the policy's log probs and its entropy or NaN, (B, A) each.
     """
-    options, mask = config.loss, experience.action_mask
-    needs_all = options.entropy_coef > 0 or bool(token_weights)
-    sample = None if needs_all else entropy_sample(experience, normalizer.tokens, entropy_rows)
+    mask = experience.action_mask
     scores = actor.score_actions(
         experience.sequences,
         experience.num_actions,
         experience.attention_mask,
         entropy=True if sample is None else sample.computed,
         entropy_grad=options.entropy_coef > 0,
-        logits=any(term.logits for term in terms)
-        or (config.algorithm.use_kl_loss and config.algorithm.kl_estimator == "full"),
+        logits=any(term.logits for term in terms),
         router_loss=options.aux_loss_coef > 0,
     )
     loss, metrics = weighted_policy_loss(
@@ -469,15 +489,14 @@ def actor_loss(
         entropy=scores.entropy.detach(),
         token_weights=token_weights,
     )
-    metrics["entropy"], per_token = _mean_entropy(scores.entropy.detach(), sample, mask, normalizer)
+    per_token = scores.entropy.detach()
+    if sample is None:
+        metrics["entropy"] = token_mean(per_token, mask, normalizer)
+    else:
+        metrics["entropy"], per_token = sample.mean(per_token, mask, normalizer)
     if options.entropy_coef > 0:
         entropy = aggregate(scores.entropy, mask, normalizer)
         loss = loss - options.entropy_coef * entropy
-    if config.algorithm.use_kl_loss:
-        kl = _kl_to_reference(actor, reference, scores, experience, config, kl_of_samples)
-        kl_loss = aggregate(kl, mask, normalizer)
-        loss = loss + kl_coef * kl_loss
-        metrics["kl_loss"] = kl_loss.detach()
     for term in terms:
         share, numbers = term.loss(actor, scores, experience, normalizer)
         loss = loss + term.coef * share
@@ -487,48 +506,6 @@ def actor_loss(
         metrics["aux_loss"] = aux_loss.detach()
         loss = loss + options.aux_loss_coef * aux_loss
     return loss, metrics, scores.log_probs.detach(), per_token
-
-
-@dataclass(frozen=True)
-class EntropySample:
-    """The tokens whose entropy is computed where it is only logged; masks (B, A) on the CPU."""
-
-    stride: int  # each token of the sample stands for so many
-    counted: Tensor  # the sample
-    computed: Tensor  # the sample, and the rows that somebody reads
-
-
-def entropy_sample(
-    experience: Experience, tokens: float, rows: Iterable[int] = ()
-) -> EntropySample | None:
-    """Which tokens of a micro batch are in the sample of an optimizer step of ``tokens``; ``None``: all are.
-
-    The choice depends on the ids of a row alone, so the logged mean depends neither on micro batches nor on ranks.
-    """
-    stride = min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE)
-    if stride < 2:
-        return None
-    ids, real, mask = map(
-        on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask)
-    )
-    counted = systematic_sample(mask, start=(ids * real).sum(1), stride=stride)
-    computed = counted.clone()
-    computed[list(rows)] = True
-    return EntropySample(stride, counted, computed)
-
-
-def _mean_entropy(
-    per_token: Tensor, sample: EntropySample | None, mask: Tensor, normalizer: LossNormalizer
-) -> tuple[Tensor, Tensor]:
-    """This micro batch's share of the mean, and the entropy per token (B, A), NaN where it was not computed."""
-    if sample is None:
-        return token_mean(per_token, mask, normalizer), per_token
-    counted, computed = (
-        to_device(places, mask.device) for places in (sample.counted, sample.computed)
-    )
-    of_sample = per_token.masked_fill(~counted, 0.0)
-    mean = sample.stride * token_mean(of_sample, mask, normalizer)
-    return mean, per_token.masked_fill(~computed, torch.nan)
 
 
 def _token_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
@@ -567,7 +544,8 @@ def weighted_policy_loss(
         experience.action_mask,
         normalizer,
         weights=weights,
-        selected=experience.selected if selection_of(loss_fn) is not None else None,
+        # a loss of a script selects none
+        selected=experience.selected if getattr(loss_fn, "selects_tokens", False) else None,
     )
     metrics["policy_loss"] = loss.detach()
     if in_training is not None:
@@ -576,45 +554,16 @@ def weighted_policy_loss(
     return loss, metrics
 
 
-def _kl_to_reference(
-    actor: Any,
-    reference: Any,
-    scores: ActionScores,
-    experience: Experience,
-    config: PPOConfig,
-    kl_of_samples: KLEstimate,
+def kl_to_reference(
+    kl_of_samples: KLEstimate, scores: ActionScores, experience: Experience
 ) -> Tensor:
-    """KL estimate with gradient (B, A): from the log probs of the sampled tokens, or over the whole vocabulary."""
-    if config.algorithm.kl_estimator != "full":
-        old_log_probs = experience.action_log_probs
-        return kl_of_samples(
-            scores.log_probs,
-            experience.base_action_log_probs,
-            experience.action_mask,
-            scores.log_probs.detach() if old_log_probs is None else old_log_probs,
-        )
-    kl, _ = divergence_from(reference, actor, scores, experience)
-    clip = config.algorithm.kl_clip
-    return kl if clip is None else kl.clamp(-clip, clip)
-
-
-def divergence_from(
-    frozen: Any,
-    actor: Any,
-    scores: ActionScores,
-    experience: Experience,
-    divergence: Divergence = kl_of_rows,
-) -> tuple[Tensor, Tensor]:
-    """From a frozen model over the whole vocabulary, with gradient; and the frozen model's log probs (B, A)."""
-    with torch.no_grad():
-        other = frozen.score_actions(
-            experience.sequences, experience.num_actions, experience.attention_mask, logits=True
-        )
-    per_token = full_kl(
-        scores.logits, other.logits, actor.temperature, divergence=divergence
-    )  # (K,)
-    spread = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token)
-    return spread, other.log_probs
+    """Estimates with gradient (B, A), from the log probs of the sampled tokens."""
+    old_log_probs = experience.action_log_probs
+    if old_log_probs is None:
+        old_log_probs = scores.log_probs.detach()
+    return kl_of_samples(
+        scores.log_probs, experience.base_action_log_probs, experience.action_mask, old_log_probs
+    )
 
 
 def critic_loss(
@@ -622,7 +571,7 @@ def critic_loss(
     experience: Experience,
     normalizer: LossNormalizer,
     loss_fn: ValueLoss,
-    value_norm: ValueNorm | None,
+    value_norm: Any | None,
 ) -> tuple[Tensor, Metrics]:
     """Value loss and metrics. ``value_norm`` normalises what the critic says; what the experience holds is not."""
     mask, old_values, returns = experience.action_mask, experience.values, experience.returns
@@ -676,9 +625,6 @@ def build_policy_loss(config: PPOConfig) -> PolicyLoss:
     )
 
 
-def build_value_norm(loss: LossConfig) -> ValueNorm | None:
-    """``--value_norm`` of a resolved section; ``None``: the critic learns raw returns."""
-    if loss.value_norm is None:
-        return None
-    beta = {} if loss.value_norm_beta is None else {"beta": loss.value_norm_beta}
-    return ValueNorm(loss.value_norm, eps=loss.value_norm_eps, **beta)
+def build_value_norm(config: PPOConfig) -> Any | None:
+    """The first of ``VALUE_NORMS``; ``None``: the critic learns raw returns."""
+    return next(filter(None, (entry.fn(config) for entry in VALUE_NORMS.values())), None)

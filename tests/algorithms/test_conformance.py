@@ -30,24 +30,22 @@ from support.conformance import (
 from support.fakes import FakeStrategy, make_rollout
 from torch import Tensor
 
-from lightppo.algorithms.advantages import group_normalize
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import AdaptiveKLController, approx_kl
 from lightppo.algorithms.masking import whiten
-from lightppo.algorithms.shaping import (
-    ValueNorm,
-    clip_scores,
-    compute_token_rewards,
+from lightppo.algorithms.shaping import compute_token_rewards
+from lightppo.config import PPOConfig
+from lightppo.experience.maker import ScoreShaper
+from lightppo.plugins.algorithms.normalisation import group_normalize, normalize_by
+from lightppo.plugins.algorithms.tables import Norm
+from lightppo.plugins.shaping.running import ValueNorm
+from lightppo.plugins.shaping.scores import (
     dense_rewards,
     overlong_penalty,
     scale_scores,
     stop_properly,
     zero_truncated,
 )
-from lightppo.config import PPOConfig
-from lightppo.experience.maker import ScoreShaper
-from lightppo.plugins.algorithms.normalisation import normalize_by
-from lightppo.plugins.algorithms.tables import Norm
 
 
 def estimate(
@@ -458,12 +456,10 @@ class TestShaping:
             -.07 -.002 -.123 -.003 2.089  -.057"""
         close(TOKEN_REWARDS, rows(expected))
         kl = approx_kl(LOG_PROBS, REFERENCE, "k1")
-        clipped = compute_token_rewards(clip_scores(SCORES, (-1.0, 1.0)), MASK, kl=kl, kl_coef=0.1)
+        clipped = compute_token_rewards(SCORES.clamp(-1.0, 1.0), MASK, kl=kl, kl_coef=0.1)
         close(clipped, rows(expected.replace("2.089", "1.089")))
         # OpenRLHF clips after the baseline is subtracted; here scores are clipped first
-        ours = estimate("rloo", compute_token_rewards(clip_scores(SCORES, (-1.0, 1.0)), MASK))[0][
-            :, 0
-        ]
+        ours = estimate("rloo", compute_token_rewards(SCORES.clamp(-1.0, 1.0), MASK))[0][:, 0]
         close(ours, numbers(".75 -.75 0 -.8 1.15 -.35"))  # by hand: clipped scores 1 0 .5 -.3 1 0
         differs(ours, numbers(".75 -.75 0 -1 1 -.85"), by=0.2)
 
@@ -498,7 +494,7 @@ class TestShaping:
         100 tokens, 10 of them a tool's, score 1, --reward_scaling 3: by hand 3 - 1 here, 3·(1 - .5) there.
         """
         options = {"generate_max_len": 100, "overlong_buffer_len": 20, "reward_scaling": 3.0}
-        shaper = ScoreShaper(PPOConfig.from_flat(options).resolved().reward, 100, FakeStrategy())
+        shaper = ScoreShaper(PPOConfig.from_flat(options).resolved(), FakeStrategy())
         ours = shaper.shape([make_rollout(response_ids=[7] * 100, reward=1.0)])
         close(ours, numbers("2"))
         differs(ours, numbers("1.5"), by=0.4)

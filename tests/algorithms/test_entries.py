@@ -25,7 +25,7 @@ ENTRIES = [(table, name) for table in TABLES for name in table]
 def test_every_entry_has_a_function(table, name):
     entry = table.find(name)
     assert callable(entry.fn)
-    for other in ("gradient_of", "selection"):
+    for other in ("as_loss", "selection"):
         assert getattr(entry, other, None) is None or callable(entries.load(getattr(entry, other)))
     assert entry.completed({}, name) == entry.defaults
     assert all(option.help.endswith(".") for option in entry.options)

@@ -28,7 +28,9 @@ from transformers import (
 from lightppo.algorithms import logprobs as head_module
 from lightppo.errors import ModelLoadError, PackingNotSupportedError
 from lightppo.models import actor as actor_module
-from lightppo.models.actor import Actor, is_untouched, scores_from_head, scoring_head
+from lightppo.models.actor import Actor
+from lightppo.plugins.kernels import scoring_head as scoring_module
+from lightppo.plugins.kernels.scoring_head import is_untouched, scores_from_head, scoring_head
 
 Batch = tuple[Tensor, Tensor, int]
 MakeModel = Callable[..., PreTrainedModel]
@@ -523,9 +525,10 @@ def test_bias_and_scaled_logits(name: str, ragged: Batch) -> None:
 def test_a_model_that_takes_no_places(causal_lm: MakeModel, ragged: Batch, monkeypatch) -> None:
     """Its head is given all positions; those that predict actions are chosen inside."""
     takes = actor_module.takes
-    monkeypatch.setattr(
-        actor_module, "takes", lambda module, name: name != "logits_to_keep" and takes(module, name)
-    )
+    for module in (actor_module, scoring_module):
+        monkeypatch.setattr(
+            module, "takes", lambda model, name: name != "logits_to_keep" and takes(model, name)
+        )
     for packing_samples in (False, True):
         actor = Actor(causal_lm(), packing_samples=packing_samples)
         assert_both_ways_agree(actor, ragged)

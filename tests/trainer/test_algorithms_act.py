@@ -18,17 +18,16 @@ from lightppo import PPOTrainer
 from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.kl import KLEstimate
 from lightppo.algorithms.losses import PolicyLoss
-from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
-from lightppo.experience.batching import select_tokens
 from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import RolloutSampler
 from lightppo.models.actor import ActionScores
+from lightppo.plugins.algorithms.token_selection import select_tokens
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.metrics import METRICS, with_namespace
-from lightppo.trainer.update import _kl_to_reference
+from lightppo.trainer.update import kl_to_reference
 from lightppo.user_code import load_python_function
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -218,11 +217,10 @@ def test_the_kl_loss_has_the_ratio_to_the_policy_that_sampled():
     log_probs = torch.tensor([[-1.0]], requires_grad=True)
     ids, mask = torch.ones(1, 2).long(), torch.ones(1, 1).bool()
     rows = Experience(ids, ids, mask, base_action_log_probs=torch.tensor([[-1.5]]))
-    config = PPOConfig.from_flat(use_kl_loss=True, kl_estimator="k3_ratio")
     found = []
     for old in (torch.tensor([[-1.0 - math.log(2)]]), None):
         rows, scores = replace(rows, action_log_probs=old), ActionScores(log_probs, mask)
-        kl = _kl_to_reference(None, None, scores, rows, config, KLEstimate("k3_ratio"))
+        kl = kl_to_reference(KLEstimate("k3_ratio"), scores, rows)
         found += [kl.item(), torch.autograd.grad(kl.sum(), log_probs)[0].item()]
     # the slope is ρ·d in both
     assert found == pytest.approx([2 * 0.1065307, 2 * 0.5, 0.1065307, 0.5])

@@ -237,9 +237,7 @@ def test_experience_of_texts_with_options_of_generation(made):
 
 
 def test_texts_need_something_to_sample_them_with():
-    from lightppo.algorithms.kl import FixedKLController
-    from lightppo.config import PPOConfig
-    from lightppo.experience.maker import ExperienceMaker
+    from lightppo import ExperienceMaker, FixedKLController, PPOConfig
     from lightppo.ranks import Alone
 
     config = PPOConfig.from_flat(advantage_estimator="reinforce", init_kl_coef=0.0).resolved()

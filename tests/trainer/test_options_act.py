@@ -60,7 +60,7 @@ def test_whitening_on_top_of_group_normalisation(trainer_with):
 
 
 def test_the_smallest_variance_of_normalised_returns():
-    norm = build_value_norm(PPOConfig.from_flat(value_norm="ma", value_norm_eps=0.25).loss)
+    norm = build_value_norm(PPOConfig.from_flat(value_norm="ma", value_norm_eps=0.25))
     norm.update(torch.ones(4))  # all the same
     assert norm.std == 0.5
 

@@ -2,6 +2,7 @@
 
 from lightppo.option import register_section
 from lightppo.plugin import (
+    BUFFER_STEPS,
     CALLBACKS,
     METRICS,
     NORMALISATIONS,
@@ -11,7 +12,8 @@ from lightppo.plugin import (
 )
 from lightppo.table import Entry
 
-_WEIGHTS = "lightppo.plugins.algorithms.token_weights"
+_HERE = "lightppo.plugins.algorithms"
+_WEIGHTS = f"{_HERE}.token_weights"
 
 
 def register() -> None:
@@ -24,25 +26,37 @@ def register() -> None:
     )
     from lightppo.plugins.algorithms import tables
 
-    for name, entry in tables.ESTIMATORS.items():
-        ADVANTAGE_ESTIMATORS.register(name, entry)
-    for name, entry in tables.POLICY_LOSSES.items():
-        POLICY_LOSSES.register(name, entry)
-    for name, entry in tables.KL_ESTIMATORS.items():
-        KL_ESTIMATORS.register(name, entry)
+    for table, entries in (
+        (ADVANTAGE_ESTIMATORS, tables.ESTIMATORS),
+        (POLICY_LOSSES, tables.POLICY_LOSSES),
+        (KL_ESTIMATORS, tables.KL_ESTIMATORS),
+    ):
+        for name, entry in entries.items():
+            table.register(name, entry)
     TABLES.extend((tables.CORRECTIONS, tables.REJECTIONS))
+    _register_token_weights()
+    _register_options()
+    BUFFER_STEPS["whiten"] = Entry(f"{_HERE}.normalisation:whitening")
+    BUFFER_STEPS.register("clip", Entry(f"{_HERE}.normalisation:clipping"))
+    BUFFER_STEPS.register("selected_tokens", Entry(f"{_HERE}.token_selection:token_selection"))
+    NORMALISATIONS.register("levels", Entry(f"{_HERE}.normalisation:normalisation"))
+    NORMALISATIONS.register("groups", Entry(f"{_HERE}.normalisation:whitening_of_groups"))
+    CALLBACKS.register("prompt_filter", CallbackEntry(f"{_HERE}.prompt_filter:prompt_filter"))
+    METRICS.register(
+        "rollout",
+        {"left_out_prompts": "prompts that --dataset_filter_threshold has left out so far"},
+    )
 
-    correction = TokenWeight(
-        f"{_WEIGHTS}:correction", needs_rollout_log_probs=True, flag="rollout_correction"
-    )
-    rejection = TokenWeight(
-        f"{_WEIGHTS}:rejection", needs_rollout_log_probs=True, flag="rollout_rejection"
-    )
+
+def _register_token_weights() -> None:
+    of_engine = {"needs_rollout_log_probs": True}
+    correction = TokenWeight(f"{_WEIGHTS}:correction", flag="rollout_correction", **of_engine)
+    rejection = TokenWeight(f"{_WEIGHTS}:rejection", flag="rollout_rejection", **of_engine)
     in_training = TokenWeight(
         f"{_WEIGHTS}:rejection_in_training",
         in_training=True,
-        needs_rollout_log_probs=True,
         flag="rollout_rejection",
+        **of_engine,
     )
     high_entropy = TokenWeight(
         f"{_WEIGHTS}:high_entropy", needs_entropy=True, flag="high_entropy_token_ratio"
@@ -51,34 +65,14 @@ def register() -> None:
     TOKEN_WEIGHTS.register("rejection", rejection)
     TOKEN_WEIGHTS.register("rejection_in_training", in_training)
     TOKEN_WEIGHTS.register("high_entropy", high_entropy)
-    register_section("correction", "lightppo.plugins.algorithms.sections:CorrectionConfig")
-    register_section(
-        "high_entropy", "lightppo.plugins.algorithms.sections:HighEntropyConfig", adds_to="loss"
-    )
-    CALLBACKS.register(
-        "prompt_filter", CallbackEntry("lightppo.plugins.algorithms.prompt_filter:prompt_filter")
-    )
-    METRICS.register(
-        "rollout",
-        {"left_out_prompts": "prompts that --dataset_filter_threshold has left out so far"},
-    )
-    register_section(
-        "prompt_filter",
-        "lightppo.plugins.algorithms.sections:PromptFilterConfig",
-        adds_to="sampling",
-    )
-    for name, kind, owner in (
-        ("score_norm", "ScoreNormConfig", "reward"),
-        ("adv_norm", "AdvantageNormConfig", "algorithm"),
-    ):
-        where = f"lightppo.plugins.algorithms.sections:{kind}"
-        register_section(name, where, adds_to=owner)
-    NORMALISATIONS.register(
-        "levels", Entry("lightppo.plugins.algorithms.normalisation:normalisation")
-    )
-    register_section(
-        "kl_ratio", "lightppo.plugins.algorithms.sections:RatioConfig", adds_to="algorithm"
-    )
-    register_section(
-        "gdpo", "lightppo.plugins.algorithms.sections:PartsConfig", adds_to="algorithm"
-    )
+
+
+def _register_options() -> None:
+    sections = f"{_HERE}.sections"
+    register_section("correction", f"{sections}:CorrectionConfig")
+    register_section("high_entropy", f"{sections}:HighEntropyConfig", adds_to="loss")
+    register_section("prompt_filter", f"{sections}:PromptFilterConfig", adds_to="sampling")
+    register_section("score_norm", f"{sections}:ScoreNormConfig", adds_to="reward")
+    register_section("adv_norm", f"{sections}:AdvantageNormConfig", adds_to="algorithm")
+    register_section("kl_estimators", f"{sections}:KLConfig", adds_to="algorithm")
+    register_section("gdpo", f"{sections}:PartsConfig", adds_to="algorithm")

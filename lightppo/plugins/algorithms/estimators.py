@@ -13,7 +13,6 @@ from lightppo.algorithms.advantages import (
     OnEveryToken,
     ScoreGroups,
     group_norm,
-    group_normalize,
     number_groups,
     reward_to_go,
 )
@@ -24,7 +23,31 @@ from lightppo.algorithms.masking import (
     zero_where_masked,
 )
 from lightppo.data.records import Rollout
+from lightppo.plugins.algorithms.normalisation import group_normalize
 from lightppo.plugins.algorithms.tables import weights_of_parts
+
+
+@torch.no_grad()
+def remax(
+    *,
+    token_rewards: Tensor,
+    action_mask: Tensor,
+    baseline_scores: Tensor | None = None,
+    gamma: float = 1.0,
+    **_,
+) -> tuple[Tensor, Tensor]:
+    """ReMax: A_t = R_t - b, where b is the score of the greedy answer to the same prompt, without a KL penalty.
+
+    Source: Li et al. 2023 (arXiv:2310.10505), Algorithm 1.
+    """
+    if baseline_scores is None:
+        raise ValueError(
+            "--advantage_estimator remax needs baseline_scores: score the greedy answer to each prompt"
+        )
+    require_same_shape(baseline_scores=baseline_scores, rows=action_mask.any(dim=1))
+    returns = reward_to_go(token_rewards, action_mask, gamma)
+    baseline = baseline_scores.to(returns.dtype).unsqueeze(1)  # (B, 1)
+    return (returns - baseline).masked_fill(~action_mask.bool(), 0.0), returns
 
 
 def group_adv_norm(
@@ -119,6 +142,14 @@ def parts_of_rewards(config: Any) -> Callable[[Sequence[Rollout], Any], dict[str
         }
 
     return read
+
+
+def dr_grpo(groups: ScoreGroups, **_) -> Tensor:
+    """A = s - mean_G (arXiv:2503.20783, §3.2): GRPO without the division, which favours prompts whose scores agree.
+
+    The other half of the method is ``--loss_agg_mode seq-mean-token-sum-norm``: divide by a constant, not by lengths.
+    """
+    return groups.advantage
 
 
 def opo(groups: ScoreGroups, **_) -> Tensor:

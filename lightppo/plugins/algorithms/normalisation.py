@@ -15,7 +15,9 @@ from lightppo.algorithms.masking import (
     identity,
     require_same_shape,
 )
+from lightppo.experience.batching import ReplayBuffer
 from lightppo.plugins.algorithms.tables import Norm
+from lightppo.ranks import Ranks
 
 
 @torch.no_grad()
@@ -60,6 +62,33 @@ def normalize_by(
     return result.masked_scatter(mask, kept.to(result.dtype))
 
 
+@torch.no_grad()
+def group_normalize(
+    advantages: Tensor,
+    action_mask: Tensor,
+    group_ids: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    min_size: int = 1,
+) -> Tensor:
+    """x ← (x - μ_G) / (σ_G + eps), with μ_G and σ_G (biased) over the trained tokens of all samples of the group.
+
+    A group whose trained tokens are all equal gets exactly 0.
+    Source: ``group_adv_norm`` of AReaL (Fu et al. 2025, arXiv:2505.24298).
+    """
+    require_same_shape(advantages=advantages, action_mask=action_mask)
+    index, count = number_groups(group_ids, action_mask, min_size)
+    mask = action_mask.bool()
+    groups = Groups(index.unsqueeze(1).expand_as(mask)[mask], count)  # one value per trained token
+    tokens = at_least_float32(advantages)[mask].double()
+    ones = torch.ones_like(tokens)
+    deviation = groups.deviation(tokens, ones)
+    std = (groups.sum(deviation.square()) / groups.sum(ones)).sqrt()
+    normalized = deviation / (std + eps).clamp(min=torch.finfo(std.dtype).tiny)  # 0/0 with eps 0
+    result = torch.zeros_like(at_least_float32(advantages))
+    return result.masked_scatter(mask, normalized.to(result.dtype))
+
+
 def normalisation(config: Any, of: Literal["scores", "advantages"]) -> Callable[..., Tensor] | None:
     """``--reward_norm_by`` and ``--adv_norm_by``, as :data:`lightppo.plugin.NORMALISATIONS` describes it."""
     words = {"scores": config.reward.reward_norm_by, "advantages": config.algorithm.adv_norm_by}[of]
@@ -71,3 +100,52 @@ def normalisation(config: Any, of: Literal["scores", "advantages"]) -> Callable[
         return normalize_by(values, mask, group_ids, norm, **more)
 
     return normalise
+
+
+# -- whitening -------------------------------------------------------------------------------------------------------
+
+
+def whitening(config: Any) -> Callable[..., None] | None:
+    """``--adv_norm`` over the batch, with its options; see :data:`lightppo.plugin.BUFFER_STEPS`."""
+    algorithm = config.algorithm
+    if not algorithm.adv_norm or algorithm.adv_norm_scope != "batch":
+        return None
+    options = {
+        "divide_std": algorithm.adv_std_norm,
+        "shift_mean": algorithm.adv_shift_mean,
+        "unbiased": algorithm.adv_std_unbiased,
+        "eps": algorithm.adv_norm_eps,
+    }
+
+    def whiten(buffer: ReplayBuffer, loss: Any, ranks: Ranks, seed: int) -> None:
+        buffer.normalize("advantages", ranks, **options)
+
+    return whiten
+
+
+def whitening_of_groups(
+    config: Any, of: Literal["scores", "advantages"]
+) -> Callable[..., Tensor] | None:
+    """``--adv_norm_scope group``, as :data:`lightppo.plugin.NORMALISATIONS` describes it."""
+    algorithm = config.algorithm
+    is_asked = algorithm.adv_norm and algorithm.adv_norm_scope == "group"
+    if of != "advantages" or not is_asked:
+        return None
+
+    def normalise(values: Tensor, mask: Tensor, group_ids: Tensor, **_: Any) -> Tensor:
+        return group_normalize(values, mask, group_ids, algorithm.adv_norm_eps)
+
+    return normalise
+
+
+def clipping(config: Any) -> Callable[..., None] | None:
+    """``--advantage_clip``, a step on the buffer."""
+    limit = config.algorithm.advantage_clip
+    if limit is None:
+        return None
+
+    def clip(buffer: ReplayBuffer, loss: Any, ranks: Ranks, seed: int) -> None:
+        for item in buffer.items:
+            item.advantages = item.advantages.clamp(-limit, limit)
+
+    return clip

@@ -14,6 +14,32 @@ from lightppo.algorithms.losses import LossInputs, TokenLoss
 DRIFT_SLOPE_LIMIT = 2.0
 
 
+def gspo_policy_loss(inputs: LossInputs, *, dual_clip: float | None = None) -> TokenLoss:
+    """PPO's loss with one ratio per row, s = exp(mean d of its trained tokens), so whole rows are clipped.
+
+    Each token gets sg(s)·exp(log_probs - sg(log_probs)): the value s, and the gradient -sA to its own log prob. With
+    one advantage per row and ``seq-mean-token-mean``, this is the gradient of -min(sA, clip(s)·A) itself.
+    Source: Zheng et al. 2025 (arXiv:2507.18071), §4.1 and the token form of §4.3.
+    """
+    log_row_ratio = inputs.row_mean(inputs.log_ratio.detach())  # (B, 1)
+    ratio = limited(log_row_ratio + (inputs.log_probs - inputs.log_probs.detach())).exp()  # (B, A)
+    loss, lost = inputs.clipped_surrogate(ratio)
+    lost = lost | inputs.beyond_limit(log_row_ratio)
+    return inputs.with_dual_clip(loss, lost, dual_clip, ratio=ratio)
+
+
+def cispo_policy_loss(inputs: LossInputs) -> TokenLoss:
+    """-sg(clip(ρ, 1 - ε_low, 1 + ε_high))·A·log_probs: REINFORCE with a bounded weight, so no token loses its gradient.
+
+    Sources: MiniMax-M1 (arXiv:2506.13585), eq. 4 and 5; ScaleRL (arXiv:2510.13786) bounds the weight above only.
+    """
+    ratio = inputs.ratio.detach()
+    weight = ratio.clamp(1.0 - inputs.eps_low, 1.0 + inputs.eps_high)
+    return -weight * inputs.advantages * inputs.log_probs, inputs.metrics(
+        weight_clip_ratio=weight != ratio
+    )
+
+
 def gmpo_policy_loss(x: LossInputs) -> TokenLoss:
     """-A·(geometric mean of the row's clipped ratios); unlike gspo, it clips token by token.
 

@@ -11,6 +11,7 @@ from lightppo.option import Section, option
 from lightppo.plugins.algorithms.tables import (
     CORRECTIONS,
     KL_ESTIMATORS,
+    TIMES_RATIO,
     Norm,
     Rejection,
     weights_of_parts,
@@ -164,15 +165,21 @@ class PartsConfig(Section, adds_to="algorithm"):
                 yield f"--{one.name} changes the sum of the rewards, and gdpo reads each one: leave it out"
 
 
-class RatioConfig(Section, adds_to="algorithm"):
-    """KL estimators that are multiplied by the ratio."""
+class KLConfig(Section, adds_to="algorithm"):
+    """KL estimators beside those of the core."""
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
         name = o.kl_estimator
-        if name in KL_ESTIMATORS and KL_ESTIMATORS[name].times_ratio and not o.use_kl_loss:
+        times_ratio = name in KL_ESTIMATORS and KL_ESTIMATORS[name].as_loss == TIMES_RATIO
+        if times_ratio and not o.use_kl_loss:
             plain = name.removesuffix("_ratio")
             yield f"--kl_estimator {name} is of --use_kl_loss: in the reward the ratio is 1; set {plain}"
+
+    @staticmethod
+    def passes(o: Any) -> Iterator[str]:
+        if o.init_kl_coef > 0 and o.kl_estimator == "full" and o.use_kl_in_reward:
+            yield "--kl_estimator full needs the distributions of a pass"
 
 
 _WORDS = "mean=batch|group std=batch|group leave_one_out unbiased eps=1e-5, those that you want."
@@ -206,12 +213,42 @@ class ScoreNormConfig(Section, adds_to="reward"):
             yield f"--reward_norm_by: {o.advantage_estimator} compares with scores as they are: leave it out"
 
 
-class AdvantageNormConfig(Section, adds_to="algorithm"):
-    """Advantages less a mean, over a deviation."""
+whitens_batch = partial(option, needs="whitening and adv_norm_scope=batch")
 
+
+class AdvantageNormConfig(Section, adds_to="algorithm"):
+    """Advantages less a mean, over a deviation, and their limits."""
+
+    adv_norm_scope: Literal["batch", "group"] = option(
+        "batch",
+        "Whiten over the batch of all ranks, or within each group.",
+        needs="whitening and n_samples_per_prompt>1",
+    )
+    adv_shift_mean: bool = whitens_batch(True, "Subtract the mean when whitening the batch.")
+    adv_std_norm: bool = whitens_batch(
+        True, "Divide by the standard deviation when whitening the batch."
+    )
+    adv_std_unbiased: bool = whitens_batch(
+        False, "Divide the variance by n - 1 instead of n.", also="adv_std_norm"
+    )
+    adv_norm_eps: float | None = option(
+        None,
+        "Added to the batch's variance (None: 1e-8) or the group's deviation (None: 1e-5).",
+        ge=0,
+        needs="whitening",
+    )
+    advantage_clip: float | None = option(None, "Clip advantages to ± this.", gt=0, off=(0,))
     adv_norm_by: tuple[str, ...] = option(
         (),
         f"In place of whitening: normalise advantages by mean and deviation of all tokens or of each group's: {_WORDS}",
+    )
+
+    exclusive = (
+        (
+            "no_adv_shift_mean",
+            "no_adv_std_norm",
+            "leave nothing of whitening, as --no_adv_norm does",
+        ),
     )
 
     @staticmethod
@@ -220,7 +257,13 @@ class AdvantageNormConfig(Section, adds_to="algorithm"):
 
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
-        return {"adv_norm": False, "adv_norm_eps": None} if config.algorithm.adv_norm_by else {}
+        algorithm = config.algorithm
+        if algorithm.adv_norm_by:
+            return {"adv_norm": False, "adv_norm_eps": None}
+        given, by_default = algorithm.adv_norm, estimator_entry(config).whiten
+        if not (by_default if given is None else given):
+            return {}
+        return {"adv_norm_eps": 1e-5 if algorithm.adv_norm_scope == "group" else 1e-8}
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:

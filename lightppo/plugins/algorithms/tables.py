@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lightppo.algorithms.entries import POLICY_LOSSES as CORE_LOSSES
 from lightppo.algorithms.entries import EstimatorEntry, KLEntry, PolicyLossEntry
 from lightppo.errors import ConfigError
 from lightppo.option import Option
@@ -25,6 +26,8 @@ _of_group = partial(EstimatorEntry, per_sample=True, min_group_size=2)
 _over_std = partial(_of_group, divides_by_std=True, kl_in_loss=True)
 
 ESTIMATORS = {
+    "dr_grpo": _of_group(f"{_ESTIMATORS}:dr_grpo", loss_agg_mode="seq-mean-token-sum-norm"),
+    "remax": EstimatorEntry(f"{_ESTIMATORS}:remax", needs_greedy_baseline=True, discounted=True),
     "opo": _of_group(f"{_ESTIMATORS}:opo"),
     "gpg": _of_group(f"{_ESTIMATORS}:gpg", policy_loss="gpg"),
     "optimal_token_baseline": EstimatorEntry(
@@ -48,6 +51,8 @@ ESTIMATORS = {
     ),
 }
 
+PPO = CORE_LOSSES["ppo"]  # whose loss --dual_clip limits, as gspo's
+
 _SELECTED = {"selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently"}
 
 _dppo = partial(
@@ -60,6 +65,20 @@ _dppo = partial(
 )
 
 POLICY_LOSSES = {
+    "gspo": PolicyLossEntry(
+        f"{_LOSSES}:gspo_policy_loss",
+        eps_clip=(3e-4, 4e-4),
+        loss_agg_mode="seq-mean-token-mean",
+        options=PPO.options,
+        metrics=PPO.metrics,
+    ),
+    "cispo": PolicyLossEntry(
+        f"{_LOSSES}:cispo_policy_loss",
+        eps_clip=(1.0, 4.0),
+        metrics={
+            "weight_clip_ratio": "share of trained tokens whose importance weight cispo clips"
+        },
+    ),
     "gmpo": PolicyLossEntry(
         f"{_LOSSES}:gmpo_policy_loss", eps_clip=(0.4, 0.4), loss_agg_mode="seq-mean-token-mean"
     ),
@@ -117,9 +136,17 @@ POLICY_LOSSES = {
     "dppo_kl": _dppo(f"{_LOSSES}:dppo_kl_policy_loss", eps_clip=(0.05, 0.05)),
 }
 
+_KL = "lightppo.algorithms.kl"
+_MORE_KL = "lightppo.plugins.algorithms.kl_estimators"
+TIMES_RATIO = f"{_MORE_KL}:times_ratio"
+
 KL_ESTIMATORS = {
-    f"{name}_ratio": KLEntry(f"lightppo.algorithms.kl:{name}", times_ratio=True)
-    for name in ("k1", "k3")
+    "abs": KLEntry(f"{_MORE_KL}:absolute"),
+    "full": KLEntry(f"{_MORE_KL}:kl_of_models", over_vocabulary=True),
+    "k1+": KLEntry(f"{_KL}:k1", as_loss=f"{_MORE_KL}:with_gradient_of_k2"),
+    "k3+": KLEntry(f"{_KL}:k3", as_loss=f"{_MORE_KL}:with_gradient_of_k2"),
+    "k1_ratio": KLEntry(f"{_KL}:k1", as_loss=TIMES_RATIO),
+    "k3_ratio": KLEntry(f"{_KL}:k3", as_loss=TIMES_RATIO),
 }
 
 

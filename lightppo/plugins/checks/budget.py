@@ -27,12 +27,13 @@ from lightppo.config import PPOConfig, rules
 from lightppo.errors import ConfigError, UserError
 from lightppo.files import stage_to_local
 from lightppo.models import loading
-from lightppo.models.actor import Actor, is_untouched, scores_from_head, scoring_head
+from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.wrapper import takes
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.adapters.quantised import fitting_layers
 from lightppo.plugins.families.attention_choice import caps_scores
+from lightppo.plugins.kernels.scoring_head import is_untouched, scores_from_head, scoring_head
 from lightppo.plugins.packing.last_layer import only_at, position_wise
 from lightppo.plugins.packing.packed_layout import READ_SHARE
 from lightppo.plugins.vllm.weights import BUCKET_BYTES

@@ -14,6 +14,7 @@ def register() -> None:
         {
             "PPOTrainer": "lightppo.plugins.compat.seed_trainer",
             "NaiveExperienceMaker": "lightppo.plugins.compat.experience_maker",
+            "ExperienceMaker": "lightppo.plugins.compat.seed",
             "Actor": "lightppo.plugins.compat.seed",
             "ActorLanguage": "lightppo.plugins.compat.seed",
             "DistributedSampler": "lightppo.plugins.compat.seed",

@@ -21,8 +21,9 @@ from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, zero_whe
 from lightppo.config import PPOConfig
 from lightppo.config.options import Options, all_options
 from lightppo.config.rules import condition_text, facts_of
-from lightppo.data.records import Prompt
+from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError
+from lightppo.experience import maker
 from lightppo.experience.batching import ReplayBuffer, StepPart, normalizer_of
 from lightppo.experience.experience import Experience
 from lightppo.models import actor as actors
@@ -166,6 +167,31 @@ def idle_options(config: Options) -> dict[str, str]:
         and one.is_set(given[one.name])
         and not facts[condition]
     }
+
+
+class ExperienceMaker(maker.ExperienceMaker):
+    """The core's, which also takes prompts as texts, in the seed's style."""
+
+    # (prompts, labels, generation options) → scored rollouts
+    sample: Callable[..., list[Rollout]] | None = None
+    # the seed's: nothing here, times are in perf/ of the logs
+    perf_stats: dict[str, float] | None = None
+
+    def make_experience_list(
+        self,
+        rollouts: Sequence[Rollout] | Sequence[str],
+        all_labels: Sequence[Any] | None = None,
+        **generate_kwargs: Any,
+    ) -> list[Experience]:
+        """Of rollouts; or of prompts as texts, with labels and sampling options: they are sampled and scored first."""
+        as_texts = any(isinstance(rollout, str) for rollout in rollouts)
+        if as_texts or (not rollouts and (all_labels is not None or generate_kwargs)):
+            if self.sample is None:
+                raise ValueError(
+                    "this ExperienceMaker has nothing to sample prompts with: pass scored rollouts"
+                )
+            rollouts = self.sample(rollouts, all_labels, **generate_kwargs)
+        return super().make_experience_list(rollouts)
 
 
 def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:

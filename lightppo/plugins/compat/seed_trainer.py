@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.kl import make_kl_controller
+from lightppo.algorithms.masking import masked_mean
 from lightppo.config import PPOConfig
 from lightppo.config.rules import (
     estimator_entry,
@@ -36,6 +37,7 @@ from lightppo.plugins.compat.prompt_batches import as_prompts
 from lightppo.plugins.compat.seed import (
     OUTCOMES,
     SEED_INFO,
+    ExperienceMaker,
     SeedLoader,
     accept_seed_calls,
     check_actor,
@@ -153,11 +155,12 @@ class SeedUpdate(Update):
 
     def with_kl(self, experience: Experience, log_probs: Tensor) -> Experience:
         """Nobody else gives a loop of the script's own the KL."""
-        return (
-            experience
-            if experience.part is not None
-            else self.experience_maker.with_kl(experience, log_probs)
-        )
+        reference = experience.base_action_log_probs
+        if experience.part is not None or reference is None:
+            return experience
+        kl = self.experience_maker.sampled_kl(log_probs, reference)  # (B, A)
+        of_samples = masked_mean(kl, experience.action_mask)
+        return replace(experience, info=experience.info | {"kl": of_samples})
 
     def told(self, status: Mapping[str, Any], experience: Experience) -> Mapping[str, Any]:
         """Numbers, unless :meth:`train_minibatch` reads them later; for a loop of a script's own as the seed's."""
@@ -403,7 +406,8 @@ class PPOTrainer(core.PPOTrainer):
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
         super().__init__(
-            assemble(inputs, self.update_class, own_training_step=own_actor_step), callbacks
+            assemble(inputs, self.update_class, ExperienceMaker, own_training_step=own_actor_step),
+            callbacks,
         )
         self._accept_overrides(config)
 

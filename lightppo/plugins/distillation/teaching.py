@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.advantages import reward_to_go
-from lightppo.algorithms.kl import Divergence
 from lightppo.algorithms.masking import (
     Aggregation,
     LossNormalizer,
@@ -25,12 +24,13 @@ from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import RolloutPass
 from lightppo.models.actor import ActionScores
+from lightppo.plugins.algorithms.kl_estimators import Divergence, divergence_of_models
 from lightppo.plugins.distillation.divergences import divergence_of, top_divergence
 from lightppo.plugins.distillation.sections import adds, needs_teacher
 from lightppo.plugins.distillation.teacher_servers import TeacherServers
 from lightppo.plugins.distillation.top_tokens import log_probs_at, score_top
 from lightppo.trainer.build import Building
-from lightppo.trainer.update import Metrics, ScoreTerm, divergence_from
+from lightppo.trainer.update import Metrics, ScoreTerm
 
 # of the further models of a run, and of what its pass leaves in Experience.extra
 TEACHER = "teacher"
@@ -157,8 +157,8 @@ class WholeLoss:
         self, actor: Any, scores: ActionScores, experience: Experience, normalizer: LossNormalizer
     ) -> tuple[Tensor, Metrics]:
         mask = experience.action_mask
-        divergence, of_teacher = divergence_from(
-            self.teacher, actor, scores, experience, self.divergence
+        divergence, of_teacher = divergence_of_models(
+            actor, self.teacher, scores, experience, self.divergence
         )
         loss = self.aggregate(divergence, mask, normalizer)
         gap = scores.log_probs.detach() - of_teacher

@@ -1,7 +1,14 @@
-"""Kernels: fused norms, products on CPUs; if asked for: compiled layers, Liger's, sums in one order."""
+"""Kernels: log probs without logits, fused norms, products on CPUs; if asked for: compiled layers, Liger's and others."""
 
 from lightppo.option import register_section
-from lightppo.plugin import DECODING_RUNNERS, KERNELS, MODULES, PREPARATIONS
+from lightppo.plugin import (
+    DECODING_RUNNERS,
+    ENTROPY_SAMPLES,
+    HEAD_SCORES,
+    KERNELS,
+    MODULES,
+    PREPARATIONS,
+)
 from lightppo.table import Entry
 
 
@@ -10,10 +17,12 @@ def register() -> None:
     DECODING_RUNNERS.register("invariant", Entry("lightppo.plugins.kernels.invariant:runner"))
     MODULES.register("cpu_linear", Entry("lightppo.plugins.kernels.cpu:accelerate_on_cpu"))
     MODULES.register("fused", Entry("lightppo.plugins.kernels.fused:fuse"))
-    KERNELS["linear"] = Entry("lightppo.plugins.kernels.matmul:linear")
-    KERNELS["product"] = Entry("lightppo.plugins.kernels.matmul:product")
-    KERNELS["head_rows"] = Entry("lightppo.plugins.kernels.invariant:head_rows")
     KERNELS["draw"] = Entry("lightppo.plugins.kernels.drawing:inverse_cdf_by_blocks")
+    HEAD_SCORES.register("head", Entry("lightppo.plugins.kernels.scoring_head:scores_by_head"))
+    ENTROPY_SAMPLES.register("stride", Entry("lightppo.plugins.kernels.entropy_sample:sampling"))
+    KERNELS.register("linear", Entry("lightppo.plugins.kernels.matmul:linear"))
+    KERNELS.register("product", Entry("lightppo.plugins.kernels.matmul:product"))
+    KERNELS.register("head_rows", Entry("lightppo.plugins.kernels.invariant:head_rows"))
     KERNELS["decoding"] = Entry("lightppo.plugins.kernels.cpu:packed_weights")
     PREPARATIONS.register(
         "activation_offload", Entry("lightppo.plugins.kernels.offload:prepare_offload")

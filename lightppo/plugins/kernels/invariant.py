@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, Cache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightppo.algorithms.logprobs import even_head_rows
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.models.wrapper import PretrainedWrapper, Role
 from lightppo.plugins.decoding.slots import PromptQueue, SlotCache, SlotDecoder, SlotLayer
 from lightppo.plugins.kernels.cpu import CPULinear
+from lightppo.plugins.kernels.linear_log_probs import even_head_rows
 from lightppo.plugins.packing.row_attention import PACKED_SDPA
 from lightppo.rollout.decoding import Decoder
 

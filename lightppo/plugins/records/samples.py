@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.shaping import overlong_penalty
 from lightppo.data.records import Rollout, group_by_prompt
 from lightppo.experience.experience import Experience
 from lightppo.files import local_folder
 from lightppo.models.wrapper import on_cpu
 from lightppo.plugins.ops import durable
 from lightppo.plugins.records.places import SAMPLES
+from lightppo.plugins.shaping.scores import overlong_penalty
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import finite
 from lightppo.shown import plain

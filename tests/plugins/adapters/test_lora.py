@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.actor import Actor, scoring_head
+from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.plugins.adapters.lora import (
     AdaptersOff,
@@ -23,6 +23,7 @@ from lightppo.plugins.adapters.lora import (
     merge,
     target_layers,
 )
+from lightppo.plugins.kernels.scoring_head import scoring_head
 from lightppo.plugins.vllm.weights import full_weights
 
 

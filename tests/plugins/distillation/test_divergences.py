@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.kl import full_kl
+from lightppo.plugins.algorithms.kl_estimators import full_kl
 from lightppo.plugins.distillation.divergences import divergence_of, top_divergence
 from lightppo.plugins.distillation.top_tokens import log_probs_at, top_log_probs
 

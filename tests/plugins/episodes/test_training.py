@@ -192,11 +192,8 @@ def test_targets_of_observations_leave_the_gradient_as_it_is(tiny_model, make_ep
             batch,
             LossNormalizer.from_masks([batch.action_mask]),
             loss_fn=build_policy_loss(config),
-            config=config,
-            kl_coef=0.0,
-            reference=None,
+            options=config.loss,
             aggregate=Aggregation.of_mode(config.loss.loss_agg_mode),
-            kl_of_samples=None,
         )
         loss.backward()
         return [p.grad.clone() for p in actor.parameters() if p.grad is not None]

@@ -2,7 +2,7 @@
 
 from support.fixtures.character_models import actor_of, llama, make_llama, model, prompts, tokenizer
 from support.fixtures.families import causal_lm, classifier, configs, family, ragged
-from support.fixtures.small_runs import assets, make_config, world
+from support.fixtures.small_runs import assets, make_config, parts, trainer_with, world
 
 __all__ = [
     "actor_of",
@@ -15,8 +15,10 @@ __all__ = [
     "make_config",
     "make_llama",
     "model",
+    "parts",
     "prompts",
     "ragged",
     "tokenizer",
+    "trainer_with",
     "world",
 ]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightppo.algorithms.logprobs import linear_log_probs
 from lightppo.plugins.kernels import matmul
+from lightppo.plugins.kernels.linear_log_probs import linear_log_probs
 
 
 @pytest.fixture(params=[True, False], ids=["onednn", "blas"])

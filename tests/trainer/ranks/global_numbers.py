@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from lightppo.algorithms.kl import AdaptiveKLController
 from lightppo.algorithms.losses import PolicyLoss
-from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
-from lightppo.experience.batching import Minibatch, ReplayBuffer, plan_step, select_tokens
+from lightppo.experience.batching import Minibatch, ReplayBuffer, plan_step
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores, Actor
+from lightppo.plugins.algorithms.token_selection import select_tokens
+from lightppo.plugins.shaping.running import ValueNorm
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 
@@ -129,7 +130,7 @@ def experience_numbers(
         }
         found[f"rows {step}"], found[f"status {step}"] = everywhere, status
     found["kl coefficient"] = kl_ctl.value
-    found["score statistics"] = maker.shaper.state_dict()
+    found["score statistics"] = maker.shaper.states["score_statistics"].state_dict()
     found["value statistics"] = value_norm.state_dict() if value_norm is not None else None
     return found
 

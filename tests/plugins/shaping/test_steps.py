@@ -1,8 +1,6 @@
-"""ScoreShaper: which step acts on what, in which order. The steps alone are tested with the algorithms."""
+"""ScoreShaper: which step acts on what, in which order."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ def shaper(strategy: FakeStrategy | None = None, **options) -> ScoreShaper:
     config = PPOConfig.from_flat(
         {"reward_clip_range": None, "generate_max_len": MAX_LEN} | options
     ).resolved()
-    return ScoreShaper(config.reward, MAX_LEN, strategy or FakeStrategy())
+    return ScoreShaper(config, strategy or FakeStrategy())
 
 
 def responses(*scores_and_lengths: tuple[float, int]) -> list:
@@ -61,35 +59,37 @@ def test_each_step_and_the_order(options, expected):
 def test_running_normalisation_sees_the_rollout_first():
     shaping = shaper(reward_running_norm=True)
     batch = responses((1.0, 2), (3.0, 2))
-    shaping.observe(batch)
     # mean 2, the standard deviation is that of running.py: the same for both, so ±x
-    first = shaping.shape(batch)
+    first = shaping.shape(batch, learn=True)
     assert first[0] == -first[1]
     assert first[1] > 0.5
     # the second rollout is judged by both: its mean of 12 lies above the running one of 7
     second = responses((11.0, 2), (13.0, 2))
-    shaping.observe(second)
-    assert (shaping.shape(second) > 0.5).all()
+    assert (shaping.shape(second, learn=True) > 0.5).all()
+    assert (shaping.shape(second) > 0.5).all()  # which learns nothing
 
 
 def test_running_normalisation_is_over_all_ranks_and_saved():
     batch = responses((1.0, 2), (3.0, 2), (8.0, 2))
 
-    def on_rank(strategy: FakeStrategy) -> SimpleNamespace:
+    def on_rank(strategy: FakeStrategy) -> torch.Tensor:
         shaping = shaper(strategy, reward_running_norm=True)
-        shaping.observe(batch[:2] if strategy.rank == 0 else batch[2:])
-        shaping.observe([] if strategy.rank == 0 else batch)  # a rank without samples takes part
-        return SimpleNamespace(scores=shaping.shape(batch), state=shaping.state_dict())
+        shaping.shape(batch[:2] if strategy.rank == 0 else batch[2:], learn=True)
+        # a rank without samples takes part
+        shaping.shape([] if strategy.rank == 0 else batch, learn=True)
+        return shaping.shape(batch)
 
     alone = shaper(reward_running_norm=True)
-    alone.observe(batch)
-    alone.observe(batch)
-    for rank in on_ranks(2, on_rank):
-        torch.testing.assert_close(rank.scores, alone.shape(batch))
+    alone.shape(batch, learn=True)
+    alone.shape(batch, learn=True)
+    for scores in on_ranks(2, on_rank):
+        torch.testing.assert_close(scores, alone.shape(batch))
     resumed = shaper(reward_running_norm=True)
-    resumed.load_state_dict(alone.state_dict())
+    ((name, state),) = alone.states.items()
+    assert name == "score_statistics"
+    resumed.states[name].load_state_dict(state.state_dict())
     assert torch.equal(resumed.shape(batch), alone.shape(batch))
-    assert shaper().state_dict() is None
+    assert not shaper().states
 
 
 class TestDenseRewards:

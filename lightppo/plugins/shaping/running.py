@@ -1,0 +1,209 @@
+"""Running statistics, which normalise scores, and the returns that a critic learns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightppo.algorithms.masking import (
+    AllReduceSum,
+    at_least_float32,
+    identity,
+    require_same_shape,
+)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Weight (the count, if all weigh 1), mean and biased variance of numbers; all 0 for an empty set."""
+
+    weight: float = 0.0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        values: Tensor,
+        mask: Tensor | None = None,
+        all_reduce_sum: AllReduceSum = identity,
+        name: str = "values",
+    ) -> Moments:
+        """Of the unmasked values of all ranks, in float64 and two passes. ``name`` is for the error message."""
+        require_same_shape(values=values, mask=mask)
+        kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+        exact = values.double().masked_fill(~kept, 0.0)
+        total, count = all_reduce_sum(torch.stack([exact.sum(), kept.sum().double()])).tolist()
+        if not math.isfinite(total):
+            raise ValueError(
+                f"the {name} of this rollout hold NaN or infinite numbers: no mean of them can be taken"
+            )
+        if count == 0:  # the same on every rank, so all leave here together
+            return cls()
+        mean = total / count
+        squares = (exact - mean).masked_fill(~kept, 0.0).square().sum()
+        return cls(count, mean, all_reduce_sum(squares).item() / count)
+
+    def mixed_with(self, batch: Moments, share: float, weight: float) -> Moments:
+        """A mixture with the batch's, by share; with n_batch / n the merge of Chan, Golub and LeVeque 1979."""
+        step = batch.mean - self.mean
+        variance = (
+            (1.0 - share) * self.variance
+            + share * batch.variance
+            + share * (1.0 - share) * step * step
+        )
+        return Moments(weight, self.mean + share * step, variance)
+
+
+class RunningMeanStd:
+    """Normalises scores by the mean and standard deviation of all scores ever seen (``--reward_running_norm``).
+
+    The result does not depend on ranks or the order of batches. Scores that differ by less than ``EPS`` count as equal.
+    """
+
+    EPS = 1e-6
+
+    def __init__(self) -> None:
+        self._moments = Moments()
+
+    @property
+    def count(self) -> float:
+        """How many numbers were seen."""
+        return self._moments.weight
+
+    @property
+    def mean(self) -> float:
+        return self._moments.mean
+
+    @property
+    def std(self) -> float:
+        """Divided by n, not n - 1."""
+        return math.sqrt(self._moments.variance)
+
+    def update(
+        self, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity
+    ) -> None:
+        """Call once per rollout batch and before :meth:`normalize`, on every rank; errors of :meth:`Moments.of`."""
+        batch = Moments.of(values, mask, all_reduce_sum, name="scores")
+        count = self.count + batch.weight
+        if batch.weight:
+            self._moments = self._moments.mixed_with(batch, batch.weight / count, count)
+
+    @torch.no_grad()
+    def normalize(self, values: Tensor) -> Tensor:
+        """(x - mean) / (std + EPS); unchanged until two numbers have been seen."""
+        values = at_least_float32(values)
+        if self.count < 2:
+            return values
+        return ((values.double() - self.mean) / (self.std + self.EPS)).to(values.dtype)
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "count": self._moments.weight,
+            "mean": self._moments.mean,
+            "variance": self._moments.variance,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._moments = Moments(
+            float(state["count"]), float(state["mean"]), float(state["variance"])
+        )
+
+
+class ValueNorm:
+    """Statistics of the returns, so that the critic's outputs stay near mean 0 and variance 1 whatever the rewards.
+
+    Per rollout: ``denormalize`` the critic's outputs to values and make advantages and returns of them; ``update`` with
+    the returns; ``normalize`` the returns as targets, and ``normalize_old`` the values for the value clip. ``kind`` is
+    ``ma`` (all returns weigh the same) or ``exp`` (a rollout's weight falls by ``beta`` per later rollout); ``eps`` is
+    the least variance. Source: MAPPO, Yu et al. 2022 (arXiv:2103.01955), after van Hasselt et al. 2016
+    (arXiv:1602.07714), whose rescaling of the critic's last layer is left out.
+    """
+
+    def __init__(self, kind: str = "exp", beta: float = 0.99995, eps: float = 1e-5) -> None:
+        if kind not in ("ma", "exp"):
+            raise ValueError(f"ValueNorm: kind must be ma or exp, not {kind!r}")
+        self.kind, self.beta, self.eps = kind, beta, eps
+        self._moments = Moments()
+        self._old = (0.0, 1.0)  # mean and std before the last update
+
+    @property
+    def mean(self) -> float:
+        """Mean of the returns; 0 before the first update."""
+        return self._moments.mean
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the returns, at least sqrt(eps); 1 before the first update."""
+        return math.sqrt(max(self._moments.variance, self.eps)) if self._moments.weight else 1.0
+
+    def update(
+        self, returns: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity
+    ) -> None:
+        """Call once per rollout batch, on every rank, with unnormalised returns; errors of :meth:`Moments.of`."""
+        batch = Moments.of(returns, mask, all_reduce_sum, name="returns")
+        self._old = (self.mean, self.std)
+        if batch.weight:
+            weight = self._moments.weight
+            if self.kind == "ma":  # all returns ever seen weigh the same
+                weight = weight + batch.weight
+                share = batch.weight / weight
+            else:
+                # each later rollout multiplies a weight by beta; dividing by the sum of weights
+                # removes the bias
+                weight = self.beta * weight + (1.0 - self.beta)
+                share = (1.0 - self.beta) / weight
+            self._moments = self._moments.mixed_with(batch, share, weight)
+
+    def denormalize(self, values: Tensor) -> Tensor:
+        """The critic's outputs as returns: x · std + mean, with the current statistics."""
+        return _affine(values, self.std, self.mean)
+
+    def normalize(self, returns: Tensor) -> Tensor:
+        """(x - mean) / std with the current statistics; nothing is clipped."""
+        return _affine(returns, 1.0 / self.std, -self.mean / self.std)
+
+    def normalize_old(self, values: Tensor) -> Tensor:
+        """(x - mean) / std with the statistics before the last update: undoes a ``denormalize`` made before it."""
+        mean, std = self._old
+        return _affine(values, 1.0 / std, -mean / std)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            **asdict(self._moments),
+            "old_mean": self._old[0],
+            "old_std": self._old[1],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the statistics; beta and eps come from flags. ValueError for a state of another kind."""
+        if state["kind"] != self.kind:
+            raise ValueError(
+                f"the checkpoint was made with --value_norm {state['kind']}, this run has {self.kind}"
+            )
+        self._moments = Moments(
+            float(state["weight"]), float(state["mean"]), float(state["variance"])
+        )
+        self._old = (float(state["old_mean"]), float(state["old_std"]))
+
+
+def _affine(values: Tensor, scale: float, shift: float) -> Tensor:
+    """values · scale + shift, in float64 because shift may be large against the values' differences."""
+    values = at_least_float32(values)
+    return (values.double() * scale + shift).to(values.dtype)
+
+
+def value_norm(config: Any) -> ValueNorm | None:
+    """``--value_norm`` of a resolved config; ``None``: the critic learns raw returns."""
+    loss = config.loss
+    if loss.value_norm is None:
+        return None
+    beta = {} if loss.value_norm_beta is None else {"beta": loss.value_norm_beta}
+    return ValueNorm(loss.value_norm, eps=loss.value_norm_eps, **beta)
