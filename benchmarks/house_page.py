@@ -23,6 +23,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "compat": ("constructors and call forms of OpenRLHF and LightRFT scripts", "migrating.md"),
     "distillation": ("a teacher that judges the samples", "algorithms.md#distillation"),
     "episodes": ("environments and tools over several turns", "environments.md"),
+    "evaluation": ("answers to held-out prompts, `lightppo eval`", "commands.md"),
     "exports": ("models for transformers while a run goes on, the best one", "checkpoints.md"),
     "hints": ("what a mistyped name may have meant", "commands.md"),
     "hybrids": ("recurrent layers in packed rows and decoding slots", "dataflow.md"),

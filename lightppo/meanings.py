@@ -186,7 +186,6 @@ _PERF = {
     "time_step": "seconds of the whole step",
     "time_start_profile": "seconds of starting the profiler, in steps of --profile_steps",
     "time_stop_profile": "seconds of writing the trace",
-    "time_eval": "seconds of an evaluation, in the evaluation's row",
     "time_save": "seconds of writing checkpoints and exports since the previous row",
     "rollout_tokens_per_second": "generated tokens per second of generation",
     "train_tokens_per_second": "prompt and response tokens per second of training, over all epochs",
@@ -194,23 +193,6 @@ _PERF = {
     "rollout_ms_per_token": "milliseconds of generation per response token",
     "train_tflops": "model TFLOP/s of training per rank: 6 · parameters · tokens (Kaplan et al. 2020)",
     "mfu": "perf/train_tflops as a share of --peak_tflops",
-}
-
-_EVAL = {
-    "accuracy": "mean acc (or accuracy) of the source; without, the share of scores ≥ --eval_correct_threshold",
-    "reward": "mean score",
-    "response_length": "mean tokens per response",
-    "truncated": "share of responses truncated by --generate_max_len",
-    "samples": "samples drawn",
-    "unscored": "samples that the reward source left unscored; only if there are any",
-    "mean@<n>": "mean over prompts of the mean score of their n samples (--eval_n_samples)",
-    "pass@<k>": "chance that at least one of k samples is correct (Chen et al. 2021, eq. 1), k = 1, 2, 4, …, n",
-    "best@<n>": "mean over prompts of the best score of their n samples",
-    "worst@<n>": "mean over prompts of the worst score of their n samples",
-    "std@<n>": "mean over prompts of the standard deviation of their n scores",
-    "maj@<n>": "share of prompts whose most frequent answer is correct; the source gives answers as `pred`",
-    "<name>": "mean of an extra metric of the reward source; it cannot replace the names above",
-    "<source>/<metric>": "any of the above for one data source, if the evaluation data has several",
 }
 
 _REWARD = {
@@ -230,4 +212,3 @@ METRICS.register("train", _TRAIN, about="means over the optimizer steps of this 
 METRICS.register("train", "lightppo.algorithms.entries:metric_names")
 METRICS.register("perf", _PERF, about="times of rank 0, and speeds of all ranks based on them")
 METRICS.register("perf", "lightppo.meanings:times_of_parts")
-METRICS.register("eval", _EVAL, about="held-out prompts of `--eval_data`")

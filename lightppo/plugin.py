@@ -33,9 +33,9 @@ class Command(Entry):
 class Check(Entry):
     """A function of the run that is being built, :class:`lightppo.trainer.build.Building`; its lines are printed."""
 
-    # It is called when the options are known, before folders are written to, when data are read, when models are in
-    # place, when the rollout engine is there.
-    when: Literal["options", "folders", "data", "models", "engine"] = "options"
+    # It is called when the options are known, before folders are written to, before rewards are made, when data are
+    # read, when models are in place, when the rollout engine is there.
+    when: Literal["options", "folders", "rewards", "data", "models", "engine"] = "options"
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,6 @@ COMMANDS: Table[Command] = Table(
             "lightppo.commands.ppo:main",
             about="train a language model with PPO or a relative",
             config="lightppo.config.rules:PPOConfig",
-        ),
-        "eval": Command(
-            "lightppo.commands.ppo:evaluate", about="score its answers to held-out prompts"
         ),
     },
     kind=Command,

@@ -201,28 +201,14 @@ class Cadence:
         return due
 
 
-@dataclass
-class LastEvaluation:
-    """The last evaluation of the run, which a checkpoint keeps: a resumed run need not do it again."""
-
-    step: int | None = None
-    result: Mapping[str, float] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "result": self.result}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step, self.result = state["step"], state["result"]
-
-
 class TrainingLoop:
     """What every trainer is.
 
     Args:
-        config: resolved; its sections ``checkpoint``, ``evaluation``, ``logging`` and ``training`` are read.
+        config: resolved; its sections ``checkpoint``, ``logging`` and ``training`` are read.
         checkpointer: of the models of the run.
         callbacks: of users; after those that plugins give to every run.
-        evaluator: ``evaluate(step)`` returns metrics ``eval/<name>``; ``None``: no evaluation.
+        evaluator: ``evaluate(step)`` returns metrics ``eval/<name>``, for a callback; ``None``: no evaluation.
         content: marks of what options name, which a resumed run must find unchanged.
         keeps: whether anything is left of the run at its end; a trial keeps nothing.
         asked: the options as they were given; ``None``: a script made the parts, and ends them.
@@ -255,13 +241,11 @@ class TrainingLoop:
         self.state, self.timer, self.saving = state, timer, m.PhaseTimer()
         self.total_steps: int | None = None  # of the run, known in fit
         self.bar: Any = None  # of the steps
-        self.evaluation = LastEvaluation()
         self.last_saved: int | None = None
         self.states: dict[str, Stateful] = {}
         self.states_of_ranks: dict[str, Stateful] = {}
         # states of the checkpoint that no part has asked for yet
         self.unclaimed: dict[str, Any] = {}
-        self.register_state("evaluation", self.evaluation)
         first = [entry.fn(self) for entry in CALLBACKS.values() if not entry.after_yours]
         last = [entry.fn(self) for entry in CALLBACKS.values() if entry.after_yours]
         self.callbacks = Callbacks(
@@ -329,7 +313,12 @@ class TrainingLoop:
         options = options or public_options(self.config)
         idle = set().union(*idle_flags(self.config, options).values())
         saved = self.checkpointer.resume(
-            options, self.content, idle, before, list(self.config.all_options())
+            options,
+            self.content,
+            idle,
+            before,
+            list(self.config.all_options()),
+            trains=not self.only_evaluates,
         )
         if saved is None:
             return False
@@ -422,29 +411,19 @@ class TrainingLoop:
         """End what the run has started."""
 
     def before_first_step(self) -> None:
-        """The evaluation that a resumed run lacks, or that before training. Collective."""
-        step = self.state.global_step
-        if self.only_evaluates:
-            self.evaluate_step(step)
-        elif step > 0:
-            if self.owns_parts and self.evaluation_cadence.due(step, self.finished_episodes):
-                self.evaluate_step(step)
-        elif self.config.evaluation.val_before_train:
-            self.evaluate_step(step)
+        """All callbacks have started. Collective."""
+        for callback in self.callbacks:
+            callback.before_steps(self)
 
     def begin_run(self) -> None:
         """Clocks begin when the run does; the names of metrics are known by then."""
         self.full_names = METRICS.by_short_name
-        checkpoint, evaluation = self.config.checkpoint, self.config.evaluation
-        agree = self.strategy.broadcast_object
+        asked = self.config.checkpoint
         self.checkpoint_cadence = Cadence(
-            checkpoint.save_steps, checkpoint.save_epochs, checkpoint.save_seconds, agree=agree
-        )
-        eval_epochs = evaluation.eval_epochs
-        if evaluation.eval_steps == -1 and evaluation.eval_seconds is None:
-            eval_epochs = eval_epochs or 1
-        self.evaluation_cadence = Cadence(
-            evaluation.eval_steps, eval_epochs or None, evaluation.eval_seconds, agree=agree
+            asked.save_steps,
+            asked.save_epochs,
+            asked.save_seconds,
+            agree=self.strategy.broadcast_object,
         )
         self.pace = m.Pace(self.state.global_step)
 
@@ -489,8 +468,8 @@ class TrainingLoop:
 
     def _do_what_is_due(self, step: int, votes: Mapping[str, float]) -> None:
         """Evaluate first: a checkpoint keeps that it is done."""
-        if self.evaluation_cadence.due(step, self.finished_episodes) or votes["evaluate"]:
-            self.evaluate_step(step)
+        if votes["evaluate"]:
+            self.callbacks.evaluate(self, step)
         if self.checkpoint_cadence.due(step, self.finished_episodes) or votes["save"]:
             self.save_checkpoint(step)
 
@@ -501,7 +480,7 @@ class TrainingLoop:
         step = self.state.global_step
         self.vote(step)  # before what may take long
         self.check_trained()
-        self.evaluate_step(step)
+        self.callbacks.evaluate(self, step)
         if self.checkpoint_cadence.active or self.last_saved is not None:
             self.save_checkpoint(step)
         if self.keeps:
@@ -533,33 +512,7 @@ class TrainingLoop:
             f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}"
         )
 
-    # -- evaluations and checkpoints -----------------------------------------------------------------------------
-
-    def evaluate_step(self, step: int) -> Mapping[str, float]:
-        """Evaluate the current weights, once per step at most; empty without an evaluator. Collective."""
-        if self.evaluator is None or self.evaluation.step == step:
-            return {}
-        timer = m.PhaseTimer()
-        try:
-            with timer("eval"):
-                result = self.evaluator.evaluate(step)
-        except NonFiniteError as error:
-            if self.only_evaluates:
-                raise
-            self.evaluation.step, self.evaluation.result = step, None
-            if self.strategy.is_rank_0():
-                logger.warning("the evaluation after step %d is left out: %s", step, error)
-            return {}
-        self.evaluation.step, self.evaluation.result = step, result
-        shown = [
-            name for name in ("loss", "accuracy", "reward", "margin") if f"eval/{name}" in result
-        ]
-        numbers = ", ".join(f"{name} {result[f'eval/{name}']:.3f}" for name in shown)
-        self.strategy.print(f"[step {step}] evaluation: {numbers}")
-        seconds = {f"perf/{name}": value for name, value in timer.reset().items()}
-        added = self.callbacks.on_evaluation(self, step, dict(result) | seconds)
-        self.evaluation.result = dict(result) | added
-        return self.evaluation.result
+    # -- checkpoints -----------------------------------------------------------------------------
 
     def save_checkpoint(self, step: int) -> None:
         """Save, once per step at most. Collective."""

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from lightppo.config import PPOConfig
+from lightppo.config.rules import trains
 from lightppo.data.records import Prompt
 from lightppo.errors import NonFiniteError
 from lightppo.experience.batching import Minibatch
@@ -213,7 +214,7 @@ class PPOTrainer(TrainingLoop):
 
     @property
     def only_evaluates(self) -> bool:
-        return self.config.evaluation.val_only
+        return not trains(self.config)
 
     def limits(self) -> dict[str, tuple[int, int | None]]:
         training, state = self.config.training, self.state

@@ -55,7 +55,7 @@ def test_what_saving_took_is_logged_with_the_next_step_and_an_evaluation_with_it
 
 def test_evaluation_is_logged_and_told(tmp_path):
     mine = idle_loop(tmp_path)
-    assert mine.evaluate_step(4) == {"eval/accuracy": 0.4, "eval/reward": 1.0}
+    assert mine.evaluation.evaluate_step(4) == {"eval/accuracy": 0.4, "eval/reward": 1.0}
     (row,) = logged(tmp_path)
     assert (row["step"], row["eval/accuracy"]) == (4, 0.4)
     assert mine.strategy.printed == ["[step 4] evaluation: accuracy 0.400, reward 1.000"]
@@ -64,7 +64,7 @@ def test_evaluation_is_logged_and_told(tmp_path):
 def test_a_step_is_evaluated_once(tmp_path):
     mine = idle_loop(tmp_path, eval_steps=2)
     mine.run(4)
-    assert mine.evaluate_step(4) == {}
+    assert mine.evaluation.evaluate_step(4) == {}
     mine.end()
     assert mine.evaluator.steps == [2, 4]
 
@@ -90,7 +90,7 @@ def test_without_an_evaluator_nothing_is_evaluated(tmp_path):
     mine = idle_loop(tmp_path, evaluates=False, eval_steps=1)
     mine.run(3)
     mine.end()
-    assert mine.evaluate_step(3) == {}
+    assert mine.evaluation.evaluate_step(3) == {}
     assert "eval/accuracy" not in (tmp_path / "metrics.jsonl").read_text()
 
 

@@ -56,6 +56,8 @@ from lightppo.plugins.compat.seed import (
     with_generation,
 )
 from lightppo.plugins.distillation.sections import needs_teacher
+from lightppo.plugins.evaluation.evaluator import Evaluator
+from lightppo.plugins.evaluation.held_out import evaluator_of
 from lightppo.plugins.supervised.pretraining import Pretraining, endless
 from lightppo.rewards.registry import build_reward_source, reward_of
 from lightppo.rewards.source import NoReward, RewardSource
@@ -68,13 +70,11 @@ from lightppo.trainer.build import (
     Origin,
     PPOInputs,
     assemble,
-    build_evaluator,
     build_rollout_engine,
     sampling_params,
     steps_per_episode,
 )
 from lightppo.trainer.callbacks import Callback
-from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import TrainerState
 from lightppo.trainer.update import LossTerm, Update
 
@@ -390,7 +390,7 @@ class PPOTrainer(core.PPOTrainer):
             judge = (
                 source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")
             )
-            evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
+            evaluator = evaluator_of(config, engine, judge, eval_prompts, strategy)
         terms = {"pretraining": Pretraining(config.algorithm.ptx_coef, strategy), **loss_terms}
         if pretrain_dataloader is not None:
             terms["pretraining"].batches = endless(pretrain_dataloader)
