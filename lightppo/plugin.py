@@ -252,6 +252,21 @@ ADVANTAGE_TERMS: Table = Table("term of the advantages")
 returns None, or a function of an :class:`lightppo.experience.experience.Experience` with ``action_log_probs``, and with
 what passes have made in ``extra``, to a term (B, A)."""
 
+MEASURING: Table = Table(
+    "measuring",
+    {
+        "samples": Entry("lightppo.trainer.metrics:SampleMeans"),
+        "timer": Entry("lightppo.trainer.metrics:Phases"),
+        "line": Entry("lightppo.trainer.metrics:plain_lines"),
+        "steps": Entry("lightppo.trainer.metrics:without_bar"),
+        "part": Entry("lightppo.trainer.metrics:without_bar"),
+    },
+)
+"""What makes the numbers of a step's samples, of the :class:`lightppo.trainer.update.Update`; what times phases; what
+makes the line of a step, a function of step, all steps and metrics, from the step at which the run begins; what is
+around a run's steps, of steps and run, and around the items of a part, of items, name and strategy. A plugin may put
+another entry in the place of each."""
+
 SCORE_TERMS: Table = Table("term of the actor's loss from its own pass")
 """Terms of the actor's loss that need no forward pass of their own. An entry's function gets the config and the further
 models of the run by name, and returns a :class:`lightppo.trainer.update.ScoreTerm`, or None."""

@@ -49,6 +49,7 @@ FLOORS = {
 # Plugins, too: what many need, then what a run has, what checks all of that, and what reads what others wrote.
 PLUGIN_FLOORS = {
     "hints": 0,
+    "measures": 0,
     "evaluation": 1,
     "sources": 1,
     "exports": 2,

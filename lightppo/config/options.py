@@ -734,9 +734,6 @@ class LoggingConfig(Section, resume_safe=True):
     """Logging."""
 
     logging_steps: int = option(1, "Log every N steps.", "PPO steps", ge=1)
-    peak_tflops: float | None = option(
-        None, "Peak speed of one device in the training type, for perf/mfu.", "TFLOP/s", gt=0
-    )
     debug: bool = option(False, "Show errors with the full traceback instead of one line.")
 
 

@@ -5,6 +5,7 @@ import importlib
 # In this order: what a run calls of several plugins, it calls in the order in which they are registered.
 SHIPPED = (
     "hints",
+    "measures",
     "evaluation",
     "sources",
     "algorithms",

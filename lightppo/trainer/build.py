@@ -47,6 +47,7 @@ from lightppo.plugin import (
     ENGINES,
     LOADING,
     LOSS_TERMS,
+    MEASURING,
     SAMPLING,
     SCORED,
     SCORERS,
@@ -147,7 +148,7 @@ class PPOParts(PPOInputs):
     """Everything that a trainer works with, finished."""
 
     state: TrainerState = field(kw_only=True)
-    timer: m.PhaseTimer = field(kw_only=True)
+    timer: m.Phases = field(kw_only=True)
     kl_ctl: Any = field(kw_only=True)
     experience_maker: ExperienceMaker = field(kw_only=True)
     replay_buffer: ReplayBuffer = field(kw_only=True)
@@ -265,7 +266,7 @@ def assemble(
         own_training_step: its training step is a user's, which needs old log probs in place.
     """
     config, strategy = inputs.config, inputs.strategy
-    state, timer, algorithm = TrainerState(), m.PhaseTimer(), config.algorithm
+    state, timer, algorithm = TrainerState(), MEASURING["timer"].fn(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = build_value_norm(config.loss)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, own_training_step)
@@ -319,7 +320,7 @@ def assemble(
 
 
 def build_maker(
-    inputs: PPOInputs, kl_ctl: Any, value_norm: Any, timer: m.PhaseTimer, own_training_step: bool
+    inputs: PPOInputs, kl_ctl: Any, value_norm: Any, timer: m.Phases, own_training_step: bool
 ) -> ExperienceMaker:
     """What makes experience of rollouts; ``own_training_step`` as of :func:`assemble`."""
     config, strategy = inputs.config, inputs.strategy
@@ -339,9 +340,7 @@ def build_maker(
         rewarded=not isinstance(inputs.reward_source, NoReward),
         value_norm=value_norm,
         old_log_probs=old_log_probs,
-        progress=lambda parts: m.progress_bar(
-            parts, "experience", shown=strategy.is_rank_0(), leave=False
-        ),
+        progress=lambda parts: MEASURING["part"].fn(parts, "experience", strategy),
         timer=timer,
     )
 

@@ -25,7 +25,7 @@ from lightppo.config.rules import idle_flags
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.experience.experience import non_finite_text
 from lightppo.files import facts_of, files_in_use, local_folder
-from lightppo.plugin import CALLBACKS, METRICS
+from lightppo.plugin import CALLBACKS, MEASURING, METRICS
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.shown import shown_value
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -228,7 +228,7 @@ class TrainingLoop:
         skipped: SkippedSteps,
         *,
         state: TrainerState,
-        timer: m.PhaseTimer,
+        timer: m.Phases,
         callbacks: Iterable[Callback] = (),
         evaluator: Any | None = None,
         content: Mapping[str, str] | None = None,
@@ -238,9 +238,8 @@ class TrainingLoop:
         self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
         self.checkpointer, self.skipped, self.evaluator = checkpointer, skipped, evaluator
         self.content, self.keeps, self.asked = dict(content or {}), keeps, asked
-        self.state, self.timer, self.saving = state, timer, m.PhaseTimer()
+        self.state, self.timer, self.saving = state, timer, MEASURING["timer"].fn()
         self.total_steps: int | None = None  # of the run, known in fit
-        self.bar: Any = None  # of the steps
         self.last_saved: int | None = None
         self.states: dict[str, Stateful] = {}
         self.states_of_ranks: dict[str, Stateful] = {}
@@ -425,7 +424,7 @@ class TrainingLoop:
             asked.save_seconds,
             agree=self.strategy.broadcast_object,
         )
-        self.pace = m.Pace(self.state.global_step)
+        self.line = MEASURING["line"].fn(self.state.global_step)
 
     def steps(self) -> Iterator[tuple[int, Any]]:
         """Number and data of each step until a limit is reached."""
@@ -433,18 +432,17 @@ class TrainingLoop:
             return
         if self.reached_limits():
             self.tell_complete()
-        with self.progress_bar(None, self.unit, initial=self.state.global_step) as bar:
-            self.bar = bar
-            while not self.reached_limits():
-                self.total_steps = bar.total = self.count_steps()
-                episode = self.state.episode
-                for data in self.episode_steps():
-                    heartbeat.step = self.state.global_step + 1
-                    yield heartbeat.step, data
-                    self.skipped.check(heartbeat.step)
-                    bar.update()
-                    if self.state.episode != episode or self.reached_limits():
-                        break
+        yield from MEASURING["steps"].fn(self._steps_of_episodes(), self)
+
+    def _steps_of_episodes(self) -> Iterator[tuple[int, Any]]:
+        while not self.reached_limits():
+            self.total_steps, episode = self.count_steps(), self.state.episode
+            for data in self.episode_steps():
+                heartbeat.step = self.state.global_step + 1
+                yield heartbeat.step, data
+                self.skipped.check(heartbeat.step)
+                if self.state.episode != episode or self.reached_limits():
+                    break
 
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
         """Log a trained step; evaluate and save what is due or voted for. Collective.
@@ -452,9 +450,10 @@ class TrainingLoop:
         Returns:
             whether a callback wants to stop.
         """
-        metrics = m.with_namespace(dict(status) | self.saving.reset(), self.full_names)
+        status = dict(status) | self.timer.reset() | self.saving.reset()
+        metrics = m.with_namespace(status, self.full_names)
         if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
-            self.strategy.print(self.pace.line(step, self.total_steps, metrics))
+            self.strategy.print(self.line(step, self.total_steps, metrics))
         self.callbacks.on_step_end(self, step, metrics)
         votes = self.vote(step)
         self._do_what_is_due(step, votes)
@@ -526,12 +525,6 @@ class TrainingLoop:
     def write_checkpoint(self, step: int) -> None:
         """Write all that a resumed run needs. Collective."""
         self.checkpointer.save(self.ckpt_path, step, self.whole_state())
-
-    # -- parts of the loop ---------------------------------------------------------------------------------------
-
-    def progress_bar(self, items: Any, text: str, **options: Any) -> Any:
-        """A progress bar on rank 0 of a terminal; elsewhere silent."""
-        return m.progress_bar(items, text, shown=self.strategy.is_rank_0(), **options)
 
 
 _OWN_STATE = ("trainer", "config", "content", "rng", "run", "consumed_samples")

@@ -581,7 +581,9 @@ class PPOTrainer(core.PPOTrainer):
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
         self._wants_stop = False
         state = self.client_state() if self.overrides("save_logs_and_checkpoints") else None
-        self.save_logs_and_checkpoints(self._args_of_fit, step, self.bar, dict(status), state)
+        self.save_logs_and_checkpoints(
+            self._args_of_fit, step, getattr(self, "bar", None), dict(status), state
+        )
         return self._wants_stop
 
     def save_logs_and_checkpoints(

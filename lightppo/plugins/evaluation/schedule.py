@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightppo.errors import NonFiniteError
+from lightppo.plugins.measures.timer import PhaseTimer
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.loop import Cadence
-from lightppo.trainer.metrics import PhaseTimer
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,12 @@ from lightppo.plugins.algorithms.correction import (
     rejection_mask,
 )
 from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS, Rejection
-from lightppo.trainer.metrics import Summary, chi_square, effective_share, mismatch_metrics
+from lightppo.plugins.measures.summaries import (
+    Summary,
+    chi_square,
+    effective_share,
+    mismatch_metrics,
+)
 
 NAN, INF = math.nan, math.inf
 
