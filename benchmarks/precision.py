@@ -68,13 +68,13 @@ def measure(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from lightppo.algorithms.kl import mismatch_terms
     from lightppo.config import PPOConfig
     from lightppo.data.records import Prompt
     from lightppo.experience.experience import Experience
     from lightppo.models.actor import Actor
     from lightppo.models.loading import valid_vocab_size
     from lightppo.plugins.kernels.invariant import make_invariant
+    from lightppo.plugins.measures.ratios import mismatch_terms
     from lightppo.plugins.measures.summaries import Summary, mismatch_metrics
     from lightppo.rollout.engine import SamplingParams
     from lightppo.strategy.deepspeed import DeepspeedStrategy

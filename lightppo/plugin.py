@@ -354,6 +354,10 @@ CHECKPOINT_CHOICES: Table = Table(
 """Which checkpoint a run goes on from, the last entry: a function ``(checkpointer, root, is_held, before)`` returns a tag
 or None. It has looked at the files; where the run holds the folder, it may rename others. It is called on all ranks."""
 
+OLDER_STATES: Table = Table("state of an older checkpoint")
+"""What brings the state of a run, which an older lightppo wrote into a checkpoint, to its present form: functions of the
+state that return it, called in this order."""
+
 CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
 """What loads a checkpoint of another number of ranks or another ZeRO stage, the last one: an entry's function
 ``(engine, path, meta, load_lr_scheduler_states)``, called on all ranks together; ``meta`` is what the checkpoint says

@@ -50,6 +50,7 @@ FLOORS = {
 PLUGIN_FLOORS = {
     "hints": 0,
     "measures": 0,
+    "cadence": 0,
     "evaluation": 1,
     "sources": 1,
     "exports": 2,

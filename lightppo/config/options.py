@@ -706,8 +706,6 @@ class CheckpointConfig(Section, resume_safe=True):
         "Folder or URL of the checkpoints: _actor, _critic, global_stepN_hf. None: SAVE_PATH/checkpoints_ppo.",
     )
     save_steps: int = option(-1, "Save a checkpoint every N steps; -1: never.", "PPO steps", ge=-1)
-    save_epochs: int | None = option(None, "Save a checkpoint every N episodes.", "episodes", ge=1)
-    save_seconds: float | None = option(None, "Save a checkpoint every N seconds.", "seconds", gt=0)
     disable_ds_ckpt: bool = saved(False, "Leave the resumable state out of checkpoints.")
     max_ckpt_num: int = option(
         3, "Maximum number of checkpoints; the oldest is removed first.", ge=1

@@ -6,6 +6,7 @@ import importlib
 SHIPPED = (
     "hints",
     "measures",
+    "cadence",
     "evaluation",
     "sources",
     "algorithms",

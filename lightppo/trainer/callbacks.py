@@ -186,15 +186,3 @@ class Callbacks:
         for callback in self.all:
             sums.update(callback.votes(run))
         return dict(sums)
-
-    def on_votes(self, run: Any, step: int, votes: Mapping[str, float]) -> None:
-        for callback in self.all:
-            callback.on_votes(run, step, votes)
-
-    def evaluate(self, run: Any, step: int) -> None:
-        for callback in self.all:
-            callback.evaluate(run, step)
-
-    def on_save(self, run: Any, step: int) -> None:
-        for callback in self.all:
-            callback.on_save(run, step)

@@ -13,7 +13,6 @@ A trainer is a :class:`TrainingLoop` whose ``fit`` trains one step after the oth
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -25,7 +24,7 @@ from lightppo.config.rules import idle_flags
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.experience.experience import non_finite_text
 from lightppo.files import facts_of, files_in_use, local_folder
-from lightppo.plugin import CALLBACKS, MEASURING, METRICS
+from lightppo.plugin import CALLBACKS, MEASURING, OLDER_STATES
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.shown import shown_value
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -168,39 +167,6 @@ class SkippedSteps:
         )
 
 
-@dataclass
-class Cadence:
-    """Due at multiples of ``steps``, at the end of every ``epochs``-th episode, and ``seconds`` after the last time."""
-
-    steps: int = -1  # below 1: never by steps
-    epochs: int | None = None
-    seconds: float | None = None
-    agree: Callable[[bool], bool] = bool  # rank 0's value on every rank: its clock decides for all
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self.last = self.clock()
-
-    @property
-    def active(self) -> bool:
-        """Whether it can ever be due."""
-        return self.steps > 0 or self.epochs is not None or self.seconds is not None
-
-    def due(self, step: int, finished_episodes: int | None = None) -> bool:
-        """Whether it is due after ``step``; ``finished_episodes``: of the run, if this step was the last of one."""
-        due = self.steps > 0 and step % self.steps == 0
-        due |= (
-            self.epochs is not None
-            and finished_episodes is not None
-            and finished_episodes % self.epochs == 0
-        )
-        if self.seconds is not None:
-            due |= self.agree(self.clock() - self.last >= self.seconds)
-        if due:
-            self.last = self.clock()
-        return due
-
-
 class TrainingLoop:
     """What every trainer is.
 
@@ -241,6 +207,7 @@ class TrainingLoop:
         self.state, self.timer, self.saving = state, timer, MEASURING["timer"].fn()
         self.total_steps: int | None = None  # of the run, known in fit
         self.last_saved: int | None = None
+        self.saves = False  # checkpoints, and one at its end; known when it begins
         self.states: dict[str, Stateful] = {}
         self.states_of_ranks: dict[str, Stateful] = {}
         # states of the checkpoint that no part has asked for yet
@@ -326,14 +293,15 @@ class TrainingLoop:
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Go on from :meth:`whole_state`. A part that it does not know begins anew, and this is said."""
-        saved = _with_present_names(saved)
+        for upgrade in OLDER_STATES.values():
+            saved = upgrade.fn(saved)
         self.state.become(TrainerState(**saved["trainer"]))
         self.last_saved = self.state.global_step or None
         self.unclaimed = dict(saved)
         for name, part in (self.states | self.states_of_ranks).items():
             if name in saved:
                 self._load_part(name, part, self.unclaimed.pop(name))
-            elif name in self.states and name not in _SINCE:
+            elif name in self.states:
                 self.strategy.print(f"resume: the checkpoint has no state {name!r}: it begins anew")
 
     def _load_part(self, name: str, part: Stateful, saved: Any) -> None:
@@ -415,15 +383,8 @@ class TrainingLoop:
             callback.before_steps(self)
 
     def begin_run(self) -> None:
-        """Clocks begin when the run does; the names of metrics are known by then."""
-        self.full_names = METRICS.by_short_name
-        asked = self.config.checkpoint
-        self.checkpoint_cadence = Cadence(
-            asked.save_steps,
-            asked.save_epochs,
-            asked.save_seconds,
-            agree=self.strategy.broadcast_object,
-        )
+        """What is known when the run begins."""
+        self.saves = self.config.checkpoint.save_steps > 0
         self.line = MEASURING["line"].fn(self.state.global_step)
 
     def steps(self) -> Iterator[tuple[int, Any]]:
@@ -451,26 +412,28 @@ class TrainingLoop:
             whether a callback wants to stop.
         """
         status = dict(status) | self.timer.reset() | self.saving.reset()
-        metrics = m.with_namespace(status, self.full_names)
+        metrics = m.with_namespace(status)
         if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
             self.strategy.print(self.line(step, self.total_steps, metrics))
         self.callbacks.on_step_end(self, step, metrics)
-        votes = self.vote(step)
-        self._do_what_is_due(step, votes)
+        votes, every = self.vote(step), self.config.checkpoint.save_steps
+        if votes["evaluate"]:  # first: a checkpoint keeps that it is done
+            self.evaluate(step)
+        if votes["save"] or (every > 0 and step % every == 0):
+            self.save_checkpoint(step)
         return votes["stop"] > 0
 
     def vote(self, step: int) -> dict[str, float]:
         """The votes of all callbacks on all ranks, in one collective; callbacks get to know them. Collective."""
         votes = self.strategy.all_reduce(self.callbacks.votes(self), "sum")
-        self.callbacks.on_votes(self, step, votes)
+        for callback in self.callbacks:
+            callback.on_votes(self, step, votes)
         return votes
 
-    def _do_what_is_due(self, step: int, votes: Mapping[str, float]) -> None:
-        """Evaluate first: a checkpoint keeps that it is done."""
-        if votes["evaluate"]:
-            self.callbacks.evaluate(self, step)
-        if self.checkpoint_cadence.due(step, self.finished_episodes) or votes["save"]:
-            self.save_checkpoint(step)
+    def evaluate(self, step: int) -> None:
+        """Callbacks evaluate the weights. Collective."""
+        for callback in self.callbacks:
+            callback.evaluate(self, step)
 
     def finish(self) -> None:
         """The end of a run: the last evaluation, the last checkpoint, the model. Collective."""
@@ -479,8 +442,8 @@ class TrainingLoop:
         step = self.state.global_step
         self.vote(step)  # before what may take long
         self.check_trained()
-        self.callbacks.evaluate(self, step)
-        if self.checkpoint_cadence.active or self.last_saved is not None:
+        self.evaluate(step)
+        if self.saves or self.last_saved is not None:
             self.save_checkpoint(step)
         if self.keeps:
             if self.owns_parts:
@@ -520,7 +483,8 @@ class TrainingLoop:
         with self.saving("save"):
             self.write_checkpoint(step)
         self.last_saved = step
-        self.callbacks.on_save(self, step)
+        for callback in self.callbacks:
+            callback.on_save(self, step)
 
     def write_checkpoint(self, step: int) -> None:
         """Write all that a resumed run needs. Collective."""
@@ -528,23 +492,6 @@ class TrainingLoop:
 
 
 _OWN_STATE = ("trainer", "config", "content", "rng", "run", "consumed_samples")
-# states that older checkpoints have not, or elsewhere
-_SINCE = ("evaluation", "trackers", "recorded")
-
-
-def _with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds; an older one has parts' states in that of the trainer."""
-    trainer = dict(saved["trainer"])
-    run_ids = trainer.pop("run_ids", None) or {}
-    if (run_id := trainer.pop("run_id", None)) is not None:
-        run_ids = {"wandb": run_id}
-    scores, left_out = trainer.pop("episode_scores", {}), trainer.pop("left_out_prompts", [])
-    older = {"trackers": run_ids, "recorded": saved.get("records", {})}
-    older["prompt_filter"] = {"scores": scores, "left_out": left_out}
-    older["pretraining"] = {
-        "batches": trainer.pop("pretrain_batches", 0) * saved.get("world_size", 1)
-    }
-    return older | dict(saved) | {"trainer": trainer}
 
 
 def public_options(config: OptionSet) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
 from lightppo.models.wrapper import PretrainedWrapper
+from lightppo.plugins.cadence.times import TimedSaves
 from lightppo.plugins.evaluation import held_out
 from lightppo.plugins.evaluation.evaluator import Evaluator
 from lightppo.plugins.exports.periodic import Exports
@@ -299,7 +300,8 @@ def test_what_is_due_after_a_step(parts, tmp_path, options, saved, exported, eva
     config = PPOConfig.from_flat(**folders, **options)
     loop = IdleLoop(config, checkpointer=calls, evaluator=calls, per_episode=2)
     exports = next(callback for callback in loop.callbacks if isinstance(callback, Exports))
-    for cadence in (loop.checkpoint_cadence, loop.evaluation.cadence, exports.cadence):
+    saves = next(callback for callback in loop.callbacks if isinstance(callback, TimedSaves))
+    for cadence in (saves.cadence, loop.evaluation.cadence, exports.cadence):
         cadence.clock, cadence.last = lambda: now[0], 0.0
     for _ in range(6):
         now[0] += 10

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightppo.errors import NonFiniteError
+from lightppo.plugins.cadence.times import Cadence
 from lightppo.plugins.measures.timer import PhaseTimer
 from lightppo.trainer.callbacks import Callback
-from lightppo.trainer.loop import Cadence
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.kl import mismatch_terms
 from lightppo.experience.experience import Experience
+from lightppo.plugins.measures.ratios import mismatch_terms
 
 
 class SampleSummaries:
@@ -97,7 +97,7 @@ def effective_share(weights: Summary) -> float:
 
 
 def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """The metrics, from a summary over all ranks of each vector of :func:`.kl.mismatch_terms`."""
+    """The metrics, from a summary over all ranks of each vector of :func:`.ratios.mismatch_terms`."""
     tokens, rows, difference = summaries["ratio"], summaries["seq_ratio"], summaries["logp_diff"]
     return {
         "kl": summaries["kl"].mean,
