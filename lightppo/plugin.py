@@ -79,7 +79,7 @@ class FrozenModel:
 class PassEntry(Entry):
     """A pass over the samples of a rollout, under the name of its call in ``--micro_batch_specs``.
 
-    Its time is logged under this name, too, where :data:`lightppo.meanings.TIMED` says what it is.
+    Its time is logged under this name, too, where :data:`lightppo.plugins.measures.measured.TIMED` says what it is.
 
     The entry's function gets the config and the further models of the run by name. It returns a
     :class:`lightppo.experience.maker.RolloutPass`, or None where the options ask for none.

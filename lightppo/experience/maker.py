@@ -170,7 +170,7 @@ class ExperienceMaker:
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         sample: (prompts, labels, generation options) → scored rollouts, for scripts in the seed's style.
         progress: wraps the micro batches in a progress bar.
-        timer: times the parts, by the names of ``trainer.metrics.TIMED``.
+        timer: times the parts, by their names in ``perf/time_<part>``.
     """
 
     def __init__(

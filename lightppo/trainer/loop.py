@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import idle_flags
@@ -61,17 +61,6 @@ class TrainerState:
     def become(self, other: TrainerState) -> None:
         """Stand where another state does; who holds this one sees it."""
         vars(self).update(vars(other))
-
-    @classmethod
-    def from_consumed(
-        cls, consumed_samples: int, steps_per_episode: int, rollout_batch_size: int
-    ) -> Self:
-        """After ``consumed_samples`` prompts, counted as the seed does: steps × rollout_batch_size."""
-        step = consumed_samples // rollout_batch_size
-        episode, step_in_episode = divmod(step, steps_per_episode)
-        return cls(
-            global_step=step, episode=episode, consumed_prompts=step_in_episode * rollout_batch_size
-        )
 
     def finish_step(self, prompts: int, last_of_episode: bool) -> None:
         """Count one PPO step that used ``prompts`` prompts over all ranks."""

@@ -58,6 +58,7 @@ from lightppo.plugins.compat.seed import (
 from lightppo.plugins.distillation.sections import needs_teacher
 from lightppo.plugins.evaluation.evaluator import Evaluator
 from lightppo.plugins.evaluation.held_out import evaluator_of
+from lightppo.plugins.supervised.consumed import state_after
 from lightppo.plugins.supervised.pretraining import Pretraining, endless
 from lightppo.rewards.registry import build_reward_source, reward_of
 from lightppo.rewards.source import NoReward, RewardSource
@@ -75,7 +76,6 @@ from lightppo.trainer.build import (
     steps_per_episode,
 )
 from lightppo.trainer.callbacks import Callback
-from lightppo.trainer.loop import TrainerState
 from lightppo.trainer.update import LossTerm, Update
 
 _STEPS = ("training_step", "training_step_actor", "training_step_critic")
@@ -492,9 +492,7 @@ class PPOTrainer(core.PPOTrainer):
                 self.pretrain_dataloader = endless(pretrain_dataloader)
             if consumed_samples and self.state.global_step == 0:
                 batch_size = self.config.rollout.rollout_batch_size
-                self.state.become(
-                    TrainerState.from_consumed(consumed_samples, per_episode, batch_size)
-                )
+                self.state.become(state_after(consumed_samples, per_episode, batch_size))
             self.started = True
         super().fit()
 

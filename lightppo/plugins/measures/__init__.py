@@ -1,7 +1,8 @@
 """Measures: summaries of samples over all ranks, times and speeds, the line of a step and progress bars."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, MEASURING, CallbackEntry
+from lightppo.plugin import CALLBACKS, MEASURING, METRICS, CallbackEntry
+from lightppo.plugins.measures import measured
 from lightppo.table import Entry
 
 
@@ -14,4 +15,9 @@ def register() -> None:
     MEASURING["line"] = Entry(f"{here}.pace:lines_from")
     MEASURING["steps"] = Entry(f"{here}.pace:bar_of_steps")
     MEASURING["part"] = Entry(f"{here}.pace:bar_of_part")
+    METRICS.register("rollout", measured.ROLLOUT)
+    METRICS.register(
+        "perf", measured.PERF, about="times of rank 0, and speeds of all ranks based on them"
+    )
+    METRICS.register("perf", f"{here}.measured:times_of_parts")
     CALLBACKS.register("speeds", CallbackEntry(f"{here}.speeds:speeds"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightppo.meanings import TIMED
+from lightppo.plugins.measures.measured import TIMED
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.callbacks import Callback
 

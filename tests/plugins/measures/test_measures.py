@@ -16,6 +16,7 @@ from lightppo.experience.experience import Experience
 from lightppo.meanings import METRICS
 from lightppo.plugins.measures import pace as paces
 from lightppo.plugins.measures import summaries as sums
+from lightppo.plugins.measures.measured import ROLLOUT
 from lightppo.plugins.measures.speeds import perf_metrics
 from lightppo.plugins.measures.summaries import SampleSummaries, Summary
 from lightppo.plugins.measures.timer import PhaseTimer
@@ -215,9 +216,10 @@ def test_the_means_of_the_core_alone_are_the_same_to_the_last_bit(in_training):
 def test_every_name_of_a_rollout_is_documented_and_every_documented_name_exists():
     logged = with_namespace(status_of(rows()))
     names = [name for name in METRICS if name.startswith("rollout/")]
-    before = names.index("rollout/unscored")  # the rest is counted before there is a buffer
-    of_teacher = {name for name in names if name.startswith("rollout/teacher")}
-    assert set(logged) - {"reward/format"} == set(names[:before]) - of_teacher
+    # what follows is counted before there is a buffer
+    of_core = names[: names.index("rollout/unscored")]
+    measured = {f"rollout/{name}" for name in ROLLOUT} - {"rollout/logp_diff_on_policy"}
+    assert set(logged) - {"reward/format"} == {*of_core, *measured}
 
 
 def test_phases_are_summed_until_the_reset(monkeypatch):

@@ -26,7 +26,7 @@ from support.runs import fitted
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, ReportError
-from lightppo.meanings import TIMED
+from lightppo.plugins.measures.measured import TIMED
 from lightppo.plugins.ops import storage
 from lightppo.plugins.records.run_folder import write_run_config
 from lightppo.plugins.report.page import (
