@@ -19,10 +19,12 @@ _STEP = "one GRPO step"
 PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "adapters": ("LoRA and frozen 4-bit weights", "lora.md"),
     "algorithms": ("rarely used estimators and losses, off-policy corrections", "algorithms.md"),
+    "cadence": ("what is due every N episodes or seconds", "checkpoints.md"),
     "checks": ("checks before a run starts, dry runs, the memory budget", "memory.md"),
     "compat": ("constructors and call forms of OpenRLHF and LightRFT scripts", "migrating.md"),
     "distillation": ("a teacher that judges the samples", "algorithms.md#distillation"),
     "episodes": ("environments and tools over several turns", "environments.md"),
+    "evaluation": ("answers to held-out prompts, `lightppo eval`", "commands.md"),
     "exports": ("models for transformers while a run goes on, the best one", "checkpoints.md"),
     "families": (
         "attention and value heads by family of models, changes of configs",
@@ -33,6 +35,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "http": ("rewards over HTTP, the reward server", "rewards.md#http-servers"),
     "kernels": ("fused norms, CPU products, compiled layers", "performance.md"),
     "decoding": ("continuous batching of the hf engine, CUDA graphs", "rollouts.md"),
+    "measures": ("summaries of samples, times and speeds, the line of a step", "metrics.md"),
     "migration": ("option names of other trainers", "migrating.md"),
     "ops": ("signals, the watchdog, files that survive a crash, URLs", "faults.md"),
     "packing": ("rows without padding, prompts that run once for all their samples", "dataflow.md"),

@@ -68,17 +68,17 @@ def measure(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from lightppo.algorithms.kl import mismatch_terms
     from lightppo.config import PPOConfig
     from lightppo.data.records import Prompt
     from lightppo.experience.experience import Experience
     from lightppo.models.actor import Actor
     from lightppo.models.loading import valid_vocab_size
     from lightppo.plugins.kernels.invariant import make_invariant
+    from lightppo.plugins.measures.ratios import mismatch_terms
+    from lightppo.plugins.measures.summaries import Summary, mismatch_metrics
     from lightppo.rollout.engine import SamplingParams
     from lightppo.strategy.deepspeed import DeepspeedStrategy
     from lightppo.trainer.build import build_rollout_engine
-    from lightppo.trainer.metrics import Summary, mismatch_metrics
 
     options: dict[str, Any] = {"prompt_max_len": prompt_tokens, "generate_max_len": new_tokens}
     options |= {"max_num_seqs": responses} if engine == "vllm" else {}

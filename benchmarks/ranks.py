@@ -37,13 +37,14 @@ from lightppo.data.rows import Encoded, prepare_rows
 from lightppo.experience.batching import balance_ranks
 from lightppo.experience.sampler import GroupCollector, GroupFilter, SampledBatch
 from lightppo.plugins.algorithms.selection import top_share
+from lightppo.plugins.evaluation.evaluator import Evaluator
+from lightppo.plugins.measures.summaries import merge_summaries, rollout_summaries
 from lightppo.plugins.records.samples import SampleRecord, write_step
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.strategy.distributed import DistributedStrategy
 from lightppo.trainer.checkpointing import RunCheckpointer
-from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.metrics import merge_summaries, optimizer_status, rollout_summaries
+from lightppo.trainer.metrics import optimizer_status
 
 PROMPTS, SAMPLES, RECORDED = 2, 8, 16  # of a rank; of a prompt; of all
 STEPS, NAMES, ROWS = 16, 20, 4096

@@ -59,18 +59,8 @@ class MetricTable(Mapping[str, str]):
         return len(self._meanings)
 
 
-# The parts of experience and training, whose time is also given per token of prompt and response. A plugin may add to
-# it, as to SHOWN.
-TIMED = {
-    "old_log_probs": "log probs of the actor before the update",
-    "reference": "log probs of the reference",
-    "values": "values of the critic",
-    "advantages": "rewards of tokens, advantages, whitening",
-    "actor_update": "forward and backward passes and optimizer steps of the actor",
-    "critic_update": "the same for the critic",
-}
-
-# the metrics that the line of a step shows, and their names there; the length of responses follows
+# The metrics that the line of a step shows, and their names there; the length of responses follows. A plugin may add
+# to it.
 SHOWN = {
     "loss": "train/loss",
     "reward": "rollout/reward",
@@ -79,56 +69,16 @@ SHOWN = {
 }
 
 
-def times_of_parts() -> dict[str, str]:
-    """The metrics of ``TIMED``."""
-    seconds = {
-        f"time_{part}": f"seconds of this part: {meaning}" for part, meaning in TIMED.items()
-    }
-    return seconds | {
-        f"{part}_ms_per_token": f"milliseconds of `perf/time_{part}` per prompt and response token"
-        for part in TIMED
-    }
-
-
 _ROLLOUT = {
     "reward": "mean score per sample, before clipping",
-    "reward_max": "highest score",
-    "reward_min": "lowest score",
-    "reward_std": "standard deviation of the scores",
     "response_length": "mean tokens per response",
-    "response_length_max": "longest response, tokens",
-    "response_length_min": "shortest response, tokens",
     "response_clip_ratio": "share of responses truncated by --generate_max_len",
-    "prompt_length": "mean prompt tokens per sample",
-    "prompt_length_max": "longest prompt, tokens",
-    "prompt_length_min": "shortest prompt, tokens",
     "prompt_clip_ratio": "share of samples whose prompt has --prompt_max_len tokens, truncated or not",
     "total_length": "mean tokens of prompt and response together",
     "kl": "mean of --kl_estimator per trained token; k1 if `full` is only in the loss (nats)",
     "policy_kl": "mean log prob - reference log prob per token: unbiased KL, used for --kl_target (nats)",
     "return": "mean sum of a sample's token rewards, including the KL if it is in the reward",
     "advantage_mean": "mean advantage per trained token, after whitening and clipping",
-    "advantage_max": "largest advantage",
-    "advantage_min": "smallest advantage",
-    "return_token_mean": "mean critic target per trained token",
-    "return_token_max": "largest critic target",
-    "return_token_min": "smallest critic target",
-    "value_mean": "mean value per trained token, at rollout time",
-    "value_max": "largest value",
-    "value_min": "smallest value",
-    "vf_explained_var": "1 - Var(returns - values) / Var(returns); 1 is a perfect critic, 0 a constant one",
-    "logp_diff_mean": "mean |engine log prob - trainer log prob| per trained token",
-    "logp_diff_max": "largest such difference",
-    "mismatch_kl": "KL from engine to trainer per trained token, k1, may be negative (nats)",
-    "mismatch_k3_kl": "the same with k3, never negative",
-    "mismatch_ppl_ratio": "mean over samples of trainer's perplexity / engine's perplexity",
-    "mismatch_chi2_token": "χ² between trainer and engine, from token ratios",
-    "mismatch_chi2_seq": "the same from ratios of whole samples",
-    "mismatch_ess_token": "effective sample size from token ratios, as a share; 1 is no mismatch",
-    "mismatch_ess_seq": "the same from ratios of whole samples",
-    "loss_weight": "mean factor on a token's policy loss, from --rollout_correction, --rollout_rejection applied "
-    "before training and --high_entropy_token_ratio",
-    "loss_weight_zero": "share of trained tokens where this factor is 0",
     "samples": "samples trained on",
     "unscored": "samples that the reward source left unscored",
     "small_group": "samples left out because too few samples of their group were scored",
@@ -140,7 +90,6 @@ _ROLLOUT = {
     "reused_groups": "trained groups that are repeated (--on_exhausted reuse)",
     "stale_groups": "trained groups that were generated in an earlier step",
     "staleness": "mean PPO steps between generating a group and training on it",
-    "logp_diff_on_policy": "rollout/logp_diff_mean without stale groups; only if there are any",
     "surplus_groups": "accepted groups that wait for the next step",
     "kept_share": "share of this step's groups that --dynamic_sampling accepted",
     "rejected_equal": "groups rejected because all samples have the same --filter_metric",
@@ -176,43 +125,6 @@ _TRAIN = {
     "optimizer_steps": "optimizer steps in this PPO step, including skipped ones",
 }
 
-_PERF = {
-    "time_rollout": "seconds of generation",
-    "time_greedy": "seconds of generating the greedy answers for `remax`, part of time_rollout",
-    "time_reward": "seconds of scoring",
-    "time_experience": "seconds of forward passes and advantages",
-    "time_train": "seconds of training",
-    "time_sync": "seconds of sending weights to the rollout engine",
-    "time_step": "seconds of the whole step",
-    "time_start_profile": "seconds of starting the profiler, in steps of --profile_steps",
-    "time_stop_profile": "seconds of writing the trace",
-    "time_eval": "seconds of an evaluation, in the evaluation's row",
-    "time_save": "seconds of writing checkpoints and exports since the previous row",
-    "rollout_tokens_per_second": "generated tokens per second of generation",
-    "train_tokens_per_second": "prompt and response tokens per second of training, over all epochs",
-    "train_ms_per_token": "milliseconds of training per prompt and response token",
-    "rollout_ms_per_token": "milliseconds of generation per response token",
-    "train_tflops": "model TFLOP/s of training per rank: 6 · parameters · tokens (Kaplan et al. 2020)",
-    "mfu": "perf/train_tflops as a share of --peak_tflops",
-}
-
-_EVAL = {
-    "accuracy": "mean acc (or accuracy) of the source; without, the share of scores ≥ --eval_correct_threshold",
-    "reward": "mean score",
-    "response_length": "mean tokens per response",
-    "truncated": "share of responses truncated by --generate_max_len",
-    "samples": "samples drawn",
-    "unscored": "samples that the reward source left unscored; only if there are any",
-    "mean@<n>": "mean over prompts of the mean score of their n samples (--eval_n_samples)",
-    "pass@<k>": "chance that at least one of k samples is correct (Chen et al. 2021, eq. 1), k = 1, 2, 4, …, n",
-    "best@<n>": "mean over prompts of the best score of their n samples",
-    "worst@<n>": "mean over prompts of the worst score of their n samples",
-    "std@<n>": "mean over prompts of the standard deviation of their n scores",
-    "maj@<n>": "share of prompts whose most frequent answer is correct; the source gives answers as `pred`",
-    "<name>": "mean of an extra metric of the reward source; it cannot replace the names above",
-    "<source>/<metric>": "any of the above for one data source, if the evaluation data has several",
-}
-
 _REWARD = {
     "failures": "failed tries of the reward source; a failure never counts as a score",
     "timeouts": "tries that timed out; for code, tests that timed out",
@@ -228,6 +140,3 @@ METRICS.register(
 )
 METRICS.register("train", _TRAIN, about="means over the optimizer steps of this PPO step")
 METRICS.register("train", "lightppo.algorithms.entries:metric_names")
-METRICS.register("perf", _PERF, about="times of rank 0, and speeds of all ranks based on them")
-METRICS.register("perf", "lightppo.meanings:times_of_parts")
-METRICS.register("eval", _EVAL, about="held-out prompts of `--eval_data`")

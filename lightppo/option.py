@@ -297,6 +297,21 @@ class Section(types.SimpleNamespace):
         return ()
 
     @staticmethod
+    def trains(config: Any) -> bool:
+        """False: these options ask for a run that trains nothing."""
+        return True
+
+    @staticmethod
+    def sources(config: Any) -> Iterable[str]:
+        """Names of the sources of rewards that they ask for."""
+        return ()
+
+    @staticmethod
+    def without_effect(config: Any, given: Iterable[str]) -> Iterable[str]:
+        """Why options that were ``given`` on the command line do nothing in this run, a line for each."""
+        return ()
+
+    @staticmethod
     def places(config: Any) -> Iterable[str]:
         """Where a run writes to, in words, as its options ask."""
         return ()

@@ -33,9 +33,11 @@ class Command(Entry):
 class Check(Entry):
     """A function of the run that is being built, :class:`lightppo.trainer.build.Building`; its lines are printed."""
 
-    # It is called when the options are known, when the tokenizer is there, before folders are written to, when data are
-    # read, when models are in place, when the rollout engine is there.
-    when: Literal["options", "tokenizer", "folders", "data", "models", "engine"] = "options"
+    # It is called when the options are known, when the tokenizer is there, before folders are written to, before rewards
+    # are made, when data are read, when models are in place, when the rollout engine is there.
+    when: Literal["options", "tokenizer", "folders", "rewards", "data", "models", "engine"] = (
+        "options"
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class FrozenModel:
 class PassEntry(Entry):
     """A pass over the samples of a rollout, under the name of its call in ``--micro_batch_specs``.
 
-    Its time is logged under this name, too, where :data:`lightppo.meanings.TIMED` says what it is.
+    Its time is logged under this name, too, where :data:`lightppo.plugins.measures.measured.TIMED` says what it is.
 
     The entry's function gets the config and the further models of the run by name. It returns a
     :class:`lightppo.experience.maker.RolloutPass`, or None where the options ask for none.
@@ -116,9 +118,6 @@ COMMANDS: Table[Command] = Table(
             "lightppo.commands.ppo:main",
             about="train a language model with PPO or a relative",
             config="lightppo.config.rules:PPOConfig",
-        ),
-        "eval": Command(
-            "lightppo.commands.ppo:evaluate", about="score its answers to held-out prompts"
         ),
     },
     kind=Command,
@@ -288,6 +287,21 @@ ADVANTAGE_TERMS: Table = Table("term of the advantages")
 returns None, or a function of an :class:`lightppo.experience.experience.Experience` with ``action_log_probs``, and with
 what passes have made in ``extra``, to a term (B, A)."""
 
+MEASURING: Table = Table(
+    "measuring",
+    {
+        "samples": Entry("lightppo.trainer.metrics:SampleMeans"),
+        "timer": Entry("lightppo.trainer.metrics:Phases"),
+        "line": Entry("lightppo.trainer.metrics:plain_lines"),
+        "steps": Entry("lightppo.trainer.metrics:without_bar"),
+        "part": Entry("lightppo.trainer.metrics:without_bar"),
+    },
+)
+"""What makes the numbers of a step's samples, of the :class:`lightppo.trainer.update.Update`; what times phases; what
+makes the line of a step, a function of step, all steps and metrics, from the step at which the run begins; what is
+around a run's steps, of steps and run, and around the items of a part, of items, name and strategy. A plugin may put
+another entry in the place of each."""
+
 SCORE_TERMS: Table = Table("term of the actor's loss from its own pass")
 """Terms of the actor's loss that need no forward pass of their own. An entry's function gets the config and the further
 models of the run by name, and returns a :class:`lightppo.trainer.update.ScoreTerm`, or None."""
@@ -367,6 +381,10 @@ CHECKPOINT_CHOICES: Table = Table(
 )
 """Which checkpoint a run goes on from, the last entry: a function ``(checkpointer, root, is_held, before)`` returns a tag
 or None. It has looked at the files; where the run holds the folder, it may rename others. It is called on all ranks."""
+
+OLDER_STATES: Table = Table("state of an older checkpoint")
+"""What brings the state of a run, which an older lightppo wrote into a checkpoint, to its present form: functions of the
+state that return it, called in this order."""
 
 CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
 """What loads a checkpoint of another number of ranks or another ZeRO stage, the last one: an entry's function

@@ -50,6 +50,9 @@ FLOORS = {
 PLUGIN_FLOORS = {
     "hints": 0,
     "packing": 1,
+    "measures": 0,
+    "cadence": 0,
+    "evaluation": 1,
     "sources": 1,
     "families": 0,
     "penalties": 1,

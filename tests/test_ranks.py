@@ -17,9 +17,9 @@ from lightppo.data.rows import Encoded, PreparedRows, prepare_rows
 from lightppo.errors import BadRowError, DataError
 from lightppo.experience.batching import balance_ranks
 from lightppo.experience.sampler import deal
+from lightppo.plugins.evaluation.evaluator import Evaluator
 from lightppo.plugins.records.samples import SampleRecord, write_step
 from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.metrics import optimizer_status
 
 RANKS = 4

@@ -11,7 +11,6 @@ from lightppo.config.options import (
     CheckpointConfig,
     DataConfig,
     EngineConfig,
-    EvaluationConfig,
     LoggingConfig,
     LossConfig,
     ModelConfig,

@@ -20,7 +20,6 @@ from lightppo.config.rules import (
     PPOConfig,
     condition_text,
     idle_flags,
-    without_effect_on_evaluation,
 )
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
@@ -72,7 +71,8 @@ def parse_args(
         if flags.get("config") is not None:
             config = with_file(config, flags["config"])
         config = config.with_options(**flags)
-        if problems := without_effect_on_evaluation(config, flags):
+        parts = config.parts()
+        if problems := [line for part in parts for line in part.without_effect(config, flags)]:
             raise ConfigError("\n".join(problems))
         computed = {"unfed": True} if unfed else {}
         config.validate(world_size=world_size or int(os.environ.get("WORLD_SIZE", "1")), **computed)

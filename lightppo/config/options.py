@@ -110,14 +110,12 @@ class ModelConfig(Section, of="weights"):
 
 
 class DataConfig(Section):
-    """Data: prompts and evaluation prompts."""
+    """Data: prompts."""
 
     prompt_data: str | None = option(
         None, "Prompts: file, folder, hub name or URL; separate several with commas.", required=True
     )
     prompt_split: str = option("train", "Split of --prompt_data.")
-    eval_data: str | None = safe(None, "Held-out prompts. None: no evaluation.")
-    eval_split: str = safe("test", "Split of --eval_data. Files without splits have only one.")
     input_key: str = option("input", "Column with the prompt: text, or a list of chat messages.")
     label_key: str | None = option(
         None, "Column with the ground truth. None: detected from the row."
@@ -133,9 +131,6 @@ class DataConfig(Section):
     )
     max_samples: int = option(
         1000000, "Maximum number of rows taken from --prompt_data.", "prompts", ge=1
-    )
-    eval_max_samples: int = safe(
-        1000000, "Maximum number of rows taken from --eval_data.", "prompts", ge=1
     )
     prompt_max_len: int = option(1024, "Maximum prompt length.", "tokens", ge=1)
     truncation: Literal["error", "left", "right", "middle", "drop"] = option(
@@ -592,8 +587,6 @@ class CheckpointConfig(Section, resume_safe=True):
         "Folder or URL of the checkpoints: _actor, _critic, global_stepN_hf. None: SAVE_PATH/checkpoints_ppo.",
     )
     save_steps: int = option(-1, "Save a checkpoint every N steps; -1: never.", "PPO steps", ge=-1)
-    save_epochs: int | None = option(None, "Save a checkpoint every N episodes.", "episodes", ge=1)
-    save_seconds: float | None = option(None, "Save a checkpoint every N seconds.", "seconds", gt=0)
     disable_ds_ckpt: bool = saved(False, "Leave the resumable state out of checkpoints.")
     max_ckpt_num: int = option(
         3, "Maximum number of checkpoints; the oldest is removed first.", ge=1
@@ -616,61 +609,10 @@ class CheckpointConfig(Section, resume_safe=True):
     save_value_network: bool = critic(False, "Also save the critic with the final model.")
 
 
-evaluated = partial(option, needs="eval_data")
-
-
-class EvaluationConfig(Section, resume_safe=True):
-    """Evaluation on --eval_data."""
-
-    eval_steps: int = evaluated(
-        -1,
-        "Evaluate every N steps; -1: once per episode; 0: before and after training.",
-        "PPO steps",
-        ge=-1,
-        off=(0,),
-    )
-    eval_epochs: int | None = evaluated(
-        None, "Evaluate every N episodes, regardless of --eval_steps.", "episodes", ge=1
-    )
-    eval_seconds: float | None = evaluated(None, "Evaluate every N seconds.", "seconds", gt=0)
-    eval_n_samples: int = evaluated(
-        1,
-        "Samples per prompt, for mean@n and pass@k.",
-        "samples per prompt",
-        ge=1,
-        also="eval_temperature>0",
-    )
-    eval_temperature: float | None = evaluated(
-        None,
-        "Sampling temperature; 0: greedy. None: 0, or 1 if --eval_n_samples is above 1.",
-        ge=0,
-        off=(0, 1),
-    )
-    eval_top_p: float = evaluated(1.0, "Nucleus sampling.", gt=0, le=1, also="eval_temperature>0")
-    eval_top_k: int = evaluated(
-        -1, "Sample only from the k most likely tokens; -1: all.", ge=-1, also="eval_temperature>0"
-    )
-    eval_correct_threshold: float = evaluated(
-        0.5, "Scores of at least this are correct, if the source gives no acc."
-    )
-    eval_reward_source: tuple[str, ...] = evaluated(
-        (),
-        "Scorers for evaluation, as --reward_source. None: the training scorer, or --eval_reward_fn.",
-    )
-    eval_reward_fn: str | None = evaluated(
-        None, "Reward function for evaluation, path.py[:name].", takes_object=True
-    )
-    val_before_train: bool = evaluated(True, "Evaluate before the first step.")
-    val_only: bool = safe(False, "Evaluate and stop; needs no prompts, critic or reference.")
-
-
 class LoggingConfig(Section, resume_safe=True):
     """Logging."""
 
     logging_steps: int = option(1, "Log every N steps.", "PPO steps", ge=1)
-    peak_tflops: float | None = option(
-        None, "Peak speed of one device in the training type, for perf/mfu.", "TFLOP/s", gt=0
-    )
     debug: bool = option(False, "Show errors with the full traceback instead of one line.")
 
 
@@ -783,7 +725,6 @@ class Options(OptionSet):
     training: TrainingConfig
     strategy: StrategyConfig
     checkpoint: CheckpointConfig
-    evaluation: EvaluationConfig
     logging: LoggingConfig
 
 
@@ -861,20 +802,22 @@ def unsafe_changes(
     now: Mapping[str, Any],
     idle: Container[str] = (),
     options: Iterable[Option] | None = None,
+    trains: bool = True,
 ) -> tuple[dict[str, tuple], dict[str, tuple]]:
-    """Compare a resumed run's options with those it was started with; an evaluation's only in what makes the weights.
+    """Compare a resumed run's options with those it was started with.
 
     Args:
         idle: options that do nothing in this run.
         options: those of the command; ``None``: of PPO.
+        trains: False: only what makes the weights must be as it was.
 
     Returns:
         (refused, safe): for each option that changed, (old, new).
     """
-    refused, safe, evaluates = {}, {}, now.get("val_only", False)
+    refused, safe = {}, {}
     read_by = {name: kind.of for name, kind in sections().items()}
     for one in all_options() if options is None else options:
-        unread = evaluates and (
+        unread = not trains and (
             read_by.get(one.owner) == "training" or (one.required and now[one.name] is None)
         )
         if one.name not in saved or saved[one.name] == now[one.name] or unread or one.name in idle:
@@ -882,7 +825,7 @@ def unsafe_changes(
         other_part = read_by.get(one.owner) != "weights" or one.name.startswith(
             ("critic_", "ref_", "reward_")
         )
-        (safe if one.resume_safe or (evaluates and other_part) else refused)[one.name] = (
+        (safe if one.resume_safe or (other_part and not trains) else refused)[one.name] = (
             saved[one.name],
             now[one.name],
         )

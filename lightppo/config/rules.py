@@ -58,19 +58,24 @@ def token_weights(config: Options, in_training: bool) -> dict[str, Callable[...,
     return {name: function for name, function in functions.items() if function is not None}
 
 
+def trains(config: OptionSet) -> bool:
+    """Whether this run trains, as all its sections say."""
+    return all(part.trains(config) for part in config.parts())
+
+
 def needs_critic(config: Options) -> bool:
     """Whether this run trains a critic."""
-    return estimator_entry(config).needs_critic and not config.evaluation.val_only
+    return estimator_entry(config).needs_critic and trains(config)
 
 
 def needs_reference(config: Options) -> bool:
     """Whether this run compares with a reference, be it the actor itself without adapters."""
-    return config.algorithm.init_kl_coef > 0 and not config.evaluation.val_only
+    return config.algorithm.init_kl_coef > 0 and trains(config)
 
 
 def frozen_models(config: Options) -> dict[str, FrozenModel]:
     """The further models of ``FROZEN_MODELS`` that this run loads."""
-    if config.evaluation.val_only:
+    if not trains(config):
         return {}
     models = {name: entry.fn(config) for name, entry in FROZEN_MODELS.items()}
     return {name: model for name, model in models.items() if model is not None}
@@ -258,18 +263,6 @@ def reward_plan(config: Options, flag: str = "--reward_source") -> Plan | None:
     return None
 
 
-def evaluation_config(config: Options) -> Options | None:
-    """The config whose rewards score evaluations: ``--eval_reward_source``; ``None``: those of training do."""
-    evaluation = config.evaluation
-    if not evaluation.eval_reward_source and evaluation.eval_reward_fn is None:
-        return None
-    sources = evaluation.eval_reward_source or ("function",)
-    function = _or(evaluation.eval_reward_fn, config.reward.reward_fn)
-    of_training = {"reward_routes": None, "check_xml_format": False, "reward_minimum": None}
-    there = {name: value for name, value in of_training.items() if name in config.flat()}
-    return config.with_options(reward_source=sources, reward_fn=function, **there)
-
-
 def reward_sources(config: Options) -> set[str]:
     """Names of all sources of a run, whichever flags they come from; they are in ``REWARDS``."""
     plan, urls = reward_plan(config), config.reward.remote_rm_url
@@ -354,7 +347,6 @@ def resolutions(config: Options) -> dict[str, Any]:
         "kl_estimator": "k2" if use_kl_loss else "k1",
         "policy_loss": estimator.policy_loss,
         "loss_agg_mode": _or(estimator.loss_agg_mode, loss.loss_agg_mode),
-        "eval_temperature": 1.0 if config.evaluation.eval_n_samples > 1 else 0.0,
         **estimator.defaults,
         **loss.defaults,
     }
@@ -456,16 +448,15 @@ def facts_of(config: Options) -> dict[str, bool]:
     return facts
 
 
-def _judges(config: Options) -> set[str]:
-    """Names of the sources that score evaluations alone."""
-    judge = evaluation_config(config)
-    return set() if judge is None else set(reward_plan(judge, "--eval_reward_source")[ANY_ROUTE])
+def _further_sources(config: Options) -> set[str]:
+    """Names of the sources that sections ask for, beside those that score training."""
+    return {name for part in config.parts() for name in part.sources(config)}
 
 
-def _source_facts(plan: Plan | None, sources: set[str], judges: set[str]) -> dict[str, bool]:
-    """Which of the ``FACTS`` of reward sources hold, those that judge evaluations included."""
+def _source_facts(plan: Plan | None, sources: set[str], further: set[str]) -> dict[str, bool]:
+    """Which of the ``FACTS`` of reward sources hold, for all sources of the run."""
     one_source = plan is None or len(plan) == len(sources) == 1
-    used = {name: name in sources | judges for name in REWARDS}
+    used = {name: name in sources | further for name in REWARDS}
     return used | {"one_source": one_source}
 
 
@@ -577,12 +568,9 @@ def contradictions(
         ]
         options.plan_problem = None
         try:
-            options.plan, options.sources, options.judges = (
-                reward_plan(config),
-                reward_sources(config),
-                _judges(config),
-            )
-            options.facts |= _source_facts(options.plan, options.sources, options.judges)
+            options.plan, options.sources = reward_plan(config), reward_sources(config)
+            options.further_sources = _further_sources(config)
+            options.facts |= _source_facts(options.plan, options.sources, options.further_sources)
         except ConfigError as error:
             options.plan_problem = str(error)
     sections = config.sections()
@@ -594,28 +582,6 @@ def contradictions(
     return first_of_each(
         [*relations(options, by_hand), *(message for rule in rules for message in rule(options))]
     )
-
-
-# What an evaluation samples by, in place of what a training samples by.
-_OF_EVALUATION = {
-    "temperature": "--eval_temperature",
-    "top_p": "--eval_top_p",
-    "top_k": "--eval_top_k",
-    "n_samples_per_prompt": "--eval_n_samples",
-    "do_sample": "--eval_temperature 0, or a number above it",
-}
-
-
-def without_effect_on_evaluation(config: OptionSet, given: Iterable[str]) -> list[str]:
-    """Messages about options on the command line of an evaluation that only the rollouts of a training follow."""
-    flat = config.flat()
-    if not flat.get("val_only"):
-        return []
-    found = [name for name in given if name in _OF_EVALUATION]
-    return [
-        f"--{'' if flat[name] is not False else 'no_'}{name} has no effect on an evaluation: set {_OF_EVALUATION[name]}"
-        for name in found
-    ]
 
 
 def first_of_each(messages: Iterable[str]) -> list[str]:
@@ -738,14 +704,12 @@ def _algorithm(options: SimpleNamespace) -> Iterator[str]:
 
 
 def _required(options: SimpleNamespace) -> Iterator[str]:
-    without_prompts = options.val_only or options.unfed
+    needs_prompts = trains(options.config) and not options.unfed
     yield from (
         line
         for line in options.config.missing()
-        if not (without_prompts and line.startswith("--prompt_data "))
+        if needs_prompts or not line.startswith("--prompt_data ")
     )
-    if options.val_only and options.eval_data is None:
-        yield "--eval_data is required: the prompts whose answers an evaluation scores"
 
 
 def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
@@ -774,19 +738,14 @@ def _models(options: SimpleNamespace) -> Iterator[str]:
 
 def _rewards(options: SimpleNamespace) -> Iterator[str]:
     """Which sources there are, and what they need."""
-    for name in ("reward_fn", "eval_reward_fn"):
-        given = getattr(options, name)
-        usable = not isinstance(given, type) and (
-            callable(given) or callable(getattr(given, "score", None))
-        )
-        if is_object(given) and not usable:
-            yield f"--{name}: {given!r} scores nothing: give a function, or an object with name and score(rollouts)"
+    yield from wrong_reward("reward_fn", options.reward_fn)
     if options.plan_problem:
         yield options.plan_problem
         return
     own = sources_by_flag()
     given = [name for name, flag in own.items() if getattr(options, flag)]
     models = len(options.reward_pretrain)
+    is_scored = options.further_sources and not trains(options.config)
     if options.plan is None:
         if not given and not options.facts["trained_scores"]:
             picks = {
@@ -795,9 +754,7 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
             }
             for name in filter(picks.get, picks):
                 yield f"--{name} chooses by scores, and this run has no reward: leave it out"
-            if options.eval_data and not options.judges:
-                yield "--eval_data: nothing scores the answers: set --eval_reward_source, or --eval_reward_fn path.py"
-        elif not given and not options.unfed and not (options.val_only and options.judges):
+        elif not given and not options.unfed and not is_scored:
             named = f"a built-in --reward_source ({', '.join(built_in())})"
             yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or {named}"
         for other in ("model", "function"):
@@ -809,22 +766,23 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
         for name, flag in own.items():
             if name in options.sources and name not in given:
                 yield f"{by} names {name!r}, which is what --{flag} gives: set --{flag}"
-            if name in given and name not in [*options.sources, *combines, *options.judges]:
+            if name in given and name not in [
+                *options.sources,
+                *combines,
+                *options.further_sources,
+            ]:
                 yield f"--{flag} is set, but {by} does not name {name!r}: add it, or leave --{flag} out"
         if options.sources & set(combines):
             yield "--reward_fn combines the scores of several --reward_pretrain: it cannot be a source itself too"
-    flags = own | {"function": "eval_reward_fn"}
-    has = {
-        n: getattr(options, flag) or (n == "function" and models < 2 and options.reward_fn)
-        for n, flag in flags.items()
-    }
-    for name in options.judges & flags.keys():
-        if not has[name]:
-            yield f"--eval_reward_source names {name!r}, which is what --{flags[name]} gives: set --{flags[name]}"
-    if options.eval_reward_fn and "function" not in options.judges:
-        yield "--eval_reward_fn is set, but --eval_reward_source does not name 'function': add it, or leave one out"
     if models > 1 and not options.reward_fn:
         yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
+
+
+def wrong_reward(name: str, given: Any) -> Iterator[str]:
+    """Why an object of the user's own, the value of this option, scores nothing."""
+    is_usable = callable(given) or callable(getattr(given, "score", None))
+    if is_object(given) and (isinstance(given, type) or not is_usable):
+        yield f"--{name}: {given!r} scores nothing: give a function, or an object with name and score(rollouts)"
 
 
 def templates(options: SimpleNamespace) -> Iterator[str]:
@@ -880,7 +838,8 @@ class PPOConfig(Options):
 
     def known(self) -> dict[str, Any]:
         """What conditions of options are about: their values, and facts."""
-        facts = _source_facts(reward_plan(self), reward_sources(self), _judges(self))
+        further = _further_sources(self)
+        facts = _source_facts(reward_plan(self), reward_sources(self), further)
         return self.flat() | resolutions(self) | facts_of(self) | facts
 
     def resolved(self) -> Self:

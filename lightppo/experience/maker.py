@@ -129,7 +129,7 @@ class ExperienceMaker:
         rewarded: whether scores are numbers of a reward source, to be logged.
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         progress: wraps the micro batches in a progress bar.
-        timer: times the parts, by the names of ``trainer.metrics.TIMED``.
+        timer: times the parts, by their names in ``perf/time_<part>``.
     """
 
     def __init__(

@@ -5,6 +5,9 @@ import importlib
 # In this order: what a run calls of several plugins, it calls in the order in which they are registered.
 SHIPPED = (
     "hints",
+    "measures",
+    "cadence",
+    "evaluation",
     "sources",
     "packing",
     "shaping",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,13 +21,13 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     check_positions,
-    evaluation_config,
     frozen_models,
     moves_reference,
     needs_critic,
     needs_reference,
     of_role,
     old_log_probs_from,
+    trains,
 )
 from lightppo.data.datasets import PromptDataset
 from lightppo.data.readers import read_rows
@@ -46,6 +46,7 @@ from lightppo.plugin import (
     ENGINES,
     LOADING,
     LOSS_TERMS,
+    MEASURING,
     MODEL_CONFIGS,
     SAMPLING,
     SCORED,
@@ -61,7 +62,6 @@ from lightppo.strategy.zero3 import find_adapters, parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer
-from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.prompts import RolloutBatchSampler
 from lightppo.trainer.update import LossTerm, Update, UpdatedModels, build_value_norm
@@ -83,10 +83,11 @@ class Building:
     tokenizer: Any = None
     # data sets by the option that names their files
     rows: dict[str, Any] = field(default_factory=dict)
-    held_out: Any = None  # data to evaluate on
+    held_out: Any = None  # data to evaluate on, for plugins
     loss_terms: dict[str, LossTerm] = field(default_factory=dict)
     reward_source: RewardSource | None = None
-    judge: RewardSource | None = None  # scores evaluations
+    judge: RewardSource | None = None  # scores answers to them
+    reward_models: Sequence[Any] = ()  # of --reward_pretrain
     frozen: dict[str, Any] = field(
         default_factory=dict
     )  # further models that are elsewhere, by name
@@ -95,6 +96,7 @@ class Building:
     sizes: dict[str, int] = field(default_factory=dict)
     actor: Any = None
     rollout_engine: RolloutEngine | None = None
+    evaluator: Any = None  # of the run, see :class:`lightppo.trainer.loop.TrainingLoop`
     content: dict[str, str] = field(default_factory=dict)  # marks of what options name
     keeps: bool = True
 
@@ -136,7 +138,7 @@ class PPOInputs:
     frozen: Mapping[str, Any] = field(default_factory=dict)  # further models by name
     prompts_dataloader: Iterable | None = None
     loss_terms: Mapping[str, LossTerm] = field(default_factory=dict)
-    evaluator: Evaluator | None = None
+    evaluator: Any = None
     origin: Origin = field(default_factory=Origin)
 
 
@@ -145,7 +147,7 @@ class PPOParts(PPOInputs):
     """Everything that a trainer works with, finished."""
 
     state: TrainerState = field(kw_only=True)
-    timer: m.PhaseTimer = field(kw_only=True)
+    timer: m.Phases = field(kw_only=True)
     kl_ctl: Any = field(kw_only=True)
     experience_maker: ExperienceMaker = field(kw_only=True)
     replay_buffer: ReplayBuffer = field(kw_only=True)
@@ -167,14 +169,9 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         reference = actor.as_loaded
     strategy, tokenizer, config = building.strategy, building.tokenizer, building.config
     if building.reward_source is None:
-        building.reward_source, building.judge = build_rewards(
-            config, models.reward_models, tokenizer, strategy
-        )
+        build_rewards(building, models.reward_models)
     engine = building.rollout_engine = build_rollout_engine(config, strategy, actor, tokenizer)
     building.check("engine")
-    evaluator = None
-    if building.held_out is not None:
-        evaluator = build_evaluator(config, engine, building.judge, building.held_out, strategy)
     (actor_optim, actor_scheduler), (critic_optim, critic_scheduler) = optimizers.values()
     inputs = PPOInputs(
         strategy=strategy,
@@ -194,7 +191,7 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         frozen=building.frozen | models.frozen,
         prompts_dataloader=loader,
         loss_terms=building.loss_terms,
-        evaluator=evaluator,
+        evaluator=building.evaluator,
         origin=Origin(building.given, building.content, building.keeps),
     )
     return trainer.from_inputs(inputs, callbacks)
@@ -220,14 +217,15 @@ def begin(config: PPOConfig) -> Building:
 
 def read_data(building: Building) -> DataLoader | None:
     """All rows are read, and what scores them, if it is no model: the dataloader of prompts."""
-    config, strategy, tokenizer = building.config, building.strategy, building.tokenizer
-    loader, building.held_out = build_data(config, tokenizer, strategy, building.asked)
-    if loader is not None:
-        building.rows["prompt_data"] = loader.dataset
+    config, strategy = building.config, building.strategy
+    loader = None
+    if trains(config):
+        prompts = building.rows["prompt_data"] = build_prompts(config, building.tokenizer, strategy)
+        loader = prompts_dataloader(config, prompts, strategy)
     terms = {name: entry.fn(building) for name, entry in LOSS_TERMS.items()}
     building.loss_terms = {name: term for name, term in terms.items() if term is not None}
     if not config.model.reward_pretrain:
-        building.reward_source, building.judge = build_rewards(config, [], tokenizer, strategy)
+        build_rewards(building)
     if loader is not None and building.keeps:
         check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
     building.check("data")
@@ -264,7 +262,7 @@ def assemble(
         own_training_step: its training step is a user's, which needs old log probs in place.
     """
     config, strategy = inputs.config, inputs.strategy
-    state, timer, algorithm = TrainerState(), m.PhaseTimer(), config.algorithm
+    state, timer, algorithm = TrainerState(), MEASURING["timer"].fn(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = build_value_norm(config)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, maker_kind, own_training_step)
@@ -321,7 +319,7 @@ def build_maker(
     inputs: PPOInputs,
     kl_ctl: Any,
     value_norm: Any,
-    timer: m.PhaseTimer,
+    timer: m.Phases,
     kind: type[ExperienceMaker],
     own_training_step: bool,
 ) -> ExperienceMaker:
@@ -343,9 +341,7 @@ def build_maker(
         rewarded=not isinstance(inputs.reward_source, NoReward),
         value_norm=value_norm,
         old_log_probs=old_log_probs,
-        progress=lambda parts: m.progress_bar(
-            parts, "experience", shown=strategy.is_rank_0(), leave=False
-        ),
+        progress=lambda parts: MEASURING["part"].fn(parts, "experience", strategy),
         timer=timer,
     )
 
@@ -467,8 +463,6 @@ class ModelLoader:
         if self.config.loss.aux_loss_coef > 0:
             with _as_config_error():
                 model.check_router()
-        if self.config.evaluation.val_only:
-            model.hf_model.untrainable = None  # it only reads, and nothing is saved
         return self._placed(model, "actor")
 
     def critic(self) -> Any:
@@ -691,29 +685,19 @@ def into_engines(
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def build_data(
-    config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, asked: PPOConfig
-) -> tuple[DataLoader | None, PromptDataset | None]:
-    """Prompts, and held-out prompts: all of ``asked``, also where a dry run takes few."""
-    loader = eval_prompts = None
-    if not config.evaluation.val_only:
-        loader = prompts_dataloader(config, build_prompts(config, tokenizer, strategy), strategy)
-    if config.data.eval_data is not None:
-        eval_prompts = build_prompts(asked, tokenizer, strategy, evaluation=True)
-    return loader, eval_prompts
-
-
 def build_prompts(
-    config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, evaluation: bool = False
+    config: PPOConfig,
+    tokenizer: Any,
+    strategy: DeepspeedStrategy,
+    name: str = "prompt_data",
+    split: str | None = None,
+    limit: int | None = None,
 ) -> PromptDataset:
-    """Prompts of ``--prompt_data`` or ``--eval_data``, checked and tokenised."""
-    data, name = config.data, "eval_data" if evaluation else "prompt_data"
-    split, limit = data.prompt_split, data.max_samples
-    if evaluation:
-        split, limit = data.eval_split, data.eval_max_samples
-    rows = read_rows(config, name, split, strategy)
+    """Prompts of an option, checked and tokenised; ``split`` and ``limit`` are those of ``--prompt_data`` by default."""
+    data = config.data
+    rows = read_rows(config, name, split or data.prompt_split, strategy)
     dataset = PromptDataset(
-        rows.select(range(min(len(rows), limit))),
+        rows.select(range(min(len(rows), limit or data.max_samples))),
         tokenizer,
         input_template=data.input_template,
         input_key=data.input_key,
@@ -850,37 +834,14 @@ def build_sampler(
     )
 
 
-def build_rewards(
-    config: PPOConfig, reward_models: list[Any], tokenizer: Any, strategy: Ranks
-) -> tuple[RewardSource, RewardSource]:
-    """What scores training, and what scores evaluations; of a run that only evaluates both are the latter."""
-    judging = evaluation_config(config)
-    judge = None
-    if judging is not None:
-        flag = "--reward_fn" if config.evaluation.eval_reward_fn is None else "--eval_reward_fn"
-        judge = build_reward(judging, reward_models, tokenizer, strategy, flag)
-        if config.evaluation.val_only:
-            return judge, judge
-    source = build_reward(config, reward_models, tokenizer, strategy)
-    return source, judge or source
-
-
-def build_evaluator(
-    config: PPOConfig,
-    engine: RolloutEngine,
-    source: RewardSource,
-    prompts: PromptDataset,
-    strategy: Ranks,
-) -> Evaluator:
-    """Evaluation on held-out prompts with the run's engine and rewards."""
-    return Evaluator(
-        engine,
-        source,
-        prompts,
-        eval_sampling_params(config),
-        strategy,
-        threshold=config.evaluation.eval_correct_threshold,
-    )
+def build_rewards(building: Building, reward_models: Sequence[Any] = ()) -> None:
+    """What scores the samples, where no check has put another source in place."""
+    building.reward_models = reward_models
+    building.check("rewards")
+    if building.reward_source is None:
+        building.reward_source = build_reward(
+            building.config, reward_models, building.tokenizer, building.strategy
+        )
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:
@@ -896,18 +857,6 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
         seed=config.strategy.seed,
         first_token_temperature=sampling.fire_temperature if sampling.fire_sampling else None,
     )
-
-
-def eval_sampling_params(config: PPOConfig) -> SamplingParams:
-    """How evaluation samples: as training, but for temperature, top-p, top-k and the number of samples."""
-    evaluation = config.evaluation
-    own = {
-        "n": evaluation.eval_n_samples,
-        "temperature": evaluation.eval_temperature,
-        "top_p": evaluation.eval_top_p,
-        "top_k": evaluation.eval_top_k,
-    }
-    return replace(sampling_params(config), **own, do_sample=True, first_token_temperature=None)
 
 
 def build_rollout_engine(

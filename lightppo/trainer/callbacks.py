@@ -36,6 +36,9 @@ class Callback:
     def on_start(self, run: Any) -> None:
         """``fit`` begins; a run that goes on has its state already."""
 
+    def before_steps(self, run: Any) -> None:
+        """All callbacks have started; no step is trained yet."""
+
     def around_step(self, run: Any, step: int) -> AbstractContextManager:
         """A context in which the step is trained."""
         return nullcontext()
@@ -76,6 +79,9 @@ class Callback:
 
     def on_votes(self, run: Any, step: int, votes: Mapping[str, float]) -> None:
         """The sums of :meth:`votes` over all ranks."""
+
+    def evaluate(self, run: Any, step: int) -> None:
+        """Evaluate the weights: the votes ask for it, or this was the last step. A checkpoint may follow."""
 
     def on_evaluation(
         self, run: Any, step: int, result: Mapping[str, float]
@@ -180,18 +186,3 @@ class Callbacks:
         for callback in self.all:
             sums.update(callback.votes(run))
         return dict(sums)
-
-    def on_votes(self, run: Any, step: int, votes: Mapping[str, float]) -> None:
-        for callback in self.all:
-            callback.on_votes(run, step, votes)
-
-    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> dict[str, float]:
-        """What the callbacks add; each gets that of the ones before it, too."""
-        added: dict[str, float] = {}
-        for callback in self.all:
-            added |= callback.on_evaluation(run, step, {**result, **added}) or {}
-        return added
-
-    def on_save(self, run: Any, step: int) -> None:
-        for callback in self.all:
-            callback.on_save(run, step)

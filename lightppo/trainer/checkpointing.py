@@ -188,18 +188,19 @@ class RunCheckpointer:
         idle: Container[str] = (),
         before: int | None = None,
         declared: Iterable[Option] | None = None,
+        trains: bool = True,
     ) -> dict[str, Any] | None:
         """Load the last checkpoint that ``--resume`` allows, if there is one; returns its client state. Collective.
 
         ``idle`` names options that do nothing in this run; ``before``: the last one before this step;
-        ``declared``: the command's options, by default of PPO.
+        ``declared``: the command's options, by default of PPO; ``trains``: False: the run only reads.
 
         Raises:
             ConfigError: ``options`` of this run that must stay as they were have changed, or the ``content`` of what
                 they name.
             CheckpointError: the checkpoint does not fit this run.
         """
-        if not options.get("val_only"):
+        if trains:
             self._require_room()
         is_own = self.config.resume == "auto"
         source = self.config.ckpt_path if is_own else self.config.resume
@@ -207,7 +208,7 @@ class RunCheckpointer:
             self.strategy.on_rank_0(lambda: download_marks(source), f"read {source}")
         root = resume_root(self.config.resume, self.config.ckpt_path)
         # A folder that this run does not hold, such as another run's, is only read.
-        is_held = is_own and not options.get("val_only")
+        is_held = is_own and trains
         choose = next(reversed(CHECKPOINT_CHOICES.values())).fn
         tag = choose(self, root, is_held, before) if root is not None else None
         if tag is None:
@@ -215,12 +216,12 @@ class RunCheckpointer:
         saved = self.load(root, tag, checked=choose is not last_whole)
         # older ones are not
         as_shown = {name: shown_value(value) for name, value in saved["config"].items()}
-        refused, safe = unsafe_changes(as_shown, options, idle, declared)
+        refused, safe = unsafe_changes(as_shown, options, idle, declared, trains)
         refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
         changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
         marks = {name: shown_value(mark) for name, mark in saved.get("content", {}).items()}
         for name, mark in marks.items():
-            is_unread = options.get("val_only") and name != "pretrain"
+            is_unread = not trains and name != "pretrain"
             if name in refused or is_unread or content.get(name, mark) == mark:
                 continue
             if name != "save_path":

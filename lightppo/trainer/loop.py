@@ -13,19 +13,18 @@ A trainer is a :class:`TrainingLoop` whose ``fit`` trains one step after the oth
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import idle_flags
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.experience.experience import non_finite_text
 from lightppo.files import facts_of, files_in_use, local_folder
-from lightppo.plugin import CALLBACKS, METRICS
+from lightppo.plugin import CALLBACKS, MEASURING, OLDER_STATES
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.shown import shown_value
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -62,17 +61,6 @@ class TrainerState:
     def become(self, other: TrainerState) -> None:
         """Stand where another state does; who holds this one sees it."""
         vars(self).update(vars(other))
-
-    @classmethod
-    def from_consumed(
-        cls, consumed_samples: int, steps_per_episode: int, rollout_batch_size: int
-    ) -> Self:
-        """After ``consumed_samples`` prompts, counted as the seed does: steps × rollout_batch_size."""
-        step = consumed_samples // rollout_batch_size
-        episode, step_in_episode = divmod(step, steps_per_episode)
-        return cls(
-            global_step=step, episode=episode, consumed_prompts=step_in_episode * rollout_batch_size
-        )
 
     def finish_step(self, prompts: int, last_of_episode: bool) -> None:
         """Count one PPO step that used ``prompts`` prompts over all ranks."""
@@ -168,61 +156,14 @@ class SkippedSteps:
         )
 
 
-@dataclass
-class Cadence:
-    """Due at multiples of ``steps``, at the end of every ``epochs``-th episode, and ``seconds`` after the last time."""
-
-    steps: int = -1  # below 1: never by steps
-    epochs: int | None = None
-    seconds: float | None = None
-    agree: Callable[[bool], bool] = bool  # rank 0's value on every rank: its clock decides for all
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self.last = self.clock()
-
-    @property
-    def active(self) -> bool:
-        """Whether it can ever be due."""
-        return self.steps > 0 or self.epochs is not None or self.seconds is not None
-
-    def due(self, step: int, finished_episodes: int | None = None) -> bool:
-        """Whether it is due after ``step``; ``finished_episodes``: of the run, if this step was the last of one."""
-        due = self.steps > 0 and step % self.steps == 0
-        due |= (
-            self.epochs is not None
-            and finished_episodes is not None
-            and finished_episodes % self.epochs == 0
-        )
-        if self.seconds is not None:
-            due |= self.agree(self.clock() - self.last >= self.seconds)
-        if due:
-            self.last = self.clock()
-        return due
-
-
-@dataclass
-class LastEvaluation:
-    """The last evaluation of the run, which a checkpoint keeps: a resumed run need not do it again."""
-
-    step: int | None = None
-    result: Mapping[str, float] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "result": self.result}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step, self.result = state["step"], state["result"]
-
-
 class TrainingLoop:
     """What every trainer is.
 
     Args:
-        config: resolved; its sections ``checkpoint``, ``evaluation``, ``logging`` and ``training`` are read.
+        config: resolved; its sections ``checkpoint``, ``logging`` and ``training`` are read.
         checkpointer: of the models of the run.
         callbacks: of users; after those that plugins give to every run.
-        evaluator: ``evaluate(step)`` returns metrics ``eval/<name>``; ``None``: no evaluation.
+        evaluator: ``evaluate(step)`` returns metrics ``eval/<name>``, for a callback; ``None``: no evaluation.
         content: marks of what options name, which a resumed run must find unchanged.
         keeps: whether anything is left of the run at its end; a trial keeps nothing.
         asked: the options as they were given; ``None``: a script made the parts, and ends them.
@@ -242,7 +183,7 @@ class TrainingLoop:
         skipped: SkippedSteps,
         *,
         state: TrainerState,
-        timer: m.PhaseTimer,
+        timer: m.Phases,
         callbacks: Iterable[Callback] = (),
         evaluator: Any | None = None,
         content: Mapping[str, str] | None = None,
@@ -252,16 +193,14 @@ class TrainingLoop:
         self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
         self.checkpointer, self.skipped, self.evaluator = checkpointer, skipped, evaluator
         self.content, self.keeps, self.asked = dict(content or {}), keeps, asked
-        self.state, self.timer, self.saving = state, timer, m.PhaseTimer()
+        self.state, self.timer, self.saving = state, timer, MEASURING["timer"].fn()
         self.total_steps: int | None = None  # of the run, known in fit
-        self.bar: Any = None  # of the steps
-        self.evaluation = LastEvaluation()
         self.last_saved: int | None = None
+        self.saves = False  # checkpoints, and one at its end; known when it begins
         self.states: dict[str, Stateful] = {}
         self.states_of_ranks: dict[str, Stateful] = {}
         # states of the checkpoint that no part has asked for yet
         self.unclaimed: dict[str, Any] = {}
-        self.register_state("evaluation", self.evaluation)
         first = [entry.fn(self) for entry in CALLBACKS.values() if not entry.after_yours]
         last = [entry.fn(self) for entry in CALLBACKS.values() if entry.after_yours]
         self.callbacks = Callbacks(
@@ -329,7 +268,12 @@ class TrainingLoop:
         options = options or public_options(self.config)
         idle = set().union(*idle_flags(self.config, options).values())
         saved = self.checkpointer.resume(
-            options, self.content, idle, before, list(self.config.all_options())
+            options,
+            self.content,
+            idle,
+            before,
+            list(self.config.all_options()),
+            trains=not self.only_evaluates,
         )
         if saved is None:
             return False
@@ -338,14 +282,15 @@ class TrainingLoop:
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Go on from :meth:`whole_state`. A part that it does not know begins anew, and this is said."""
-        saved = _with_present_names(saved)
+        for upgrade in OLDER_STATES.values():
+            saved = upgrade.fn(saved)
         self.state.become(TrainerState(**saved["trainer"]))
         self.last_saved = self.state.global_step or None
         self.unclaimed = dict(saved)
         for name, part in (self.states | self.states_of_ranks).items():
             if name in saved:
                 self._load_part(name, part, self.unclaimed.pop(name))
-            elif name in self.states and name not in _SINCE:
+            elif name in self.states:
                 self.strategy.print(f"resume: the checkpoint has no state {name!r}: it begins anew")
 
     def _load_part(self, name: str, part: Stateful, saved: Any) -> None:
@@ -422,31 +367,14 @@ class TrainingLoop:
         """End what the run has started."""
 
     def before_first_step(self) -> None:
-        """The evaluation that a resumed run lacks, or that before training. Collective."""
-        step = self.state.global_step
-        if self.only_evaluates:
-            self.evaluate_step(step)
-        elif step > 0:
-            if self.owns_parts and self.evaluation_cadence.due(step, self.finished_episodes):
-                self.evaluate_step(step)
-        elif self.config.evaluation.val_before_train:
-            self.evaluate_step(step)
+        """All callbacks have started. Collective."""
+        for callback in self.callbacks:
+            callback.before_steps(self)
 
     def begin_run(self) -> None:
-        """Clocks begin when the run does; the names of metrics are known by then."""
-        self.full_names = METRICS.by_short_name
-        checkpoint, evaluation = self.config.checkpoint, self.config.evaluation
-        agree = self.strategy.broadcast_object
-        self.checkpoint_cadence = Cadence(
-            checkpoint.save_steps, checkpoint.save_epochs, checkpoint.save_seconds, agree=agree
-        )
-        eval_epochs = evaluation.eval_epochs
-        if evaluation.eval_steps == -1 and evaluation.eval_seconds is None:
-            eval_epochs = eval_epochs or 1
-        self.evaluation_cadence = Cadence(
-            evaluation.eval_steps, eval_epochs or None, evaluation.eval_seconds, agree=agree
-        )
-        self.pace = m.Pace(self.state.global_step)
+        """What is known when the run begins."""
+        self.saves = self.config.checkpoint.save_steps > 0
+        self.line = MEASURING["line"].fn(self.state.global_step)
 
     def steps(self) -> Iterator[tuple[int, Any]]:
         """Number and data of each step until a limit is reached."""
@@ -454,18 +382,17 @@ class TrainingLoop:
             return
         if self.reached_limits():
             self.tell_complete()
-        with self.progress_bar(None, self.unit, initial=self.state.global_step) as bar:
-            self.bar = bar
-            while not self.reached_limits():
-                self.total_steps = bar.total = self.count_steps()
-                episode = self.state.episode
-                for data in self.episode_steps():
-                    heartbeat.step = self.state.global_step + 1
-                    yield heartbeat.step, data
-                    self.skipped.check(heartbeat.step)
-                    bar.update()
-                    if self.state.episode != episode or self.reached_limits():
-                        break
+        yield from MEASURING["steps"].fn(self._steps_of_episodes(), self)
+
+    def _steps_of_episodes(self) -> Iterator[tuple[int, Any]]:
+        while not self.reached_limits():
+            self.total_steps, episode = self.count_steps(), self.state.episode
+            for data in self.episode_steps():
+                heartbeat.step = self.state.global_step + 1
+                yield heartbeat.step, data
+                self.skipped.check(heartbeat.step)
+                if self.state.episode != episode or self.reached_limits():
+                    break
 
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
         """Log a trained step; evaluate and save what is due or voted for. Collective.
@@ -473,26 +400,29 @@ class TrainingLoop:
         Returns:
             whether a callback wants to stop.
         """
-        metrics = m.with_namespace(dict(status) | self.saving.reset(), self.full_names)
+        status = dict(status) | self.timer.reset() | self.saving.reset()
+        metrics = m.with_namespace(status)
         if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
-            self.strategy.print(self.pace.line(step, self.total_steps, metrics))
+            self.strategy.print(self.line(step, self.total_steps, metrics))
         self.callbacks.on_step_end(self, step, metrics)
-        votes = self.vote(step)
-        self._do_what_is_due(step, votes)
+        votes, every = self.vote(step), self.config.checkpoint.save_steps
+        if votes["evaluate"]:  # first: a checkpoint keeps that it is done
+            self.evaluate(step)
+        if votes["save"] or (every > 0 and step % every == 0):
+            self.save_checkpoint(step)
         return votes["stop"] > 0
 
     def vote(self, step: int) -> dict[str, float]:
         """The votes of all callbacks on all ranks, in one collective; callbacks get to know them. Collective."""
         votes = self.strategy.all_reduce(self.callbacks.votes(self), "sum")
-        self.callbacks.on_votes(self, step, votes)
+        for callback in self.callbacks:
+            callback.on_votes(self, step, votes)
         return votes
 
-    def _do_what_is_due(self, step: int, votes: Mapping[str, float]) -> None:
-        """Evaluate first: a checkpoint keeps that it is done."""
-        if self.evaluation_cadence.due(step, self.finished_episodes) or votes["evaluate"]:
-            self.evaluate_step(step)
-        if self.checkpoint_cadence.due(step, self.finished_episodes) or votes["save"]:
-            self.save_checkpoint(step)
+    def evaluate(self, step: int) -> None:
+        """Callbacks evaluate the weights. Collective."""
+        for callback in self.callbacks:
+            callback.evaluate(self, step)
 
     def finish(self) -> None:
         """The end of a run: the last evaluation, the last checkpoint, the model. Collective."""
@@ -501,8 +431,8 @@ class TrainingLoop:
         step = self.state.global_step
         self.vote(step)  # before what may take long
         self.check_trained()
-        self.evaluate_step(step)
-        if self.checkpoint_cadence.active or self.last_saved is not None:
+        self.evaluate(step)
+        if self.saves or self.last_saved is not None:
             self.save_checkpoint(step)
         if self.keeps:
             if self.owns_parts:
@@ -533,33 +463,7 @@ class TrainingLoop:
             f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}"
         )
 
-    # -- evaluations and checkpoints -----------------------------------------------------------------------------
-
-    def evaluate_step(self, step: int) -> Mapping[str, float]:
-        """Evaluate the current weights, once per step at most; empty without an evaluator. Collective."""
-        if self.evaluator is None or self.evaluation.step == step:
-            return {}
-        timer = m.PhaseTimer()
-        try:
-            with timer("eval"):
-                result = self.evaluator.evaluate(step)
-        except NonFiniteError as error:
-            if self.only_evaluates:
-                raise
-            self.evaluation.step, self.evaluation.result = step, None
-            if self.strategy.is_rank_0():
-                logger.warning("the evaluation after step %d is left out: %s", step, error)
-            return {}
-        self.evaluation.step, self.evaluation.result = step, result
-        shown = [
-            name for name in ("loss", "accuracy", "reward", "margin") if f"eval/{name}" in result
-        ]
-        numbers = ", ".join(f"{name} {result[f'eval/{name}']:.3f}" for name in shown)
-        self.strategy.print(f"[step {step}] evaluation: {numbers}")
-        seconds = {f"perf/{name}": value for name, value in timer.reset().items()}
-        added = self.callbacks.on_evaluation(self, step, dict(result) | seconds)
-        self.evaluation.result = dict(result) | added
-        return self.evaluation.result
+    # -- checkpoints -----------------------------------------------------------------------------
 
     def save_checkpoint(self, step: int) -> None:
         """Save, once per step at most. Collective."""
@@ -568,37 +472,15 @@ class TrainingLoop:
         with self.saving("save"):
             self.write_checkpoint(step)
         self.last_saved = step
-        self.callbacks.on_save(self, step)
+        for callback in self.callbacks:
+            callback.on_save(self, step)
 
     def write_checkpoint(self, step: int) -> None:
         """Write all that a resumed run needs. Collective."""
         self.checkpointer.save(self.ckpt_path, step, self.whole_state())
 
-    # -- parts of the loop ---------------------------------------------------------------------------------------
-
-    def progress_bar(self, items: Any, text: str, **options: Any) -> Any:
-        """A progress bar on rank 0 of a terminal; elsewhere silent."""
-        return m.progress_bar(items, text, shown=self.strategy.is_rank_0(), **options)
-
 
 _OWN_STATE = ("trainer", "config", "content", "rng", "run", "consumed_samples")
-# states that older checkpoints have not, or elsewhere
-_SINCE = ("evaluation", "trackers", "recorded")
-
-
-def _with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds; an older one has parts' states in that of the trainer."""
-    trainer = dict(saved["trainer"])
-    run_ids = trainer.pop("run_ids", None) or {}
-    if (run_id := trainer.pop("run_id", None)) is not None:
-        run_ids = {"wandb": run_id}
-    scores, left_out = trainer.pop("episode_scores", {}), trainer.pop("left_out_prompts", [])
-    older = {"trackers": run_ids, "recorded": saved.get("records", {})}
-    older["prompt_filter"] = {"scores": scores, "left_out": left_out}
-    older["pretraining"] = {
-        "batches": trainer.pop("pretrain_batches", 0) * saved.get("world_size", 1)
-    }
-    return older | dict(saved) | {"trainer": trainer}
 
 
 def public_options(config: OptionSet) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from lightppo.config import PPOConfig
+from lightppo.config.rules import trains
 from lightppo.data.records import Prompt
 from lightppo.errors import NonFiniteError
 from lightppo.experience.batching import Minibatch
@@ -18,8 +19,6 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import CollectedStep
 from lightppo.rewards.registry import reward_of
 from lightppo.rewards.source import NoReward, RewardSource, close_source
-from lightppo.strategy.zero3 import parameter_count
-from lightppo.trainer import metrics as m
 from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build, steps_per_episode
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.loop import TrainingLoop
@@ -185,35 +184,11 @@ class PPOTrainer(TrainingLoop):
         ended = prompts.exhausted and collected.surplus == 0
         self.state.finish_step(self.strategy.all_reduce(prompts.taken - taken, "sum"), ended)
 
-    def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
-        return super().finish_step(step, dict(status) | self.speed(status))
-
-    def speed(self, status: Mapping[str, float]) -> dict[str, float]:
-        """Seconds of each phase of a step, tokens per second and the like."""
-        epochs = {
-            "actor_update": self.update.max_epochs,
-            "critic_update": self.update.critic_max_epochs,
-        }
-        models = {"actor_update": self.actor, "critic_update": self.critic}
-        passes = sum(
-            epochs[part] * parameter_count(model)
-            for part, model in models.items()
-            if model is not None
-        )
-        return m.perf_metrics(
-            self.timer.reset(),
-            status,
-            epochs=epochs,
-            world_size=self.strategy.world_size,
-            parameters=passes / max(epochs.values()),
-            peak_tflops=self.config.logging.peak_tflops,
-        )
-
     # -- limits and prompts --------------------------------------------------------------------------------------
 
     @property
     def only_evaluates(self) -> bool:
-        return self.config.evaluation.val_only
+        return not trains(self.config)
 
     def limits(self) -> dict[str, tuple[int, int | None]]:
         training, state = self.config.training, self.state

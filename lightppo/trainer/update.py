@@ -35,7 +35,7 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
 from lightppo.models.wrapper import layout_of_all
-from lightppo.plugin import ENTROPY_SAMPLES, SCORE_TERMS, VALUE_NORMS
+from lightppo.plugin import ENTROPY_SAMPLES, MEASURING, SCORE_TERMS, VALUE_NORMS
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
@@ -136,7 +136,7 @@ class Update:
         value_norm: Any | None,
         state: TrainerState,
         skipped: SkippedSteps,
-        timer: m.PhaseTimer,
+        timer: m.Phases,
         loss_terms: Mapping[str, LossTerm] = {},
     ) -> None:
         self.strategy, self.loss_terms = strategy, dict(loss_terms)
@@ -169,9 +169,7 @@ class Update:
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
         samples = (entry.fn(config) for entry in ENTROPY_SAMPLES.values())
         self.sample_entropy = next(filter(None, samples), None)
-        # of log probs that only the training pass has made
-        self.on_policy: dict[str, m.Summary] = {}
-        self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
+        self.samples = MEASURING["samples"].fn(self)  # their numbers
 
     def use(self, config: PPOConfig) -> None:
         """Work with these options from now on."""
@@ -200,23 +198,18 @@ class Update:
             raise RewardError(
                 f"step {step}: none of the samples was scored, so there is nothing to train on"
             )
-        maker = self.experience_maker
-        rollout = m.rollout_summaries(self.replay_buffer.items, maker.sampled_kl, maker.measures)
-        self.on_policy, trained = {}, []
+        self.samples.begin(self.replay_buffer.items)
+        trained = []
         with self.timer("train"):
             epochs = max(self.max_epochs, self.critic_max_epochs)
             for epoch in range(epochs):
                 self.epoch = epoch
                 plan = self.minibatches(step, epoch)
                 text = f"train, epoch {epoch + 1}/{epochs}"
-                for minibatch in m.progress_bar(
-                    plan, text, shown=self.strategy.is_rank_0(), leave=False
-                ):
+                for minibatch in MEASURING["part"].fn(plan, text, self.strategy):
                     trained.append(self.train_minibatch(minibatch, step))
         self.epoch = 0
-        rollout = m.merge_summaries([rollout, self.on_policy])
-        status = m.optimizer_status(trained, self.strategy)
-        status |= m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(rollout)))
+        status = m.optimizer_status(trained, self.strategy) | self.samples.status()
         self.skipped.end_step()
         if not trained:
             status |= {f"{name}_skipped": 1.0 for name in self.skipped.of_model}
@@ -303,7 +296,7 @@ class Update:
         self.early_stop.add(metrics)
         self.observe(experience, log_probs, entropy)
         if experience.action_log_probs is None and part.has_samples:
-            self.unread.append((experience, log_probs))
+            self.samples.add(experience, log_probs)
             experience = self.with_kl(experience, log_probs)
         status: dict[str, Any] = m.micro_batch_status(metrics, part.status_scale)
         for own_loss in part.own_losses:
@@ -367,13 +360,7 @@ class Update:
 
     def summarise(self) -> None:
         """Take in what is known of log probs that only a training pass has made."""
-        unread, self.unread = self.unread, []
-        maker = self.experience_maker
-        summaries = [
-            m.policy_summaries(experience, log_probs, maker.sampled_kl, maker.measures)
-            for experience, log_probs in unread
-        ]
-        self.on_policy = m.merge_summaries([self.on_policy, *summaries])
+        self.samples.read()
 
     # -- optimizer steps -----------------------------------------------------------------------------------------
 

@@ -112,7 +112,9 @@ def test_unsafe_changes():
     refused, safe = unsafe_changes(saved, now)
     assert refused == {"gamma": (1.0, 0.9), "seed": (42, 1), "save_path": ("./ckpt", "elsewhere")}
     assert safe == {"num_episodes": (1, 3)}
-    only_evaluates = unsafe_changes(saved | {"prompt_data": "p.jsonl"}, saved | {"val_only": True})
+    only_evaluates = unsafe_changes(
+        saved | {"prompt_data": "p.jsonl"}, saved | {"val_only": True}, trains=False
+    )
     assert only_evaluates == ({}, {"val_only": (False, True)})
 
 
@@ -127,7 +129,7 @@ def test_an_evaluation_needs_the_weights_alone_as_they_were():
         "prompt_max_len": 7,
         "lora_rank": 8,
     }
-    refused, safe = unsafe_changes(saved, saved | trained | {"val_only": True})
+    refused, safe = unsafe_changes(saved, saved | trained | {"val_only": True}, trains=False)
     assert refused == {"lora_rank": (0, 8)}
     assert safe == {
         "val_only": (False, True),

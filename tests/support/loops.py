@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config import PPOConfig
+from lightppo.plugins.measures.timer import PhaseTimer
 from lightppo.plugins.ops.ending import StopAtSignal
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
-from lightppo.trainer.metrics import PhaseTimer
 from support.fakes import FakeStrategy
 
 

@@ -16,6 +16,7 @@ from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.models.loading import get_tokenizer
 from lightppo.plugins.decoding.graphs import CUDAGraphs
+from lightppo.plugins.evaluation.held_out import held_out_prompts
 from lightppo.plugins.records import run_folder
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_engine
@@ -412,8 +413,8 @@ def test_a_tokenizer_of_its_own(make_config, tokenizer, tmp_path):
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def prompts_of(config: PPOConfig, tokenizer: Any, evaluation: bool = False) -> list[str]:
-    dataset = build.build_prompts(config, tokenizer, DeepspeedStrategy(), evaluation)
+def prompts_of(config: PPOConfig, tokenizer: Any, read: Any = build.build_prompts) -> list[str]:
+    dataset = read(config, tokenizer, DeepspeedStrategy())
     return [dataset[i].text for i in range(len(dataset))]
 
 
@@ -432,17 +433,17 @@ def splits(tmp_path) -> str:
 def test_splits(make_config, tokenizer, splits):
     config = make_config(prompt_data=splits, eval_data=splits)
     assert prompts_of(config, tokenizer) == ["train 0", "train 1", "train 2"]
-    assert prompts_of(config, tokenizer, evaluation=True) == ["test 0", "test 1", "test 2"]
+    assert prompts_of(config, tokenizer, held_out_prompts) == ["test 0", "test 1", "test 2"]
     config = make_config(prompt_data=splits, eval_data=splits, prompt_split="test", eval_split="validation",
                          prompt_max_len=16)  # fmt: skip
     assert prompts_of(config, tokenizer)[0] == "test 0"
-    assert prompts_of(config, tokenizer, evaluation=True)[0] == "validation 0"
+    assert prompts_of(config, tokenizer, held_out_prompts)[0] == "validation 0"
 
 
 def test_number_of_rows(make_config, tokenizer, splits):
     config = make_config(prompt_data=splits, eval_data=splits, max_samples=2, eval_max_samples=1)
     assert prompts_of(config, tokenizer) == ["train 0", "train 1"]
-    assert prompts_of(config, tokenizer, evaluation=True) == ["test 0"]
+    assert prompts_of(config, tokenizer, held_out_prompts) == ["test 0"]
 
 
 def test_overlong_prompts_are_dropped_cut_or_refused(make_config, tokenizer, splits, capsys):
@@ -497,7 +498,7 @@ def test_columns_of_the_data_source_and_of_routes(make_config, tokenizer, tmp_pa
     by_task = make_config(**routes, prompt_data=path, reward_routes_by="task")
     prompts = build.build_prompts(by_task, tokenizer, DeepspeedStrategy())
     assert prompts[0].extra["task"] == "math"
-    source = build.build_rewards(by_task, [], tokenizer, DeepspeedStrategy())[0]
+    source = build.build_reward(by_task, [], tokenizer, DeepspeedStrategy())
     assert source.by == "task"
     other, strategy = by_task.with_options(reward_routes_by="tusk"), DeepspeedStrategy()
     building = build.Building(other, other, other, strategy, rows={"prompt_data": prompts})

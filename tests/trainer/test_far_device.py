@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lightppo import PPOTrainer
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from lightppo.algorithms.kl import mismatch_terms
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config import PPOConfig
@@ -32,6 +31,7 @@ from lightppo.models.wrapper import to_device
 from lightppo.plugins.algorithms.correction import correction_weights, rejection_mask
 from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
+from lightppo.plugins.measures.ratios import mismatch_terms
 from lightppo.plugins.records.samples import Samples
 from lightppo.plugins.reward_sources.reward_models import RewardModelSource
 from lightppo.plugins.supervised import objectives

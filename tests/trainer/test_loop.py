@@ -13,6 +13,7 @@ from support.fakes import FakeStrategy, on_ranks
 from support.loops import idle_loop
 from support.runs import logged
 
+from lightppo.plugins.cadence.times import Cadence, TimedSaves
 from lightppo.trainer.callbacks import Callback
 
 
@@ -55,7 +56,7 @@ def test_what_saving_took_is_logged_with_the_next_step_and_an_evaluation_with_it
 
 def test_evaluation_is_logged_and_told(tmp_path):
     mine = idle_loop(tmp_path)
-    assert mine.evaluate_step(4) == {"eval/accuracy": 0.4, "eval/reward": 1.0}
+    assert mine.evaluation.evaluate_step(4) == {"eval/accuracy": 0.4, "eval/reward": 1.0}
     (row,) = logged(tmp_path)
     assert (row["step"], row["eval/accuracy"]) == (4, 0.4)
     assert mine.strategy.printed == ["[step 4] evaluation: accuracy 0.400, reward 1.000"]
@@ -64,7 +65,7 @@ def test_evaluation_is_logged_and_told(tmp_path):
 def test_a_step_is_evaluated_once(tmp_path):
     mine = idle_loop(tmp_path, eval_steps=2)
     mine.run(4)
-    assert mine.evaluate_step(4) == {}
+    assert mine.evaluation.evaluate_step(4) == {}
     mine.end()
     assert mine.evaluator.steps == [2, 4]
 
@@ -90,7 +91,7 @@ def test_without_an_evaluator_nothing_is_evaluated(tmp_path):
     mine = idle_loop(tmp_path, evaluates=False, eval_steps=1)
     mine.run(3)
     mine.end()
-    assert mine.evaluate_step(3) == {}
+    assert mine.evaluation.evaluate_step(3) == {}
     assert "eval/accuracy" not in (tmp_path / "metrics.jsonl").read_text()
 
 
@@ -115,10 +116,15 @@ def test_checkpoints_and_exports_come_at_their_times(tmp_path, options, saved, e
     )
 
 
+def saving_of(loop: Any) -> Cadence:
+    """When checkpoints are due."""
+    return next(callback.cadence for callback in loop.callbacks if isinstance(callback, TimedSaves))
+
+
 def test_seconds_since_the_last_checkpoint(tmp_path):
     mine = idle_loop(tmp_path, save_seconds=10)
-    now = [mine.checkpoint_cadence.last]
-    mine.checkpoint_cadence.clock = lambda: now[0]
+    now = [saving_of(mine).last]
+    saving_of(mine).clock = lambda: now[0]
     for passed in (6, 6, 6, 6, 1):
         now[0] += passed
         mine.step()
@@ -128,11 +134,12 @@ def test_seconds_since_the_last_checkpoint(tmp_path):
 def test_ranks_save_together_by_rank_0s_clock(tmp_path):
     def saves(strategy: FakeStrategy) -> list[int]:
         mine = idle_loop(tmp_path / f"rank{strategy.rank}", strategy, save_seconds=10)
-        start = mine.checkpoint_cadence.last
+        cadence = saving_of(mine)
+        start = cadence.last
         # Rank 1's clock says that much more time has passed.
-        mine.checkpoint_cadence.clock = lambda: start + (5 if strategy.rank == 0 else 500)
+        cadence.clock = lambda: start + (5 if strategy.rank == 0 else 500)
         mine.step()
-        mine.checkpoint_cadence.clock = lambda: start + (15 if strategy.rank == 0 else 1)
+        cadence.clock = lambda: start + (15 if strategy.rank == 0 else 1)
         mine.step()
         return mine.saved_steps
 

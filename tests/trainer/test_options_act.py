@@ -23,11 +23,13 @@ from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
+from lightppo.plugins.cadence.times import TimedSaves
+from lightppo.plugins.evaluation import held_out
+from lightppo.plugins.evaluation.evaluator import Evaluator
 from lightppo.plugins.exports.periodic import Exports
 from lightppo.rewards.source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
-from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.update import build_value_norm
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -249,7 +251,8 @@ def test_what_is_due_after_a_step(parts, tmp_path, options, saved, exported, eva
     config = PPOConfig.from_flat(**folders, **options)
     loop = IdleLoop(config, checkpointer=calls, evaluator=calls, per_episode=2)
     exports = next(callback for callback in loop.callbacks if isinstance(callback, Exports))
-    for cadence in (loop.checkpoint_cadence, loop.evaluation_cadence, exports.cadence):
+    saves = next(callback for callback in loop.callbacks if isinstance(callback, TimedSaves))
+    for cadence in (saves.cadence, loop.evaluation.cadence, exports.cadence):
         cadence.clock, cadence.last = lambda: now[0], 0.0
     for _ in range(6):
         now[0] += 10
@@ -316,8 +319,8 @@ def test_evaluation_options(make_config, eval_data, parts, trainer_with):
         config = make_config(eval_data=eval_data, **options).resolved()
         tokenizer, strategy = parts["tokenizer"], parts["strategy"]
         source = build.build_reward(config, [], tokenizer, strategy)
-        prompts = build.build_prompts(config, tokenizer, strategy, evaluation=True)
-        return build.build_evaluator(config, real_engine, source, prompts, strategy)
+        prompts = held_out.held_out_prompts(config, tokenizer, strategy)
+        return held_out.evaluator_of(config, real_engine, source, prompts, strategy)
 
     def evaluated(**options: Any) -> dict[str, float]:
         return evaluator(**options).evaluate(0)
@@ -377,10 +380,10 @@ def test_an_evaluation_may_have_a_reward_of_its_own(make_config, eval_data, tmp_
     format_judge = make_config(
         eval_data=eval_data, eval_reward_source=("format",), val_only=True
     ).resolved()
-    assert (
-        build.build_rewards(format_judge, [], trainer.tokenizer, trainer.strategy)[1].name
-        == "format"
-    )
+    building = build.Building(format_judge, format_judge, format_judge, trainer.strategy)
+    build.build_rewards(building)
+    assert building.judge.name == "format"
+    assert building.reward_source is building.judge
 
 
 def test_evaluation_before_during_and_after(make_config, eval_data, tmp_path):
@@ -532,7 +535,9 @@ def test_reward_servers_get_token_retries_and_timeout(make_config, server, parts
         config = make_config(**options).resolved()
         return build.build_reward(config, [], parts["tokenizer"], parts["strategy"])
 
-    rollouts = FakeEngine().generate(PROMPTS, build.eval_sampling_params(make_config().resolved()))
+    rollouts = FakeEngine().generate(
+        PROMPTS, held_out.eval_sampling_params(make_config().resolved())
+    )
     assert score_rollouts(source(remote_rm_token_env="A_TOKEN"), rollouts).scores == [0.5, 0.5]
     assert server.headers.pop()["Authorization"] == "Bearer open-sesame"
     assert score_rollouts(source(), rollouts).scores == [0.5, 0.5]

@@ -16,8 +16,9 @@ from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RewardError, TrainingError
 from lightppo.plugins.algorithms.prompt_filter import PromptFilter
+from lightppo.plugins.evaluation.held_out import eval_sampling_params
 from lightppo.plugins.vllm.rollout_check import tolerance_of
-from lightppo.trainer.build import eval_sampling_params, sampling_params
+from lightppo.trainer.build import sampling_params
 from lightppo.trainer.metrics import METRICS
 from lightppo.trainer.prompts import EpisodePrompts
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 from support.loops import idle_loop
 
+from lightppo.plugins.supervised.consumed import state_after
 from lightppo.trainer.loop import TrainerState
 
 
@@ -32,7 +33,7 @@ def test_steps_and_episodes_are_counted():
     ],
 )
 def test_the_seed_counts_steps_times_batch_size(consumed, expected):
-    state = TrainerState.from_consumed(consumed, steps_per_episode=3, rollout_batch_size=8)
+    state = state_after(consumed, steps_per_episode=3, rollout_batch_size=8)
     assert (state.global_step, state.episode, state.consumed_prompts) == expected
 
 
@@ -41,7 +42,7 @@ def test_both_ways_of_counting_agree(steps):
     state = TrainerState()
     for i in range(steps):
         state.finish_step(8, last_of_episode=i % 3 == 2)
-    assert TrainerState.from_consumed(8 * steps, 3, 8) == state
+    assert state_after(8 * steps, 3, 8) == state
 
 
 @pytest.mark.parametrize(("old", "ids"), [("w1", {"wandb": "w1"}), (None, {})])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import KL_ESTIMATORS
-from lightppo.algorithms.kl import k3, limited, log_ratio_of, row_mean, row_product
+from lightppo.algorithms.kl import k3, limited
 from lightppo.algorithms.masking import (
     AllReduceSum,
     at_least_float32,
@@ -27,6 +27,7 @@ from lightppo.algorithms.masking import (
 )
 from lightppo.plugins.algorithms.selection import first_above_mean
 from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection
+from lightppo.plugins.measures.ratios import log_ratio_of, row_mean, row_product
 
 CorrectionFn = Callable[..., Tensor]
 """``(log_ratio, *, action_mask, low, high)`` → weight of each token, (B, A), or (B, 1) if the tokens of a row share it.

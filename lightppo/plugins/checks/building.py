@@ -20,10 +20,11 @@ from lightppo.files import local_folder
 from lightppo.plugins.checks.preflight import NOTHING_KEPT, dry_run_config, preflight
 from lightppo.plugins.checks.probes import check_decoding, check_padding, check_training
 from lightppo.plugins.checks.rehearsal import after_step, fewer_rows, rehearse
+from lightppo.plugins.evaluation.held_out import held_out_prompts
 from lightppo.plugins.ops import durable
 from lightppo.ranks import ranks_on_node
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer.build import Building, build_prompts
+from lightppo.trainer.build import Building
 from lightppo.trainer.callbacks import Callback
 
 # -- checks, in the order in which a run calls them ------------------------------------------------------------------
@@ -91,9 +92,7 @@ def look_at_rows(building: Building) -> Iterator[str]:
         return
     rehearse(building.asked, rows, building.held_out, building.reward_source, building.strategy)
     if isinstance(building.config, PPOConfig) and building.held_out is not None:
-        building.held_out = build_prompts(
-            building.config, building.tokenizer, building.strategy, evaluation=True
-        )
+        building.held_out = held_out_prompts(building.config, building.tokenizer, building.strategy)
 
 
 def check_disk(building: Building) -> None:

@@ -19,7 +19,6 @@ from lightppo.config.rules import (
     ANY_ROUTE,
     check_positions,
     estimator_entry,
-    evaluation_config,
     frozen_models,
     needs_critic,
     needs_reference,
@@ -40,6 +39,7 @@ from lightppo.data.rows import (
 )
 from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
 from lightppo.plugin import REWARDS
+from lightppo.plugins.evaluation.sections import evaluation_config
 from lightppo.plugins.ops.durable import check_writable
 from lightppo.plugins.records.places import WORLDS, check_places, file_of_world
 from lightppo.plugins.records.trackers import check_trackers

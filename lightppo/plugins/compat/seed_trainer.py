@@ -58,7 +58,10 @@ from lightppo.plugins.compat.seed import (
     with_generation,
 )
 from lightppo.plugins.distillation.sections import needs_teacher
+from lightppo.plugins.evaluation.evaluator import Evaluator
+from lightppo.plugins.evaluation.held_out import evaluator_of
 from lightppo.plugins.reward_sources.script_sources import build_reward_source
+from lightppo.plugins.supervised.consumed import state_after
 from lightppo.plugins.supervised.pretraining import Pretraining, endless
 from lightppo.rewards.registry import reward_of
 from lightppo.rewards.source import NoReward, RewardSource
@@ -71,14 +74,11 @@ from lightppo.trainer.build import (
     Origin,
     PPOInputs,
     assemble,
-    build_evaluator,
     build_rollout_engine,
     sampling_params,
     steps_per_episode,
 )
 from lightppo.trainer.callbacks import Callback
-from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.loop import TrainerState
 from lightppo.trainer.update import LossTerm, Update
 
 _STEPS = ("training_step", "training_step_actor", "training_step_critic")
@@ -394,7 +394,7 @@ class PPOTrainer(core.PPOTrainer):
             judge = (
                 source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")
             )
-            evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
+            evaluator = evaluator_of(config, engine, judge, eval_prompts, strategy)
         terms = {"pretraining": Pretraining(config.algorithm.ptx_coef, strategy), **loss_terms}
         if pretrain_dataloader is not None:
             terms["pretraining"].batches = endless(pretrain_dataloader)
@@ -497,9 +497,7 @@ class PPOTrainer(core.PPOTrainer):
                 self.pretrain_dataloader = endless(pretrain_dataloader)
             if consumed_samples and self.state.global_step == 0:
                 batch_size = self.config.rollout.rollout_batch_size
-                self.state.become(
-                    TrainerState.from_consumed(consumed_samples, per_episode, batch_size)
-                )
+                self.state.become(state_after(consumed_samples, per_episode, batch_size))
             self.started = True
         super().fit()
 
@@ -586,7 +584,9 @@ class PPOTrainer(core.PPOTrainer):
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
         self._wants_stop = False
         state = self.client_state() if self.overrides("save_logs_and_checkpoints") else None
-        self.save_logs_and_checkpoints(self._args_of_fit, step, self.bar, dict(status), state)
+        self.save_logs_and_checkpoints(
+            self._args_of_fit, step, getattr(self, "bar", None), dict(status), state
+        )
         return self._wants_stop
 
     def save_logs_and_checkpoints(

@@ -1,6 +1,6 @@
 """Distillation: a teacher, in these processes or on servers, judges the student's own samples; docs/algorithms.md."""
 
-from lightppo.meanings import SHOWN, TIMED
+from lightppo.meanings import SHOWN
 from lightppo.option import register_section
 from lightppo.plugin import (
     ADVANTAGE_TERMS,
@@ -12,6 +12,7 @@ from lightppo.plugin import (
     Check,
     PassEntry,
 )
+from lightppo.plugins.measures.measured import TIMED
 from lightppo.table import Entry
 
 

@@ -113,8 +113,10 @@ class DistillConfig(Section, of="training"):
 
 def needs_teacher(config: Any) -> bool:
     """Whether a teacher judges the samples of this run."""
+    from lightppo.config.rules import trains
+
     named = config.distill.teacher_pretrain or config.distill.teacher_url
-    return bool(named) and not config.evaluation.val_only
+    return bool(named) and trains(config)
 
 
 def adds(config: Any) -> bool:

@@ -15,10 +15,10 @@ from typing import Any
 
 from lightppo.errors import CheckpointError, ConfigError
 from lightppo.files import files_in_use, join, local_folder
+from lightppo.plugins.cadence.times import Cadence
 from lightppo.strategy.export import REPLACED, SAVING
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.checkpointing import RunCheckpointer
-from lightppo.trainer.loop import Cadence
 
 logger = logging.getLogger(__name__)
 

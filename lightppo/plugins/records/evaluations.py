@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.files import files_in_use, local_folder
+from lightppo.plugins.evaluation.evaluator import EvalSample
 from lightppo.shown import plain
 from lightppo.trainer.callbacks import Callback
-from lightppo.trainer.evaluator import EvalSample
 
 
 class Evaluations(Callback):

@@ -12,7 +12,7 @@ import torch
 from lightppo.errors import ConfigError
 from lightppo.files import local_folder
 from lightppo.trainer.callbacks import Callback
-from lightppo.trainer.metrics import PhaseTimer
+from lightppo.trainer.metrics import Phases
 
 
 class Profiles(Callback):
@@ -40,7 +40,7 @@ def profiles(run: Any) -> Profiles | None:
 
 
 @contextmanager
-def profile(path: Path, timer: PhaseTimer) -> Iterator[None]:
+def profile(path: Path, timer: Phases) -> Iterator[None]:
     """A context whose operators torch's profiler writes to ``path``, a trace for chrome://tracing or Perfetto."""
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler = torch.profiler.profile(

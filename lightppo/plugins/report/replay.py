@@ -25,10 +25,11 @@ from typing import Any
 import yaml
 
 from lightppo import tensor_file
-from lightppo.config import CheckpointConfig, EvaluationConfig, LoggingConfig, PPOConfig, parse_args
+from lightppo.config import CheckpointConfig, LoggingConfig, PPOConfig, parse_args
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.options import OptionSet
 from lightppo.errors import CheckpointError, ConfigError, ReportError
+from lightppo.plugins.evaluation.sections import EvaluationConfig
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.ops.storage import is_url, local_folder, read_apart
 from lightppo.plugins.report.diff import differences, first_sample, steps_of

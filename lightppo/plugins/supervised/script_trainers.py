@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 
 from lightppo.errors import ConfigError
 from lightppo.plugins.exports.periodic import save_hf
+from lightppo.plugins.supervised.consumed import state_after
 from lightppo.plugins.supervised.examples import SFTDataset as ExampleDataset
 from lightppo.plugins.supervised.objectives import DPO, SFT, Objective, RewardModelling
 from lightppo.plugins.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.plugins.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer.loop import TrainerState
 
 # Attributes of ``args`` that the loop reads; optimizer, schedule, models and data are the script's own.
 LOOP_OPTIONS = [
@@ -172,9 +172,7 @@ class ScriptTrainer(SupervisedTrainer):
         _settle_schedule(self.args, num_update_steps_per_epoch)
         if consumed_samples and self.state.global_step == 0:
             batch_size = self.config.training.train_batch_size
-            self.state.become(
-                TrainerState.from_consumed(consumed_samples, self._steps_per_epoch(), batch_size)
-            )
+            self.state.become(state_after(consumed_samples, self._steps_per_epoch(), batch_size))
         self._before_training()
         return super().fit()
 

@@ -10,6 +10,7 @@ from lightppo.config.rules import first_of_each, relations, templates
 from lightppo.errors import ConfigError
 from lightppo.files import join
 from lightppo.option import SECTIONS, Section, option
+from lightppo.plugins.evaluation.sections import EvaluationConfig
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 
 WORDS = {
@@ -207,7 +208,7 @@ class RewardCheckpointConfig(SupervisedCheckpointConfig, save_path="./ckpt/rm"):
 
 
 class SupervisedEvaluationConfig(
-    ppo.EvaluationConfig, only="eval_steps eval_epochs eval_seconds val_before_train", words=WORDS
+    EvaluationConfig, only="eval_steps eval_epochs eval_seconds val_before_train", words=WORDS
 ):
     """Evaluation on --eval_dataset."""
 

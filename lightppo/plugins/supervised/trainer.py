@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 from lightppo.data.readers import read_rows
 from lightppo.models import loading
 from lightppo.models.wrapper import prepare_model, to_device
+from lightppo.plugins.measures.speeds import perf_metrics
+from lightppo.plugins.measures.timer import PhaseTimer
 from lightppo.plugins.packing.settle import settle_packing
 from lightppo.plugins.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.plugins.supervised.sections import SupervisedConfig
@@ -110,7 +112,7 @@ class SupervisedTrainer(TrainingLoop):
             RunCheckpointer(strategy, checkpoint, {"actor": model}, tokenizer),
             SkippedSteps(state, strategy, limit, checkpoint.save_path, self._write_batch, again),
             state=state,
-            timer=m.PhaseTimer(),
+            timer=PhaseTimer(),
             evaluator=evaluator,
             **more,
         )
@@ -184,15 +186,16 @@ class SupervisedTrainer(TrainingLoop):
         )
 
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
-        speed = m.perf_metrics(
-            self.timer.reset(),
+        seconds = self.timer.reset()
+        speed = perf_metrics(
+            seconds,
             {"samples": 1.0, "total_length": self.tokens},
             epochs={"train": 1},
             world_size=self.strategy.world_size,
             parameters=parameter_count(self.model),
             peak_tflops=self.config.logging.peak_tflops,
         )
-        return super().finish_step(step, dict(status) | speed)
+        return super().finish_step(step, dict(status) | seconds | speed)
 
     def episode_steps(self) -> Iterator[tuple[list[Batch], bool]]:
         """The micro batches of each optimizer step of an epoch, and whether they are the last ones."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
-from lightppo.config.rules import evaluation_config, reward_sources
+from lightppo.config.rules import reward_sources
 from lightppo.files import is_url, local_folder
 from lightppo.plugin import REWARDS
+from lightppo.plugins.evaluation.sections import evaluation_config
 from lightppo.plugins.tape.chain import Head
 from lightppo.plugins.tape.tape import KnownEnd, Tape, tape_of
 from lightppo.strategy.checkpoint import list_tags, read_client_state

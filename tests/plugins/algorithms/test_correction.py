@@ -8,7 +8,6 @@ import torch
 from support.fakes import FakeStrategy, on_ranks
 from torch import Tensor
 
-from lightppo.algorithms.kl import mismatch_terms
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.errors import ConfigError
 from lightppo.plugins.algorithms.correction import (
@@ -17,7 +16,13 @@ from lightppo.plugins.algorithms.correction import (
     rejection_mask,
 )
 from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS, Rejection
-from lightppo.trainer.metrics import Summary, chi_square, effective_share, mismatch_metrics
+from lightppo.plugins.measures.ratios import mismatch_terms
+from lightppo.plugins.measures.summaries import (
+    Summary,
+    chi_square,
+    effective_share,
+    mismatch_metrics,
+)
 
 NAN, INF = math.nan, math.inf
 

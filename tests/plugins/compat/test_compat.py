@@ -12,8 +12,9 @@ import pytest
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.plugins.compat.seed import config_from_options, constructor_config, take_schedule
+from lightppo.plugins.evaluation.held_out import eval_sampling_params
 from lightppo.plugins.records.run_folder import public_options
-from lightppo.trainer.build import eval_sampling_params, sampling_params
+from lightppo.trainer.build import sampling_params
 
 # What SPEC row C2 says the constructor means where it is given nothing.
 C2_DEFAULTS = {

@@ -89,20 +89,20 @@ def test_best_metric_keeps_the_best_evaluation_apart_from_rotation(parts, tmp_pa
     best = tmp_path / "ckpt" / "best_hf" / "best.json"
 
     loop = IdleLoop(config, checkpointer=checkpointer, evaluator=Evaluated())
-    loop.evaluate_step(0)
+    loop.evaluation.evaluate_step(0)
     assert not best.exists()  # the start is the bar to pass
     for step, kept in ((1, 1), (2, 1), (3, 3)):
-        loop.evaluate_step(step)
+        loop.evaluation.evaluate_step(step)
         assert json.loads(best.read_text())["step"] == kept
     assert len(exports) == 2
 
     resumed = IdleLoop(config, checkpointer=checkpointer, evaluator=Evaluated(), start_step=3)
     exports = next(callback for callback in resumed.callbacks if isinstance(callback, Exports))
     assert exports.best == 0.7
-    resumed.evaluate_step(4)  # 0.1: the best of before stays
+    resumed.evaluation.evaluate_step(4)  # 0.1: the best of before stays
     assert json.loads(best.read_text()) == {"step": 3, "metric": "eval/accuracy", "value": 0.7}
 
     wrong = config.with_options(best_metric="eval/acc")
     wrong = IdleLoop(wrong, checkpointer=checkpointer, evaluator=Evaluated())
     with pytest.raises(ConfigError, match=r"--best_metric eval/acc .*eval/accuracy"):
-        wrong.evaluate_step(1)
+        wrong.evaluation.evaluate_step(1)

@@ -10,9 +10,9 @@ from support.fakes import FakeEngine, FakeReward, FakeStrategy, make_rollout
 from support.tiny import read_jsonl
 
 from lightppo.data.records import Prompt
+from lightppo.plugins.evaluation.evaluator import EvalSample, Evaluator, eval_metrics
 from lightppo.plugins.records.evaluations import by_source, table, write_evaluation
 from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer.evaluator import EvalSample, Evaluator, eval_metrics
 
 
 def sample(

@@ -7,8 +7,8 @@ import json
 
 import torch
 
+from lightppo.plugins.measures.timer import PhaseTimer
 from lightppo.plugins.records.profiles import profile
-from lightppo.trainer.metrics import PhaseTimer
 
 
 def test_a_profile_is_a_trace_with_the_phases(tmp_path):

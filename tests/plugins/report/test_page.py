@@ -26,6 +26,7 @@ from support.runs import fitted
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, ReportError
+from lightppo.plugins.measures.measured import TIMED
 from lightppo.plugins.ops import storage
 from lightppo.plugins.records.run_folder import write_run_config
 from lightppo.plugins.report.page import (
@@ -45,7 +46,6 @@ from lightppo.plugins.report.page import (
     write_report,
 )
 from lightppo.plugins.supervised.sections import COMMANDS, SFTConfig
-from lightppo.trainer.metrics import TIMED
 
 ROWS = [
     {"step": 0, "time": 0.0, "eval/accuracy": 0.5, "eval/reward": 0.4},

@@ -23,6 +23,7 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.plugins.algorithms.token_selection import select_tokens
+from lightppo.plugins.measures import summaries
 from lightppo.plugins.shaping.running import ValueNorm
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
@@ -115,8 +116,10 @@ def experience_numbers(
             strategy,
             step,
         )
-        local = m.rollout_summaries(buffer.items)
-        status = m.rollout_status(m.merge_summaries(strategy.all_gather_object(local)))
+        local = summaries.rollout_summaries(buffer.items)
+        status = summaries.rollout_status(
+            summaries.merge_summaries(strategy.all_gather_object(local))
+        )
         kl_ctl.update(status["policy_kl"], int(status["samples"]))
         rows = {
             (r.prompt.index, r.sample_index): {

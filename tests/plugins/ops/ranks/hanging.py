@@ -13,11 +13,11 @@ from torch import distributed
 from torch.distributed import Store
 
 from lightppo.data.records import Prompt, Rollout
+from lightppo.plugins.measures.timer import PhaseTimer
 from lightppo.plugins.reward_sources.function_calls import FunctionReward
 from lightppo.ranks import heartbeat
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import run
-from lightppo.trainer.metrics import PhaseTimer
 from lightppo.user_code import load_python_function
 
 

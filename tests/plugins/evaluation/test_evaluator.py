@@ -10,13 +10,13 @@ from support.fakes import FakeEngine, FakeReward, FakeStrategy, make_rollout, on
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
 from lightppo.experience.sampler import seed_of_step
-from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer.evaluator import (
+from lightppo.plugins.evaluation.evaluator import (
     EvalSample,
     Evaluator,
     eval_metrics,
     pass_at_k,
 )
+from lightppo.rollout.engine import SamplingParams
 
 
 def sample(

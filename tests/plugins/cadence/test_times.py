@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.fakes import FakeStrategy, on_ranks
 
-from lightppo.trainer.loop import Cadence
+from lightppo.plugins.cadence.times import Cadence
 
 
 class Clock:

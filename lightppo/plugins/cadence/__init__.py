@@ -1,0 +1,11 @@
+"""Cadence: what is due every N episodes or seconds."""
+
+from lightppo.option import register_section
+from lightppo.plugin import CALLBACKS, CallbackEntry
+
+
+def register() -> None:
+    """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    here = "lightppo.plugins.cadence"
+    register_section("save_times", f"{here}.sections:SaveTimesConfig", adds_to="checkpoint")
+    CALLBACKS.register("timed_saves", CallbackEntry(f"{here}.times:timed_saves"))
