@@ -263,6 +263,10 @@ AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
 function around it, which may end the process by SystemExit."""
 
+RANK_START: Table = Table("what is around the meeting of the ranks")
+"""What a rank does before and after it joins the others: an entry's function gets the strategy, whose device is set, and
+returns a context, in which the process group is made. It is called on all ranks together."""
+
 ARGUMENTS: Table = Table("look at arguments")
 """What looks at the words of a command line before they are read: an entry's function gets them and returns those that
 are left. It must import nothing heavy."""

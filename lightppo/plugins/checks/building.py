@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from lightppo.config import PPOConfig
@@ -211,12 +212,25 @@ class DryRun(Callback):
         for line in after_step(run.config, run.tokenizer) if is_told else ():
             run.strategy.print(line)
         took = _cost(run) if is_told else "no step"
-        run.strategy.report_memory(f"dry run: {took}; nothing is kept; memory of rank 0")
+        memory = ", ".join(f"{name} {size:.2f} GiB" for name, size in memory_in_use(run.strategy))
+        run.strategy.print(f"dry run: {took}; nothing is kept; memory of rank 0: {memory}")
 
 
 def dry_run(run: Any) -> DryRun | None:
     """The callback of a run that is only tried."""
     return None if run.keeps else DryRun()
+
+
+def memory_in_use(strategy: Any) -> list[tuple[str, float]]:
+    """Of this process in GiB: allocated and peak on a GPU, resident on a CPU."""
+    if strategy.device.type == "cuda":
+        sizes = {
+            "allocated": torch.cuda.memory_allocated(strategy.device),
+            "peak": torch.cuda.max_memory_allocated(strategy.device),
+        }
+    else:
+        sizes = {"resident": psutil.Process().memory_info().rss}
+    return [(name, size / 2**30) for name, size in sizes.items()]
 
 
 def _cost(run: Any) -> str:

@@ -1,13 +1,14 @@
-"""Kernels: fused norms, products on CPUs; if asked for: compiled layers, Liger's, sums in one order."""
+"""Kernels: fused norms, products on CPUs, shares of cores; if asked for: compiled layers, Liger's, sums in one order."""
 
 from lightppo.option import register_section
-from lightppo.plugin import DECODING_RUNNERS, KERNELS, MODULES, PREPARATIONS
+from lightppo.plugin import DECODING_RUNNERS, KERNELS, MODULES, PREPARATIONS, RANK_START
 from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     DECODING_RUNNERS.register("invariant", Entry("lightppo.plugins.kernels.invariant:runner"))
+    RANK_START.register("host", Entry("lightppo.plugins.kernels.cores:host_shared"))
     MODULES.register("cpu_linear", Entry("lightppo.plugins.kernels.cpu:accelerate_on_cpu"))
     MODULES.register("fused", Entry("lightppo.plugins.kernels.fused:fuse"))
     KERNELS["linear"] = Entry("lightppo.plugins.kernels.matmul:linear")
