@@ -3,33 +3,25 @@
 A plugin may put other :class:`Files` in the place of :class:`PlainFiles`: one that knows URLs, say. It registers them
 in :data:`lightppo.plugin.FILES`. Whoever reads or writes a file of a run asks :func:`files_in_use`.
 
-A sealed folder has a manifest, which is written last and makes it whole: the size of every file, its SHA-256 where the
-files in use take it, and facts: plain values of the one who sealed it.
+A sealed folder has a manifest, which is written last and makes it whole: the names of its files, and facts: plain values
+of the one who sealed it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from lightppo.errors import StagingError, StorageError
+from lightppo.errors import StagingError
 from lightppo.plugin import FILES
 from lightppo.shown import shown_url
 
 MANIFEST = "lightppo_manifest.json"
-
-
-class Digest(NamedTuple):
-    """What a file holds."""
-
-    size: int
-    sha256: str | None  # None: only the size is known
 
 
 class Files(Protocol):
@@ -66,8 +58,14 @@ class Files(Protocol):
         """
         ...
 
-    def write(self, path: Path, fill: Callable[[Any], Any]) -> Digest:
+    def write(self, path: Path, fill: Callable[[Any], Any]) -> None:
         """A new file that ``fill(file)`` writes."""
+        ...
+
+    def written_together(
+        self, ranks: Any, engine: Any, folder: Path
+    ) -> AbstractContextManager[None]:
+        """Inside, all ranks write files of a checkpoint into one folder, a DeepSpeed engine some of them."""
         ...
 
     def write_text(self, path: Path, text: str) -> None:
@@ -82,13 +80,12 @@ class Files(Protocol):
         """A file, or a folder with all that is in it; of a link only the link."""
         ...
 
-    def seal(self, folder: Path, known: Mapping[str, Digest] = {}, **facts: Any) -> None:
-        """Write the manifest of a folder that is complete.
+    def seal(self, folder: Path, **facts: Any) -> None:
+        """Write the manifest of a folder that is complete; ``facts`` are plain values to keep."""
+        ...
 
-        Args:
-            known: what :meth:`write` returned, on this or another rank, by name below the folder.
-            facts: plain values to keep, see :func:`facts_of`.
-        """
+    def manifest(self, folder: Path) -> dict[str, Any]:
+        """The names of a sealed folder's ``files``, and its ``facts``; both empty where it is not sealed."""
         ...
 
     def damage(self, folder: Path, share: int = 0, shares: int = 1) -> list[str]:
@@ -119,6 +116,11 @@ def stage_to_local(path: str) -> str:
 def check_file_url(url: str, flag: str) -> None:
     """:meth:`Files.check` of the files in use."""
     files_in_use().check(url, flag)
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """What a folder was sealed with; empty where it is not sealed."""
+    return files_in_use().manifest(folder)["facts"]
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -167,10 +169,13 @@ class PlainFiles:
     ) -> None:
         self.check(os.fspath(folder))
 
-    def write(self, path: Path, fill: Callable[[Any], Any]) -> Digest:
+    def write(self, path: Path, fill: Callable[[Any], Any]) -> None:
         with path.open("wb") as file:
             fill(file)
-        return Digest(path.stat().st_size, None)
+
+    @contextmanager
+    def written_together(self, ranks: Any, engine: Any, folder: Path) -> Iterator[None]:
+        yield
 
     def write_text(self, path: Path, text: str) -> None:
         temporary = path.with_name(f".{path.name}.tmp")
@@ -186,109 +191,20 @@ class PlainFiles:
         else:
             shutil.rmtree(path)
 
-    def seal(self, folder: Path, known: Mapping[str, Digest] = {}, **facts: Any) -> None:
-        names = names_to_seal(folder, known)
-        digests = {name: Digest((folder / name).stat().st_size, None) for name in names}
-        self.write_text(folder / MANIFEST, manifest_text(digests, facts))
+    def seal(self, folder: Path, **facts: Any) -> None:
+        files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+        names = sorted(path.relative_to(folder).as_posix() for path in files)
+        self.write_text(folder / MANIFEST, json.dumps({"files": names, "facts": facts}))
+
+    def manifest(self, folder: Path) -> dict[str, Any]:
+        try:
+            return json.loads((folder / MANIFEST).read_bytes())
+        except (OSError, ValueError):
+            return {"files": [], "facts": {}}
 
     def damage(self, folder: Path, share: int = 0, shares: int = 1) -> list[str]:
-        try:
-            written = read_digests(folder)
-        except UnreadableManifestError as error:
-            return [str(error)]
-        texts = (
-            changed_size(folder, name, written[name]) for name in sorted(written)[share::shares]
-        )
-        return [text for text in texts if text is not None]
+        return []
 
     @contextmanager
     def explained(self, folder: Path, needed: int | None = None) -> Iterator[None]:
         yield
-
-
-# -- manifests -------------------------------------------------------------------------------------------------------
-
-
-class UnreadableManifestError(StorageError):
-    """A manifest is missing, or was altered."""
-
-
-def names_to_seal(folder: Path, known: Mapping[str, Digest]) -> list[str]:
-    """All files of a folder but its manifest. StorageError where one that another rank wrote is not among them."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
-    names = sorted(path.relative_to(folder).as_posix() for path in files)
-    if missing := sorted(known.keys() - set(names)):
-        raise StorageError(
-            f"{folder}: {missing[0]}, which another rank wrote, is not here: all nodes must share it"
-        )
-    return names
-
-
-def manifest_text(digests: Mapping[str, Digest], facts: Mapping[str, Any]) -> str:
-    """A manifest, with a sum of its own."""
-    content = {"files": dict(digests), "facts": dict(facts)}
-    return json.dumps(content | {"sha256": _sum_of(content)}, indent=1)
-
-
-def _sum_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises UnreadableManifestError."""
-    try:
-        content = json.loads((folder / MANIFEST).read_bytes())
-        is_whole = content.pop("sha256") == _sum_of(content)
-    except FileNotFoundError:
-        raise UnreadableManifestError(f"{MANIFEST} is missing") from None
-    except (ValueError, TypeError, AttributeError, KeyError):
-        is_whole = False
-    except OSError as error:
-        raise UnreadableManifestError(f"{MANIFEST} cannot be read ({error.strerror})") from error
-    if not is_whole:
-        raise UnreadableManifestError(f"{MANIFEST} has other content than was written")
-    return content
-
-
-def read_digests(folder: Path) -> dict[str, Digest]:
-    """The files of a sealed folder by name. UnreadableManifestError where its manifest is missing or was altered."""
-    return {name: Digest(*digest) for name, digest in _read_manifest(folder)["files"].items()}
-
-
-def changed_size(folder: Path, name: str, written: Digest, grows: bool = False) -> str | None:
-    """What has happened to a file since it was ``written``, by its size; None: nothing, or it ``grows`` and has."""
-    try:
-        size = (folder / name).stat().st_size
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-    if size < written.size or (size > written.size and not grows):
-        return f"{name} has {size} bytes, {written.size} were written"
-    return None
-
-
-def is_sealed(folder: Path) -> bool:
-    """Whether a folder has a manifest, whatever is in it."""
-    return (folder / MANIFEST).is_file()
-
-
-def manifest(folder: Path) -> dict[str, Any]:
-    """``files`` and ``facts`` of a sealed folder; both empty where there is no whole manifest."""
-    try:
-        return _read_manifest(folder)
-    except UnreadableManifestError:
-        return {"files": {}, "facts": {}}
-
-
-def facts_of(folder: Path) -> dict[str, Any]:
-    """What a folder was sealed with; empty where there is no whole manifest."""
-    return manifest(folder)["facts"]
-
-
-def seal_of(folder: Path) -> str | None:
-    """The sum of a sealed folder's manifest, which names its files and its facts; None without a whole one."""
-    try:
-        return _sum_of(_read_manifest(folder))
-    except UnreadableManifestError:
-        return None

@@ -340,6 +340,14 @@ WITH_CHECKPOINTS: Table = Table("what is saved with a checkpoint")
 """What is written when a checkpoint is: an entry's function ``(checkpointer, root, step)`` gets the
 :class:`lightppo.trainer.checkpointing.RunCheckpointer`. It is called on all ranks together."""
 
+CHECKPOINT_NOTES: Table = Table("what a checkpoint says of its model")
+"""Plain values that :func:`lightppo.strategy.checkpoint.read_meta` gives back: an entry's function ``(ranks, model)``
+returns them by name. It is called on all ranks together; those of rank 0 are written."""
+
+CHECKPOINT_CHECKS: Table = Table("look at a checkpoint before it is loaded")
+"""An entry's function ``(ranks, model, path, meta)`` raises CheckpointError where the checkpoint in the folder ``path``
+does not fit the model; ``meta`` is what it says about itself. It is called on all ranks together."""
+
 CHECKPOINT_CHOICES: Table = Table(
     "choice of a checkpoint", {"last": Entry("lightppo.trainer.checkpointing:last_whole")}
 )

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from lightppo import tensor_file
-from lightppo.files import MANIFEST, files_in_use, local_folder, manifest
+from lightppo.files import MANIFEST, files_in_use, local_folder
 from lightppo.ranks import Ranks
-from lightppo.strategy.checkpoint import bytes_of
 from lightppo.strategy.zero3 import (
     find_adapters,
     find_hf_model,
@@ -78,7 +77,7 @@ def save_model(
 
     def write() -> None:
         use, local = files_in_use(), local_folder(output_dir)
-        with use.explained(local, bytes_of(state_dict)):
+        with use.explained(local, sum(tensor.nbytes for tensor in state_dict.values())):
             names = _write(
                 hf_model,
                 prefix,
@@ -153,7 +152,10 @@ def _class_of(hf_model: Any) -> dict[str, str]:
 def _is_export(folder: Path) -> bool:
     """Whether all that is in a folder is one export."""
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return not folder.is_symlink() and files == {MANIFEST, *manifest(folder)["files"]}
+    return not folder.is_symlink() and files == {
+        MANIFEST,
+        *files_in_use().manifest(folder)["files"],
+    }
 
 
 def _take_place(staging: Path, output_dir: Path) -> None:

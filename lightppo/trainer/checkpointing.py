@@ -4,8 +4,7 @@ ckpt_path/_actor/global_stepN    weights, optimizer, scheduler; its client state
 ckpt_path/_critic/global_stepN   likewise _ema, and _reference if it moves
 ckpt_path/latest                 the last tag of which every part is whole
 
-Each part is sealed with facts (:mod:`lightppo.files`): part, step, run, and the seals of the parts that were saved
-before it, by which a part of another checkpoint is told.
+Each part is sealed with facts (:mod:`lightppo.files`): part, step, run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 from lightppo.config.options import CheckpointConfig, unsafe_changes
 from lightppo.errors import CheckpointError, ConfigError, TrainingError
-from lightppo.files import files_in_use, is_url, join, local_folder, seal_of
+from lightppo.files import files_in_use, is_url, join, local_folder
 from lightppo.option import Option
 from lightppo.plugin import CHECKPOINT_CHOICES, WITH_CHECKPOINTS
 from lightppo.shown import shown_value
@@ -89,8 +88,7 @@ class RunCheckpointer:
 
         self.strategy.on_rank_0(prepare, f"make room for {tag} in {root}")
         # The actor last: its client state is what makes the other parts a checkpoint of the run. Until it is
-        # written, the others keep what belongs to the one before; and it knows the seals of all others.
-        seals: dict[str, str | None] = {}
+        # written, the others keep what belongs to the one before.
         for name in sorted(self.models, key=lambda name: name == "actor"):
             is_actor = name == "actor"
             self.strategy.save_ckpt(
@@ -101,9 +99,8 @@ class RunCheckpointer:
                 max_mem=self.config.max_ckpt_mem / len(self.models),
                 client_state=state if is_actor else None,
                 protected_tags=() if is_actor else previous,
-                facts={"part": name, "step": step, "run": self.run, "siblings": dict(seals)},
+                facts={"part": name, "step": step, "run": self.run},
             )
-            seals[name] = seal_of(local_folder(root) / f"_{name}" / tag)
         self.strategy.on_rank_0(
             lambda: mark_latest(root, tag), f"mark {tag} as the latest in {root}"
         )

@@ -19,6 +19,7 @@ from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError
 from lightppo.plugins.ops import durable
 from lightppo.plugins.ops.damaged import last_undamaged
+from lightppo.plugins.ops.kept import KeptFiles
 from lightppo.strategy.checkpoint import list_tags
 from lightppo.strategy.distributed import DistributedStrategy
 from lightppo.trainer.checkpointing import RunCheckpointer, resume_root
@@ -56,7 +57,7 @@ class SavingStrategy(FakeStrategy):
         content = {"model": model, "max_mem": max_mem, "has_state": client_state is not None}
         (save_dir / tag / "content.json").write_text(json.dumps(content))
         torch.save(client_state, save_dir / tag / "state.pt")
-        durable.seal(save_dir / tag, **(facts or {}))
+        KeptFiles().seal(save_dir / tag, **(facts or {}))
         tags = list_tags(save_dir)
         for old in [t for t in tags if t != tag and t not in protected_tags][
             : max(0, len(tags) - max_num)
