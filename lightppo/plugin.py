@@ -267,6 +267,10 @@ RANK_START: Table = Table("what is around the meeting of the ranks")
 """What a rank does before and after it joins the others: an entry's function gets the strategy, whose device is set, and
 returns a context, in which the process group is made. It is called on all ranks together."""
 
+STRATEGY_METHODS: Table = Table("method of a strategy")
+"""What scripts may call of a :class:`lightppo.strategy.deepspeed.DeepspeedStrategy` beside its own methods: functions
+whose first argument is the strategy."""
+
 ARGUMENTS: Table = Table("look at arguments")
 """What looks at the words of a command line before they are read: an entry's function gets them and returns those that
 are left. It must import nothing heavy."""
@@ -353,6 +357,11 @@ CHECKPOINT_CHOICES: Table = Table(
 )
 """Which checkpoint a run goes on from, the last entry: a function ``(checkpointer, root, is_held, before)`` returns a tag
 or None. It has looked at the files; where the run holds the folder, it may rename others. It is called on all ranks."""
+
+RESUMED: Table = Table("look at a checkpoint that a run goes on from")
+"""An entry's function gets the saved state, the options of this run and marks of what they name, and by name ``where`` the
+checkpoint is, ``is_own``: it is in the run's own folder, options that are ``idle``, all that are ``declared``, and ``say``,
+which prints. It raises an error where the run cannot go on from it, and is called on all ranks together."""
 
 CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
 """What loads a checkpoint of another number of ranks or another ZeRO stage, the last one: an entry's function

@@ -520,17 +520,6 @@ class DeepspeedStrategy(DistributedStrategy):
         if self.is_rank_0():
             logger.info("a step of %s is not taken: its gradient is thrown away", name)
 
-    def set_max_norm(self, model: Any, max_norm: float) -> None:
-        """Largest L2 norm of a model's gradient from the next step on; 0 does not clip."""
-        if not max_norm >= 0:
-            raise ValueError(f"--max_norm must be >= 0 (0 does not clip), got {max_norm}")
-        engine = get_engine(model, "set_max_norm")
-        clips = self._clips.get(engine)
-        if clips is not None:
-            clips.max_norm = max_norm
-        else:
-            engine.optimizer.clip_grad = max_norm
-
     def moving_average(
         self,
         model: Any,
@@ -555,4 +544,3 @@ class DeepspeedStrategy(DistributedStrategy):
     load_ckpt = checkpoint.load_checkpoint
     has_finite_weights = staticmethod(checkpoint.has_finite_weights)
     save_model = export.save_model
-    load_model = staticmethod(export.load_model)

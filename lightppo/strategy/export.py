@@ -1,6 +1,6 @@
 """Models in Hugging Face format: folders that transformers reads, written whole or not at all.
 
-``DeepspeedStrategy`` offers these functions as ``save_model`` and ``load_model``.
+``DeepspeedStrategy`` offers this as ``save_model``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightppo import tensor_file
 from lightppo.files import MANIFEST, files_in_use, local_folder
 from lightppo.ranks import Ranks
 from lightppo.strategy.zero3 import (
@@ -24,8 +21,6 @@ from lightppo.strategy.zero3 import (
     find_hf_model,
     find_whole,
     full_state_dict,
-    load_full_state_dict,
-    unwrap_model,
 )
 
 logger = logging.getLogger(__name__)
@@ -217,29 +212,3 @@ def _move_files(staging: Path, output_dir: Path) -> None:
                     if old.name not in new_names:
                         files.remove(old)
         files.rename(path, target)
-
-
-def load_model(model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Loads a weight file or Hugging Face folder into a model and its fp32 masters. Collective if prepared."""
-    state_dict = _read_weights(Path(path))
-    if state_dict.keys().isdisjoint(unwrap_model(model).state_dict().keys()):
-        _, prefix = find_hf_model(model)
-        state_dict = {f"{prefix}{name}": tensor for name, tensor in state_dict.items()}
-    load_full_state_dict(model, state_dict, strict, str(path))
-
-
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder or a weight file, on the CPU."""
-    from safetensors.torch import load_file
-
-    if not path.exists():
-        raise FileNotFoundError(f"no model at {path}")
-    files = [path]
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
-    if not files:
-        raise FileNotFoundError(f"{path} holds no *.safetensors and no pytorch_model*.bin")
-    state_dict: dict[str, torch.Tensor] = {}
-    for file in files:
-        state_dict |= load_file(file) if file.suffix == ".safetensors" else tensor_file.read(file)
-    return state_dict

@@ -274,39 +274,3 @@ def full_state_dict(model: Any, is_rank_0: bool) -> dict[str, torch.Tensor] | No
     tensors = unwrap_model(model).state_dict(keep_vars=True)
     copies = {tensor: tensor.detach().to("cpu", copy=True) for tensor in set(tensors.values())}
     return {name: copies[tensor] for name, tensor in tensors.items()}
-
-
-@torch.no_grad()
-def load_full_state_dict(
-    model: Any, state_dict: dict[str, torch.Tensor], strict: bool, source: str
-) -> None:
-    """Copies whole parameters into a model, sharded or not, and into the optimizer's fp32 masters. Collective.
-
-    Names are as in ``unwrap_model(model)``; tied parameters need one of theirs. ``source`` is for messages.
-    """
-    module, engine = unwrap_model(model), find_engine(model)
-    tensors = module.state_dict(keep_vars=True)
-    # the first of tied names
-    given = {tensors[name]: name for name in reversed(tensors) if name in state_dict}
-    missing = [name for name, tensor in tensors.items() if tensor not in given]
-    unexpected = sorted(state_dict.keys() - tensors.keys())
-    if strict and (missing or unexpected):
-        raise ValueError(
-            f"{source} does not fit {type(module).__name__}: {len(missing)} weights missing {missing[:3]}, "
-            f"{len(unexpected)} unexpected {unexpected[:3]}"
-        )
-    for tensor, name in reversed(given.items()):
-        new = state_dict[name]
-        if full_shape(tensor) != new.shape:
-            raise ValueError(
-                f"{source}: {name!r} is {tuple(new.shape)}, the model's {tuple(full_shape(tensor))}"
-            )
-        if is_sharded(tensor):
-            with _gather(tensor, modifier_rank=0):
-                tensor.data.copy_(new)
-            forget_secondary_shard(tensor)
-        else:
-            tensor.data.copy_(new)
-    # Without this the next step would overwrite the loaded weights with the masters of the old ones.
-    if engine is not None and hasattr(engine.optimizer, "refresh_fp32_params"):
-        engine.optimizer.refresh_fp32_params()
