@@ -51,8 +51,8 @@ class Ranks(Protocol):
     def same_count(self, count: int) -> int:
         """The largest ``count`` of all ranks: how often each must run a collective."""
 
-    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
-        """Runs ``action`` on rank 0; if it fails, every rank raises."""
+    def on_rank_0(self, action: Callable[[], T], what: str) -> T:
+        """What ``action`` returns on rank 0; if it fails, every rank raises."""
 
     def barrier(self) -> None: ...
 
@@ -95,8 +95,8 @@ class Alone:
     def same_count(self, count: int) -> int:
         return count
 
-    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
-        action()
+    def on_rank_0(self, action: Callable[[], T], what: str) -> T:
+        return action()
 
     def barrier(self) -> None:
         pass

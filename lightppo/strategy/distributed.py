@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from lightppo.shown import without_secrets
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 REDUCE_OPS = ("mean", "sum", "max", "min")
 GATHERED_BYTES = 1 << 20
 """Of each rank, on the device at a time."""
@@ -263,25 +264,26 @@ class DistributedStrategy:
         """The largest count of all ranks: how often every rank has to run a collective. Collective."""
         return self.all_reduce(int(count), op="max")
 
-    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
-        """Runs ``action`` on rank 0 while the others wait; its failure is raised on every rank. Collective.
+    def on_rank_0(self, action: Callable[[], T], what: str) -> T:
+        """What ``action`` returns on rank 0, on every rank, or its failure. Collective.
 
         Errors for users stay what they are, any other is a RuntimeError.
         """
-        error: Exception | None = None
-        if dist.get_rank() == 0:
+        result = error = told = None
+        if self.is_rank_0():
             try:
-                action()
+                result = action()
+            except UserError as user_error:
+                told = error = user_error
             except Exception as exception:
                 error = exception
-        told: Any = error
-        if error is not None and not isinstance(error, UserError):
-            told = "".join(traceback.format_exception_only(error)).strip()
-        told = self.broadcast_object(told)
+                told = "".join(traceback.format_exception_only(error)).strip()
+        told, result = self.broadcast_object((told, result))
         if isinstance(told, UserError):
             raise error or told
         if told is not None:
             raise RuntimeError(f"rank 0 could not {what}: {told}") from error
+        return result
 
     def barrier(self) -> None:
         """Waits for all ranks. Collective."""

@@ -36,6 +36,7 @@ def register() -> None:
         "dry_run", Check("lightppo.plugins.checks.building:become_dry_run", when="folders")
     )
     CHECKS.register("rows", Check("lightppo.plugins.checks.building:look_at_rows", when="data"))
+    CHECKS.register("places", Check("lightppo.plugins.checks.building:check_places", when="models"))
     CHECKS.register("disk", Check("lightppo.plugins.checks.building:check_disk", when="models"))
     CHECKS.register(
         "padding", Check("lightppo.plugins.checks.building:check_padded_batches", when="models")

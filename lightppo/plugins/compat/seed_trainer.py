@@ -32,6 +32,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import StepPart
 from lightppo.experience.experience import Experience
+from lightppo.files import local_folder
 from lightppo.plugins.compat.prompt_batches import as_prompts
 from lightppo.plugins.compat.seed import (
     OUTCOMES,
@@ -74,6 +75,7 @@ from lightppo.trainer.build import (
     steps_per_episode,
 )
 from lightppo.trainer.callbacks import Callback
+from lightppo.trainer.checkpointing import RunCheckpointer, mark_latest
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import TrainerState
 from lightppo.trainer.update import LossTerm, Update
@@ -620,7 +622,7 @@ class PPOTrainer(core.PPOTrainer):
             return self._save_checkpoint(self._args_of_fit, tag, state)
         state["rng"] = self.strategy.gather_object(rng_state())
         self._save_checkpoint(self._args_of_fit, tag, state)
-        self.checkpointer.adopt(self.ckpt_path, tag)
+        adopt(self.checkpointer, self.ckpt_path, tag)
 
     def _save_checkpoint(
         self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None
@@ -929,6 +931,16 @@ class PPOTrainer(core.PPOTrainer):
         if sampled.not_finite is not None:
             raise RewardError(sampled.not_finite)
         return sampled.rollouts
+
+
+def adopt(checkpointer: RunCheckpointer, root: str, tag: str) -> None:
+    """Mark a checkpoint that a script has written as the latest, if all parts have it. Collective."""
+
+    def mark() -> None:
+        if tag in checkpointer.with_all_parts(local_folder(root)):
+            mark_latest(root, tag)
+
+    checkpointer.strategy.on_rank_0(mark, f"mark {tag} as the latest in {root}")
 
 
 def _checkpoint_gradients(*models: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 from lightppo.errors import StorageError
 from lightppo.plugins.ops import durable
 from lightppo.ranks import Ranks
+from lightppo.strategy.zero3 import has_optimizer
 
 
 class WrittenTogether:
@@ -27,6 +28,9 @@ class WrittenTogether:
     @contextmanager
     def by(self, engine: Any) -> Iterator[None]:
         """All that DeepSpeed writes comes here: an error of one rank would leave the others in its barrier."""
+        if not has_optimizer(engine):  # DeepSpeed writes nothing of it
+            yield
+            return
         writer, copy_scripts = engine.checkpoint_engine, engine._copy_recovery_script
         writer.save = lambda state_dict, path: self.write(
             Path(path), partial(torch.save, state_dict)
