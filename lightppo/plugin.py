@@ -247,6 +247,10 @@ FROZEN_MODELS: Table = Table("further model")
 :class:`FrozenModel`, or None. They must import nothing heavy. Passes and terms get the loaded models by name. A check of
 ``folders`` may put an object that is elsewhere, on a server, into ``Building.frozen`` instead."""
 
+FOLLOWERS: Table = Table("model that follows the actor")
+"""Models in float32 that follow the actor, under the names of their parts in checkpoints: functions of the config that
+tell whether the run has one. It begins as the actor does; ``reference`` is the run's reference. Callbacks move it."""
+
 ROLLOUT_PASSES: Table[PassEntry] = Table("pass over the rollout", kind=PassEntry)
 """What else is computed of the samples of a rollout, after the passes of actor and reference."""
 

@@ -520,24 +520,6 @@ class DeepspeedStrategy(DistributedStrategy):
         if self.is_rank_0():
             logger.info("a step of %s is not taken: its gradient is thrown away", name)
 
-    def moving_average(
-        self,
-        model: Any,
-        ema_model: Any,
-        beta: float = 0.992,
-        device: torch.device | str | None = None,
-    ) -> None:
-        """ema ← beta · ema + (1 − beta) · model; beta 0 copies. See ``zero3.moving_average``.
-
-        Does nothing between an optimizer step's micro batches. Collective if a sharded model goes into a whole average.
-        Where engines run on the CPU, so does this, also for ``device="cuda"``.
-        """
-        if device is not None and torch.device(device).type == "cuda" and not on_cuda():
-            device = None
-        engine = find_engine(model)
-        if engine is None or not self._accumulation.get(engine, (0,))[0]:
-            zero3.moving_average(model, ema_model, beta, device)
-
     # -- files ---------------------------------------------------------------------------------------------------
 
     save_ckpt = checkpoint.save_checkpoint

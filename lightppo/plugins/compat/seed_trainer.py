@@ -323,6 +323,7 @@ class PPOTrainer(core.PPOTrainer):
         teacher: judges the actor's samples: a frozen :class:`Actor`, of which ``config`` says ``teacher_pretrain``.
         frozen: further models by name, the teacher among them.
         ema_model: gets the moving average of the actor; or ``None``.
+        followers: models that follow the actor by name, ``ema_model`` among them.
         reward_fn: combines the scores of several reward models, or is the reward function itself.
         remote_rm_url: reward servers or a Python file.
         reward_source: instead of the three above: a function, or an object with ``name`` and ``score(rollouts)``.
@@ -365,6 +366,7 @@ class PPOTrainer(core.PPOTrainer):
         tokenizer=None,
         teacher=None,
         frozen: Mapping[str, Any] = {},
+        followers: Mapping[str, Any] = {},
         reward_fn=None,
         remote_rm_url: str | Sequence[str] | None = None,
         reward_source=None,
@@ -397,9 +399,10 @@ class PPOTrainer(core.PPOTrainer):
         if pretrain_dataloader is not None:
             terms["pretraining"].batches = endless(pretrain_dataloader)
         inputs = PPOInputs(
-            strategy, actor, critic, reward_model, initial_model, ema_model,
+            strategy, actor, critic, reward_model, initial_model,
             actor_optim, critic_optim, actor_scheduler, critic_scheduler,
             config=config, tokenizer=tokenizer, reward_source=source, rollout_engine=engine, frozen=frozen,
+            followers=followers if ema_model is None else {**followers, "ema": ema_model},
             prompts_dataloader=prompts_dataloader, loss_terms=terms, evaluator=evaluator, origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
@@ -422,7 +425,7 @@ class PPOTrainer(core.PPOTrainer):
     @classmethod
     def from_inputs(cls, inputs: PPOInputs, callbacks: Iterable[Callback] = ()) -> Self:
         of_inputs = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-        return cls(**of_inputs, callbacks=callbacks)
+        return cls(**of_inputs, ema_model=None, callbacks=callbacks)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -691,7 +694,8 @@ class PPOTrainer(core.PPOTrainer):
     critic_max_epochs = _of_part("update.critic_max_epochs")
     freezing_actor_steps = _of_part("update.freezing_actor_steps")
     epoch = _of_part("update.epoch")
-    ema_beta = _of_part("update.ema_beta")
+    ema_beta = _of_part("moving_average.beta")
+    ema_model = property(lambda trainer: trainer.followers.get("ema"))
     ptx_coef = _of_part("pretraining.coef")
     policy_loss = _of_part("update.policy_loss")
     value_loss = _of_part("update.value_loss")
