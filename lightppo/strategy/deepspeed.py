@@ -10,7 +10,6 @@ import copy
 import logging
 import math
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightppo.errors import LaunchError, ModelLoadError
+from lightppo.errors import ModelLoadError
 from lightppo.ranks import heartbeat
 from lightppo.strategy import checkpoint, export, zero3
 from lightppo.strategy.distributed import DistributedStrategy, on_cuda
@@ -204,23 +203,6 @@ class DeepspeedStrategy(DistributedStrategy):
     def dtype(self) -> torch.dtype:
         """The type that models are held and run in."""
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
-
-    def setup_distributed(self, timeout: timedelta | None = None) -> None:
-        """As :class:`DistributedStrategy` does; refuses a type that the device lacks. Collective."""
-        super().setup_distributed(timeout)
-        from deepspeed.accelerator import get_accelerator
-
-        if self.dtype not in get_accelerator().supported_dtypes():
-            name = torch.cuda.get_device_name(self.device) if on_cuda() else "this CPU"
-            flag, other = ("--bf16", "--fp16") if self.bf16 else ("--fp16", "--bf16")
-            raise LaunchError(
-                f"{flag}: DeepSpeed does not train in it on {name}: set {other}, or neither for fp32"
-            )
-        if self.dtype is torch.float32 and on_cuda() and self.is_rank_0():
-            logger.warning(
-                "fp32 on a GPU: no TF32, and attention in plain products, which takes about 10 times as long as --bf16 "
-                "(or --fp16) and twice the memory. Set one of them, with --zero_stage 1 or more"
-            )
 
     @property
     def accumulated_gradient(self) -> int:
