@@ -48,12 +48,10 @@ class StepOutcome:
 
     def metrics(self) -> dict[str, float]:
         """What records keep beside the norm; ``skipped`` is of steps that were no mere overflow."""
-        of_fp16 = (
-            {}
-            if self.loss_scale is None
-            else {"overflow": float(self.overflow), "loss_scale": self.loss_scale}
-        )
-        return {"skipped": float(self.skipped and not self.overflow)} | of_fp16
+        found = {"skipped": float(self.skipped and not self.overflow)}
+        if self.loss_scale is not None:
+            found |= {"overflow": float(self.overflow), "loss_scale": self.loss_scale}
+        return found
 
 
 def drop_gradients(engine: Any) -> None:
@@ -460,32 +458,27 @@ class DeepspeedStrategy(DistributedStrategy):
             if progress[0]:
                 return None
         # A loss of NaN may have a finite gradient: that of a clamp is 0.
-        skipped = not math.isfinite(
-            self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum")
-        )
+        loss = self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum")
         scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-        grad_norm, scale, overflow = math.inf, scaler and scaler.cur_scale, False
-        if not skipped:
+        scale = None if scaler is None else scaler.cur_scale
+        skipped, grad_norm, overflow = True, math.inf, False
+        if math.isfinite(loss):
             engine.step()  # moves the engine's own scheduler
             skipped = not engine.was_step_applied()
-            grad_norm = float(engine.get_global_grad_norm())
+            if not skipped:
+                grad_norm = float(engine.get_global_grad_norm())
             if scaler is not None:
                 overflow = skipped and scaler.cur_scale < scale
                 _double_when_due(scaler)
         drop_gradients(engine)
-        if overflow:
-            if self.is_rank_0():
-                logger.info(
-                    "a step of %s is skipped: overflow at the loss scale %g, which is halved",
-                    name,
-                    scale,
-                )
-        elif skipped:
-            if self.is_rank_0():
-                logger.warning("a step of %s is skipped: gradient or loss not finite", name)
-        elif scheduler is not None and scheduler is not engine.lr_scheduler:
-            scheduler.step()
-        grad_norm = math.inf if skipped else grad_norm
+        if not skipped:
+            if scheduler is not None and scheduler is not engine.lr_scheduler:
+                scheduler.step()
+        elif self.is_rank_0() and overflow:
+            text = "a step of %s is skipped: overflow at the loss scale %g, which is halved"
+            logger.info(text, name, scale)
+        elif self.is_rank_0():
+            logger.warning("a step of %s is skipped: gradient or loss not finite", name)
         return StepOutcome(grad_norm, skipped, overflow, scaler and scaler.cur_scale)
 
     def skip_step(self, model: Any, name: str = "model") -> None:

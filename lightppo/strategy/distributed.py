@@ -28,7 +28,12 @@ from lightppo.shown import without_secrets
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-REDUCE_OPS = ("mean", "sum", "max", "min")
+REDUCE_OPS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 GATHERED_BYTES = 1 << 20
 """Of each rank, on the device at a time."""
 
@@ -154,40 +159,28 @@ class DistributedStrategy:
             raise ValueError(f"op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
         if isinstance(data, torch.Tensor):
             return self._reduce(data, op)
-        if not isinstance(data, dict):
+        if isinstance(data, int | float):
             return self.all_reduce({"": data}, op)[""]
+        if not isinstance(data, dict):
+            raise TypeError(
+                f"all_reduce takes tensors, numbers and dictionaries of them, got {type(data).__name__}"
+            )
         # Sorted, because ranks may have filled their dictionaries in different orders.
-        scalars = sorted(
-            key for key, value in data.items() if not isinstance(value, torch.Tensor | dict)
-        )
-        reduced = {
-            key: self.all_reduce(data[key], op) for key in sorted(data.keys() - set(scalars))
-        }
-        for kind in {type(data[key]) for key in scalars}:
-            if not issubclass(kind, bool | int | float):
-                raise TypeError(
-                    f"all_reduce takes tensors, numbers and dictionaries of them, got {kind.__name__}"
-                )
-        if scalars:
-            numbers = torch.tensor([float(data[key]) for key in scalars], dtype=torch.float64)
-            for key, number in zip(scalars, self._reduce(numbers, op).tolist(), strict=True):
-                reduced[key] = (
-                    int(number) if op != "mean" and isinstance(data[key], int) else number
-                )
-        return {key: reduced[key] for key in data}
+        numbers = [key for key in sorted(data) if isinstance(data[key], int | float)]
+        reduced = {key: self.all_reduce(data[key], op) for key in sorted(data.keys() - {*numbers})}
+        if numbers:
+            row = torch.tensor([float(data[key]) for key in numbers], dtype=torch.float64)
+            reduced |= zip(numbers, self._reduce(row, op).tolist())
+        whole = {key for key in numbers if isinstance(data[key], int) and op != "mean"}
+        return {key: int(reduced[key]) if key in whole else reduced[key] for key in data}
 
     def _reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        buffer = tensor.detach().to(self.device).clone()
-        if buffer.dtype == torch.bool:
-            buffer = buffer.to(torch.int64)
+        buffer = tensor.detach().to(self.device, copy=True)
         if op == "mean":
-            if not buffer.is_floating_point():
-                buffer = buffer.float()
-            buffer /= dist.get_world_size()
-        dist.all_reduce(
-            buffer,
-            op={"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM),
-        )
+            buffer = buffer / dist.get_world_size()
+        elif buffer.dtype == torch.bool:
+            buffer = buffer.to(torch.int64)
+        dist.all_reduce(buffer, op=REDUCE_OPS[op])
         heartbeat.beat()
         return buffer.to(tensor.device)
 
@@ -237,21 +230,19 @@ class DistributedStrategy:
 
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
         """Sends each rank (a key) its own picklable object; what came here, in the senders' order. Collective."""
-        sent = [
-            pickle.dumps(parts[rank]) if rank in parts else b""
-            for rank in range(dist.get_world_size())
-        ]
+        ranks = range(dist.get_world_size())
+        sent = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in ranks]
         sizes = torch.tensor([len(part) for part in sent], device=self.device)
-        dist.all_to_all_single(coming := torch.empty_like(sizes), sizes)
-        own = torch.frombuffer(bytearray(b"".join((*sent, b"."))), dtype=torch.uint8)[:-1].to(
-            self.device
-        )
+        coming = torch.empty_like(sizes)
+        dist.all_to_all_single(coming, sizes)
+        # torch makes no tensor of no bytes
+        data = torch.frombuffer(bytearray(b"".join(sent) + b"."), dtype=torch.uint8)
+        own = data[:-1].to(self.device)
         found = own.new_empty(int(coming.sum()))
         dist.all_to_all_single(found, own, coming.tolist(), sizes.tolist())
         heartbeat.beat()
-        return [
-            pickle.loads(part.numpy()) for part in found.cpu().split(coming.tolist()) if len(part)
-        ]
+        parts_of_ranks = found.cpu().split(coming.tolist())
+        return [pickle.loads(part.numpy()) for part in parts_of_ranks if len(part)]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank ``src``'s picklable object on every rank. Collective."""
