@@ -1,7 +1,7 @@
 """How a run's files and folders are read, written, sealed and published: here by pathlib, in local folders.
 
-A plugin may put other :class:`Files` in the place of :class:`PlainFiles`: one that knows URLs, say. It registers them
-in :data:`lightppo.plugin.FILES`. Whoever reads or writes a file of a run asks :func:`files_in_use`.
+A plugin may put other :class:`Files` in their place: some that know URLs, say. It registers them in
+:data:`lightppo.plugin.FILES`. Whoever reads or writes a file of a run asks :func:`files_in_use`.
 
 A sealed folder has a manifest, which is written last and makes it whole: the names of its files, and facts: plain values
 of the one who sealed it.
@@ -13,9 +13,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightppo.errors import StagingError
 from lightppo.plugin import FILES
@@ -24,24 +24,32 @@ from lightppo.shown import shown_url
 MANIFEST = "lightppo_manifest.json"
 
 
-class Files(Protocol):
-    """How files and folders of a run are kept. A path may be a URL where these files know URLs."""
+class Files:
+    """How files and folders of a run are kept: here in local folders. A subclass may know URLs, too.
 
-    def check(self, url: str, flag: str) -> None:
+    A process that is killed leaves old or new names, and no half file under either.
+    """
+
+    def check(self, url: str, flag: str = "the URL") -> None:
         """StagingError for a URL that cannot be used; the error names the flag. Nothing is read."""
-        ...
+        if is_url(url):
+            raise StagingError(
+                f"{flag} {shown_url(url)}: URLs are read and written by a plugin (lightppo.plugins.ops), which is not "
+                "installed: name a local file or folder"
+            )
 
     def bring(self, path: str) -> str:
         """The local path of a file or folder that is only read; what is no URL stays as it is."""
-        ...
+        self.check(path)
+        return without_scheme(path)
 
     def local(self, folder: str | os.PathLike[str]) -> Path:
         """Where this process reads and writes a folder of the run: the folder itself, or what stands for its URL."""
-        ...
+        return Path(self.bring(os.fspath(folder)))
 
     def fetch(self, folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> None:
         """Bring what a URL has under the relative names that are ``wanted`` into :meth:`local` of it."""
-        ...
+        self.check(os.fspath(folder))
 
     def publish(
         self,
@@ -56,45 +64,57 @@ class Files(Protocol):
             last: the file of a sent folder that makes it whole.
             instead_of: patterns of file names; other files at the URL that fit one go.
         """
-        ...
+        self.check(os.fspath(folder))
 
     def write(self, path: Path, fill: Callable[[Any], Any]) -> None:
         """A new file that ``fill(file)`` writes."""
-        ...
+        with path.open("wb") as file:
+            fill(file)
 
-    def written_together(
-        self, ranks: Any, engine: Any, folder: Path
-    ) -> AbstractContextManager[None]:
-        """Inside, all ranks write files of a checkpoint into one folder, a DeepSpeed engine some of them."""
-        ...
+    @contextmanager
+    def written_together(self, ranks: Any, engine: Any, folder: Path) -> Iterator[None]:
+        """Inside, all ranks write files of a checkpoint into one folder, a DeepSpeed engine some of them. Collective."""
+        yield
+        ranks.barrier()
 
     def write_text(self, path: Path, text: str) -> None:
         """The whole text under this name, or what was there before, whenever the process stops."""
-        ...
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(text.encode())
+        self.rename(temporary, path)
 
     def rename(self, source: Path, target: Path) -> None:
         """As ``os.replace``."""
-        ...
+        os.replace(source, target)
 
     def remove(self, path: Path) -> None:
         """A file, or a folder with all that is in it; of a link only the link."""
-        ...
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
     def seal(self, folder: Path, **facts: Any) -> None:
         """Write the manifest of a folder that is complete; ``facts`` are plain values to keep."""
-        ...
+        files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+        names = sorted(path.relative_to(folder).as_posix() for path in files)
+        self.write_text(folder / MANIFEST, json.dumps({"files": names, "facts": facts}))
 
     def manifest(self, folder: Path) -> dict[str, Any]:
         """The names of a sealed folder's ``files``, and its ``facts``; both empty where it is not sealed."""
-        ...
+        try:
+            return json.loads((folder / MANIFEST).read_bytes())
+        except (OSError, ValueError):
+            return {"files": [], "facts": {}}
 
     def damage(self, folder: Path, share: int = 0, shares: int = 1) -> list[str]:
         """What is not as it was sealed, a text per file. Only this share of the files is looked at."""
-        ...
+        return []
 
-    def explained(self, folder: Path, needed: int | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def explained(self, folder: Path, needed: int | None = None) -> Iterator[None]:
         """Inside, an error of the disk, when ``needed`` bytes are written, becomes one that says what to do."""
-        ...
+        yield
 
 
 def files_in_use() -> Files:
@@ -138,73 +158,3 @@ def join(folder: str | os.PathLike[str], name: str) -> str | Path:
     """A path inside a folder; a URL stays one."""
     text = os.fspath(folder)
     return f"{text.rstrip('/')}/{name}" if is_url(text) else Path(without_scheme(text)) / name
-
-
-class PlainFiles:
-    """Local folders, by pathlib. A process that is killed leaves old or new names, and no half file under either."""
-
-    def check(self, url: str, flag: str = "the URL") -> None:
-        if is_url(url):
-            raise StagingError(
-                f"{flag} {shown_url(url)}: URLs are read and written by a plugin (lightppo.plugins.ops), which is not "
-                "installed: name a local file or folder"
-            )
-
-    def bring(self, path: str) -> str:
-        self.check(path)
-        return without_scheme(path)
-
-    def local(self, folder: str | os.PathLike[str]) -> Path:
-        return Path(self.bring(os.fspath(folder)))
-
-    def fetch(self, folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> None:
-        self.check(os.fspath(folder))
-
-    def publish(
-        self,
-        folder: str | os.PathLike[str],
-        *names: str,
-        last: str | None = None,
-        instead_of: tuple[str, ...] = (),
-    ) -> None:
-        self.check(os.fspath(folder))
-
-    def write(self, path: Path, fill: Callable[[Any], Any]) -> None:
-        with path.open("wb") as file:
-            fill(file)
-
-    @contextmanager
-    def written_together(self, ranks: Any, engine: Any, folder: Path) -> Iterator[None]:
-        yield
-
-    def write_text(self, path: Path, text: str) -> None:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_bytes(text.encode())
-        self.rename(temporary, path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
-
-    def remove(self, path: Path) -> None:
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        else:
-            shutil.rmtree(path)
-
-    def seal(self, folder: Path, **facts: Any) -> None:
-        files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
-        names = sorted(path.relative_to(folder).as_posix() for path in files)
-        self.write_text(folder / MANIFEST, json.dumps({"files": names, "facts": facts}))
-
-    def manifest(self, folder: Path) -> dict[str, Any]:
-        try:
-            return json.loads((folder / MANIFEST).read_bytes())
-        except (OSError, ValueError):
-            return {"files": [], "facts": {}}
-
-    def damage(self, folder: Path, share: int = 0, shares: int = 1) -> list[str]:
-        return []
-
-    @contextmanager
-    def explained(self, folder: Path, needed: int | None = None) -> Iterator[None]:
-        yield

@@ -340,7 +340,7 @@ SCORED: Table = Table("look at scored rollouts")
 """What looks at each scored batch of training before samples are selected: an entry's function gets the config, the
 strategy and the source, and returns a function of this rank's rollouts, called on all ranks together, or None."""
 
-FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:PlainFiles")})
+FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:Files")})
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;
 those that were registered last are in use."""
 

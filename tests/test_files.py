@@ -10,7 +10,7 @@ import pytest
 from lightppo.errors import StagingError
 from lightppo.files import (
     MANIFEST,
-    PlainFiles,
+    Files,
     files_in_use,
     join,
     local_folder,
@@ -22,7 +22,7 @@ from lightppo.table import Entry
 
 
 @pytest.fixture
-def plain(monkeypatch) -> PlainFiles:
+def plain(monkeypatch) -> Files:
     """The files of a core without plugins."""
     monkeypatch.delitem(FILES, "kept")
     return files_in_use()
@@ -38,7 +38,7 @@ def filled(folder: Path) -> Path:
 def test_plugins_put_their_files_in_place_of_plain_ones(monkeypatch):
     assert isinstance(files_in_use(), KeptFiles)
 
-    class Elsewhere(PlainFiles):
+    class Elsewhere(Files):
         def local(self, folder):
             return Path("/elsewhere") / Path(folder).name
 
@@ -61,8 +61,8 @@ def test_text_is_replaced_whole(plain, tmp_path, monkeypatch):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", "new")]
 
 
-@pytest.mark.parametrize("seals", [PlainFiles(), KeptFiles()])
-@pytest.mark.parametrize("reads", [PlainFiles(), KeptFiles()])
+@pytest.mark.parametrize("seals", [Files(), KeptFiles()])
+@pytest.mark.parametrize("reads", [Files(), KeptFiles()])
 def test_whoever_sealed_a_folder_others_know_its_facts(tmp_path, seals, reads):
     folder = filled(tmp_path / "folder")
     assert reads.manifest(folder)["facts"] == {}

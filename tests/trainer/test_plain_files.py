@@ -11,7 +11,7 @@ import torch
 from support.runs import fitted, forget_checkpoints
 
 from lightppo.errors import CheckpointError
-from lightppo.files import MANIFEST, PlainFiles
+from lightppo.files import MANIFEST, Files
 from lightppo.plugin import CHECKPOINT_CHOICES, CHECKPOINT_LOADERS, FILES
 from lightppo.table import Entry
 
@@ -87,7 +87,7 @@ def test_another_stage_asks_for_the_plugin(plain, make_config, tmp_path):
 
 
 def test_files_of_a_users_own_see_what_is_published(make_config, tmp_path, monkeypatch):
-    class Mirrored(PlainFiles):
+    class Mirrored(Files):
         """A second copy of everything that a run publishes, on another disk."""
 
         def publish(self, folder, *names, last=None, instead_of=()):

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightppo.files import Files
 from lightppo.plugins.ops import durable, storage
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class KeptFiles:
+class KeptFiles(Files):
     """:class:`lightppo.files.Files` out of ``durable`` and ``storage``."""
 
     together: WrittenTogether | None = None  # the checkpoint that is written with this object
