@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightppo.files import MANIFEST, files_in_use, local_folder
 from lightppo.ranks import Ranks
 from lightppo.strategy.zero3 import (
@@ -72,39 +74,45 @@ def save_model(
 
     def write() -> None:
         use, local = files_in_use(), local_folder(output_dir)
-        with use.explained(local, sum(tensor.nbytes for tensor in state_dict.values())):
-            names = _write(
-                hf_model,
-                prefix,
-                state_dict,
-                tokenizer,
-                output_dir=local,
-                files=files,
-                facts=facts,
-            )
-        names.sort(key=lambda name: name == "config.json")
-        use.publish(output_dir, *names, instead_of=_WEIGHT_FILES)
+        needed = sum(tensor.nbytes for tensor in state_dict.values())
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state_dict.items()
+            if name.startswith(prefix)
+        }
+        with use.explained(local, needed), _place_of(local) as staging:
+            _write(hf_model, own, tokenizer, staging)
+            names = {"name": local.name, **_class_of(hf_model)}
+            for name, text in {"README.md": _MODEL_CARD.format(**names), **files}.items():
+                (staging / name).write_text(text)
+            use.seal(staging, **facts)
+            written = [path.name for path in staging.iterdir()]
+        written.sort(key=lambda name: name == "config.json")
+        use.publish(output_dir, *written, instead_of=_WEIGHT_FILES)
 
     ranks.on_rank_0(write, f"save {output_dir}")
 
 
 def _write(
-    hf_model: Any,
-    prefix: str,
-    state_dict: Any,
-    tokenizer: Any | None,
-    output_dir: Path,
-    files: Mapping[str, str],
-    facts: Mapping[str, Any],
-) -> list[str]:
-    """Returns the names of what it has written."""
-    state_dict = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in state_dict.items()
-        if name.startswith(prefix)
-    }
+    hf_model: Any, state_dict: Mapping[str, torch.Tensor], tokenizer: Any | None, folder: Path
+) -> None:
+    """Weights, config and tokenizer; under adapters the merged weights, and the adapters beside them."""
     adapters = find_adapters(hf_model)
     whole = state_dict if adapters is None else adapters.merged(state_dict)
+    if (around := find_whole(hf_model)) is not None:
+        around.write(hf_model, whole, folder)
+    else:
+        with _savable(hf_model):
+            hf_model.save_pretrained(str(folder), state_dict=whole)
+    if adapters is not None:
+        adapters.write(state_dict, folder / ADAPTER)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+
+
+@contextlib.contextmanager
+def _place_of(output_dir: Path) -> Iterator[Path]:
+    """An empty folder, whose files come to ``output_dir`` at the end."""
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"{output_dir} is a file, not a directory")
     inside = output_dir.is_dir() and any(output_dir.iterdir()) and not _is_export(output_dir)
@@ -113,27 +121,13 @@ def _write(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        if (around := find_whole(hf_model)) is not None:
-            around.write(hf_model, whole, staging)
-        else:
-            with _savable(hf_model):
-                hf_model.save_pretrained(str(staging), state_dict=whole)
-        if adapters is not None:
-            adapters.write(state_dict, staging / ADAPTER)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(staging))
-        names = {"name": output_dir.name, **_class_of(hf_model)}
-        for name, text in {"README.md": _MODEL_CARD.format(**names), **files}.items():
-            (staging / name).write_text(text)
-        files_in_use().seal(staging, **facts)
-        written = [path.name for path in staging.iterdir()]
+        yield staging
         if inside:
             _move_files(staging, output_dir)
         else:
             _take_place(staging, output_dir)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return written
 
 
 def _class_of(hf_model: Any) -> dict[str, str]:
