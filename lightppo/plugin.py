@@ -362,11 +362,6 @@ CHECKPOINT_CHOICES: Table = Table(
 """Which checkpoint a run goes on from, the last entry: a function ``(checkpointer, root, is_held, before)`` returns a tag
 or None. It has looked at the files; where the run holds the folder, it may rename others. It is called on all ranks."""
 
-RESUMED: Table = Table("look at a checkpoint that a run goes on from")
-"""An entry's function gets the saved state, the options of this run and marks of what they name, and by name ``where`` the
-checkpoint is, ``is_own``: it is in the run's own folder, options that are ``idle``, all that are ``declared``, and ``say``,
-which prints. It raises an error where the run cannot go on from it, and is called on all ranks together."""
-
 CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
 """What loads a checkpoint of another number of ranks or another ZeRO stage, the last one: an entry's function
 ``(engine, path, meta, load_lr_scheduler_states)``, called on all ranks together; ``meta`` is what the checkpoint says

@@ -4,7 +4,7 @@ The name of an option is unique over all sections: it is the flag, and the key i
 """
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
@@ -959,3 +959,36 @@ def _option_that_takes(name: Any) -> str | None:
         (other.name for other, names in tables if str(name) in names and name != other.default),
         None,
     )
+
+
+def unsafe_changes(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    idle: Container[str] = (),
+    options: Iterable[Option] | None = None,
+) -> tuple[dict[str, tuple], dict[str, tuple]]:
+    """Compare a resumed run's options with those it was started with; an evaluation's only in what makes the weights.
+
+    Args:
+        idle: options that do nothing in this run.
+        options: those of the command; ``None``: of PPO.
+
+    Returns:
+        (refused, safe): for each option that changed, (old, new).
+    """
+    refused, safe, evaluates = {}, {}, now.get("val_only", False)
+    read_by = {name: kind.of for name, kind in sections().items()}
+    for one in all_options() if options is None else options:
+        unread = evaluates and (
+            read_by.get(one.owner) == "training" or (one.required and now[one.name] is None)
+        )
+        if one.name not in saved or saved[one.name] == now[one.name] or unread or one.name in idle:
+            continue
+        other_part = read_by.get(one.owner) != "weights" or one.name.startswith(
+            ("critic_", "ref_", "reward_")
+        )
+        (safe if one.resume_safe or (evaluates and other_part) else refused)[one.name] = (
+            saved[one.name],
+            now[one.name],
+        )
+    return refused, safe

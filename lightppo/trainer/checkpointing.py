@@ -17,11 +17,12 @@ from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightppo.config.options import CheckpointConfig
-from lightppo.errors import CheckpointError, TrainingError
+from lightppo.config.options import CheckpointConfig, unsafe_changes
+from lightppo.errors import CheckpointError, ConfigError, TrainingError
 from lightppo.files import files_in_use, is_url, join, local_folder
 from lightppo.option import Option
-from lightppo.plugin import CHECKPOINT_CHOICES, RESUMED, WITH_CHECKPOINTS
+from lightppo.plugin import CHECKPOINT_CHOICES, WITH_CHECKPOINTS
+from lightppo.shown import shown_value
 from lightppo.strategy.checkpoint import (
     LATEST,
     META,
@@ -163,9 +164,9 @@ class RunCheckpointer:
         ``idle`` names options that do nothing in this run; ``before``: the last one before this step;
         ``declared``: the command's options, by default of PPO.
 
-        ``options`` of this run, and the ``content`` of what they name, are for :data:`lightppo.plugin.RESUMED`.
-
         Raises:
+            ConfigError: ``options`` of this run that must stay as they were have changed, or the ``content`` of what
+                they name.
             CheckpointError: the checkpoint does not fit this run.
         """
         is_own = self.config.resume == "auto"
@@ -180,17 +181,27 @@ class RunCheckpointer:
         if tag is None:
             return None
         saved = self.load(root, tag, checked=choose is not last_whole)
-        for check in RESUMED.values():
-            check.fn(
-                saved,
-                options,
-                content,
-                where=f"{root}/{tag}",
-                is_own=is_own,
-                idle=idle,
-                declared=declared,
-                say=self.strategy.print,
+        # older ones are not
+        as_shown = {name: shown_value(value) for name, value in saved["config"].items()}
+        refused, safe = unsafe_changes(as_shown, options, idle, declared)
+        refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
+        changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
+        marks = {name: shown_value(mark) for name, mark in saved.get("content", {}).items()}
+        for name, mark in marks.items():
+            is_unread = options.get("val_only") and name != "pretrain"
+            if name in refused or is_unread or content.get(name, mark) == mark:
+                continue
+            if name != "save_path":
+                changes.append(f"--{name} {options[name]} has other content than it had")
+            elif is_own:  # a path asks for another run that goes on from this one
+                changes.append(f"--save_path {as_shown[name]} → {options[name]}")
+        if changes:
+            raise ConfigError(
+                f"cannot resume {root}/{tag} as another run: {', '.join(changes)}. Set that back, or start anew: with "
+                "another --save_path (and --ckpt_path), or with --resume never"
             )
+        for name, (old, new) in safe.items():
+            self.strategy.print(f"resume: --{name} was {old}, is {new}")
         self.strategy.print(
             f"resumed from {root}/{tag}: {saved['trainer']['global_step']} steps done"
         )

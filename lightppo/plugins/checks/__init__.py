@@ -7,7 +7,6 @@ from lightppo.plugin import (
     COMMANDS,
     FITTED,
     RANK_START,
-    RESUMED,
     CallbackEntry,
     Check,
     Command,
@@ -46,7 +45,6 @@ def register() -> None:
         "decoding", Check("lightppo.plugins.checks.building:check_decoding_of", when="engine")
     )
     RANK_START.register("type", Entry("lightppo.plugins.checks.device_type:trainable_type"))
-    RESUMED.register("same_run", Entry("lightppo.plugins.checks.same_run:compare"))
     CALLBACKS.register(
         "dry_run", CallbackEntry("lightppo.plugins.checks.building:dry_run", after_yours=True)
     )
