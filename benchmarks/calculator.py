@@ -149,6 +149,7 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
     from deepspeed.accelerator import get_accelerator
 
     from lightppo import PPOConfig, PPOTrainer
+    from lightppo.plugin import RANK_START
     from lightppo.plugins.checks.budget import (
         ACTOR,
         CRITIC,
@@ -158,11 +159,11 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
         SCORING,
         LiveBytes,
     )
-    from lightppo.strategy import deepspeed, distributed
+    from lightppo.strategy import deepspeed
 
     live, peaks, now = LiveBytes("cpu"), {}, [LOADING]
     # its 20 MB are gone before a model loads
-    distributed.share_cores = lambda collectives_on_cpu: None
+    RANK_START.pop("host")
     # torch computes in it on every CPU; DeepSpeed trains in it only where it is fast
     if options.get("fp16"):
         type(get_accelerator()).is_fp16_supported = lambda _: True

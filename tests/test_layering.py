@@ -64,6 +64,7 @@ PLUGIN_FLOORS = {
     "tape": 2,
     "adapters": 3,
     "algorithms": 2,
+    "averages": 3,
     "hybrids": 3,
     "distillation": 3,
     "kernels": 3,

@@ -21,8 +21,8 @@ from lightppo.plugin import LAYOUTS, MODULES, PREPARATIONS
 from lightppo.ranks import Ranks
 
 Role = str
-"""What a model does in a run: actor, critic, reference, reward, ema, or a name of ``lightppo.plugin.FROZEN_MODELS``. The
-model that SFT, RM or DPO train is the actor."""
+"""What a model does in a run: actor, critic, reference, reward, or a name of ``FROZEN_MODELS`` or ``FOLLOWERS`` in
+:mod:`lightppo.plugin`. The model that SFT, RM or DPO train is the actor."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ SHIPPED = (
     "packing",
     "shaping",
     "algorithms",
+    "averages",
     "distillation",
     "families",
     "adapters",

@@ -6,7 +6,6 @@ depends neither on micro batches nor on ranks. Nothing is written to what comes 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -53,7 +52,6 @@ class UpdatedModels:
     actor: Any
     critic: Any | None
     reference: Any | None  # for losses that compare with it
-    ema_model: Any | None  # gets the moving average of the actor
     actor_optim: Any
     critic_optim: Any
     actor_scheduler: Any
@@ -143,7 +141,6 @@ class Update:
         self.frozen = models.frozen
         self.use(config)
         self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
-        self.ema_model = models.ema_model
         self.actor_optim, self.actor_scheduler = models.actor_optim, models.actor_scheduler
         self.critic_optim, self.critic_scheduler = models.critic_optim, models.critic_scheduler
         self.experience_maker, self.replay_buffer = experience_maker, replay_buffer
@@ -158,7 +155,6 @@ class Update:
         if self.critic is not None:
             self.critic_max_epochs = of_role(config, "critic").max_epochs or training.max_epochs
         self.epoch = 0  # the pass over the rollout that is under way
-        self.ema_beta = algorithm.ema_beta
         self.policy_loss = build_policy_loss(config)
         self.token_weights = list(token_weights(config, in_training=True).values())
         self.value_loss = ValueLoss(
@@ -170,6 +166,7 @@ class Update:
         samples = (entry.fn(config) for entry in ENTROPY_SAMPLES.values())
         self.sample_entropy = next(filter(None, samples), None)
         self.samples = MEASURING["samples"].fn(self)  # their numbers
+        self.stepped: Callable[[str], None] = lambda _: None  # gets the model's name
 
     def use(self, config: PPOConfig) -> None:
         """Work with these options from now on."""
@@ -410,7 +407,7 @@ class Update:
         return [name for name, does in trains.items() if does]
 
     def actor_step(self) -> dict[str, float]:
-        """At the last micro batch of a step: the optimizer step or an early stop, then the moving average."""
+        """At the last micro batch of a step: the optimizer step or an early stop."""
         if self.strategy.completes_step(self.actor) and self.early_stop.reached():
             self.state.stopped_optimizer_steps += 1
             self.strategy.skip_step(self.actor, name="actor")
@@ -418,9 +415,6 @@ class Update:
         status = self.optimizer_step("actor", self.actor, self.actor_optim, self.actor_scheduler)
         if "actor_grad_norm" in status:
             status["actor_stopped"] = 0.0
-            # not after a skipped step
-            if self.ema_model is not None and math.isfinite(status["actor_grad_norm"]):
-                self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta)
         return status
 
     def optimizer_step(
@@ -432,6 +426,8 @@ class Update:
         if outcome is None:  # more micro batches follow
             return status
         self.skipped.add(name, outcome.skipped, outcome.overflow)
+        if not outcome.skipped:
+            self.stepped(name)
         grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
         more = {f"{name}_{key}": value for key, value in outcome.metrics().items()}
         return status | {f"{name}_grad_norm": grad_norm} | more

@@ -1,6 +1,6 @@
 """The constructor, arguments and call forms of the seed, and reward functions of other trainers."""
 
-from lightppo.plugin import OLDER_STATES, PUBLIC
+from lightppo.plugin import OLDER_STATES, PUBLIC, STRATEGY_METHODS
 from lightppo.plugins.reward_sources import REWARD_STYLES
 from lightppo.table import Entry
 
@@ -10,6 +10,8 @@ def register() -> None:
     for name in ("verl", "verl_batch", "trl", "areal"):
         styles = "lightppo.plugins.compat.reward_styles"
         REWARD_STYLES.register(name, Entry(f"{styles}:{name.upper()}"))
+    for name in ("load_model", "set_max_norm"):
+        STRATEGY_METHODS.register(name, Entry(f"lightppo.plugins.compat.script_strategy:{name}"))
     OLDER_STATES.register("names", Entry("lightppo.plugins.compat.older_states:with_present_names"))
     PUBLIC.update(
         {

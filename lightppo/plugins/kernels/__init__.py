@@ -1,4 +1,4 @@
-"""Kernels: log probs without logits, fused norms, products on CPUs; if asked for: compiled layers, Liger's and others."""
+"""Kernels: log probs without logits, fused norms, products and cores of CPUs; if asked for: compiled layers, Liger's."""
 
 from lightppo.option import register_section
 from lightppo.plugin import (
@@ -8,6 +8,7 @@ from lightppo.plugin import (
     KERNELS,
     MODULES,
     PREPARATIONS,
+    RANK_START,
 )
 from lightppo.table import Entry
 
@@ -15,6 +16,7 @@ from lightppo.table import Entry
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     DECODING_RUNNERS.register("invariant", Entry("lightppo.plugins.kernels.invariant:runner"))
+    RANK_START.register("host", Entry("lightppo.plugins.kernels.cores:host_shared"))
     MODULES.register("cpu_linear", Entry("lightppo.plugins.kernels.cpu:accelerate_on_cpu"))
     MODULES.register("fused", Entry("lightppo.plugins.kernels.fused:fuse"))
     KERNELS["draw"] = Entry("lightppo.plugins.kernels.drawing:inverse_cdf_by_blocks")
