@@ -37,6 +37,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
         "checkpoints for other ranks or ZeRO stages",
         "checkpoints.md#other-ranks-other-zero-stages",
     ),
+    "selection": ("dynamic sampling, best of n, balanced ranks", "rollouts.md#dynamic-sampling"),
     "sources": ("rows of the hub, CSV and tables, blends; folders of models", "data.md"),
     "supervised": ("SFT, reward models, DPO, the PTX loss", "supervised.md"),
     "tape": ("replies from outside, written down and replayed", "environments.md#the-tape"),

@@ -213,53 +213,9 @@ class EngineConfig(Section, resume_safe=True, of="trainer"):
     )
 
 
-dynamic = partial(option, needs="dynamic_sampling")
-
-
 class SamplingConfig(Section, of="training"):
     """Selection: which sampled groups are trained on; replay and dumps of rollouts."""
 
-    generation_size: int | None = option(
-        None,
-        "Responses generated per prompt; only the best are trained on. None: --n_samples_per_prompt.",
-        "samples per prompt",
-        ge=1,
-    )
-    best_of_n_tie: Literal["shorter", "longer"] = option(
-        "shorter", "Which response best of n takes if scores are equal."
-    )
-    gen_batch_size: int | None = option(
-        None,
-        "Prompts sampled at once; the surplus waits for the next step. None: --rollout_batch_size.",
-        "prompts over all ranks",
-        ge=1,
-    )
-    dynamic_sampling: bool = option(
-        False,
-        "Replace groups without a learning signal with new prompts.",
-        needs="n_samples_per_prompt>1 or filter_range",
-    )
-    filter_metric: str = dynamic(
-        "score",
-        "Metric that groups are selected by: score, acc, seq_reward, seq_final_reward or a metric of the reward "
-        "source.",
-    )
-    filter_range: tuple[float, float] | None = dynamic(
-        None,
-        "Keep groups whose mean is inside, bounds excluded. None: groups whose samples are not all equal.",
-    )
-    max_num_gen_batches: int = dynamic(
-        10,
-        "Maximum number of generation batches per step; 0: no limit.",
-        "batches",
-        ge=0,
-        resume_safe=True,
-    )
-    on_exhausted: Literal["train_short", "raise", "reuse"] = safe(
-        "train_short",
-        "If groups are missing after --max_num_gen_batches: train on fewer, stop the run, or train on some twice.",
-        needs="dynamic_sampling and max_num_gen_batches>0",
-    )
     fire_sampling: bool = option(
         False,
         "Sample the first token of each response at --fire_temperature.",
@@ -267,13 +223,6 @@ class SamplingConfig(Section, of="training"):
     )
     fire_temperature: float | None = option(
         None, "Temperature of the first token. None: 10.", gt=0, needs="fire_sampling", off=(10,)
-    )
-    skip_rollout: str | None = safe(
-        None,
-        "Debugging: save rollouts in this folder; the next run reads them instead of sampling.",
-    )
-    skip_rollout_reuse: bool = safe(
-        False, "Use the first saved rollout in every step.", needs="skip_rollout"
     )
 
 
@@ -587,9 +536,6 @@ class TrainingConfig(Section, of="training"):
         (),
         "Sizes of single calls, CALL=SAMPLES or CALL=TOKENSt such as reference=64 actor_train=4096t. Calls: "
         "actor, reference, critic, reward (scoring), actor_train, critic_train.",
-    )
-    balance_ranks: bool = safe(
-        True, "Swap groups of samples between ranks so that all train on about as many tokens."
     )
     max_epochs: int = per_role(1, "Passes over each rollout.", "epochs", ge=1)
     packing_samples: bool | None = safe(

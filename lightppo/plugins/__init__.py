@@ -7,6 +7,7 @@ SHIPPED = (
     "hints",
     "sources",
     "algorithms",
+    "selection",
     "distillation",
     "adapters",
     "towers",

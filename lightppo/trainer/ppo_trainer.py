@@ -35,7 +35,6 @@ class PPOTrainer(TrainingLoop):
     """
 
     samples_tokens = True
-    why_untrained = "every group was rejected: widen --filter_range, or take other prompts"
 
     def __init__(self, parts: PPOParts, callbacks: Iterable[Callback] = ()) -> None:
         self.actor, self.critic, self.initial_model = parts.actor, parts.critic, parts.initial_model
@@ -64,7 +63,7 @@ class PPOTrainer(TrainingLoop):
             keeps=parts.origin.keeps,
             asked=parts.origin.asked,
         )
-        self.register_state("surplus", self.sampler, per_rank=True)
+        self.why_untrained = self.sampler.why_untrained
         states = {
             "kl_ctl": self.kl_ctl,
             "score_statistics": self.experience_maker.shaper,
@@ -224,7 +223,7 @@ class PPOTrainer(TrainingLoop):
         }
 
     def count_steps(self) -> int:
-        """Steps of the whole run, those that are done included; at most so many with ``--dynamic_sampling``."""
+        """Steps of the whole run, those that are done included; rejected groups may leave fewer."""
         training, state, per_episode = self.config.training, self.state, self.steps_per_episode()
         done = state.consumed_prompts // self.config.rollout.rollout_batch_size  # of this episode
         total = state.global_step + (training.num_episodes - state.episode) * per_episode - done

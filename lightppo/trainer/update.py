@@ -26,7 +26,6 @@ from lightppo.algorithms.masking import (
 from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import LossConfig, PPOConfig
 from lightppo.config.rules import micro_batch_spec, of_role, token_weights
-from lightppo.errors import RewardError
 from lightppo.experience.batching import (
     Minibatch,
     ReplayBuffer,
@@ -186,11 +185,6 @@ class Update:
             the means over the optimizer steps, and statistics of the rollout, by the names of
             ``trainer.metrics.METRICS`` without their namespace; the same on every rank.
         """
-        empty = self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
-        if empty and not self.config.sampling.dynamic_sampling and self.skipped.batch is None:
-            raise RewardError(
-                f"step {step}: none of the samples was scored, so there is nothing to train on"
-            )
         maker = self.experience_maker
         rollout = m.rollout_summaries(self.replay_buffer.items, maker.sampled_kl, maker.measures)
         self.on_policy, trained = {}, []

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightppo.data.records import group_by_prompt
 from lightppo.errors import ConfigError
+from lightppo.experience.sampler import CollectedStep
 from lightppo.trainer.callbacks import Callback
 
 
@@ -43,8 +45,11 @@ class PromptFilter(Callback):
             )
         sampler.leave_out(dataset.positions_of(self.left_out))
 
-    def on_rollouts(self, run: Any, step: int, collected: Any) -> None:
-        self._of_step = collected.prompt_scores
+    def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
+        self._of_step = {
+            group[0].prompt.index: sum(rollout.reward for rollout in group) / len(group)
+            for group in group_by_prompt(collected.scored)
+        }
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Take the step's mean score of each prompt; at the end of the episode, leave prompts out. Collective."""

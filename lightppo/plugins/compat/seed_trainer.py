@@ -32,6 +32,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import StepPart
 from lightppo.experience.experience import Experience
+from lightppo.experience.sampler import nothing_scored
 from lightppo.plugins.compat.prompt_batches import as_prompts
 from lightppo.plugins.compat.seed import (
     OUTCOMES,
@@ -521,6 +522,8 @@ class PPOTrainer(core.PPOTrainer):
         ``trainer.metrics.METRICS`` without their namespace; the same on every rank. ``global_steps``, the number of
         this PPO step, seeds the shuffling.
         """
+        if self.overrides("fit") and self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0:
+            raise nothing_scored(global_steps)
         status = self.update.train(global_steps)
         self.update.accumulate_alone()
         return status
@@ -626,7 +629,7 @@ class PPOTrainer(core.PPOTrainer):
         self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None
     ) -> None:
         """Write the checkpoint ``tag``; the seed's name, so that an override acts. Collective."""
-        is_whole = client_states is not None and "surplus" in client_states
+        is_whole = client_states is not None and "trainer" in client_states
         state = client_states if is_whole else self.whole_state() | dict(client_states or {})
         path = getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
         self.checkpointer.save(path, int(tag.removeprefix("global_step")), state)
@@ -924,7 +927,9 @@ class PPOTrainer(core.PPOTrainer):
         batch = list(prompts) if labels is None else (list(prompts), list(labels))
         config = with_generation(self.config, options, self.tokenizer) if options else self.config
         records = as_prompts(batch, self.tokenizer, config.data.prompt_max_len)
-        sampler = replace(self.sampler.sampler, sampling=sampling_params(config))
+        sampler = self.sampler.sampler
+        sampling = replace(sampling_params(config), n=sampler.sampling.n)
+        sampler = replace(sampler, sampling=sampling)
         sampled = sampler.score(sampler.generate(records, step))
         if sampled.not_finite is not None:
             raise RewardError(sampled.not_finite)

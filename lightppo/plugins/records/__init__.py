@@ -46,4 +46,5 @@ def register() -> None:
     for name, kind in sections.items():
         register_section(name, f"{here}.sections:{kind}", adds_to="logging")
     register_section("samples", f"{here}.sections:SamplesConfig", adds_to="sampling")
+    register_section("replay", f"{here}.sections:ReplayConfig", adds_to="sampling")
     SAMPLING.register("replay", Entry("lightppo.plugins.records.rollout_files:replay"))

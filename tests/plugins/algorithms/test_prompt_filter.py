@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from support.fakes import FakeStrategy, on_ranks
+from support.fakes import FakeStrategy, make_rollout, on_ranks
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
@@ -36,7 +36,8 @@ class Run(SimpleNamespace):
     """A trainer as far as the filter looks at it."""
 
     def step(self, own: PromptFilter, scores: dict[int, float], ends: bool = False) -> float:
-        own.on_rollouts(self, 1, SimpleNamespace(prompt_scores=scores))
+        scored = [make_rollout(index=index, reward=score) for index, score in scores.items()]
+        own.on_rollouts(self, 1, SimpleNamespace(scored=scored))
         self.state.finish_step(2, ends)
         return own.on_step_end(self, 1, {})["rollout/left_out_prompts"]
 
