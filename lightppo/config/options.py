@@ -577,12 +577,6 @@ class TrainingConfig(Section, of="training"):
     l2: float = per_role(0.0, "AdamW's weight decay.", ge=0)
     adam_betas: tuple[float, float] = per_role((0.9, 0.95), "AdamW's betas.", ge=0, lt=1)
     max_norm: float = per_role(1.0, "Gradient norm clipping; 0: off.", ge=0)
-    max_skipped_steps: int = safe(
-        3,
-        "End the run and keep the batch after N steps in a row without a finite gradient; 0: never.",
-        "PPO steps",
-        ge=0,
-    )
 
 
 class StrategyConfig(Section):

@@ -9,21 +9,19 @@ import math
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightppo import tensor_file
 from lightppo.algorithms.entries import load
 from lightppo.algorithms.losses import PolicyLoss, SelectionFn
 from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.experience.experience import Experience
-from lightppo.models.packing import micro_batches, on_cpu
+from lightppo.models.packing import micro_batches
 from lightppo.ranks import Ranks, level
 
 
@@ -269,57 +267,3 @@ def minibatches(
         of_actor = planned(of_step, actor)
         has_its_own = critic is not None and critic != actor
         yield Minibatch(of_actor, planned(of_step, critic) if has_its_own else None)
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def save_batch(
-    path: Path, minibatch: Minibatch, texts: Sequence[Sequence[str]], **facts: Any
-) -> None:
-    """Writes this rank's part of an optimizer step, for :func:`load_batch`.
-
-    Args:
-        texts: prompt and response of each row, for people.
-        **facts: numbers and texts, such as the step and the rank.
-    """
-
-    def plain(part: Experience) -> dict[str, Any]:
-        tensors = {**vars(part), **part.extra}
-        for name in ("extra", "info", "part"):
-            del tensors[name]
-        for name, tensor in tensors.items():
-            tensors[name] = None if tensor is None else on_cpu(tensor).detach()
-        step = part.part and vars(part.part) | {
-            "normalizer": vars(part.part.normalizer),
-            "own_losses": (),
-        }
-        return {"tensors": tensors, "info": part.info, "part": step}
-
-    kinds = {
-        "micro_batches": minibatch.micro_batches,
-        "critic_micro_batches": minibatch.critic_micro_batches,
-    }
-    parts = {name: batches and [plain(part) for part in batches] for name, batches in kinds.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({**parts, "texts": [tuple(row) for row in texts], "facts": facts}, path)
-
-
-def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, Any]]:
-    """What :func:`save_batch` wrote, on the CPU: optimizer step, texts of its rows, facts. Runs no code of the file."""
-    saved = tensor_file.read(path)
-
-    def experience(plain: dict[str, Any]) -> Experience:
-        if (part := plain["part"]) is not None:
-            part.pop("pretrain", None)  # of an older lightppo
-            part = StepPart(**part | {"normalizer": LossNormalizer(**part["normalizer"])})
-        tensors, own = plain["tensors"], {field.name for field in fields(Experience)}
-        extra = {name: tensors.pop(name) for name in tensors.keys() - own}
-        extra = {name: values for name, values in extra.items() if values is not None}
-        return Experience(**tensors, extra=extra, info=plain["info"], part=part)
-
-    kinds = [
-        saved[name] and [experience(p) for p in saved[name]]
-        for name in ("micro_batches", "critic_micro_batches")
-    ]
-    return Minibatch(*kinds), saved["texts"], saved["facts"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -32,7 +30,7 @@ from lightppo.config.rules import (
 from lightppo.data.datasets import PromptDataset
 from lightppo.data.readers import read_rows
 from lightppo.errors import ConfigError, PackingNotSupportedError
-from lightppo.experience.batching import Minibatch, ReplayBuffer, save_batch
+from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import BatchCollector, RolloutSampler
 from lightppo.files import stage_to_local
@@ -280,7 +278,7 @@ def assemble(
         device=strategy.device,
         pin_memory=config.data.dataloader_pin_memory,
     )
-    skipped = build_skipped(config, state, strategy, inputs.tokenizer)
+    skipped = SkippedSteps(state, strategy)
     update = kind(
         config,
         strategy,
@@ -347,21 +345,6 @@ def build_maker(
         ),
         timer=timer,
     )
-
-
-def build_skipped(
-    config: PPOConfig, state: TrainerState, strategy: DeepspeedStrategy, tokenizer: Any
-) -> SkippedSteps:
-    """What keeps the batch of steps whose numbers are not finite."""
-
-    def write_batch(path: Path, batch: Minibatch, facts: Mapping[str, Any]) -> Counter[str]:
-        texts = [text for part in batch.micro_batches for text in part.texts(tokenizer.decode)]
-        save_batch(path, batch, texts, **facts)
-        return sum((Counter(part.non_finite()) for part in batch.micro_batches), Counter())
-
-    again = "To run the batch again: lightppo replay {folder} --step {step} --batch {batch}"
-    limit, folder = config.training.max_skipped_steps, config.checkpoint.save_path
-    return SkippedSteps(state, strategy, limit, folder, write_batch, again)
 
 
 # -- models ----------------------------------------------------------------------------------------------------------

@@ -8,13 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import NonFiniteError
-from lightppo.experience.batching import Minibatch
-from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import CollectedStep
 from lightppo.rewards.registry import reward_of
 from lightppo.rewards.source import NoReward, RewardSource, close_source
@@ -139,13 +135,7 @@ class PPOTrainer(TrainingLoop):
     def make_experience(self, collected: CollectedStep, step: int) -> None:
         """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective."""
         if collected.not_finite is not None:
-            batch = (
-                Experience.from_rollouts(collected.rollouts)
-                if collected.rollouts
-                else Experience.placeholder()
-            )
-            batch.info["reward"] = torch.tensor([rollout.reward for rollout in collected.rollouts])
-            self.leave_out(step, NonFiniteError(collected.not_finite, batch))
+            self.leave_out(step, NonFiniteError(collected.not_finite, collected.rollouts))
         elif collected.groups > 0:
             with self.timer("experience"):
                 try:
@@ -159,8 +149,7 @@ class PPOTrainer(TrainingLoop):
 
     def leave_out(self, step: int, error: NonFiniteError) -> None:
         """Train nothing on rollouts whose numbers are not finite, on any rank."""
-        models = self.update.trained_models(step)
-        self.skipped.leave_out(step, models, Minibatch([error.batch]), error)
+        self.skipped.leave_out(step, self.update.trained_models(step), error.batch, error)
 
     def train(self, step: int) -> dict[str, float]:
         """The update of a step; its numbers. Collective."""

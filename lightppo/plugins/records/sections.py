@@ -121,3 +121,14 @@ class ReplayConfig(Section, adds_to="sampling", resume_safe=True):
         )
         if o.skip_rollout_reuse and selects:
             yield "--skip_rollout_reuse repeats the first groups: leave --dynamic_sampling and --gen_batch_size out"
+
+
+class SkippedConfig(Section, adds_to="training", resume_safe=True):
+    """Steps without a finite gradient."""
+
+    max_skipped_steps: int = option(
+        3,
+        "End the run and keep the batch after N steps in a row without a finite gradient; 0: never.",
+        "PPO steps",
+        ge=0,
+    )
