@@ -271,6 +271,10 @@ SCORE_TERMS: Table = Table("term of the actor's loss from its own pass")
 """Terms of the actor's loss that need no forward pass of their own. An entry's function gets the config and the further
 models of the run by name, and returns a :class:`lightppo.trainer.update.ScoreTerm`, or None."""
 
+EARLY_STOPS: Table = Table("early stop")
+"""What may leave an optimizer step of the actor out: an entry's function gets the config and the ranks, and returns a
+:class:`lightppo.trainer.update.EarlyStop`, or None."""
+
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
 function around it, which may end the process by SystemExit."""

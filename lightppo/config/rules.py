@@ -688,11 +688,6 @@ def _batches(options: SimpleNamespace) -> Iterator[str]:
     for name in ("min_new_tokens", "overlong_buffer_len"):
         if (length := getattr(options, name) or 0) > options.generate_max_len:
             yield f"--{name} {length} exceeds --generate_max_len {options.generate_max_len}"
-    surplus = options.dynamic_sampling or options.gen_batch_size > options.rollout_batch_size
-    held = options.samples if surplus else options.samples // options.ranks
-    if 0 < options.buffer_limit < held:
-        why = " with --dynamic_sampling or --gen_batch_size" if surplus else ""
-        yield f"--buffer_limit {options.buffer_limit} loses samples: a rank may hold {held} of a step{why}; set 0 or as many"
 
 
 def _sampling(options: SimpleNamespace) -> Iterator[str]:

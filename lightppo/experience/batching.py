@@ -6,7 +6,6 @@ Ranks agree on the number of steps and of micro batches; a rank with fewer runs 
 from __future__ import annotations
 
 import math
-import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -66,24 +65,18 @@ def _uniforms(item: Experience, seed: int) -> Tensor:
 
 
 class ReplayBuffer:
-    """A list of one-row experiences: the last ``limit``, or all if it is 0, on the CPU with ``cpu_offload``.
+    """A list of one-row experiences, on the CPU with ``cpu_offload``.
 
-    :meth:`sample` and :meth:`collate_fn` put their batches on ``device``, through page-locked memory with
-    ``pin_memory``.
+    :meth:`collate_fn` puts batches on ``device``, through page-locked memory with ``pin_memory``.
     """
 
     def __init__(
         self,
-        sample_batch_size: int,
-        limit: int = 0,
         cpu_offload: bool = True,
         device: torch.device | str = "cpu",
         pin_memory: bool = False,
     ) -> None:
-        self.sample_batch_size = sample_batch_size
-        self.limit = limit
-        self.cpu_offload = cpu_offload
-        self.device = torch.device(device)
+        self.cpu_offload, self.device = cpu_offload, torch.device(device)
         self.pin_memory = pin_memory and self.device.type == "cuda"
         self.items: list[Experience] = []
 
@@ -92,38 +85,19 @@ class ReplayBuffer:
         if self.cpu_offload:
             experience = experience.to_device("cpu")
         self.items += experience.split()
-        if self.limit > 0:
-            self.items = self.items[-self.limit :]
-
-    def extend(self, experiences: Iterable[Experience]) -> None:
-        """Adds several batches."""
-        for experience in experiences:
-            self.append(experience)
 
     def fill(self, experiences: Iterable[Experience], repeated: Sequence[int] = ()) -> None:
         """Adds all rows of this rollout, then the rows at the positions ``repeated`` again."""
-        experiences = list(experiences)
-        self.extend(experiences)
-        rows = self.items[-sum(len(part) for part in experiences) :]
-        self.extend([replace(rows[i]) for i in repeated])
+        for experience in experiences:
+            self.append(experience)
+        self.items += [replace(self.items[i]) for i in repeated]
 
     def clear(self) -> None:
         """Removes all rows."""
         self.items.clear()
 
-    def sample(self) -> Experience:
-        """``sample_batch_size`` different rows as one batch."""
-        if len(self) < self.sample_batch_size:
-            raise ValueError(
-                f"the replay buffer holds {len(self)} samples, fewer than {self.sample_batch_size}"
-            )
-        return self.collate_fn(random.sample(self.items, self.sample_batch_size))
-
     def __len__(self) -> int:
         return len(self.items)
-
-    def __getitem__(self, index: int) -> Experience:
-        return self.items[index]
 
     def collate_fn(self, items: Sequence[Experience]) -> Experience:
         """Rows → one padded batch on the training device."""
@@ -132,23 +106,14 @@ class ReplayBuffer:
             batch.pin_memory()
         return batch.to_device(self.device)
 
-    def normalize(
-        self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any
-    ) -> None:
-        """Whitens the advantages (the only ``attribute``) over the trained tokens of all ranks; see ``whiten``."""
-        if attribute != "advantages":
-            raise ValueError(f"only 'advantages' can be normalised, not {attribute!r}")
+    def whiten(self, ranks: Ranks, **options: Any) -> None:
+        """Whitens the advantages over the trained tokens of all ranks; ``options`` as of ``whiten``. Collective."""
         # for the collectives of a rank without samples
         items = self.items or [Experience.placeholder()]
         values = torch.cat([item.advantages for item in items], 1)  # (1, ΣA)
         mask = torch.cat([item.action_mask for item in items], 1)
-        whitened = whiten(
-            values,
-            mask,
-            all_reduce_sum=partial(strategy.all_reduce, op="sum"),
-            divide_std=divide_std,
-            **options,
-        )
+        all_reduce_sum = partial(ranks.all_reduce, op="sum")
+        whitened = whiten(values, mask, all_reduce_sum=all_reduce_sum, **options)
         rows = whitened.split([item.num_actions for item in items], dim=1)
         for item, row in zip(items, rows):
             item.advantages = row

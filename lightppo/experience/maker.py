@@ -295,8 +295,7 @@ class ExperienceMaker:
         algorithm, limit = self.algorithm, self.algorithm.advantage_clip
         with self.timer("advantages"):
             if algorithm.adv_norm and algorithm.adv_norm_scope == "batch":
-                buffer.normalize(
-                    "advantages",
+                buffer.whiten(
                     self.strategy,
                     divide_std=algorithm.adv_std_norm,
                     shift_mean=algorithm.adv_shift_mean,

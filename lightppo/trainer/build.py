@@ -63,7 +63,7 @@ from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.prompts import RolloutBatchSampler
-from lightppo.trainer.update import LossTerm, Update, UpdatedModels, build_value_norm
+from lightppo.trainer.update import LossTerm, Update, build_value_norm
 
 T = TypeVar("T")
 
@@ -270,29 +270,14 @@ def assemble(
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = build_value_norm(config.loss)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, own_training_step)
-    training = config.training
     buffer = ReplayBuffer(
-        training.micro_train_batch_size,
-        training.buffer_limit,
-        training.buffer_cpu_offload,
-        device=strategy.device,
+        config.training.buffer_cpu_offload,
+        strategy.device,
         pin_memory=config.data.dataloader_pin_memory,
     )
     skipped = SkippedSteps(state, strategy)
     update = kind(
-        config,
-        strategy,
-        models=UpdatedModels(
-            actor=inputs.actor,
-            critic=inputs.critic,
-            reference=inputs.initial_model,
-            frozen=inputs.frozen,
-            ema_model=inputs.ema_model,
-            actor_optim=inputs.actor_optim,
-            critic_optim=inputs.critic_optim,
-            actor_scheduler=inputs.actor_scheduler,
-            critic_scheduler=inputs.critic_scheduler,
-        ),
+        inputs,
         experience_maker=maker,
         replay_buffer=buffer,
         kl_ctl=kl_ctl,
@@ -300,7 +285,6 @@ def assemble(
         state=state,
         skipped=skipped,
         timer=timer,
-        loss_terms=inputs.loss_terms,
     )
     saved = saved_parts(config, inputs.actor, inputs.critic, inputs.ema_model, inputs.initial_model)
     return PPOParts(

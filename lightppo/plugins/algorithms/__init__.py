@@ -3,6 +3,7 @@
 from lightppo.option import register_section
 from lightppo.plugin import (
     CALLBACKS,
+    EARLY_STOPS,
     METRICS,
     NORMALISATIONS,
     TOKEN_WEIGHTS,
@@ -51,10 +52,7 @@ def register() -> None:
     TOKEN_WEIGHTS.register("rejection", rejection)
     TOKEN_WEIGHTS.register("rejection_in_training", in_training)
     TOKEN_WEIGHTS.register("high_entropy", high_entropy)
-    register_section("correction", "lightppo.plugins.algorithms.sections:CorrectionConfig")
-    register_section(
-        "high_entropy", "lightppo.plugins.algorithms.sections:HighEntropyConfig", adds_to="loss"
-    )
+    EARLY_STOPS.register("limits", Entry("lightppo.plugins.algorithms.early_stop:early_stop"))
     CALLBACKS.register(
         "prompt_filter", CallbackEntry("lightppo.plugins.algorithms.prompt_filter:prompt_filter")
     )
@@ -62,23 +60,22 @@ def register() -> None:
         "rollout",
         {"left_out_prompts": "prompts that --dataset_filter_threshold has left out so far"},
     )
-    register_section(
-        "prompt_filter",
-        "lightppo.plugins.algorithms.sections:PromptFilterConfig",
-        adds_to="sampling",
-    )
-    for name, kind, owner in (
-        ("score_norm", "ScoreNormConfig", "reward"),
-        ("adv_norm", "AdvantageNormConfig", "algorithm"),
-    ):
-        where = f"lightppo.plugins.algorithms.sections:{kind}"
-        register_section(name, where, adds_to=owner)
     NORMALISATIONS.register(
         "levels", Entry("lightppo.plugins.algorithms.normalisation:normalisation")
     )
-    register_section(
-        "kl_ratio", "lightppo.plugins.algorithms.sections:RatioConfig", adds_to="algorithm"
-    )
-    register_section(
-        "gdpo", "lightppo.plugins.algorithms.sections:PartsConfig", adds_to="algorithm"
-    )
+    _register_sections()
+
+
+def _register_sections() -> None:
+    sections = "lightppo.plugins.algorithms.sections"
+    register_section("correction", f"{sections}:CorrectionConfig")
+    for name, kind, owner in (
+        ("high_entropy", "HighEntropyConfig", "loss"),
+        ("early_stop", "EarlyStopConfig", "loss"),
+        ("prompt_filter", "PromptFilterConfig", "sampling"),
+        ("score_norm", "ScoreNormConfig", "reward"),
+        ("adv_norm", "AdvantageNormConfig", "algorithm"),
+        ("kl_ratio", "RatioConfig", "algorithm"),
+        ("gdpo", "PartsConfig", "algorithm"),
+    ):
+        register_section(name, f"{sections}:{kind}", adds_to=owner)

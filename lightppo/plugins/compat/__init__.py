@@ -1,5 +1,6 @@
 """The constructor, arguments and call forms of the seed, and reward functions of other trainers."""
 
+from lightppo.option import register_section
 from lightppo.plugin import PUBLIC, REWARD_STYLES
 from lightppo.table import Entry
 
@@ -9,6 +10,7 @@ def register() -> None:
     for name in ("verl", "verl_batch", "trl", "areal"):
         styles = "lightppo.plugins.compat.reward_styles"
         REWARD_STYLES.register(name, Entry(f"{styles}:{name.upper()}"))
+    register_section("buffer", "lightppo.plugins.compat.sections:BufferConfig", adds_to="training")
     PUBLIC.update(
         {
             "PPOTrainer": "lightppo.plugins.compat.seed_trainer",
@@ -21,6 +23,7 @@ def register() -> None:
             "compute_approx_kl": "lightppo.plugins.compat.seed",
             "get_llm_for_sequence_regression": "lightppo.plugins.compat.seed",
             "get_strategy": "lightppo.plugins.compat.seed",
+            "ReplayBuffer": "lightppo.plugins.compat.seed",
             "NaiveReplayBuffer": "lightppo.plugins.compat.seed",
             "get_tokenizer": "lightppo.plugins.compat.seed",
             "PolicyLoss": "lightppo.plugins.compat.seed",

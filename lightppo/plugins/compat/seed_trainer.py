@@ -37,6 +37,7 @@ from lightppo.plugins.compat.prompt_batches import as_prompts
 from lightppo.plugins.compat.seed import (
     OUTCOMES,
     SEED_INFO,
+    ReplayBuffer,
     SeedLoader,
     accept_seed_calls,
     check_actor,
@@ -402,9 +403,16 @@ class PPOTrainer(core.PPOTrainer):
             prompts_dataloader=prompts_dataloader, loss_terms=terms, evaluator=evaluator, origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
-        super().__init__(
-            assemble(inputs, self.update_class, own_training_step=own_actor_step), callbacks
+        parts = assemble(inputs, self.update_class, own_training_step=own_actor_step)
+        parts.replay_buffer = parts.update.replay_buffer = ReplayBuffer(
+            config.training.micro_train_batch_size,
+            config.training.buffer_limit,
+            **{
+                name: getattr(parts.replay_buffer, name)
+                for name in ("cpu_offload", "device", "pin_memory")
+            },
         )
+        super().__init__(parts, callbacks)
         self._accept_overrides(config)
 
     def _accept_overrides(self, config: PPOConfig) -> None:
@@ -698,7 +706,7 @@ class PPOTrainer(core.PPOTrainer):
     value_loss = _of_part("update.value_loss")
     pretrain_loss = _of_part("pretraining.loss_fn")
     value_norm = _of_part("update.value_norm")
-    early_stop = _of_part("update.early_stop")
+    early_stops = _of_part("update.early_stops")
     actor_optim = _of_part("update.actor_optim")
     critic_optim = _of_part("update.critic_optim")
     actor_scheduler = _of_part("update.actor_scheduler")

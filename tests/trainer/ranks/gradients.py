@@ -223,7 +223,7 @@ def minibatch_of(
         packed=bool(packed),
         share_prompts=packed == SHARED,
         generator=torch.Generator().manual_seed(actor.size),
-        collate=ReplayBuffer(1).collate_fn,
+        collate=ReplayBuffer().collate_fn,
         loss_scale=9.0,
     )
     return minibatch
