@@ -113,13 +113,13 @@ class SkippedSteps:
         if skipped and self.batch is None:
             self.batch = self.current
 
-    def leave_out(self, step: int, models: Iterable[str], batch: Any, why: NonFiniteError) -> None:
+    def leave_out(self, step: int, models: Iterable[str], why: NonFiniteError) -> None:
         """A step in which nothing is trained, on any rank."""
-        self.begin(batch)
         for model in models:
             self.add(model, skipped=True)
-        self.last_why = str(why)
-        self.batch, self.why = batch, self.last_why  # also where nothing would have been trained
+        # also where nothing would have been trained
+        self.batch, self.why = why.batch, str(why)
+        self.last_why = self.why
         if self.strategy.is_rank_0():
             logger.warning("step %d is left out: %s", step, why)
 

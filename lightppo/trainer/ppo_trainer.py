@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightppo.config import PPOConfig
-from lightppo.data.records import Prompt
 from lightppo.errors import NonFiniteError
 from lightppo.experience.sampler import CollectedStep
 from lightppo.rewards.registry import reward_of
@@ -149,7 +148,7 @@ class PPOTrainer(TrainingLoop):
 
     def leave_out(self, step: int, error: NonFiniteError) -> None:
         """Train nothing on rollouts whose numbers are not finite, on any rank."""
-        self.skipped.leave_out(step, self.update.trained_models(step), error.batch, error)
+        self.skipped.leave_out(step, self.update.trained_models(step), error)
 
     def train(self, step: int) -> dict[str, float]:
         """The update of a step; its numbers. Collective."""
@@ -224,15 +223,13 @@ class PPOTrainer(TrainingLoop):
 
     def episode_steps(self) -> Iterator[EpisodePrompts]:
         """The prompts of the episode, once for each step that takes some of them."""
-        prompts = EpisodePrompts(
-            self.prompts, self.state.episode, self.state.consumed_prompts, self.prompts_of
-        )
+        prompts = self.episode_prompts()
         while True:
             yield prompts
 
-    def prompts_of(self, batch: list[Prompt]) -> list[Prompt]:
-        """Of a batch of the dataloader."""
-        return batch
+    def episode_prompts(self) -> EpisodePrompts:
+        """From where the run is."""
+        return EpisodePrompts(self.prompts, self.state.episode, self.state.consumed_prompts)
 
     def before_first_step(self) -> None:
         if not self.only_evaluates:

@@ -33,7 +33,7 @@ from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import StepPart
 from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import nothing_scored
-from lightppo.plugins.compat.prompt_batches import as_prompts
+from lightppo.plugins.compat.prompt_batches import ScriptPrompts, as_prompts
 from lightppo.plugins.compat.seed import (
     OUTCOMES,
     SEED_INFO,
@@ -507,8 +507,12 @@ class PPOTrainer(core.PPOTrainer):
             self.started = True
         super().fit()
 
-    def prompts_of(self, batch: Any) -> list[Prompt]:
-        return as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len)
+    def episode_prompts(self) -> ScriptPrompts:
+        def convert(batch: Any) -> list[Prompt]:
+            return as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len)
+
+        state = self.state
+        return ScriptPrompts(self.prompts, state.episode, state.consumed_prompts, convert)
 
     def before_first_step(self) -> None:
         self.use_given_trackers()
