@@ -51,6 +51,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
         "reward functions of verl, TRL and AReaL, threads, retries; several reward models",
         "rewards.md",
     ),
+    "selection": ("dynamic sampling, best of n, balanced ranks", "rollouts.md#dynamic-sampling"),
     "shaping": (
         "scores before training, the returns of a critic",
         "algorithms.md#shaping-of-scores",

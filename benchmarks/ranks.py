@@ -34,12 +34,13 @@ from torch.distributed import distributed_c10d
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import Encoded, prepare_rows
-from lightppo.experience.batching import balance_ranks
-from lightppo.experience.sampler import GroupCollector, GroupFilter, SampledBatch
+from lightppo.experience.sampler import SampledBatch
 from lightppo.plugins.algorithms.selection import top_share
 from lightppo.plugins.evaluation.evaluator import Evaluator
 from lightppo.plugins.measures.summaries import merge_summaries, rollout_summaries
 from lightppo.plugins.records.samples import SampleRecord, write_step
+from lightppo.plugins.selection.balancing import balance_ranks
+from lightppo.plugins.selection.groups import GroupCollector, GroupFilter
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.strategy.distributed import DistributedStrategy
@@ -91,9 +92,9 @@ class Step:
 
     def selection(self) -> None:
         """Groups that dynamic sampling accepts, counted over all ranks; what is left over waits for the next step."""
-        batch = SampledBatch(self.rollouts, {}, {r.prompt.index: 0.5 for r in self.rollouts})
+        batch = SampledBatch(self.rollouts, {}, self.rollouts)
         sampler = SimpleNamespace(
-            generate=lambda *_: self.rollouts, score=lambda _: batch, keeps_best=False, engine=None
+            generate=lambda *_: self.rollouts, score=lambda _: batch, counted=(), engine=None
         )
         source = SimpleNamespace(take=list, exhausted=False)
         groups = {"groups_per_step": self.strategy.world_size, "group_filter": GroupFilter()}

@@ -82,20 +82,8 @@ _ROLLOUT = {
     "samples": "samples trained on",
     "unscored": "samples that the reward source left unscored",
     "small_group": "samples left out because too few samples of their group were scored",
-    "not_best": "samples left out by best of n (--generation_size)",
     "generated_samples": "samples generated in this step",
     "generated_tokens": "response tokens generated in this step",
-    "num_gen_batches": "generation batches in this step (--dynamic_sampling, --gen_batch_size)",
-    "trained_groups": "groups (prompts) trained on",
-    "reused_groups": "trained groups that are repeated (--on_exhausted reuse)",
-    "stale_groups": "trained groups that were generated in an earlier step",
-    "staleness": "mean PPO steps between generating a group and training on it",
-    "surplus_groups": "accepted groups that wait for the next step",
-    "kept_share": "share of this step's groups that --dynamic_sampling accepted",
-    "rejected_equal": "groups rejected because all samples have the same --filter_metric",
-    "rejected_low": "groups rejected because their mean is at or below the lower bound of --filter_range",
-    "rejected_high": "groups rejected because their mean is at or above the upper bound",
-    "rejected_unmeasured": "groups rejected because a sample lacks --filter_metric",
 }
 
 _TRAIN = {

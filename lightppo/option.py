@@ -312,6 +312,11 @@ class Section(types.SimpleNamespace):
         return ()
 
     @staticmethod
+    def is_stale(config: Any) -> bool:
+        """Whether an older policy may have sampled what a step trains on: what it recorded is not the present one's."""
+        return False
+
+    @staticmethod
     def places(config: Any) -> Iterable[str]:
         """Where a run writes to, in words, as its options ask."""
         return ()

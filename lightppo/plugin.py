@@ -41,6 +41,18 @@ class Check(Entry):
 
 
 @dataclass(frozen=True)
+class CollectorEntry(Entry):
+    """What collects the rollouts of a step.
+
+    The entry's function gets the collector of the entries before it, the config and the
+    :class:`lightppo.experience.maker.ExperienceMaker`, and returns it, or another
+    :class:`lightppo.experience.sampler.BatchCollector` in its place.
+    """
+
+    batch_size: str = ""  # the option that says how many prompts are sampled at once
+
+
+@dataclass(frozen=True)
 class CallbackEntry(Entry):
     """A callback of every run, see :class:`lightppo.trainer.callbacks.Callback`."""
 
@@ -315,6 +327,10 @@ ENTROPY_SAMPLES: Table = Table("sample of the entropy")
 None, or a function of an experience, the tokens of its optimizer step, and the rows whose entropy somebody reads. That
 returns a :class:`lightppo.trainer.update.EntropySample`, or None for all tokens."""
 
+EARLY_STOPS: Table = Table("early stop")
+"""What may leave an optimizer step of the actor out: an entry's function gets the config and the ranks, and returns a
+:class:`lightppo.trainer.update.EarlyStop`, or None."""
+
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
 function around it, which may end the process by SystemExit."""
@@ -343,6 +359,9 @@ SAMPLING: Table = Table("step around sampling")
 """What stands around the sampling of training rollouts, each entry around those before it. Its function takes
 ``config``, ``strategy``, ``actor`` and ``engine`` by name; it returns None, or a function
 ``(prompts, step, batch, sample)`` that gives the rollouts of a generation batch, those of ``sample()`` for example."""
+
+COLLECTORS: Table[CollectorEntry] = Table("collector of rollouts", kind=CollectorEntry)
+"""What collects the rollouts of a step, in place of one generation batch."""
 
 CALLBACKS: Table[CallbackEntry] = Table("callback", kind=CallbackEntry)
 """Callbacks of every run: an entry's function makes one of a trainer, or returns None where it has nothing to do."""

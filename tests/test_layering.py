@@ -72,6 +72,7 @@ PLUGIN_FLOORS = {
     "migration": 3,
     "records": 3,
     "reshape": 3,
+    "selection": 3,
     "verifiers": 3,
     "vllm": 3,
     "supervised": 3,

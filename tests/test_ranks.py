@@ -15,10 +15,10 @@ from support.fakes import FakeEngine, FakeReward, FakeStrategy, on_ranks
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import Encoded, PreparedRows, prepare_rows
 from lightppo.errors import BadRowError, DataError
-from lightppo.experience.batching import balance_ranks
-from lightppo.experience.sampler import deal
 from lightppo.plugins.evaluation.evaluator import Evaluator
 from lightppo.plugins.records.samples import SampleRecord, write_step
+from lightppo.plugins.selection.balancing import balance_ranks
+from lightppo.plugins.selection.groups import deal
 from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.metrics import optimizer_status
 

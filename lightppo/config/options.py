@@ -193,53 +193,9 @@ class EngineConfig(Section, resume_safe=True, of="trainer"):
     )
 
 
-dynamic = partial(option, needs="dynamic_sampling")
-
-
 class SamplingConfig(Section, of="training"):
     """Selection: which sampled groups are trained on; replay and dumps of rollouts."""
 
-    generation_size: int | None = option(
-        None,
-        "Responses generated per prompt; only the best are trained on. None: --n_samples_per_prompt.",
-        "samples per prompt",
-        ge=1,
-    )
-    best_of_n_tie: Literal["shorter", "longer"] = option(
-        "shorter", "Which response best of n takes if scores are equal."
-    )
-    gen_batch_size: int | None = option(
-        None,
-        "Prompts sampled at once; the surplus waits for the next step. None: --rollout_batch_size.",
-        "prompts over all ranks",
-        ge=1,
-    )
-    dynamic_sampling: bool = option(
-        False,
-        "Replace groups without a learning signal with new prompts.",
-        needs="n_samples_per_prompt>1 or filter_range",
-    )
-    filter_metric: str = dynamic(
-        "score",
-        "Metric that groups are selected by: score, acc, seq_reward, seq_final_reward or a metric of the reward "
-        "source.",
-    )
-    filter_range: tuple[float, float] | None = dynamic(
-        None,
-        "Keep groups whose mean is inside, bounds excluded. None: groups whose samples are not all equal.",
-    )
-    max_num_gen_batches: int = dynamic(
-        10,
-        "Maximum number of generation batches per step; 0: no limit.",
-        "batches",
-        ge=0,
-        resume_safe=True,
-    )
-    on_exhausted: Literal["train_short", "raise", "reuse"] = safe(
-        "train_short",
-        "If groups are missing after --max_num_gen_batches: train on fewer, stop the run, or train on some twice.",
-        needs="dynamic_sampling and max_num_gen_batches>0",
-    )
     fire_sampling: bool = option(
         False,
         "Sample the first token of each response at --fire_temperature.",
@@ -247,13 +203,6 @@ class SamplingConfig(Section, of="training"):
     )
     fire_temperature: float | None = option(
         None, "Temperature of the first token. None: 10.", gt=0, needs="fire_sampling", off=(10,)
-    )
-    skip_rollout: str | None = safe(
-        None,
-        "Debugging: save rollouts in this folder; the next run reads them instead of sampling.",
-    )
-    skip_rollout_reuse: bool = safe(
-        False, "Use the first saved rollout in every step.", needs="skip_rollout"
     )
 
 
@@ -393,17 +342,6 @@ class LossConfig(Section, own=POLICY_LOSSES, of="training"):
     aux_loss_coef: float = option(
         0.0, "Weight of the load-balancing loss of a mixture of experts.", ge=0
     )
-    early_stop_imp_ratio: float | None = option(
-        5.0,
-        "Skip an optimizer step of the actor if its mean probability ratio is above this. None: off.",
-        gt=1,
-    )
-    early_stop_kl: float | None = option(
-        None,
-        "Skip an optimizer step of the actor if the KL from old to new policy is above this. None: off.",
-        "nats per token",
-        gt=0,
-    )
     old_log_probs: Literal["auto", "forward", "rollout"] = option(
         "auto",
         "Log probs before the update: from a forward pass, or from the rollout. auto: skip the pass if the "
@@ -460,20 +398,11 @@ class TrainingConfig(Section, of="training"):
         "Sizes of single calls, CALL=SAMPLES or CALL=TOKENSt such as reference=64 actor_train=4096t. Calls: "
         "actor, reference, critic, reward (scoring), actor_train, critic_train.",
     )
-    balance_ranks: bool = safe(
-        True, "Swap groups of samples between ranks so that all train on about as many tokens."
-    )
     max_epochs: int = per_role(1, "Passes over each rollout.", "epochs", ge=1)
     shuffle: Literal["samples", "groups"] = option(
         "samples",
         "What the steps of an epoch draw: samples, or all samples of a prompt.",
         needs="n_samples_per_prompt>1",
-    )
-    buffer_limit: int = safe(
-        0,
-        "Maximum samples in the buffer, oldest removed first; 0: no limit.",
-        "samples per rank",
-        ge=0,
     )
     buffer_cpu_offload: bool = safe(True, "Keep the replay buffer in CPU memory.")
     actor_learning_rate: float = option(1e-06, "Peak learning rate of the actor.", ge=0)
@@ -493,12 +422,6 @@ class TrainingConfig(Section, of="training"):
     l2: float = per_role(0.0, "AdamW's weight decay.", ge=0)
     adam_betas: tuple[float, float] = per_role((0.9, 0.95), "AdamW's betas.", ge=0, lt=1)
     max_norm: float = per_role(1.0, "Gradient norm clipping; 0: off.", ge=0)
-    max_skipped_steps: int = safe(
-        3,
-        "End the run and keep the batch after N steps in a row without a finite gradient; 0: never.",
-        "PPO steps",
-        ge=0,
-    )
 
 
 class StrategyConfig(Section):

@@ -192,7 +192,6 @@ def old_log_probs_from(
             pass would give.
     """
     algorithm, training = config.algorithm, config.training
-    sampling, rollout = config.sampling, config.rollout
     if config.loss.old_log_probs != "auto":
         return config.loss.old_log_probs
     if token_weights(config, in_training=False):
@@ -210,13 +209,8 @@ def old_log_probs_from(
         and not needed_before
     ):
         return "training"
-    # Groups left over may be trained on in a later step, when the policy is another.
-    stale = (
-        sampling.skip_rollout is not None
-        or sampling.dynamic_sampling
-        or (sampling.gen_batch_size or 0) > rollout.rollout_batch_size
-    )
-    needs_pass = stale or _needs_pass(config.flat())
+    is_stale = any(part.is_stale(config) for part in config.parts())
+    needs_pass = is_stale or _needs_pass(config.flat())
     recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
     return "rollout" if recorded else "forward"
 
@@ -330,7 +324,7 @@ def _weights(where: str, weights: dict[str, Any]) -> dict[str, float]:
 def resolutions(config: Options) -> dict[str, Any]:
     """What every "None means …" option stands for. Options of a part that the run lacks stay None."""
     model, algorithm, loss_options = config.model, config.algorithm, config.loss
-    training, strategy, rollout = config.training, config.strategy, config.rollout
+    training, strategy = config.training, config.strategy
     estimator, loss = estimator_entry(config), policy_loss_entry(config)
     frozen_stage = 3 if strategy.zero_stage == 3 else 0
     use_kl_loss = _or(
@@ -344,8 +338,6 @@ def resolutions(config: Options) -> dict[str, Any]:
         else 128,
         "ref_zero_stage": frozen_stage,
         "reward_zero_stage": _or(strategy.ref_zero_stage, frozen_stage),
-        "generation_size": rollout.n_samples_per_prompt,
-        "gen_batch_size": rollout.rollout_batch_size,
         "adv_norm": estimator.whiten,
         "ckpt_path": str(join(config.checkpoint.save_path, "checkpoints_ppo")),
         "use_kl_loss": use_kl_loss,
@@ -639,43 +631,19 @@ def _batches(options: SimpleNamespace) -> Iterator[str]:
         fitting = math.gcd(options.samples, batch)
         yield f"--train_batch_size {batch} does not divide {samples} {product}: set {fitting}, or --ppo_n_minibatches"
     of_all_ranks = {"rollout_batch_size": options.rollout_batch_size, "train_batch_size": batch}
-    if options.gen_batch_size != options.rollout_batch_size:
-        of_all_ranks["gen_batch_size"] = options.gen_batch_size
     for name, size in of_all_ranks.items():
         if size % options.ranks:
             yield f"--{name} {size} is not divisible by the {options.ranks} ranks"
     if options.min_new_tokens > options.generate_max_len:
         limit = f"--generate_max_len {options.generate_max_len}"
         yield f"--min_new_tokens {options.min_new_tokens} exceeds {limit}"
-    surplus = options.dynamic_sampling or options.gen_batch_size > options.rollout_batch_size
-    held = options.samples if surplus else options.samples // options.ranks
-    if 0 < options.buffer_limit < held:
-        why = " with --dynamic_sampling or --gen_batch_size" if surplus else ""
-        yield f"--buffer_limit {options.buffer_limit} loses samples: a rank may hold {held} of a step{why}; set 0 or as many"
 
 
 def _sampling(options: SimpleNamespace) -> Iterator[str]:
-    samples, size = options.n_samples_per_prompt, options.generation_size
-    batch = options.gen_batch_size
-    if size < samples:
-        yield f"--generation_size {size} is below --n_samples_per_prompt {samples}: raise it, or leave it out"
-    if size == samples and options.best_of_n_tie != "shorter":
-        yield f"--best_of_n_tie chooses nothing unless --generation_size is above --n_samples_per_prompt {samples}"
-    if size > samples and not options.facts["sampling"]:
-        yield f"--generation_size {size}: greedy samples are all the same; leave it out, or set a --temperature"
-    if batch < options.rollout_batch_size and not options.dynamic_sampling:
-        few = f"--gen_batch_size {batch} is below --rollout_batch_size {options.rollout_batch_size}"
-        yield f"{few}, and only --dynamic_sampling samples several batches: raise it, or leave it out"
-    if options.skip_rollout_reuse and (
-        options.dynamic_sampling or batch != options.rollout_batch_size
-    ):
-        yield "--skip_rollout_reuse repeats the first groups: leave --dynamic_sampling and --gen_batch_size out"
-    for name in ("filter_range", "reward_clip_range"):
-        if (ends := getattr(options, name)) is not None and ends[0] >= ends[1]:
-            yield f"--{name} {ends[0]:g} {ends[1]:g} is empty: give the lower end first"
+    if (ends := options.reward_clip_range) is not None and ends[0] >= ends[1]:
+        yield f"--reward_clip_range {ends[0]:g} {ends[1]:g} is empty: give the lower end first"
     empty = {
         "stop": "" in options.stop,
-        "filter_metric": not options.filter_metric.strip(),
     }
     yield from (
         f"--{name} has an empty text: leave it out" for name, is_empty in empty.items() if is_empty
@@ -752,14 +720,8 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
     models = len(options.reward_pretrain)
     is_scored = options.further_sources and not trains(options.config)
     if options.plan is None:
-        if not given and not options.facts["trained_scores"]:
-            picks = {
-                "dynamic_sampling": options.dynamic_sampling,
-                "generation_size": options.generation_size > options.n_samples_per_prompt,
-            }
-            for name in filter(picks.get, picks):
-                yield f"--{name} chooses by scores, and this run has no reward: leave it out"
-        elif not given and not options.unfed and not is_scored:
+        is_trained = options.facts["trained_scores"]
+        if not given and is_trained and not options.unfed and not is_scored:
             named = f"a built-in --reward_source ({', '.join(built_in())})"
             yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or {named}"
         for other in ("model", "function"):

@@ -1,4 +1,4 @@
-"""Which samples are on which rank, in which optimizer step and micro batch, and the totals that their losses divide by.
+"""Which samples are in which optimizer step and micro batch, and the totals that their losses divide by.
 
 Ranks agree on the number of steps and of micro batches; a rank with fewer runs fully masked ones.
 """
@@ -6,135 +6,34 @@ Ranks agree on the number of steps and of micro batches; a rank with fewer runs 
 from __future__ import annotations
 
 import math
-import random
-from bisect import bisect_left
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-from lightppo import tensor_file
 from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config import PPOConfig
 from lightppo.config.rules import MicroBatchSpec
-from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
-from lightppo.models.wrapper import PaddedLayout, on_cpu
+from lightppo.models.wrapper import PaddedLayout
 from lightppo.ranks import Ranks, level
-
-TOLERANCE = 0.02  # of the mean: a smaller difference is not worth another exchange
-
-
-class Group(NamedTuple):
-    """The samples of one prompt on one rank."""
-
-    tokens: int
-    samples: int  # their number
-    index: int  # the prompt's
-
-
-def balance_ranks(
-    rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: bool = False
-) -> list[Rollout]:
-    """Swaps whole groups between ranks until all hold about the same number of tokens. Collective.
-
-    Only groups of equally many samples are swapped, so every rank keeps its number of samples. With ``prompt_once`` a
-    prompt counts once for all its samples, as it goes through the models once.
-    """
-    tokens: Counter[int] = Counter()
-    samples: Counter[int] = Counter()
-    for rollout in rollouts:
-        index = rollout.prompt.index
-        tokens[index] += len(rollout.response_ids)
-        if not prompt_once or samples[index] == 0:
-            tokens[index] += len(rollout.prompt.token_ids)
-        samples[index] += 1
-    before: list[list[Group]] = strategy.all_gather_object(
-        [Group(tokens[index], samples[index], index) for index in samples]
-    )
-    after = swapped(before)
-    if after == before:
-        return list(rollouts)
-    rank_of = {group.index: rank for rank, groups in enumerate(after) for group in groups}
-    staying: list[Rollout] = []
-    leaving: dict[int, list[Rollout]] = defaultdict(list)  # by the rank that they go to
-    kept = {group.index for group in after[strategy.get_rank()]}
-    for rollout in rollouts:
-        index = rollout.prompt.index
-        if index in kept:
-            staying.append(rollout)
-        else:
-            leaving[rank_of[index]].append(rollout)
-    for arrived in strategy.exchange_objects(leaving):  # only to the ranks that train on them
-        staying += arrived
-    return staying
-
-
-def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> list[list[Group]]:
-    """The groups of each rank after swaps, which end when the heaviest rank is at most ``tolerance`` above the mean.
-
-    A group whose prompt is on several ranks stays: on one rank the two would become one group.
-    """
-    result = [list(groups) for groups in ranks]
-    holders = Counter(group.index for groups in ranks for group in groups)
-    shared = {index for index, count in holders.items() if count > 1}
-    loads = [sum(group.tokens for group in groups) for groups in result]
-    mean = sum(loads) / len(loads)
-    while max(loads) > mean * (1 + tolerance):
-        heavy, light = loads.index(max(loads)), loads.index(min(loads))
-        pair = _best_swap(result[heavy], result[light], loads[heavy] - loads[light], shared)
-        if pair is None:
-            break
-        given, taken = pair
-        result[heavy][result[heavy].index(given)] = taken
-        result[light][result[light].index(taken)] = given
-        loads[heavy] -= given.tokens - taken.tokens
-        loads[light] += given.tokens - taken.tokens
-    return result
-
-
-def _best_swap(
-    heavy: list[Group], light: list[Group], gap: int, shared: set[int]
-) -> tuple[Group, Group] | None:
-    """The pair of groups whose swap narrows the gap most; ``None`` if no swap narrows it."""
-    best: tuple[float, Group, Group] | None = None
-    partners: dict[int, list[Group]] = defaultdict(list)
-    for group in sorted(light):
-        if group.index not in shared:
-            partners[group.samples].append(group)
-    for given in sorted(heavy):
-        candidates = partners.get(given.samples, []) if given.index not in shared else []
-        place = bisect_left(candidates, given.tokens - gap / 2, key=lambda group: group.tokens)
-        for taken in candidates[max(place - 1, 0) : place + 1]:
-            left = abs(gap - 2 * (given.tokens - taken.tokens))
-            if left < (gap if best is None else best[0]):
-                best = (left, given, taken)
-    return None if best is None else best[1:]
 
 
 class ReplayBuffer:
-    """A list of one-row experiences: the last ``limit``, or all if it is 0, on the CPU with ``cpu_offload``.
+    """A list of one-row experiences, on the CPU with ``cpu_offload``.
 
-    :meth:`sample` and :meth:`collate_fn` put their batches on ``device``, through page-locked memory with
-    ``pin_memory``.
+    :meth:`collate_fn` puts batches on ``device``, through page-locked memory with ``pin_memory``.
     """
 
     def __init__(
         self,
-        sample_batch_size: int,
-        limit: int = 0,
         cpu_offload: bool = True,
         device: torch.device | str = "cpu",
         pin_memory: bool = False,
     ) -> None:
-        self.sample_batch_size = sample_batch_size
-        self.limit = limit
-        self.cpu_offload = cpu_offload
-        self.device = torch.device(device)
+        self.cpu_offload, self.device = cpu_offload, torch.device(device)
         self.pin_memory = pin_memory and self.device.type == "cuda"
         self.items: list[Experience] = []
 
@@ -143,38 +42,19 @@ class ReplayBuffer:
         if self.cpu_offload:
             experience = experience.to_device("cpu")
         self.items += experience.split()
-        if self.limit > 0:
-            self.items = self.items[-self.limit :]
-
-    def extend(self, experiences: Iterable[Experience]) -> None:
-        """Adds several batches."""
-        for experience in experiences:
-            self.append(experience)
 
     def fill(self, experiences: Iterable[Experience], repeated: Sequence[int] = ()) -> None:
         """Adds all rows of this rollout, then the rows at the positions ``repeated`` again."""
-        experiences = list(experiences)
-        self.extend(experiences)
-        rows = self.items[-sum(len(part) for part in experiences) :]
-        self.extend([replace(rows[i]) for i in repeated])
+        for experience in experiences:
+            self.append(experience)
+        self.items += [replace(self.items[i]) for i in repeated]
 
     def clear(self) -> None:
         """Removes all rows."""
         self.items.clear()
 
-    def sample(self) -> Experience:
-        """``sample_batch_size`` different rows as one batch."""
-        if len(self) < self.sample_batch_size:
-            raise ValueError(
-                f"the replay buffer holds {len(self)} samples, fewer than {self.sample_batch_size}"
-            )
-        return self.collate_fn(random.sample(self.items, self.sample_batch_size))
-
     def __len__(self) -> int:
         return len(self.items)
-
-    def __getitem__(self, index: int) -> Experience:
-        return self.items[index]
 
     def collate_fn(self, items: Sequence[Experience]) -> Experience:
         """Rows → one padded batch on the training device."""
@@ -183,23 +63,14 @@ class ReplayBuffer:
             batch.pin_memory()
         return batch.to_device(self.device)
 
-    def normalize(
-        self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any
-    ) -> None:
-        """Whitens the advantages (the only ``attribute``) over the trained tokens of all ranks; see ``whiten``."""
-        if attribute != "advantages":
-            raise ValueError(f"only 'advantages' can be normalised, not {attribute!r}")
+    def whiten(self, ranks: Ranks, **options: Any) -> None:
+        """Whitens the advantages over the trained tokens of all ranks; ``options`` as of ``whiten``. Collective."""
         # for the collectives of a rank without samples
         items = self.items or [Experience.placeholder()]
         values = torch.cat([item.advantages for item in items], 1)  # (1, ΣA)
         mask = torch.cat([item.action_mask for item in items], 1)
-        whitened = whiten(
-            values,
-            mask,
-            all_reduce_sum=partial(strategy.all_reduce, op="sum"),
-            divide_std=divide_std,
-            **options,
-        )
+        all_reduce_sum = partial(ranks.all_reduce, op="sum")
+        whitened = whiten(values, mask, all_reduce_sum=all_reduce_sum, **options)
         rows = whitened.split([item.num_actions for item in items], dim=1)
         for item, row in zip(items, rows):
             item.advantages = row
@@ -209,7 +80,7 @@ def whitening(config: PPOConfig) -> Callable[..., None] | None:
     """``--adv_norm``, see :data:`lightppo.plugin.BUFFER_STEPS`."""
     if not config.algorithm.adv_norm:
         return None
-    return lambda buffer, loss, ranks, seed: buffer.normalize("advantages", ranks)
+    return lambda buffer, loss, ranks, seed: buffer.whiten(ranks)
 
 
 @dataclass(frozen=True)
@@ -307,57 +178,3 @@ def minibatches(
         of_actor = planned(of_step, actor)
         has_its_own = critic is not None and critic != actor
         yield Minibatch(of_actor, planned(of_step, critic) if has_its_own else None)
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def save_batch(
-    path: Path, minibatch: Minibatch, texts: Sequence[Sequence[str]], **facts: Any
-) -> None:
-    """Writes this rank's part of an optimizer step, for :func:`load_batch`.
-
-    Args:
-        texts: prompt and response of each row, for people.
-        **facts: numbers and texts, such as the step and the rank.
-    """
-
-    def plain(part: Experience) -> dict[str, Any]:
-        tensors = {**vars(part), **part.extra}
-        for name in ("extra", "info", "part"):
-            del tensors[name]
-        for name, tensor in tensors.items():
-            tensors[name] = None if tensor is None else on_cpu(tensor).detach()
-        step = part.part and vars(part.part) | {
-            "normalizer": vars(part.part.normalizer),
-            "own_losses": (),
-        }
-        return {"tensors": tensors, "info": part.info, "part": step}
-
-    kinds = {
-        "micro_batches": minibatch.micro_batches,
-        "critic_micro_batches": minibatch.critic_micro_batches,
-    }
-    parts = {name: batches and [plain(part) for part in batches] for name, batches in kinds.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({**parts, "texts": [tuple(row) for row in texts], "facts": facts}, path)
-
-
-def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, Any]]:
-    """What :func:`save_batch` wrote, on the CPU: optimizer step, texts of its rows, facts. Runs no code of the file."""
-    saved = tensor_file.read(path)
-
-    def experience(plain: dict[str, Any]) -> Experience:
-        if (part := plain["part"]) is not None:
-            part.pop("pretrain", None)  # of an older lightppo
-            part = StepPart(**part | {"normalizer": LossNormalizer(**part["normalizer"])})
-        tensors, own = plain["tensors"], {field.name for field in fields(Experience)}
-        extra = {name: tensors.pop(name) for name in tensors.keys() - own}
-        extra = {name: values for name, values in extra.items() if values is not None}
-        return Experience(**tensors, extra=extra, info=plain["info"], part=part)
-
-    kinds = [
-        saved[name] and [experience(p) for p in saved[name]]
-        for name in ("micro_batches", "critic_micro_batches")
-    ]
-    return Minibatch(*kinds), saved["texts"], saved["facts"]

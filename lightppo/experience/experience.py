@@ -119,14 +119,11 @@ class Experience:
         responses = [torch.tensor(rollout.response_ids) for rollout in rollouts]
         prompt_mask = _pad([torch.ones_like(ids) for ids in prompts], left=True)
         response_mask = _pad([torch.ones_like(ids) for ids in responses])
-        action_mask = response_mask.bool()
-        if any(rollout.trained is not None for rollout in rollouts):
-            masks = [rollout.trained or [True] * len(rollout.response_ids) for rollout in rollouts]
-            action_mask = _pad([torch.tensor(mask) for mask in masks])
+        trained = [rollout.trained or [True] * len(rollout.response_ids) for rollout in rollouts]
         experience = cls(
             sequences=torch.cat([_pad(prompts, left=True), _pad(responses)], 1),  # (B, S)
             attention_mask=torch.cat([prompt_mask, response_mask], 1),  # (B, S)
-            action_mask=action_mask,  # (B, A)
+            action_mask=_pad([torch.tensor(mask) for mask in trained]),  # (B, A)
         )
         if all(rollout.log_probs is not None for rollout in rollouts):
             experience.rollout_log_probs = _pad(

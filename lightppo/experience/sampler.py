@@ -1,4 +1,4 @@
-"""Prompts → sampled, scored and selected groups of rollouts for a training step."""
+"""Prompts → sampled and scored groups of rollouts for a training step."""
 
 from __future__ import annotations
 
@@ -9,19 +9,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from heapq import heapify, heappop, heappush
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
-from torch import Tensor
-
-from lightppo.data.records import (
-    Prompt,
-    Rollout,
-    from_plain,
-    group_by_prompt,
-    seed_of_step,
-    to_plain,
-)
+from lightppo.data.records import Prompt, Rollout, group_by_prompt, seed_of_step
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import RewardSource, Scorer, describe_sample, score_rollouts
@@ -30,76 +20,8 @@ from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_
 logger = logging.getLogger(__name__)
 
 
-def best_of_n(
-    group: Sequence[Rollout], n: int, tie: Literal["shorter", "longer"] = "shorter"
-) -> list[Rollout]:
-    """The ``n`` samples with the highest scores, in sampling order; ``tie`` decides between equal scores by length."""
-    sign = 1 if tie == "shorter" else -1
-    ranked = sorted(
-        range(len(group)), key=lambda i: (-group[i].reward, sign * group[i].trained_length, i)
-    )
-    return [group[i] for i in sorted(ranked[:n])]
-
-
-# Any other name is one of the numbers that the reward source gives beside the score.
-FILTER_METRICS: dict[str, Callable[[Rollout], float | None]] = {
-    "score": lambda rollout: rollout.reward,
-    "acc": lambda rollout: rollout.extras.get("acc", rollout.extras.get("accuracy")),
-    "seq_reward": lambda rollout: (
-        rollout.reward if rollout.token_rewards is None else sum(rollout.token_rewards)
-    ),
-}
-
-EQUAL, LOW, HIGH, UNMEASURED = REASONS = (
-    "rejected_equal",
-    "rejected_low",
-    "rejected_high",
-    "rejected_unmeasured",
-)
-
-
-@dataclass
-class GroupFilter:
-    """Keeps groups that can teach something: their samples differ in the metric, or their mean lies within ``limits``.
-
-    ``limits`` themselves are excluded. Source: DAPO, arXiv:2503.14476, equation 11: 0 < number correct < group size.
-    """
-
-    # score, acc (accuracy), seq_reward (sum of token scores, if any), seq_final_reward (after shaping, before KL), or a
-    # name in Rollout.extras
-    metric: str = "score"
-    limits: tuple[float, float] | None = None
-    # shaped scores (B,), for seq_final_reward
-    final_scores: Callable[[Sequence[Rollout]], Tensor] | None = None
-
-    def __call__(self, group: Sequence[Rollout]) -> str | None:
-        """Why the scored samples of a prompt, at least one, are not trained on; ``None``: they are."""
-        if self.metric == "seq_final_reward":
-            values = self.final_scores(group).tolist()
-        else:
-            number_of = FILTER_METRICS.get(
-                self.metric, lambda rollout: rollout.extras.get(self.metric)
-            )
-            values = [number_of(rollout) for rollout in group]
-        if any(value is None for value in values):
-            return UNMEASURED
-        if self.limits is None:
-            # not by the standard deviation, which rounding may put above 0 for equal values
-            return EQUAL if min(values) == max(values) else None
-        low, high = self.limits
-        mean = sum(values) / len(values)
-        return LOW if mean <= low else HIGH if mean >= high else None
-
-
 # Reward sources count these themselves, once per sample.
 FAILURE_COUNTS = ("reward/failures", "reward/timeouts")
-SAMPLE_COUNTS = (
-    "unscored",
-    "small_group",
-    *FAILURE_COUNTS,
-    "generated_samples",
-    "generated_tokens",
-)
 
 
 @dataclass
@@ -107,9 +29,8 @@ class SampledBatch:
     """Scored rollouts of this rank."""
 
     rollouts: list[Rollout]  # to train on
-    # counts of the others by reason, and of the reward source's failures and time-outs
-    left_out: dict[str, float]
-    prompt_scores: dict[int, float]  # Prompt.index → mean score of all its scored samples
+    counts: dict[str, float]  # of samples, named as in lightppo.meanings.METRICS without rollout/
+    scored: list[Rollout] = field(default_factory=list)  # those that have a score
     # which score is not: then all samples are here, and none has a score
     not_finite: str | None = None
 
@@ -126,18 +47,20 @@ class RolloutSampler:
     # also answer each prompt greedily, as Rollout.baseline of its samples (ReMax)
     greedy_baseline: bool = False
     dense: bool = False  # the source must give token scores; without it, it must not
-    group_size: int | None = None  # best of n: keep so many of the n samples of a prompt; None: all
-    tie: Literal["shorter", "longer"] = "shorter"  # see best_of_n
     # scores finished samples while the engine, which must take on_finished, generates the rest
     scorer: Scorer | None = None
     # each sees every scored batch, and may raise
     checks: Sequence[Callable[[Sequence[Rollout]], None]] = ()
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()  # times "greedy"
 
-    @property
-    def keeps_best(self) -> bool:
-        """Whether fewer samples are kept than sampled."""
-        return self.group_size is not None and self.group_size < self.sampling.n
+    # names of SampledBatch.counts
+    counted = (
+        "unscored",
+        "small_group",
+        *FAILURE_COUNTS,
+        "generated_samples",
+        "generated_tokens",
+    )
 
     def score_by(self, source: RewardSource) -> None:
         """Have the next samples scored by another source."""
@@ -167,6 +90,9 @@ class RolloutSampler:
         baselines = [rollout.baseline for rollout in rollouts if rollout.baseline is not None]
         # all samples of a prompt have the same one
         everything = [*rollouts, *{id(baseline): baseline for baseline in baselines}.values()]
+        counts = dict.fromkeys(self.counted, 0)
+        counts["generated_samples"] = len(rollouts)
+        counts["generated_tokens"] = sum(rollout.trained_length for rollout in rollouts)
         not_finite = None
         try:
             if self.scorer is None:
@@ -181,42 +107,31 @@ class RolloutSampler:
         for check in self.checks:
             check(rollouts)
         if not_finite is not None:
-            return SampledBatch(rollouts, {}, {}, not_finite)
+            return SampledBatch(rollouts, counts, not_finite=not_finite)
         # Totals, not means over the samples that stay, which lack the samples that failed for good.
-        left_out = {
-            name: sum(
-                rollout.extras.pop(name.removeprefix("reward/"), 0.0) for rollout in everything
-            )
-            for name in FAILURE_COUNTS
-        }
+        for name in FAILURE_COUNTS:
+            extra = name.removeprefix("reward/")
+            counts[name] = sum(rollout.extras.pop(extra, 0.0) for rollout in everything)
         scored = [rollout for rollout in rollouts if rollout.reward is not None]
         self._check_token_scores(scored)
-        groups = group_by_prompt(scored)
-        best = scored
-        if self.keeps_best:
-            best = [
-                rollout
-                for group in groups
-                for rollout in best_of_n(group, self.group_size, self.tie)
-            ]
-            left_out["not_best"] = len(scored) - len(best)
-        sizes = Counter(rollout.prompt.index for rollout in best)
+        chosen = self.choose(scored, counts)
+        sizes = Counter(rollout.prompt.index for rollout in chosen)
         kept = [
             rollout
-            for rollout in best
+            for rollout in chosen
             if sizes[rollout.prompt.index] >= self.min_group_size
             and (rollout.baseline is None or rollout.baseline.reward is not None)
         ]
-        unscored, small_group = len(rollouts) - len(scored), len(best) - len(kept)
+        unscored, small_group = len(rollouts) - len(scored), len(chosen) - len(kept)
         if unscored or small_group:
             text = "%s left %d of %d samples unscored; %d more left out because too little of their group was scored"
             logger.warning(text, self.reward_source.name, unscored, len(rollouts), small_group)
-        left_out |= {"unscored": unscored, "small_group": small_group}
-        means = {
-            group[0].prompt.index: sum(rollout.reward for rollout in group) / len(group)
-            for group in groups
-        }
-        return SampledBatch(kept, left_out, means)
+        counts |= {"unscored": unscored, "small_group": small_group}
+        return SampledBatch(kept, counts, scored)
+
+    def choose(self, scored: list[Rollout], counts: dict[str, float]) -> list[Rollout]:
+        """The samples that may be trained on; a subclass that leaves some out adds to ``counts``."""
+        return scored
 
     def _check_token_scores(self, rollouts: Sequence[Rollout]) -> None:
         name = self.reward_source.name
@@ -250,237 +165,75 @@ class CollectedStep:
 
     rollouts: list[Rollout]  # this rank's, in whole groups
     groups: int  # trained on by all ranks, repeated groups included
-    repeated: list[int]  # positions in rollouts that are trained on again (--on_exhausted reuse)
     # over all ranks, named as in lightppo.meanings.METRICS without rollout/
     counts: dict[str, float]
-    prompt_scores: dict[int, float]  # mean score of each prompt that this rank sampled in this step
-    surplus: int  # accepted groups of all ranks that wait for the next step
+    scored: list[Rollout]  # all samples of this step and rank that have a score
+    # positions in rollouts that are trained on again
+    repeated: list[int] = field(default_factory=list)
+    surplus: int = 0  # groups of all ranks that wait for the next step
     not_finite: str | None = None  # which score is not, of all ranks: nothing is trained on
 
 
 @dataclass
-class Tally:
-    """What happened to the samples of this step on this rank."""
-
-    batches: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    prompt_scores: dict[int, float] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)  # of the reward source's metrics
-    not_finite: str | None = None  # which score is not
-    lost: list[Rollout] = field(default_factory=list)  # sampled with it
-
-
-@dataclass
-class GroupCollector:
-    """Samples until a step has its groups.
-
-    Without ``groups_per_step``, a step trains on one generation batch. With it, accepted groups that a step does not
-    need are the surplus, which the next step trains on first; save it with :meth:`state_dict`. An episode ends when its
-    prompts and its surplus are used up; its last step may be short or even empty.
-
-    Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
-    """
+class BatchCollector:
+    """Each step trains on one generation batch. :data:`lightppo.plugin.COLLECTORS` may put another one in its place."""
 
     sampler: RolloutSampler
     strategy: Ranks
     _: KW_ONLY
-    groups_per_step: int | None = None  # prompts to train on per step, over all ranks
-    group_filter: GroupFilter | None = None  # None: accept every scored group
-    max_batches: int = 1  # most generation batches per step; 0: no limit
-    # if these give too few groups: train on those there are, stop, or train on some of them twice
-    on_exhausted: Literal["train_short", "raise", "reuse"] = "train_short"
     # of lightppo.plugin.SAMPLING, each around those before it
     around: Sequence[AroundSampling] = ()
-    balance: Callable[[list[Rollout]], list[Rollout]] | None = None  # swaps rollouts between ranks
     # times "rollout" and "reward"
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()
-    # (step that sampled it, samples of one prompt): accepted groups of this rank that wait for training
-    surplus: list[tuple[int, list[Rollout]]] = field(default_factory=list)
+    why_untrained = "there was none"  # of a run in which no optimizer step was taken
 
     def collect(self, source: PromptSource, step: int) -> CollectedStep:
-        """The groups of one step, from as many generation batches as it needs. Collective.
+        """The groups of one step. Collective.
 
         Raises:
-            RewardError: no sample was scored, no sample has the filter's metric, or ``on_exhausted="raise"`` applies.
+            RewardError: there is nothing to train on.
         """
-        tally = Tally()
-        if self.groups_per_step is None:
-            self._generate(source, step, tally)
-            collected = self._finish(step, tally, len(self.surplus), [], 0)
-        else:
-            collected = self._select(source, step, tally)
+        collected = self.select(source, step)
         if capabilities_of(self.sampler.engine).keeps_weights:
             self.sampler.engine.sleep()  # until the next push of weights, or the next rollouts
-        # Repeated groups are named by their place on this rank, so with any of them nothing moves.
-        if (
-            self.balance is not None
-            and collected.groups
-            and not self.strategy.same_count(len(collected.repeated))
-        ):
-            collected.rollouts = self.balance(collected.rollouts)
         return collected
 
-    def _select(self, source: PromptSource, step: int, tally: Tally) -> CollectedStep:
-        while True:
-            available, exhausted, judged, not_finite = self._agree(source, tally, step)
-            total = sum(available)
-            if not_finite:
-                return self._finish(step, tally, 0, [], total)
-            limit_reached = self.max_batches > 0 and tally.batches >= self.max_batches
-            if total >= self.groups_per_step or exhausted or limit_reached:
-                break
-            self._generate(source, step, tally)
-        missing = self.groups_per_step - total
-        repeats = [0] * len(available)  # of each rank
-        # on_exhausted does not apply at the end of an episode, nor without a filter.
-        if missing > 0 and not exhausted and self.group_filter is not None:
-            text = (
-                f"step {step}: {total} of {self.groups_per_step} groups accepted after {tally.batches} generation "
-                f"batches (--max_num_gen_batches); {judged} were sampled"
-            )
-            if self.on_exhausted == "raise":
-                raise RewardError(
-                    f"{text}: raise the limit, widen --filter_range or choose another --on_exhausted"
-                )
-            nothing = self.on_exhausted == "reuse" and total == 0
-            effect = " finds none to train on again: this step trains on nothing" if nothing else ""
-            self.strategy.print(f"{text}; --on_exhausted {self.on_exhausted}{effect}")
-            if self.on_exhausted == "reuse":
-                repeats = deal(
-                    missing, available, [missing if groups else 0 for groups in available]
-                )
-        rank = self.strategy.get_rank()
-        shares = deal(self.groups_per_step, [0] * len(available), room=available)
-        extra = [i % shares[rank] for i in range(repeats[rank])]
-        return self._finish(step, tally, shares[rank], extra, total - sum(shares))
+    def select(self, source: PromptSource, step: int) -> CollectedStep:
+        """What :meth:`collect` gives, while the engine is awake. Collective."""
+        batch = self.sample(source.take(), step)
+        failed = batch.not_finite is not None
+        groups = 0 if failed else len(group_by_prompt(batch.rollouts))
+        counts = self.strategy.all_reduce(
+            batch.counts | {"groups": groups, "failed": failed}, "sum"
+        )
+        groups, failures = counts.pop("groups"), counts.pop("failed")
+        collected = CollectedStep(batch.rollouts, groups, counts, batch.scored)
+        if failures:
+            self.leave_out(collected, batch.not_finite)
+        elif groups == 0:
+            raise nothing_scored(step)
+        return collected
 
-    def _generate(self, source: PromptSource, step: int, tally: Tally) -> None:
-        """One generation batch: samples, scores, accepts or rejects."""
-        prompts = source.take()
+    def sample(self, prompts: Sequence[Prompt], step: int, number: int = 0) -> SampledBatch:
+        """A generation batch of the step, sampled and scored. Collective."""
         sample = partial(self.sampler.generate, prompts, step)
         for stand_around in self.around:
-            sample = partial(stand_around, prompts, step, tally.batches, sample)
+            sample = partial(stand_around, prompts, step, number, sample)
         with self.timer("rollout"):
             rollouts = sample()
         with self.timer("reward"):
-            batch = self.sampler.score(rollouts)
-            if batch.not_finite is not None:
-                tally.not_finite, tally.lost = batch.not_finite, batch.rollouts
-                tally.counts["not_finite"] += 1
-            for group in group_by_prompt(batch.rollouts) if batch.not_finite is None else ():
-                tally.counts["judged"] += 1
-                reason = self.group_filter(group) if self.group_filter is not None else None
-                if reason is None:
-                    self.surplus.append((step, group))
-                else:
-                    tally.counts[reason] += 1
-        tally.batches += 1
-        tally.counts.update(batch.left_out)
-        tally.counts["generated_samples"] += len(rollouts)
-        tally.counts["generated_tokens"] += sum(rollout.trained_length for rollout in rollouts)
-        tally.prompt_scores |= batch.prompt_scores
-        tally.names |= {name for rollout in batch.rollouts for name in rollout.extras}
+            return self.sampler.score(rollouts)
 
-    def _agree(
-        self, source: PromptSource, tally: Tally, step: int
-    ) -> tuple[list[int], bool, int, int]:
-        """What every decision of a step rests on. Collective.
-
-        Returns:
-            accepted groups of each rank, whether the episode has no more prompts, groups of this step that were judged,
-            generation batches with a score that is not finite.
-        """
-        own = (len(self.surplus), source.exhausted, set(tally.names), Counter(tally.counts))
-        available, exhausted, names, counts = zip(*self.strategy.all_gather_object(own))
-        total = sum(counts, Counter())
-        if total["generated_samples"] and total["generated_samples"] == total["unscored"]:
-            raise RewardError(
-                f"step {step}: none of the samples was scored, so there is nothing to train on"
-            )
-        if total["judged"] and total["judged"] == total[UNMEASURED]:
-            raise RewardError(
-                f"--filter_metric {self.group_filter.metric}: no sample of step {step} has it; the reward source gives "
-                f"{', '.join(['score', *sorted(set().union(*names))])}"
-            )
-        return list(available), any(exhausted), total["judged"], total["not_finite"]
-
-    def _finish(
-        self, step: int, tally: Tally, share: int, extra: list[int], surplus: int
-    ) -> CollectedStep:
-        """Takes this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
-        chosen, self.surplus = self.surplus[:share], self.surplus[share:]
-        rollouts, places = [], []
-        for sampled, group in chosen:
-            places.append(range(len(rollouts), len(rollouts) + len(group)))
-            is_stale = sampled < step
-            rollouts += [replace(rollout, stale=True) for rollout in group] if is_stale else group
-        names = [*SAMPLE_COUNTS, "judged", "not_finite", *REASONS]
-        if self.sampler.keeps_best:
-            names.append("not_best")
-        selection = {
-            "trained_groups": len(chosen) + len(extra),
-            "reused_groups": len(extra),
-            "stale_groups": sum(sampled < step for sampled, _ in chosen),
-            "staleness": sum(step - sampled for sampled, _ in chosen),
-        }
-        counts = self.strategy.all_reduce(
-            {name: tally.counts[name] for name in names} | selection, "sum"
+    def leave_out(self, collected: CollectedStep, not_finite: str | None) -> None:
+        """Train on nothing, as a score is not finite; on this rank it is ``not_finite``. Collective."""
+        found = self.strategy.all_gather_object(not_finite)
+        collected.not_finite = "; ".join(
+            f"rank {rank}: {text}" for rank, text in enumerate(found) if text
         )
-        trained, judged = counts["trained_groups"], counts.pop("judged")
-        rejected = {name: counts.pop(name) for name in REASONS}
-        if self.groups_per_step is None:  # counts of selection only where there is one
-            counts = {name: count for name, count in counts.items() if name not in selection}
-        else:
-            counts["staleness"] /= max(1, trained - counts["reused_groups"])
-            counts |= {"num_gen_batches": tally.batches, "surplus_groups": surplus}
-            if self.group_filter is not None:
-                counts |= rejected
-                counts["kept_share"] = (
-                    1 - sum(rejected.values()) / judged if judged else float("nan")
-                )
-        if counts.pop("not_finite"):
-            found = self.strategy.all_gather_object(tally.not_finite)
-            text = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
-            return CollectedStep(
-                rollouts + tally.lost, 0, [], counts, tally.prompt_scores, surplus, text
-            )
-        repeated = [place for group in extra for place in places[group]]
-        return CollectedStep(rollouts, trained, repeated, counts, tally.prompt_scores, surplus)
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """This rank's surplus, as plain values."""
-        return [{"step": step, **to_plain(group)} for step, group in self.surplus]
-
-    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Restores ``state_dict``."""
-        self.surplus = [(values["step"], from_plain(values)) for values in state]
-
-    def share_out(
-        self, states: Sequence[Sequence[dict[str, Any]]], world_size: int
-    ) -> list[list[dict[str, Any]]]:
-        """The states of so many ranks, made of those of another number."""
-        return dealt_out(states, world_size)
+        collected.groups = 0
 
 
-def dealt_out(
-    surplus: Sequence[Sequence[dict[str, Any]]], ranks: int
-) -> list[list[dict[str, Any]]]:
-    """Each rank's ``GroupCollector.state_dict`` for another number of ranks: the oldest groups first, in turn."""
-    if len(surplus) == ranks:
-        return [list(groups) for groups in surplus]
-    oldest_first = sorted(
-        (group for groups in surplus for group in groups), key=lambda group: group["step"]
+def nothing_scored(step: int) -> RewardError:
+    return RewardError(
+        f"step {step}: none of the samples was scored, so there is nothing to train on"
     )
-    return [oldest_first[rank::ranks] for rank in range(ranks)]
-
-
-def deal(count: int, held: Sequence[int], room: Sequence[int]) -> list[int]:
-    """How many of ``count`` groups each rank gets, one by one to the rank that holds fewest and has room for more."""
-    given = [0] * len(held)
-    heapify(ranks := [(held[rank], rank) for rank in range(len(held)) if room[rank] > 0])
-    for _ in range(min(count, sum(room))):
-        holds, rank = heappop(ranks)
-        given[rank] += 1
-        if given[rank] < room[rank]:
-            heappush(ranks, (holds + 1, rank))
-    return given

@@ -13,6 +13,7 @@ SHIPPED = (
     "shaping",
     "algorithms",
     "averages",
+    "selection",
     "distillation",
     "families",
     "adapters",

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -33,9 +30,9 @@ from lightppo.config.rules import (
 from lightppo.data.datasets import PromptDataset
 from lightppo.data.readers import read_rows
 from lightppo.errors import ConfigError
-from lightppo.experience.batching import Minibatch, ReplayBuffer, balance_ranks, save_batch
+from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
-from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
+from lightppo.experience.sampler import BatchCollector, RolloutSampler
 from lightppo.files import stage_to_local
 from lightppo.models import loading
 from lightppo.models.actor import Actor
@@ -43,6 +40,7 @@ from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.wrapper import Role, prepare_model
 from lightppo.plugin import (
     CHECKS,
+    COLLECTORS,
     ENGINE_WRAPPERS,
     ENGINES,
     LOADING,
@@ -65,7 +63,7 @@ from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.prompts import RolloutBatchSampler
-from lightppo.trainer.update import LossTerm, Update, UpdatedModels, build_value_norm
+from lightppo.trainer.update import LossTerm, Update, build_value_norm
 
 T = TypeVar("T")
 
@@ -152,7 +150,7 @@ class PPOParts(PPOInputs):
     kl_ctl: Any = field(kw_only=True)
     experience_maker: ExperienceMaker = field(kw_only=True)
     replay_buffer: ReplayBuffer = field(kw_only=True)
-    sampler: GroupCollector = field(kw_only=True)
+    sampler: BatchCollector = field(kw_only=True)
     update: Update = field(kw_only=True)
     checkpointer: RunCheckpointer = field(kw_only=True)
     skipped: SkippedSteps = field(kw_only=True)
@@ -267,28 +265,14 @@ def assemble(
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = build_value_norm(config)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, maker_kind, own_training_step)
-    training = config.training
     buffer = ReplayBuffer(
-        training.micro_train_batch_size,
-        training.buffer_limit,
-        training.buffer_cpu_offload,
-        device=strategy.device,
+        config.training.buffer_cpu_offload,
+        strategy.device,
         pin_memory=config.data.dataloader_pin_memory,
     )
-    skipped = build_skipped(config, state, strategy, inputs.tokenizer)
+    skipped = SkippedSteps(state, strategy)
     update = kind(
-        config,
-        strategy,
-        models=UpdatedModels(
-            actor=inputs.actor,
-            critic=inputs.critic,
-            reference=inputs.initial_model,
-            frozen=inputs.frozen,
-            actor_optim=inputs.actor_optim,
-            critic_optim=inputs.critic_optim,
-            actor_scheduler=inputs.actor_scheduler,
-            critic_scheduler=inputs.critic_scheduler,
-        ),
+        inputs,
         experience_maker=maker,
         replay_buffer=buffer,
         kl_ctl=kl_ctl,
@@ -296,7 +280,6 @@ def assemble(
         state=state,
         skipped=skipped,
         timer=timer,
-        loss_terms=inputs.loss_terms,
     )
     saved = saved_parts(config, inputs.actor, inputs.critic, inputs.followers, inputs.initial_model)
     return PPOParts(
@@ -344,21 +327,6 @@ def build_maker(
         progress=lambda parts: MEASURING["part"].fn(parts, "experience", strategy),
         timer=timer,
     )
-
-
-def build_skipped(
-    config: PPOConfig, state: TrainerState, strategy: DeepspeedStrategy, tokenizer: Any
-) -> SkippedSteps:
-    """What keeps the batch of steps whose numbers are not finite."""
-
-    def write_batch(path: Path, batch: Minibatch, facts: Mapping[str, Any]) -> Counter[str]:
-        texts = [text for part in batch.micro_batches for text in part.texts(tokenizer.decode)]
-        save_batch(path, batch, texts, **facts)
-        return sum((Counter(part.non_finite()) for part in batch.micro_batches), Counter())
-
-    again = "To run the batch again: lightppo replay {folder} --step {step} --batch {batch}"
-    limit, folder = config.training.max_skipped_steps, config.checkpoint.save_path
-    return SkippedSteps(state, strategy, limit, folder, write_batch, again)
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
@@ -722,15 +690,21 @@ def prompts_dataloader(
     config: PPOConfig, prompts: PromptDataset, strategy: DeepspeedStrategy
 ) -> DataLoader:
     """This rank's share of every generation batch."""
-    size = config.sampling.gen_batch_size or config.rollout.rollout_batch_size
     ranks = {"rank": strategy.get_rank(), "world_size": strategy.world_size}
     order = {"shuffle": config.data.data_shuffle, "seed": config.strategy.seed}
-    sampler = RolloutBatchSampler(len(prompts), size, **ranks, **order)
+    sampler = RolloutBatchSampler(len(prompts), generation_batch(config), **ranks, **order)
     # A generator of its own, so that beginning an episode, as a resumed run does, draws no number of the global one.
     generator = torch.Generator()
     return DataLoader(
         prompts, batch_sampler=sampler, collate_fn=PromptDataset.collate_fn, generator=generator
     )
+
+
+def generation_batch(config: PPOConfig) -> int:
+    """How many prompts are sampled at once, over all ranks."""
+    given = config.flat()
+    sizes = (given[entry.batch_size] for entry in COLLECTORS.values() if entry.batch_size)
+    return next(filter(None, sizes), config.rollout.rollout_batch_size)
 
 
 def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int = 0) -> int:
@@ -741,8 +715,8 @@ def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int
     """
     rollout, training = config.rollout, config.training
     if hasattr(dataloader, "__len__"):
-        per_batch = config.sampling.gen_batch_size or rollout.rollout_batch_size
-        return math.ceil(len(dataloader) * per_batch / rollout.rollout_batch_size)
+        prompts = len(dataloader) * generation_batch(config)
+        return math.ceil(prompts / rollout.rollout_batch_size)
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     return max(1, update_steps * training.train_batch_size // training.max_epochs // samples)
 
@@ -786,11 +760,9 @@ def build_sampler(
     source: RewardSource,
     maker: ExperienceMaker,
     timer: Callable[[str], Any],
-) -> GroupCollector:
+) -> BatchCollector:
     """Prompts → the scored groups that a step trains on. ConfigError: engine or source cannot do what options ask."""
-    sampling, training = config.sampling, config.training
-    per_step = config.rollout.rollout_batch_size
-    if sampling.fire_sampling and not capabilities_of(engine).heats_first_token:
+    if config.sampling.fire_sampling and not capabilities_of(engine).heats_first_token:
         raise ConfigError(
             f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out"
         )
@@ -804,36 +776,23 @@ def build_sampler(
         min_group_size=entry.min_group_size,
         greedy_baseline=entry.needs_greedy_baseline,
         dense=maker.shaper.of_tokens is not None,
-        group_size=config.rollout.n_samples_per_prompt,
-        tie=sampling.best_of_n_tie,
         scorer=next((scorer for scorer in scorers if scorer is not None), None),
         checks=[check for check in checks if check is not None],
         timer=timer,
     )
-    prompt_once = maker.layout.shares_prompts and training.shuffle == "groups"
     around = [
         entry.fn(config=config, strategy=strategy, actor=maker.actor, engine=engine)
         for entry in SAMPLING.values()
     ]
-    balance = group_filter = None
-    if training.balance_ranks and strategy.world_size > 1:
-        balance = partial(balance_ranks, strategy=strategy, prompt_once=prompt_once)
-    if sampling.dynamic_sampling:
-        group_filter = GroupFilter(
-            sampling.filter_metric, sampling.filter_range, maker.shaper.final_scores
-        )
-    chooses = sampling.dynamic_sampling or sampling.gen_batch_size > per_step
-    return GroupCollector(
+    collector = BatchCollector(
         sampler,
         strategy,
-        groups_per_step=per_step if chooses else None,
-        group_filter=group_filter,
-        max_batches=sampling.max_num_gen_batches if sampling.dynamic_sampling else 1,
-        on_exhausted=sampling.on_exhausted,
         around=[stand_around for stand_around in around if stand_around is not None],
-        balance=balance,
         timer=timer,
     )
+    for entry in COLLECTORS.values():
+        collector = entry.fn(collector, config, maker)
+    return collector
 
 
 def build_rewards(building: Building, reward_models: Sequence[Any] = ()) -> None:
@@ -855,7 +814,7 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
     return SamplingParams(
         **same_name,
         max_new_tokens=rollout.generate_max_len,
-        n=sampling.generation_size or rollout.n_samples_per_prompt,
+        n=rollout.n_samples_per_prompt,
         seed=config.strategy.seed,
         first_token_temperature=sampling.fire_temperature if sampling.fire_sampling else None,
     )

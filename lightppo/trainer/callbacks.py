@@ -98,6 +98,9 @@ class Callback:
     def on_save(self, run: Any, step: int) -> None:
         """A checkpoint was written."""
 
+    def after_step(self, run: Any, step: int) -> None:
+        """All that was due after the step is done, and no callback has stopped the run."""
+
     def on_end(self, run: Any, error: BaseException | None) -> None:
         """``fit`` has ended; ``error`` is why, if it is not complete. Then it must not wait for other ranks."""
 

@@ -13,16 +13,14 @@ A trainer is a :class:`TrainingLoop` whose ``fit`` trains one step after the oth
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import idle_flags
 from lightppo.errors import NonFiniteError, TrainingError
-from lightppo.experience.experience import non_finite_text
 from lightppo.files import facts_of, files_in_use, local_folder
 from lightppo.plugin import CALLBACKS, MEASURING, OLDER_STATES
 from lightppo.ranks import Ranks, heartbeat
@@ -73,25 +71,20 @@ class TrainerState:
 
 @dataclass
 class SkippedSteps:
-    """Optimizer steps that all ranks skip together for numbers that are not finite; many in a row end the run.
-
-    A loop ends each step so, on all ranks together: ``end_step``, then what is due is logged, evaluated and saved, then
-    ``check``.
-    """
+    """Optimizer steps that all ranks skip together for numbers that are not finite."""
 
     state: TrainerState  # of the run; the steps are counted in it
     strategy: Ranks
-    limit: int  # --max_skipped_steps; 0: none
-    folder: str | Path  # of the run; batches are kept as nonfinite/stepN_rankR.pt in it
-    # (path, batch, facts): keeps this rank's batch, and returns how many rows are not finite, by name
-    write: Callable[[Path, Any, Mapping[str, Any]], Mapping[str, int]]
-    again: str = "The batch: {batch}"  # how to run it again, with {folder}, {step} and {batch}
     # of each optimizer step of this step, by model: whether it was skipped
     of_model: dict[str, list[bool]] = field(default_factory=dict, init=False)
     batch: Any = field(default=None, init=False)  # of the first one that was
     why: str = field(default="", init=False)  # the step was left out
     last_why: str = field(default="", init=False)  # some step was
     current: Any = field(default=None, init=False)  # the batch of the next optimizer steps
+
+    def begin_step(self) -> None:
+        """Nothing is skipped yet."""
+        self.of_model, self.batch, self.why = {}, None, ""
 
     def begin(self, batch: Any) -> None:
         """What the next optimizer steps are of."""
@@ -108,13 +101,13 @@ class SkippedSteps:
         if skipped and self.batch is None:
             self.batch = self.current
 
-    def leave_out(self, step: int, models: Iterable[str], batch: Any, why: NonFiniteError) -> None:
+    def leave_out(self, step: int, models: Iterable[str], why: NonFiniteError) -> None:
         """A step in which nothing is trained, on any rank."""
-        self.begin(batch)
         for model in models:
             self.add(model, skipped=True)
-        self.last_why = str(why)
-        self.batch, self.why = batch, self.last_why  # also where nothing would have been trained
+        # also where nothing would have been trained
+        self.batch, self.why = why.batch, str(why)
+        self.last_why = self.why
         if self.strategy.is_rank_0():
             logger.warning("step %d is left out: %s", step, why)
 
@@ -129,31 +122,6 @@ class SkippedSteps:
         elif self.of_model:
             self.state.skipped_in_a_row = 0
         self.current = None
-
-    def check(self, step: int) -> None:
-        """After the limit: keep the batch, end the run. Begins the next step. Collective then."""
-        models, batch, left_out = " and ".join(self.models()), self.batch, self.why
-        self.of_model, self.batch, self.why = {}, None, ""
-        if not self.limit or not models or self.state.skipped_in_a_row < self.limit:
-            return
-        rank = self.strategy.get_rank()
-        name = f"nonfinite/step{step}_rank{rank}.pt"
-        path = local_folder(self.folder) / name
-        rows_not_finite = self.write(path, batch, {"step": step, "rank": rank, "models": models})
-        files_in_use().publish(self.folder, name)
-        of_ranks = self.strategy.all_gather_object(rows_not_finite)
-        first = next((i for i, of_rank in enumerate(of_ranks) if of_rank), 0)
-        if left_out:
-            why = left_out
-        elif rows := non_finite_text(of_ranks):
-            why = f"Not finite: {rows}"
-        else:
-            why = "All numbers of the batch are finite: look at the weights and the loss; with --fp16 set --bf16 instead"
-        batch_of_first = f"{self.folder}/nonfinite/step{step}_rank{first}.pt"
-        raise TrainingError(
-            f"step {step}: no finite gradient of the {models} in {self.limit} steps in a row (--max_skipped_steps). "
-            f"{why}. {self.again.format(folder=self.folder, step=step, batch=batch_of_first)}"
-        )
 
 
 class TrainingLoop:
@@ -389,8 +357,10 @@ class TrainingLoop:
             self.total_steps, episode = self.count_steps(), self.state.episode
             for data in self.episode_steps():
                 heartbeat.step = self.state.global_step + 1
+                self.skipped.begin_step()
                 yield heartbeat.step, data
-                self.skipped.check(heartbeat.step)
+                for callback in self.callbacks:
+                    callback.after_step(self, heartbeat.step)
                 if self.state.episode != episode or self.reached_limits():
                     break
 

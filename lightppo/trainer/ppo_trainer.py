@@ -8,14 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from lightppo.config import PPOConfig
 from lightppo.config.rules import trains
-from lightppo.data.records import Prompt
 from lightppo.errors import NonFiniteError
-from lightppo.experience.batching import Minibatch
-from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import CollectedStep
 from lightppo.rewards.registry import reward_of
 from lightppo.rewards.source import NoReward, RewardSource, close_source
@@ -34,7 +29,6 @@ class PPOTrainer(TrainingLoop):
     """
 
     samples_tokens = True
-    why_untrained = "every group was rejected: widen --filter_range, or take other prompts"
 
     def __init__(self, parts: PPOParts, callbacks: Iterable[Callback] = ()) -> None:
         self.actor, self.critic, self.initial_model = parts.actor, parts.critic, parts.initial_model
@@ -63,7 +57,7 @@ class PPOTrainer(TrainingLoop):
             keeps=parts.origin.keeps,
             asked=parts.origin.asked,
         )
-        self.register_state("surplus", self.sampler, per_rank=True)
+        self.why_untrained = self.sampler.why_untrained
         states = {
             "kl_ctl": self.kl_ctl,
             **self.experience_maker.shaper.states,
@@ -139,13 +133,7 @@ class PPOTrainer(TrainingLoop):
     def make_experience(self, collected: CollectedStep, step: int) -> None:
         """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective."""
         if collected.not_finite is not None:
-            batch = (
-                Experience.from_rollouts(collected.rollouts)
-                if collected.rollouts
-                else Experience.placeholder()
-            )
-            batch.info["reward"] = torch.tensor([rollout.reward for rollout in collected.rollouts])
-            self.leave_out(step, NonFiniteError(collected.not_finite, batch))
+            self.leave_out(step, NonFiniteError(collected.not_finite, collected.rollouts))
         elif collected.groups > 0:
             with self.timer("experience"):
                 try:
@@ -159,8 +147,7 @@ class PPOTrainer(TrainingLoop):
 
     def leave_out(self, step: int, error: NonFiniteError) -> None:
         """Train nothing on rollouts whose numbers are not finite, on any rank."""
-        models = self.update.trained_models(step)
-        self.skipped.leave_out(step, models, Minibatch([error.batch]), error)
+        self.skipped.leave_out(step, self.update.trained_models(step), error)
 
     def train(self, step: int) -> dict[str, float]:
         """The update of a step; its numbers. Collective."""
@@ -191,7 +178,7 @@ class PPOTrainer(TrainingLoop):
         }
 
     def count_steps(self) -> int:
-        """Steps of the whole run, those that are done included; at most so many with ``--dynamic_sampling``."""
+        """Steps of the whole run, those that are done included; rejected groups may leave fewer."""
         training, state, per_episode = self.config.training, self.state, self.steps_per_episode()
         done = state.consumed_prompts // self.config.rollout.rollout_batch_size  # of this episode
         total = state.global_step + (training.num_episodes - state.episode) * per_episode - done
@@ -203,15 +190,13 @@ class PPOTrainer(TrainingLoop):
 
     def episode_steps(self) -> Iterator[EpisodePrompts]:
         """The prompts of the episode, once for each step that takes some of them."""
-        prompts = EpisodePrompts(
-            self.prompts, self.state.episode, self.state.consumed_prompts, self.prompts_of
-        )
+        prompts = self.episode_prompts()
         while True:
             yield prompts
 
-    def prompts_of(self, batch: list[Prompt]) -> list[Prompt]:
-        """Of a batch of the dataloader."""
-        return batch
+    def episode_prompts(self) -> EpisodePrompts:
+        """From where the run is."""
+        return EpisodePrompts(self.prompts, self.state.episode, self.state.consumed_prompts)
 
     def before_first_step(self) -> None:
         if not self.only_evaluates:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -41,21 +40,13 @@ class RolloutBatchSampler(Sampler[list[int]]):
         self.rank, self.world_size = rank, world_size
         self.shuffle, self.seed = shuffle, seed
         self.epoch = self._start = 0
-        self._left_out: set[int] = set()
-
-    def leave_out(self, positions: Iterable[int]) -> None:
-        """Leave these prompts out of all further passes, in addition to earlier ones; call it alike on every rank."""
-        left_out = self._left_out | set(positions)
-        if not left_out < set(range(self.num_samples)):
-            raise ValueError(
-                f"{len(left_out)} prompts cannot be left out of {self.num_samples}: {sorted(left_out)[-5:]}"
-            )
-        self._left_out = left_out
+        # positions that no further pass has; the same on every rank
+        self.left_out: set[int] = set()
 
     @property
     def epoch_size(self) -> int:
         """Prompts per epoch."""
-        return self.num_samples - len(self._left_out)
+        return self.num_samples - len(self.left_out)
 
     def order(self) -> list[int]:
         """Positions of all prompts in this epoch's order, the same on every rank."""
@@ -64,7 +55,7 @@ class RolloutBatchSampler(Sampler[list[int]]):
             # Not seed + epoch: epoch 1 of seed 42 would be epoch 0 of seed 43.
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
             whole = torch.randperm(self.num_samples, generator=generator).tolist()
-        return [position for position in whole if position not in self._left_out]
+        return [position for position in whole if position not in self.left_out]
 
     def __iter__(self) -> Iterator[list[int]]:
         order, start = self.order(), self._start
@@ -89,8 +80,7 @@ class EpisodePrompts:
     """The generation batches of one episode on this rank, from where it was left.
 
     Args:
-        dataloader: its ``batch_sampler`` or ``sampler`` has ``set_epoch(epoch, consumed_samples)``; one with
-            ``set_epoch(epoch)`` cannot start inside an episode, one with none is taken as it comes.
+        dataloader: its ``batch_sampler`` has ``set_epoch(epoch, consumed_samples)``.
         episode: its number, from 0; seeds the shuffling.
         consumed_prompts: prompts of this episode that were used before, over all ranks.
         convert: makes prompts of what the dataloader yields, which without it are prompts.
@@ -107,28 +97,16 @@ class EpisodePrompts:
         consumed_prompts: int,
         convert: Callable[[Any], list[Prompt]] = lambda batch: batch,
     ) -> None:
-        samplers = (
-            getattr(dataloader, "batch_sampler", None),
-            getattr(dataloader, "sampler", None),
-        )
-        sampler = next((s for s in samplers if hasattr(s, "set_epoch")), None)
-        if (
-            sampler is not None
-            and "consumed_samples" in inspect.signature(sampler.set_epoch).parameters
-        ):
-            sampler.set_epoch(episode, consumed_samples=consumed_prompts)
-        elif consumed_prompts:
-            raise ValueError(
-                "cannot resume inside an episode: the prompts dataloader's sampler has no set_epoch(epoch, "
-                "consumed_samples); make it with strategy.setup_dataloader"
-            )
-        elif sampler is not None:
-            sampler.set_epoch(episode)
+        self.go_to(dataloader, episode, consumed_prompts)
         self._batches, self._convert, self.taken = iter(dataloader), convert, 0
         self._look_ahead()
         # else all were consumed; what was sampled may wait for training
         if self.exhausted and not consumed_prompts:
             raise ValueError(f"the prompts dataloader gave no batch in episode {episode + 1}")
+
+    def go_to(self, dataloader: Any, episode: int, consumed_prompts: int) -> None:
+        """Have the dataloader begin the episode where it was left."""
+        dataloader.batch_sampler.set_epoch(episode, consumed_prompts)
 
     def _look_ahead(self) -> None:
         self._next = next(self._batches, _END)

@@ -7,7 +7,7 @@ depends neither on micro batches nor on ranks. Nothing is written to what comes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,6 @@ from lightppo.algorithms.masking import (
 )
 from lightppo.config import LossConfig, PPOConfig
 from lightppo.config.rules import micro_batch_spec, of_role, token_weights
-from lightppo.errors import RewardError
 from lightppo.experience.batching import (
     Minibatch,
     ReplayBuffer,
@@ -34,29 +33,13 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
 from lightppo.models.wrapper import layout_of_all
-from lightppo.plugin import ENTROPY_SAMPLES, MEASURING, SCORE_TERMS, VALUE_NORMS
-from lightppo.ranks import Ranks
-from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, MEASURING, SCORE_TERMS, VALUE_NORMS
 from lightppo.trainer import metrics as m
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 
 Metrics = dict[str, Tensor]
 # numbers by name, or tensors of one number that are read at the end of a step
 Status = Mapping[str, Any]
-
-
-@dataclass
-class UpdatedModels:
-    """What an update trains, by which optimizers, and what it looks at."""
-
-    actor: Any
-    critic: Any | None
-    reference: Any | None  # for losses that compare with it
-    actor_optim: Any
-    critic_optim: Any
-    actor_scheduler: Any
-    critic_scheduler: Any
-    frozen: Mapping[str, Any] = field(default_factory=dict)  # the further models, by name
 
 
 @dataclass(frozen=True)
@@ -84,6 +67,16 @@ class EntropySample(Protocol):
         self, entropy: Tensor, mask: Tensor, normalizer: LossNormalizer
     ) -> tuple[Tensor, Tensor]:
         """The micro batch's share of the estimated mean, and the entropy (B, A), NaN where it was not computed."""
+
+
+class EarlyStop(Protocol):
+    """Whether an optimizer step of the actor goes too far; see :data:`lightppo.plugin.EARLY_STOPS`."""
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Take in the metrics of a micro batch of the step, on their device."""
+
+    def reached(self) -> bool:
+        """Whether the step is left out, the same on every rank; the next one begins. Collective."""
 
 
 OwnLoss = Callable[[Any], tuple[float, Tensor, Metrics]]
@@ -118,16 +111,14 @@ class Update:
     A subclass may override ``training_step``, ``training_step_actor`` and ``training_step_critic``.
 
     Args:
-        config: resolved.
+        inputs: :class:`lightppo.trainer.build.PPOInputs` with a resolved config.
         state: of the run; optimizer steps are counted in it.
     """
 
     def __init__(
         self,
-        config: PPOConfig,
-        strategy: DeepspeedStrategy,
+        inputs: Any,
         *,
-        models: UpdatedModels,
         experience_maker: ExperienceMaker,
         replay_buffer: ReplayBuffer,
         kl_ctl: Any,
@@ -135,22 +126,19 @@ class Update:
         state: TrainerState,
         skipped: SkippedSteps,
         timer: m.Phases,
-        loss_terms: Mapping[str, LossTerm] = {},
     ) -> None:
-        self.strategy, self.loss_terms = strategy, dict(loss_terms)
-        self.frozen = models.frozen
+        config, self.strategy = inputs.config, inputs.strategy
+        self.loss_terms, self.frozen = dict(inputs.loss_terms), inputs.frozen
         self.use(config)
-        self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
-        self.actor_optim, self.actor_scheduler = models.actor_optim, models.actor_scheduler
-        self.critic_optim, self.critic_scheduler = models.critic_optim, models.critic_scheduler
+        self.actor, self.critic, self.reference = inputs.actor, inputs.critic, inputs.initial_model
+        self.actor_optim, self.actor_scheduler = inputs.actor_optim, inputs.actor_scheduler
+        self.critic_optim, self.critic_scheduler = inputs.critic_optim, inputs.critic_scheduler
         self.experience_maker, self.replay_buffer = experience_maker, replay_buffer
         self.kl_ctl, self.value_norm = kl_ctl, value_norm
         self.state, self.skipped, self.timer = state, skipped, timer
         algorithm, loss, training = config.algorithm, config.loss, config.training
-        self.max_epochs, self.freezing_actor_steps = (
-            training.max_epochs,
-            algorithm.freezing_actor_steps,
-        )
+        self.max_epochs = training.max_epochs
+        self.freezing_actor_steps = algorithm.freezing_actor_steps
         self.critic_max_epochs = 0
         if self.critic is not None:
             self.critic_max_epochs = of_role(config, "critic").max_epochs or training.max_epochs
@@ -160,7 +148,8 @@ class Update:
         self.value_loss = ValueLoss(
             loss.value_clip, loss_agg_mode=loss.loss_agg_mode, huber_delta=loss.value_huber_delta
         )
-        self.early_stop = EarlyStop(loss, strategy)
+        stops = (entry.fn(config, self.strategy) for entry in EARLY_STOPS.values())
+        self.early_stops: list[EarlyStop] = [stop for stop in stops if stop is not None]
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
         samples = (entry.fn(config) for entry in ENTROPY_SAMPLES.values())
@@ -190,11 +179,6 @@ class Update:
             the means over the optimizer steps, and statistics of the rollout, by the names of
             ``trainer.metrics.METRICS`` without their namespace; the same on every rank.
         """
-        empty = self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
-        if empty and not self.config.sampling.dynamic_sampling and self.skipped.batch is None:
-            raise RewardError(
-                f"step {step}: none of the samples was scored, so there is nothing to train on"
-            )
         self.samples.begin(self.replay_buffer.items)
         trained = []
         with self.timer("train"):
@@ -219,43 +203,37 @@ class Update:
     def train_minibatch(self, minibatch: Minibatch, step: int = 0) -> list[Mapping[str, float]]:
         """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
         micro_batches = self.with_own_losses(minibatch.micro_batches)
-        of_critic = (
-            micro_batches
-            if minibatch.critic_micro_batches is None
-            else minibatch.critic_micro_batches
-        )
+        of_critic = minibatch.critic_micro_batches
         self.skipped.begin(minibatch)
         self.strategy.accumulate(self.actor, len(micro_batches))
-        self.strategy.accumulate(self.critic, len(of_critic))
-        if self.critic is None or of_critic is micro_batches:
+        self.strategy.accumulate(self.critic, len(of_critic or micro_batches))
+        if of_critic is None:
             done = [
                 (experience, self.training_step(experience, step))
                 for experience in self.given(micro_batches)
             ]
         else:
             with self.timer("actor_update"):
-                of_actor = self.given(micro_batches if self.actor_trains(step) else ())
+                trained = self.given(micro_batches if self.actor_trains(step) else ())
                 done = [
-                    (experience, self.training_step_actor(experience)) for experience in of_actor
+                    (experience, self.training_step_actor(experience)) for experience in trained
                 ]
             with self.timer("critic_update"):
                 trained = self.given(of_critic if self.critic_trains() else ())
                 done += [
                     (experience, self.training_step_critic(experience)) for experience in trained
                 ]
-        # Numbers are read only here, so that no micro batch waits for a GPU.
-        statuses = [
-            (experience.part.has_samples, m.checked_status(status)) for experience, status in done
-        ]
-        self.summarise()
         # A placeholder says nothing but the losses of further terms.
         own = [name for term in self.loss_terms.values() for name in term.metrics]
-        return [
-            status
-            if has_samples
-            else {name: value for name, value in status.items() if name in own}
-            for has_samples, status in statuses
-        ]
+        statuses = []
+        # Numbers are read only here, so that no micro batch waits for a GPU.
+        for experience, status in done:
+            numbers = m.checked_status(status)
+            if not experience.part.has_samples:
+                numbers = {name: value for name, value in numbers.items() if name in own}
+            statuses.append(numbers)
+        self.summarise()
+        return statuses
 
     # -- one micro batch -----------------------------------------------------------------------------------------
 
@@ -290,7 +268,8 @@ class Update:
             sample=self.entropy_sample(experience, part.normalizer),
         )
         self.backward(loss * part.loss_scale, self.actor, self.actor_optim)
-        self.early_stop.add(metrics)
+        for stop in self.early_stops:
+            stop.add(metrics)
         self.observe(experience, log_probs, entropy)
         if experience.action_log_probs is None and part.has_samples:
             self.samples.add(experience, log_probs)
@@ -408,10 +387,12 @@ class Update:
 
     def actor_step(self) -> dict[str, float]:
         """At the last micro batch of a step: the optimizer step or an early stop."""
-        if self.strategy.completes_step(self.actor) and self.early_stop.reached():
-            self.state.stopped_optimizer_steps += 1
-            self.strategy.skip_step(self.actor, name="actor")
-            return {"actor_lr": self.actor_optim.param_groups[0]["lr"], "actor_stopped": 1.0}
+        if self.strategy.completes_step(self.actor):
+            reached = [stop.reached() for stop in self.early_stops]
+            if any(reached):
+                self.state.stopped_optimizer_steps += 1
+                self.strategy.skip_step(self.actor, name="actor")
+                return {"actor_lr": self.actor_optim.param_groups[0]["lr"], "actor_stopped": 1.0}
         status = self.optimizer_step("actor", self.actor, self.actor_optim, self.actor_scheduler)
         if "actor_grad_norm" in status:
             status["actor_stopped"] = 0.0
@@ -567,31 +548,6 @@ def critic_loss(
     loss, metrics = loss_fn(values, old_values, returns, mask, normalizer)
     mean_value = token_mean(shown, mask, normalizer)
     return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}
-
-
-class EarlyStop:
-    """Whether an optimizer step goes too far from the policy that sampled; the same on every rank."""
-
-    def __init__(self, config: LossConfig, ranks: Ranks) -> None:
-        limits = {"ratio": config.early_stop_imp_ratio, "approx_kl": config.early_stop_kl}
-        self.limits = {name: limit for name, limit in limits.items() if limit is not None}
-        self.ranks = ranks
-        self.sums: Metrics = {}
-
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Take in a micro batch of the step."""
-        for name in self.limits:
-            self.sums[name] = self.sums.get(name, 0.0) + metrics[name].detach().float()
-
-    def reached(self) -> bool:
-        """Whether the step exceeds a limit; begins the next one. Collective where there are limits."""
-        sums, self.sums = self.sums, {}
-        if not sums:
-            return False
-        values = self.ranks.all_reduce(
-            torch.stack([sums[name] for name in self.limits]), "mean"
-        ).tolist()
-        return any(value > limit for value, limit in zip(values, self.limits.values()))
 
 
 def build_policy_loss(config: PPOConfig) -> PolicyLoss:

@@ -80,8 +80,8 @@ def positions_of(
         config,
         old_log_probs=old_log_probs_from(config, exact_rollout=True),
     )
-    rollouts, buffer = rollouts_of(workload, workloads), ReplayBuffer(1)
-    buffer.extend(maker.make_experience_list(rollouts))
+    rollouts, buffer = rollouts_of(workload, workloads), ReplayBuffer()
+    buffer.fill(maker.make_experience_list(rollouts))
     for _ in range(config.training.max_epochs):
         for minibatch in minibatches(
             buffer.items,

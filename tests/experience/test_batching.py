@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from lightppo.algorithms.entries import LOSS_AGG_MODES
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.config.rules import MicroBatchSpec
-from lightppo.experience.batching import Minibatch, load_batch, minibatches, plan_step, save_batch
+from lightppo.experience.batching import Minibatch, minibatches, plan_step
 from lightppo.experience.experience import Experience
 
 
@@ -273,34 +272,3 @@ def test_gradient_depends_neither_on_micro_batches_nor_on_ranks(mode, micro):
     for rank_loss, found in on_ranks(2, gradient):
         assert rank_loss == pytest.approx(loss, rel=1e-6)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_a_saved_batch_comes_back_whole(tmp_path):
-    step = next(iter(plan(FakeStrategy(), samples(4), 4, micro=2)))
-    first = step.micro_batches[0]
-    first.advantages[0, 0] = math.nan
-    step.micro_batches[1] = replace(
-        step.micro_batches[1], part=replace(step.micro_batches[1].part, own_losses=(len,))
-    )
-    save_batch(tmp_path / "new" / "step3_rank0.pt", step, [("1+1=", "2")] * 4, step=3, rank=0)
-    loaded, texts, facts = load_batch(tmp_path / "new" / "step3_rank0.pt")
-
-    assert (texts, facts) == ([("1+1=", "2")] * 4, {"step": 3, "rank": 0})
-    assert loaded.critic_micro_batches is None
-    for one, other in zip(step.micro_batches, loaded.micro_batches, strict=True):
-        assert vars(one).keys() == vars(other).keys()
-        for name in (
-            "sequences",
-            "attention_mask",
-            "action_mask",
-            "advantages",
-            "values",
-            "action_log_probs",
-        ):
-            torch.testing.assert_close(
-                getattr(one, name), getattr(other, name), equal_nan=True, rtol=0, atol=0
-            )
-        assert one.info.keys() == other.info.keys()
-        assert other.part == replace(one.part, own_losses=())
-    assert [part.non_finite() for part in loaded.micro_batches] == [{"advantages": 1}, {}]
-    assert loaded.micro_batches[0].select([0]).non_finite() == {"advantages": 1}

@@ -416,7 +416,7 @@ def test_tokens_are_selected_with_a_seed_of_the_run_and_of_the_step():
 
     def selected(seed: int, step: int) -> list:
         experience_maker = maker(seed=seed, coef=0.0, critic=False, reference=False)
-        buffer = ReplayBuffer(1)
+        buffer = ReplayBuffer()
         for index in range(30):
             experience = Experience.from_rollouts(
                 [make_rollout([index + 1], [10, 20], reward=1.0, index=index)]

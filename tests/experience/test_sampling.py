@@ -39,7 +39,7 @@ def test_n_samples_of_a_prompt_follow_each_other():
     source = sampler(everything(2))
     batch = source.score(source.generate(PROMPTS, step=1))
     assert kept(batch) == [(0, 0, 0), (0, 1, 1), (1, 0, 10), (1, 1, 11), (2, 0, 20), (2, 1, 21)]
-    assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (0, 0)
+    assert (batch.counts["unscored"], batch.counts["small_group"]) == (0, 0)
 
 
 def test_a_rank_without_prompts_still_calls_engine_and_source():
@@ -70,7 +70,7 @@ def test_unscored_samples_leave_their_group_and_are_counted(caplog):
     source = sampler(table)
     batch = source.score(source.generate(PROMPTS, 1))
     assert kept(batch) == [(0, 0, 0), (1, 0, 10), (1, 1, 11), (2, 0, 20), (2, 1, 21)]
-    assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (1, 0)
+    assert (batch.counts["unscored"], batch.counts["small_group"]) == (1, 0)
     assert "table left 1 of 6 samples unscored; 0 more" in caplog.text
 
 
@@ -82,7 +82,7 @@ def test_a_group_that_becomes_too_small_leaves_as_a_whole(caplog):
     batch = source.score(source.generate(PROMPTS, 1))
     # Prompt 0 keeps 2 of 3; prompt 1 has 1 left, too few; prompt 2 has none.
     assert kept(batch) == [(0, 1, 1), (0, 2, 2)]
-    assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (6, 1)
+    assert (batch.counts["unscored"], batch.counts["small_group"]) == (6, 1)
     assert "table left 6 of 9 samples unscored; 1 more left out" in caplog.text
 
 
@@ -109,7 +109,7 @@ def test_a_score_that_is_not_finite_keeps_the_samples_together_for_the_step_that
     assert len(batch.rollouts) == 6
     # none of them is trained on by mistake
     assert all(math.isnan(r.reward) for r in batch.rollouts)
-    assert batch.prompt_scores == {}
+    assert batch.scored == []
 
 
 def test_the_greedy_answer_is_sampled_and_scored_once_for_all_samples_of_its_prompt():
@@ -151,7 +151,7 @@ def test_samples_without_a_scored_baseline_are_left_out():
     )
     batch = source.score(source.generate(PROMPTS, 1))
     assert kept(batch) == [(0, 0, 0), (0, 1, 1), (2, 0, 20), (2, 1, 21)]
-    assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (1, 1)
+    assert (batch.counts["unscored"], batch.counts["small_group"]) == (1, 1)
 
 
 def test_every_batch_is_checked_after_it_is_scored():

@@ -68,7 +68,7 @@ class IdleLoop(TrainingLoop):
             strategy,
             None,
             checkpointer or FakeCheckpointer(),
-            SkippedSteps(state, strategy, 0, config.checkpoint.save_path, lambda *_: {}),
+            SkippedSteps(state, strategy),
             state=state,
             timer=PhaseTimer(),
             callbacks=callbacks,

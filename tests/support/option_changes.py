@@ -546,7 +546,7 @@ SUPERVISED: dict[str, Changes] = {
 }
 
 ELSEWHERE = {
-    "balance_ranks": "experience/test_balancing.py",  # of two ranks
+    "balance_ranks": "plugins/selection/test_balancing.py",  # of two ranks
     "shuffle": "trainer/test_options_act.py",
     "env_contract": "plugins/episodes/test_assembly.py",
     "tool_format": "plugins/episodes/test_assembly.py",

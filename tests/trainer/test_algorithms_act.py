@@ -121,7 +121,7 @@ def test_a_group_whose_baseline_is_unscored_is_left_out_and_counted():
     )
     batch = sampler.score(sampler.generate(PROMPTS, step=1))
     assert [r.prompt.index for r in batch.rollouts] == [1, 1]
-    assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (0, 2)
+    assert (batch.counts["unscored"], batch.counts["small_group"]) == (0, 2)
 
 
 TOKENS = [[0.0, 1.0], [2.0, 3.0], [0.0, 0.0], [1.0, 5.0]]

@@ -15,7 +15,7 @@ from lightppo.algorithms.masking import token_mean
 from lightppo.config import PPOConfig
 from lightppo.config.rules import parse_specs
 from lightppo.errors import ConfigError
-from lightppo.experience.batching import Minibatch, load_batch, save_batch
+from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import RolloutPass
 from lightppo.plugin import (
@@ -26,6 +26,7 @@ from lightppo.plugin import (
     FrozenModel,
     PassEntry,
 )
+from lightppo.plugins.records.kept_batches import load_batch, save_batch
 from lightppo.table import Entry
 from lightppo.trainer.update import ScoreTerm
 

@@ -17,7 +17,7 @@ from support.tiny import read_jsonl, sums, write_jsonl
 from lightppo import PPOTrainer
 from lightppo.data.records import Rollout
 from lightppo.errors import TrainingError
-from lightppo.experience.batching import load_batch
+from lightppo.plugins.records.kept_batches import load_batch
 
 pytestmark = pytest.mark.usefixtures("world")
 

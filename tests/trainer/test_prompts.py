@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
-from lightppo.plugins.supervised.rank_samples import RankSampler
 from lightppo.trainer.prompts import EpisodePrompts, RolloutBatchSampler
 
 
@@ -31,7 +30,6 @@ def test_the_last_batch_is_marked():
     batches = episode(loader(), 0, 0)
     assert [(len(batch), last) for batch, last in batches] == [(4, False), (4, False), (2, True)]
     assert sorted(i for batch, _ in batches for i in batch) == list(range(10))
-    assert episode([["only"]], 0, 0) == [(["only"], True)]
 
 
 def test_an_episode_goes_on_where_it_was_left():
@@ -56,29 +54,8 @@ def test_a_resumed_run_may_share_the_prompts_out_over_other_ranks():
     assert rest(1) == rest(2)
 
 
-def test_position_goes_to_a_sampler_too():
-    sampler = RankSampler(range(10), 2, 0, seed=1)
-    batches = DataLoader(range(10), batch_size=2, sampler=sampler, collate_fn=list)
-    whole = episode(batches, 1, 0)
-    assert [len(batch) for batch, _ in whole] == [2, 2, 1]
-    assert episode(batches, 1, 4) == whole[1:]  # 4 prompts over 2 ranks: one batch of 2 here
-
-
-def test_torchs_own_sampler_is_reshuffled_and_cannot_resume():
-    sampler = DistributedSampler(range(6), num_replicas=2, rank=0, seed=1)
-    batches = DataLoader(range(6), batch_size=3, sampler=sampler, collate_fn=list)
-    first, second, again = (episode(batches, number, 0) for number in (0, 1, 0))
-    assert first == again != second
-    with pytest.raises(ValueError, match="set_epoch"):
-        episode(batches, 0, 3)
-
-
-def test_any_iterable_of_batches_starts_from_its_beginning_only():
-    assert episode([["a"], ["b"]], 5, 0) == [(["a"], False), (["b"], True)]
-    with pytest.raises(ValueError, match=r"strategy\.setup_dataloader"):
-        episode([["a"], ["b"]], 0, 1)
-
-
 def test_an_empty_dataloader_is_an_error():
+    empty = loader()
+    empty.batch_sampler.left_out = set(range(10))
     with pytest.raises(ValueError, match="episode 3"):
-        episode([], 2, 0)
+        episode(empty, 2, 0)

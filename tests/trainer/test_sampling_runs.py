@@ -249,7 +249,7 @@ def test_best_of_n_trains_on_the_best(config_of):
         8,
         4,
     )
-    assert sampling_params(trainer.config).n == 6
+    assert trainer.sampler.sampler.sampling.n == 6
     assert eval_sampling_params(trainer.config).n == 1
     assert {s["score"] for s in samples} == {1.0}  # among six there are two
     other = config.with_options(best_of_n_tie="shorter", save_path=f"{config.checkpoint.save_path}2",

@@ -4,6 +4,7 @@ from lightppo.option import register_section
 from lightppo.plugin import (
     BUFFER_STEPS,
     CALLBACKS,
+    EARLY_STOPS,
     METRICS,
     NORMALISATIONS,
     TOKEN_WEIGHTS,
@@ -65,14 +66,19 @@ def _register_token_weights() -> None:
     TOKEN_WEIGHTS.register("rejection", rejection)
     TOKEN_WEIGHTS.register("rejection_in_training", in_training)
     TOKEN_WEIGHTS.register("high_entropy", high_entropy)
+    EARLY_STOPS.register("limits", Entry(f"{_HERE}.early_stop:early_stop"))
 
 
 def _register_options() -> None:
     sections = f"{_HERE}.sections"
     register_section("correction", f"{sections}:CorrectionConfig")
-    register_section("high_entropy", f"{sections}:HighEntropyConfig", adds_to="loss")
-    register_section("prompt_filter", f"{sections}:PromptFilterConfig", adds_to="sampling")
-    register_section("score_norm", f"{sections}:ScoreNormConfig", adds_to="reward")
-    register_section("adv_norm", f"{sections}:AdvantageNormConfig", adds_to="algorithm")
-    register_section("kl_estimators", f"{sections}:KLConfig", adds_to="algorithm")
-    register_section("gdpo", f"{sections}:PartsConfig", adds_to="algorithm")
+    for name, kind, owner in (
+        ("high_entropy", "HighEntropyConfig", "loss"),
+        ("early_stop", "EarlyStopConfig", "loss"),
+        ("prompt_filter", "PromptFilterConfig", "sampling"),
+        ("score_norm", "ScoreNormConfig", "reward"),
+        ("adv_norm", "AdvantageNormConfig", "algorithm"),
+        ("kl_estimators", "KLConfig", "algorithm"),
+        ("gdpo", "PartsConfig", "algorithm"),
+    ):
+        register_section(name, f"{sections}:{kind}", adds_to=owner)

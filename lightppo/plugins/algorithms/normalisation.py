@@ -118,7 +118,7 @@ def whitening(config: Any) -> Callable[..., None] | None:
     }
 
     def whiten(buffer: ReplayBuffer, loss: Any, ranks: Ranks, seed: int) -> None:
-        buffer.normalize("advantages", ranks, **options)
+        buffer.whiten(ranks, **options)
 
     return whiten
 

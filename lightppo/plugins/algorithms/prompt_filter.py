@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lightppo.data.records import group_by_prompt
 from lightppo.errors import ConfigError
+from lightppo.experience.sampler import CollectedStep
 from lightppo.trainer.callbacks import Callback
+from lightppo.trainer.prompts import RolloutBatchSampler
 
 
 class PromptFilter(Callback):
@@ -36,15 +39,18 @@ class PromptFilter(Callback):
             return
         sampler = getattr(run.prompts, "batch_sampler", None)
         dataset = getattr(run.prompts, "dataset", None)
-        if not hasattr(sampler, "leave_out") or not hasattr(dataset, "positions_of"):
+        if not hasattr(sampler, "left_out") or not hasattr(dataset, "positions_of"):
             raise ConfigError(
                 "--dataset_filter_threshold needs a dataloader that can leave prompts out: a PromptDataset with a "
                 "RolloutBatchSampler, as PPOTrainer.from_config makes it"
             )
-        sampler.leave_out(dataset.positions_of(self.left_out))
+        leave_out(sampler, dataset.positions_of(self.left_out))
 
-    def on_rollouts(self, run: Any, step: int, collected: Any) -> None:
-        self._of_step = collected.prompt_scores
+    def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
+        self._of_step = {
+            group[0].prompt.index: sum(rollout.reward for rollout in group) / len(group)
+            for group in group_by_prompt(collected.scored)
+        }
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Take the step's mean score of each prompt; at the end of the episode, leave prompts out. Collective."""
@@ -53,7 +59,7 @@ class PromptFilter(Callback):
         if run.state.episode > self.episode:
             sampler, dataset = run.prompts.batch_sampler, run.prompts.dataset
             found = too_well_solved(self.scores, self.threshold, self.max_share, sampler.epoch_size)
-            sampler.leave_out(dataset.positions_of(found))
+            leave_out(sampler, dataset.positions_of(found))
             self.left_out, self.scores = self.left_out + found, {}
             self.episode = run.state.episode
             run.strategy.print(
@@ -82,3 +88,13 @@ def too_well_solved(
         (index for index in scores if scores[index] > threshold), key=lambda i: (-scores[i], i)
     )
     return above[: int(max_share * prompts)]
+
+
+def leave_out(sampler: RolloutBatchSampler, positions: Iterable[int]) -> None:
+    """Leave these prompts out of all further passes, in addition to earlier ones; call it alike on every rank."""
+    left_out = sampler.left_out | set(positions)
+    if not left_out < set(range(sampler.num_samples)):
+        raise ValueError(
+            f"{len(left_out)} prompts cannot be left out of {sampler.num_samples}: {sorted(left_out)[-5:]}"
+        )
+    sampler.left_out = left_out

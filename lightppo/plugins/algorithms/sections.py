@@ -95,6 +95,22 @@ class HighEntropyConfig(Section, adds_to="loss"):
             yield "--high_entropy_token_ratio needs the entropy of a pass"
 
 
+class EarlyStopConfig(Section, adds_to="loss"):
+    """Optimizer steps that go too far."""
+
+    early_stop_imp_ratio: float | None = option(
+        5.0,
+        "Skip an optimizer step of the actor if its mean probability ratio is above this. None: off.",
+        gt=1,
+    )
+    early_stop_kl: float | None = option(
+        None,
+        "Skip an optimizer step of the actor if the KL from old to new policy is above this. None: off.",
+        "nats per token",
+        gt=0,
+    )
+
+
 class PromptFilterConfig(Section, adds_to="sampling"):
     """Prompts that are solved leave the further episodes."""
 

@@ -1,5 +1,6 @@
 """The constructor, arguments and call forms of the seed, and reward functions of other trainers."""
 
+from lightppo.option import register_section
 from lightppo.plugin import OLDER_STATES, PUBLIC, STRATEGY_METHODS
 from lightppo.plugins.reward_sources import REWARD_STYLES
 from lightppo.table import Entry
@@ -13,6 +14,7 @@ def register() -> None:
     for name in ("load_model", "set_max_norm"):
         STRATEGY_METHODS.register(name, Entry(f"lightppo.plugins.compat.script_strategy:{name}"))
     OLDER_STATES.register("names", Entry("lightppo.plugins.compat.older_states:with_present_names"))
+    register_section("buffer", "lightppo.plugins.compat.sections:BufferConfig", adds_to="training")
     PUBLIC.update(
         {
             "PPOTrainer": "lightppo.plugins.compat.seed_trainer",
@@ -26,6 +28,7 @@ def register() -> None:
             "compute_approx_kl": "lightppo.plugins.compat.seed",
             "get_llm_for_sequence_regression": "lightppo.plugins.compat.seed",
             "get_strategy": "lightppo.plugins.compat.seed",
+            "ReplayBuffer": "lightppo.plugins.compat.seed",
             "NaiveReplayBuffer": "lightppo.plugins.compat.seed",
             "get_tokenizer": "lightppo.plugins.compat.seed",
             "PolicyLoss": "lightppo.plugins.compat.seed",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from dataclasses import replace
 from typing import Any
 
 from lightppo.data.records import Prompt
+from lightppo.trainer.prompts import EpisodePrompts
 
 
 class PromptText(str):
@@ -19,6 +21,33 @@ class PromptText(str):
         text = cls(prompt.text)
         text.prompt = prompt
         return text
+
+
+class ScriptPrompts(EpisodePrompts):
+    """Those of any dataloader.
+
+    Its ``batch_sampler`` or ``sampler`` has ``set_epoch(epoch, consumed_samples)``; one with ``set_epoch(epoch)`` cannot
+    start inside an episode, one with none is taken as it comes.
+    """
+
+    def go_to(self, dataloader: Any, episode: int, consumed_prompts: int) -> None:
+        samplers = (
+            getattr(dataloader, "batch_sampler", None),
+            getattr(dataloader, "sampler", None),
+        )
+        sampler = next((s for s in samplers if hasattr(s, "set_epoch")), None)
+        if (
+            sampler is not None
+            and "consumed_samples" in inspect.signature(sampler.set_epoch).parameters
+        ):
+            sampler.set_epoch(episode, consumed_samples=consumed_prompts)
+        elif consumed_prompts:
+            raise ValueError(
+                "cannot resume inside an episode: the prompts dataloader's sampler has no set_epoch(epoch, "
+                "consumed_samples); make it with strategy.setup_dataloader"
+            )
+        elif sampler is not None:
+            sampler.set_epoch(episode)
 
 
 def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal
@@ -23,8 +24,8 @@ from lightppo.config.options import Options, all_options
 from lightppo.config.rules import condition_text, facts_of
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError
-from lightppo.experience import maker
-from lightppo.experience.batching import ReplayBuffer, StepPart, normalizer_of
+from lightppo.experience import batching, maker
+from lightppo.experience.batching import StepPart, normalizer_of
 from lightppo.experience.experience import Experience
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
@@ -819,6 +820,49 @@ def get_strategy(args: Any) -> DeepspeedStrategy:
     if hasattr(args, "dist_timeout"):
         options["timeout_minutes"] = args.dist_timeout
     return DeepspeedStrategy(args=args, **options)
+
+
+class ReplayBuffer(batching.ReplayBuffer):
+    """Has the last ``limit`` rows, or all if it is 0, and gives ``sample_batch_size`` of them."""
+
+    def __init__(
+        self,
+        sample_batch_size: int,
+        limit: int = 0,
+        cpu_offload: bool = True,
+        device: torch.device | str = "cpu",
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(cpu_offload, device, pin_memory)
+        self.sample_batch_size, self.limit = sample_batch_size, limit
+
+    def append(self, experience: Experience) -> None:
+        super().append(experience)
+        if self.limit > 0:
+            self.items = self.items[-self.limit :]
+
+    def extend(self, experiences: Iterable[Experience]) -> None:
+        """Adds several batches."""
+        self.fill(experiences)
+
+    def sample(self) -> Experience:
+        """``sample_batch_size`` different rows as one batch."""
+        if len(self) < self.sample_batch_size:
+            raise ValueError(
+                f"the replay buffer holds {len(self)} samples, fewer than {self.sample_batch_size}"
+            )
+        return self.collate_fn(random.sample(self.items, self.sample_batch_size))
+
+    def __getitem__(self, index: int) -> Experience:
+        return self.items[index]
+
+    def normalize(
+        self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any
+    ) -> None:
+        """Whitens the advantages (the only ``attribute``) over the trained tokens of all ranks; see ``whiten``."""
+        if attribute != "advantages":
+            raise ValueError(f"only 'advantages' can be normalised, not {attribute!r}")
+        self.whiten(strategy, divide_std=divide_std, **options)
 
 
 class NaiveReplayBuffer(ReplayBuffer):

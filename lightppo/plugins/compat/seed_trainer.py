@@ -33,12 +33,14 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import StepPart
 from lightppo.experience.experience import Experience
+from lightppo.experience.sampler import nothing_scored
 from lightppo.files import local_folder
-from lightppo.plugins.compat.prompt_batches import as_prompts
+from lightppo.plugins.compat.prompt_batches import ScriptPrompts, as_prompts
 from lightppo.plugins.compat.seed import (
     OUTCOMES,
     SEED_INFO,
     ExperienceMaker,
+    ReplayBuffer,
     SeedLoader,
     accept_seed_calls,
     check_actor,
@@ -410,10 +412,18 @@ class PPOTrainer(core.PPOTrainer):
             prompts_dataloader=prompts_dataloader, loss_terms=terms, evaluator=evaluator, origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
-        super().__init__(
-            assemble(inputs, self.update_class, ExperienceMaker, own_training_step=own_actor_step),
-            callbacks,
+        parts = assemble(
+            inputs, self.update_class, ExperienceMaker, own_training_step=own_actor_step
         )
+        parts.replay_buffer = parts.update.replay_buffer = ReplayBuffer(
+            config.training.micro_train_batch_size,
+            config.training.buffer_limit,
+            **{
+                name: getattr(parts.replay_buffer, name)
+                for name in ("cpu_offload", "device", "pin_memory")
+            },
+        )
+        super().__init__(parts, callbacks)
         self._accept_overrides(config)
 
     def _accept_overrides(self, config: PPOConfig) -> None:
@@ -506,8 +516,12 @@ class PPOTrainer(core.PPOTrainer):
             self.started = True
         super().fit()
 
-    def prompts_of(self, batch: Any) -> list[Prompt]:
-        return as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len)
+    def episode_prompts(self) -> ScriptPrompts:
+        def convert(batch: Any) -> list[Prompt]:
+            return as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len)
+
+        state = self.state
+        return ScriptPrompts(self.prompts, state.episode, state.consumed_prompts, convert)
 
     def before_first_step(self) -> None:
         self.use_given_trackers()
@@ -529,6 +543,8 @@ class PPOTrainer(core.PPOTrainer):
         ``trainer.metrics.METRICS`` without their namespace; the same on every rank. ``global_steps``, the number of
         this PPO step, seeds the shuffling.
         """
+        if self.overrides("fit") and self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0:
+            raise nothing_scored(global_steps)
         status = self.update.train(global_steps)
         self.update.accumulate_alone()
         return status
@@ -636,7 +652,7 @@ class PPOTrainer(core.PPOTrainer):
         self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None
     ) -> None:
         """Write the checkpoint ``tag``; the seed's name, so that an override acts. Collective."""
-        is_whole = client_states is not None and "surplus" in client_states
+        is_whole = client_states is not None and "trainer" in client_states
         state = client_states if is_whole else self.whole_state() | dict(client_states or {})
         path = getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
         self.checkpointer.save(path, int(tag.removeprefix("global_step")), state)
@@ -706,7 +722,7 @@ class PPOTrainer(core.PPOTrainer):
     value_loss = _of_part("update.value_loss")
     pretrain_loss = _of_part("pretraining.loss_fn")
     value_norm = _of_part("update.value_norm")
-    early_stop = _of_part("update.early_stop")
+    early_stops = _of_part("update.early_stops")
     actor_optim = _of_part("update.actor_optim")
     critic_optim = _of_part("update.critic_optim")
     actor_scheduler = _of_part("update.actor_scheduler")
@@ -935,7 +951,9 @@ class PPOTrainer(core.PPOTrainer):
         batch = list(prompts) if labels is None else (list(prompts), list(labels))
         config = with_generation(self.config, options, self.tokenizer) if options else self.config
         records = as_prompts(batch, self.tokenizer, config.data.prompt_max_len)
-        sampler = replace(self.sampler.sampler, sampling=sampling_params(config))
+        sampler = self.sampler.sampler
+        sampling = replace(sampling_params(config), n=sampler.sampling.n)
+        sampler = replace(sampler, sampling=sampling)
         sampled = sampler.score(sampler.generate(records, step))
         if sampled.not_finite is not None:
             raise RewardError(sampled.not_finite)

@@ -21,6 +21,7 @@ def register() -> None:
     CHECKS.register(
         "content", Check("lightppo.plugins.records.run_folder:mark_content", when="data")
     )
+    CALLBACKS.register("skipped", CallbackEntry(f"{here}.kept_batches:skipped_in_a_row"))
     CALLBACKS.register("alarms", CallbackEntry("lightppo.plugins.records.alarms:AlarmBell"))
     CALLBACKS.register("samples", CallbackEntry("lightppo.plugins.records.samples:samples"))
     CALLBACKS.register(
@@ -45,5 +46,7 @@ def register() -> None:
     }
     for name, kind in sections.items():
         register_section(name, f"{here}.sections:{kind}", adds_to="logging")
+    register_section("skipped", f"{here}.sections:SkippedConfig", adds_to="training")
     register_section("samples", f"{here}.sections:SamplesConfig", adds_to="sampling")
+    register_section("replay", f"{here}.sections:ReplayConfig", adds_to="sampling")
     SAMPLING.register("replay", Entry("lightppo.plugins.records.rollout_files:replay"))

@@ -95,3 +95,40 @@ class SamplesConfig(Section, adds_to="sampling", resume_safe=True):
     rollout_data_dir: str | None = option(
         None, "Folder for stepN.jsonl, with every sample that the step trains on."
     )
+
+
+class ReplayConfig(Section, adds_to="sampling", resume_safe=True):
+    """Rollouts of an earlier run."""
+
+    skip_rollout: str | None = option(
+        None,
+        "Debugging: save rollouts in this folder; the next run reads them instead of sampling.",
+    )
+    skip_rollout_reuse: bool = option(
+        False, "Use the first saved rollout in every step.", needs="skip_rollout"
+    )
+
+    @staticmethod
+    def is_stale(config: Any) -> bool:
+        return config.sampling.skip_rollout is not None
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        given = vars(o)
+        selects = given.get("dynamic_sampling") or given.get("gen_batch_size") not in (
+            None,
+            o.rollout_batch_size,
+        )
+        if o.skip_rollout_reuse and selects:
+            yield "--skip_rollout_reuse repeats the first groups: leave --dynamic_sampling and --gen_batch_size out"
+
+
+class SkippedConfig(Section, adds_to="training", resume_safe=True):
+    """Steps without a finite gradient."""
+
+    max_skipped_steps: int = option(
+        3,
+        "End the run and keep the batch after N steps in a row without a finite gradient; 0: never.",
+        "PPO steps",
+        ge=0,
+    )

@@ -403,7 +403,7 @@ class ReplayedPPO(Replayed):
 
     def train_alone(self, rollouts: Sequence[Any]) -> None:
         """The optimizer step of ``--batch``, then the end. Collective."""
-        from lightppo.experience.batching import load_batch
+        from lightppo.plugins.records.kept_batches import load_batch
 
         path = self.batch_file()
         batch, texts, facts = load_batch(path)

@@ -103,14 +103,13 @@ class SupervisedTrainer(TrainingLoop):
         self.train_dataloader, self.tokens = train_dataloader, 0.0
         self.status: dict[str, float] = {}  # metrics of the last step
         strategy, checkpoint = objective.strategy, config.checkpoint
-        again = "To train on the batch again alone: lightppo replay {folder} --batch {batch}"
-        limit, state = config.training.max_skipped_steps, TrainerState()
+        state = TrainerState()
         super().__init__(
             config,
             strategy,
             tokenizer,
             RunCheckpointer(strategy, checkpoint, {"actor": model}, tokenizer),
-            SkippedSteps(state, strategy, limit, checkpoint.save_path, self._write_batch, again),
+            SkippedSteps(state, strategy),
             state=state,
             timer=PhaseTimer(),
             evaluator=evaluator,
@@ -243,17 +242,20 @@ class SupervisedTrainer(TrainingLoop):
             step=self.state.global_step,
         )
 
-    def _write_batch(
+    def write_batch(
         self, path: Path, batch: Sequence[Batch], facts: Mapping[str, Any]
     ) -> Mapping[str, int]:
         """Keep this rank's micro batches of a step whose gradient is not finite."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         texts = [
             self.tokenizer.batch_decode(part.get("sequences", part.get("input_ids")))
             for part in batch
         ]
         torch.save({"micro_batches": list(batch), "texts": texts, "facts": dict(facts)}, path)
         return {}
+
+    def run_again(self, folder: str, batch: str) -> str:
+        """How to train on a batch that was kept."""
+        return f"To train on the batch again alone: lightppo replay {folder} --batch {batch}"
 
 
 # -- building ----------------------------------------------------------------------------------------------------------

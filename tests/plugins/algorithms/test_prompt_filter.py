@@ -5,11 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from support.fakes import FakeStrategy, on_ranks
+from support.fakes import FakeStrategy, make_rollout, on_ranks
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.plugins.algorithms.prompt_filter import PromptFilter, prompt_filter, too_well_solved
+from lightppo.plugins.algorithms.prompt_filter import (
+    PromptFilter,
+    leave_out,
+    prompt_filter,
+    too_well_solved,
+)
 from lightppo.trainer.loop import TrainerState
 from lightppo.trainer.prompts import RolloutBatchSampler
 
@@ -36,7 +41,8 @@ class Run(SimpleNamespace):
     """A trainer as far as the filter looks at it."""
 
     def step(self, own: PromptFilter, scores: dict[int, float], ends: bool = False) -> float:
-        own.on_rollouts(self, 1, SimpleNamespace(prompt_scores=scores))
+        scored = [make_rollout(index=index, reward=score) for index, score in scores.items()]
+        own.on_rollouts(self, 1, SimpleNamespace(scored=scored))
         self.state.finish_step(2, ends)
         return own.on_step_end(self, 1, {})["rollout/left_out_prompts"]
 
@@ -96,3 +102,18 @@ def test_an_older_checkpoint_has_its_state_in_that_of_the_trainer():
     saved = _with_present_names(older)
     assert saved["trainer"] == {"episode": 1}
     assert saved["prompt_filter"] == {"scores": {3: 1.0}, "left_out": [4]}
+
+
+def test_what_is_left_out_stays_out():
+    sampler = RolloutBatchSampler(10, 4)
+    leave_out(sampler, [2, 7])
+    leave_out(sampler, [2, 9])
+    assert sampler.left_out == {2, 7, 9}
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"), [([10], r"of 10: \[10\]"), (range(10), "10 prompts")]
+)
+def test_what_cannot_be_left_out(positions, message):
+    with pytest.raises(ValueError, match=message):
+        leave_out(RolloutBatchSampler(10, 4), positions)

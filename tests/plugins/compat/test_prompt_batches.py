@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightppo.data.records import Prompt
-from lightppo.plugins.compat.prompt_batches import as_prompts
+from lightppo.plugins.compat.prompt_batches import ScriptPrompts, as_prompts
+from lightppo.strategy.distributed import RankSampler
 
 
 class CharacterTokenizer:
@@ -116,3 +118,39 @@ def test_columns_of_other_lengths_are_refused(batch, message):
 
 
 # -- an episode ------------------------------------------------------------------------------------------------------
+
+
+# -- episodes of any dataloader --------------------------------------------------------------------------------------
+
+
+def episode(dataloader, number: int, consumed_prompts: int) -> list[tuple[list, bool]]:
+    """Its batches, each with whether it is the last."""
+    prompts = ScriptPrompts(dataloader, number, consumed_prompts, list)
+    found = []
+    while not prompts.exhausted:
+        batch = prompts.take()
+        found.append((batch, prompts.exhausted))
+    return found
+
+
+def test_position_goes_to_a_sampler_too():
+    sampler = RankSampler(range(10), 2, 0, seed=1)
+    batches = DataLoader(range(10), batch_size=2, sampler=sampler, collate_fn=list)
+    whole = episode(batches, 1, 0)
+    assert [len(batch) for batch, _ in whole] == [2, 2, 1]
+    assert episode(batches, 1, 4) == whole[1:]  # 4 prompts over 2 ranks: one batch of 2 here
+
+
+def test_torchs_own_sampler_is_reshuffled_and_cannot_resume():
+    sampler = DistributedSampler(range(6), num_replicas=2, rank=0, seed=1)
+    batches = DataLoader(range(6), batch_size=3, sampler=sampler, collate_fn=list)
+    first, second, again = (episode(batches, number, 0) for number in (0, 1, 0))
+    assert first == again != second
+    with pytest.raises(ValueError, match="set_epoch"):
+        episode(batches, 0, 3)
+
+
+def test_any_iterable_of_batches_starts_from_its_beginning_only():
+    assert episode([["a"], ["b"]], 5, 0) == [(["a"], False), (["b"], True)]
+    with pytest.raises(ValueError, match=r"strategy\.setup_dataloader"):
+        episode([["a"], ["b"]], 0, 1)

@@ -288,7 +288,7 @@ def test_a_checkpoint_of_ones_own_when_a_signal_stops_the_run(made, tmp_path, ca
     assert f"saved in {tmp_path / 'ckpt'}" in capsys.readouterr().out
     ((steps, tag, states),) = saved
     assert (steps, tag) == (2, "global_step1")
-    assert {"trainer", "kl_ctl", "surplus", "alarms"} <= set(states)
+    assert {"trainer", "kl_ctl", "alarms"} <= set(states)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------

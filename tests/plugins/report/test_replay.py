@@ -24,8 +24,9 @@ from support.world import one_rank
 from lightppo import PPOTrainer
 from lightppo.__main__ import main
 from lightppo.errors import CheckpointError, ConfigError, TrainingError
-from lightppo.experience.batching import Minibatch, load_batch, save_batch
+from lightppo.experience.batching import Minibatch
 from lightppo.plugins.ops import storage
+from lightppo.plugins.records.kept_batches import load_batch, save_batch
 from lightppo.plugins.report.page import read_jsonl
 from lightppo.rollout.hf import HFRolloutEngine
 

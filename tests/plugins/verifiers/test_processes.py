@@ -333,7 +333,7 @@ def test_a_third_of_calls_failing_leaves_a_run_that_finishes(
             None if failed else 1.0 for failed in bad
         ]
         # one way of five
-        assert (batch.left_out["reward/failures"], batch.left_out["reward/timeouts"]) == (15, 3)
+        assert (batch.counts["reward/failures"], batch.counts["reward/timeouts"]) == (15, 3)
         assert {rollout.reward for rollout in batch.rollouts} == {1.0}
         unscored += len(rollouts) - len(batch.rollouts)
     assert unscored == 15 * steps

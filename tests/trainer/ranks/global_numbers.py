@@ -105,11 +105,11 @@ def experience_numbers(
     )
     found: dict[str, Any] = {}
     for step in (1, 2):
-        buffer = ReplayBuffer(1)
+        buffer = ReplayBuffer()
         rollouts = [rollout for group in mine for rollout in group]
-        buffer.extend(maker.make_experience_list(rollouts))
+        buffer.fill(maker.make_experience_list(rollouts))
         if config.algorithm.adv_norm:
-            buffer.normalize("advantages", strategy)
+            buffer.whiten(strategy)
         select_tokens(
             buffer.items,
             PolicyLoss(policy_loss="kl_cov", options={"kl_cov_ratio": 0.1}),

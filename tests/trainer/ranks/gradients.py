@@ -223,7 +223,7 @@ def minibatch_of(
         critic=critic,
         layout=layout,
         generator=torch.Generator().manual_seed(actor.size),
-        collate=ReplayBuffer(1).collate_fn,
+        collate=ReplayBuffer().collate_fn,
         loss_scale=9.0,
     )
     return minibatch

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 from support.fakes import FakeStrategy, on_ranks
 
+from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
-from lightppo.experience.batching import Group, balance_ranks, swapped
+from lightppo.experience.sampler import CollectedStep
+from lightppo.plugins.selection.balancing import Balancing, Group, balance_ranks, balancing, swapped
 
 
 def loads(ranks: list[list[Group]]) -> list[int]:
@@ -118,3 +121,29 @@ def test_a_shared_prompt_counts_once() -> None:
 
     assert held(once=False) == [{0, 1}, {10, 11}]
     assert held(once=True) == [{0, 11}, {10, 1}]
+
+
+def run_of(strategy: FakeStrategy, **options: bool) -> SimpleNamespace:
+    maker = SimpleNamespace(batching=SimpleNamespace(packed=False))
+    config = PPOConfig.from_flat(**options)
+    return SimpleNamespace(strategy=strategy, config=config, experience_maker=maker)
+
+
+def test_groups_are_balanced_by_all_ranks_or_by_none() -> None:
+    """Rank 0 alone repeats a group, which is named by its place: then no rank moves any."""
+
+    def moved(strategy: FakeStrategy, repeated: list[int]) -> bool:
+        before = rollouts_of(strategy.rank)
+        own = repeated if strategy.rank == 0 else []
+        step = CollectedStep(before, 6, {}, before, repeated=own)
+        Balancing().on_rollouts(run_of(strategy), 1, step)
+        return step.rollouts != before
+
+    assert on_ranks(2, lambda strategy: moved(strategy, [0, 1])) == [False, False]
+    assert on_ranks(2, lambda strategy: moved(strategy, [])) == [True, True]
+
+
+def test_only_several_ranks_are_balanced() -> None:
+    assert balancing(run_of(FakeStrategy())) is None
+    assert isinstance(balancing(run_of(FakeStrategy(0, 2))), Balancing)
+    assert balancing(run_of(FakeStrategy(0, 2), balance_ranks=False)) is None

@@ -7,7 +7,8 @@ import torch
 from support.fakes import make_rollout
 
 from lightppo.data.records import Rollout, group_by_prompt
-from lightppo.experience.sampler import GroupFilter, best_of_n
+from lightppo.plugins.selection.best_of_n import best_of_n
+from lightppo.plugins.selection.groups import GroupFilter
 
 
 def group(*samples: tuple[float, int], **fields) -> list[Rollout]:
