@@ -49,7 +49,7 @@ class Option:
     lt: float | None = None
     names: Any = None  # the lightppo.table.Table that a value must be found in
     below: str | None = None  # option that must be larger, where both have a number
-    # conditions without which it does nothing; see lightppo.config.rules.condition_text
+    # conditions without which it does nothing; see lightppo.plugins.hints.needs.condition_text
     needs: tuple[str, ...] = ()
     # values besides the default that ask for nothing, and so need nothing; those out of
     off: tuple[Any, ...] = ()
@@ -287,7 +287,8 @@ class Section(types.SimpleNamespace):
         """What cannot work, a line for each, which begins with the option.
 
         Args:
-            options: every option by name, with what None stands for; and ``config``, ``ranks``, ``facts``.
+            options: every option by name, with what None stands for; and ``config``, ``ranks`` and ``by_hand``, whether
+                a script has made models and data.
         """
         return ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightppo.config import EvaluationConfig, cli, parse_args
+from lightppo.config import parse_args
 from lightppo.plugin import BEFORE_IMPORTS, public
 
 
@@ -26,7 +26,4 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
 
 def evaluate(argv: Sequence[str], prog: str = "lightppo eval") -> None:
     """Score a model's answers to ``--eval_data``, and train nothing."""
-    if "-h" in argv or ("--help" in argv and "all" not in argv):
-        usage = f"{prog} --pretrain MODEL --eval_data FILE --reward_fn FILE.py [flags]"
-        return print(cli.section_help(usage, EvaluationConfig) + "--help all shows all options.")
-    return main([*argv, "--val_only"], prog)
+    main([*argv, "--val_only"], prog)

@@ -3,8 +3,7 @@
 The name of an option is unique over all sections: it is the flag, and the key in YAML and in ``PPOConfig.from_flat``.
 """
 
-import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
@@ -16,8 +15,8 @@ from lightppo.algorithms.entries import (
 )
 from lightppo.errors import ConfigError
 from lightppo.option import SECTIONS, Option, Section, additions_to, option
-from lightppo.plugin import ENGINES, HINTS, REWARD_MANAGERS, REWARD_STYLES
-from lightppo.suggestions import meant, nearest
+from lightppo.plugin import ENGINES, REWARD_MANAGERS, REWARD_STYLES
+from lightppo.suggestions import nearest, wrong_value
 
 safe = partial(option, resume_safe=True)
 critic = partial(option, needs="critic")
@@ -113,6 +112,16 @@ class ModelConfig(Section, of="weights"):
         "log probs and gradients, without --torch_compile; the log says which.",
     )
 
+    exclusive = (
+        ("flash_attn", "attn_implementation", "contradict each other"),
+        ("bf16", "fp16", "contradict each other"),
+        (
+            "gradient_checkpointing_use_reentrant",
+            "aux_loss_coef torch_compile",
+            "do not work together",
+        ),
+    )
+
 
 class DataConfig(Section):
     """Data: prompts and evaluation prompts."""
@@ -154,6 +163,8 @@ class DataConfig(Section):
     )
     data_num_workers: int = safe(0, "Tokenizer processes. 0: tokenize in the main process.", ge=0)
     dataloader_pin_memory: bool = safe(True, "Pin batches in memory on a GPU machine.")
+
+    exclusive = (("input_template", "apply_chat_template", "both render the prompt"),)
 
 
 class RolloutConfig(Section, of="trainer"):
@@ -279,6 +290,7 @@ class SamplingConfig(Section, of="training"):
 
 reward_model = partial(option, needs="reward_pretrain")
 shaping = partial(option, needs="trained_scores")
+_CUT = "both say what becomes of a response cut by the limit"
 
 
 class RewardConfig(Section, of="trainer"):
@@ -342,6 +354,16 @@ class RewardConfig(Section, of="trainer"):
         False, "Use differences of successive dense scores as rewards.", needs="use_dense_reward"
     )
 
+    exclusive = (
+        ("mask_too_long", "stop_properly_penalty", _CUT),
+        ("stop_properly_penalty", "mask_no_eos_with_zero", _CUT),
+        (
+            "use_dense_reward",
+            "reward_running_norm mask_no_eos_with_zero stop_properly_penalty",
+            "are of token scores, and of the one score of a response",
+        ),
+    )
+
 
 judged = partial(safe, needs="function or math")
 
@@ -384,6 +406,8 @@ class VerifierConfig(Section):
         "verifiers.",
         needs="function or server or math or code",
     )
+
+    exclusive = (("reward_source", "reward_routes", "both name the sources"),)
 
 
 whitens_batch = partial(option, needs="whitening and adv_norm_scope=batch")
@@ -482,6 +506,16 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
         False, "Keep an exponential moving average of the actor and save it at the end."
     )
     ema_beta: float = option(0.992, "Decay of the moving average.", ge=0, lt=1, needs="enable_ema")
+
+    exclusive = (
+        ("use_kl_loss", "use_kl_in_reward", "would count the KL twice"),
+        ("ref_ema_eta", "ref_reset_steps", "both move the reference"),
+        (
+            "no_adv_shift_mean",
+            "no_adv_std_norm",
+            "leave nothing of whitening, as --no_adv_norm does",
+        ),
+    )
 
 
 clips = partial(option, needs="clipping")
@@ -583,11 +617,6 @@ class TrainingConfig(Section, of="training"):
         "tokens per rank",
         ge=1,
     )
-    micro_batch_specs: tuple[str, ...] = safe(
-        (),
-        "Sizes of single calls, CALL=SAMPLES or CALL=TOKENSt such as reference=64 actor_train=4096t. Calls: "
-        "actor, reference, critic, reward (scoring), actor_train, critic_train.",
-    )
     balance_ranks: bool = safe(
         True, "Swap groups of samples between ranks so that all train on about as many tokens."
     )
@@ -637,6 +666,8 @@ class TrainingConfig(Section, of="training"):
         "PPO steps",
         ge=0,
     )
+
+    exclusive = (("lr_warmup_ratio", "lr_warmup_steps", "both say how long the warm-up is"),)
 
 
 class StrategyConfig(Section):
@@ -734,6 +765,8 @@ class CheckpointConfig(Section, resume_safe=True):
     )
     save_value_network: bool = critic(False, "Also save the critic with the final model.")
 
+    exclusive = (("resume", "no_load_checkpoint", "contradict each other"),)
+
 
 evaluated = partial(option, needs="eval_data")
 
@@ -827,6 +860,11 @@ class OptionSet:
         return kinds | own
 
     @classmethod
+    def of_trainer(cls) -> set[str]:
+        """The sections that matter to a trainer whose models and data a script has made."""
+        return {name for name, kind in cls.sections().items() if kind.of in ("trainer", "training")}
+
+    @classmethod
     def parts(cls) -> list[type[Section]]:
         """The sections, and what plugins add to each: who knows what of the options."""
         return [
@@ -857,9 +895,9 @@ class OptionSet:
         changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             if name not in known:
-                flags = [f"--{one}" for one in known]
-                meant_by = told_of(f"--{name}", flags) or nearest(f"--{name}", flags)
-                problems.append(f"unknown option {name!r}{_without_dashes(meant_by)}")
+                meant = nearest(f"--{name}", [f"--{one}" for one in known], "key")
+                quoted = meant.replace("'--", "'")
+                problems.append(f"unknown option {name!r}{quoted}")
                 continue
             try:
                 changed.setdefault(known[name].owner, {})[name] = conform(known[name], value)
@@ -928,81 +966,9 @@ def all_options() -> Iterator[Option]:
     return Options.all_options()
 
 
-def _without_dashes(text: str) -> str:
-    """Quoted flags as keys of a file."""
-    return text.replace("'--", "'")
-
-
-def hint(name: str, value: Any = None) -> str:
-    """What plugins say of a name that is no option, or of a value that an option does not take: ends a message."""
-    texts = (entry.fn(name) if value is None else entry.fn(name, value) for entry in HINTS.values())
-    return next(filter(None, texts), "")
-
-
-def told_of(flag: str, flags: Container[str]) -> str:
-    """What the tables say of an unknown flag: other trainers' names, and what people mean; as the end of a message."""
-    told = hint(flag.removeprefix("--"))
-    named = re.findall(r"--(?:no_)?(\w+)", told)
-    return (
-        told if told and all(f"--{name}" in flags for name in named) else meant(flag, flags, "flag")
-    )
-
-
 def conform(one: Option, value: Any) -> Any:
-    """The value in the option's type; a ConfigError names the flag, and our name for another trainer's value."""
+    """The value in the option's type; a ConfigError names the flag, and what plugins know of another value."""
     try:
         return one.conform(value)
     except ValueError as error:
-        told = hint(one.name, value)
-        if told:
-            raise ConfigError(f"--{one.name} {value}{told}") from None
-        other = (
-            None
-            if one.names is None or meant(str(value), one.names, one.name)
-            else _option_that_takes(value)
-        )
-        raise ConfigError(
-            f"--{one.name} {value}: it is a value of --{other}" if other else str(error)
-        ) from None
-
-
-def _option_that_takes(name: Any) -> str | None:
-    """The option whose table of algorithms has this name."""
-    tables = ((other, other.names) for other in all_options() if other.names is not None)
-    return next(
-        (other.name for other, names in tables if str(name) in names and name != other.default),
-        None,
-    )
-
-
-def unsafe_changes(
-    saved: Mapping[str, Any],
-    now: Mapping[str, Any],
-    idle: Container[str] = (),
-    options: Iterable[Option] | None = None,
-) -> tuple[dict[str, tuple], dict[str, tuple]]:
-    """Compare a resumed run's options with those it was started with; an evaluation's only in what makes the weights.
-
-    Args:
-        idle: options that do nothing in this run.
-        options: those of the command; ``None``: of PPO.
-
-    Returns:
-        (refused, safe): for each option that changed, (old, new).
-    """
-    refused, safe, evaluates = {}, {}, now.get("val_only", False)
-    read_by = {name: kind.of for name, kind in sections().items()}
-    for one in all_options() if options is None else options:
-        unread = evaluates and (
-            read_by.get(one.owner) == "training" or (one.required and now[one.name] is None)
-        )
-        if one.name not in saved or saved[one.name] == now[one.name] or unread or one.name in idle:
-            continue
-        other_part = read_by.get(one.owner) != "weights" or one.name.startswith(
-            ("critic_", "ref_", "reward_")
-        )
-        (safe if one.resume_safe or (evaluates and other_part) else refused)[one.name] = (
-            saved[one.name],
-            now[one.name],
-        )
-    return refused, safe
+        raise ConfigError(wrong_value(one, value) or str(error)) from None

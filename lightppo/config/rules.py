@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +26,10 @@ from lightppo.option import is_object, out_of_order
 from lightppo.plugin import (
     ADVANTAGE_TERMS,
     FROZEN_MODELS,
+    MICRO_BATCHES,
     REWARDS,
     ROLLOUT_PASSES,
+    RULES,
     TOKEN_WEIGHTS,
     FrozenModel,
 )
@@ -116,11 +117,6 @@ def scoring_calls() -> tuple[str, ...]:
     return ("actor", "reference", *ROLLOUT_PASSES, "critic", "reward")
 
 
-def calls() -> tuple[str, ...]:
-    """All that ``--micro_batch_specs`` may name."""
-    return (*scoring_calls(), "actor_train", "critic_train")
-
-
 @dataclass(frozen=True)
 class MicroBatchSpec:
     """At most so many samples, or tokens, in one pass of this rank."""
@@ -129,33 +125,16 @@ class MicroBatchSpec:
     unit: Literal["samples", "tokens"] = "samples"
 
 
-def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
-    """``("actor=16", "actor_train=4096t")`` → call → spec; a ConfigError for another form, or a call named twice."""
-    specs: dict[str, MicroBatchSpec] = {}
-    known = calls()
-    for text in texts:
-        form = re.fullmatch(r"(\w+)=([1-9]\d*)(t?)", text)
-        if form is None or form[1] not in known:
-            hint = nearest(text.partition("=")[0], known)
-            raise ConfigError(
-                f"--micro_batch_specs {text!r}: write CALL=SAMPLES or CALL=TOKENSt; calls: {', '.join(known)}{hint}"
-            )
-        if form[1] in specs:
-            raise ConfigError(f"--micro_batch_specs names {form[1]} twice")
-        specs[form[1]] = MicroBatchSpec(int(form[2]), "tokens" if form[3] else "samples")
-    return specs
-
-
 def micro_batch_spec(config: Options, call: str) -> MicroBatchSpec:
-    """What holds for one of :func:`calls`: its own spec, else the token budget, else the number of samples."""
+    """What holds for a pass: what a plugin says, else the token budget, else the number of samples."""
     training = config.training
-    if (own := parse_specs(training.micro_batch_specs).get(call)) is not None:
-        return own
+    for entry in MICRO_BATCHES.values():
+        if (own := entry.fn(config, call)) is not None:
+            return own
     if training.max_tokens_per_micro_batch is not None:
         return MicroBatchSpec(training.max_tokens_per_micro_batch, "tokens")
-    return MicroBatchSpec(
-        rollout_rows(config) if call in scoring_calls() else training.micro_train_batch_size
-    )
+    trains = call in ("actor_train", "critic_train")
+    return MicroBatchSpec(training.micro_train_batch_size if trains else rollout_rows(config))
 
 
 def rollout_rows(config: Options) -> int:
@@ -271,6 +250,12 @@ def evaluation_config(config: Options) -> Options | None:
     of_training = {"reward_routes": None, "check_xml_format": False, "reward_minimum": None}
     there = {name: value for name, value in of_training.items() if name in config.flat()}
     return config.with_options(reward_source=sources, reward_fn=function, **there)
+
+
+def judges(config: Options) -> set[str]:
+    """Names of the sources that score evaluations alone."""
+    judge = evaluation_config(config)
+    return set() if judge is None else set(reward_plan(judge, "--eval_reward_source")[ANY_ROUTE])
 
 
 def reward_sources(config: Options) -> set[str]:
@@ -421,149 +406,7 @@ def _critic_resolutions(config: Options) -> dict[str, Any]:
     return meant
 
 
-# -- what an option needs --------------------------------------------------------------------------------------------
-
-
-def _with(trait: str) -> str:
-    names = [name for name, entry in ADVANTAGE_ESTIMATORS.items() if getattr(entry, trait)]
-    return f"--advantage_estimator {' or '.join(names)}"
-
-
-# What ``needs`` may name beside options: the fact (see ``_facts``), and what to set for it.
-FACTS = {
-    "sampling": "a --temperature above 0 (and no --no_do_sample)",
-    "critic": f"a critic ({_with('needs_critic')})",
-    "whitening": "whitening of advantages (--adv_norm)",
-    "discounting": _with("discounted"),
-    "group_deviation": _with("divides_by_std"),
-    "clipping": "a --policy_loss that clips",
-    "one_source": "a single source of rewards",
-    "function": "a reward function (--reward_fn)",
-    "server": "a reward server (--remote_rm_url)",
-}
-
-
-def conditions() -> dict[str, str]:
-    """``FACTS``, the sources of rewards, and the conditions of all sections."""
-    known = FACTS | {name: f"--reward_source {name}" for name in built_in()}
-    known["trained_scores"] = f"scores that are trained on (not {_with('ignores_scores')})"
-    for part in Options.parts():
-        known |= part.conditions
-    return known
-
-
-def facts_of(config: Options) -> dict[str, bool]:
-    """Which of ``FACTS`` hold, except for those of reward sources."""
-    estimator = estimator_entry(config)
-    facts = {
-        "sampling": config.rollout.do_sample and config.rollout.temperature > 0,
-        "critic": estimator.needs_critic,
-        "whitening": _or(config.algorithm.adv_norm, estimator.whiten),
-        "discounting": estimator.discounted,
-        "group_deviation": estimator.divides_by_std,
-        "clipping": policy_loss_entry(config).eps_clip is not None,
-        "trained_scores": not estimator.ignores_scores,
-    }
-    for part in config.parts():
-        facts |= part.facts(config)
-    return facts
-
-
-def _judges(config: Options) -> set[str]:
-    """Names of the sources that score evaluations alone."""
-    judge = evaluation_config(config)
-    return set() if judge is None else set(reward_plan(judge, "--eval_reward_source")[ANY_ROUTE])
-
-
-def _source_facts(plan: Plan | None, sources: set[str], judges: set[str]) -> dict[str, bool]:
-    """Which of the ``FACTS`` of reward sources hold, those that judge evaluations included."""
-    one_source = plan is None or len(plan) == len(sources) == 1
-    used = {name: name in sources | judges for name in REWARDS}
-    return used | {"one_source": one_source}
-
-
-def condition_text(condition: str) -> str:
-    """One of an option's ``needs`` in words.
-
-    ``"dynamic_sampling"`` (given or true), ``"zero_stage=2|3"``, ``"rollout_check!=off"``, ``"lora_rank>0"``, one of
-    ``FACTS``, or several of these with ``" or "`` between.
-    """
-    texts, known = [], conditions()
-    for name, sign, value in map(_parts, condition.split(" or ")):
-        words = {
-            "": "",
-            "=": f" {value.replace('|', ' or ')}",
-            "!=": f" other than {value}",
-            ">": f" above {value}",
-        }
-        texts.append(known.get(name, f"--{name}{words[sign]}"))
-    return " or ".join(texts)
-
-
-def _parts(condition: str) -> tuple[str, str, str]:
-    name, sign, value = re.fullmatch(r"(\w+)(!=|=|>|)(.*)", condition).groups()
-    return name, sign, value
-
-
-def _holds(condition: str, values: Mapping[str, Any]) -> bool:
-    """Whether a condition holds, or is of something unknown."""
-
-    def holds(name: str, sign: str, wanted: str) -> bool:
-        if name not in values:
-            return True
-        value = values[name]
-        if sign == ">":
-            return value > float(wanted)
-        if sign:
-            return (str(value) in wanted.split("|")) == (sign == "=")
-        return value is not None and value is not False and value != ()
-
-    return any(holds(*_parts(part)) for part in condition.split(" or "))
-
-
 # -- what cannot work ------------------------------------------------------------------------------------------------
-
-
-_CUT = "both say what becomes of a response cut by the limit"
-# An option, others that cannot be set beside it, and why.
-_EXCLUSIVE = (
-    ("use_kl_loss", "use_kl_in_reward", "would count the KL twice"),
-    ("ref_ema_eta", "ref_reset_steps", "both move the reference"),
-    ("no_adv_shift_mean", "no_adv_std_norm", "leave nothing of whitening, as --no_adv_norm does"),
-    ("input_template", "apply_chat_template", "both render the prompt"),
-    ("flash_attn", "attn_implementation", "contradict each other"),
-    ("bf16", "fp16", "contradict each other"),
-    ("resume", "no_load_checkpoint", "contradict each other"),
-    ("reward_source", "reward_routes", "both name the sources"),
-    ("mask_too_long", "stop_properly_penalty", _CUT),
-    ("stop_properly_penalty", "mask_no_eos_with_zero", _CUT),
-    (
-        "use_dense_reward",
-        "reward_running_norm mask_no_eos_with_zero stop_properly_penalty",
-        "are of token scores, and of the one score of a response",
-    ),
-    ("lr_warmup_ratio", "lr_warmup_steps", "both say how long the warm-up is"),
-    ("gradient_checkpointing_use_reentrant", "aux_loss_coef torch_compile", "do not work together"),
-)
-
-
-def idle_flags(config: OptionSet, given: Container[str]) -> dict[str, list[str]]:
-    """Options that were ``given`` and change nothing, which no error says because they are off or the default.
-
-    Returns:
-        what they need, in words → their names.
-    """
-    flat, found = config.flat(), {}
-    idle = [
-        one
-        for one in config.all_options()
-        if one.needs and one.name in given and not one.is_set(flat[one.name])
-    ]
-    values = config.known() if idle else {}
-    for one in idle:
-        if unmet := [condition for condition in one.needs if not _holds(condition, values)]:
-            found.setdefault(condition_text(unmet[0]), []).append(one.name)
-    return found
 
 
 def contradictions(
@@ -577,45 +420,16 @@ def contradictions(
         by_hand: models, data and rewards were made by hand: only what concerns the trainer.
         unfed: the run is only computed: it needs neither prompts nor a reward.
     """
-    options = SimpleNamespace(**config.flat() | resolutions(config))
-    options.config, options.ranks, options.samples, options.facts = (
-        config,
-        world_size,
-        _samples(config),
-        facts_of(config),
-    )
-    options.unfed = unfed
-    rules = [_batches, _sampling, _algorithm]
-    if not by_hand:
-        rules = [
-            _required,
-            *rules,
-            _micro_batches,
-            _models,
-            _rewards,
-            templates,
-            _strategy,
-            _warm_up,
-        ]
-        options.plan_problem = None
-        try:
-            options.plan, options.sources, options.judges = (
-                reward_plan(config),
-                reward_sources(config),
-                _judges(config),
-            )
-            options.facts |= _source_facts(options.plan, options.sources, options.judges)
-        except ConfigError as error:
-            options.plan_problem = str(error)
-    sections = config.sections()
-    rules += [
-        part.problems
-        for part in config.parts()
-        if not by_hand or sections[part._owner].of in ("trainer", "training")
-    ]
-    return first_of_each(
-        [*relations(options, by_hand), *(message for rule in rules for message in rule(options))]
-    )
+    about_run = {"config": config, "ranks": world_size, "samples": _samples(config)}
+    about_run |= {"by_hand": by_hand, "unfed": unfed}
+    options = SimpleNamespace(**config.flat() | resolutions(config) | about_run)
+    rules = [entry.fn for entry in RULES.values()]
+    rules += [_required] * (not by_hand)
+    rules += [_batches, _sampling, _algorithm]
+    rules += [_models, _rewards, templates, _strategy, _warm_up] * (not by_hand)
+    of_trainer = config.of_trainer()
+    rules += [part.problems for part in config.parts() if not by_hand or part._owner in of_trainer]
+    return first_of_each(message for rule in rules for message in rule(options))
 
 
 # What an evaluation samples by, in place of what a training samples by.
@@ -648,36 +462,6 @@ def first_of_each(messages: Iterable[str]) -> list[str]:
     return list(found.values())
 
 
-def relations(options: SimpleNamespace, by_hand: bool = False) -> Iterator[str]:
-    """Options without what they need, and such as exclude each other; ``options`` has ``config`` and ``facts``, too."""
-    config, given = options.config, options.config.flat()
-    of_trainer = {
-        name for name, kind in config.sections().items() if kind.of in ("trainer", "training")
-    }
-    declared = {
-        option.name: option
-        for option in config.all_options()
-        if not by_hand or option.owner in of_trainer
-    }
-    values = {name: getattr(options, name) for name in declared} | options.facts
-    if by_hand:
-        values["enable_ema"] = True  # the script brings its ema_model
-    is_set = {
-        f"no_{name}" if given[name] is False else name: option
-        for name, option in declared.items()
-        if option.is_set(given[name])
-    }
-    for flag, option in is_set.items():
-        for condition in option.needs:
-            if not _holds(condition, values):
-                yield f"--{flag} needs {condition_text(condition)}: set that, or leave --{flag} out"
-    exclusive = [*_EXCLUSIVE, *(one for part in config.parts() for one in part.exclusive)]
-    for flag, others, reason in exclusive:
-        for other in others.split():
-            if {flag, other} <= is_set.keys():
-                yield f"--{flag} and --{other} {reason}: leave one out"
-
-
 def _batches(options: SimpleNamespace) -> Iterator[str]:
     batch, parts = options.train_batch_size, options.ppo_n_minibatches
     samples = f"the {options.samples} samples of a rollout"
@@ -705,6 +489,10 @@ def _batches(options: SimpleNamespace) -> Iterator[str]:
         yield f"--buffer_limit {options.buffer_limit} loses samples: a rank may hold {held} of a step{why}; set 0 or as many"
 
 
+def _is_sampled(options: SimpleNamespace) -> bool:
+    return options.do_sample and options.temperature > 0
+
+
 def _sampling(options: SimpleNamespace) -> Iterator[str]:
     samples, size = options.n_samples_per_prompt, options.generation_size
     batch = options.gen_batch_size
@@ -712,7 +500,7 @@ def _sampling(options: SimpleNamespace) -> Iterator[str]:
         yield f"--generation_size {size} is below --n_samples_per_prompt {samples}: raise it, or leave it out"
     if size == samples and options.best_of_n_tie != "shorter":
         yield f"--best_of_n_tie chooses nothing unless --generation_size is above --n_samples_per_prompt {samples}"
-    if size > samples and not options.facts["sampling"]:
+    if size > samples and not _is_sampled(options):
         yield f"--generation_size {size}: greedy samples are all the same; leave it out, or set a --temperature"
     if batch < options.rollout_batch_size and not options.dynamic_sampling:
         few = f"--gen_batch_size {batch} is below --rollout_batch_size {options.rollout_batch_size}"
@@ -740,7 +528,7 @@ def _algorithm(options: SimpleNamespace) -> Iterator[str]:
     least = estimator.min_group_size
     if samples < least:
         yield f"{name} compares samples of one prompt: set --n_samples_per_prompt to at least {least}"
-    if estimator.needs_greedy_baseline and not options.facts["sampling"]:
+    if estimator.needs_greedy_baseline and not _is_sampled(options):
         yield f"{name} compares with the greedy answer, which every sample is: set a --temperature above 0"
     if estimator.needs_greedy_baseline and options.use_dense_reward:
         yield f"{name} acts on the one score of a response, --use_dense_reward on token scores: leave one out"
@@ -773,25 +561,6 @@ def _required(options: SimpleNamespace) -> Iterator[str]:
     )
     if options.val_only and options.eval_data is None:
         yield "--eval_data is required: the prompts whose answers an evaluation scores"
-
-
-def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
-    """Specs that cannot be read, or of calls that the run does not make."""
-    try:
-        specs = parse_specs(options.micro_batch_specs)
-    except ConfigError as error:
-        yield str(error)
-        return
-    needed = {
-        "critic": "critic",
-        "critic_train": "critic",
-        "reference": "init_kl_coef>0",
-        "reward": "reward_pretrain",
-    }
-    needed |= {name: entry.needs for name, entry in ROLLOUT_PASSES.items() if entry.needs}
-    for call in specs:
-        if call in needed and not _holds(needed[call], vars(options) | options.facts):
-            yield f"--micro_batch_specs {call}=…: the call needs {condition_text(needed[call])}; leave it out"
 
 
 def _models(options: SimpleNamespace) -> Iterator[str]:
@@ -829,23 +598,26 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
         )
         if is_object(given) and not usable:
             yield f"--{name}: {given!r} scores nothing: give a function, or an object with name and score(rollouts)"
-    if options.plan_problem:
-        yield options.plan_problem
+    try:
+        plan, sources = reward_plan(options.config), reward_sources(options.config)
+        judging = judges(options.config)
+    except ConfigError as error:
+        yield str(error)
         return
     own = sources_by_flag()
     given = [name for name, flag in own.items() if getattr(options, flag)]
     models = len(options.reward_pretrain)
-    if options.plan is None:
-        if not given and not options.facts["trained_scores"]:
+    if plan is None:
+        if not given and estimator_entry(options.config).ignores_scores:
             picks = {
                 "dynamic_sampling": options.dynamic_sampling,
                 "generation_size": options.generation_size > options.n_samples_per_prompt,
             }
             for name in filter(picks.get, picks):
                 yield f"--{name} chooses by scores, and this run has no reward: leave it out"
-            if options.eval_data and not options.judges:
+            if options.eval_data and not judging:
                 yield "--eval_data: nothing scores the answers: set --eval_reward_source, or --eval_reward_fn path.py"
-        elif not given and not options.unfed and not (options.val_only and options.judges):
+        elif not given and not options.unfed and not (options.val_only and judging):
             named = f"a built-in --reward_source ({', '.join(built_in())})"
             yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or {named}"
         for other in ("model", "function"):
@@ -855,21 +627,21 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
         by = "--reward_source" if options.reward_routes is None else "--reward_routes"
         combines = ["function"] if models > 1 else []
         for name, flag in own.items():
-            if name in options.sources and name not in given:
+            if name in sources and name not in given:
                 yield f"{by} names {name!r}, which is what --{flag} gives: set --{flag}"
-            if name in given and name not in [*options.sources, *combines, *options.judges]:
+            if name in given and name not in [*sources, *combines, *judging]:
                 yield f"--{flag} is set, but {by} does not name {name!r}: add it, or leave --{flag} out"
-        if options.sources & set(combines):
+        if sources & set(combines):
             yield "--reward_fn combines the scores of several --reward_pretrain: it cannot be a source itself too"
     flags = own | {"function": "eval_reward_fn"}
     has = {
         n: getattr(options, flag) or (n == "function" and models < 2 and options.reward_fn)
         for n, flag in flags.items()
     }
-    for name in options.judges & flags.keys():
+    for name in judging & flags.keys():
         if not has[name]:
             yield f"--eval_reward_source names {name!r}, which is what --{flags[name]} gives: set --{flags[name]}"
-    if options.eval_reward_fn and "function" not in options.judges:
+    if options.eval_reward_fn and "function" not in judging:
         yield "--eval_reward_fn is set, but --eval_reward_source does not name 'function': add it, or leave one out"
     if models > 1 and not options.reward_fn:
         yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
@@ -927,11 +699,6 @@ class PPOConfig(Options):
         self.with_options(**self.flat())
         if problems := contradictions(self, world_size, by_hand, unfed):
             raise ConfigError("\n".join(problems))
-
-    def known(self) -> dict[str, Any]:
-        """What conditions of options are about: their values, and facts."""
-        facts = _source_facts(reward_plan(self), reward_sources(self), _judges(self))
-        return self.flat() | resolutions(self) | facts_of(self) | facts
 
     def resolved(self) -> Self:
         """A copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import idle_flags
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.experience.experience import non_finite_text
 from lightppo.files import facts_of, files_in_use, local_folder
@@ -327,10 +326,7 @@ class TrainingLoop:
             before: from the last one before this step.
         """
         options = options or public_options(self.config)
-        idle = set().union(*idle_flags(self.config, options).values())
-        saved = self.checkpointer.resume(
-            options, self.content, idle, before, list(self.config.all_options())
-        )
+        saved = self.checkpointer.resume(options, self.content, self.config, before)
         if saved is None:
             return False
         self.load_state(saved)

@@ -6,10 +6,11 @@ from typing import Any, ClassVar, Literal, Self
 
 from lightppo.config import options as ppo
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import first_of_each, relations, templates
+from lightppo.config.rules import first_of_each, templates
 from lightppo.errors import ConfigError
 from lightppo.files import join
 from lightppo.option import SECTIONS, Section, option
+from lightppo.plugins.hints import needs
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 
 WORDS = {
@@ -264,10 +265,9 @@ class SupervisedConfig(OptionSet):
 
     def problems(self, ranks: int) -> Iterator[str]:
         """What cannot work, for so many ranks; a subclass may add to it."""
-        o = SimpleNamespace(**self.known())
-        o.config, o.facts = self, {}
+        o = SimpleNamespace(**self.known() | {"config": self, "by_hand": False})
         yield from self.missing()
-        yield from relations(o)
+        yield from needs.problems(o)
         yield from templates(o)
         for part in self.parts():
             yield from part.problems(o)

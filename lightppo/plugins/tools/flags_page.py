@@ -6,11 +6,11 @@ from itertools import takewhile
 from pathlib import Path
 
 from lightppo.config import PPOConfig
-from lightppo.config.cli import shown_default
 from lightppo.config.options import sections
-from lightppo.config.rules import conditions
 from lightppo.option import Option
 from lightppo.plugin import trained_by
+from lightppo.plugins.hints.help_page import shown_default
+from lightppo.plugins.hints.needs import conditions
 
 PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
 
