@@ -26,9 +26,9 @@ def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
-def wrong_value(option: Any, value: Any) -> str:
-    """A message about a value that an option does not take; an empty string if nobody knows more than the option."""
-    return _asked("wrong_value", option, value) if "wrong_value" in ASKED else ""
+def wrong_value(option: Any, value: Any, error: ValueError) -> str:
+    """The message about a value that an option does not take; an empty string if nobody knows more than the error."""
+    return _asked("wrong_value", option, value, error) if "wrong_value" in ASKED else ""
 
 
 def _asked(function: str, *arguments: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
-from lightppo.config.options import OptionSet, conform
+from lightppo.config.options import OptionSet
 from lightppo.config.rules import PPOConfig, without_effect_on_evaluation
 from lightppo.errors import ConfigError
 from lightppo.option import Option
@@ -107,7 +107,7 @@ def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str,
     for option in options:
         if option.name in given:
             try:
-                values[option.name] = conform(option, _typed(getattr(given, option.name), option))
+                values[option.name] = option.conform(_typed(getattr(given, option.name), option))
             except ValueError as error:
                 problems.append(str(error))
     if problems:

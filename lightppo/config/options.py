@@ -16,7 +16,7 @@ from lightppo.algorithms.entries import (
 from lightppo.errors import ConfigError
 from lightppo.option import SECTIONS, Option, Section, additions_to, option
 from lightppo.plugin import ENGINES, REWARD_MANAGERS, REWARD_STYLES
-from lightppo.suggestions import nearest, wrong_value
+from lightppo.suggestions import nearest
 
 safe = partial(option, resume_safe=True)
 critic = partial(option, needs="critic")
@@ -900,7 +900,7 @@ class OptionSet:
                 problems.append(f"unknown option {name!r}{quoted}")
                 continue
             try:
-                changed.setdefault(known[name].owner, {})[name] = conform(known[name], value)
+                changed.setdefault(known[name].owner, {})[name] = known[name].conform(value)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -964,11 +964,3 @@ def sections() -> dict[str, type[Section]]:
 def all_options() -> Iterator[Option]:
     """Every option of :class:`Options`, in the order of the sections."""
     return Options.all_options()
-
-
-def conform(one: Option, value: Any) -> Any:
-    """The value in the option's type; a ConfigError names the flag, and what plugins know of another value."""
-    try:
-        return one.conform(value)
-    except ValueError as error:
-        raise ConfigError(wrong_value(one, value) or str(error)) from None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
 from lightppo.config import EvaluationConfig, PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.option import Option, Section
 from lightppo.plugins.hints.needs import condition_text
+from lightppo.plugins.hints.option_words import choices, range_text, shown_default
 
 # What --help shows: the options that most people set, on one screen.
 _SCREEN = {
@@ -69,7 +70,7 @@ def _section_lines(section: type[Section]) -> Iterator[str]:
         conditions = " and ".join(map(condition_text, option.needs))
         needs = f"needs {conditions}" if conditions else ""
         notes = "; ".join(
-            filter(None, ["required" * option.required, option.unit, option.range_text, needs])
+            filter(None, ["required" * option.required, option.unit, range_text(option), needs])
         )
         yield f"  {_spelled(option)}"
         yield f"      {option.help}{f' [{notes}]' * bool(notes)} (default: {shown_default(option.default)})"
@@ -80,15 +81,8 @@ def _spelled(option: Option) -> str:
         return f"--{option.name}, --no_{option.name}"
     several = " ..." if get_origin(option.kind) is tuple else ""
     kind = get_args(option.kind)[0] if several else option.kind
-    choices = "|".join(map(str, option.choices))
-    return f"--{option.name} {choices or _METAVARS[kind] + several}"
+    values = "|".join(map(str, choices(option)))
+    return f"--{option.name} {values or _METAVARS[kind] + several}"
 
 
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
-
-
-def shown_default(value: Any) -> str:
-    """A default as ``--help`` and docs/flags.md write it."""
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) if value else "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, get_args
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from lightppo.errors import ConfigError
 from lightppo.option import Option
 from lightppo.plugin import HINTS, trained_by
 from lightppo.plugins.hints import meant_names
+from lightppo.plugins.hints.option_words import range_text, type_text
 
 
 def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
@@ -26,14 +28,21 @@ def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
     return meant_names.nearest(name, known, kind)
 
 
-def wrong_value(one: Option, value: Any) -> str:
+def wrong_value(one: Option, value: Any, error: ValueError) -> str:
     """A message about a value that an option does not take; an empty text if there is nothing more to say."""
     if told := _hint(one.name, value):
         return f"--{one.name} {value}{told}"
-    if one.names is None or meant_names.meant(str(value), one.names, one.name):
+    is_known = one.names is None or meant_names.meant(str(value), one.names, one.name)
+    if not is_known and (other := _option_that_takes(value)):
+        return f"--{one.name} {value}: it is a value of --{other}"
+    if isinstance(error, ConfigError):
         return ""
-    other = _option_that_takes(value)
-    return f"--{one.name} {value}: it is a value of --{other}" if other else ""
+    choices = [choice for choice in get_args(one.kind) if isinstance(choice, str)]
+    wanted = " ".join(filter(None, (type_text(one), range_text(one))))
+    if one.may_be_object:
+        wanted += f"{': path.py:name' if one.names is None else ''}, or in Python the function or object itself"
+    got = f"{value!r}{nearest(str(value), choices, one.name)}"
+    return f"--{one.name} must be {wanted}, not {'another value' if one.secret else got}"
 
 
 def _hint(name: str, value: Any = None) -> str:

@@ -9,6 +9,7 @@ import pytest
 from lightppo.config.options import all_options
 from lightppo.config.rules import PPOConfig
 from lightppo.plugins.hints.needs import condition_text
+from lightppo.plugins.hints.option_words import range_text
 
 REQUIRED_FLAGS = ("pretrain", "prompt_data")
 
@@ -66,7 +67,7 @@ def test_help_all_shows_unit_range_condition_and_default_of_every_flag(parse, ca
         shown = [
             one.help,
             one.unit or "",
-            one.range_text,
+            range_text(one),
             *map(condition_text, one.needs),
             "(default: ",
         ]
