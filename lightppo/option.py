@@ -236,8 +236,8 @@ class Section(types.SimpleNamespace):
         """What cannot work, a line for each, which begins with the option.
 
         Args:
-            options: every option by name, with what None stands for; and ``config``, ``ranks`` and ``by_hand``, whether
-                a script has made models and data.
+            options: every option by name, with what None stands for; and ``config``, ``ranks``, ``by_hand``, whether a
+                script has made models and data, and ``facts``, which ``conditions`` hold.
         """
         return ()
 
@@ -328,14 +328,9 @@ def _adapter(kind: Any, **bounds: float) -> Any:
                 if Ellipsis in inner
                 else tuple[inner]
             )
-        if kind in (bool, type(None)):
-            return StrictBool if kind is bool else kind
-        plain = BeforeValidator(functools.partial(_plain, kind))
-        return (
-            Annotated[kind, Field(**bounds), plain]
-            if kind in (int, float)
-            else Annotated[kind, plain]
-        )
+        if kind is bool:
+            return StrictBool
+        return Annotated[kind, Field(**bounds), BeforeValidator(functools.partial(_plain, kind))]
 
     return TypeAdapter(annotated(kind))
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from lightppo.errors import UserError
 from lightppo.meanings import METRICS as METRICS
+from lightppo.table import FILE_ENTRIES as FILE_ENTRIES
 from lightppo.table import Entry, Table, load
 
 GROUP = "lightppo.plugins"

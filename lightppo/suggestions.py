@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 ASKED: dict[str, str] = {}
-"""Where a plugin has a function that knows more: ``"module:name"`` for ``nearest`` and ``wrong_value``."""
+"""Where a plugin has a function that knows more: ``"module:name"`` for ``nearest`` and ``wrong_value``, and for
+``shown_url`` and ``without_secrets`` of :mod:`lightppo.shown`."""
 
 
 def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
@@ -21,16 +22,17 @@ def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
             the option whose values they are.
     """
     if "nearest" in ASKED:
-        return _asked("nearest", name, known, kind)
+        return asked("nearest", name, known, kind)
     found = get_close_matches(name, list(known))
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
 def wrong_value(option: Any, value: Any, error: ValueError) -> str:
     """The message about a value that an option does not take; an empty string if nobody knows more than the error."""
-    return _asked("wrong_value", option, value, error) if "wrong_value" in ASKED else ""
+    return asked("wrong_value", option, value, error) if "wrong_value" in ASKED else ""
 
 
-def _asked(function: str, *arguments: Any) -> str:
+def asked(function: str, *arguments: Any) -> str:
+    """What the plugin's function says."""
     module, _, name = ASKED[function].partition(":")
     return getattr(importlib.import_module(module), name)(*arguments)

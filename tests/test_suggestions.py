@@ -9,4 +9,5 @@ def test_similar_names_are_named_where_no_plugin_knows_more(monkeypatch):
     monkeypatch.setattr(suggestions, "ASKED", {})
     found = suggestions.nearest("train_batchsize", ["train_batch_size", "gamma"])
     assert found == " (did you mean 'train_batch_size'?)"
-    assert suggestions.wrong_value(PPOConfig.sections()["loss"].options()["policy_loss"], "x") == ""
+    one = PPOConfig.sections()["loss"].options()["policy_loss"]
+    assert suggestions.wrong_value(one, "x", ValueError("unknown")) == ""

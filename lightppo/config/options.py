@@ -3,6 +3,7 @@
 The name of an option is unique over all sections: it is the flag, and the key in YAML and in ``PPOConfig.from_flat``.
 """
 
+import types
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, get_type_hints
@@ -826,7 +827,7 @@ class LoggingConfig(Section, resume_safe=True):
     debug: bool = option(False, "Show errors with the full traceback instead of one line.")
 
 
-class OptionSet:
+class OptionSet(types.SimpleNamespace):
     """The options of a command by section: its annotations name the sections, and plugins add theirs."""
 
     command: ClassVar[str] = ""
@@ -838,15 +839,7 @@ class OptionSet:
             raise TypeError(
                 f"{type(self).__name__} has no section {min(unknown)!r}{nearest(min(unknown), kinds)}"
             )
-        vars(self).update({name: sections.get(name) or kind() for name, kind in kinds.items()})
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    __hash__ = None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={section!r}' for name, section in vars(self).items())})"
+        super().__init__(**{name: sections.get(name) or kind() for name, kind in kinds.items()})
 
     @classmethod
     def sections(cls) -> dict[str, type[Section]]:
@@ -905,10 +898,10 @@ class OptionSet:
                 problems.append(str(error))
         if problems:
             raise ConfigError("\n".join(problems))
-        sections = {owner: getattr(self, owner) for owner in changed}
         replaced = {
             owner: type(section)(**vars(section) | changed[owner])
-            for owner, section in sections.items()
+            for owner, section in vars(self).items()
+            if owner in changed
         }
         return type(self)(**vars(self) | replaced)
 

@@ -426,7 +426,7 @@ def contradictions(
     rules = [entry.fn for entry in RULES.values()]
     rules += [_required] * (not by_hand)
     rules += [_batches, _sampling, _algorithm]
-    rules += [_models, _rewards, templates, _strategy, _warm_up] * (not by_hand)
+    rules += [_models, _rewards, templates, _ranks] * (not by_hand)
     of_trainer = config.of_trainer()
     rules += [part.problems for part in config.parts() if not by_hand or part._owner in of_trainer]
     return first_of_each(message for rule in rules for message in rule(options))
@@ -655,21 +655,9 @@ def templates(options: SimpleNamespace) -> Iterator[str]:
         yield f"--input_template {options.input_template!r} needs exactly one {{}} for the prompt"
 
 
-def _strategy(options: SimpleNamespace) -> Iterator[str]:
-    if options.critic_adam_offload and options.critic_zero_stage == 0:
-        yield "--critic_adam_offload moves sharded optimizer states: it needs --critic_zero_stage 1, 2 or 3"
-    if options.critic_param_offload and options.critic_zero_stage != 3:
-        yield "--critic_param_offload offloads ZeRO-3 shards: it needs --critic_zero_stage 3"
+def _ranks(options: SimpleNamespace) -> Iterator[str]:
     if options.ranks % options.zpg:
         yield f"--zpg {options.zpg} does not divide the {options.ranks} ranks"
-
-
-def _warm_up(options: SimpleNamespace) -> Iterator[str]:
-    """Of the critic, whose values follow the actor's in a resolved config."""
-    given = options.config.training
-    own_ratio = given.critic_lr_warmup_ratio not in (None, given.lr_warmup_ratio)
-    if own_ratio and given.critic_lr_warmup_steps is not None:
-        yield "--critic_lr_warmup_ratio and --critic_lr_warmup_steps both say how long the warm-up is: leave one out"
 
 
 def check_positions(config: Any, positions: int | None) -> None:

@@ -9,7 +9,7 @@ from lightppo.plugin import (
     CallbackEntry,
     TokenWeight,
 )
-from lightppo.table import Entry
+from lightppo.table import FILE_ENTRIES, Entry
 
 _WEIGHTS = "lightppo.plugins.algorithms.token_weights"
 
@@ -32,6 +32,8 @@ def register() -> None:
         KL_ESTIMATORS.register(name, entry)
     TABLES.extend((tables.CORRECTIONS, tables.REJECTIONS))
 
+    declared = Entry("lightppo.plugins.algorithms.declared_entries:read_entry")
+    FILE_ENTRIES.register("declared", declared)
     correction = TokenWeight(
         f"{_WEIGHTS}:correction", needs_rollout_log_probs=True, flag="rollout_correction"
     )

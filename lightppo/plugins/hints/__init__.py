@@ -11,4 +11,5 @@ def register() -> None:
         ASKED[function] = f"lightppo.plugins.hints.mistakes:{function}"
     HELP.register("screen", Entry("lightppo.plugins.hints.help_page:help_text"))
     RULES.register("needs", Entry("lightppo.plugins.hints.needs:problems"))
+    RULES.register("critic", Entry("lightppo.plugins.hints.needs:of_critic"))
     NOTES.register("needs", Entry("lightppo.plugins.hints.needs:notes"))

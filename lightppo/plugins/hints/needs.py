@@ -123,18 +123,20 @@ def _parts(condition: str) -> tuple[str, str, str]:
 def problems(options: SimpleNamespace) -> Iterator[str]:
     """Options without what they need, and such as exclude each other; ``options`` as of ``Section.problems``."""
     config, given = options.config, options.config.flat()
+    options.facts = facts_of(config)
     of_trainer = config.of_trainer()
     declared = {
         option.name: option
         for option in config.all_options()
         if not options.by_hand or option.owner in of_trainer
     }
-    values = {name: getattr(options, name) for name in declared} | facts_of(config)
+    values = {name: getattr(options, name) for name in declared}
     if options.by_hand:
         values["enable_ema"] = True  # the script brings its ema_model
     else:
         with suppress(ConfigError):  # which is told by itself
-            values |= source_facts(config)
+            options.facts |= source_facts(config)
+    values |= options.facts
     is_set = {
         f"no_{name}" if given[name] is False else name: option
         for name, option in declared.items()
@@ -148,6 +150,20 @@ def problems(options: SimpleNamespace) -> Iterator[str]:
         for other in others.split():
             if {flag, other} <= is_set.keys():
                 yield f"--{flag} and --{other} {reason}: leave one out"
+
+
+def of_critic(options: SimpleNamespace) -> Iterator[str]:
+    """Of the critic, whose values follow the actor's in a resolved config."""
+    if options.by_hand:
+        return
+    if options.critic_adam_offload and options.critic_zero_stage == 0:
+        yield "--critic_adam_offload moves sharded optimizer states: it needs --critic_zero_stage 1, 2 or 3"
+    if options.critic_param_offload and options.critic_zero_stage != 3:
+        yield "--critic_param_offload offloads ZeRO-3 shards: it needs --critic_zero_stage 3"
+    given = options.config.training
+    own_ratio = given.critic_lr_warmup_ratio not in (None, given.lr_warmup_ratio)
+    if own_ratio and given.critic_lr_warmup_steps is not None:
+        yield "--critic_lr_warmup_ratio and --critic_lr_warmup_steps both say how long the warm-up is: leave one out"
 
 
 def idle_flags(config: OptionSet, given: Container[str]) -> dict[str, list[str]]:

@@ -2,6 +2,7 @@
 
 from lightppo.option import register_section
 from lightppo.plugin import FORMATS, MODEL_PATHS, PUBLIC, ROWS
+from lightppo.suggestions import ASKED
 from lightppo.table import Entry
 
 _TEXT = {".csv": "read_csv", ".tsv": "read_tsv"}
@@ -10,6 +11,8 @@ _TABLES = {".parquet": "read_parquet", ".arrow": "read_arrow"}
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    ASKED["shown_url"] = "lightppo.plugins.sources.shown_urls:without_login_and_query"
+    ASKED["without_secrets"] = "lightppo.plugins.sources.shown_urls:shown_urls"
     for ending in FORMATS:  # one rank of a node parses a large file for all
         FORMATS[ending] = Entry("lightppo.plugins.sources.file_formats:read_json")
     for ending, name in (_TEXT | _TABLES).items():
