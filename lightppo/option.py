@@ -328,8 +328,8 @@ def _adapter(kind: Any, **bounds: float) -> Any:
                 if Ellipsis in inner
                 else tuple[inner]
             )
-        if kind is bool:
-            return StrictBool
+        if kind in (bool, type(None)):
+            return StrictBool if kind is bool else kind
         return Annotated[kind, Field(**bounds), BeforeValidator(functools.partial(_plain, kind))]
 
     return TypeAdapter(annotated(kind))
