@@ -50,22 +50,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"lightppo {__version__}" if name == "--version" else help_text())
     else:
         if os.environ.get("RANK", "0") == "0":
-            problem = (
-                f"unknown command {name!r}{_meant_by(name)}" if name else "a command is missing"
-            )
+            known = [*COMMANDS, "--version", "--help"]
+            unknown = f"unknown command {name!r}{nearest(name, known, 'command')}"
+            problem = unknown if name else "a command is missing"
             print(f"{help_text()}\nlightppo: error: {problem}", file=sys.stderr)
         raise SystemExit(2)
-
-
-def _meant_by(name: str) -> str:
-    """What an unknown command may have meant; names of algorithms are no commands."""
-    from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-
-    tables = {"advantage_estimator": ADVANTAGE_ESTIMATORS, "policy_loss": POLICY_LOSSES}
-    for flag, names in tables.items():
-        if name.lower() in names and name.lower() not in COMMANDS:
-            return f": write lightppo ppo --{flag} {name.lower()}"
-    return nearest(name, [*COMMANDS, "--version", "--help"], "command")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import importlib
 import os
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import (
     Annotated,
@@ -21,17 +20,10 @@ from typing import (
     get_type_hints,
 )
 
-from lightppo.suggestions import nearest
+from lightppo.errors import ConfigError
+from lightppo.suggestions import nearest, wrong_value
 
-_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-_ONE = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    type(None): "None",
-}
-_MANY = {int: "whole numbers", float: "numbers", str: "texts"}
+_BOUNDS = ("ge", "gt", "le", "lt")
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class Option:
     lt: float | None = None
     names: Any = None  # the lightppo.table.Table that a value must be found in
     below: str | None = None  # option that must be larger, where both have a number
-    # conditions without which it does nothing; see lightppo.config.rules.condition_text
+    # conditions without which it does nothing; see lightppo.plugins.hints.needs.condition_text
     needs: tuple[str, ...] = ()
     # values besides the default that ask for nothing, and so need nothing; those out of
     off: tuple[Any, ...] = ()
@@ -70,41 +62,18 @@ class Option:
         return {key: getattr(self, key) for key in _BOUNDS if getattr(self, key) is not None}
 
     @property
-    def range_text(self) -> str:
-        """Such as ``≥0 ≤1``."""
-        return " ".join(
-            f"{_BOUNDS[key]}{_shown_bound(bound)}" for key, bound in self.bounds.items()
-        )
-
-    @property
     def kind(self) -> Any:
         """The type of a value that is not None."""
-        return next(kind for kind in _alternatives(self.type) if kind is not type(None))
+        return next(kind for kind in alternatives(self.type) if kind is not type(None))
 
     @property
     def may_be_none(self) -> bool:
-        return type(None) in _alternatives(self.type)
+        return type(None) in alternatives(self.type)
 
     @property
     def may_be_object(self) -> bool:
         """Whether a function or an object may stand in place of its path."""
         return self.takes_object or (self.names is not None and self.names.takes_files)
-
-    @property
-    def choices(self) -> list[Any]:
-        """The values to choose from, or the names; none: any of its type."""
-        if self.names is None:
-            return [*get_args(self.kind)] if get_origin(self.kind) is Literal else []
-        is_another = isinstance(self.default, str) and self.default not in self.names
-        return [self.default, *self.names] if is_another else [*self.names]
-
-    @property
-    def type_text(self) -> str:
-        """The type in words: ``a list of texts or None``."""
-        if self.names is None:
-            return _in_words(self.type)
-        names = [*self.choices, "path.py:name"] if self.names.takes_files else self.choices
-        return f"one of {', '.join(names)}" + (" or None" if self.may_be_none else "")
 
     def of_critic(self) -> Option:
         """The declaration of the critic's own value."""
@@ -112,47 +81,36 @@ class Option:
         name, meaning = f"critic_{self.name}", f"The critic's. None: --{self.name}."
         return replace(self, name=name, type=self.type | None, help=meaning, **more)
 
-    def reworded(self, words: Mapping[str, str]) -> Option:
-        """The declaration with other words in help, unit and needs; a need of no words is none."""
-
-        def said(text: str) -> str:
-            for old, new in words.items():
-                text = text.replace(old, new)
-            return text
-
-        needs = tuple(filter(None, map(said, self.needs)))
-        return replace(self, help=said(self.help), unit=self.unit and said(self.unit), needs=needs)
-
     def is_set(self, value: Any) -> bool:
         """Whether a value asks for something that the default does not."""
         return value != self.default and value not in self.off
 
     def conform(self, value: Any) -> Any:
-        """The value in the option's type: a list as a tuple, a path as text; a ValueError names the flag."""
+        """The value in the option's type: a list as a tuple, a path as text; a ConfigError names the flag."""
+        try:
+            return self._conformed(value)
+        except ValueError as error:
+            plain = str(error)
+            if not isinstance(error, ConfigError):  # pydantic's
+                shown = "" if self.secret else f" {value!r}"
+                plain = f"--{self.name}{shown}: {error.errors()[0]['msg']}"
+            raise ConfigError(wrong_value(self, value, error) or plain) from None
+
+    def _conformed(self, value: Any) -> Any:
         from pydantic import ValidationError
 
+        several = get_origin(self.kind) is tuple
         if self.may_be_object and is_object(value):
-            if self.names is not None:
-                self.names.find(value)
-            return (value,) if get_origin(self.kind) is tuple else value
-        if self.takes_object and isinstance(value, list | tuple) and any(map(is_object, value)):
+            value = (value,) if several else value
+        elif self.takes_object and isinstance(value, list | tuple) and any(map(is_object, value)):
             return tuple(one if is_object(one) else self.conform([one])[0] for one in value)
-        try:
-            value = _adapter(self.type, **self.bounds).validate_python(value)
-        except ValidationError:
-            with suppress(ValidationError):
-                if _adapter(self.type).validate_python(value) in self.off:
-                    return self.default
-            choices = [choice for choice in get_args(self.kind) if isinstance(choice, str)]
-            wanted = " ".join(filter(None, (self.type_text, self.range_text)))
-            if self.may_be_object:
-                wanted += f"{': path.py:name' if self.names is None else ''}, or in Python the function or object itself"
-            got = (
-                "another value"
-                if self.secret
-                else f"{value!r}{nearest(str(value), choices, self.name)}"
-            )
-            raise ValueError(f"--{self.name} must be {wanted}, not {got}") from None
+        else:
+            try:
+                value = _adapter(self.type, **self.bounds).validate_python(value)
+            except ValidationError:
+                if _adapter(self.type).validate_python(value) not in self.off:
+                    raise
+                return self.default
         if self.names is not None and value is not None and value != self.default:
             self.names.find(value)
         return value
@@ -202,47 +160,38 @@ class Section(types.SimpleNamespace):
     no evaluation does; ``"weights"``: they make the weights of models.
 
     ``own=TABLE`` adds the own options of all entries of a table of algorithms, also of those that are added later;
-    ``resume_safe=True`` holds for all options of the section; ``shared`` are options that other sections declare. A
-    section that extends another one has its options::
-
-        class OtherTrainingConfig(TrainingConfig, only="l2 max_epochs", words={"rollout": "epoch"}, max_epochs=3):
-            "Training: these of them, in other words; ``NAME=VALUE`` is another default. More may follow."
+    ``resume_safe=True`` holds for all options of the section. A section that extends another one has its options, or
+    those that are ``declared``, before its own.
     """
+
+    _declared: ClassVar[Mapping[str, Option]] = {}
+    _own: ClassVar[Any] = None
+    _owner: ClassVar[str] = ""
+    _is_open: ClassVar[bool] = False  # plugins may add to it
+    of: ClassVar[Literal["trainer", "training", "weights"] | None] = None
 
     def __init_subclass__(
         cls,
         own: Any = None,
         resume_safe: bool = False,
-        shared: Iterable[Option] = (),
-        only: str = "",
-        words: Mapping[str, str] = {},
+        declared: Mapping[str, Option] | None = None,
         adds_to: str = "",
         of: Literal["trainer", "training", "weights"] | None = None,
-        **defaults: Any,
     ) -> None:
-        extended = cls.options() if hasattr(cls, "_declared") else {}
-        cls._own, cls._owner = (
-            own,
-            cls._owner if extended else adds_to or cls.__name__.removesuffix("Config").lower(),
-        )
-        cls._is_open = not (extended or adds_to)  # plugins may add to it
-        cls.of = of if of is not None else getattr(cls, "of", None)
-        cls._declared = {name: extended[name].reworded(words) for name in only.split() or extended}
-        cls._declared |= {
-            name: replace(cls._declared[name], default=value) for name, value in defaults.items()
-        }
+        cls._declared = dict(cls.options() if declared is None else declared)
+        cls._is_open = not (cls._owner or adds_to)
+        cls._owner = cls._owner or adds_to or cls.__name__.removesuffix("Config").lower()
+        cls._own, cls.of = own, of or cls.of
         for name, kind in get_type_hints(cls).items():
-            declared = cls.__dict__.get(name)
-            if not isinstance(declared, Option):  # of the section that is extended, or no option
+            one = cls.__dict__.get(name)
+            if not isinstance(one, Option):  # of the section that is extended, or no option
                 continue
-            safe = resume_safe if declared.resume_safe is None else declared.resume_safe
-            cls._declared[name] = replace(
-                declared, name=name, type=kind, owner=cls._owner, resume_safe=safe
-            )
-            if declared.per_role:
-                cls._declared[f"critic_{name}"] = cls._declared[name].of_critic()
+            safe = resume_safe if one.resume_safe is None else one.resume_safe
+            one = replace(one, name=name, type=kind, owner=cls._owner, resume_safe=safe)
+            cls._declared[name] = one
+            if one.per_role:
+                cls._declared[f"critic_{name}"] = one.of_critic()
             delattr(cls, name)
-        cls._declared |= {option.name: option for option in shared}
 
     @classmethod
     def options(cls) -> dict[str, Option]:
@@ -287,7 +236,8 @@ class Section(types.SimpleNamespace):
         """What cannot work, a line for each, which begins with the option.
 
         Args:
-            options: every option by name, with what None stands for; and ``config``, ``ranks``, ``facts``.
+            options: every option by name, with what None stands for; and ``config``, ``ranks``, ``by_hand``, whether a
+                script has made models and data, and ``facts``, which ``conditions`` hold.
         """
         return ()
 
@@ -378,30 +328,9 @@ def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterat
             yield f"--{option.name} {low:g} must be below --{option.below} {high:g}"
 
 
-def _shown_bound(bound: float) -> str:
-    """A number, or the power of two that it is."""
-    power = bound.bit_length() - 1 if isinstance(bound, int) else 0
-    return f"2^{power}" if power > 20 and bound == 2**power else f"{bound:g}"
-
-
-def _alternatives(kind: Any) -> tuple[Any, ...]:
+def alternatives(kind: Any) -> tuple[Any, ...]:
     """``int | None`` → ``(int, NoneType)``; a type that is no union is its only alternative."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
-def _in_words(kind: Any) -> str:
-    if len(kinds := _alternatives(kind)) > 1:
-        return " or ".join(map(_in_words, kinds))
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, get_args(kind)))
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)
-        return (
-            f"a list of {_MANY[inner[0]]}"
-            if Ellipsis in inner
-            else f"{len(inner)} {_MANY[inner[0]]}"
-        )
-    return _ONE[kind]
 
 
 @functools.cache
@@ -410,7 +339,7 @@ def _adapter(kind: Any, **bounds: float) -> Any:
     from pydantic import BeforeValidator, Field, StrictBool, TypeAdapter
 
     def annotated(kind: Any) -> Any:
-        if len(kinds := _alternatives(kind)) > 1:
+        if len(kinds := alternatives(kind)) > 1:
             return Union[tuple(map(annotated, kinds))]  # noqa: UP007
         if get_origin(kind) is tuple:
             inner = tuple(k if k is Ellipsis else annotated(k) for k in get_args(kind))
@@ -421,12 +350,7 @@ def _adapter(kind: Any, **bounds: float) -> Any:
             )
         if kind in (bool, type(None)):
             return StrictBool if kind is bool else kind
-        plain = BeforeValidator(functools.partial(_plain, kind))
-        return (
-            Annotated[kind, Field(**bounds), plain]
-            if kind in (int, float)
-            else Annotated[kind, plain]
-        )
+        return Annotated[kind, Field(**bounds), BeforeValidator(functools.partial(_plain, kind))]
 
     return TypeAdapter(annotated(kind))
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from lightppo.errors import UserError
 from lightppo.meanings import METRICS as METRICS
+from lightppo.table import FILE_ENTRIES as FILE_ENTRIES
 from lightppo.table import Entry, Table, load
 
 GROUP = "lightppo.plugins"
@@ -99,9 +100,7 @@ class PassEntry(Entry):
     :class:`lightppo.experience.maker.RolloutPass`, or None where the options ask for none.
     """
 
-    needs: str = (
-        ""  # what ``--micro_batch_specs`` for it needs; see lightppo.config.rules.condition_text
-    )
+    needs: str = ""  # what ``--micro_batch_specs`` for it needs; see ``Option.needs``
 
 
 @dataclass(frozen=True)
@@ -190,6 +189,11 @@ DECODING_RUNNERS: Table = Table("decoding runner")
 FITTED: Table = Table("option that is fitted to the machine")
 """What an option that is None stands for where only the machine tells: under its name a function of the config and the
 strategy, called on all ranks together. Read for ``micro_rollout_batch_size``."""
+
+
+MICRO_BATCHES: Table = Table("size of micro batches")
+"""Sizes of the micro batches of single passes: an entry's function gets the config and the name of a pass, and returns a
+:class:`lightppo.config.rules.MicroBatchSpec`, or None where the options say nothing of it."""
 
 
 LOADING: Table = Table("option of loading a model")
@@ -351,6 +355,18 @@ HINTS: Table = Table("hint")
 """What to say of a name that is no option, or of a value that an option does not take: functions of the name, or of
 name and value, that return the end of a message, or an empty text."""
 
+HELP: Table = Table("text of --help", {"plain": Entry("lightppo.config.cli:plain_help")})
+"""What ``--help`` prints, the last entry: a function ``(prog, everything, kind)``, which gets the class of a command's
+options, returns the text; ``everything``: of ``--help all``. It must import nothing heavy."""
+
+RULES: Table = Table("rule of options")
+"""What options cannot do together, beside what the core and sections say, and told before it: functions of the options
+of a run, as of :meth:`lightppo.option.Section.problems`, that yield a line for each problem."""
+
+NOTES: Table = Table("note on options")
+"""What to say of options that are right: functions of the config and of the names that are on the command line, that
+yield lines. They must import nothing heavy."""
+
 BEFORE_IMPORTS: Table = Table("look before the imports")
 """What a command does with its config and its name in messages before it imports torch: an entry's function may end it
 by SystemExit. It must import nothing heavy."""
@@ -424,6 +440,11 @@ or None. It has looked at the files; where the run holds the folder, it may rena
 OLDER_STATES: Table = Table("state of an older checkpoint")
 """What brings the state of a run, which an older lightppo wrote into a checkpoint, to its present form: functions of the
 state that return it, called in this order."""
+
+RESUMES: Table = Table("look at a run that goes on")
+"""What looks at a run and the checkpoint that it goes on from: functions of a
+:class:`lightppo.trainer.checkpointing.Resumed`, called on all ranks together, which yield lines to print. ConfigError
+where it is another run."""
 
 CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
 """What loads a checkpoint of another number of ranks or another ZeRO stage, the last one: an entry's function

@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 ASKED: dict[str, str] = {}
-"""Where a plugin has a function that knows more: ``"module:name"`` in place of ``nearest`` or ``meant``."""
+"""Where a plugin has a function that knows more: ``"module:name"`` for ``nearest`` and ``wrong_value``, and for
+``shown_url`` and ``without_secrets`` of :mod:`lightppo.shown`."""
 
 
 def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
@@ -17,19 +18,21 @@ def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
     Args:
         name: as the user wrote it.
         known: the names that exist.
-        kind: what the names are: ``"flag"``, ``"command"``, or the option whose values they are.
+        kind: what the names are: ``"option"`` or ``"word"`` of a command line, ``"key"`` of a file, ``"command"``, or
+            the option whose values they are.
     """
     if "nearest" in ASKED:
-        return _asked("nearest", name, known, kind)
+        return asked("nearest", name, known, kind)
     found = get_close_matches(name, list(known))
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
-def meant(name: str, known: Iterable[str], kind: str) -> str:
-    """What people mean by a name of this kind, as the end of a message; an empty string if nobody knows."""
-    return _asked("meant", name, known, kind) if "meant" in ASKED else ""
+def wrong_value(option: Any, value: Any, error: ValueError) -> str:
+    """The message about a value that an option does not take; an empty string if nobody knows more than the error."""
+    return asked("wrong_value", option, value, error) if "wrong_value" in ASKED else ""
 
 
-def _asked(function: str, *arguments: Any) -> str:
+def asked(function: str, *arguments: Any) -> str:
+    """What the plugin's function says."""
     module, _, name = ASKED[function].partition(":")
     return getattr(importlib.import_module(module), name)(*arguments)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lightppo.errors import ConfigError
@@ -87,15 +85,15 @@ class Table(dict[str, E]):
     def find(self, name: str | Callable) -> E:
         """The entry of a name, of ``path.py:name`` or of a function itself; ConfigError for what is none of these."""
         if not isinstance(name, str):
-            return self._entry_of_function(name)
+            return self.entry_of(name)
         if name not in self and self.takes_files and ".py" in name:
-            return _entry_of_file(name, self.flag, self.decorator, self.kind)
+            return next(reversed(FILE_ENTRIES.values())).fn(name, self)
         if name in self:
             return self[name]
         meant = nearest(str(name), self, self.flag.lstrip("-"))
         raise ConfigError(f"{self.flag}: unknown name {name!r}{meant}; known: {', '.join(self)}")
 
-    def _entry_of_function(self, function: Any) -> E:
+    def entry_of(self, function: Any) -> E:
         """The entry of a function or class that stands in place of a path, with what its decorator says."""
         if not callable(function) or not self.takes_files:
             also = ", path.py:name, or a function" if self.takes_files else ""
@@ -132,35 +130,15 @@ def load(function: str | Callable) -> Callable:
     return getattr(importlib.import_module(where), name)
 
 
+FILE_ENTRIES: Table = Table("entry of a file", {"run": Entry("lightppo.table:run_entry")})
+"""What makes an entry of a function or a class in a file, the last one: a function of ``path.py:name`` and the table."""
+
+
 @functools.cache
-def _entry_of_file(spec: str, flag: str, decorator: str | None, kind: type[Entry]) -> Any:
-    """The entry of a function, or a class, in a file, which is read but not run."""
-    path, _, name = spec.rpartition(":")
-    try:
-        tree = ast.parse(Path(path).expanduser().read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"{flag} {spec}: cannot be read ({error.strerror}); write path.py:name"
-        ) from None
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{flag} {spec}: {path} is not Python: {error}") from None
-    functions = {
-        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-    if name not in functions:
-        raise ConfigError(
-            f"{flag} {spec}: {path} has no function {name!r}{nearest(name, functions)}, only: {', '.join(functions)}"
-        )
-    traits: dict[str, Any] = {}
-    for node in functions[name].decorator_list:
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == decorator:
-            try:
-                traits = {
-                    str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords
-                }
-                kind("", **traits)
-            except (ValueError, TypeError) as error:
-                raise ConfigError(
-                    f"{flag} {spec}: {path}:{node.lineno}: @{decorator}: {error}"
-                ) from None
-    return kind(f"{path}:{name}", **traits)
+def _run(spec: str) -> Callable:
+    return load(spec)
+
+
+def run_entry(spec: str, table: Table) -> Any:
+    """The file is run; what a decorator says is an attribute of the function."""
+    return table.entry_of(_run(spec))

@@ -1,6 +1,7 @@
 """What the core says of a name that is not there, with and without a plugin that knows more."""
 
 from lightppo import suggestions
+from lightppo.config import PPOConfig
 
 
 def test_similar_names_are_named_where_no_plugin_knows_more(monkeypatch):
@@ -8,4 +9,5 @@ def test_similar_names_are_named_where_no_plugin_knows_more(monkeypatch):
     monkeypatch.setattr(suggestions, "ASKED", {})
     found = suggestions.nearest("train_batchsize", ["train_batch_size", "gamma"])
     assert found == " (did you mean 'train_batch_size'?)"
-    assert suggestions.meant("--model", ["--pretrain"], "flag") == ""
+    one = PPOConfig.sections()["loss"].options()["policy_loss"]
+    assert suggestions.wrong_value(one, "x", ValueError("unknown")) == ""

@@ -3,8 +3,8 @@
 The name of an option is unique over all sections: it is the flag, and the key in YAML and in ``PPOConfig.from_flat``.
 """
 
-import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+import types
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
@@ -16,8 +16,8 @@ from lightppo.algorithms.entries import (
 )
 from lightppo.errors import ConfigError
 from lightppo.option import SECTIONS, Option, Section, additions_to, option
-from lightppo.plugin import ENGINES, HINTS
-from lightppo.suggestions import meant, nearest
+from lightppo.plugin import ENGINES
+from lightppo.suggestions import nearest
 
 safe = partial(option, resume_safe=True)
 critic = partial(option, needs="critic")
@@ -108,6 +108,16 @@ class ModelConfig(Section, of="weights"):
         "log probs and gradients, without --torch_compile; the log says which.",
     )
 
+    exclusive = (
+        ("flash_attn", "attn_implementation", "contradict each other"),
+        ("bf16", "fp16", "contradict each other"),
+        (
+            "gradient_checkpointing_use_reentrant",
+            "aux_loss_coef torch_compile",
+            "do not work together",
+        ),
+    )
+
 
 class DataConfig(Section):
     """Data: prompts."""
@@ -144,6 +154,8 @@ class DataConfig(Section):
     )
     data_num_workers: int = safe(0, "Tokenizer processes. 0: tokenize in the main process.", ge=0)
     dataloader_pin_memory: bool = safe(True, "Pin batches in memory on a GPU machine.")
+
+    exclusive = (("input_template", "apply_chat_template", "both render the prompt"),)
 
 
 class RolloutConfig(Section, of="trainer"):
@@ -252,6 +264,8 @@ class VerifierConfig(Section):
         needs="reward_routes",
     )
 
+    exclusive = (("reward_source", "reward_routes", "both name the sources"),)
+
 
 class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
     """Algorithm: advantages, KL, reference."""
@@ -313,6 +327,8 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
         ge=-1,
         off=(0,),
     )
+
+    exclusive = (("use_kl_loss", "use_kl_in_reward", "would count the KL twice"),)
 
 
 clips = partial(option, needs="clipping")
@@ -393,11 +409,6 @@ class TrainingConfig(Section, of="training"):
         "tokens per rank",
         ge=1,
     )
-    micro_batch_specs: tuple[str, ...] = safe(
-        (),
-        "Sizes of single calls, CALL=SAMPLES or CALL=TOKENSt such as reference=64 actor_train=4096t. Calls: "
-        "actor, reference, critic, reward (scoring), actor_train, critic_train.",
-    )
     max_epochs: int = per_role(1, "Passes over each rollout.", "epochs", ge=1)
     shuffle: Literal["samples", "groups"] = option(
         "samples",
@@ -422,6 +433,8 @@ class TrainingConfig(Section, of="training"):
     l2: float = per_role(0.0, "AdamW's weight decay.", ge=0)
     adam_betas: tuple[float, float] = per_role((0.9, 0.95), "AdamW's betas.", ge=0, lt=1)
     max_norm: float = per_role(1.0, "Gradient norm clipping; 0: off.", ge=0)
+
+    exclusive = (("lr_warmup_ratio", "lr_warmup_steps", "both say how long the warm-up is"),)
 
 
 class StrategyConfig(Section):
@@ -517,6 +530,8 @@ class CheckpointConfig(Section, resume_safe=True):
     )
     save_value_network: bool = critic(False, "Also save the critic with the final model.")
 
+    exclusive = (("resume", "no_load_checkpoint", "contradict each other"),)
+
 
 class LoggingConfig(Section, resume_safe=True):
     """Logging."""
@@ -525,7 +540,7 @@ class LoggingConfig(Section, resume_safe=True):
     debug: bool = option(False, "Show errors with the full traceback instead of one line.")
 
 
-class OptionSet:
+class OptionSet(types.SimpleNamespace):
     """The options of a command by section: its annotations name the sections, and plugins add theirs."""
 
     command: ClassVar[str] = ""
@@ -537,15 +552,7 @@ class OptionSet:
             raise TypeError(
                 f"{type(self).__name__} has no section {min(unknown)!r}{nearest(min(unknown), kinds)}"
             )
-        vars(self).update({name: sections.get(name) or kind() for name, kind in kinds.items()})
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    __hash__ = None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={section!r}' for name, section in vars(self).items())})"
+        super().__init__(**{name: sections.get(name) or kind() for name, kind in kinds.items()})
 
     @classmethod
     def sections(cls) -> dict[str, type[Section]]:
@@ -557,6 +564,11 @@ class OptionSet:
             if cls.command in place.commands and not place.adds_to and name not in kinds
         }
         return kinds | own
+
+    @classmethod
+    def of_trainer(cls) -> set[str]:
+        """The sections that matter to a trainer whose models and data a script has made."""
+        return {name for name, kind in cls.sections().items() if kind.of in ("trainer", "training")}
 
     @classmethod
     def parts(cls) -> list[type[Section]]:
@@ -589,20 +601,20 @@ class OptionSet:
         changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             if name not in known:
-                flags = [f"--{one}" for one in known]
-                meant_by = told_of(f"--{name}", flags) or nearest(f"--{name}", flags)
-                problems.append(f"unknown option {name!r}{_without_dashes(meant_by)}")
+                meant = nearest(f"--{name}", [f"--{one}" for one in known], "key")
+                quoted = meant.replace("'--", "'")
+                problems.append(f"unknown option {name!r}{quoted}")
                 continue
             try:
-                changed.setdefault(known[name].owner, {})[name] = conform(known[name], value)
+                changed.setdefault(known[name].owner, {})[name] = known[name].conform(value)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
             raise ConfigError("\n".join(problems))
-        sections = {owner: getattr(self, owner) for owner in changed}
         replaced = {
             owner: type(section)(**vars(section) | changed[owner])
-            for owner, section in sections.items()
+            for owner, section in vars(self).items()
+            if owner in changed
         }
         return type(self)(**vars(self) | replaced)
 
@@ -657,85 +669,3 @@ def sections() -> dict[str, type[Section]]:
 def all_options() -> Iterator[Option]:
     """Every option of :class:`Options`, in the order of the sections."""
     return Options.all_options()
-
-
-def _without_dashes(text: str) -> str:
-    """Quoted flags as keys of a file."""
-    return text.replace("'--", "'")
-
-
-def hint(name: str, value: Any = None) -> str:
-    """What plugins say of a name that is no option, or of a value that an option does not take: ends a message."""
-    texts = (entry.fn(name) if value is None else entry.fn(name, value) for entry in HINTS.values())
-    return next(filter(None, texts), "")
-
-
-def told_of(flag: str, flags: Container[str]) -> str:
-    """What the tables say of an unknown flag: other trainers' names, and what people mean; as the end of a message."""
-    told = hint(flag.removeprefix("--"))
-    named = re.findall(r"--(?:no_)?(\w+)", told)
-    return (
-        told if told and all(f"--{name}" in flags for name in named) else meant(flag, flags, "flag")
-    )
-
-
-def conform(one: Option, value: Any) -> Any:
-    """The value in the option's type; a ConfigError names the flag, and our name for another trainer's value."""
-    try:
-        return one.conform(value)
-    except ValueError as error:
-        told = hint(one.name, value)
-        if told:
-            raise ConfigError(f"--{one.name} {value}{told}") from None
-        other = (
-            None
-            if one.names is None or meant(str(value), one.names, one.name)
-            else _option_that_takes(value)
-        )
-        raise ConfigError(
-            f"--{one.name} {value}: it is a value of --{other}" if other else str(error)
-        ) from None
-
-
-def _option_that_takes(name: Any) -> str | None:
-    """The option whose table of algorithms has this name."""
-    tables = ((other, other.names) for other in all_options() if other.names is not None)
-    return next(
-        (other.name for other, names in tables if str(name) in names and name != other.default),
-        None,
-    )
-
-
-def unsafe_changes(
-    saved: Mapping[str, Any],
-    now: Mapping[str, Any],
-    idle: Container[str] = (),
-    options: Iterable[Option] | None = None,
-    trains: bool = True,
-) -> tuple[dict[str, tuple], dict[str, tuple]]:
-    """Compare a resumed run's options with those it was started with.
-
-    Args:
-        idle: options that do nothing in this run.
-        options: those of the command; ``None``: of PPO.
-        trains: False: only what makes the weights must be as it was.
-
-    Returns:
-        (refused, safe): for each option that changed, (old, new).
-    """
-    refused, safe = {}, {}
-    read_by = {name: kind.of for name, kind in sections().items()}
-    for one in all_options() if options is None else options:
-        unread = not trains and (
-            read_by.get(one.owner) == "training" or (one.required and now[one.name] is None)
-        )
-        if one.name not in saved or saved[one.name] == now[one.name] or unread or one.name in idle:
-            continue
-        other_part = read_by.get(one.owner) != "weights" or one.name.startswith(
-            ("critic_", "ref_", "reward_")
-        )
-        (safe if one.resume_safe or (other_part and not trains) else refused)[one.name] = (
-            saved[one.name],
-            now[one.name],
-        )
-    return refused, safe

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +27,10 @@ from lightppo.plugin import (
     ADVANTAGE_TERMS,
     FOLLOWERS,
     FROZEN_MODELS,
+    MICRO_BATCHES,
     REWARDS,
     ROLLOUT_PASSES,
+    RULES,
     TOKEN_WEIGHTS,
     FrozenModel,
 )
@@ -127,11 +128,6 @@ def scoring_calls() -> tuple[str, ...]:
     return ("actor", "reference", *ROLLOUT_PASSES, "critic", "reward")
 
 
-def calls() -> tuple[str, ...]:
-    """All that ``--micro_batch_specs`` may name."""
-    return (*scoring_calls(), "actor_train", "critic_train")
-
-
 @dataclass(frozen=True)
 class MicroBatchSpec:
     """At most so many samples, or tokens, in one pass of this rank."""
@@ -140,33 +136,16 @@ class MicroBatchSpec:
     unit: Literal["samples", "tokens"] = "samples"
 
 
-def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
-    """``("actor=16", "actor_train=4096t")`` → call → spec; a ConfigError for another form, or a call named twice."""
-    specs: dict[str, MicroBatchSpec] = {}
-    known = calls()
-    for text in texts:
-        form = re.fullmatch(r"(\w+)=([1-9]\d*)(t?)", text)
-        if form is None or form[1] not in known:
-            hint = nearest(text.partition("=")[0], known)
-            raise ConfigError(
-                f"--micro_batch_specs {text!r}: write CALL=SAMPLES or CALL=TOKENSt; calls: {', '.join(known)}{hint}"
-            )
-        if form[1] in specs:
-            raise ConfigError(f"--micro_batch_specs names {form[1]} twice")
-        specs[form[1]] = MicroBatchSpec(int(form[2]), "tokens" if form[3] else "samples")
-    return specs
-
-
 def micro_batch_spec(config: Options, call: str) -> MicroBatchSpec:
-    """What holds for one of :func:`calls`: its own spec, else the token budget, else the number of samples."""
+    """What holds for a pass: what a plugin says, else the token budget, else the number of samples."""
     training = config.training
-    if (own := parse_specs(training.micro_batch_specs).get(call)) is not None:
-        return own
+    for entry in MICRO_BATCHES.values():
+        if (own := entry.fn(config, call)) is not None:
+            return own
     if training.max_tokens_per_micro_batch is not None:
         return MicroBatchSpec(training.max_tokens_per_micro_batch, "tokens")
-    return MicroBatchSpec(
-        rollout_rows(config) if call in scoring_calls() else training.micro_train_batch_size
-    )
+    trains = call in ("actor_train", "critic_train")
+    return MicroBatchSpec(training.micro_train_batch_size if trains else rollout_rows(config))
 
 
 def rollout_rows(config: Options) -> int:
@@ -261,6 +240,11 @@ def reward_plan(config: Options, flag: str = "--reward_source") -> Plan | None:
         weights = {name.strip(): weight if equals else 1.0 for name, equals, weight in named}
         return {ANY_ROUTE: _weights(flag, weights)}
     return None
+
+
+def further_sources(config: Options) -> set[str]:
+    """Names of the sources that sections ask for, beside those that score training."""
+    return {name for part in config.parts() for name in part.sources(config)}
 
 
 def reward_sources(config: Options) -> set[str]:
@@ -398,138 +382,7 @@ def _critic_resolutions(config: Options) -> dict[str, Any]:
     return meant
 
 
-# -- what an option needs --------------------------------------------------------------------------------------------
-
-
-def _with(trait: str) -> str:
-    names = [name for name, entry in ADVANTAGE_ESTIMATORS.items() if getattr(entry, trait)]
-    return f"--advantage_estimator {' or '.join(names)}"
-
-
-# What ``needs`` may name beside options: the fact (see ``_facts``), and what to set for it.
-FACTS = {
-    "sampling": "a --temperature above 0 (and no --no_do_sample)",
-    "critic": f"a critic ({_with('needs_critic')})",
-    "whitening": "whitening of advantages (--adv_norm)",
-    "discounting": _with("discounted"),
-    "group_deviation": _with("divides_by_std"),
-    "clipping": "a --policy_loss that clips",
-    "one_source": "a single source of rewards",
-    "function": "a reward function (--reward_fn)",
-    "server": "a reward server (--remote_rm_url)",
-}
-
-
-def conditions() -> dict[str, str]:
-    """``FACTS``, the sources of rewards, and the conditions of all sections."""
-    known = FACTS | {name: f"--reward_source {name}" for name in built_in()}
-    known["trained_scores"] = f"scores that are trained on (not {_with('ignores_scores')})"
-    for part in Options.parts():
-        known |= part.conditions
-    return known
-
-
-def facts_of(config: Options) -> dict[str, bool]:
-    """Which of ``FACTS`` hold, except for those of reward sources."""
-    estimator = estimator_entry(config)
-    facts = {
-        "sampling": config.rollout.do_sample and config.rollout.temperature > 0,
-        "critic": estimator.needs_critic,
-        "whitening": _or(config.algorithm.adv_norm, estimator.whiten),
-        "discounting": estimator.discounted,
-        "group_deviation": estimator.divides_by_std,
-        "clipping": policy_loss_entry(config).eps_clip is not None,
-        "trained_scores": not estimator.ignores_scores,
-    }
-    for part in config.parts():
-        facts |= part.facts(config)
-    return facts
-
-
-def _further_sources(config: Options) -> set[str]:
-    """Names of the sources that sections ask for, beside those that score training."""
-    return {name for part in config.parts() for name in part.sources(config)}
-
-
-def _source_facts(plan: Plan | None, sources: set[str], further: set[str]) -> dict[str, bool]:
-    """Which of the ``FACTS`` of reward sources hold, for all sources of the run."""
-    one_source = plan is None or len(plan) == len(sources) == 1
-    used = {name: name in sources | further for name in REWARDS}
-    return used | {"one_source": one_source}
-
-
-def condition_text(condition: str) -> str:
-    """One of an option's ``needs`` in words.
-
-    ``"dynamic_sampling"`` (given or true), ``"zero_stage=2|3"``, ``"rollout_check!=off"``, ``"lora_rank>0"``, one of
-    ``FACTS``, or several of these with ``" or "`` between.
-    """
-    texts, known = [], conditions()
-    for name, sign, value in map(_parts, condition.split(" or ")):
-        words = {
-            "": "",
-            "=": f" {value.replace('|', ' or ')}",
-            "!=": f" other than {value}",
-            ">": f" above {value}",
-        }
-        texts.append(known.get(name, f"--{name}{words[sign]}"))
-    return " or ".join(texts)
-
-
-def _parts(condition: str) -> tuple[str, str, str]:
-    name, sign, value = re.fullmatch(r"(\w+)(!=|=|>|)(.*)", condition).groups()
-    return name, sign, value
-
-
-def _holds(condition: str, values: Mapping[str, Any]) -> bool:
-    """Whether a condition holds, or is of something unknown."""
-
-    def holds(name: str, sign: str, wanted: str) -> bool:
-        if name not in values:
-            return True
-        value = values[name]
-        if sign == ">":
-            return value > float(wanted)
-        if sign:
-            return (str(value) in wanted.split("|")) == (sign == "=")
-        return value is not None and value is not False and value != ()
-
-    return any(holds(*_parts(part)) for part in condition.split(" or "))
-
-
 # -- what cannot work ------------------------------------------------------------------------------------------------
-
-
-# An option, others that cannot be set beside it, and why.
-_EXCLUSIVE = (
-    ("use_kl_loss", "use_kl_in_reward", "would count the KL twice"),
-    ("input_template", "apply_chat_template", "both render the prompt"),
-    ("flash_attn", "attn_implementation", "contradict each other"),
-    ("bf16", "fp16", "contradict each other"),
-    ("resume", "no_load_checkpoint", "contradict each other"),
-    ("reward_source", "reward_routes", "both name the sources"),
-    ("lr_warmup_ratio", "lr_warmup_steps", "both say how long the warm-up is"),
-    ("gradient_checkpointing_use_reentrant", "aux_loss_coef torch_compile", "do not work together"),
-)
-
-
-def idle_flags(config: OptionSet, given: Container[str]) -> dict[str, list[str]]:
-    """Options that were ``given`` and change nothing, which no error says because they are off or the default.
-
-    Returns:
-        what they need, in words → their names.
-    """
-    flat, found = config.flat(), {}
-    idle = [
-        one
-        for one in config.all_options()
-        if one.needs and one.name in given and not one.is_set(flat[one.name])
-    ]
-    values = config.known() if idle else {}
-    for one in idle:
-        if unmet := [condition for condition in one.needs if not _holds(condition, values)]:
-            found.setdefault(condition_text(unmet[0]), []).append(one.name)
-    return found
 
 
 def contradictions(
@@ -543,42 +396,16 @@ def contradictions(
         by_hand: models, data and rewards were made by hand: only what concerns the trainer.
         unfed: the run is only computed: it needs neither prompts nor a reward.
     """
-    options = SimpleNamespace(**config.flat() | resolutions(config))
-    options.config, options.ranks, options.samples, options.facts = (
-        config,
-        world_size,
-        _samples(config),
-        facts_of(config),
-    )
-    options.unfed = unfed
-    rules = [_batches, _sampling, _algorithm]
-    if not by_hand:
-        rules = [
-            _required,
-            *rules,
-            _micro_batches,
-            _models,
-            _rewards,
-            templates,
-            _strategy,
-            _warm_up,
-        ]
-        options.plan_problem = None
-        try:
-            options.plan, options.sources = reward_plan(config), reward_sources(config)
-            options.further_sources = _further_sources(config)
-            options.facts |= _source_facts(options.plan, options.sources, options.further_sources)
-        except ConfigError as error:
-            options.plan_problem = str(error)
-    sections = config.sections()
-    rules += [
-        part.problems
-        for part in config.parts()
-        if not by_hand or sections[part._owner].of in ("trainer", "training")
-    ]
-    return first_of_each(
-        [*relations(options, by_hand), *(message for rule in rules for message in rule(options))]
-    )
+    about_run = {"config": config, "ranks": world_size, "samples": _samples(config)}
+    about_run |= {"by_hand": by_hand, "unfed": unfed}
+    options = SimpleNamespace(**config.flat() | resolutions(config) | about_run)
+    rules = [entry.fn for entry in RULES.values()]
+    rules += [_required] * (not by_hand)
+    rules += [_batches, _sampling, _algorithm]
+    rules += [_models, _rewards, templates, _ranks] * (not by_hand)
+    of_trainer = config.of_trainer()
+    rules += [part.problems for part in config.parts() if not by_hand or part._owner in of_trainer]
+    return first_of_each(message for rule in rules for message in rule(options))
 
 
 def first_of_each(messages: Iterable[str]) -> list[str]:
@@ -587,36 +414,6 @@ def first_of_each(messages: Iterable[str]) -> list[str]:
     for message in messages:
         found.setdefault(message.split()[0].strip(":,"), message)
     return list(found.values())
-
-
-def relations(options: SimpleNamespace, by_hand: bool = False) -> Iterator[str]:
-    """Options without what they need, and such as exclude each other; ``options`` has ``config`` and ``facts``, too."""
-    config, given = options.config, options.config.flat()
-    of_trainer = {
-        name for name, kind in config.sections().items() if kind.of in ("trainer", "training")
-    }
-    declared = {
-        option.name: option
-        for option in config.all_options()
-        if not by_hand or option.owner in of_trainer
-    }
-    values = {name: getattr(options, name) for name in declared} | options.facts
-    if by_hand:
-        values["enable_ema"] = True  # the script brings its ema_model
-    is_set = {
-        f"no_{name}" if given[name] is False else name: option
-        for name, option in declared.items()
-        if option.is_set(given[name])
-    }
-    for flag, option in is_set.items():
-        for condition in option.needs:
-            if not _holds(condition, values):
-                yield f"--{flag} needs {condition_text(condition)}: set that, or leave --{flag} out"
-    exclusive = [*_EXCLUSIVE, *(one for part in config.parts() for one in part.exclusive)]
-    for flag, others, reason in exclusive:
-        for other in others.split():
-            if {flag, other} <= is_set.keys():
-                yield f"--{flag} and --{other} {reason}: leave one out"
 
 
 def _batches(options: SimpleNamespace) -> Iterator[str]:
@@ -639,6 +436,10 @@ def _batches(options: SimpleNamespace) -> Iterator[str]:
         yield f"--min_new_tokens {options.min_new_tokens} exceeds {limit}"
 
 
+def _is_sampled(options: SimpleNamespace) -> bool:
+    return options.do_sample and options.temperature > 0
+
+
 def _sampling(options: SimpleNamespace) -> Iterator[str]:
     if (ends := options.reward_clip_range) is not None and ends[0] >= ends[1]:
         yield f"--reward_clip_range {ends[0]:g} {ends[1]:g} is empty: give the lower end first"
@@ -656,7 +457,7 @@ def _algorithm(options: SimpleNamespace) -> Iterator[str]:
     least = estimator.min_group_size
     if samples < least:
         yield f"{name} compares samples of one prompt: set --n_samples_per_prompt to at least {least}"
-    if estimator.needs_greedy_baseline and not options.facts["sampling"]:
+    if estimator.needs_greedy_baseline and not _is_sampled(options):
         yield f"{name} compares with the greedy answer, which every sample is: set a --temperature above 0"
     if options.init_kl_coef > 0 and not options.use_kl_loss and not options.use_kl_in_reward:
         yield "--no_use_kl_in_reward without --use_kl_loss leaves --init_kl_coef without effect: set --init_kl_coef 0"
@@ -685,25 +486,6 @@ def _required(options: SimpleNamespace) -> Iterator[str]:
     )
 
 
-def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
-    """Specs that cannot be read, or of calls that the run does not make."""
-    try:
-        specs = parse_specs(options.micro_batch_specs)
-    except ConfigError as error:
-        yield str(error)
-        return
-    needed = {
-        "critic": "critic",
-        "critic_train": "critic",
-        "reference": "init_kl_coef>0",
-        "reward": "reward_pretrain",
-    }
-    needed |= {name: entry.needs for name, entry in ROLLOUT_PASSES.items() if entry.needs}
-    for call in specs:
-        if call in needed and not _holds(needed[call], vars(options) | options.facts):
-            yield f"--micro_batch_specs {call}=…: the call needs {condition_text(needed[call])}; leave it out"
-
-
 def _models(options: SimpleNamespace) -> Iterator[str]:
     if options.init_critic_from_actor and options.critic_pretrain not in (None, options.pretrain):
         yield "--init_critic_from_actor and --critic_pretrain name two starts for the critic: leave one out"
@@ -712,15 +494,19 @@ def _models(options: SimpleNamespace) -> Iterator[str]:
 def _rewards(options: SimpleNamespace) -> Iterator[str]:
     """Which sources there are, and what they need."""
     yield from wrong_reward("reward_fn", options.reward_fn)
-    if options.plan_problem:
-        yield options.plan_problem
+    config = options.config
+    try:
+        plan, sources = reward_plan(config), reward_sources(config)
+        further = further_sources(config)
+    except ConfigError as error:
+        yield str(error)
         return
     own = sources_by_flag()
     given = [name for name, flag in own.items() if getattr(options, flag)]
     models = len(options.reward_pretrain)
-    is_scored = options.further_sources and not trains(options.config)
-    if options.plan is None:
-        is_trained = options.facts["trained_scores"]
+    is_trained = not estimator_entry(config).ignores_scores
+    is_scored = further and not trains(config)
+    if plan is None:
         if not given and is_trained and not options.unfed and not is_scored:
             named = f"a built-in --reward_source ({', '.join(built_in())})"
             yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or {named}"
@@ -731,15 +517,11 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
         by = "--reward_source" if options.reward_routes is None else "--reward_routes"
         combines = ["function"] if models > 1 else []
         for name, flag in own.items():
-            if name in options.sources and name not in given:
+            if name in sources and name not in given:
                 yield f"{by} names {name!r}, which is what --{flag} gives: set --{flag}"
-            if name in given and name not in [
-                *options.sources,
-                *combines,
-                *options.further_sources,
-            ]:
+            if name in given and name not in [*sources, *combines, *further]:
                 yield f"--{flag} is set, but {by} does not name {name!r}: add it, or leave --{flag} out"
-        if options.sources & set(combines):
+        if sources & set(combines):
             yield "--reward_fn combines the scores of several --reward_pretrain: it cannot be a source itself too"
     if models > 1 and not options.reward_fn:
         yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
@@ -758,21 +540,9 @@ def templates(options: SimpleNamespace) -> Iterator[str]:
         yield f"--input_template {options.input_template!r} needs exactly one {{}} for the prompt"
 
 
-def _strategy(options: SimpleNamespace) -> Iterator[str]:
-    if options.critic_adam_offload and options.critic_zero_stage == 0:
-        yield "--critic_adam_offload moves sharded optimizer states: it needs --critic_zero_stage 1, 2 or 3"
-    if options.critic_param_offload and options.critic_zero_stage != 3:
-        yield "--critic_param_offload offloads ZeRO-3 shards: it needs --critic_zero_stage 3"
+def _ranks(options: SimpleNamespace) -> Iterator[str]:
     if options.ranks % options.zpg:
         yield f"--zpg {options.zpg} does not divide the {options.ranks} ranks"
-
-
-def _warm_up(options: SimpleNamespace) -> Iterator[str]:
-    """Of the critic, whose values follow the actor's in a resolved config."""
-    given = options.config.training
-    own_ratio = given.critic_lr_warmup_ratio not in (None, given.lr_warmup_ratio)
-    if own_ratio and given.critic_lr_warmup_steps is not None:
-        yield "--critic_lr_warmup_ratio and --critic_lr_warmup_steps both say how long the warm-up is: leave one out"
 
 
 def check_positions(config: Any, positions: int | None) -> None:
@@ -802,12 +572,6 @@ class PPOConfig(Options):
         self.with_options(**self.flat())
         if problems := contradictions(self, world_size, by_hand, unfed):
             raise ConfigError("\n".join(problems))
-
-    def known(self) -> dict[str, Any]:
-        """What conditions of options are about: their values, and facts."""
-        further = _further_sources(self)
-        facts = _source_facts(reward_plan(self), reward_sources(self), further)
-        return self.flat() | resolutions(self) | facts_of(self) | facts
 
     def resolved(self) -> Self:
         """A copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""

@@ -13,16 +13,15 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightppo.config.options import CheckpointConfig, unsafe_changes
-from lightppo.errors import CheckpointError, ConfigError, TrainingError
+from lightppo.config.options import CheckpointConfig, OptionSet
+from lightppo.errors import CheckpointError, TrainingError
 from lightppo.files import files_in_use, is_url, join, local_folder
-from lightppo.option import Option
-from lightppo.plugin import CHECKPOINT_CHOICES, WITH_CHECKPOINTS
-from lightppo.shown import shown_value
+from lightppo.plugin import CHECKPOINT_CHOICES, RESUMES, WITH_CHECKPOINTS
 from lightppo.strategy.checkpoint import (
     LATEST,
     META,
@@ -38,6 +37,19 @@ logger = logging.getLogger(__name__)
 
 
 _STEP = re.compile(r"global_step\d+")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that is loaded, and the run that goes on from it."""
+
+    saved: Mapping[str, Any]  # the state of the run that wrote it
+    options: Mapping[str, Any]  # of this run, as they may be shown
+    content: Mapping[str, str]  # marks of what they name
+    command: OptionSet | None  # the options of this run; None: of PPO
+    where: str
+    is_own: bool  # in this run's own folder
+    trains: bool = True  # False: this run only reads it
 
 
 class RunCheckpointer:
@@ -155,19 +167,19 @@ class RunCheckpointer:
         self,
         options: Mapping[str, Any],
         content: Mapping[str, str],
-        idle: Container[str] = (),
+        command: OptionSet | None = None,
         before: int | None = None,
-        declared: Iterable[Option] | None = None,
         trains: bool = True,
     ) -> dict[str, Any] | None:
         """Load the last checkpoint that ``--resume`` allows, if there is one; returns its client state. Collective.
 
-        ``idle`` names options that do nothing in this run; ``before``: the last one before this step;
-        ``declared``: the command's options, by default of PPO; ``trains``: False: the run only reads.
+        Args:
+            options, content, command: see :class:`Resumed`.
+            before: the last one before this step.
+            trains: False: the run only reads.
 
         Raises:
-            ConfigError: ``options`` of this run that must stay as they were have changed, or the ``content`` of what
-                they name.
+            ConfigError: a look of ``RESUMES`` takes it for another run.
             CheckpointError: the checkpoint does not fit this run.
         """
         is_own = self.config.resume == "auto"
@@ -182,27 +194,10 @@ class RunCheckpointer:
         if tag is None:
             return None
         saved = self.load(root, tag, checked=choose is not last_whole)
-        # older ones are not
-        as_shown = {name: shown_value(value) for name, value in saved["config"].items()}
-        refused, safe = unsafe_changes(as_shown, options, idle, declared, trains)
-        refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
-        changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
-        marks = {name: shown_value(mark) for name, mark in saved.get("content", {}).items()}
-        for name, mark in marks.items():
-            is_unread = not trains and name != "pretrain"
-            if name in refused or is_unread or content.get(name, mark) == mark:
-                continue
-            if name != "save_path":
-                changes.append(f"--{name} {options[name]} has other content than it had")
-            elif is_own:  # a path asks for another run that goes on from this one
-                changes.append(f"--save_path {as_shown[name]} → {options[name]}")
-        if changes:
-            raise ConfigError(
-                f"cannot resume {root}/{tag} as another run: {', '.join(changes)}. Set that back, or start anew: with "
-                "another --save_path (and --ckpt_path), or with --resume never"
-            )
-        for name, (old, new) in safe.items():
-            self.strategy.print(f"resume: --{name} was {old}, is {new}")
+        resumed = Resumed(saved, options, content, command, f"{root}/{tag}", is_own, trains)
+        for look in RESUMES.values():
+            for line in look.fn(resumed):
+                self.strategy.print(line)
         self.strategy.print(
             f"resumed from {root}/{tag}: {saved['trainer']['global_step']} steps done"
         )

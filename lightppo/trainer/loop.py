@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import idle_flags
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.files import facts_of, files_in_use, local_folder
 from lightppo.plugin import CALLBACKS, MEASURING, OLDER_STATES
@@ -234,14 +233,8 @@ class TrainingLoop:
             before: from the last one before this step.
         """
         options = options or public_options(self.config)
-        idle = set().union(*idle_flags(self.config, options).values())
         saved = self.checkpointer.resume(
-            options,
-            self.content,
-            idle,
-            before,
-            list(self.config.all_options()),
-            trains=not self.only_evaluates,
+            options, self.content, self.config, before, trains=not self.only_evaluates
         )
         if saved is None:
             return False

@@ -15,6 +15,7 @@ from lightppo.algorithms.entries import (
     Table,
 )
 from lightppo.errors import ConfigError
+from lightppo.table import FILE_ENTRIES
 
 ENTRIES = [(table, name) for table in TABLES for name in table]
 
@@ -109,6 +110,12 @@ def test_the_command_line_reads_files_and_does_not_run_them(own, tmp_path):
     assert (resolved.loss.eps_clip_low, resolved.loss.loss_agg_mode) == (None, "seq-mean-token-sum")
     assert not ADVANTAGE_ESTIMATORS.find(own("plain")).needs_critic
     assert not (tmp_path / "was_run").exists()
+
+
+def test_the_core_alone_runs_the_file(own, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightppo.table.FILE_ENTRIES", {"run": FILE_ENTRIES["run"]})
+    assert ADVANTAGE_ESTIMATORS.find(own("spread")).min_group_size == 2
+    assert (tmp_path / "was_run").exists()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from lightppo.config import parse_args
-from lightppo.config.options import all_options
-from lightppo.config.rules import PPOConfig, condition_text
+from lightppo.config.rules import PPOConfig
+from lightppo.plugin import HELP
 
 ROOT = Path(__file__).parents[2]
 REQUIRED_FLAGS = ("pretrain", "prompt_data")
@@ -159,32 +159,6 @@ def test_what_every_run_needs(capsys):
     )
 
 
-# Defaults that public scripts spell out.
-SPELLED_OUT = (
-    "--lora_alpha 16 --lora_dropout 0 --target_modules all-linear --pretrain_data_probs 1.0 --ptx_coef 0.05 "
-    "--ref_ema_eta 0 --dataset_max_filter_percentage 0 --ema_beta 0.992 --kl_horizon 10000 "
-    "--eval_n_samples 1 --advantage_clip 0.0 --pretrain_split train"
-)
-
-
-def test_defaults_that_are_spelled_out_are_notes(parse, capsys):
-    flat = parse(SPELLED_OUT).flat()
-    assert (flat["ref_ema_eta"], flat["advantage_clip"]) == (None, None)
-    notes = capsys.readouterr().err.splitlines()
-    assert all(
-        re.match(r"train_ppo.py: note: --\w+.* change(s?) nothing here: .* without --", note)
-        for note in notes
-    )
-    noted = [
-        name for note in notes for name in re.findall(r"--(\w+)", note.partition(" change")[0])
-    ]
-    assert sorted(noted) == ["dataset_max_filter_percentage", "ema_beta", "eval_n_samples", "kl_horizon", "lora_alpha",
-                             "lora_dropout", "pretrain_data_probs", "pretrain_split", "ptx_coef",
-                             "target_modules"]  # fmt: skip
-    parse("--gamma 1.0 --value_clip 0.2")  # defaults that count
-    assert capsys.readouterr().err == ""
-
-
 KEY = "0123456789abcdef"
 
 
@@ -252,41 +226,6 @@ def test_the_number_of_ranks_comes_from_the_launcher(parse, refusal, monkeypatch
     printed = refusal("--rollout_batch_size 129 --train_batch_size 43")
     assert re.search(r"--rollout_batch_size 129 .*2 ranks", printed)
     assert re.search(r"--train_batch_size 43 .*2 ranks", printed)
-
-
-def test_help_is_one_screen_of_the_usual_options(parse, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        parse("--help")
-    assert stopped.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    flags = {line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")}
-    assert len(lines) <= 48
-    assert max(map(len, lines)) <= 120
-    assert flags < PPOConfig().flat().keys()
-    assert all(
-        any(f"--{name} " in line and "[required]" in line for line in lines)
-        for name in REQUIRED_FLAGS
-    )
-    assert "--help all" in lines[-1]
-
-
-def test_help_all_shows_unit_range_condition_and_default_of_every_flag(parse, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        parse("--help all")
-    assert stopped.value.code == 0
-    lines = iter(capsys.readouterr().out.splitlines())
-    for one in all_options():
-        spelled = next(line for line in lines if line.startswith(f"  --{one.name}"))
-        assert f"--no_{one.name}" in spelled or one.kind is not bool
-        text = next(lines)
-        shown = [
-            one.help,
-            one.unit or "",
-            one.range_text,
-            *map(condition_text, one.needs),
-            "(default: ",
-        ]
-        assert all(word in text for word in shown), one.name
 
 
 def test_config_file_under_flags(parse, yaml_file):
@@ -369,6 +308,16 @@ def test_config_files_that_cannot_be_read(refusal, tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"\xff\xfe\x00\x80")
     assert "is not YAML" in refusal(["--config", str(tmp_path / "weights.bin")])
     assert "--config" in refusal("--config")
+
+
+def test_help_of_the_core_alone_is_argparses(monkeypatch, parse, capsys):
+    monkeypatch.setattr("lightppo.config.cli.HELP", {"plain": HELP["plain"]})
+    with pytest.raises(SystemExit) as stopped:
+        parse("--help")
+    assert stopped.value.code == 0
+    told = capsys.readouterr().out
+    assert told.startswith("usage: train_ppo.py [--config FILE.yaml] [flags]")
+    assert all(f"--{one}" in told for one in PPOConfig().flat())
 
 
 def test_mistakes_are_told_before_anything_heavy_is_loaded():

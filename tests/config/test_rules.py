@@ -7,27 +7,18 @@ import re
 from typing import Any
 
 import pytest
-from support.options import other_value
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from lightppo.config import PPOConfig
-from lightppo.config.options import all_options
 from lightppo.config.rules import (
     MicroBatchSpec,
-    calls,
-    condition_text,
-    conditions,
     contradictions,
-    idle_flags,
     micro_batch_spec,
     old_log_probs_from,
-    parse_specs,
     reward_plan,
     reward_sources,
 )
 from lightppo.errors import ConfigError
-from lightppo.option import Option
-from lightppo.plugin import REWARDS
 from lightppo.plugins.adapters.sections import reference_is_actor
 from lightppo.plugins.algorithms.tables import CORRECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
@@ -534,73 +525,6 @@ def test_contradictions(case):
     assert set(flags.split()) <= named(message), message
 
 
-def test_every_condition_is_of_options_or_facts_and_has_words():
-    names = {option.name for option in all_options()}
-    assert not names & conditions().keys()
-    for option in all_options():
-        for condition in option.needs:
-            assert (
-                set(re.findall(r"(?:^| or )(\w+)", condition))
-                <= names | conditions().keys() | REWARDS.keys()
-            ), option.name
-            assert condition_text(condition)
-    assert (
-        condition_text("zero_stage=2|3 or lora_rank>0")
-        == "--zero_stage 2 or 3 or --lora_rank above 0"
-    )
-    assert condition_text("rollout_check!=off") == "--rollout_check other than off"
-
-
-NEEDY = [one for one in all_options() if one.needs]
-
-
-def without_needs(one: Option) -> dict[str, Any]:
-    """A run in which what the option needs is missing."""
-    condition = one.needs[0]
-    missing = {
-        "critic": RLOO,
-        "sampling": {"temperature": 0.0},
-        "ptx_coef>0": {"ptx_coef": 0.0},
-        "packing_samples!=False": {"packing_samples": False},
-        "discounting": GROUP,
-        "trained_scores": TEACHER,
-        "teacher_zero_stage=3": {"teacher_pretrain": "larger"},
-        "whitening": RLOO,
-        "clipping": {"policy_loss": "kl_cov"},
-        "policy_loss=ppo|gspo": {"policy_loss": "cispo"},
-        "rollout_engine=hf": {"rollout_engine": "vllm"},
-        "own_reference": {**LORA, "zero_stage": 3},
-        "init_kl_coef>0": {"init_kl_coef": 0.0},
-        "zero_stage!=0": {"zero_stage": 0},
-        "zero_stage!=3": {"zero_stage": 3},
-        "zero_stage=1|2|3": {"zero_stage": 0},
-        "zero_stage=2|3": {"zero_stage": 1},
-        "dataset_max_filter_percentage>0": {"dataset_max_filter_percentage": 0.0},
-        "reward_minimum or one_source": {
-            "reward_fn": None,
-            "reward_source": ["math", "format=0.1"],
-        },
-        "function": {**NO_REWARD, **MATH},
-        "env or tools or server or function": {**NO_REWARD, **MATH},
-        "function or math": {**NO_REWARD, "reward_source": ["format"]},
-        "function or server or math or code": {**NO_REWARD, "reward_source": ["format"]},
-    }
-    return missing.get(condition, {})
-
-
-@pytest.mark.parametrize("one", NEEDY, ids=[one.name for one in NEEDY])
-def test_what_is_off_or_the_default_is_a_note_where_another_value_is_an_error(one):
-    run = without_needs(one)
-    for value in (one.default, *one.off):
-        given = config(**run | {one.name: value})
-        given.validate()
-        ((needed, names),) = idle_flags(given, {one.name}).items()
-        assert names == [one.name]
-        assert needed == condition_text(one.needs[0])
-    refused = problems(run | {one.name: other_value(one)})
-    assert any(f"{one.name} needs {needed}" in message for message in refused)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -612,14 +536,6 @@ def test_what_is_off_or_the_default_is_a_note_where_another_value_is_an_error(on
 )
 def test_zero_out_of_range_is_off(name, value):
     assert config(**{name: value}).flat()[name] is None
-
-
-def test_options_that_were_not_given_are_no_note():
-    assert idle_flags(config(**RLOO), {"pretrain"}) == {}
-    assert idle_flags(config(**GROUP), {"pretrain", "gamma"}) == {
-        conditions()["discounting"]: ["gamma"]
-    }
-    assert idle_flags(config(lora_rank=4, lora_alpha=16), {"lora_alpha"}) == {}
 
 
 def test_switches_that_are_on_by_default_are_named_as_they_are_given():
@@ -1082,35 +998,3 @@ def test_the_narrowest_size_of_micro_batches_holds() -> None:
     assert spec("critic", **own) == MicroBatchSpec(7)
     assert spec("actor_train", **own) == MicroBatchSpec(128, "tokens")
     assert spec("critic_train", **own) == MicroBatchSpec(64, "tokens")
-
-
-@pytest.mark.parametrize(
-    ("texts", "word"),
-    [
-        (("reference",), "CALL=SAMPLES"),
-        (("reference=0",), "CALL=SAMPLES"),
-        (("reference=4k",), "CALL=SAMPLES"),
-        (("actor_trian=4",), "did you mean 'actor_train'"),
-        (("actor=4", "actor=8t"), "actor twice"),
-    ],
-)
-def test_micro_batches_that_cannot_be_read(texts, word) -> None:
-    with pytest.raises(ConfigError, match=f"--micro_batch_specs .*{re.escape(word)}"):
-        parse_specs(texts)
-    (message,) = problems({"micro_batch_specs": texts})
-    assert word in message
-
-
-@pytest.mark.parametrize(
-    ("call", "options", "flag"),
-    [
-        ("critic_train", {"advantage_estimator": "reinforce"}, "advantage_estimator"),
-        ("reference", {"init_kl_coef": 0.0}, "init_kl_coef"),
-        ("reward", {}, "reward_pretrain"),
-    ],
-)
-def test_micro_batches_of_a_call_that_the_run_does_not_make(call, options, flag) -> None:
-    (message,) = problems({"micro_batch_specs": [f"{call}=4"], **options})
-    assert {"micro_batch_specs", flag} <= named(message)
-    assert call in calls()
-    assert call in message

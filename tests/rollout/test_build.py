@@ -8,15 +8,14 @@ from support.fakes import FakeStrategy
 from lightppo.config import PPOConfig
 from lightppo.config.options import EngineConfig
 from lightppo.errors import ConfigError
+from lightppo.plugins.hints.option_words import type_text
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer.build import build_rollout_engine
 
 
 def test_engines_beside_the_core_are_names_of_the_option():
-    assert (
-        EngineConfig.options()["rollout_engine"].type_text
-        == "one of hf, vllm, vllm_server, path.py:name"
-    )
+    engines = type_text(EngineConfig.options()["rollout_engine"])
+    assert engines == "one of hf, vllm, vllm_server, path.py:name"
     with pytest.raises(ConfigError, match="--rollout_engine: unknown name 'vlm'"):
         PPOConfig.from_flat(rollout_engine="vlm")
 

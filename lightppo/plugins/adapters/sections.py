@@ -50,9 +50,9 @@ class AdapterConfig(Section, of="weights"):
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
-        if not o.facts.get("own_reference", True) and o.ref_zero_stage != (
-            3 if o.zero_stage == 3 else 0
-        ):
+        if not hasattr(o, "ref_zero_stage") or not reference_is_actor(o.config):
+            return
+        if o.ref_zero_stage != (3 if o.zero_stage == 3 else 0):
             yield f"--ref_zero_stage needs {AdapterConfig.conditions['own_reference']}"
 
 

@@ -11,7 +11,7 @@ from lightppo.plugin import (
     CallbackEntry,
     TokenWeight,
 )
-from lightppo.table import Entry
+from lightppo.table import FILE_ENTRIES, Entry
 
 _HERE = "lightppo.plugins.algorithms"
 _WEIGHTS = f"{_HERE}.token_weights"
@@ -47,6 +47,8 @@ def register() -> None:
         "rollout",
         {"left_out_prompts": "prompts that --dataset_filter_threshold has left out so far"},
     )
+
+    FILE_ENTRIES.register("declared", Entry(f"{_HERE}.declared_entries:read_entry"))
 
 
 def _register_token_weights() -> None:

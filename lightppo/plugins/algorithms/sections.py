@@ -130,9 +130,11 @@ class PromptFilterConfig(Section, adds_to="sampling"):
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
-        if o.dataset_filter_threshold is None or o.facts["trained_scores"]:
+        scores_count = not estimator_entry(o.config).ignores_scores
+        if o.by_hand or o.dataset_filter_threshold is None or scores_count:
             return
-        if getattr(o, "plan", o) is None and not any(map(vars(o).get, sources_by_flag().values())):
+        flags = ("reward_source", "reward_routes", *sources_by_flag().values())
+        if not any(map(vars(o).get, flags)):
             yield "--dataset_filter_threshold chooses by scores, and this run has no reward: leave it out"
 
 

@@ -1,12 +1,15 @@
 """What can be known before a run: options, files, memory, a rehearsal."""
 
+from lightppo.option import register_section
 from lightppo.plugin import (
     BEFORE_IMPORTS,
     CALLBACKS,
     CHECKS,
     COMMANDS,
     FITTED,
+    MICRO_BATCHES,
     RANK_START,
+    RESUMES,
     CallbackEntry,
     Check,
     Command,
@@ -23,10 +26,14 @@ def register() -> None:
             about="what a run needs of GPUs and hosts, before anything loads",
         ),
     )
+    specs = "lightppo.plugins.checks.micro_batch_specs"
+    register_section("micro_batches", f"{specs}:MicroBatchConfig", adds_to="training")
+    MICRO_BATCHES.register("specs", Entry(f"{specs}:spec_of"))
     BEFORE_IMPORTS.register("files", Entry("lightppo.plugins.checks.preflight:look"))
     FITTED.register(
         "micro_rollout_batch_size", Entry("lightppo.plugins.checks.budget:rows_that_fit")
     )
+    RESUMES.register("options", Entry("lightppo.plugins.checks.resumed:check_same_run"))
     CHECKS.register("files", Check("lightppo.plugins.checks.building:check_files"))
     CHECKS.register("advice", Check("lightppo.plugins.checks.advice:tell_advice"))
     CHECKS.register(

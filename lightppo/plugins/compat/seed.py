@@ -21,7 +21,6 @@ from lightppo.algorithms.kl import approx_kl
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, zero_where_masked
 from lightppo.config import PPOConfig
 from lightppo.config.options import Options, all_options
-from lightppo.config.rules import condition_text, facts_of
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError
 from lightppo.experience import batching, maker
@@ -32,6 +31,7 @@ from lightppo.models import critic as critics
 from lightppo.models import loading
 from lightppo.models.wrapper import Role, prepare_model
 from lightppo.plugins.compat.prompt_batches import PromptText
+from lightppo.plugins.hints.needs import condition_text, facts_of
 from lightppo.plugins.supervised.lm_loss import GPTLMLoss
 from lightppo.plugins.supervised.rank_samples import RankSampler as DistributedSampler
 from lightppo.ranks import Ranks

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from lightppo.config.rules import ANY_ROUTE, reward_plan, sources_by_flag, wrong_reward
+from lightppo.config.rules import (
+    ANY_ROUTE,
+    estimator_entry,
+    reward_plan,
+    sources_by_flag,
+    wrong_reward,
+)
+from lightppo.errors import ConfigError
 from lightppo.option import Section, option
 
 evaluated = partial(option, needs="eval_data")
@@ -99,8 +106,12 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
         if o.val_only and o.eval_data is None:
             yield "--eval_data is required: the prompts whose answers an evaluation scores"
         yield from wrong_reward("eval_reward_fn", o.eval_reward_fn)
-        if o.plan_problem is None:
-            yield from _unscored(o)
+        try:
+            reward_plan(o.config)
+            judges = set(AnswersConfig.sources(o.config))
+        except ConfigError:  # which is told by itself
+            return
+        yield from _unscored(o, judges)
 
     @staticmethod
     def without_effect(config: Any, given: Iterable[str]) -> Iterator[str]:
@@ -112,11 +123,12 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
                 yield f"{flag} has no effect on an evaluation: set {_OF_EVALUATION[name]}"
 
 
-def _unscored(o: Any) -> Iterator[str]:
+def _unscored(o: Any, judges: set[str]) -> Iterator[str]:
     """What scores the answers is not there."""
-    own, judges = sources_by_flag(), set(AnswersConfig.sources(o.config))
-    has_source = o.plan is not None or any(getattr(o, flag) for flag in own.values())
-    if o.eval_data and not has_source and not judges and not o.facts["trained_scores"]:
+    own = sources_by_flag()
+    flags = ("reward_source", "reward_routes", *own.values())
+    has_source = judges or any(map(vars(o).get, flags))
+    if o.eval_data and not has_source and estimator_entry(o.config).ignores_scores:
         yield "--eval_data: nothing scores the answers: set --eval_reward_source, or --eval_reward_fn path.py"
     flags = own | {"function": "eval_reward_fn"}
     for name in judges & flags.keys():

@@ -9,17 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from lightppo.config import PPOConfig
-from lightppo.config.cli import (
-    arguments_of,
-    exit_on_mistakes,
-    print_on_rank_0,
-    read_flags,
-    section_help,
-    with_file,
-)
+from lightppo.config.cli import exit_on_mistakes, print_on_rank_0, read_flags, with_file
 from lightppo.errors import ConfigError
 from lightppo.option import Section
 from lightppo.plugin import trained_by
+from lightppo.plugins.hints.help_page import section_help
 from lightppo.plugins.hints.meant_names import answer_of, nearest
 
 S = TypeVar("S", bound=Section)
@@ -61,7 +55,10 @@ def parse_section(
     ``check`` says what is wrong with values that are each in range, for so many ranks. An option ``config`` names the
     YAML file of a run, out of which the section's options are taken beneath the flags.
     """
-    arguments = arguments_of(argv, lambda _: section_help(f"{prog} [flags]", kind))
+    arguments = sys.argv[1:] if argv is None else argv
+    if {"--help", "-h"} & {*arguments}:
+        print_on_rank_0(section_help(f"{prog} [flags]", kind))
+        raise SystemExit(0)
     with exit_on_mistakes(prog):
         flags = read_flags(arguments, list(kind.options().values()))
         if flags.get("config") is not None:

@@ -6,7 +6,8 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
-from lightppo.shown import GIVE_WHOLE, is_cut, shown_url
+from lightppo.plugins.sources.shown_urls import GIVE_WHOLE, is_cut
+from lightppo.shown import shown_url
 
 
 def check_url(

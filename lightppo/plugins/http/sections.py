@@ -22,7 +22,7 @@ class RewardServerConfig(Section, adds_to="reward"):
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
         """Addresses of services that nobody can be reached at."""
-        if not hasattr(o, "plan_problem"):
+        if o.by_hand:
             return  # a script has made its rewards by hand
         # a tape answers in place of servers that may be gone
         asked = () if getattr(o, "tape_from", None) else o.remote_rm_url

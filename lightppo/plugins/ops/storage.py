@@ -25,7 +25,8 @@ from lightppo.plugins.sources.node_cache import (
     in_cache,
     made_once,
 )
-from lightppo.shown import GIVE_WHOLE, is_cut, login_of, shown_url, without_secrets
+from lightppo.plugins.sources.shown_urls import GIVE_WHOLE, is_cut, login_of
+from lightppo.shown import shown_url, without_secrets
 
 logger = logging.getLogger(__name__)
 

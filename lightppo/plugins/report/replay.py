@@ -34,7 +34,8 @@ from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.ops.storage import is_url, local_folder, read_apart
 from lightppo.plugins.report.diff import differences, first_sample, steps_of
 from lightppo.plugins.report.page import KINDS, command_of, recorded_path, starts_of
-from lightppo.shown import GIVE_WHOLE, cut_urls, plain, shown_url
+from lightppo.plugins.sources.shown_urls import GIVE_WHOLE, cut_urls
+from lightppo.shown import plain, shown_url
 
 SHOWN_TOKENS = 24
 A_YEAR = 365 * 24 * 60.0  # minutes: nobody's wait for a person at a debugger ends

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from lightppo.config.rules import sources_by_flag
+from lightppo.config.rules import estimator_entry, sources_by_flag
 from lightppo.option import Section, option
 
 dynamic = partial(option, needs="dynamic_sampling")
@@ -78,7 +78,7 @@ class SelectionConfig(Section, adds_to="sampling"):
             yield f"--generation_size {size} is below --n_samples_per_prompt {samples}: raise it, or leave it out"
         if size == samples and o.best_of_n_tie != "shorter":
             yield f"--best_of_n_tie chooses nothing unless --generation_size is above --n_samples_per_prompt {samples}"
-        if size > samples and not o.facts["sampling"]:
+        if size > samples and not (o.do_sample and o.temperature > 0):
             yield f"--generation_size {size}: greedy samples are all the same; leave it out, or set a --temperature"
         if batch != o.rollout_batch_size and batch % o.ranks:
             yield f"--gen_batch_size {batch} is not divisible by the {o.ranks} ranks"
@@ -89,10 +89,9 @@ class SelectionConfig(Section, adds_to="sampling"):
             yield f"--filter_range {ends[0]:g} {ends[1]:g} is empty: give the lower end first"
         if not o.filter_metric.strip():
             yield "--filter_metric has an empty text: leave it out"
-        has_no_reward = getattr(o, "plan", o) is None and not any(
-            map(vars(o).get, sources_by_flag().values())
-        )
-        if has_no_reward and not o.facts["trained_scores"]:
+        flags = ("reward_source", "reward_routes", *sources_by_flag().values())
+        has_reward = o.by_hand or any(map(vars(o).get, flags))
+        if not has_reward and estimator_entry(o.config).ignores_scores:
             picks = {"dynamic_sampling": o.dynamic_sampling, "generation_size": size > samples}
             for name in filter(picks.get, picks):
                 yield f"--{name} chooses by scores, and this run has no reward: leave it out"

@@ -2,6 +2,7 @@
 
 from lightppo.option import register_section
 from lightppo.plugin import MODEL_PATHS, PUBLIC, ROWS
+from lightppo.suggestions import ASKED
 from lightppo.table import Entry, Table
 
 _FORMATS = "lightppo.plugins.sources.file_formats"
@@ -24,6 +25,8 @@ FORMATS: Table = Table(
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    ASKED["shown_url"] = "lightppo.plugins.sources.shown_urls:without_login_and_query"
+    ASKED["without_secrets"] = "lightppo.plugins.sources.shown_urls:shown_urls"
     ROWS.register("sources", Entry("lightppo.plugins.sources.blends:rows_of"))
     MODEL_PATHS.register("folders", Entry("lightppo.plugins.sources.folders:look"))
     PUBLIC["blending_datasets"] = "lightppo.plugins.sources.blends"

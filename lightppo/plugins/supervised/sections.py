@@ -1,16 +1,18 @@
 """The options of training on data: ``lightppo sft``, ``rm``, ``dpo``. Most are those of PPO, in other words."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
 
 from lightppo.config import options as ppo
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import first_of_each, relations, templates
+from lightppo.config.rules import first_of_each, templates
 from lightppo.errors import ConfigError
 from lightppo.files import join
-from lightppo.option import SECTIONS, Section, option
+from lightppo.option import SECTIONS, Option, Section, option
 from lightppo.plugins.evaluation.sections import EvaluationConfig
+from lightppo.plugins.hints import needs
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 
 WORDS = {
@@ -28,6 +30,30 @@ WORDS = {
     "; 3 also shards the frozen models": "",
     ", eval/": "",
 }
+
+
+def reworded(one: Option, words: Mapping[str, str]) -> Option:
+    """The declaration with other words in help, unit and needs; a need of no words is none."""
+
+    def said(text: str) -> str:
+        for old, new in words.items():
+            text = text.replace(old, new)
+        return text
+
+    needs = tuple(filter(None, map(said, one.needs)))
+    return replace(one, help=said(one.help), unit=one.unit and said(one.unit), needs=needs)
+
+
+class Taken:
+    """Makes a section of another one's options: those that are named, in other words; ``NAME=VALUE``: other defaults."""
+
+    def __init_subclass__(
+        cls, only: str = "", words: Mapping[str, str] = {}, **defaults: Any
+    ) -> None:
+        options = cls.options()
+        declared = {name: reworded(options[name], words) for name in only.split() or options}
+        declared |= {name: replace(declared[name], default=defaults[name]) for name in defaults}
+        super().__init_subclass__(declared=declared)
 
 
 class PretrainingDataConfig(Section, adds_to="data"):
@@ -61,6 +87,7 @@ class PretrainingConfig(Section, adds_to="algorithm"):
 
 
 class SupervisedModelConfig(
+    Taken,
     ppo.ModelConfig,
     only="init_from_scratch override_config external_lib trust_remote_code tokenizer_path disable_fast_tokenizer bf16 "
     "fp16 attn_implementation flash_attn gradient_checkpointing gradient_checkpointing_use_reentrant "
@@ -75,6 +102,7 @@ class SupervisedModelConfig(
 
 
 class SupervisedAdapterConfig(
+    Taken,
     SECTIONS["adapter"].kind,
     only="lora_rank lora_alpha lora_dropout load_in_4bit target_modules",
     words=WORDS,
@@ -83,6 +111,7 @@ class SupervisedAdapterConfig(
 
 
 class SupervisedDataConfig(
+    Taken,
     ppo.DataConfig,
     only="input_key input_template apply_chat_template system_prompt on_bad_row data_num_workers",
 ):
@@ -150,6 +179,7 @@ class DPOModelConfig(SupervisedModelConfig):
 
 
 class SupervisedTrainingConfig(
+    Taken,
     ppo.TrainingConfig,
     only="dry_run callback benchmark_steps micro_train_batch_size packing_samples lr_scheduler lr_warmup_ratio "
     "lr_warmup_steps min_lr_ratio l2 adam_betas max_norm max_skipped_steps",
@@ -179,6 +209,7 @@ class SupervisedTrainingConfig(
 
 
 class SupervisedStrategyConfig(
+    Taken,
     ppo.StrategyConfig,
     only="zero_stage adam_offload param_offload zpg grad_accum_dtype overlap_comm seed full_determinism local_rank "
     "dist_timeout",
@@ -188,6 +219,7 @@ class SupervisedStrategyConfig(
 
 
 class SupervisedCheckpointConfig(
+    Taken,
     ppo.CheckpointConfig,
     only="save_path save_steps save_epochs save_seconds hf_save_steps hf_save_epochs hf_save_seconds save_hf_ckpt "
     "disable_ds_ckpt max_ckpt_num max_ckpt_mem resume reshape_ckpt signal_grace",
@@ -208,7 +240,10 @@ class RewardCheckpointConfig(SupervisedCheckpointConfig, save_path="./ckpt/rm"):
 
 
 class SupervisedEvaluationConfig(
-    EvaluationConfig, only="eval_steps eval_epochs eval_seconds val_before_train", words=WORDS
+    Taken,
+    EvaluationConfig,
+    only="eval_steps eval_epochs eval_seconds val_before_train",
+    words=WORDS,
 ):
     """Evaluation on --eval_dataset."""
 
@@ -222,6 +257,7 @@ class SupervisedEvaluationConfig(
 
 
 class SupervisedLoggingConfig(
+    Taken,
     ppo.LoggingConfig,
     only="logging_steps peak_tflops debug profile_steps use_tensorboard use_wandb wandb_org wandb_group wandb_project "
     "wandb_run_name use_trackio use_mlflow mlflow_experiment metric_names",
@@ -265,10 +301,9 @@ class SupervisedConfig(OptionSet):
 
     def problems(self, ranks: int) -> Iterator[str]:
         """What cannot work, for so many ranks; a subclass may add to it."""
-        o = SimpleNamespace(**self.known())
-        o.config, o.facts = self, {}
+        o = SimpleNamespace(**self.known() | {"config": self, "by_hand": False})
         yield from self.missing()
-        yield from relations(o)
+        yield from needs.problems(o)
         yield from templates(o)
         for part in self.parts():
             yield from part.problems(o)

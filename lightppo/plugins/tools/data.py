@@ -54,9 +54,7 @@ _SHARED["for"] = Option(
 )
 
 
-class RowsConfig(Section, shared=_SHARED.values()):
-    """Show rows as a model will see them, and the lengths and problems of all; exit code 1 if a row has a problem."""
-
+class _RowsConfig(Section):
     config: str | None = option(
         None, "YAML file of a run; only the options that this command has are read."
     )
@@ -68,6 +66,10 @@ class RowsConfig(Section, shared=_SHARED.values()):
     form: Literal["auto", "gsm8k", "math", "ultrafeedback"] = option(
         "auto", "With --write: the source format. auto: by its columns."
     )
+
+
+class RowsConfig(_RowsConfig, declared=_RowsConfig.options() | _SHARED):
+    """Show rows as a model will see them, and the lengths and problems of all; exit code 1 if a row has a problem."""
 
 
 def main(argv: Sequence[str], prog: str = "lightppo data") -> None:

@@ -6,11 +6,12 @@ from itertools import takewhile
 from pathlib import Path
 
 from lightppo.config import PPOConfig
-from lightppo.config.cli import shown_default
 from lightppo.config.options import sections
-from lightppo.config.rules import conditions
 from lightppo.option import Option
 from lightppo.plugin import trained_by
+from lightppo.plugins.hints.needs import conditions
+from lightppo.plugins.hints.option_words import range_text, shown_default, type_text
+from lightppo.plugins.supervised.sections import reworded
 
 PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
 
@@ -48,7 +49,7 @@ def _part_of_command(name: str) -> str:
     """The options that no command before it has so, and the names of all others."""
     kinds = {other: kind for other, kind in trained_by().items() if other != "ppo"}
     earlier = takewhile(lambda other: other != name, kinds)
-    known = [one.reworded(kinds[name].words) for one in PPOConfig.all_options()]
+    known = [reworded(one, kinds[name].words) for one in PPOConfig.all_options()]
     known += [one for other in earlier for one in kinds[other].all_options()]
     new = [one for one in kinds[name].all_options() if one not in known]
     same = ", ".join(f"`--{one.name}`" for one in kinds[name].all_options() if one not in new)
@@ -78,7 +79,7 @@ def _values(option: Option) -> str:
     """The default as code, and what else may be given as far as the default does not say it."""
     default, kind = (
         shown_default(option.default),
-        option.type_text.removesuffix(" or None").removeprefix("a "),
+        type_text(option).removesuffix(" or None").removeprefix("a "),
     )
     kind = kind.removeprefix("list of ").replace("whole number", "integer")
     code = "" if option.default in (None, ()) else f"`{default}`"
@@ -86,7 +87,7 @@ def _values(option: Option) -> str:
         others = [name for name in kind.removeprefix("one of ").split(", ") if name != default]
         value = ", ".join(filter(None, (code, *others)))
     else:
-        value = f"{code or kind}{' or None' * (option.may_be_none and bool(code))} {option.range_text}".strip()
+        value = f"{code or kind}{' or None' * (option.may_be_none and bool(code))} {range_text(option)}".strip()
     return ", ".join(filter(None, (value, option.unit)))
 
 

@@ -1,0 +1,95 @@
+"""What messages about a wrong option say at their end: where the name or the value belongs, or what was meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from typing import Any, get_args
+
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from lightppo.errors import ConfigError
+from lightppo.option import Option
+from lightppo.plugin import HINTS, trained_by
+from lightppo.plugins.hints import meant_names
+from lightppo.plugins.hints.option_words import range_text, type_text
+
+
+def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
+    """What an unknown name may have meant; see :func:`lightppo.suggestions.nearest`."""
+    known = list(known)
+    if kind == "word":
+        return _word(name, known)
+    if kind in ("option", "key"):
+        return _option(name, known, of_commands=kind == "option") or meant_names.nearest(
+            name, known
+        )
+    if kind == "command" and (told := _algorithm(name, known)):
+        return told
+    return meant_names.nearest(name, known, kind)
+
+
+def wrong_value(one: Option, value: Any, error: ValueError) -> str:
+    """A message about a value that an option does not take; an empty text if there is nothing more to say."""
+    if told := _hint(one.name, value):
+        return f"--{one.name} {value}{told}"
+    is_known = one.names is None or meant_names.meant(str(value), one.names, one.name)
+    if not is_known and (other := _option_that_takes(value)):
+        return f"--{one.name} {value}: it is a value of --{other}"
+    if isinstance(error, ConfigError):
+        return ""
+    choices = [choice for choice in get_args(one.kind) if isinstance(choice, str)]
+    wanted = " ".join(filter(None, (type_text(one), range_text(one))))
+    if one.may_be_object:
+        wanted += f"{': path.py:name' if one.names is None else ''}, or in Python the function or object itself"
+    got = f"{value!r}{nearest(str(value), choices, one.name)}"
+    return f"--{one.name} must be {wanted}, not {'another value' if one.secret else got}"
+
+
+def _hint(name: str, value: Any = None) -> str:
+    """What plugins say of a name that is no option, or of a value that an option does not take."""
+    texts = (entry.fn(name) if value is None else entry.fn(name, value) for entry in HINTS.values())
+    return next(filter(None, texts), "")
+
+
+def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
+    """Other trainers' names, and what people mean; ``of_commands``: and whose option it is."""
+    told = _hint(flag.removeprefix("--"))
+    named = re.findall(r"--(?:no_)?(\w+)", told)
+    if told and all(f"--{name}" in flags for name in named):
+        return told
+    if (told := meant_names.meant(flag, flags, "flag")) or not of_commands:
+        return told
+    others = [
+        name
+        for name, kind in trained_by().items()
+        if flag in {f"--{one.name}" for one in kind.all_options()}
+    ]
+    whose = f": it is an option of lightppo {' and '.join(others)}, not of this command"
+    return whose if others else ""
+
+
+def _word(word: str, flags: Collection[str]) -> str:
+    """Of a word that is no flag: ``-seed`` or ``NAME=VALUE``."""
+    name, equals, _ = word.partition("=")
+    if name.startswith("-"):
+        flag = f"-{name}".replace("-", "_").replace("__", "--", 1)
+        return (
+            f": write {flag}, with two dashes" if flag in flags else nearest(flag, flags, "option")
+        )
+    return _hint(name) or ": write --NAME VALUE" * bool(equals)
+
+
+def _algorithm(name: str, commands: Collection[str]) -> str:
+    """Of a command: names of algorithms are none."""
+    tables = {"advantage_estimator": ADVANTAGE_ESTIMATORS, "policy_loss": POLICY_LOSSES}
+    for flag, names in tables.items():
+        if name.lower() in names and name.lower() not in commands:
+            return f": write lightppo ppo --{flag} {name.lower()}"
+    return ""
+
+
+def _option_that_takes(name: Any) -> str | None:
+    """The option of PPO whose table of algorithms has this name."""
+    options = [one for one in trained_by()["ppo"].all_options() if one.names is not None]
+    found = (one.name for one in options if str(name) in one.names and name != one.default)
+    return next(found, None)
