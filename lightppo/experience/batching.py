@@ -26,7 +26,7 @@ from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
-from lightppo.models.wrapper import PaddedLayout, on_cpu
+from lightppo.models.wrapper import PADDED, PaddedLayout, on_cpu
 from lightppo.ranks import Ranks, level
 
 TOLERANCE = 0.02  # of the mean: a smaller difference is not worth another exchange
@@ -303,7 +303,7 @@ def minibatches(
     train_batch_size: int,
     actor: MicroBatchSpec,
     critic: MicroBatchSpec | None = None,
-    layout: PaddedLayout,
+    layout: PaddedLayout = PADDED,
     share_prompts: bool = True,
     shuffle: Literal["samples", "groups"] = "samples",
     generator: torch.Generator,
