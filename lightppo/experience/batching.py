@@ -17,7 +17,7 @@ from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config import PPOConfig
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.experience.experience import Experience
-from lightppo.models.wrapper import PaddedLayout
+from lightppo.models.wrapper import PADDED, PaddedLayout
 from lightppo.ranks import Ranks, level
 
 
@@ -138,7 +138,7 @@ def minibatches(
     train_batch_size: int,
     actor: MicroBatchSpec,
     critic: MicroBatchSpec | None = None,
-    layout: PaddedLayout,
+    layout: PaddedLayout = PADDED,
     share_prompts: bool = True,
     shuffle: Literal["samples", "groups"] = "samples",
     generator: torch.Generator,

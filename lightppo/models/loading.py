@@ -540,10 +540,3 @@ def fit_to_model(
         hf_model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
-# -- layers -----------------------------------------------------------------------------------------------------------
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's repeated blocks, by transformers' names for them; empty if it names none."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]

@@ -124,11 +124,13 @@ class PaddedLayout:
         return micro_batches(lengths, spec)
 
 
+PADDED = PaddedLayout()
+
+
 def layout_of_all(models: Iterable[Any]) -> PaddedLayout:
     """The layout of micro batches that all of these models run; what has none, as None, runs any."""
     layouts = [model.layout for model in models if hasattr(model, "layout")]
-    least = min(layouts, key=attrgetter("packs", "shares_prompts"), default=None)
-    return PaddedLayout() if least is None else least
+    return min(layouts, key=attrgetter("packs", "shares_prompts"), default=PADDED)
 
 
 def micro_batches(lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec) -> list[list[int]]:

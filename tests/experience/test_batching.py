@@ -16,6 +16,7 @@ from lightppo.algorithms.masking import LossNormalizer
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.experience.batching import Minibatch, minibatches, plan_step
 from lightppo.experience.experience import Experience
+from lightppo.plugins.packing.packed_layout import PackedLayout
 
 
 def samples(count: int, rank: int = 0) -> list[Experience]:
@@ -134,13 +135,19 @@ def of_prompts(groups: dict[int, int], response: int = 3) -> list[Experience]:
     return items
 
 
+class SharedPrompts(PackedLayout):
+    """As of models that pack."""
+
+    packs = shares_prompts = True
+
+
 def steps_of(items: list[Experience], size: int, seed: int, **options) -> list[Minibatch]:
     return list(
         minibatches(
             items,
             FakeStrategy(),
             train_batch_size=size,
-            **{"actor": MicroBatchSpec(64), "packed": True, **options},
+            **{"actor": MicroBatchSpec(64), "layout": SharedPrompts(None), **options},
             generator=torch.Generator().manual_seed(seed),
             collate=Experience.collate,
         )
@@ -182,12 +189,12 @@ def test_a_shared_prompt_counts_once():
     # 4 samples of 10 + 3 tokens are 22 tokens with one prompt, and 52 with four
     items = of_prompts({10: 4, 11: 4})
     budget = {"actor": MicroBatchSpec(26, "tokens")}
-    (shared,) = steps_of(items, 8, 0, share_prompts=True, **budget)
+    (shared,) = steps_of(items, 8, 0, **budget)
     assert sorted(sorted(ids(batch)) for batch in shared.micro_batches) == [
         [100, 101, 102, 103],
         [110, 111, 112, 113],
     ]
-    (apart,) = steps_of(items, 8, 0, **budget)
+    (apart,) = steps_of(items, 8, 0, share_prompts=False, **budget)
     assert all(len(batch) <= 2 for batch in apart.micro_batches)
 
 

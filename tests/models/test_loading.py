@@ -27,7 +27,6 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.loading import (
-    decoder_layers,
     get_tokenizer,
     load_causal_lm,
     load_sequence_classifier,
@@ -39,6 +38,7 @@ from lightppo.plugins.compat.seed import get_llm_for_sequence_regression
 from lightppo.plugins.kernels.layers import compile_layers
 from lightppo.plugins.kernels.liger import use_liger_kernels
 from lightppo.plugins.kernels.offload import offloading
+from lightppo.plugins.packing.last_layer import decoder_layers
 
 MakeModel = Callable[..., PreTrainedModel]
 

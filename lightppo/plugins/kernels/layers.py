@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.loading import decoder_layers
 from lightppo.models.wrapper import PretrainedWrapper, Role
 from lightppo.plugin import FROZEN_MODELS
+from lightppo.plugins.packing.last_layer import decoder_layers
 
 POLICIES_AND_CRITIC: tuple[Role, ...] = ("actor", "critic", "reference", *FROZEN_MODELS)
 

@@ -36,7 +36,8 @@ def settle_packing(
         return
     # a critic is in its engine
     wrappers = [getattr(model, "module", model) for model in models if model is not None]
-    layouts: list[PackedLayout] = [wrapper.layout for wrapper in wrappers]
+    # another package's layout is as it made it
+    layouts = [one.layout for one in wrappers if isinstance(one.layout, PackedLayout)]
     for layout in layouts:
         layout.share_prompts = share_prompts
     obstacles = [
