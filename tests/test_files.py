@@ -18,6 +18,7 @@ from lightppo.files import (
 from lightppo.plugin import FILES
 from lightppo.plugins.ops.durable import seal_of
 from lightppo.plugins.ops.kept import KeptFiles
+from lightppo.ranks import Ranks
 from lightppo.table import Entry
 
 
@@ -117,3 +118,15 @@ def test_names_of_local_folders(plain):
     assert plain.bring("owner/name") == "owner/name"
     assert join("runs/one", "eval") == Path("runs/one/eval")
     assert join("s3://bucket/run/", "eval") == "s3://bucket/run/eval"
+
+
+def test_all_ranks_have_written_before_rank_0_goes_on(plain, tmp_path):
+    met = []
+
+    class Counted(Ranks):
+        def barrier(self):
+            met.append("barrier")
+
+    with plain.written_together(Counted(), None, tmp_path):
+        assert met == []
+    assert met == ["barrier"]

@@ -10,6 +10,7 @@ from lightppo.plugin import (
     MICRO_BATCHES,
     RANK_START,
     RESUMES,
+    STRATEGY_METHODS,
     CallbackEntry,
     Check,
     Command,
@@ -50,6 +51,9 @@ def register() -> None:
     )
     CHECKS.register(
         "decoding", Check("lightppo.plugins.checks.building:check_decoding_of", when="engine")
+    )
+    STRATEGY_METHODS.register(
+        "report_memory", Entry("lightppo.plugins.checks.building:report_memory")
     )
     RANK_START.register("type", Entry("lightppo.plugins.checks.device_type:trainable_type"))
     CALLBACKS.register(

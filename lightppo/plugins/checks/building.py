@@ -239,8 +239,7 @@ class DryRun(Callback):
         for line in after_step(run.config, run.tokenizer) if is_told else ():
             run.strategy.print(line)
         took = _cost(run) if is_told else "no step"
-        memory = ", ".join(f"{name} {size:.2f} GiB" for name, size in memory_in_use(run.strategy))
-        run.strategy.print(f"dry run: {took}; nothing is kept; memory of rank 0: {memory}")
+        report_memory(run.strategy, f"dry run: {took}; nothing is kept; memory of rank 0")
 
 
 def dry_run(run: Any) -> DryRun | None:
@@ -248,8 +247,8 @@ def dry_run(run: Any) -> DryRun | None:
     return None if run.keeps else DryRun()
 
 
-def memory_in_use(strategy: Any) -> list[tuple[str, float]]:
-    """Of this process in GiB: allocated and peak on a GPU, resident on a CPU."""
+def report_memory(strategy: Any, prefix: str) -> dict[str, float]:
+    """Memory of this process in GiB, printed on rank 0: allocated and peak on a GPU, resident on a CPU."""
     if strategy.device.type == "cuda":
         sizes = {
             "allocated": torch.cuda.memory_allocated(strategy.device),
@@ -257,7 +256,10 @@ def memory_in_use(strategy: Any) -> list[tuple[str, float]]:
         }
     else:
         sizes = {"resident": psutil.Process().memory_info().rss}
-    return [(name, size / 2**30) for name, size in sizes.items()]
+    memory = {name: size / 2**30 for name, size in sizes.items()}
+    told = ", ".join(f"{name} {value:.2f} GiB" for name, value in memory.items())
+    strategy.print(f"{prefix}: {told}")
+    return memory
 
 
 def _cost(run: Any) -> str:
