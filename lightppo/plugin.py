@@ -147,6 +147,10 @@ ROWS: Table = Table("reading of rows", {"files": Entry("lightppo.data.readers:ro
 """What reads the rows of an option: a function of the config, the option's name, the split and the strategy returns a
 ``datasets.Dataset``. The entry that was registered last reads."""
 
+ENCODERS: Table = Table("encoding of rows", {"all": Entry("lightppo.data.rows:encode_all")})
+"""What encodes the rows of a dataset: a function of :class:`lightppo.data.rows.Rows`, ``--data_num_workers`` and the ranks
+returns the same on every rank, as :meth:`lightppo.data.rows.Rows.encoded` does. The last entry encodes."""
+
 ENGINES: Table = Table("--rollout_engine", {"hf": Entry("lightppo.rollout.hf:build")}, files=True)
 """Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,
 of the config, the strategy, the actor and the tokenizer; it has the actor's present weights."""

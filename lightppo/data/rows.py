@@ -6,16 +6,15 @@ Every row is checked and tokenised once, before training.
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from lightppo.errors import BadRowError, DataError, UserError
+from lightppo.errors import BadRowError, DataError
+from lightppo.plugin import ENCODERS
 from lightppo.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
@@ -480,41 +479,13 @@ def prepare_rows(
     """Encode all rows in order; ``columns`` are what ``encode_chunk`` (rows -> one outcome each) reads.
 
     ``on_bad_row`` ``error`` raises at the first bad row, naming file and line; ``skip`` counts and logs bad rows.
-    Each of the ``ranks`` encodes a share and gets the others'. Collective then.
+    ``num_workers`` and ``ranks`` are for ``lightppo.plugin.ENCODERS``. Collective with them.
     """
     check_choice("--on_bad_row", on_bad_row, BadRowPolicy)
-    ranks = ranks if ranks is not None and ranks.world_size > 1 else Alone()
-    share = [len(dataset) * i // ranks.world_size for i in (ranks.get_rank(), ranks.get_rank() + 1)]
-    arrays, dropped, skipped, failure = {}, Counter(), [], None
-    try:
-        arrays, dropped, skipped = _encoded(
-            dataset, range(*share), columns, encode_chunk, on_bad_row, num_workers
-        )
-    except Exception as error:  # the others wait
-        failure = error
-    told = (
-        failure
-        if isinstance(failure, UserError)
-        else failure and f"{type(failure).__name__}: {failure}"
-    )
-    failures, dropped_each, skipped_each = zip(*ranks.all_gather_object((told, dropped, skipped)))
-    if any(failures):  # the error of the first row that has one, on every rank
-        rank, first = next((i, text) for i, text in enumerate(failures) if text)
-        if rank == ranks.get_rank():
-            raise failure
-        raise first if isinstance(first, UserError) else RuntimeError(f"rank {rank}: {first}")
-    if ranks.world_size > 1:  # a look at rows before a run starts loads no torch
-        import torch
-
-        arrays = {
-            name: ranks.all_gather(torch.from_numpy(values)).numpy()
-            for name, values in arrays.items()
-        }
-    lengths, dropped, skipped = (
-        arrays.pop("lengths"),
-        sum(dropped_each, Counter()),
-        [*chain(*skipped_each)],
-    )
+    encode = next(reversed(ENCODERS.values())).fn
+    rows = Rows(dataset, columns, encode_chunk, on_bad_row)
+    arrays, dropped, skipped = encode(rows, num_workers, ranks or Alone())
+    lengths = arrays.pop("lengths")
     report = DatasetReport(
         len(dataset), len(lengths), int(arrays["truncated"].sum()), dict(dropped), skipped
     )
@@ -530,70 +501,60 @@ def prepare_rows(
     return PreparedRows(offsets=np.cumsum([0, *lengths], dtype=np.int64), report=report, **arrays)
 
 
-def _encoded(
-    dataset: Dataset,
-    rows: range,
-    columns: list[str],
-    encode_chunk: EncodeChunk,
-    on_bad_row: BadRowPolicy,
-    num_workers: int,
-) -> tuple[dict[str, np.ndarray], Counter[str], list[str]]:
-    """Of these rows: arrays of those that are kept, why others are not, and the text of each bad one."""
-    dropped: Counter[str] = Counter()
-    skipped: list[str] = []
-    numbers: list[int] = []
-    kept: list[Encoded] = []
-    outcomes = _outcomes(dataset.select_columns(columns), rows, encode_chunk, num_workers)
-    for number, outcome in zip(rows, outcomes):
-        if isinstance(outcome, Encoded):
-            numbers.append(number)
-            kept.append(outcome._replace(token_ids=np.asarray(outcome.token_ids, dtype=np.int32)))
-            continue
-        dropped[getattr(outcome, "reason", outcome)] += 1
-        if isinstance(outcome, BadRowError):
-            message = f"{origin_of(dataset[number], number)}: {outcome}"
-            if on_bad_row == "error":
-                raise DataError(
-                    f"{message} (mend the row, or leave such rows out with --on_bad_row skip)"
-                ) from outcome
-            skipped.append(message)
-    arrays = {
-        "row_numbers": np.asarray(numbers, dtype=np.int64),
-        "prompt_lengths": np.asarray([row.prompt_length for row in kept], dtype=np.int64),
-        "truncated": np.asarray([row.truncated for row in kept], dtype=bool),
-        "first_answers": np.asarray([row.first_answer for row in kept], dtype=np.int64),
-        "lengths": np.asarray([len(row.token_ids) for row in kept], dtype=np.int64),
-        "flat_ids": np.concatenate([np.empty(0, dtype=np.int32), *(row.token_ids for row in kept)]),
-    }
-    return arrays, dropped, skipped
+# Arrays of the rows that are kept, why others are not, and the text of each bad one.
+EncodedRows = tuple[dict[str, np.ndarray], Counter[str], list[str]]
 
 
-def _outcomes(
-    dataset: Dataset, rows: range, encode_chunk: EncodeChunk, num_workers: int
-) -> Iterator[Outcome]:
-    def encode(start: int) -> list[Outcome]:
-        return encode_chunk(dataset.__getitems__(range(start, min(start + CHUNK_ROWS, rows.stop))))
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a dataset, and how one of them is encoded."""
 
-    starts = range(rows.start, rows.stop, CHUNK_ROWS)
-    if num_workers <= 1:
-        yield from chain.from_iterable(map(encode, starts))
-        return
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
+    dataset: Dataset
+    columns: list[str]
+    encode_chunk: EncodeChunk
+    on_bad_row: BadRowPolicy
 
-    global _encode
-    _encode = encode
-    # fork: the dataset and the tokenizer are inherited, not pickled; the executor notices a killed worker. Threads of
-    # the tokenizer inside forked workers would only compete.
-    quiet = ("TOKENIZERS_PARALLELISM", "false")
-    with ProcessPoolExecutor(
-        num_workers, get_context("fork"), os.environ.__setitem__, quiet
-    ) as pool:
-        yield from chain.from_iterable(pool.map(_work, starts))
+    def outcomes(self, rows: range) -> Iterator[Outcome]:
+        """Of these rows, chunk by chunk."""
+        read = self.dataset.select_columns(self.columns)
+        for start in range(rows.start, rows.stop, CHUNK_ROWS):
+            chunk = range(start, min(start + CHUNK_ROWS, rows.stop))
+            yield from self.encode_chunk(read.__getitems__(chunk))
+
+    def encoded(self, rows: range, outcomes: Iterable[Outcome]) -> EncodedRows:
+        """What becomes of these rows. DataError names the first bad one, unless bad rows are skipped."""
+        dropped: Counter[str] = Counter()
+        skipped: list[str] = []
+        numbers: list[int] = []
+        kept: list[Encoded] = []
+        for number, outcome in zip(rows, outcomes):
+            if isinstance(outcome, Encoded):
+                numbers.append(number)
+                ids = np.asarray(outcome.token_ids, dtype=np.int32)
+                kept.append(outcome._replace(token_ids=ids))
+                continue
+            dropped[getattr(outcome, "reason", outcome)] += 1
+            if isinstance(outcome, BadRowError):
+                message = f"{origin_of(self.dataset[number], number)}: {outcome}"
+                if self.on_bad_row == "error":
+                    raise DataError(
+                        f"{message} (mend the row, or leave such rows out with --on_bad_row skip)"
+                    ) from outcome
+                skipped.append(message)
+        arrays = {
+            "row_numbers": np.asarray(numbers, dtype=np.int64),
+            "prompt_lengths": np.asarray([row.prompt_length for row in kept], dtype=np.int64),
+            "truncated": np.asarray([row.truncated for row in kept], dtype=bool),
+            "first_answers": np.asarray([row.first_answer for row in kept], dtype=np.int64),
+            "lengths": np.asarray([len(row.token_ids) for row in kept], dtype=np.int64),
+            "flat_ids": np.concatenate(
+                [np.empty(0, dtype=np.int32), *(row.token_ids for row in kept)]
+            ),
+        }
+        return arrays, dropped, skipped
 
 
-_encode: Callable[[int], list[Outcome]]  # the rows from a number on, in forked workers
-
-
-def _work(start: int) -> list[Outcome]:
-    return _encode(start)
+def encode_all(rows: Rows, num_workers: int, ranks: Ranks) -> EncodedRows:
+    """On each rank all rows, in this process."""
+    numbers = range(len(rows.dataset))
+    return rows.encoded(numbers, rows.outcomes(numbers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Literal
 
 import torch
@@ -9,7 +10,13 @@ from transformers import PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.packing import VARLEN_TAKES
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    VARLEN_TAKES = frozenset(inspect.signature(varlen_attn).parameters)
+except ImportError:  # an older torch
+    VARLEN_TAKES = frozenset()
 
 
 def resolve_attn_implementation(
