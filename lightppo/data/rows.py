@@ -443,12 +443,6 @@ def origin_of(row: Mapping[str, Any], number: int) -> str:
     return row.get(ORIGIN_COLUMN) or f"row {number + 1}"
 
 
-def setting(strategy: Any, name: str, given: Any, default: Any = None) -> Any:
-    """The keyword if given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
-    values = (given, getattr(getattr(strategy, "args", None), name, None), default)
-    return next((value for value in values if value is not None), None)
-
-
 def check_choice(name: str, value: Any, choices: Any) -> None:
     """DataError unless the value is one of a ``Literal``."""
     if value not in get_args(choices):

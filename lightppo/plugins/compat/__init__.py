@@ -13,6 +13,7 @@ def register() -> None:
     PUBLIC.update(
         {
             "PPOTrainer": "lightppo.plugins.compat.seed_trainer",
+            "PromptDataset": "lightppo.plugins.compat.script_prompts",
             "NaiveExperienceMaker": "lightppo.plugins.compat.experience_maker",
             "Actor": "lightppo.plugins.compat.seed",
             "ActorLanguage": "lightppo.plugins.compat.seed",
