@@ -76,6 +76,16 @@ class FrozenModel:
 
 
 @dataclass(frozen=True)
+class PromptForm(Entry):
+    """A form of rows without a column for the prompt: a function of a row returns the prompt, a text or messages.
+
+    BadRowError says what is wrong with a row.
+    """
+
+    columns: tuple[str, ...] = ()  # which rows of this form have, all of them
+
+
+@dataclass(frozen=True)
 class PassEntry(Entry):
     """A pass over the samples of a rollout, under the name of its call in ``--micro_batch_specs``.
 
@@ -146,6 +156,9 @@ PUBLIC: dict[str, str] = {
 ROWS: Table = Table("reading of rows", {"files": Entry("lightppo.data.readers:rows_of_file")})
 """What reads the rows of an option: a function of the config, the option's name, the split and the strategy returns a
 ``datasets.Dataset``. The entry that was registered last reads."""
+
+PROMPT_FORMS: Table[PromptForm] = Table("form of prompts", kind=PromptForm)
+"""How else rows say their prompts than in a column of a name in ``lightppo.data.rows.PROMPT_KEYS``."""
 
 ENCODERS: Table = Table("encoding of rows", {"all": Entry("lightppo.data.rows:encode_all")})
 """What encodes the rows of a dataset: a function of :class:`lightppo.data.rows.Rows`, ``--data_num_workers`` and the ranks

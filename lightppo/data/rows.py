@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from lightppo.errors import BadRowError, DataError
-from lightppo.plugin import ENCODERS
+from lightppo.plugin import ENCODERS, PROMPT_FORMS, PromptForm
 from lightppo.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ LABEL_KEYS = (
     "solutions",
     "input_output",
 )
-PREFERENCE_KEYS = ("chosen", "rejected")
 
 
 # -- which columns are read ------------------------------------------------------------------------------------------
@@ -58,12 +57,14 @@ class RowFields:
     prompt: tuple[str, ...]
     label: tuple[str, ...] = ()
     label_required: bool = False  # a row without a label is bad
-    preference: bool = False  # the prompt may be the common beginning of chosen and rejected
+    # of lightppo.plugin.PROMPT_FORMS, which rows without such a prompt may have
+    forms: tuple[PromptForm, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
         """All of them."""
-        return (*self.prompt, *self.label, *(PREFERENCE_KEYS if self.preference else ()))
+        of_forms = (column for form in self.forms for column in form.columns)
+        return (*self.prompt, *self.label, *of_forms)
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
         """The columns that are needed to render a row."""
@@ -77,30 +78,33 @@ def resolve_fields(
     label_key: str | None = None,
     label_flag: str = "--label_key",
     prompt_keys: Iterable[str] = PROMPT_KEYS,
-    pair: Sequence[str] = PREFERENCE_KEYS,
-    keeps_pair: bool = False,
+    has_prompt: bool = False,
 ) -> RowFields:
     """Decide which keys are read from data with these columns; DataError lists the columns if none fits.
 
-    None, or a default name without a column, tries the known names. A ``pair`` of answers may hold the prompt, also
-    beside a column that ``input_key`` names if ``keeps_pair``.
+    None, or a default name without a column, tries the known names; ``has_prompt``: rows have one without them, too.
     """
     label = known_keys(LABEL_KEYS, columns)
     if label_key:
         require_column(label_key, columns, label_flag)
         label = (label_key,)
-    preference = all(column_of(key, columns) for key in pair)
+    forms = [
+        form
+        for form in PROMPT_FORMS.values()
+        if all(column_of(column, columns) for column in form.columns)
+    ]
     prompt = known_keys(prompt_keys, columns)
     if (input_key or DEFAULT_INPUT_KEY) != DEFAULT_INPUT_KEY:
         require_column(input_key, columns, "--input_key")
-        prompt, preference = (input_key,), keeps_pair and preference
-    if not prompt and not preference:
-        known_names = f"recognised without it: {', '.join(PROMPT_KEYS)}, or chosen and rejected"
+        prompt, forms = (input_key,), []
+    if not prompt and not forms and not has_prompt:
+        pairs = (f", or {' and '.join(form.columns)}" for form in PROMPT_FORMS.values())
+        known_names = f"recognised without it: {', '.join(PROMPT_KEYS)}{''.join(pairs)}"
         listed = _listed(columns)
         raise DataError(
             f"no column with a prompt: set --input_key to one of the columns: {listed} ({known_names})"
         )
-    return RowFields(prompt, label, label_key is not None, preference)
+    return RowFields(prompt, label, label_key is not None, tuple(forms))
 
 
 def known_keys(keys: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]:
@@ -148,13 +152,30 @@ def first_value(row: Mapping[str, Any], keys: Iterable[str]) -> tuple[str | None
 
 
 def read_prompt(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None]:
-    """A row's prompt (without a chat's final answer) and its key (None: from ``chosen`` and ``rejected``)."""
-    prompt, key, _ = prompt_and_chosen(row, fields)
+    """A row's prompt (without a chat's final answer) and its key (None: it is in no column of its own)."""
+    key, value = first_value(row, fields.prompt)
+    if key is None:
+        return _prompt_of_form(row, fields), None
+    prompt = text_or_chat(value, repr(key))
     if key == "messages" and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         if len(prompt) == 1:
             raise BadRowError("missing", "'messages' has an answer but no prompt")
         prompt = prompt[:-1]
     return prompt, key
+
+
+def _prompt_of_form(row: Mapping[str, Any], fields: RowFields) -> str | Chat:
+    for form in fields.forms:
+        if all(row.get(column) is not None for column in form.columns):
+            return form.fn(row)
+    raise no_prompt(fields)
+
+
+def no_prompt(fields: RowFields) -> BadRowError:
+    """What to raise for a row without a prompt."""
+    return BadRowError(
+        "missing", f"no prompt: {' and '.join(map(repr, fields.prompt))} missing or null"
+    )
 
 
 def other_columns(row: Mapping[str, Any], key: str | None) -> dict[str, Any]:
@@ -179,67 +200,19 @@ def as_chat(prompt: str | Chat, role: str) -> Chat:
     return prompt if isinstance(prompt, list) else [{"role": role, "content": prompt}]
 
 
-def prompt_and_chosen(
-    row: Mapping[str, Any], fields: RowFields
-) -> tuple[str | Chat, str | None, str | Chat | None]:
-    """(prompt, its key, None), or from a preference pair (common beginning, None, rest of the chosen answer)."""
-    key, value = first_value(row, fields.prompt)
-    if key is not None:
-        return text_or_chat(value, repr(key)), key, None
-    if not fields.preference or any(row.get(k) is None for k in PREFERENCE_KEYS):
-        raise BadRowError(
-            "missing", f"no prompt: {' and '.join(map(repr, fields.prompt))} missing or null"
-        )
-    chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        chosen, rejected = _chat(chosen, "'chosen'"), _chat(rejected, "'rejected'")
-    prompt, chosen, _ = split_pair(chosen, rejected)
-    return prompt, None, chosen
-
-
-def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str | Chat]:
-    """Common beginning, and the rest of both: messages, or texts in the form of hh-rlhf."""
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        cut = _shared(chosen, rejected)
-        if 0 < cut < len(chosen):
-            return chosen[:cut], chosen[cut:], rejected[cut:]
-    elif isinstance(chosen, str) and isinstance(rejected, str):
-        turn = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
-        start = chosen.rfind(turn, 0, _shared(chosen, rejected))
-        cut = start + len(turn)
-        if start >= 0 and chosen[:start].strip() and chosen[cut:].strip():
-            return chosen[:cut], chosen[cut:], rejected[cut:]
-    else:
-        kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
-        raise BadRowError(
-            "wrong_type", f"'chosen' and 'rejected' are {kinds}; both must be text, or both chats"
-        )
-    raise BadRowError(
-        "missing",
-        "'chosen' and 'rejected' share no prompt; set --input_key to the column that holds it",
-    )
-
-
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the common beginning."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(one, other)) if x != y), min(len(one), len(other))
-    )
-
-
 def text_or_chat(value: Any, where: str) -> str | Chat:
     if isinstance(value, str):
         if not value.strip():
             raise BadRowError("empty", f"{where} is empty")
         return value
     if isinstance(value, list | tuple):
-        return _chat(value, where)
+        return checked_chat(value, where)
     raise BadRowError(
         "wrong_type", f"{where} is {shown_value(value)}; text or a list of chat messages is needed"
     )
 
 
-def _chat(value: Sequence[Any], where: str) -> Chat:
+def checked_chat(value: Sequence[Any], where: str) -> Chat:
     """Checked messages of ``role`` and text ``content``, without the None fields that Arrow adds."""
     if not value:
         raise BadRowError("empty", f"{where} is an empty list of messages")
