@@ -9,5 +9,7 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     here = "lightppo.plugins.penalties"
     LOGITS.register("penalties", Entry(f"{here}.logits:penalties_of"))
-    CHECKS.register("bad_words", Check(f"{here}.logits:check_bad_words", when="tokenizer"))
+    CHECKS.register(
+        "sampled_tokens", Check(f"{here}.logits:check_sampled_tokens", when="tokenizer")
+    )
     register_section("penalties", f"{here}.sections:PenaltyConfig", adds_to="rollout")
