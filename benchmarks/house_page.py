@@ -35,7 +35,6 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "decoding": ("continuous batching of the hf engine, CUDA graphs", "rollouts.md"),
     "migration": ("option names of other trainers", "migrating.md"),
     "ops": ("signals, the watchdog, files that survive a crash, URLs", "faults.md"),
-    "penalties": ("penalties of repetition, words that are never sampled", "rollouts.md"),
     "records": ("the run folder, metrics, trackers, alarms, recorded samples", "metrics.md"),
     "report": ("the report page, `watch`, `diff`, `replay`", "report.md"),
     "reshape": (
@@ -46,6 +45,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
         "reward functions of verl, TRL and AReaL, threads, retries; several reward models",
         "rewards.md",
     ),
+    "sampling_rules": ("penalties, words that are never sampled, stop strings", "rollouts.md"),
     "sources": ("rows of the hub, CSV and tables, blends; folders of models", "data.md"),
     "supervised": ("SFT, reward models, DPO, the PTX loss", "supervised.md"),
     "tape": ("replies from outside, written down and replayed", "environments.md#the-tape"),

@@ -176,6 +176,10 @@ DECODERS: Table = Table("decoder", {"batches": Entry("lightppo.rollout.decoding:
 """What decodes for the HF engine: functions of a :class:`lightppo.rollout.decoding.CachedForward` that return a subclass
 of :class:`lightppo.rollout.decoding.Decoder`, or None for a model that it cannot decode; the last one that can decodes."""
 
+STOPS: Table = Table("end of responses", {"ids": Entry("lightppo.rollout.sampling:StopCriteria")})
+"""What tells the HF engine that a response has ended, and cuts its text: a class as
+:class:`lightppo.rollout.sampling.StopCriteria`. The last entry counts."""
+
 LOGITS: Table = Table("change of logits")
 """What changes raw logits before the temperature, in the HF engine. An entry's function gets the SamplingParams, the
 tokenizer and the number of ids; it returns None, or a function ``(logits, step, history)`` → logits (B, V), of which

@@ -51,7 +51,7 @@ PLUGIN_FLOORS = {
     "hints": 0,
     "sources": 1,
     "families": 1,
-    "penalties": 1,
+    "sampling_rules": 1,
     "reward_sources": 1,
     "exports": 2,
     "http": 2,

@@ -724,7 +724,6 @@ def _sampling(options: SimpleNamespace) -> Iterator[str]:
         if (ends := getattr(options, name)) is not None and ends[0] >= ends[1]:
             yield f"--{name} {ends[0]:g} {ends[1]:g} is empty: give the lower end first"
     empty = {
-        "stop": "" in options.stop,
         "filter_metric": not options.filter_metric.strip(),
     }
     yield from (

@@ -11,7 +11,7 @@ SHIPPED = (
     "families",
     "adapters",
     "towers",
-    "penalties",
+    "sampling_rules",
     "kernels",
     "decoding",
     "hybrids",
