@@ -8,9 +8,9 @@ from lightppo.table import Entry
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     here = "lightppo.plugins.sampling_rules"
-    LOGITS.register("penalties", Entry(f"{here}.logits:penalties_of"))
+    LOGITS.register("penalties", Entry(f"{here}.penalties:penalties_of"))
     CHECKS.register(
-        "sampled_tokens", Check(f"{here}.logits:check_sampled_tokens", when="tokenizer")
+        "sampled_tokens", Check(f"{here}.penalties:check_sampled_tokens", when="tokenizer")
     )
     STOPS.register("strings", Entry(f"{here}.stop_strings:StopStrings"))
     register_section("sampling_rules", f"{here}.sections:SamplingRulesConfig", adds_to="rollout")
