@@ -40,7 +40,6 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "migration": ("option names of other trainers", "migrating.md"),
     "ops": ("signals, the watchdog, files that survive a crash, URLs", "faults.md"),
     "packing": ("rows without padding, prompts that run once for all their samples", "dataflow.md"),
-    "penalties": ("penalties of repetition, words that are never sampled", "rollouts.md"),
     "records": ("the run folder, metrics, trackers, alarms, recorded samples", "metrics.md"),
     "report": ("the report page, `watch`, `diff`, `replay`", "report.md"),
     "reshape": (
@@ -51,6 +50,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
         "reward functions of verl, TRL and AReaL, threads, retries; several reward models",
         "rewards.md",
     ),
+    "sampling_rules": ("penalties, words that are never sampled, stop strings", "rollouts.md"),
     "selection": ("dynamic sampling, best of n, balanced ranks", "rollouts.md#dynamic-sampling"),
     "shaping": (
         "scores before training, the returns of a critic",

@@ -91,6 +91,16 @@ class FrozenModel:
 
 
 @dataclass(frozen=True)
+class PromptForm(Entry):
+    """A form of rows without a column for the prompt: a function of a row returns the prompt, a text or messages.
+
+    BadRowError says what is wrong with a row.
+    """
+
+    columns: tuple[str, ...] = ()  # which rows of this form have, all of them
+
+
+@dataclass(frozen=True)
 class PassEntry(Entry):
     """A pass over the samples of a rollout, under the name of its call in ``--micro_batch_specs``.
 
@@ -165,6 +175,13 @@ ROWS: Table = Table("reading of rows", {"files": Entry("lightppo.data.readers:ro
 """What reads the rows of an option: a function of the config, the option's name, the split and the strategy returns a
 ``datasets.Dataset``. The entry that was registered last reads."""
 
+PROMPT_FORMS: Table[PromptForm] = Table("form of prompts", kind=PromptForm)
+"""How else rows say their prompts than in a column of a name in ``lightppo.data.rows.PROMPT_KEYS``."""
+
+ENCODERS: Table = Table("encoding of rows", {"all": Entry("lightppo.data.rows:encode_all")})
+"""What encodes the rows of a dataset: a function of :class:`lightppo.data.rows.Rows`, ``--data_num_workers`` and the ranks
+returns the same on every rank, as :meth:`lightppo.data.rows.Rows.encoded` does. The last entry encodes."""
+
 ENGINES: Table = Table("--rollout_engine", {"hf": Entry("lightppo.rollout.hf:build")}, files=True)
 """Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,
 of the config, the strategy, the actor and the tokenizer; it has the actor's present weights."""
@@ -176,6 +193,10 @@ itself, or another one around it. They are called in the order of the table."""
 DECODERS: Table = Table("decoder", {"batches": Entry("lightppo.rollout.decoding:batches_for")})
 """What decodes for the HF engine: functions of a :class:`lightppo.rollout.decoding.CachedForward` that return a subclass
 of :class:`lightppo.rollout.decoding.Decoder`, or None for a model that it cannot decode; the last one that can decodes."""
+
+STOPS: Table = Table("end of responses", {"ids": Entry("lightppo.rollout.sampling:StopCriteria")})
+"""What tells the HF engine that a response has ended, and cuts its text: a class as
+:class:`lightppo.rollout.sampling.StopCriteria`. The last entry counts."""
 
 LOGITS: Table = Table("change of logits")
 """What changes raw logits before the temperature, in the HF engine. An entry's function gets the SamplingParams, the

@@ -55,7 +55,7 @@ PLUGIN_FLOORS = {
     "evaluation": 1,
     "sources": 1,
     "families": 0,
-    "penalties": 1,
+    "sampling_rules": 1,
     "reward_sources": 1,
     "exports": 2,
     "http": 2,

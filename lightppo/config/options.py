@@ -190,7 +190,6 @@ class RolloutConfig(Section, of="trainer"):
         le=1,
         needs="sampling",
     )
-    stop: tuple[str, ...] = option((), "Strings that end a response and are removed from its text.")
     stop_token_ids: tuple[int, ...] = option((), "Token ids that end a response.", ge=0)
     ignore_eos: bool = option(False, "Continue after end-of-text up to --generate_max_len.")
 

@@ -443,12 +443,6 @@ def _is_sampled(options: SimpleNamespace) -> bool:
 def _sampling(options: SimpleNamespace) -> Iterator[str]:
     if (ends := options.reward_clip_range) is not None and ends[0] >= ends[1]:
         yield f"--reward_clip_range {ends[0]:g} {ends[1]:g} is empty: give the lower end first"
-    empty = {
-        "stop": "" in options.stop,
-    }
-    yield from (
-        f"--{name} has an empty text: leave it out" for name, is_empty in empty.items() if is_empty
-    )
 
 
 def _algorithm(options: SimpleNamespace) -> Iterator[str]:

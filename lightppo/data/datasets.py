@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch.utils.data import Dataset as TorchDataset
@@ -28,7 +28,6 @@ from lightppo.data.rows import (
     read_prompt,
     require_column,
     resolve_fields,
-    setting,
 )
 from lightppo.errors import BadRowError, DataError
 from lightppo.ranks import Ranks
@@ -42,20 +41,8 @@ logger = logging.getLogger(__name__)
 Truncation = Literal["error", "left", "right", "middle", "drop"]
 
 
-class Example(NamedTuple):
-    """A prompt and an answer that is trained on; both are empty where a prompt is to be answered."""
-
-    prompt: Prompt
-    written: str = ""  # the answer, as the row has it
-    answer: str = ""  # after the template
-    answer_ids: Sequence[int] = ()
-
-
 class PreparedDataset(TorchDataset):
-    """Rows that are checked and tokenised at construction, so that bad data shows up then.
-
-    Options that are not given are looked up in ``strategy.args``, for scripts in the seed's style.
-    """
+    """Rows that are checked and tokenised at construction, so that bad data shows up then."""
 
     resolve_fields: Callable[..., RowFields] = staticmethod(resolve_fields)
     _render_row: Callable[[Mapping[str, Any]], Any]
@@ -65,20 +52,16 @@ class PreparedDataset(TorchDataset):
         self,
         dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
-        strategy: Any,
         *,
         template: dict[str, Any],
         fields: dict[str, Any],
-        on_bad_row: BadRowPolicy | None,
-        num_workers: int | None,
+        on_bad_row: BadRowPolicy,
+        num_workers: int,
         ranks: Ranks | None,
     ) -> None:
         self.dataset, self.tokenizer = dataset, tokenizer
         check_dataset(dataset)
-        self.template = PromptTemplate(
-            tokenizer, **{name: setting(strategy, name, v) for name, v in template.items()}
-        )
-        fields = {name: setting(strategy, name, value) for name, value in fields.items()}
+        self.template = PromptTemplate(tokenizer, **template)
         self.fields = self.resolve_fields(dataset.column_names, **fields)
         read = {
             part: " or ".join(getattr(self.fields, part, ()))
@@ -92,8 +75,8 @@ class PreparedDataset(TorchDataset):
             dataset,
             self.fields.columns_in(dataset.column_names),
             self._encode_chunk,
-            on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
-            num_workers=setting(strategy, "data_num_workers", num_workers, 0),
+            on_bad_row=on_bad_row,
+            num_workers=num_workers,
             ranks=ranks,
         )
 
@@ -139,10 +122,6 @@ class PreparedDataset(TorchDataset):
         """Numbers in ``dataset`` of the rows at these positions."""
         return [int(self._rows.row_numbers[position]) for position in positions]
 
-    def examples(self, position: int) -> list[Example]:
-        """The row as texts and ids: its prompt with each of its answers."""
-        raise NotImplementedError
-
     @staticmethod
     def _fit(
         ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str
@@ -163,8 +142,7 @@ class PromptDataset(PreparedDataset):
     """Map-style dataset of prompts. All rows are checked and tokenised at construction; DataError names a bad row.
 
     ``Prompt.index`` is the row's number in ``dataset``, even if earlier rows were dropped. ``Prompt.extra`` has every
-    column except the prompt's, including the label's. Options mean what their flags mean, and missing ones are looked
-    up in ``strategy.args`` (for scripts in the seed's style).
+    column except the prompt's, including the label's. Options mean what their flags mean.
 
     Args:
         dataset: best from :func:`~lightppo.data.readers.blending_datasets`, which keeps each row's file and line.
@@ -180,41 +158,40 @@ class PromptDataset(PreparedDataset):
         self,
         dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
-        strategy: Any = None,
-        input_template: str | None = None,
         *,
+        input_template: str | None = None,
         input_key: str | None = None,
         label_key: str | None = None,
-        data_source_key: str | None = None,
-        apply_chat_template: bool | None = None,
-        prompt_max_len: int | None = None,
-        truncation: Truncation | None = None,
+        data_source_key: str = "data_source",
+        apply_chat_template: bool = False,
+        prompt_max_len: int = 1024,
+        truncation: Truncation = "error",
         system_prompt: str | None = None,
-        on_bad_row: BadRowPolicy | None = None,
-        filter_overlong: bool | None = None,
-        num_workers: int | None = None,
+        on_bad_row: BadRowPolicy = "error",
+        filter_overlong: bool = False,
+        num_workers: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
-        self.prompt_max_len = int(setting(strategy, "prompt_max_len", prompt_max_len, 1024))
-        self.truncation = setting(strategy, "truncation", truncation, "error")
-        if self.prompt_max_len < 1:
-            raise DataError(f"--prompt_max_len is {self.prompt_max_len}; at least 1")
-        check_choice("--truncation", self.truncation, Truncation)
-        if setting(strategy, "filter_overlong_prompts", filter_overlong):
-            self.truncation = "drop"
-        template = {"apply_chat_template": apply_chat_template, "input_template": input_template}
+        if prompt_max_len < 1:
+            raise DataError(f"--prompt_max_len is {prompt_max_len}; at least 1")
+        check_choice("--truncation", truncation, Truncation)
+        self.prompt_max_len = prompt_max_len
+        self.truncation = "drop" if filter_overlong else truncation
         super().__init__(
             dataset,
             tokenizer,
-            strategy,
-            template=template | {"system_prompt": system_prompt},
+            template={
+                "apply_chat_template": apply_chat_template,
+                "input_template": input_template,
+                "system_prompt": system_prompt,
+            },
             fields={"input_key": input_key, "label_key": label_key},
             on_bad_row=on_bad_row,
             num_workers=num_workers,
             ranks=ranks,
         )
-        self.data_source_key = setting(strategy, "data_source_key", data_source_key, "data_source")
-        if data_source_key not in (None, "data_source"):
+        self.data_source_key = data_source_key
+        if data_source_key != "data_source":
             require_column(data_source_key, dataset.column_names, "--data_source_key")
 
     def __getitem__(self, position: int) -> Prompt:
@@ -228,9 +205,6 @@ class PromptDataset(PreparedDataset):
             self._prompt(position, number, row)
             for position, number, row in zip(positions, numbers, rows)
         ]
-
-    def examples(self, position: int) -> list[Example]:
-        return [Example(self[position])]
 
     def _prompt(self, position: int, number: int, row: Mapping[str, Any]) -> Prompt:
         prompt, key = read_prompt(row, self.fields)

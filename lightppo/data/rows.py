@@ -6,16 +6,15 @@ Every row is checked and tokenised once, before training.
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from lightppo.errors import BadRowError, DataError, UserError
+from lightppo.errors import BadRowError, DataError
+from lightppo.plugin import ENCODERS, PROMPT_FORMS, PromptForm
 from lightppo.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ LABEL_KEYS = (
     "solutions",
     "input_output",
 )
-PREFERENCE_KEYS = ("chosen", "rejected")
 
 
 # -- which columns are read ------------------------------------------------------------------------------------------
@@ -59,12 +57,14 @@ class RowFields:
     prompt: tuple[str, ...]
     label: tuple[str, ...] = ()
     label_required: bool = False  # a row without a label is bad
-    preference: bool = False  # the prompt may be the common beginning of chosen and rejected
+    # of lightppo.plugin.PROMPT_FORMS, which rows without such a prompt may have
+    forms: tuple[PromptForm, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
         """All of them."""
-        return (*self.prompt, *self.label, *(PREFERENCE_KEYS if self.preference else ()))
+        of_forms = (column for form in self.forms for column in form.columns)
+        return (*self.prompt, *self.label, *of_forms)
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
         """The columns that are needed to render a row."""
@@ -78,30 +78,33 @@ def resolve_fields(
     label_key: str | None = None,
     label_flag: str = "--label_key",
     prompt_keys: Iterable[str] = PROMPT_KEYS,
-    pair: Sequence[str] = PREFERENCE_KEYS,
-    keeps_pair: bool = False,
+    has_prompt: bool = False,
 ) -> RowFields:
     """Decide which keys are read from data with these columns; DataError lists the columns if none fits.
 
-    None, or a default name without a column, tries the known names. A ``pair`` of answers may hold the prompt, also
-    beside a column that ``input_key`` names if ``keeps_pair``.
+    None, or a default name without a column, tries the known names; ``has_prompt``: rows have one without them, too.
     """
     label = known_keys(LABEL_KEYS, columns)
     if label_key:
         require_column(label_key, columns, label_flag)
         label = (label_key,)
-    preference = all(column_of(key, columns) for key in pair)
+    forms = [
+        form
+        for form in PROMPT_FORMS.values()
+        if all(column_of(column, columns) for column in form.columns)
+    ]
     prompt = known_keys(prompt_keys, columns)
     if (input_key or DEFAULT_INPUT_KEY) != DEFAULT_INPUT_KEY:
         require_column(input_key, columns, "--input_key")
-        prompt, preference = (input_key,), keeps_pair and preference
-    if not prompt and not preference:
-        known_names = f"recognised without it: {', '.join(PROMPT_KEYS)}, or chosen and rejected"
+        prompt, forms = (input_key,), []
+    if not prompt and not forms and not has_prompt:
+        pairs = (f", or {' and '.join(form.columns)}" for form in PROMPT_FORMS.values())
+        known_names = f"recognised without it: {', '.join(PROMPT_KEYS)}{''.join(pairs)}"
         listed = _listed(columns)
         raise DataError(
             f"no column with a prompt: set --input_key to one of the columns: {listed} ({known_names})"
         )
-    return RowFields(prompt, label, label_key is not None, preference)
+    return RowFields(prompt, label, label_key is not None, tuple(forms))
 
 
 def known_keys(keys: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]:
@@ -149,13 +152,30 @@ def first_value(row: Mapping[str, Any], keys: Iterable[str]) -> tuple[str | None
 
 
 def read_prompt(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None]:
-    """A row's prompt (without a chat's final answer) and its key (None: from ``chosen`` and ``rejected``)."""
-    prompt, key, _ = prompt_and_chosen(row, fields)
+    """A row's prompt (without a chat's final answer) and its key (None: it is in no column of its own)."""
+    key, value = first_value(row, fields.prompt)
+    if key is None:
+        return _prompt_of_form(row, fields), None
+    prompt = text_or_chat(value, repr(key))
     if key == "messages" and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         if len(prompt) == 1:
             raise BadRowError("missing", "'messages' has an answer but no prompt")
         prompt = prompt[:-1]
     return prompt, key
+
+
+def _prompt_of_form(row: Mapping[str, Any], fields: RowFields) -> str | Chat:
+    for form in fields.forms:
+        if all(row.get(column) is not None for column in form.columns):
+            return form.fn(row)
+    raise no_prompt(fields)
+
+
+def no_prompt(fields: RowFields) -> BadRowError:
+    """What to raise for a row without a prompt."""
+    return BadRowError(
+        "missing", f"no prompt: {' and '.join(map(repr, fields.prompt))} missing or null"
+    )
 
 
 def other_columns(row: Mapping[str, Any], key: str | None) -> dict[str, Any]:
@@ -180,67 +200,19 @@ def as_chat(prompt: str | Chat, role: str) -> Chat:
     return prompt if isinstance(prompt, list) else [{"role": role, "content": prompt}]
 
 
-def prompt_and_chosen(
-    row: Mapping[str, Any], fields: RowFields
-) -> tuple[str | Chat, str | None, str | Chat | None]:
-    """(prompt, its key, None), or from a preference pair (common beginning, None, rest of the chosen answer)."""
-    key, value = first_value(row, fields.prompt)
-    if key is not None:
-        return text_or_chat(value, repr(key)), key, None
-    if not fields.preference or any(row.get(k) is None for k in PREFERENCE_KEYS):
-        raise BadRowError(
-            "missing", f"no prompt: {' and '.join(map(repr, fields.prompt))} missing or null"
-        )
-    chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        chosen, rejected = _chat(chosen, "'chosen'"), _chat(rejected, "'rejected'")
-    prompt, chosen, _ = split_pair(chosen, rejected)
-    return prompt, None, chosen
-
-
-def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str | Chat]:
-    """Common beginning, and the rest of both: messages, or texts in the form of hh-rlhf."""
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        cut = _shared(chosen, rejected)
-        if 0 < cut < len(chosen):
-            return chosen[:cut], chosen[cut:], rejected[cut:]
-    elif isinstance(chosen, str) and isinstance(rejected, str):
-        turn = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
-        start = chosen.rfind(turn, 0, _shared(chosen, rejected))
-        cut = start + len(turn)
-        if start >= 0 and chosen[:start].strip() and chosen[cut:].strip():
-            return chosen[:cut], chosen[cut:], rejected[cut:]
-    else:
-        kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
-        raise BadRowError(
-            "wrong_type", f"'chosen' and 'rejected' are {kinds}; both must be text, or both chats"
-        )
-    raise BadRowError(
-        "missing",
-        "'chosen' and 'rejected' share no prompt; set --input_key to the column that holds it",
-    )
-
-
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the common beginning."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(one, other)) if x != y), min(len(one), len(other))
-    )
-
-
 def text_or_chat(value: Any, where: str) -> str | Chat:
     if isinstance(value, str):
         if not value.strip():
             raise BadRowError("empty", f"{where} is empty")
         return value
     if isinstance(value, list | tuple):
-        return _chat(value, where)
+        return checked_chat(value, where)
     raise BadRowError(
         "wrong_type", f"{where} is {shown_value(value)}; text or a list of chat messages is needed"
     )
 
 
-def _chat(value: Sequence[Any], where: str) -> Chat:
+def checked_chat(value: Sequence[Any], where: str) -> Chat:
     """Checked messages of ``role`` and text ``content``, without the None fields that Arrow adds."""
     if not value:
         raise BadRowError("empty", f"{where} is an empty list of messages")
@@ -444,12 +416,6 @@ def origin_of(row: Mapping[str, Any], number: int) -> str:
     return row.get(ORIGIN_COLUMN) or f"row {number + 1}"
 
 
-def setting(strategy: Any, name: str, given: Any, default: Any = None) -> Any:
-    """The keyword if given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
-    values = (given, getattr(getattr(strategy, "args", None), name, None), default)
-    return next((value for value in values if value is not None), None)
-
-
 def check_choice(name: str, value: Any, choices: Any) -> None:
     """DataError unless the value is one of a ``Literal``."""
     if value not in get_args(choices):
@@ -480,41 +446,13 @@ def prepare_rows(
     """Encode all rows in order; ``columns`` are what ``encode_chunk`` (rows -> one outcome each) reads.
 
     ``on_bad_row`` ``error`` raises at the first bad row, naming file and line; ``skip`` counts and logs bad rows.
-    Each of the ``ranks`` encodes a share and gets the others'. Collective then.
+    ``num_workers`` and ``ranks`` are for ``lightppo.plugin.ENCODERS``. Collective with them.
     """
     check_choice("--on_bad_row", on_bad_row, BadRowPolicy)
-    ranks = ranks if ranks is not None and ranks.world_size > 1 else Alone()
-    share = [len(dataset) * i // ranks.world_size for i in (ranks.get_rank(), ranks.get_rank() + 1)]
-    arrays, dropped, skipped, failure = {}, Counter(), [], None
-    try:
-        arrays, dropped, skipped = _encoded(
-            dataset, range(*share), columns, encode_chunk, on_bad_row, num_workers
-        )
-    except Exception as error:  # the others wait
-        failure = error
-    told = (
-        failure
-        if isinstance(failure, UserError)
-        else failure and f"{type(failure).__name__}: {failure}"
-    )
-    failures, dropped_each, skipped_each = zip(*ranks.all_gather_object((told, dropped, skipped)))
-    if any(failures):  # the error of the first row that has one, on every rank
-        rank, first = next((i, text) for i, text in enumerate(failures) if text)
-        if rank == ranks.get_rank():
-            raise failure
-        raise first if isinstance(first, UserError) else RuntimeError(f"rank {rank}: {first}")
-    if ranks.world_size > 1:  # a look at rows before a run starts loads no torch
-        import torch
-
-        arrays = {
-            name: ranks.all_gather(torch.from_numpy(values)).numpy()
-            for name, values in arrays.items()
-        }
-    lengths, dropped, skipped = (
-        arrays.pop("lengths"),
-        sum(dropped_each, Counter()),
-        [*chain(*skipped_each)],
-    )
+    encode = next(reversed(ENCODERS.values())).fn
+    rows = Rows(dataset, columns, encode_chunk, on_bad_row)
+    arrays, dropped, skipped = encode(rows, num_workers, ranks or Alone())
+    lengths = arrays.pop("lengths")
     report = DatasetReport(
         len(dataset), len(lengths), int(arrays["truncated"].sum()), dict(dropped), skipped
     )
@@ -530,70 +468,60 @@ def prepare_rows(
     return PreparedRows(offsets=np.cumsum([0, *lengths], dtype=np.int64), report=report, **arrays)
 
 
-def _encoded(
-    dataset: Dataset,
-    rows: range,
-    columns: list[str],
-    encode_chunk: EncodeChunk,
-    on_bad_row: BadRowPolicy,
-    num_workers: int,
-) -> tuple[dict[str, np.ndarray], Counter[str], list[str]]:
-    """Of these rows: arrays of those that are kept, why others are not, and the text of each bad one."""
-    dropped: Counter[str] = Counter()
-    skipped: list[str] = []
-    numbers: list[int] = []
-    kept: list[Encoded] = []
-    outcomes = _outcomes(dataset.select_columns(columns), rows, encode_chunk, num_workers)
-    for number, outcome in zip(rows, outcomes):
-        if isinstance(outcome, Encoded):
-            numbers.append(number)
-            kept.append(outcome._replace(token_ids=np.asarray(outcome.token_ids, dtype=np.int32)))
-            continue
-        dropped[getattr(outcome, "reason", outcome)] += 1
-        if isinstance(outcome, BadRowError):
-            message = f"{origin_of(dataset[number], number)}: {outcome}"
-            if on_bad_row == "error":
-                raise DataError(
-                    f"{message} (mend the row, or leave such rows out with --on_bad_row skip)"
-                ) from outcome
-            skipped.append(message)
-    arrays = {
-        "row_numbers": np.asarray(numbers, dtype=np.int64),
-        "prompt_lengths": np.asarray([row.prompt_length for row in kept], dtype=np.int64),
-        "truncated": np.asarray([row.truncated for row in kept], dtype=bool),
-        "first_answers": np.asarray([row.first_answer for row in kept], dtype=np.int64),
-        "lengths": np.asarray([len(row.token_ids) for row in kept], dtype=np.int64),
-        "flat_ids": np.concatenate([np.empty(0, dtype=np.int32), *(row.token_ids for row in kept)]),
-    }
-    return arrays, dropped, skipped
+# Arrays of the rows that are kept, why others are not, and the text of each bad one.
+EncodedRows = tuple[dict[str, np.ndarray], Counter[str], list[str]]
 
 
-def _outcomes(
-    dataset: Dataset, rows: range, encode_chunk: EncodeChunk, num_workers: int
-) -> Iterator[Outcome]:
-    def encode(start: int) -> list[Outcome]:
-        return encode_chunk(dataset.__getitems__(range(start, min(start + CHUNK_ROWS, rows.stop))))
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a dataset, and how one of them is encoded."""
 
-    starts = range(rows.start, rows.stop, CHUNK_ROWS)
-    if num_workers <= 1:
-        yield from chain.from_iterable(map(encode, starts))
-        return
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
+    dataset: Dataset
+    columns: list[str]
+    encode_chunk: EncodeChunk
+    on_bad_row: BadRowPolicy
 
-    global _encode
-    _encode = encode
-    # fork: the dataset and the tokenizer are inherited, not pickled; the executor notices a killed worker. Threads of
-    # the tokenizer inside forked workers would only compete.
-    quiet = ("TOKENIZERS_PARALLELISM", "false")
-    with ProcessPoolExecutor(
-        num_workers, get_context("fork"), os.environ.__setitem__, quiet
-    ) as pool:
-        yield from chain.from_iterable(pool.map(_work, starts))
+    def outcomes(self, rows: range) -> Iterator[Outcome]:
+        """Of these rows, chunk by chunk."""
+        read = self.dataset.select_columns(self.columns)
+        for start in range(rows.start, rows.stop, CHUNK_ROWS):
+            chunk = range(start, min(start + CHUNK_ROWS, rows.stop))
+            yield from self.encode_chunk(read.__getitems__(chunk))
+
+    def encoded(self, rows: range, outcomes: Iterable[Outcome]) -> EncodedRows:
+        """What becomes of these rows. DataError names the first bad one, unless bad rows are skipped."""
+        dropped: Counter[str] = Counter()
+        skipped: list[str] = []
+        numbers: list[int] = []
+        kept: list[Encoded] = []
+        for number, outcome in zip(rows, outcomes):
+            if isinstance(outcome, Encoded):
+                numbers.append(number)
+                ids = np.asarray(outcome.token_ids, dtype=np.int32)
+                kept.append(outcome._replace(token_ids=ids))
+                continue
+            dropped[getattr(outcome, "reason", outcome)] += 1
+            if isinstance(outcome, BadRowError):
+                message = f"{origin_of(self.dataset[number], number)}: {outcome}"
+                if self.on_bad_row == "error":
+                    raise DataError(
+                        f"{message} (mend the row, or leave such rows out with --on_bad_row skip)"
+                    ) from outcome
+                skipped.append(message)
+        arrays = {
+            "row_numbers": np.asarray(numbers, dtype=np.int64),
+            "prompt_lengths": np.asarray([row.prompt_length for row in kept], dtype=np.int64),
+            "truncated": np.asarray([row.truncated for row in kept], dtype=bool),
+            "first_answers": np.asarray([row.first_answer for row in kept], dtype=np.int64),
+            "lengths": np.asarray([len(row.token_ids) for row in kept], dtype=np.int64),
+            "flat_ids": np.concatenate(
+                [np.empty(0, dtype=np.int32), *(row.token_ids for row in kept)]
+            ),
+        }
+        return arrays, dropped, skipped
 
 
-_encode: Callable[[int], list[Outcome]]  # the rows from a number on, in forked workers
-
-
-def _work(start: int) -> list[Outcome]:
-    return _encode(start)
+def encode_all(rows: Rows, num_workers: int, ranks: Ranks) -> EncodedRows:
+    """On each rank all rows, in this process."""
+    numbers = range(len(rows.dataset))
+    return rows.encoded(numbers, rows.outcomes(numbers))

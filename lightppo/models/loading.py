@@ -538,5 +538,3 @@ def fit_to_model(
     hf_model.config.pad_token_id = tokenizer.pad_token_id
     if getattr(hf_model, "generation_config", None) is not None:
         hf_model.generation_config.pad_token_id = tokenizer.pad_token_id
-
-

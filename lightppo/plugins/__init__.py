@@ -18,7 +18,7 @@ SHIPPED = (
     "families",
     "adapters",
     "towers",
-    "penalties",
+    "sampling_rules",
     "kernels",
     "decoding",
     "hybrids",

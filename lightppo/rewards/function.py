@@ -10,10 +10,14 @@ from typing import Any
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.ranks import heartbeat
-from lightppo.rewards.source import RewardOutput, check_output, output_from_result
+from lightppo.rewards.source import (
+    POSITIONAL,
+    RewardOutput,
+    check_output,
+    output_from_result,
+    values_of,
+)
 from lightppo.user_code import error_text
-
-POSITIONAL = ("queries", "prompts", "labels")
 
 
 @dataclass(eq=False)
@@ -64,19 +68,3 @@ class FunctionReward:
         heartbeat.beat()
         output = output_from_result(result, len(rollouts), self._label)
         return check_output(output, rollouts, self._label)
-
-
-def values_of(rollout: Rollout) -> dict[str, Any]:
-    """What a function may ask for of a sample, by the names of its parameters."""
-    prompt = rollout.prompt
-    return {
-        "queries": prompt.text + rollout.response_text,
-        "prompts": prompt.text,
-        "labels": prompt.label,
-        "responses": rollout.response_text,
-        "finish_reasons": rollout.finish_reason,
-        "prompt_ids": prompt.token_ids,
-        "response_ids": rollout.response_ids,
-        "data_sources": prompt.data_source,
-        "extras": prompt.extra,
-    }

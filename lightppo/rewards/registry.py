@@ -134,10 +134,12 @@ def function_reward(request: RewardRequest) -> RewardSource:
 
 
 def model_reward(request: RewardRequest) -> RewardSource:
-    """``--reward_pretrain``."""
+    """``--reward_pretrain``, one model."""
+    from lightppo.rewards.model import RewardModelSource
+
     if len(request.reward_models) > 1:
         raise ValueError("--reward_pretrain: no plugin combines the scores of models: name one")
-    return rewards.RewardModelSource(
+    return RewardModelSource(
         request.reward_models[0],
         pad_token_id=request.tokenizer.pad_token_id,
         micro_batch=micro_batch_spec(request.config, "reward"),

@@ -15,6 +15,9 @@ from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.shown import plain
 from lightppo.user_code import error_text
 
+# what a reward function gets by place; the rest of values_of by name
+POSITIONAL = ("queries", "prompts", "labels")
+
 
 @dataclass(slots=True)
 class RewardOutput:
@@ -63,6 +66,22 @@ class Scorer(Protocol):
 
     def close(self) -> None:
         """Nothing more is submitted."""
+
+
+def values_of(rollout: Rollout) -> dict[str, Any]:
+    """What a reward function may ask for of a sample, by the names of its parameters."""
+    prompt = rollout.prompt
+    return {
+        "queries": prompt.text + rollout.response_text,
+        "prompts": prompt.text,
+        "labels": prompt.label,
+        "responses": rollout.response_text,
+        "finish_reasons": rollout.finish_reason,
+        "prompt_ids": prompt.token_ids,
+        "response_ids": rollout.response_ids,
+        "data_sources": prompt.data_source,
+        "extras": prompt.extra,
+    }
 
 
 def close_source(source: RewardSource) -> None:

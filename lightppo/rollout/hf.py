@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.plugin import DECODERS, DECODING_RUNNERS, FITTED, KERNELS, LOGITS
+from lightppo.plugin import DECODERS, DECODING_RUNNERS, FITTED, KERNELS, LOGITS, STOPS
 from lightppo.rollout.decoding import CachedForward, DecodedBatch, Decoder, DecodingRunner
 from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.sampling import (
@@ -209,7 +209,8 @@ class HFRolloutEngine:
         vocab_size: int,
     ) -> tuple[StopCriteria, TokenSampler]:
         eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
-        stop = StopCriteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
+        criteria = next(reversed(STOPS.values())).fn
+        stop = criteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
         limit = len(self.tokenizer) if self.valid_vocab_size is None else self.valid_vocab_size
         trained = min(getattr(self.actor, "valid_vocab_size", None) or vocab_size, vocab_size)
         drawn = min(limit, trained)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_TOKEN = -1  # fills left padding in token histories: no filter takes it for a token
-_TAIL_MARGIN = 4  # tokens without text (skipped special tokens) that may lie inside a stop string
 
 # -- drawing tokens ---------------------------------------------------------------------------------------------------
 
@@ -181,7 +180,9 @@ def end_of_text_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Any |
 
 
 class StopCriteria:
-    """Tells which responses have ended, and cuts stop strings off; these count behind ``min_new_tokens`` tokens."""
+    """Tells which responses have ended. A subclass, see ``lightppo.plugin.STOPS``, may know more than ids."""
+
+    strings: tuple[str, ...] = ()  # that end a response, beside ids
 
     def __init__(
         self,
@@ -200,14 +201,6 @@ class StopCriteria:
         self.ids = sorted({*sampling.stop_token_ids, *(i for i in eos_ids if i < vocab_size)})
         self.is_stop = torch.zeros(vocab_size, dtype=torch.bool)  # of each id
         self.is_stop[self.ids] = True
-        self.strings = sampling.stop
-        self._offset = sampling.min_new_tokens
-        self._tokenizer = tokenizer
-        # A token that is not special has at least one byte of text.
-        self._tail = (
-            max((len(stop_string.encode()) for stop_string in self.strings), default=0)
-            + _TAIL_MARGIN
-        )
 
     def to(self, device: torch.device) -> StopCriteria:
         self.is_stop = self.is_stop.to(device)
@@ -218,24 +211,8 @@ class StopCriteria:
 
         ``length`` counts the tokens of each row, the newest one included; (b,) if the rows differ.
         """
-        ended = self.is_stop[responses[rows, length - 1]]
-        if not self.strings:
-            return ended
-        ends = torch.as_tensor(length, device=rows.device).expand(len(rows))
-        # (b, tail)
-        columns = ends.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)
-        ids = responses[rows.unsqueeze(1), columns.clamp(min=0)].tolist()
-        # before the minimum, or before the response
-        hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()
-        tails = [tail[skip:] for tail, skip in zip(ids, hidden)]
-        texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
-        has_string = [any(string in text for string in self.strings) for text in texts]
-        return ended | torch.tensor(has_string, device=ended.device)
+        return self.is_stop[responses[rows, length - 1]]
 
     def trim(self, response_ids: list[int], text: str) -> str:
-        """Cuts ``text`` (the decoded ids) before the first stop string."""
-        if not self.strings:
-            return text
-        start = len(self._tokenizer.decode(response_ids[: self._offset], skip_special_tokens=True))
-        cuts = [cut for cut in (text.find(string, start) for string in self.strings) if cut >= 0]
-        return text[: min(cuts)] if cuts else text
+        """The text of a response, of the decoded ids."""
+        return text

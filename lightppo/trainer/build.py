@@ -206,10 +206,7 @@ def begin(config: PPOConfig) -> Building:
     building.check("options")
     check_lengths(resolved, model_config(resolved))
     building.tokenizer = build_tokenizer(resolved)
-    check_sampled_tokens(resolved, building.tokenizer)
     building.check("tokenizer")
-    for one in frozen_models(resolved).values():
-        check_vocabulary(resolved, one.path, one.flag, building.tokenizer)
     building.check("folders")
     return building
 
@@ -533,33 +530,6 @@ def by_flag(config: PPOConfig, models: Models) -> dict[str, Any]:
         **rewards,
         **{one.flag: models.frozen[name] for name, one in frozen_models(config).items()},
     }
-
-
-def check_vocabulary(config: OptionSet, path: str, flag: str, tokenizer: Any) -> None:
-    """Log probs of this model are of the same tokens as those of the model that trains."""
-    tokenizer_of_path = loading.get_tokenizer(
-        stage_to_local(path),
-        use_fast=not config.model.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-        flag=flag,
-    )
-    theirs = tokenizer_of_path.get_vocab()
-    other = [token for token, index in tokenizer.get_vocab().items() if theirs.get(token) != index]
-    if other:
-        raise ConfigError(
-            f"{flag} {path} has another vocabulary than the model that trains: {len(other)} of its tokens have no id "
-            f"there or another one ({', '.join(map(repr, sorted(other)[:3]))}, …): take a model of the same family"
-        )
-
-
-def check_sampled_tokens(config: PPOConfig, tokenizer: Any) -> None:
-    """Refuses ids that no sampled answer can have."""
-    size = loading.valid_vocab_size(tokenizer)
-    if beyond := [i for i in config.rollout.stop_token_ids if i >= size]:
-        raise ConfigError(
-            f"--stop_token_ids {' '.join(map(str, beyond))}: the tokenizer has no such id, its largest is {size - 1}: "
-            "leave it out, or give the text to --stop"
-        )
 
 
 def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:

@@ -1,13 +1,17 @@
 """The core's source of rewards from one model."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support import fakes
 
+from lightppo.config import PPOConfig
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.errors import RewardError
 from lightppo.ranks import Alone
 from lightppo.rewards.model import RewardModelSource
+from lightppo.rewards.registry import RewardRequest, model_reward
 
 
 def source_of(model, size=2, unit="samples"):
@@ -44,3 +48,18 @@ def test_a_module_scores_in_evaluation_mode():
 def test_another_shape_is_refused():
     with pytest.raises(RewardError, match=r"reward_model must return .* shape \(1,\), got shape"):
         source_of(lambda ids, mask: ids.float()).score([fakes.make_rollout([1], [2])])
+
+
+def test_a_run_of_the_core_has_one_model():
+    def request(*models):
+        config = PPOConfig.from_flat(reward_pretrain=["a"] * len(models))
+        tokenizer = SimpleNamespace(pad_token_id=9)
+        return RewardRequest(config, tokenizer, Alone("cpu"), models)
+
+    def length(sequences, attention_mask):
+        return attention_mask.sum(1).float()
+
+    source = model_reward(request(length))
+    assert source.score([fakes.make_rollout([1, 2], [3])]).scores == [3.0]
+    with pytest.raises(ValueError, match="--reward_pretrain: no plugin combines"):
+        model_reward(request(length, length))

@@ -22,11 +22,11 @@ import numpy as np
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
-from lightppo.data.datasets import Example
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.files import stage_to_local
 from lightppo.plugins.reward_sources.tries import in_daemon_thread
+from lightppo.plugins.supervised.examples import Example, examples_of
 from lightppo.plugins.supervised.sections import SFTConfig
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import NoReward, RewardSource, score_rollouts
@@ -65,7 +65,7 @@ def rehearse(
         lengths(rows),
     ):
         ranks.print(line)
-    some = [rows.examples(position) for position in range(min(_ROWS, len(rows)))]
+    some = [examples_of(rows, position) for position in range(min(_ROWS, len(rows)))]
     told = _settings(config, rows), _prompts(rows, some), _answers(rows, some), _pairs(rows, some)
     for line in chain(*told, _chats(config, rows), _repeated(config, rows, held_out)):
         ranks.print(plain(f"look at this: {line}"))
@@ -103,7 +103,7 @@ def after_step(config: OptionSet, tokenizer: Any) -> Iterator[str]:
 
 def described(dataset: Any, ids: bool = True) -> Iterator[str]:
     """The first row: text and tokens, those that are trained in green, or in brackets where there are no colours."""
-    fields, examples = dataset.fields, dataset.examples(0)
+    fields, examples = dataset.fields, examples_of(dataset, 0)
     parts = ("prompt", "completion", "label")  # prompts for rollouts have no completion
     keys = {name: " or ".join(getattr(fields, name, ())) for name in parts}
     keys["chosen, rejected"] = ", ".join(fields.pair) if len(examples) > 1 else ""
@@ -312,7 +312,7 @@ def _repeated(config: OptionSet, rows: Any, held_out: Any) -> Iterator[str]:
 
 
 def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
-    first, template, tokenizer = rows.examples(0)[0].prompt, rows.template, rows.tokenizer
+    first, template, tokenizer = examples_of(rows, 0)[0].prompt, rows.template, rows.tokenizer
     if first.messages is None:
         return
     if not rows.report.truncated:

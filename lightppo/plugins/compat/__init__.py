@@ -18,6 +18,7 @@ def register() -> None:
     PUBLIC.update(
         {
             "PPOTrainer": "lightppo.plugins.compat.seed_trainer",
+            "PromptDataset": "lightppo.plugins.compat.script_prompts",
             "NaiveExperienceMaker": "lightppo.plugins.compat.experience_maker",
             "ExperienceMaker": "lightppo.plugins.compat.seed",
             "Actor": "lightppo.plugins.compat.seed",

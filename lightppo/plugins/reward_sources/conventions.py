@@ -15,8 +15,14 @@ from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.plugins.reward_sources import REWARD_STYLES
 from lightppo.plugins.reward_sources.tries import Call
-from lightppo.rewards.function import POSITIONAL, values_of
-from lightppo.rewards.source import RewardOutput, check_output, finite, output_from_result
+from lightppo.rewards.source import (
+    POSITIONAL,
+    RewardOutput,
+    check_output,
+    finite,
+    output_from_result,
+    values_of,
+)
 
 RewardFunction = Callable[..., Any]
 

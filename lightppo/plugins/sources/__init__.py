@@ -1,7 +1,7 @@
 """Where rows and models come from beside files of JSON lines: folders, the hub, URLs, other formats, blends."""
 
 from lightppo.option import register_section
-from lightppo.plugin import MODEL_PATHS, PUBLIC, ROWS
+from lightppo.plugin import ENCODERS, MODEL_PATHS, PUBLIC, ROWS
 from lightppo.suggestions import ASKED
 from lightppo.table import Entry, Table
 
@@ -27,6 +27,7 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     ASKED["shown_url"] = "lightppo.plugins.sources.shown_urls:without_login_and_query"
     ASKED["without_secrets"] = "lightppo.plugins.sources.shown_urls:shown_urls"
+    ENCODERS.register("shares", Entry("lightppo.plugins.sources.row_workers:encode_by_shares"))
     ROWS.register("sources", Entry("lightppo.plugins.sources.blends:rows_of"))
     MODEL_PATHS.register("folders", Entry("lightppo.plugins.sources.folders:look"))
     PUBLIC["blending_datasets"] = "lightppo.plugins.sources.blends"

@@ -1,7 +1,16 @@
 """Training on data: ``lightppo sft``, ``rm`` and ``dpo``, and the PTX loss of PPO."""
 
 from lightppo.option import register_section
-from lightppo.plugin import COMMANDS, LOSS_TERMS, METRICS, PUBLIC, STRATEGY_METHODS, Command
+from lightppo.plugin import (
+    COMMANDS,
+    LOSS_TERMS,
+    METRICS,
+    PROMPT_FORMS,
+    PUBLIC,
+    STRATEGY_METHODS,
+    Command,
+    PromptForm,
+)
 from lightppo.table import Entry
 
 SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
@@ -60,6 +69,13 @@ def register() -> None:
     sections = "lightppo.plugins.supervised.sections"
     register_section("pretraining_data", f"{sections}:PretrainingDataConfig", adds_to="data")
     register_section("pretraining", f"{sections}:PretrainingConfig", adds_to="algorithm")
+    PROMPT_FORMS.register(
+        "pair",
+        PromptForm(
+            "lightppo.plugins.supervised.example_rows:prompt_of_pair",
+            columns=("chosen", "rejected"),
+        ),
+    )
     LOSS_TERMS.register("pretraining", Entry("lightppo.plugins.supervised.pretraining:pretraining"))
     METRICS.register("train", {"ptx_loss": "language-model loss on --pretrain_data"})
     for name, about, config in _COMMANDS:

@@ -9,15 +9,15 @@ from typing import Any
 
 from lightppo.data.rows import (
     DEFAULT_INPUT_KEY,
-    PREFERENCE_KEYS,
     PROMPT_KEYS,
     Chat,
     RowFields,
     as_chat,
+    checked_chat,
     column_of,
     first_value,
     known_keys,
-    prompt_and_chosen,
+    no_prompt,
     require_column,
     resolve_fields,
     text_or_chat,
@@ -26,6 +26,7 @@ from lightppo.errors import BadRowError
 
 logger = logging.getLogger(__name__)
 
+PREFERENCE_KEYS = ("chosen", "rejected")
 TEXT_KEYS = (DEFAULT_INPUT_KEY, "text", "content")  # plain documents, for pretraining
 COMPLETION_KEYS = ("output", "completion", "response", "answer", "solution")
 
@@ -36,6 +37,7 @@ class ExampleFields(RowFields):
 
     completion: tuple[str, ...] = ()
     completion_required: bool = False  # a row without a completion is bad
+    preference: bool = False  # the prompt may be the common beginning of the pair
     pair: tuple[str, ...] = PREFERENCE_KEYS
     documents: bool = False  # text columns are whole documents, without a completion
 
@@ -73,14 +75,14 @@ def resolve_example_fields(
             "--input_key %r is not a column of the text data; reading %r", input_key, text[0]
         )
         input_key = DEFAULT_INPUT_KEY
+    preference = all(column_of(key, columns) for key in pair)
     fields = resolve_fields(
         columns,
         input_key=input_key,
         label_key=label_key,
         label_flag="--margin_key" if pairs else "--label_key",
         prompt_keys=(*TEXT_KEYS, *PROMPT_KEYS) if documents else PROMPT_KEYS,
-        pair=pair,
-        keeps_pair=True,
+        has_prompt=preference,
     )
     completion: tuple[str, ...] = ()
     if output_key:
@@ -93,6 +95,7 @@ def resolve_example_fields(
         **vars(fields),
         completion=completion,
         completion_required=output_key is not None,
+        preference=preference,
         pair=pair,
         documents=documents,
     )
@@ -117,6 +120,62 @@ def read_example(
     if output is None or (key in TEXT_KEYS and fields.documents and not fields.completion_required):
         return prompt, None
     return after_prompt(prompt, text_or_chat(answer, repr(output)))
+
+
+def prompt_and_chosen(
+    row: Mapping[str, Any], fields: ExampleFields
+) -> tuple[str | Chat, str | None, str | Chat | None]:
+    """(prompt, its key, None), or from a preference pair (common beginning, None, rest of the chosen answer)."""
+    key, value = first_value(row, fields.prompt)
+    if key is not None:
+        return text_or_chat(value, repr(key)), key, None
+    if not fields.preference or any(row.get(k) is None for k in PREFERENCE_KEYS):
+        raise no_prompt(fields)
+    prompt, chosen, _ = pair_of(row)
+    return prompt, None, chosen
+
+
+def prompt_of_pair(row: Mapping[str, Any]) -> str | Chat:
+    """For ``lightppo.plugin.PROMPT_FORMS``: the common beginning of ``chosen`` and ``rejected``."""
+    return pair_of(row)[0]
+
+
+def pair_of(row: Mapping[str, Any]) -> tuple[str | Chat, str | Chat, str | Chat]:
+    """Common beginning of ``chosen`` and ``rejected``, and the rest of both."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        chosen, rejected = checked_chat(chosen, "'chosen'"), checked_chat(rejected, "'rejected'")
+    return split_pair(chosen, rejected)
+
+
+def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str | Chat]:
+    """Common beginning, and the rest of both: messages, or texts in the form of hh-rlhf."""
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        cut = _shared(chosen, rejected)
+        if 0 < cut < len(chosen):
+            return chosen[:cut], chosen[cut:], rejected[cut:]
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        turn = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
+        start = chosen.rfind(turn, 0, _shared(chosen, rejected))
+        cut = start + len(turn)
+        if start >= 0 and chosen[:start].strip() and chosen[cut:].strip():
+            return chosen[:cut], chosen[cut:], rejected[cut:]
+    else:
+        kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
+        raise BadRowError(
+            "wrong_type", f"'chosen' and 'rejected' are {kinds}; both must be text, or both chats"
+        )
+    raise BadRowError(
+        "missing",
+        "'chosen' and 'rejected' share no prompt; set --input_key to the column that holds it",
+    )
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the common beginning."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(one, other)) if x != y), min(len(one), len(other))
+    )
 
 
 def after_prompt(prompt: str | Chat, answer: str | Chat) -> tuple[str | Chat, str | Chat]:

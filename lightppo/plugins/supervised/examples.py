@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from lightppo.data.datasets import Example, PreparedDataset
+from lightppo.data.datasets import PreparedDataset
 from lightppo.data.records import Prompt
 from lightppo.data.rows import BadRowPolicy, Chat, Outcome, Rendered, as_chat, check_choice
 from lightppo.errors import BadRowError, DataError
 from lightppo.plugins.supervised.example_rows import read_example, resolve_example_fields
 from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX
+from lightppo.plugins.supervised.script_options import setting
 from lightppo.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -22,6 +23,20 @@ if TYPE_CHECKING:
 
 SFTTruncation = Literal["error", "right", "drop"]
 PaddingSide = Literal["left", "right"]
+
+
+class Example(NamedTuple):
+    """A prompt and an answer that is trained on; both are empty where a prompt is to be answered."""
+
+    prompt: Prompt
+    written: str = ""  # the answer, as the row has it
+    answer: str = ""  # after the template
+    answer_ids: Sequence[int] = ()
+
+
+def examples_of(rows: PreparedDataset, position: int) -> list[Example]:
+    """A row as texts and ids: its prompt with each of its answers, of which a prompt for rollouts has none."""
+    return rows.examples(position) if isinstance(rows, SFTDataset) else [Example(rows[position])]
 
 
 class SFTDataset(PreparedDataset):
@@ -83,19 +98,15 @@ class SFTDataset(PreparedDataset):
         # the run's own is for its prompts; documents ask nothing
         if not pretrain_mode or system_prompt is not None:
             template["system_prompt"] = system_prompt
+        of_row = {"input_key": input_key, "output_key": output_key, "documents": pretrain_mode}
+        of_row |= fields
         super().__init__(
             dataset,
             tokenizer,
-            strategy,
-            template=template,
-            fields={
-                "input_key": input_key,
-                "output_key": output_key,
-                "documents": pretrain_mode,
-                **fields,
-            },
-            on_bad_row=on_bad_row,
-            num_workers=num_workers,
+            template={name: setting(strategy, name, value) for name, value in template.items()},
+            fields={name: setting(strategy, name, value) for name, value in of_row.items()},
+            on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
+            num_workers=setting(strategy, "data_num_workers", num_workers, 0),
             ranks=ranks,
         )
 
@@ -124,6 +135,7 @@ class SFTDataset(PreparedDataset):
         }
 
     def examples(self, position: int) -> list[Example]:
+        """See :func:`examples_of`."""
         (number,), ids, first = (
             self.numbers([position]),
             self.ids_of(position),

@@ -12,11 +12,10 @@ from lightppo.data.rows import (
     lookup,
     read_label,
     shown_value,
-    split_pair,
     text_or_chat,
 )
 from lightppo.errors import BadRowError
-from lightppo.plugins.supervised.example_rows import ExampleFields, after_prompt
+from lightppo.plugins.supervised.example_rows import ExampleFields, after_prompt, split_pair
 
 
 def read_pair(

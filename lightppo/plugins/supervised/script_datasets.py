@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightppo.data.rows import Chat, Encoded, Outcome, Rendered, lookup, setting
+from lightppo.data.rows import (
+    Chat,
+    Encoded,
+    Outcome,
+    Rendered,
+    lookup,
+)
 from lightppo.errors import BadRowError, DataError
 from lightppo.plugins.supervised import examples
 from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX
 from lightppo.plugins.supervised.pairs import ReferencedPairs
+from lightppo.plugins.supervised.script_options import setting
 
 if TYPE_CHECKING:
     from datasets import Dataset

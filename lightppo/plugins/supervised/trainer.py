@@ -319,8 +319,6 @@ def begin(config: SupervisedConfig) -> building.Building:
     run.tokenizer = building.build_tokenizer(asked)
     run.check("tokenizer")
     run.check("folders")
-    if (reference := run.config.flat().get("ref_pretrain")) is not None:
-        building.check_vocabulary(run.config, reference, "--ref_pretrain", run.tokenizer)
     return run
 
 

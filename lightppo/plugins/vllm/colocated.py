@@ -29,7 +29,8 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.plugins.ops.storage import content_folder, stage_to_local
 from lightppo.plugins.packing.trials import is_models_own, one_line
-from lightppo.plugins.penalties.logits import bad_word_ids
+from lightppo.plugins.sampling_rules.penalties import bad_word_ids
+from lightppo.plugins.sampling_rules.stop_strings import StopStrings
 from lightppo.plugins.vllm.adapter_push import chosen, lora_arguments, model_obstacle
 from lightppo.plugins.vllm.room import Room
 from lightppo.plugins.vllm.seeds import joint_seed, request_seed
@@ -48,7 +49,7 @@ from lightppo.plugins.vllm.weights import (
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.hf import check_drawn, check_length, check_lengths, request_streams
-from lightppo.rollout.sampling import StopCriteria, end_of_text_ids, in_any_order
+from lightppo.rollout.sampling import end_of_text_ids, in_any_order
 from lightppo.strategy.distributed import on_cuda
 from lightppo.strategy.zero3 import find_adapters, find_hf_model, find_whole
 
@@ -204,7 +205,7 @@ class Requests:
         self._streams = request_streams(prompts, sampling)
         eos_ids = end_of_text_ids(engine.tokenizer, getattr(model, "generation_config", None))
         # with the end-of-text ids, which vLLM is told to ignore
-        self._stop = StopCriteria(
+        self._stop = StopStrings(
             engine.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size_of(model)
         )
         # unknown words are refused, as by every engine

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from lightppo.errors import ConfigError
+from lightppo.models.loading import valid_vocab_size
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import NO_TOKEN
 
@@ -84,9 +85,15 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> 
     return sequences
 
 
-def check_bad_words(building: Building) -> None:
-    """Refuses words that no sampled answer can have."""
+def check_sampled_tokens(building: Building) -> None:
+    """Refuses ids and words that no sampled answer can have."""
+    options, size = building.config.flat(), valid_vocab_size(building.tokenizer)
+    if beyond := [i for i in options.get("stop_token_ids", ()) if i >= size]:
+        raise ConfigError(
+            f"--stop_token_ids {' '.join(map(str, beyond))}: the tokenizer has no such id, its largest is {size - 1}: "
+            "leave it out, or give the text to --stop"
+        )
     try:
-        bad_word_ids(building.tokenizer, building.config.flat().get("bad_words", ()))
+        bad_word_ids(building.tokenizer, options.get("bad_words", ()))
     except ValueError as error:
         raise ConfigError(f"--{error}") from error

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightppo.plugins.penalties.logits import Penalties, bad_word_ids, penalties_of
+from lightppo.plugins.sampling_rules.penalties import Penalties, bad_word_ids, penalties_of
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import NO_TOKEN, TokenSampler
 

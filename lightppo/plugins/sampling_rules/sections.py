@@ -1,4 +1,4 @@
-"""Options of penalties and of words that are never sampled; docs/rollouts.md."""
+"""Options of penalties, of words that are never sampled, and of stop strings; docs/rollouts.md."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from lightppo.option import Section, option
 
 
-class PenaltyConfig(Section, adds_to="rollout"):
-    """Changes of the logits before the temperature."""
+class SamplingRulesConfig(Section, adds_to="rollout"):
+    """What may be sampled, and what ends a response."""
 
     repetition_penalty: float = option(
         1.0, "Divide the logits of tokens that already occurred by this; 1: off.", gt=0
@@ -18,9 +18,12 @@ class PenaltyConfig(Section, adds_to="rollout"):
     frequency_penalty: float = option(
         0.0, "The same for each occurrence of a token in the response.", ge=-2, le=2
     )
+    stop: tuple[str, ...] = option((), "Strings that end a response and are removed from its text.")
     bad_words: tuple[str, ...] = option((), "Words that are never sampled.")
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
+        if "" in o.stop:
+            yield "--stop has an empty text: leave it out"
         if not all(map(str.strip, o.bad_words)):
             yield "--bad_words has an empty text: leave it out"
