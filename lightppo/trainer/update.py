@@ -100,9 +100,6 @@ class LossTerm:
         """
         raise NotImplementedError
 
-    def before_first_step(self) -> None:
-        """The state of a resumed run is loaded. Collective."""
-
     def state_dict(self) -> Any:
         """The same on every rank."""
 
