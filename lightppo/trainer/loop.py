@@ -407,7 +407,7 @@ class TrainingLoop:
         self.callbacks.on_step_end(self, step, metrics)
         votes, every = self.vote(step), self.config.checkpoint.save_steps
         if votes["evaluate"]:  # first: a checkpoint keeps that it is done
-            self.evaluate(step)
+            self.ask_for_evaluation(step)
         if votes["save"] or (every > 0 and step % every == 0):
             self.save_checkpoint(step)
         return votes["stop"] > 0
@@ -419,8 +419,8 @@ class TrainingLoop:
             callback.on_votes(self, step, votes)
         return votes
 
-    def evaluate(self, step: int) -> None:
-        """Callbacks evaluate the weights. Collective."""
+    def ask_for_evaluation(self, step: int) -> None:
+        """A callback evaluates the weights. Collective."""
         for callback in self.callbacks:
             callback.evaluate(self, step)
 
@@ -431,7 +431,7 @@ class TrainingLoop:
         step = self.state.global_step
         self.vote(step)  # before what may take long
         self.check_trained()
-        self.evaluate(step)
+        self.ask_for_evaluation(step)
         if self.saves or self.last_saved is not None:
             self.save_checkpoint(step)
         if self.keeps:
@@ -463,7 +463,7 @@ class TrainingLoop:
             f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}"
         )
 
-    # -- checkpoints -----------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, step: int) -> None:
         """Save, once per step at most. Collective."""
