@@ -24,7 +24,7 @@ from lightppo.config.rules import idle_flags
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.experience.experience import non_finite_text
 from lightppo.files import facts_of, files_in_use, local_folder
-from lightppo.plugin import CALLBACKS, MEASURING, OLDER_STATES
+from lightppo.plugin import CALLBACKS, MEASURING, METRICS, OLDER_STATES
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.shown import shown_value
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -372,7 +372,8 @@ class TrainingLoop:
             callback.before_steps(self)
 
     def begin_run(self) -> None:
-        """What is known when the run begins."""
+        """The names of metrics are known by then."""
+        self.full_names = METRICS.by_short_name
         self.saves = self.config.checkpoint.save_steps > 0
         self.line = MEASURING["line"].fn(self.state.global_step)
 
@@ -401,7 +402,7 @@ class TrainingLoop:
             whether a callback wants to stop.
         """
         status = dict(status) | self.timer.reset() | self.saving.reset()
-        metrics = m.with_namespace(status)
+        metrics = m.with_namespace(status, self.full_names)
         if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
             self.strategy.print(self.line(step, self.total_steps, metrics))
         self.callbacks.on_step_end(self, step, metrics)
