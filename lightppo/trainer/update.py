@@ -161,6 +161,7 @@ class Update:
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
         self.samples = MEASURING["samples"].fn(self)  # their numbers
+        self.around_batches = MEASURING["part"].fn
 
     def use(self, config: PPOConfig) -> None:
         """Work with these options from now on."""
@@ -194,7 +195,7 @@ class Update:
                 self.epoch = epoch
                 plan = self.minibatches(step, epoch)
                 text = f"train, epoch {epoch + 1}/{epochs}"
-                for minibatch in MEASURING["part"].fn(plan, text, self.strategy):
+                for minibatch in self.around_batches(plan, text, self.strategy):
                     trained.append(self.train_minibatch(minibatch, step))
         self.epoch = 0
         status = m.optimizer_status(trained, self.strategy) | self.samples.status()
