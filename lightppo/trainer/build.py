@@ -310,6 +310,7 @@ def build_maker(
     )
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
+    around_parts = MEASURING["part"].fn
     return kind(
         inputs.actor,
         inputs.critic,
@@ -321,7 +322,7 @@ def build_maker(
         rewarded=not isinstance(inputs.reward_source, NoReward),
         value_norm=value_norm,
         old_log_probs=old_log_probs,
-        progress=lambda parts: MEASURING["part"].fn(parts, "experience", strategy),
+        progress=lambda parts: around_parts(parts, "experience", strategy),
         timer=timer,
     )
 

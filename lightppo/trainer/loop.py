@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from lightppo.config.options import OptionSet
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.files import facts_of, files_in_use, local_folder
-from lightppo.plugin import CALLBACKS, MEASURING, OLDER_STATES
+from lightppo.plugin import CALLBACKS, MEASURING, METRICS, OLDER_STATES
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.shown import shown_value
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -333,7 +333,8 @@ class TrainingLoop:
             callback.before_steps(self)
 
     def begin_run(self) -> None:
-        """What is known when the run begins."""
+        """The names of metrics are known by then."""
+        self.full_names = METRICS.by_short_name
         self.saves = self.config.checkpoint.save_steps > 0
         self.line = MEASURING["line"].fn(self.state.global_step)
 
@@ -364,13 +365,13 @@ class TrainingLoop:
             whether a callback wants to stop.
         """
         status = dict(status) | self.timer.reset() | self.saving.reset()
-        metrics = m.with_namespace(status)
+        metrics = m.with_namespace(status, self.full_names)
         if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
             self.strategy.print(self.line(step, self.total_steps, metrics))
         self.callbacks.on_step_end(self, step, metrics)
         votes, every = self.vote(step), self.config.checkpoint.save_steps
         if votes["evaluate"]:  # first: a checkpoint keeps that it is done
-            self.evaluate(step)
+            self.ask_for_evaluation(step)
         if votes["save"] or (every > 0 and step % every == 0):
             self.save_checkpoint(step)
         return votes["stop"] > 0
@@ -382,8 +383,8 @@ class TrainingLoop:
             callback.on_votes(self, step, votes)
         return votes
 
-    def evaluate(self, step: int) -> None:
-        """Callbacks evaluate the weights. Collective."""
+    def ask_for_evaluation(self, step: int) -> None:
+        """A callback evaluates the weights. Collective."""
         for callback in self.callbacks:
             callback.evaluate(self, step)
 
@@ -394,7 +395,7 @@ class TrainingLoop:
         step = self.state.global_step
         self.vote(step)  # before what may take long
         self.check_trained()
-        self.evaluate(step)
+        self.ask_for_evaluation(step)
         if self.saves or self.last_saved is not None:
             self.save_checkpoint(step)
         if self.keeps:
@@ -426,7 +427,7 @@ class TrainingLoop:
             f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}"
         )
 
-    # -- checkpoints -----------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, step: int) -> None:
         """Save, once per step at most. Collective."""

@@ -16,12 +16,15 @@ from lightppo.meanings import METRICS, SHOWN
 from lightppo.ranks import Ranks, heartbeat
 
 
-def with_namespace(status: Mapping[str, float]) -> dict[str, float]:
-    """Short names of a status → names in the logs.
+def with_namespace(
+    status: Mapping[str, float], full_names: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """Short names of a status → names in the logs, by ``full_names``; None: ``METRICS.by_short_name``.
 
     A name of the user's own is in ``train/``, or in ``rollout/`` if it begins with ``rollout_``, as LightRFT has it.
     """
-    named, full_names = {}, METRICS.by_short_name
+    full_names = METRICS.by_short_name if full_names is None else full_names
+    named = {}
     for name, value in status.items():
         if "/" in name:
             full_name = name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -12,8 +12,7 @@ from lightppo.config import PPOConfig
 from lightppo.config.rules import trains
 from lightppo.errors import NonFiniteError
 from lightppo.experience.sampler import CollectedStep
-from lightppo.rewards.registry import reward_of
-from lightppo.rewards.source import NoReward, RewardSource, close_source
+from lightppo.rewards.source import RewardSource, close_source
 from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build, steps_per_episode
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.loop import TrainingLoop
@@ -42,7 +41,6 @@ class PPOTrainer(TrainingLoop):
             parts.kl_ctl,
         )
         self.prompts = parts.prompts_dataloader
-        self._replaced_sources: list[RewardSource] = []
         super().__init__(
             parts.config,
             parts.strategy,
@@ -85,21 +83,8 @@ class PPOTrainer(TrainingLoop):
 
     @property
     def reward_source(self) -> RewardSource:
-        """What scores the samples: set a function, or another source, and it scores those that follow.
-
-        It scores evaluations too, where they have no source of their own. The source that was there is closed with the
-        trainer, if a run was built: the new one may call it.
-        """
+        """What scores the samples."""
         return self.sampler.sampler.reward_source
-
-    @reward_source.setter
-    def reward_source(self, given: RewardSource | Callable[..., Any]) -> None:
-        before, source = self.reward_source, reward_of(given, "reward_source")
-        self._replaced_sources.append(before)
-        self.sampler.sampler.score_by(source)
-        self.experience_maker.rewarded = not isinstance(source, NoReward)
-        if getattr(self.evaluator, "reward_source", None) is before:
-            self.evaluator.reward_source = source
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -198,12 +183,6 @@ class PPOTrainer(TrainingLoop):
         """From where the run is."""
         return EpisodePrompts(self.prompts, self.state.episode, self.state.consumed_prompts)
 
-    def before_first_step(self) -> None:
-        if not self.only_evaluates:
-            for term in self.update.loss_terms.values():
-                term.before_first_step()
-        super().before_first_step()
-
     # -- state and the end ---------------------------------------------------------------------------------------
 
     def client_state(self) -> dict[str, Any]:
@@ -248,7 +227,12 @@ class PPOTrainer(TrainingLoop):
         self.rollout_engine.close()
         if not self.owns_parts:
             return
-        judge = getattr(self.evaluator, "reward_source", self.reward_source)
-        sources = [*self._replaced_sources, self.reward_source, judge]
-        for source in {id(source): source for source in sources}.values():
+        for source in {id(source): source for source in self.sources()}.values():
             close_source(source)
+
+    def sources(self) -> list[RewardSource]:
+        """Those that end with the run."""
+        return [
+            self.reward_source,
+            getattr(self.evaluator, "reward_source", self.reward_source),
+        ]

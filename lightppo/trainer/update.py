@@ -95,9 +95,6 @@ class LossTerm:
         """
         raise NotImplementedError
 
-    def before_first_step(self) -> None:
-        """The state of a resumed run is loaded. Collective."""
-
     def state_dict(self) -> Any:
         """The same on every rank."""
 
@@ -156,6 +153,7 @@ class Update:
         self.sample_entropy = next(filter(None, samples), None)
         self.samples = MEASURING["samples"].fn(self)  # their numbers
         self.stepped: Callable[[str], None] = lambda _: None  # gets the model's name
+        self.around_batches = MEASURING["part"].fn
 
     def use(self, config: PPOConfig) -> None:
         """Work with these options from now on."""
@@ -187,7 +185,7 @@ class Update:
                 self.epoch = epoch
                 plan = self.minibatches(step, epoch)
                 text = f"train, epoch {epoch + 1}/{epochs}"
-                for minibatch in MEASURING["part"].fn(plan, text, self.strategy):
+                for minibatch in self.around_batches(plan, text, self.strategy):
                     trained.append(self.train_minibatch(minibatch, step))
         self.epoch = 0
         status = m.optimizer_status(trained, self.strategy) | self.samples.status()

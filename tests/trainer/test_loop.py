@@ -234,6 +234,40 @@ def test_callbacks_vote_and_add_numbers(tmp_path):
     ]
 
 
+def test_a_callback_may_evaluate_where_it_likes(tmp_path):
+    class Mine(Callback):
+        evaluated: list[int] = []
+
+        def votes(self, run: Any) -> dict[str, float]:
+            return {"evaluate": float(run.state.global_step == 2)}
+
+        def evaluate(self, run: Any, step: int) -> None:
+            assert run.last_saved != step  # a checkpoint follows
+            self.evaluated.append(step)
+
+    mine = idle_loop(tmp_path, callbacks=[Mine()], evaluates=False, eval_steps=0, save_steps=1)
+    mine.run(3)
+    assert Mine.evaluated == [2]
+    mine.run(4)
+    mine.last_saved = None
+    mine.end()
+    assert Mine.evaluated == [2, 4]
+
+
+def test_callbacks_have_all_started_before_the_first_step(tmp_path):
+    times: list[str] = []
+
+    class Mine(Callback):
+        def on_start(self, run: Any) -> None:
+            times.append("start")
+
+        def before_steps(self, run: Any) -> None:
+            times.append("before steps")
+
+    with idle_loop(tmp_path, callbacks=[Mine(), Mine()], evaluates=False).running():
+        assert times[-4:] == ["start", "start", "before steps", "before steps"]
+
+
 def test_a_vote_of_any_rank_counts(tmp_path):
     class Rank1(Callback):
         def votes(self, run: Any) -> dict[str, float]:

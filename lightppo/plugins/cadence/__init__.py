@@ -8,4 +8,4 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     here = "lightppo.plugins.cadence"
     register_section("save_times", f"{here}.sections:SaveTimesConfig", adds_to="checkpoint")
-    CALLBACKS.register("timed_saves", CallbackEntry(f"{here}.times:timed_saves"))
+    CALLBACKS.register("timed_saves", CallbackEntry(f"{here}.times:TimedSaves"))

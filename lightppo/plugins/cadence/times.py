@@ -46,6 +46,9 @@ class Cadence:
 class TimedSaves(Callback):
     """Checkpoints by ``--save_epochs`` and ``--save_seconds``; one by steps begins the seconds anew."""
 
+    def __init__(self, run: Any) -> None:
+        self.cadence: Cadence | None = None  # from the start of the run on
+
     def on_start(self, run: Any) -> None:
         """Clocks begin when the run does."""
         asked = run.config.checkpoint
@@ -60,8 +63,3 @@ class TimedSaves(Callback):
     def votes(self, run: Any) -> Mapping[str, float]:
         is_due = self.cadence.due(run.state.global_step, run.finished_episodes)
         return {"save": float(is_due)}
-
-
-def timed_saves(run: Any) -> TimedSaves:
-    """In every run: a resumed one may have such options anew."""
-    return TimedSaves()

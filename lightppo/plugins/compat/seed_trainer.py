@@ -412,6 +412,7 @@ class PPOTrainer(core.PPOTrainer):
             prompts_dataloader=prompts_dataloader, loss_terms=terms, evaluator=evaluator, origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
+        self._replaced_sources: list[RewardSource] = []
         parts = assemble(
             inputs, self.update_class, ExperienceMaker, own_training_step=own_actor_step
         )
@@ -441,6 +442,27 @@ class PPOTrainer(core.PPOTrainer):
     def from_inputs(cls, inputs: PPOInputs, callbacks: Iterable[Callback] = ()) -> Self:
         of_inputs = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         return cls(**of_inputs, ema_model=None, callbacks=callbacks)
+
+    @property
+    def reward_source(self) -> RewardSource:
+        """What scores the samples: set a function, or another source, and it scores those that follow.
+
+        It scores evaluations too, where they have no source of their own. The source that was there is closed with the
+        trainer, if a run was built: the new one may call it.
+        """
+        return super().reward_source
+
+    @reward_source.setter
+    def reward_source(self, given: RewardSource | Callable[..., Any]) -> None:
+        before, source = self.reward_source, reward_of(given, "reward_source")
+        self._replaced_sources.append(before)
+        self.sampler.sampler.score_by(source)
+        self.experience_maker.rewarded = not isinstance(source, NoReward)
+        if getattr(self.evaluator, "reward_source", None) is before:
+            self.evaluator.reward_source = source
+
+    def sources(self) -> list[RewardSource]:
+        return [*self._replaced_sources, *super().sources()]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

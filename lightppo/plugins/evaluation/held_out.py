@@ -46,12 +46,9 @@ def build_judge(building: Any) -> None:
 def build_evaluator(building: Any) -> None:
     """With the run's engine and rewards."""
     if building.held_out is not None:
+        judge = building.reward_source if building.judge is None else building.judge
         building.evaluator = evaluator_of(
-            building.config,
-            building.rollout_engine,
-            building.judge or building.reward_source,
-            building.held_out,
-            building.strategy,
+            building.config, building.rollout_engine, judge, building.held_out, building.strategy
         )
 
 

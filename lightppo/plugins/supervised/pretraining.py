@@ -37,13 +37,16 @@ class Pretraining(LossTerm):
         self.coef, self.strategy, self.batches = coef, strategy, batches
         self.loss_fn = GPTLMLoss()
         self.taken = 0  # batches on each rank
+        self.read = 0  # of them, since the process began
 
     def losses(self, micro_batches: int) -> list[OwnLoss]:
         if self.batches is None or self.coef == 0:
             return []
+        self.catch_up()
         device = self.strategy.device
         batches = [as_lm_batch(next(self.batches), device) for _ in range(micro_batches)]
         self.taken += micro_batches
+        self.read = self.taken
         tokens = sum(self.loss_fn.num_tokens(on_cpu(batch["labels"])) for batch in batches)
         tokens = self.strategy.all_reduce(tokens, "sum")
         return [partial(self._loss, batch, tokens, micro_batches) for batch in batches]
@@ -54,10 +57,11 @@ class Pretraining(LossTerm):
         loss = pretrain_loss(actor, batch, self.loss_fn, tokens, self.strategy.world_size)
         return self.coef, loss, {"ptx_loss": loss.detach().double() * batches}
 
-    def before_first_step(self) -> None:
+    def catch_up(self) -> None:
         """A resumed run goes on where the text was left."""
-        for _ in range(0 if self.batches is None else self.taken):
+        for _ in range(self.taken - self.read):
             next(self.batches)
+        self.read = self.taken
 
     def state_dict(self) -> dict[str, int]:
         return {"batches": self.taken * self.strategy.world_size}

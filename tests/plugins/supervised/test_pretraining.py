@@ -168,6 +168,6 @@ def test_another_number_of_ranks_goes_on_at_the_same_row() -> None:
     before.taken = 5
     after = Pretraining(0.1, Ranks(2), iter(range(9)))
     after.load_state_dict(before.state_dict())
-    after.before_first_step()
+    after.catch_up()
     assert after.taken == 8
     assert next(after.batches) == 8
