@@ -282,6 +282,11 @@ ENTROPY_SAMPLES: Table = Table("sample of the entropy")
 None, or a function of an experience, the tokens of its optimizer step, and the rows whose entropy somebody reads. That
 returns a :class:`lightppo.trainer.update.EntropySample`, or None for all tokens."""
 
+EARLY_STOPS: Table = Table("early stop")
+"""What keeps the actor from an optimizer step, the first one: an entry's function gets the config and the strategy, and
+returns None, or an object with ``add(metrics)`` of a micro batch, and ``reached()``, which is called on all ranks at
+the end of a step and says the same on each."""
+
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
 function around it, which may end the process by SystemExit."""

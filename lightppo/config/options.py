@@ -460,17 +460,6 @@ class LossConfig(Section, own=POLICY_LOSSES, of="training"):
     aux_loss_coef: float = option(
         0.0, "Weight of the load-balancing loss of a mixture of experts.", ge=0
     )
-    early_stop_imp_ratio: float | None = option(
-        5.0,
-        "Skip an optimizer step of the actor if its mean probability ratio is above this. None: off.",
-        gt=1,
-    )
-    early_stop_kl: float | None = option(
-        None,
-        "Skip an optimizer step of the actor if the KL from old to new policy is above this. None: off.",
-        "nats per token",
-        gt=0,
-    )
     old_log_probs: Literal["auto", "forward", "rollout"] = option(
         "auto",
         "Log probs before the update: from a forward pass, or from the rollout. auto: skip the pass if the "

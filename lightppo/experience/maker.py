@@ -458,28 +458,23 @@ class ExperienceMaker:
 
     def _add_info(self, batch: Experience, rollouts: Sequence[Rollout]) -> None:
         """One number per sample, for the logs."""
-
-        def of_rollouts(number: Callable[[Rollout], float | None]) -> Tensor:
-            """(B,)."""
-            numbers = [number(rollout) for rollout in rollouts]
-            return torch.tensor(numbers, dtype=torch.float32, device=self.strategy.device)
-
+        numbers: dict[str, list[float | None]] = {}
         if self.rewarded:
-            batch.info["reward"] = of_rollouts(lambda rollout: rollout.reward)
+            numbers["reward"] = [rollout.reward for rollout in rollouts]
         if any(rollout.stale for rollout in rollouts):
-            batch.info["stale"] = of_rollouts(lambda rollout: rollout.stale)
-        kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl
-        batch.info["kl"] = masked_mean(kl, batch.action_mask)
-        batch.info["prompt_clip_ratio"] = of_rollouts(
-            lambda rollout: len(rollout.prompt.token_ids) >= self.prompt_max_len
-        )
+            numbers["stale"] = [rollout.stale for rollout in rollouts]
+        lengths = [len(rollout.prompt.token_ids) for rollout in rollouts]
+        numbers["prompt_clip_ratio"] = [length >= self.prompt_max_len for length in lengths]
+        if self.estimator.needs_greedy_baseline:
+            numbers["reward/greedy_baseline"] = [rollout.baseline.reward for rollout in rollouts]
+        for name in sorted({name for rollout in rollouts for name in rollout.extras}):
+            values = [rollout.extras.get(name, math.nan) for rollout in rollouts]
+            numbers[f"reward/{name}"] = values
+        for name, values in numbers.items():
+            batch.info[name] = torch.tensor(
+                values, dtype=torch.float32, device=self.strategy.device
+            )
         for step in self.shaper.steps.values():
             batch.info |= step.numbers(rollouts)
-        if self.estimator.needs_greedy_baseline:
-            batch.info["reward/greedy_baseline"] = of_rollouts(
-                lambda rollout: rollout.baseline.reward
-            )
-        for name in sorted({name for rollout in rollouts for name in rollout.extras}):
-            batch.info[f"reward/{name}"] = of_rollouts(
-                lambda rollout, name=name: rollout.extras.get(name, math.nan)
-            )
+        kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl
+        batch.info["kl"] = masked_mean(kl, batch.action_mask)

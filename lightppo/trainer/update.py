@@ -35,8 +35,7 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
 from lightppo.models.packing import all_share_prompts
-from lightppo.plugin import ENTROPY_SAMPLES, SCORE_TERMS, VALUE_NORMS
-from lightppo.ranks import Ranks
+from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, SCORE_TERMS, VALUE_NORMS
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 from lightppo.trainer.loop import SkippedSteps, TrainerState
@@ -164,7 +163,8 @@ class Update:
         self.value_loss = ValueLoss(
             loss.value_clip, loss_agg_mode=loss.loss_agg_mode, huber_delta=loss.value_huber_delta
         )
-        self.early_stop = EarlyStop(loss, strategy)
+        stops = (entry.fn(config, strategy) for entry in EARLY_STOPS.values())
+        self.early_stop = next(filter(None, stops), None)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
         samples = (entry.fn(config) for entry in ENTROPY_SAMPLES.values())
@@ -300,7 +300,8 @@ class Update:
             sample=self.entropy_sample(experience, part.normalizer),
         )
         self.backward(loss * part.loss_scale, self.actor, self.actor_optim)
-        self.early_stop.add(metrics)
+        if self.early_stop is not None:
+            self.early_stop.add(metrics)
         self.observe(experience, log_probs, entropy)
         if experience.action_log_probs is None and part.has_samples:
             self.unread.append((experience, log_probs))
@@ -427,7 +428,8 @@ class Update:
 
     def actor_step(self) -> dict[str, float]:
         """At the last micro batch of a step: the optimizer step or an early stop, then the moving average."""
-        if self.strategy.completes_step(self.actor) and self.early_stop.reached():
+        ends_step = self.strategy.completes_step(self.actor)
+        if self.early_stop is not None and ends_step and self.early_stop.reached():
             self.state.stopped_optimizer_steps += 1
             self.strategy.skip_step(self.actor, name="actor")
             return {"actor_lr": self.actor_optim.param_groups[0]["lr"], "actor_stopped": 1.0}
@@ -587,31 +589,6 @@ def critic_loss(
     loss, metrics = loss_fn(values, old_values, returns, mask, normalizer)
     mean_value = token_mean(shown, mask, normalizer)
     return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}
-
-
-class EarlyStop:
-    """Whether an optimizer step goes too far from the policy that sampled; the same on every rank."""
-
-    def __init__(self, config: LossConfig, ranks: Ranks) -> None:
-        limits = {"ratio": config.early_stop_imp_ratio, "approx_kl": config.early_stop_kl}
-        self.limits = {name: limit for name, limit in limits.items() if limit is not None}
-        self.ranks = ranks
-        self.sums: Metrics = {}
-
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Take in a micro batch of the step."""
-        for name in self.limits:
-            self.sums[name] = self.sums.get(name, 0.0) + metrics[name].detach().float()
-
-    def reached(self) -> bool:
-        """Whether the step exceeds a limit; begins the next one. Collective where there are limits."""
-        sums, self.sums = self.sums, {}
-        if not sums:
-            return False
-        values = self.ranks.all_reduce(
-            torch.stack([sums[name] for name in self.limits]), "mean"
-        ).tolist()
-        return any(value > limit for value, limit in zip(values, self.limits.values()))
 
 
 def build_policy_loss(config: PPOConfig) -> PolicyLoss:

@@ -4,6 +4,7 @@ from lightppo.option import register_section
 from lightppo.plugin import (
     BUFFER_STEPS,
     CALLBACKS,
+    EARLY_STOPS,
     METRICS,
     NORMALISATIONS,
     TOKEN_WEIGHTS,
@@ -39,6 +40,7 @@ def register() -> None:
     BUFFER_STEPS["whiten"] = Entry(f"{_HERE}.normalisation:whitening")
     BUFFER_STEPS.register("clip", Entry(f"{_HERE}.normalisation:clipping"))
     BUFFER_STEPS.register("selected_tokens", Entry(f"{_HERE}.token_selection:token_selection"))
+    EARLY_STOPS.register("limits", Entry(f"{_HERE}.early_stop:early_stop"))
     NORMALISATIONS.register("levels", Entry(f"{_HERE}.normalisation:normalisation"))
     NORMALISATIONS.register("groups", Entry(f"{_HERE}.normalisation:whitening_of_groups"))
     CALLBACKS.register("prompt_filter", CallbackEntry(f"{_HERE}.prompt_filter:prompt_filter"))
@@ -70,6 +72,7 @@ def _register_token_weights() -> None:
 def _register_options() -> None:
     sections = f"{_HERE}.sections"
     register_section("correction", f"{sections}:CorrectionConfig")
+    register_section("early_stop", f"{sections}:EarlyStopConfig", adds_to="loss")
     register_section("high_entropy", f"{sections}:HighEntropyConfig", adds_to="loss")
     register_section("prompt_filter", f"{sections}:PromptFilterConfig", adds_to="sampling")
     register_section("score_norm", f"{sections}:ScoreNormConfig", adds_to="reward")

@@ -78,6 +78,22 @@ class CorrectionConfig(Section, of="training"):
                 yield f"--rollout_rejection {text} compares all tokens before the update"
 
 
+class EarlyStopConfig(Section, adds_to="loss"):
+    """Steps that go too far."""
+
+    early_stop_imp_ratio: float | None = option(
+        5.0,
+        "Skip an optimizer step of the actor if its mean probability ratio is above this. None: off.",
+        gt=1,
+    )
+    early_stop_kl: float | None = option(
+        None,
+        "Skip an optimizer step of the actor if the KL from old to new policy is above this. None: off.",
+        "nats per token",
+        gt=0,
+    )
+
+
 class HighEntropyConfig(Section, adds_to="loss"):
     """A policy loss on tokens of high entropy alone."""
 
