@@ -253,6 +253,11 @@ VALUE_NORMS: Table = Table("normalisation of values")
 """What the critic learns in place of returns, the first one: an entry's function gets the config and returns None, or an
 object like :class:`lightppo.plugins.shaping.running.ValueNorm`, whose state is in checkpoints."""
 
+OLD_LOG_PROBS: Table = Table("source of old log probs")
+"""What ``--old_log_probs auto`` is, the last entry: a function of the resolved config and of ``exact_rollout``, as
+:func:`lightppo.config.rules.old_log_probs_from` describes them, returns what that does. It must import nothing heavy.
+Without an entry it is ``"forward"``."""
+
 BUFFER_STEPS: Table = Table(
     "step on the buffer", {"whiten": Entry("lightppo.experience.batching:whitening")}
 )

@@ -27,6 +27,7 @@ from lightppo.option import is_object, out_of_order
 from lightppo.plugin import (
     ADVANTAGE_TERMS,
     FROZEN_MODELS,
+    OLD_LOG_PROBS,
     REWARDS,
     ROLLOUT_PASSES,
     TOKEN_WEIGHTS,
@@ -169,7 +170,7 @@ def rollout_rows(config: Options) -> int:
 def old_log_probs_from(
     config: Options, exact_rollout: bool
 ) -> Literal["training", "rollout", "forward"]:
-    """Where a run takes its log probs before an update from: as few passes as the algorithm allows.
+    """Where a run takes its log probs before an update from.
 
     - ``"training"``: the training pass itself, with one optimizer step per rollout;
     - ``"rollout"``: those recorded while sampling;
@@ -180,49 +181,10 @@ def old_log_probs_from(
         exact_rollout: the engine samples with the actor's own weights and forward, so that what it records is what a
             pass would give.
     """
-    algorithm, training = config.algorithm, config.training
-    sampling, rollout = config.sampling, config.rollout
     if config.loss.old_log_probs != "auto":
         return config.loss.old_log_probs
-    if token_weights(config, in_training=False):
-        return "forward"
-    needed_before = (
-        (algorithm.init_kl_coef > 0 and algorithm.use_kl_in_reward)
-        or bool(advantage_terms(config))
-        or policy_loss_entry(config).selection is not None
-        or estimator_entry(config).needs_score_norms
-        or algorithm.freezing_actor_steps > 0
-    )
-    if (
-        training.max_epochs == 1
-        and training.train_batch_size == _samples(config)
-        and not needed_before
-    ):
-        return "training"
-    # Groups left over may be trained on in a later step, when the policy is another.
-    stale = (
-        sampling.skip_rollout is not None
-        or sampling.dynamic_sampling
-        or (sampling.gen_batch_size or 0) > rollout.rollout_batch_size
-    )
-    needs_pass = stale or _needs_pass(config.flat())
-    recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
-    return "rollout" if recorded else "forward"
-
-
-def _needs_pass(values: Mapping[str, Any]) -> list[str]:
-    """Why recorded log probs would not do."""
-    options = SimpleNamespace(**values)
-    reasons = {
-        f"--advantage_estimator {shown_value(options.advantage_estimator)} needs the distributions of a pass": (
-            ADVANTAGE_ESTIMATORS.find(options.advantage_estimator).needs_score_norms
-        ),
-        f"greedy rollouts record them at temperature 1, not --temperature {options.temperature:g}": (
-            not options.do_sample and options.temperature not in (0, 1)
-        ),
-    }
-    of_sections = [reason for part in Options.parts() for reason in part.passes(options)]
-    return of_sections + [reason for reason, is_so in reasons.items() if is_so]
+    found = [entry.fn(config, exact_rollout) for entry in OLD_LOG_PROBS.values()]
+    return found[-1] if found else "forward"
 
 
 # -- reward sources --------------------------------------------------------------------------------------------------
@@ -729,14 +691,6 @@ def _algorithm(options: SimpleNamespace) -> Iterator[str]:
     if options.eps_clip not in (None, options.eps_clip_low, options.eps_clip_high):
         yield "--eps_clip has no effect beside --eps_clip_low and --eps_clip_high: leave it out"
     yield from out_of_order(all_options(), vars(options))
-    if options.old_log_probs == "rollout":
-        try:
-            yield from (
-                f"--old_log_probs rollout: {why}; set auto or forward"
-                for why in _needs_pass(vars(options))
-            )
-        except ConfigError:  # of a value that its section refuses
-            return
 
 
 def _required(options: SimpleNamespace) -> Iterator[str]:

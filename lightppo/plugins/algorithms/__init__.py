@@ -7,6 +7,7 @@ from lightppo.plugin import (
     EARLY_STOPS,
     METRICS,
     NORMALISATIONS,
+    OLD_LOG_PROBS,
     TOKEN_WEIGHTS,
     CallbackEntry,
     TokenWeight,
@@ -41,6 +42,7 @@ def register() -> None:
     BUFFER_STEPS.register("clip", Entry(f"{_HERE}.normalisation:clipping"))
     BUFFER_STEPS.register("selected_tokens", Entry(f"{_HERE}.token_selection:token_selection"))
     EARLY_STOPS.register("limits", Entry(f"{_HERE}.early_stop:early_stop"))
+    OLD_LOG_PROBS.register("fewest_passes", Entry(f"{_HERE}.old_log_probs:fewest_passes"))
     NORMALISATIONS.register("levels", Entry(f"{_HERE}.normalisation:normalisation"))
     NORMALISATIONS.register("groups", Entry(f"{_HERE}.normalisation:whitening_of_groups"))
     CALLBACKS.register("prompt_filter", CallbackEntry(f"{_HERE}.prompt_filter:prompt_filter"))
@@ -72,6 +74,7 @@ def _register_token_weights() -> None:
 def _register_options() -> None:
     sections = f"{_HERE}.sections"
     register_section("correction", f"{sections}:CorrectionConfig")
+    register_section("old_log_probs", f"{sections}:OldLogProbsConfig", adds_to="loss")
     register_section("early_stop", f"{sections}:EarlyStopConfig", adds_to="loss")
     register_section("high_entropy", f"{sections}:HighEntropyConfig", adds_to="loss")
     register_section("prompt_filter", f"{sections}:PromptFilterConfig", adds_to="sampling")

@@ -8,6 +8,7 @@ from lightppo.config.options import all_options
 from lightppo.config.rules import estimator_entry, sources_by_flag
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
+from lightppo.plugins.algorithms.old_log_probs import reasons_for_a_pass
 from lightppo.plugins.algorithms.tables import (
     CORRECTIONS,
     KL_ESTIMATORS,
@@ -92,6 +93,20 @@ class EarlyStopConfig(Section, adds_to="loss"):
         "nats per token",
         gt=0,
     )
+
+
+class OldLogProbsConfig(Section, adds_to="loss"):
+    """Log probs that were recorded while sampling."""
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        if o.old_log_probs != "rollout":
+            return
+        try:
+            for reason in reasons_for_a_pass(o):
+                yield f"--old_log_probs rollout: {reason}; set auto or forward"
+        except ConfigError:  # of a value that its section refuses
+            return
 
 
 class HighEntropyConfig(Section, adds_to="loss"):
