@@ -73,13 +73,12 @@ def frozen_models(config: Options) -> dict[str, FrozenModel]:
     """The further models of ``FROZEN_MODELS`` that this run loads."""
     if config.evaluation.val_only:
         return {}
-    models = {name: entry.fn(config) for name, entry in FROZEN_MODELS.items()}
-    return {name: model for name, model in models.items() if model is not None}
+    return FROZEN_MODELS.made(config)
 
 
 def advantage_terms(config: Options) -> list[Callable[..., Any]]:
     """The functions of ``ADVANTAGE_TERMS`` that this run needs."""
-    return list(filter(None, (entry.fn(config) for entry in ADVANTAGE_TERMS.values())))
+    return list(ADVANTAGE_TERMS.made(config).values())
 
 
 def moves_reference(config: Options) -> bool:

@@ -50,6 +50,7 @@ from lightppo.plugin import (
     SAMPLING,
     SCORED,
     SCORERS,
+    VALUE_NORMS,
     FrozenModel,
 )
 from lightppo.ranks import Ranks
@@ -65,7 +66,7 @@ from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.prompts import RolloutBatchSampler
-from lightppo.trainer.update import LossTerm, Update, UpdatedModels, build_value_norm
+from lightppo.trainer.update import LossTerm, Update, UpdatedModels
 
 T = TypeVar("T")
 
@@ -229,8 +230,7 @@ def read_data(building: Building) -> DataLoader | None:
     loader, building.held_out = build_data(config, tokenizer, strategy, building.asked)
     if loader is not None:
         building.rows["prompt_data"] = loader.dataset
-    terms = {name: entry.fn(building) for name, entry in LOSS_TERMS.items()}
-    building.loss_terms = {name: term for name, term in terms.items() if term is not None}
+    building.loss_terms = LOSS_TERMS.made(building)
     if not config.model.reward_pretrain:
         building.reward_source, building.judge = build_rewards(config, [], tokenizer, strategy)
     if loader is not None and building.keeps:
@@ -273,7 +273,7 @@ def assemble(
     config, strategy = inputs.config, inputs.strategy
     state, timer, algorithm = TrainerState(), m.PhaseTimer(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-    value_norm = build_value_norm(config)
+    value_norm = VALUE_NORMS.first(config)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, maker_kind, own_training_step)
     training = config.training
     buffer = ReplayBuffer(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import KL_ESTIMATORS, POLICY_LOSSES
+from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.kl import KLEstimate
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import (
@@ -35,7 +35,7 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
 from lightppo.models.packing import all_share_prompts
-from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, SCORE_TERMS, VALUE_NORMS
+from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, SCORE_TERMS
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 from lightppo.trainer.loop import SkippedSteps, TrainerState
@@ -69,11 +69,6 @@ class ScoreTerm:
     loss: Callable[[Any, ActionScores, Experience, LossNormalizer], tuple[Tensor, Metrics]]
     coef: float = 1.0  # weight of the term
     logits: bool = False  # it reads ``scores.logits``
-
-
-def score_terms(config: PPOConfig, frozen: Mapping[str, Any]) -> list[ScoreTerm]:
-    """Those of this run; ``frozen`` are its further models."""
-    return list(filter(None, (entry.fn(config, frozen) for entry in SCORE_TERMS.values())))
 
 
 class EntropySample(Protocol):
@@ -140,12 +135,12 @@ class Update:
     ) -> None:
         self.strategy, self.loss_terms = strategy, dict(loss_terms)
         self.frozen = models.frozen
-        self.use(config)
         self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
         self.ema_model = models.ema_model
         self.actor_optim, self.actor_scheduler = models.actor_optim, models.actor_scheduler
         self.critic_optim, self.critic_scheduler = models.critic_optim, models.critic_scheduler
         self.experience_maker, self.replay_buffer = experience_maker, replay_buffer
+        self.use(config)
         self.kl_ctl, self.value_norm = kl_ctl, value_norm
         self.state, self.skipped, self.timer = state, skipped, timer
         algorithm, loss, training = config.algorithm, config.loss, config.training
@@ -163,12 +158,10 @@ class Update:
         self.value_loss = ValueLoss(
             loss.value_clip, loss_agg_mode=loss.loss_agg_mode, huber_delta=loss.value_huber_delta
         )
-        stops = (entry.fn(config, strategy) for entry in EARLY_STOPS.values())
-        self.early_stop = next(filter(None, stops), None)
+        self.early_stop = EARLY_STOPS.first(config, strategy)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
-        samples = (entry.fn(config) for entry in ENTROPY_SAMPLES.values())
-        self.sample_entropy = next(filter(None, samples), None)
+        self.sample_entropy = ENTROPY_SAMPLES.first(config)
         # of log probs that only the training pass has made
         self.on_policy: dict[str, m.Summary] = {}
         self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
@@ -180,9 +173,9 @@ class Update:
             call: micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
         }
         self.aggregate = Aggregation.of_mode(config.loss.loss_agg_mode)
-        self.score_terms = score_terms(config, self.frozen)
+        self.score_terms: list[ScoreTerm] = list(SCORE_TERMS.made(config, self.frozen).values())
         if config.algorithm.use_kl_loss:
-            reads_logits = KL_ESTIMATORS.find(config.algorithm.kl_estimator).over_vocabulary
+            reads_logits = self.experience_maker.kl_of_models is not None
             self.score_terms.insert(0, ScoreTerm(self.kl_loss, logits=reads_logits))
 
     def train(self, step: int) -> dict[str, float]:
@@ -603,8 +596,3 @@ def build_policy_loss(config: PPOConfig) -> PolicyLoss:
             name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults
         },
     )
-
-
-def build_value_norm(config: PPOConfig) -> Any | None:
-    """The first of ``VALUE_NORMS``; ``None``: the critic learns raw returns."""
-    return next(filter(None, (entry.fn(config) for entry in VALUE_NORMS.values())), None)
