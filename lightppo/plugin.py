@@ -304,6 +304,11 @@ VALUE_NORMS: Table = Table("normalisation of values")
 """What the critic learns in place of returns, the first one: an entry's function gets the config and returns None, or an
 object like :class:`lightppo.plugins.shaping.running.ValueNorm`, whose state is in checkpoints."""
 
+OLD_LOG_PROBS: Table = Table("source of old log probs")
+"""What ``--old_log_probs auto`` is, the last entry: a function of the resolved config and of ``exact_rollout``, as
+:func:`lightppo.config.rules.old_log_probs_from` describes them, returns what that does. It must import nothing heavy.
+Without an entry it is ``"forward"``."""
+
 BUFFER_STEPS: Table = Table(
     "step on the buffer", {"whiten": Entry("lightppo.experience.batching:whitening")}
 )
@@ -353,8 +358,8 @@ None, or a function of an experience, the tokens of its optimizer step, and the 
 returns a :class:`lightppo.trainer.update.EntropySample`, or None for all tokens."""
 
 EARLY_STOPS: Table = Table("early stop")
-"""What may leave an optimizer step of the actor out: an entry's function gets the config and the ranks, and returns a
-:class:`lightppo.trainer.update.EarlyStop`, or None."""
+"""What keeps the actor from an optimizer step, the first one: an entry's function gets the config and the ranks, and
+returns None, or a :class:`lightppo.trainer.update.EarlyStop`."""
 
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main

@@ -93,6 +93,15 @@ class Table(dict[str, E]):
         meant = nearest(str(name), self, self.flag.lstrip("-"))
         raise ConfigError(f"{self.flag}: unknown name {name!r}{meant}; known: {', '.join(self)}")
 
+    def made(self, *arguments: Any) -> dict[str, Any]:
+        """What the functions of the entries return, by name, without None."""
+        found = {name: entry.fn(*arguments) for name, entry in self.items()}
+        return {name: one for name, one in found.items() if one is not None}
+
+    def first(self, *arguments: Any) -> Any | None:
+        """The first of what they return that is not None."""
+        return next(iter(self.made(*arguments).values()), None)
+
     def entry_of(self, function: Any) -> E:
         """The entry of a function or class that stands in place of a path, with what its decorator says."""
         if not callable(function) or not self.takes_files:

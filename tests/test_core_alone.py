@@ -1,7 +1,7 @@
 """The core without ``lightppo/plugins``: it trains, saves, is killed, goes on, and its weights are the product's.
 
-The product runs with the plain kernels, the plain decoder and the padded batches of the core, because those of its
-plugins round differently.
+The product runs with the plain kernels, the plain decoder and the padded batches of the core, and its log probs before an
+update come from a pass, because what its plugins do instead rounds differently.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def reward_func(queries, prompts, labels):
 '''
 PLAIN = """
 from lightppo.__main__ import main
-from lightppo.plugin import DECODERS, HEAD_SCORES, KERNELS, MODULES
+from lightppo.plugin import DECODERS, HEAD_SCORES, KERNELS, MODULES, OLD_LOG_PROBS
 from lightppo.table import Entry
 MODULES.clear()
 HEAD_SCORES.clear()
+OLD_LOG_PROBS.clear()
 DECODERS.pop("slots", None)
 KERNELS["decoding"] = Entry("contextlib:nullcontext")
 main()

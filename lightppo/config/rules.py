@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from lightppo.plugin import (
     FOLLOWERS,
     FROZEN_MODELS,
     MICRO_BATCHES,
+    OLD_LOG_PROBS,
     REWARDS,
     ROLLOUT_PASSES,
     RULES,
@@ -79,13 +80,12 @@ def frozen_models(config: Options) -> dict[str, FrozenModel]:
     """The further models of ``FROZEN_MODELS`` that this run loads."""
     if not trains(config):
         return {}
-    models = {name: entry.fn(config) for name, entry in FROZEN_MODELS.items()}
-    return {name: model for name, model in models.items() if model is not None}
+    return FROZEN_MODELS.made(config)
 
 
 def advantage_terms(config: Options) -> list[Callable[..., Any]]:
     """The functions of ``ADVANTAGE_TERMS`` that this run needs."""
-    return list(filter(None, (entry.fn(config) for entry in ADVANTAGE_TERMS.values())))
+    return list(ADVANTAGE_TERMS.made(config).values())
 
 
 def followers(config: Options) -> list[str]:
@@ -159,7 +159,7 @@ def rollout_rows(config: Options) -> int:
 def old_log_probs_from(
     config: Options, exact_rollout: bool
 ) -> Literal["training", "rollout", "forward"]:
-    """Where a run takes its log probs before an update from: as few passes as the algorithm allows.
+    """Where a run takes its log probs before an update from.
 
     - ``"training"``: the training pass itself, with one optimizer step per rollout;
     - ``"rollout"``: those recorded while sampling;
@@ -170,43 +170,10 @@ def old_log_probs_from(
         exact_rollout: the engine samples with the actor's own weights and forward, so that what it records is what a
             pass would give.
     """
-    algorithm, training = config.algorithm, config.training
     if config.loss.old_log_probs != "auto":
         return config.loss.old_log_probs
-    if token_weights(config, in_training=False):
-        return "forward"
-    needed_before = (
-        (algorithm.init_kl_coef > 0 and algorithm.use_kl_in_reward)
-        or bool(advantage_terms(config))
-        or policy_loss_entry(config).selection is not None
-        or estimator_entry(config).needs_score_norms
-        or algorithm.freezing_actor_steps > 0
-    )
-    if (
-        training.max_epochs == 1
-        and training.train_batch_size == _samples(config)
-        and not needed_before
-    ):
-        return "training"
-    is_stale = any(part.is_stale(config) for part in config.parts())
-    needs_pass = is_stale or _needs_pass(config.flat())
-    recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
-    return "rollout" if recorded else "forward"
-
-
-def _needs_pass(values: Mapping[str, Any]) -> list[str]:
-    """Why recorded log probs would not do."""
-    options = SimpleNamespace(**values)
-    reasons = {
-        f"--advantage_estimator {shown_value(options.advantage_estimator)} needs the distributions of a pass": (
-            ADVANTAGE_ESTIMATORS.find(options.advantage_estimator).needs_score_norms
-        ),
-        f"greedy rollouts record them at temperature 1, not --temperature {options.temperature:g}": (
-            not options.do_sample and options.temperature not in (0, 1)
-        ),
-    }
-    of_sections = [reason for part in Options.parts() for reason in part.passes(options)]
-    return of_sections + [reason for reason, is_so in reasons.items() if is_so]
+    found = [entry.fn(config, exact_rollout) for entry in OLD_LOG_PROBS.values()]
+    return found[-1] if found else "forward"
 
 
 # -- reward sources --------------------------------------------------------------------------------------------------
@@ -461,14 +428,6 @@ def _algorithm(options: SimpleNamespace) -> Iterator[str]:
     if options.eps_clip not in (None, options.eps_clip_low, options.eps_clip_high):
         yield "--eps_clip has no effect beside --eps_clip_low and --eps_clip_high: leave it out"
     yield from out_of_order(all_options(), vars(options))
-    if options.old_log_probs == "rollout":
-        try:
-            yield from (
-                f"--old_log_probs rollout: {why}; set auto or forward"
-                for why in _needs_pass(vars(options))
-            )
-        except ConfigError:  # of a value that its section refuses
-            return
 
 
 def _required(options: SimpleNamespace) -> Iterator[str]:

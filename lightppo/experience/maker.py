@@ -64,8 +64,7 @@ class ScoreShaper:
 
     def __init__(self, config: PPOConfig, ranks: Ranks) -> None:
         self.device, self.clip_range = ranks.device, config.reward.reward_clip_range
-        steps = {name: entry.fn(config, ranks) for name, entry in SCORE_STEPS.items()}
-        self.steps = {name: step for name, step in steps.items() if step is not None}
+        self.steps = SCORE_STEPS.made(config, ranks)
         self.of_tokens = next(filter(None, (step.of_tokens for step in self.steps.values())), None)
 
     @property
@@ -107,12 +106,6 @@ class RolloutPass:
     takes_all: bool = False  # in one call: it shares the samples out by itself
 
 
-def rollout_passes(config: PPOConfig, frozen: Mapping[str, Any]) -> dict[str, RolloutPass]:
-    """Those that this run makes, by name; ``frozen`` are its further models."""
-    passes = {name: entry.fn(config, frozen) for name, entry in ROLLOUT_PASSES.items()}
-    return {name: made for name, made in passes.items() if made is not None}
-
-
 # what the times of passes are called, where not as in --micro_batch_specs
 _PHASES = {"actor": "old_log_probs", "critic": "values"}
 
@@ -149,12 +142,12 @@ class ExperienceMaker:
         timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     ) -> None:
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
-        self.passes = rollout_passes(config, frozen)
+        self.passes: dict[str, RolloutPass] = ROLLOUT_PASSES.made(config, frozen)
         self.measures = [one.measure for one in self.passes.values()]
         self.advantage_terms, self.rewarded = advantage_terms(config), rewarded
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
         self.progress, self.timer = progress, timer
-        self.algorithm = config.algorithm
+        self.config, self.algorithm = config, config.algorithm
         self.token_weights = token_weights(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
         self.advantages_of = partial(
@@ -165,23 +158,16 @@ class ExperienceMaker:
         if self.estimator.inputs is not None:
             self.estimator_inputs = load(self.estimator.inputs)(config)
         self.normalisations = {
-            of: list(filter(None, (entry.fn(config, of) for entry in NORMALISATIONS.values())))
-            for of in ("scores", "advantages")
+            of: NORMALISATIONS.made(config, of) for of in ("scores", "advantages")
         }
-        steps = (entry.fn(config) for entry in BUFFER_STEPS.values())
-        self.buffer_steps = [step for step in steps if step is not None]
+        self.buffer_steps = BUFFER_STEPS.made(config)
         kl_name, kl_clip = self.algorithm.kl_estimator, self.algorithm.kl_clip
         kl_entry = KL_ESTIMATORS.find(kl_name)
         self.kl_of_models = None
         if kl_entry.over_vocabulary:
             self.kl_of_models, kl_name = partial(kl_entry.fn, clip=kl_clip), "k1"
         self.kl_of_samples = KLEstimate(kl_name, kl_clip)
-        self.mask_too_long, self.prompt_max_len = (
-            config.reward.mask_too_long,
-            config.data.prompt_max_len,
-        )
         self.micro_rollout_batch_size = rollout_rows(config)
-        self.seed = config.strategy.seed
         self.micro_batches = {call: micro_batch_spec(config, call) for call in scoring_calls()}
         self.layout = layout_of_all(self.models())
         self.old_log_probs = old_log_probs or old_log_probs_from(config, exact_rollout=False)
@@ -222,7 +208,7 @@ class ExperienceMaker:
             batch, made = batch.without_rows(), {name: values[:0] for name, values in made.items()}
         truncated = [rollout.truncated for rollout in rollouts]
         truncated = torch.tensor(truncated, dtype=torch.bool, device=self.strategy.device)  # (B,)
-        if self.mask_too_long:
+        if self.config.reward.mask_too_long:
             batch.action_mask &= ~truncated[:, None]
         bootstraps = self.algorithm.bootstrap_truncated and self.critic is not None
         last_values = made["last_values"][:, 0] * truncated if bootstraps else None
@@ -244,9 +230,10 @@ class ExperienceMaker:
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
         """The ``BUFFER_STEPS``: whitens the advantages over all ranks, for example. Collective."""
+        seed = seed_of_step(self.config.strategy.seed, step)
         with self.timer("advantages"):
-            for do in self.buffer_steps:
-                do(buffer, loss, self.strategy, seed_of_step(self.seed, step))
+            for do in self.buffer_steps.values():
+                do(buffer, loss, self.strategy, seed)
 
     def _needs_entropy(self) -> bool:
         """Whether a token weight needs the entropy of a pass of the actor over the rollout."""
@@ -436,7 +423,7 @@ class ExperienceMaker:
 
     def _normalised(self, of: str, values: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
         """Scores (B, 1) or advantages (B, A) after the ``NORMALISATIONS``. Collective."""
-        for normalise in self.normalisations[of]:
+        for normalise in self.normalisations[of].values():
             values = normalise(values, mask, groups, all_reduce_sum=self._all_reduce_sum)
         return values
 
@@ -456,28 +443,24 @@ class ExperienceMaker:
 
     def _add_info(self, batch: Experience, rollouts: Sequence[Rollout]) -> None:
         """One number per sample, for the logs."""
-
-        def of_rollouts(number: Callable[[Rollout], float | None]) -> Tensor:
-            """(B,)."""
-            numbers = [number(rollout) for rollout in rollouts]
-            return torch.tensor(numbers, dtype=torch.float32, device=self.strategy.device)
-
+        numbers: dict[str, list[float | None]] = {}
         if self.rewarded:
-            batch.info["reward"] = of_rollouts(lambda rollout: rollout.reward)
+            numbers["reward"] = [rollout.reward for rollout in rollouts]
         if any(rollout.stale for rollout in rollouts):
-            batch.info["stale"] = of_rollouts(lambda rollout: rollout.stale)
-        kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl
-        batch.info["kl"] = masked_mean(kl, batch.action_mask)
-        batch.info["prompt_clip_ratio"] = of_rollouts(
-            lambda rollout: len(rollout.prompt.token_ids) >= self.prompt_max_len
-        )
+            numbers["stale"] = [rollout.stale for rollout in rollouts]
+        lengths = [len(rollout.prompt.token_ids) for rollout in rollouts]
+        longest = self.config.data.prompt_max_len
+        numbers["prompt_clip_ratio"] = [length >= longest for length in lengths]
+        if self.estimator.needs_greedy_baseline:
+            numbers["reward/greedy_baseline"] = [rollout.baseline.reward for rollout in rollouts]
+        for name in sorted({name for rollout in rollouts for name in rollout.extras}):
+            values = [rollout.extras.get(name, math.nan) for rollout in rollouts]
+            numbers[f"reward/{name}"] = values
+        for name, values in numbers.items():
+            batch.info[name] = torch.tensor(
+                values, dtype=torch.float32, device=self.strategy.device
+            )
         for step in self.shaper.steps.values():
             batch.info |= step.numbers(rollouts)
-        if self.estimator.needs_greedy_baseline:
-            batch.info["reward/greedy_baseline"] = of_rollouts(
-                lambda rollout: rollout.baseline.reward
-            )
-        for name in sorted({name for rollout in rollouts for name in rollout.extras}):
-            batch.info[f"reward/{name}"] = of_rollouts(
-                lambda rollout, name=name: rollout.extras.get(name, math.nan)
-            )
+        kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl
+        batch.info["kl"] = masked_mean(kl, batch.action_mask)

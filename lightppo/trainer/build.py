@@ -50,6 +50,7 @@ from lightppo.plugin import (
     SAMPLING,
     SCORED,
     SCORERS,
+    VALUE_NORMS,
     FrozenModel,
 )
 from lightppo.ranks import Ranks
@@ -63,7 +64,7 @@ from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.prompts import RolloutBatchSampler
-from lightppo.trainer.update import LossTerm, Update, build_value_norm
+from lightppo.trainer.update import LossTerm, Update
 
 T = TypeVar("T")
 
@@ -218,8 +219,7 @@ def read_data(building: Building) -> DataLoader | None:
     if trains(config):
         prompts = building.rows["prompt_data"] = build_prompts(config, building.tokenizer, strategy)
         loader = prompts_dataloader(config, prompts, strategy)
-    terms = {name: entry.fn(building) for name, entry in LOSS_TERMS.items()}
-    building.loss_terms = {name: term for name, term in terms.items() if term is not None}
+    building.loss_terms = LOSS_TERMS.made(building)
     if not config.model.reward_pretrain:
         build_rewards(building)
     if loader is not None and building.keeps:
@@ -260,7 +260,7 @@ def assemble(
     config, strategy = inputs.config, inputs.strategy
     state, timer, algorithm = TrainerState(), MEASURING["timer"].fn(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-    value_norm = build_value_norm(config)
+    value_norm = VALUE_NORMS.first(config)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, maker_kind, own_training_step)
     buffer = ReplayBuffer(
         config.training.buffer_cpu_offload,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import KL_ESTIMATORS, POLICY_LOSSES
+from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.kl import KLEstimate
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import (
@@ -33,7 +33,7 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
 from lightppo.models.wrapper import layout_of_all
-from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, MEASURING, SCORE_TERMS, VALUE_NORMS
+from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, MEASURING, SCORE_TERMS
 from lightppo.trainer import metrics as m
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 
@@ -51,11 +51,6 @@ class ScoreTerm:
     loss: Callable[[Any, ActionScores, Experience, LossNormalizer], tuple[Tensor, Metrics]]
     coef: float = 1.0  # weight of the term
     logits: bool = False  # it reads ``scores.logits``
-
-
-def score_terms(config: PPOConfig, frozen: Mapping[str, Any]) -> list[ScoreTerm]:
-    """Those of this run; ``frozen`` are its further models."""
-    return list(filter(None, (entry.fn(config, frozen) for entry in SCORE_TERMS.values())))
 
 
 class EntropySample(Protocol):
@@ -126,11 +121,11 @@ class Update:
     ) -> None:
         config, self.strategy = inputs.config, inputs.strategy
         self.loss_terms, self.frozen = dict(inputs.loss_terms), inputs.frozen
-        self.use(config)
         self.actor, self.critic, self.reference = inputs.actor, inputs.critic, inputs.initial_model
         self.actor_optim, self.actor_scheduler = inputs.actor_optim, inputs.actor_scheduler
         self.critic_optim, self.critic_scheduler = inputs.critic_optim, inputs.critic_scheduler
         self.experience_maker, self.replay_buffer = experience_maker, replay_buffer
+        self.use(config)
         self.kl_ctl, self.value_norm = kl_ctl, value_norm
         self.state, self.skipped, self.timer = state, skipped, timer
         algorithm, loss, training = config.algorithm, config.loss, config.training
@@ -145,12 +140,10 @@ class Update:
         self.value_loss = ValueLoss(
             loss.value_clip, loss_agg_mode=loss.loss_agg_mode, huber_delta=loss.value_huber_delta
         )
-        stops = (entry.fn(config, self.strategy) for entry in EARLY_STOPS.values())
-        self.early_stops: list[EarlyStop] = [stop for stop in stops if stop is not None]
+        self.early_stop: EarlyStop | None = EARLY_STOPS.first(config, self.strategy)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
-        samples = (entry.fn(config) for entry in ENTROPY_SAMPLES.values())
-        self.sample_entropy = next(filter(None, samples), None)
+        self.sample_entropy = ENTROPY_SAMPLES.first(config)
         self.samples = MEASURING["samples"].fn(self)  # their numbers
         self.stepped: Callable[[str], None] = lambda _: None  # gets the model's name
         self.around_batches = MEASURING["part"].fn
@@ -162,9 +155,9 @@ class Update:
             call: micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
         }
         self.aggregate = Aggregation.of_mode(config.loss.loss_agg_mode)
-        self.score_terms = score_terms(config, self.frozen)
+        self.score_terms: list[ScoreTerm] = list(SCORE_TERMS.made(config, self.frozen).values())
         if config.algorithm.use_kl_loss:
-            reads_logits = KL_ESTIMATORS.find(config.algorithm.kl_estimator).over_vocabulary
+            reads_logits = self.experience_maker.kl_of_models is not None
             self.score_terms.insert(0, ScoreTerm(self.kl_loss, logits=reads_logits))
 
     def train(self, step: int) -> dict[str, float]:
@@ -266,8 +259,8 @@ class Update:
             sample=self.entropy_sample(experience, part.normalizer),
         )
         self.backward(loss * part.loss_scale, self.actor, self.actor_optim)
-        for stop in self.early_stops:
-            stop.add(metrics)
+        if self.early_stop is not None:
+            self.early_stop.add(metrics)
         self.observe(experience, log_probs, entropy)
         if experience.action_log_probs is None and part.has_samples:
             self.samples.add(experience, log_probs)
@@ -385,12 +378,11 @@ class Update:
 
     def actor_step(self) -> dict[str, float]:
         """At the last micro batch of a step: the optimizer step or an early stop."""
-        if self.strategy.completes_step(self.actor):
-            reached = [stop.reached() for stop in self.early_stops]
-            if any(reached):
-                self.state.stopped_optimizer_steps += 1
-                self.strategy.skip_step(self.actor, name="actor")
-                return {"actor_lr": self.actor_optim.param_groups[0]["lr"], "actor_stopped": 1.0}
+        ends_step = self.strategy.completes_step(self.actor)
+        if self.early_stop is not None and ends_step and self.early_stop.reached():
+            self.state.stopped_optimizer_steps += 1
+            self.strategy.skip_step(self.actor, name="actor")
+            return {"actor_lr": self.actor_optim.param_groups[0]["lr"], "actor_stopped": 1.0}
         status = self.optimizer_step("actor", self.actor, self.actor_optim, self.actor_scheduler)
         if "actor_grad_norm" in status:
             status["actor_stopped"] = 0.0
@@ -560,8 +552,3 @@ def build_policy_loss(config: PPOConfig) -> PolicyLoss:
             name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults
         },
     )
-
-
-def build_value_norm(config: PPOConfig) -> Any | None:
-    """The first of ``VALUE_NORMS``; ``None``: the critic learns raw returns."""
-    return next(filter(None, (entry.fn(config) for entry in VALUE_NORMS.values())), None)

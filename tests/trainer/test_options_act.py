@@ -23,6 +23,7 @@ from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
+from lightppo.plugin import VALUE_NORMS
 from lightppo.plugins.cadence.times import TimedSaves
 from lightppo.plugins.evaluation import held_out
 from lightppo.plugins.evaluation.evaluator import Evaluator
@@ -30,7 +31,6 @@ from lightppo.plugins.exports.periodic import Exports
 from lightppo.rewards.source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
-from lightppo.trainer.update import build_value_norm
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -62,7 +62,7 @@ def test_whitening_on_top_of_group_normalisation(trainer_with):
 
 
 def test_the_smallest_variance_of_normalised_returns():
-    norm = build_value_norm(PPOConfig.from_flat(value_norm="ma", value_norm_eps=0.25))
+    norm = VALUE_NORMS.first(PPOConfig.from_flat(value_norm="ma", value_norm_eps=0.25))
     norm.update(torch.ones(4))  # all the same
     assert norm.std == 0.5
 

@@ -7,6 +7,7 @@ from lightppo.plugin import (
     EARLY_STOPS,
     METRICS,
     NORMALISATIONS,
+    OLD_LOG_PROBS,
     TOKEN_WEIGHTS,
     CallbackEntry,
     TokenWeight,
@@ -40,6 +41,8 @@ def register() -> None:
     BUFFER_STEPS["whiten"] = Entry(f"{_HERE}.normalisation:whitening")
     BUFFER_STEPS.register("clip", Entry(f"{_HERE}.normalisation:clipping"))
     BUFFER_STEPS.register("selected_tokens", Entry(f"{_HERE}.token_selection:token_selection"))
+    EARLY_STOPS.register("limits", Entry(f"{_HERE}.early_stop:early_stop"))
+    OLD_LOG_PROBS.register("fewest_passes", Entry(f"{_HERE}.old_log_probs:fewest_passes"))
     NORMALISATIONS.register("levels", Entry(f"{_HERE}.normalisation:normalisation"))
     NORMALISATIONS.register("groups", Entry(f"{_HERE}.normalisation:whitening_of_groups"))
     CALLBACKS.register("prompt_filter", CallbackEntry(f"{_HERE}.prompt_filter:prompt_filter"))
@@ -68,13 +71,13 @@ def _register_token_weights() -> None:
     TOKEN_WEIGHTS.register("rejection", rejection)
     TOKEN_WEIGHTS.register("rejection_in_training", in_training)
     TOKEN_WEIGHTS.register("high_entropy", high_entropy)
-    EARLY_STOPS.register("limits", Entry(f"{_HERE}.early_stop:early_stop"))
 
 
 def _register_options() -> None:
     sections = f"{_HERE}.sections"
     register_section("correction", f"{sections}:CorrectionConfig")
     for name, kind, owner in (
+        ("old_log_probs", "OldLogProbsConfig", "loss"),
         ("high_entropy", "HighEntropyConfig", "loss"),
         ("early_stop", "EarlyStopConfig", "loss"),
         ("prompt_filter", "PromptFilterConfig", "sampling"),

@@ -1,38 +1,41 @@
-"""``--early_stop_imp_ratio``, ``--early_stop_kl``: optimizer steps that go too far are left out."""
+"""Optimizer steps that go too far from the policy that sampled are not taken."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightppo.config import PPOConfig
 from lightppo.ranks import Ranks
-from lightppo.trainer.update import Metrics
-
-
-def early_stop(config: PPOConfig, ranks: Ranks) -> StepLimits | None:
-    """For ``lightppo.plugin.EARLY_STOPS``."""
-    limits = {"ratio": config.loss.early_stop_imp_ratio, "approx_kl": config.loss.early_stop_kl}
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    return StepLimits(given, ranks) if given else None
 
 
 class StepLimits:
     """Whether an optimizer step goes too far from the policy that sampled; the same on every rank."""
 
     def __init__(self, limits: Mapping[str, float], ranks: Ranks) -> None:
-        self.limits, self.ranks = limits, ranks  # limits by the names of metrics in train/
-        self.sums: Metrics = {}
+        self.limits, self.ranks = limits, ranks
+        self.sums: dict[str, Tensor] = {}
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Take in a micro batch of the step."""
         for name in self.limits:
             self.sums[name] = self.sums.get(name, 0.0) + metrics[name].detach().float()
 
     def reached(self) -> bool:
+        """Whether the step exceeds a limit; begins the next one. Collective."""
         sums, self.sums = self.sums, {}
+        if not sums:  # a training step of the user's own
+            return False
         values = self.ranks.all_reduce(
             torch.stack([sums[name] for name in self.limits]), "mean"
         ).tolist()
         return any(value > limit for value, limit in zip(values, self.limits.values()))
+
+
+def early_stop(config: Any, ranks: Ranks) -> StepLimits | None:
+    """``--early_stop_imp_ratio``, ``--early_stop_kl``: limits of means over the step, by the names of metrics."""
+    limits = {"ratio": config.loss.early_stop_imp_ratio, "approx_kl": config.loss.early_stop_kl}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    return StepLimits(given, ranks) if given else None

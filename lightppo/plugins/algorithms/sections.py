@@ -8,6 +8,7 @@ from lightppo.config.options import all_options
 from lightppo.config.rules import estimator_entry, sources_by_flag
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
+from lightppo.plugins.algorithms.old_log_probs import reasons_for_a_pass
 from lightppo.plugins.algorithms.tables import (
     CORRECTIONS,
     KL_ESTIMATORS,
@@ -78,6 +79,36 @@ class CorrectionConfig(Section, of="training"):
                 yield f"--rollout_rejection {text} compares all tokens before the update"
 
 
+class EarlyStopConfig(Section, adds_to="loss"):
+    """Steps that go too far."""
+
+    early_stop_imp_ratio: float | None = option(
+        5.0,
+        "Skip an optimizer step of the actor if its mean probability ratio is above this. None: off.",
+        gt=1,
+    )
+    early_stop_kl: float | None = option(
+        None,
+        "Skip an optimizer step of the actor if the KL from old to new policy is above this. None: off.",
+        "nats per token",
+        gt=0,
+    )
+
+
+class OldLogProbsConfig(Section, adds_to="loss"):
+    """Log probs that were recorded while sampling."""
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        if o.old_log_probs != "rollout":
+            return
+        try:
+            for reason in reasons_for_a_pass(o):
+                yield f"--old_log_probs rollout: {reason}; set auto or forward"
+        except ConfigError:  # of a value that its section refuses
+            return
+
+
 class HighEntropyConfig(Section, adds_to="loss"):
     """A policy loss on tokens of high entropy alone."""
 
@@ -93,22 +124,6 @@ class HighEntropyConfig(Section, adds_to="loss"):
     def passes(o: Any) -> Iterator[str]:
         if o.high_entropy_token_ratio is not None:
             yield "--high_entropy_token_ratio needs the entropy of a pass"
-
-
-class EarlyStopConfig(Section, adds_to="loss"):
-    """Optimizer steps that go too far."""
-
-    early_stop_imp_ratio: float | None = option(
-        5.0,
-        "Skip an optimizer step of the actor if its mean probability ratio is above this. None: off.",
-        gt=1,
-    )
-    early_stop_kl: float | None = option(
-        None,
-        "Skip an optimizer step of the actor if the KL from old to new policy is above this. None: off.",
-        "nats per token",
-        gt=0,
-    )
 
 
 class PromptFilterConfig(Section, adds_to="sampling"):
