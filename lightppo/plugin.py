@@ -275,6 +275,11 @@ EARLY_STOPS: Table = Table("early stop")
 """What may leave an optimizer step of the actor out: an entry's function gets the config and the ranks, and returns a
 :class:`lightppo.trainer.update.EarlyStop`, or None."""
 
+ENTROPY_SAMPLES: Table = Table("sample of the logged entropy")
+"""Of which tokens the entropy is computed where it is only logged: functions ``(experience, normalizer, rows)`` of a
+micro batch, its step's normalizer and rows that need all, which return a
+:class:`lightppo.trainer.update.EntropySample`, or None; the first one counts."""
+
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
 function around it, which may end the process by SystemExit."""

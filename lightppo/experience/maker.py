@@ -41,9 +41,9 @@ from lightppo.config.rules import (
     scoring_calls,
     token_weights,
 )
-from lightppo.data.records import Rollout, seed_of_step
+from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, NonFiniteError
-from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
+from lightppo.experience.batching import MicroBatching, ReplayBuffer
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.models.packing import all_pack, all_share_prompts, on_cpu, to_device
 from lightppo.option import shown_object
@@ -221,7 +221,6 @@ class ExperienceMaker:
             config.data.prompt_max_len,
         )
         self.micro_rollout_batch_size = rollout_rows(config)
-        self.seed = config.strategy.seed
         self.micro_batches = {call: micro_batch_spec(config, call) for call in scoring_calls()}
         models = (actor, critic, initial_model, *(one.model for one in self.passes.values()))
         shares = config.training.share_prompts and all_share_prompts(models)
@@ -290,8 +289,8 @@ class ExperienceMaker:
                 f"not finite: {non_finite_text(self.strategy.all_gather_object(found))}", batch
             )
 
-    def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
-        """Whitens and clips the advantages over all ranks, and selects tokens for the loss. Collective."""
+    def normalize(self, buffer: ReplayBuffer) -> None:
+        """Whitens and clips the advantages over all ranks. Collective."""
         algorithm, limit = self.algorithm, self.algorithm.advantage_clip
         with self.timer("advantages"):
             if algorithm.adv_norm and algorithm.adv_norm_scope == "batch":
@@ -305,7 +304,6 @@ class ExperienceMaker:
             if limit is not None:
                 for item in buffer.items:
                     item.advantages = item.advantages.clamp(-limit, limit)
-        select_tokens(buffer.items, loss, self.strategy, seed_of_step(self.seed, step))
 
     def _needs_entropy(self) -> bool:
         """Whether a token weight needs the entropy of a pass of the actor over the rollout."""

@@ -140,9 +140,7 @@ class PPOTrainer(TrainingLoop):
                 try:
                     experience = self.experience_maker.make_experience_list(collected.rollouts)
                     self.replay_buffer.fill(experience, collected.repeated)
-                    self.experience_maker.normalize(
-                        self.replay_buffer, self.update.policy_loss, step
-                    )
+                    self.experience_maker.normalize(self.replay_buffer)
                 except NonFiniteError as error:
                     self.leave_out(step, error)
 

@@ -20,7 +20,6 @@ from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import (
     Aggregation,
     LossNormalizer,
-    systematic_sample,
     token_mean,
 )
 from lightppo.algorithms.shaping import ValueNorm
@@ -31,19 +30,14 @@ from lightppo.experience.batching import (
     ReplayBuffer,
     StepPart,
     minibatches,
-    selection_of,
 )
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
-from lightppo.models.packing import all_share_prompts, on_cpu, to_device
-from lightppo.plugin import EARLY_STOPS, SCORE_TERMS
+from lightppo.models.packing import all_share_prompts
+from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, SCORE_TERMS
 from lightppo.trainer import metrics as m
 from lightppo.trainer.loop import SkippedSteps, TrainerState
-
-# least number of tokens, over all ranks, of which the logged entropy of a step is the mean
-_ENTROPY_SAMPLE = 2048
-_LARGEST_STRIDE = 8  # one of so many tokens is in the sample of a large step
 
 Metrics = dict[str, Tensor]
 # numbers by name, or tensors of one number that are read at the end of a step
@@ -64,6 +58,25 @@ class ScoreTerm:
 def score_terms(config: PPOConfig, frozen: Mapping[str, Any]) -> list[ScoreTerm]:
     """Those of this run; ``frozen`` are its further models."""
     return list(filter(None, (entry.fn(config, frozen) for entry in SCORE_TERMS.values())))
+
+
+class EntropySample(Protocol):
+    """Which tokens' entropy is computed where it is only logged; see :data:`lightppo.plugin.ENTROPY_SAMPLES`."""
+
+    computed: Tensor  # (B, A) bool, on the CPU
+
+    def mean(
+        self, entropy: Tensor, mask: Tensor, normalizer: LossNormalizer
+    ) -> tuple[Tensor, Tensor]:
+        """This micro batch's share of the mean, and the entropy (B, A), NaN where it was not computed."""
+
+
+def entropy_sample(
+    experience: Experience, normalizer: LossNormalizer, rows: Iterable[int]
+) -> EntropySample | None:
+    """That of a micro batch; None: every token is computed, not only those of the rows that somebody reads."""
+    samples = (entry.fn(experience, normalizer, rows) for entry in ENTROPY_SAMPLES.values())
+    return next(filter(None, samples), None)
 
 
 class EarlyStop(Protocol):
@@ -433,7 +446,7 @@ def actor_loss(
     """
     options, mask = config.loss, experience.action_mask
     needs_all = options.entropy_coef > 0 or bool(token_weights)
-    sample = None if needs_all else entropy_sample(experience, normalizer.tokens, entropy_rows)
+    sample = None if needs_all else entropy_sample(experience, normalizer, entropy_rows)
     scores = actor.score_actions(
         experience.sequences,
         experience.num_actions,
@@ -452,7 +465,11 @@ def actor_loss(
         entropy=scores.entropy.detach(),
         token_weights=token_weights,
     )
-    metrics["entropy"], per_token = _mean_entropy(scores.entropy.detach(), sample, mask, normalizer)
+    per_token = scores.entropy.detach()
+    if sample is None:
+        metrics["entropy"] = token_mean(per_token, mask, normalizer)
+    else:
+        metrics["entropy"], per_token = sample.mean(per_token, mask, normalizer)
     if options.entropy_coef > 0:
         entropy = aggregate(scores.entropy, mask, normalizer)
         loss = loss - options.entropy_coef * entropy
@@ -470,48 +487,6 @@ def actor_loss(
         metrics["aux_loss"] = aux_loss.detach()
         loss = loss + options.aux_loss_coef * aux_loss
     return loss, metrics, scores.log_probs.detach(), per_token
-
-
-@dataclass(frozen=True)
-class EntropySample:
-    """The tokens whose entropy is computed where it is only logged; masks (B, A) on the CPU."""
-
-    stride: int  # each token of the sample stands for so many
-    counted: Tensor  # the sample
-    computed: Tensor  # the sample, and the rows that somebody reads
-
-
-def entropy_sample(
-    experience: Experience, tokens: float, rows: Iterable[int] = ()
-) -> EntropySample | None:
-    """Which tokens of a micro batch are in the sample of an optimizer step of ``tokens``; ``None``: all are.
-
-    The choice depends on the ids of a row alone, so the logged mean depends neither on micro batches nor on ranks.
-    """
-    stride = min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE)
-    if stride < 2:
-        return None
-    ids, real, mask = map(
-        on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask)
-    )
-    counted = systematic_sample(mask, start=(ids * real).sum(1), stride=stride)
-    computed = counted.clone()
-    computed[list(rows)] = True
-    return EntropySample(stride, counted, computed)
-
-
-def _mean_entropy(
-    per_token: Tensor, sample: EntropySample | None, mask: Tensor, normalizer: LossNormalizer
-) -> tuple[Tensor, Tensor]:
-    """This micro batch's share of the mean, and the entropy per token (B, A), NaN where it was not computed."""
-    if sample is None:
-        return token_mean(per_token, mask, normalizer), per_token
-    counted, computed = (
-        to_device(places, mask.device) for places in (sample.counted, sample.computed)
-    )
-    of_sample = per_token.masked_fill(~counted, 0.0)
-    mean = sample.stride * token_mean(of_sample, mask, normalizer)
-    return mean, per_token.masked_fill(~computed, torch.nan)
 
 
 def _token_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
@@ -550,13 +525,19 @@ def weighted_policy_loss(
         experience.action_mask,
         normalizer,
         weights=weights,
-        selected=experience.selected if selection_of(loss_fn) is not None else None,
+        selected=experience.selected if selects_tokens(loss_fn) else None,
     )
     metrics["policy_loss"] = loss.detach()
     if in_training is not None:
         rejected = (in_training == 0).to(in_training.dtype)
         metrics["rejected_ratio"] = token_mean(rejected, experience.action_mask, normalizer)
     return loss, metrics
+
+
+def selects_tokens(loss_fn: Any) -> bool:
+    """Whether a policy loss treats some tokens differently; one of a script has no entry."""
+    entry = getattr(loss_fn, "entry", None)
+    return entry is not None and entry.selection is not None
 
 
 def _kl_to_reference(

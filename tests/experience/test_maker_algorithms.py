@@ -12,11 +12,9 @@ from support.tables import answer, approx, make_one, maker
 from torch import Tensor
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
-from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.shaping import ValueNorm
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteError
-from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import ActionScores
 from lightppo.plugins.algorithms.tables import CORRECTIONS
@@ -408,28 +406,6 @@ def test_tokens_of_high_entropy_are_those_of_all_ranks():
         return make_one(experience_maker, rollout).loss_weights.tolist()
 
     assert on_ranks(2, on_rank) == [[[0, 0, 0]], [[1, 1, 1]]]
-
-
-def test_tokens_are_selected_with_a_seed_of_the_run_and_of_the_step():
-    options = {"clip_cov_ratio": 0.1, "clip_cov_low": -9.0, "clip_cov_high": 9.0}
-    loss = PolicyLoss(policy_loss="clip_cov", options=options)
-
-    def selected(seed: int, step: int) -> list:
-        experience_maker = maker(seed=seed, coef=0.0, critic=False, reference=False)
-        buffer = ReplayBuffer()
-        for index in range(30):
-            experience = Experience.from_rollouts(
-                [make_rollout([index + 1], [10, 20], reward=1.0, index=index)]
-            )
-            experience.action_log_probs = torch.tensor([[-1.0, -2.0 - 0.01 * index]])
-            experience.advantages = torch.tensor([[1.0, 0.5]])
-            buffer.append(experience)
-        experience_maker.normalize(buffer, loss, step)
-        return [item.selected.tolist() for item in buffer.items]
-
-    assert selected(seed=1, step=1) == selected(seed=1, step=1)
-    assert selected(seed=1, step=1) != selected(seed=1, step=2)
-    assert selected(seed=1, step=1) != selected(seed=2, step=1)
 
 
 def test_the_deviation_of_the_batch_is_of_all_ranks():

@@ -21,10 +21,10 @@ from lightppo.algorithms.losses import PolicyLoss
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
-from lightppo.experience.batching import select_tokens
 from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import RolloutSampler
 from lightppo.models.actor import ActionScores
+from lightppo.plugins.algorithms.selection import select_tokens
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.metrics import METRICS, with_namespace

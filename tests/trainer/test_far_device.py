@@ -30,8 +30,10 @@ from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, NewRewardModel, RewardModel
 from lightppo.models.packing import to_device
 from lightppo.plugins.algorithms.correction import correction_weights, rejection_mask
+from lightppo.plugins.algorithms.selection import TokenSelection
 from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
+from lightppo.plugins.records import logged_entropy
 from lightppo.plugins.records.samples import Samples
 from lightppo.plugins.supervised import objectives
 from lightppo.plugins.supervised.lm_loss import GPTLMLoss
@@ -39,7 +41,6 @@ from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 from lightppo.rewards.model import RewardModelSource
 from lightppo.strategy.deepspeed import StepOutcome
 from lightppo.strategy.zero3 import moving_average
-from lightppo.trainer import update
 
 TINY = {
     "vocab_size": 48,
@@ -179,7 +180,7 @@ def test_the_host_does_not_wait_between_micro_batches(
     monkeypatch.setattr(packing, "_KEPT_ASIDE", 0)  # as if its tensors were large
     run.strategy.far.kept_aside = 0
     if name == "the entropy of a sample":
-        monkeypatch.setattr(update, "_ENTROPY_SAMPLE", 2)
+        monkeypatch.setattr(logged_entropy, "LEAST_SAMPLE", 2)
     record = next(callback.record for callback in run.callbacks if isinstance(callback, Samples))
     for step in (1, 2):  # the first one also tries what a model can do
         run.replay_buffer.clear()
@@ -187,7 +188,8 @@ def test_the_host_does_not_wait_between_micro_batches(
         experience = run.experience_maker.make_experience_list(samples())
         making = run.strategy.far.waits.total() - before
         run.replay_buffer.fill(experience)
-        run.experience_maker.normalize(run.replay_buffer, run.actor_loss_fn, step)
+        run.experience_maker.normalize(run.replay_buffer)
+        TokenSelection().on_experience(run, step, run.replay_buffer.items)
         record.pick(step, samples(), run.replay_buffer.items)
         status = run.ppo_train(step)
         record.write(step)
@@ -238,7 +240,8 @@ def test_a_loop_of_ones_own_gets_numbers(trainer: Callable) -> None:
 def test_nothing_mixes_devices(trainer: Callable, options: dict[str, Any], packs: bool) -> None:
     run = trainer(packs, **options)
     run.replay_buffer.fill(run.experience_maker.make_experience_list(samples()))
-    run.experience_maker.normalize(run.replay_buffer, run.actor_loss_fn, 1)
+    run.experience_maker.normalize(run.replay_buffer)
+    TokenSelection().on_experience(run, 1, run.replay_buffer.items)
     assert math.isfinite(run.ppo_train(1)["policy_loss"])
 
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightppo import Callback, PPOTrainer
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.experience.experience import Experience
-from lightppo.trainer import update
-from lightppo.trainer.update import entropy_sample
+from lightppo.plugins.records import logged_entropy
+from lightppo.plugins.records.logged_entropy import SampledEntropy, entropy_sample
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -62,8 +62,8 @@ def trained(
     def train(
         stride: int, rows: tuple[int, ...] = (), weights: Sequence[Callable] = (), **options: Any
     ) -> tuple[float, Observer, int]:
-        monkeypatch.setattr(update, "_ENTROPY_SAMPLE", 1)
-        monkeypatch.setattr(update, "_LARGEST_STRIDE", stride)
+        monkeypatch.setattr(logged_entropy, "LEAST_SAMPLE", 1)
+        monkeypatch.setattr(logged_entropy, "LARGEST_STRIDE", stride)
         trainer = trainer_with(**GRPO, max_epochs=1, **options)
         trainer.callbacks.all = [observer := Observer(rows)]
         trainer.update.token_weights = list(weights)
@@ -141,10 +141,14 @@ def test_a_small_step_is_no_sample():
         torch.ones(1, 5, dtype=torch.long),
         torch.ones(1, 4).bool(),
     )
-    assert entropy_sample(rows, tokens=4095.0) is None
-    assert entropy_sample(rows, tokens=4096.0).stride == 2
-    assert entropy_sample(rows, tokens=1e9).stride == 8
+
+    def sample(rows: Experience, tokens: float) -> SampledEntropy | None:
+        return entropy_sample(rows, LossNormalizer(tokens=tokens, sequences=1.0))
+
+    assert sample(rows, tokens=4095.0) is None
+    assert sample(rows, tokens=4096.0).stride == 2
+    assert sample(rows, tokens=1e9).stride == 8
     cut = replace(rows, action_mask=torch.tensor([[True, False, True, True]]))
     # 1 + 5 and 3 + 5
-    assert entropy_sample(cut, tokens=4096.0).counted.tolist() == [[True, False, False, True]]
+    assert sample(cut, tokens=4096.0).counted.tolist() == [[True, False, False, True]]
     assert LossNormalizer.from_masks([cut.action_mask]).tokens == 3

@@ -54,6 +54,9 @@ def register() -> None:
     TOKEN_WEIGHTS.register("high_entropy", high_entropy)
     EARLY_STOPS.register("limits", Entry("lightppo.plugins.algorithms.early_stop:early_stop"))
     CALLBACKS.register(
+        "token_selection", CallbackEntry("lightppo.plugins.algorithms.selection:token_selection")
+    )
+    CALLBACKS.register(
         "prompt_filter", CallbackEntry("lightppo.plugins.algorithms.prompt_filter:prompt_filter")
     )
     METRICS.register(

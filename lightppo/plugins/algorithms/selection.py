@@ -8,13 +8,69 @@ tokens break ties.
 from __future__ import annotations
 
 import math
+import zlib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.entries import load
+from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
+from lightppo.data.records import seed_of_step
+from lightppo.experience.experience import Experience
+from lightppo.ranks import Ranks
+from lightppo.trainer.callbacks import Callback
+from lightppo.trainer.update import selects_tokens
+
+
+class TokenSelection(Callback):
+    """Has a policy loss that selects tokens select them when the advantages are there."""
+
+    def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
+        loss = run.update.policy_loss
+        if selects_tokens(loss):
+            seed = seed_of_step(run.config.strategy.seed, step)
+            select_tokens(experience, loss, run.strategy, seed)
+
+
+def token_selection(run: Any) -> TokenSelection | None:
+    """Of a run of PPO."""
+    return TokenSelection() if run.samples_tokens else None
+
+
+def select_tokens(items: Sequence[Experience], loss: PolicyLoss, ranks: Ranks, seed: int) -> None:
+    """Sets ``selected`` of all rows, for a loss that selects tokens. Collective.
+
+    A token's random number depends on ``seed``, its row's token ids and its position.
+    """
+    items = items or [Experience.placeholder()]  # for the collectives of a rank without samples
+    masks = [item.action_mask for item in items]  # (1, A) each
+
+    def trained(rows: Iterable[Tensor]) -> Tensor:
+        """(N,) of the trained tokens."""
+        return torch.cat([row[mask] for row, mask in zip(rows, masks)])
+
+    chosen = load(loss.entry.selection)(
+        trained(item.action_log_probs for item in items),
+        trained(item.advantages for item in items),
+        trained(_uniforms(item, seed) for item in items),
+        options=loss.options,
+        all_reduce_sum=partial(ranks.all_reduce, op="sum"),
+    )  # (N,)
+    of_rows = chosen.split([int(mask.sum()) for mask in masks])
+    for item, mask, of_row in zip(items, masks, of_rows):
+        item.selected = torch.zeros_like(mask).masked_scatter(mask, of_row)
+
+
+def _uniforms(item: Experience, seed: int) -> Tensor:
+    """Random numbers of a row (1, A), independent of its rank and of the order of rows."""
+    key = zlib.crc32(item.sequences.cpu().numpy().tobytes(), seed & 0xFFFF_FFFF)
+    generator = torch.Generator().manual_seed(key)
+    return torch.rand(1, item.num_actions, generator=generator).to(item.sequences.device)
 
 
 @torch.no_grad()

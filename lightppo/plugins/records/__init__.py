@@ -1,7 +1,16 @@
 """What a run records: its folder, metrics, samples, trackers, alarms."""
 
 from lightppo.option import register_section
-from lightppo.plugin import ARGUMENTS, CALLBACKS, CHECKS, METRICS, SAMPLING, CallbackEntry, Check
+from lightppo.plugin import (
+    ARGUMENTS,
+    CALLBACKS,
+    CHECKS,
+    ENTROPY_SAMPLES,
+    METRICS,
+    SAMPLING,
+    CallbackEntry,
+    Check,
+)
 from lightppo.table import Entry
 
 
@@ -21,6 +30,7 @@ def register() -> None:
     CHECKS.register(
         "content", Check("lightppo.plugins.records.run_folder:mark_content", when="data")
     )
+    ENTROPY_SAMPLES.register("large_steps", Entry(f"{here}.logged_entropy:entropy_sample"))
     CALLBACKS.register("skipped", CallbackEntry(f"{here}.kept_batches:skipped_in_a_row"))
     CALLBACKS.register("alarms", CallbackEntry("lightppo.plugins.records.alarms:AlarmBell"))
     CALLBACKS.register("samples", CallbackEntry("lightppo.plugins.records.samples:samples"))

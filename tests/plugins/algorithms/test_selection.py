@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fakes import FakeStrategy, on_ranks
+from support.fakes import FakeStrategy, make_rollout, on_ranks
 from torch import Tensor
 
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import LossNormalizer
+from lightppo.config import PPOConfig
+from lightppo.experience.experience import Experience
 from lightppo.plugins.algorithms.selection import (
+    TokenSelection,
     covariance,
     first_above_mean,
     select_clip_cov,
@@ -382,3 +386,28 @@ class TestEverySelection:
         unselected(log_probs, old, advantages, mask)[0].backward()
         # floor(0.1 · 25) tokens are treated differently
         assert ((whole - log_probs.grad).abs() > 1e-6).sum() == 2
+
+
+def test_tokens_are_selected_with_a_seed_of_the_run_and_of_the_step():
+    options = {"clip_cov_ratio": 0.1, "clip_cov_low": -9.0, "clip_cov_high": 9.0}
+    loss = PolicyLoss(policy_loss="clip_cov", options=options)
+
+    def selected(seed: int, step: int, loss=loss) -> list:
+        rows = []
+        for index in range(30):
+            row = Experience.from_rollouts([make_rollout([index + 1], [10, 20], index=index)])
+            row.action_log_probs = torch.tensor([[-1.0, -2.0 - 0.01 * index]])
+            row.advantages = torch.tensor([[1.0, 0.5]])
+            rows.append(row)
+        run = SimpleNamespace(
+            config=PPOConfig.from_flat(seed=seed),
+            strategy=FakeStrategy(),
+            update=SimpleNamespace(policy_loss=loss),
+        )
+        TokenSelection().on_experience(run, step, rows)
+        return [None if row.selected is None else row.selected.tolist() for row in rows]
+
+    assert selected(seed=1, step=1) == selected(seed=1, step=1)
+    assert selected(seed=1, step=1) != selected(seed=1, step=2)
+    assert selected(seed=1, step=1) != selected(seed=2, step=1)
+    assert selected(seed=1, step=1, loss=PolicyLoss()) == [None] * 30

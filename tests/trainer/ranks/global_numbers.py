@@ -19,10 +19,11 @@ from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
-from lightppo.experience.batching import Minibatch, ReplayBuffer, plan_step, select_tokens
+from lightppo.experience.batching import Minibatch, ReplayBuffer, plan_step
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores, Actor
+from lightppo.plugins.algorithms.selection import select_tokens
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
 

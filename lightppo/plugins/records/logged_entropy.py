@@ -1,0 +1,56 @@
+"""The entropy of a large step, where it is only logged: of some of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightppo.algorithms.masking import LossNormalizer, systematic_sample, token_mean
+from lightppo.experience.experience import Experience
+from lightppo.models.packing import on_cpu, to_device
+
+# least number of tokens, over all ranks, of which the logged entropy of a step is the mean
+LEAST_SAMPLE = 2048
+LARGEST_STRIDE = 8  # one of so many tokens is in the sample of a large step
+
+
+@dataclass(frozen=True)
+class SampledEntropy:
+    """The tokens whose entropy is computed; masks (B, A) on the CPU."""
+
+    stride: int  # each token of the sample stands for so many
+    counted: Tensor  # the sample
+    computed: Tensor  # the sample, and the rows that somebody reads
+
+    def mean(
+        self, entropy: Tensor, mask: Tensor, normalizer: LossNormalizer
+    ) -> tuple[Tensor, Tensor]:
+        """This micro batch's share of the mean, and the entropy (B, A), NaN where it was not computed."""
+        counted, computed = (
+            to_device(places, mask.device) for places in (self.counted, self.computed)
+        )
+        of_sample = entropy.masked_fill(~counted, 0.0)
+        mean = self.stride * token_mean(of_sample, mask, normalizer)
+        return mean, entropy.masked_fill(~computed, torch.nan)
+
+
+def entropy_sample(
+    experience: Experience, normalizer: LossNormalizer, rows: Iterable[int] = ()
+) -> SampledEntropy | None:
+    """Which tokens of a micro batch are in the sample of its optimizer step; ``None``: all are.
+
+    The choice depends on the ids of a row alone, so the logged mean depends neither on micro batches nor on ranks.
+    """
+    stride = min(LARGEST_STRIDE, int(normalizer.tokens) // LEAST_SAMPLE)
+    if stride < 2:
+        return None
+    ids, real, mask = map(
+        on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask)
+    )
+    counted = systematic_sample(mask, start=(ids * real).sum(1), stride=stride)
+    computed = counted.clone()
+    computed[list(rows)] = True
+    return SampledEntropy(stride, counted, computed)
