@@ -402,12 +402,12 @@ def train_once(
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
-    from lightppo.algorithms.masking import systematic_sample
     from lightppo.models.actor import Actor
     from lightppo.models.packing import on_cpu
     from lightppo.plugins.kernels import layers
     from lightppo.plugins.kernels.liger import use_liger_kernels
     from lightppo.plugins.kernels.offload import offloading
+    from lightppo.plugins.records.logged_entropy import systematic_sample
 
     counters.clear()
     config = llama_config(scale)

@@ -48,15 +48,6 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return zero_where_masked(values, mask).sum(1) / mask.bool().sum(1).clamp(min=1)
 
 
-def systematic_sample(mask: Tensor, start: Tensor, stride: int) -> Tensor:
-    """Every ``stride``-th unmasked token of each row, (B, A) bool, from the one that ``start`` (B,) decides on.
-
-    The sum over these times ``stride`` estimates the sum over all, without bias where ``start`` is random.
-    """
-    nth = mask.long().cumsum(1) + start.unsqueeze(1)  # (B, A)
-    return mask.bool() & (nth % stride == 0)
-
-
 @torch.no_grad()
 def whiten(
     values: Tensor,

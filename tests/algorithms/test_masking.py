@@ -10,7 +10,6 @@ from lightppo.algorithms.masking import (
     LossNormalizer,
     aggregate_loss,
     masked_mean,
-    systematic_sample,
     whiten,
 )
 
@@ -47,24 +46,6 @@ def test_low_precision_is_summed_in_float32():
 def test_shapes_that_would_broadcast_are_refused():
     with pytest.raises(ValueError, match=r"values \(2, 3\), mask \(2, 1\)"):
         masked_mean(torch.ones(2, 3), torch.ones(2, 1))
-
-
-def test_a_systematic_sample_by_hand():
-    # the trained tokens are numbered from 1
-    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
-    sample = systematic_sample(mask, start=torch.tensor([1, 0]), stride=3)
-    assert sample.tolist() == [
-        [False, False, True, False, False, False, True],
-        [False, False, True] * 2 + [False],
-    ]
-
-
-def test_all_systematic_samples_together_are_all_tokens():
-    mask = torch.rand(4, 9, generator=torch.Generator().manual_seed(0)) < 0.7
-    samples = [systematic_sample(mask, torch.full((4,), start), stride=4) for start in range(4)]
-    assert torch.equal(torch.stack(samples).sum(0).bool(), mask)
-    assert torch.stack(samples).sum() == mask.sum()
-    assert torch.equal(systematic_sample(mask, torch.arange(4), stride=1), mask)
 
 
 class TestWhiten:

@@ -18,7 +18,11 @@ from lightppo import Callback, PPOTrainer
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.experience.experience import Experience
 from lightppo.plugins.records import logged_entropy
-from lightppo.plugins.records.logged_entropy import SampledEntropy, entropy_sample
+from lightppo.plugins.records.logged_entropy import (
+    SampledEntropy,
+    entropy_sample,
+    systematic_sample,
+)
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -152,3 +156,21 @@ def test_a_small_step_is_no_sample():
     # 1 + 5 and 3 + 5
     assert sample(cut, tokens=4096.0).counted.tolist() == [[True, False, False, True]]
     assert LossNormalizer.from_masks([cut.action_mask]).tokens == 3
+
+
+def test_a_systematic_sample_by_hand():
+    # the trained tokens are numbered from 1
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    sample = systematic_sample(mask, start=torch.tensor([1, 0]), stride=3)
+    assert sample.tolist() == [
+        [False, False, True, False, False, False, True],
+        [False, False, True] * 2 + [False],
+    ]
+
+
+def test_all_systematic_samples_together_are_all_tokens():
+    mask = torch.rand(4, 9, generator=torch.Generator().manual_seed(0)) < 0.7
+    samples = [systematic_sample(mask, torch.full((4,), start), stride=4) for start in range(4)]
+    assert torch.equal(torch.stack(samples).sum(0).bool(), mask)
+    assert torch.stack(samples).sum() == mask.sum()
+    assert torch.equal(systematic_sample(mask, torch.arange(4), stride=1), mask)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.masking import LossNormalizer, systematic_sample, token_mean
+from lightppo.algorithms.masking import LossNormalizer, token_mean
 from lightppo.experience.experience import Experience
 from lightppo.models.packing import on_cpu, to_device
 
@@ -54,3 +54,12 @@ def entropy_sample(
     computed = counted.clone()
     computed[list(rows)] = True
     return SampledEntropy(stride, counted, computed)
+
+
+def systematic_sample(mask: Tensor, start: Tensor, stride: int) -> Tensor:
+    """Every ``stride``-th unmasked token of each row, (B, A) bool, from the one that ``start`` (B,) decides on.
+
+    The sum over these times ``stride`` estimates the sum over all, without bias where ``start`` is random.
+    """
+    nth = mask.long().cumsum(1) + start.unsqueeze(1)  # (B, A)
+    return mask.bool() & (nth % stride == 0)
