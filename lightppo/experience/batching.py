@@ -86,8 +86,6 @@ class StepPart:
     status_scale: float = 1.0
     loss_scale: float = 1.0  # factor of the loss beside the normalizer; 1 if the step was planned
     has_samples: bool = True  # False: a placeholder that only keeps the ranks' collectives level
-    # of further terms of the actor's loss: lightppo.trainer.update.OwnLoss; placeholders have some, too
-    own_losses: tuple[Callable[[Any], Any], ...] = ()
 
 
 @dataclass

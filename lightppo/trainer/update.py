@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -164,6 +164,8 @@ class Update:
         self.early_stops: list[EarlyStop] = [stop for stop in stops if stop is not None]
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
+        # of each further term: those of the micro batches that follow
+        self.own_losses: list[Iterator[OwnLoss]] = []
         # of log probs that only the training pass has made
         self.on_policy: dict[str, m.Summary] = {}
         self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
@@ -215,8 +217,8 @@ class Update:
 
     def train_minibatch(self, minibatch: Minibatch, step: int = 0) -> list[Mapping[str, float]]:
         """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
-        micro_batches = self.with_own_losses(minibatch.micro_batches)
-        of_critic = minibatch.critic_micro_batches
+        micro_batches, of_critic = minibatch.micro_batches, minibatch.critic_micro_batches
+        self.begin_terms(len(micro_batches))
         self.skipped.begin(minibatch)
         self.strategy.accumulate(self.actor, len(micro_batches))
         self.strategy.accumulate(self.critic, len(of_critic or micro_batches))
@@ -291,7 +293,8 @@ class Update:
             self.unread.append((experience, log_probs))
             experience = self.with_kl(experience, log_probs)
         status: dict[str, Any] = m.micro_batch_status(metrics, part.status_scale)
-        for own_loss in part.own_losses:
+        own_losses = (next(losses, None) for losses in self.own_losses)
+        for own_loss in filter(None, own_losses):
             coef, loss, own_metrics = own_loss(self.actor)
             self.backward(coef * part.loss_scale * loss, self.actor, self.actor_optim)
             status |= own_metrics
@@ -370,14 +373,11 @@ class Update:
         of_critic = self.specs["critic_train"]
         return None if self.critic is None or of_critic == self.specs["actor_train"] else of_critic
 
-    def with_own_losses(self, micro_batches: list[Experience]) -> list[Experience]:
-        """The micro batches of a step, each with what further terms add to the actor's loss. Collective."""
-        if self.epoch >= self.max_epochs:
-            return micro_batches
-        found = [term.losses(len(micro_batches)) for term in self.loss_terms.values()]
-        of_each = zip(*filter(None, found))
-        parts = [replace(one.part, own_losses=own) for one, own in zip(micro_batches, of_each)]
-        return [replace(one, part=part) for one, part in zip(micro_batches, parts)] or micro_batches
+    def begin_terms(self, micro_batches: int) -> None:
+        """Further terms of the actor's loss get ready for the micro batches that follow. Collective."""
+        if self.epoch < self.max_epochs:
+            losses = (term.losses(micro_batches) for term in self.loss_terms.values())
+            self.own_losses = [iter(of_term) for of_term in losses]
 
     def actor_trains(self, step: int) -> bool:
         return step > self.freezing_actor_steps and self.epoch < self.max_epochs

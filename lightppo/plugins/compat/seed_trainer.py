@@ -150,7 +150,8 @@ class SeedUpdate(Update):
         part = lone_part(
             experience, self.strategy, scale=scale, accumulation=self.lone_accumulation()
         )
-        return self.with_own_losses([replace(experience, part=part)])[0].part
+        self.begin_terms(1)
+        return part
 
     def with_kl(self, experience: Experience, log_probs: Tensor) -> Experience:
         """Nobody else gives a loop of the script's own the KL."""

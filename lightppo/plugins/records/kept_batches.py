@@ -106,10 +106,7 @@ def save_batch(
             del tensors[name]
         for name, tensor in tensors.items():
             tensors[name] = None if tensor is None else on_cpu(tensor).detach()
-        step = part.part and vars(part.part) | {
-            "normalizer": vars(part.part.normalizer),
-            "own_losses": (),
-        }
+        step = part.part and vars(part.part) | {"normalizer": vars(part.part.normalizer)}
         return {"tensors": tensors, "info": part.info, "part": step}
 
     kinds = {
@@ -126,7 +123,8 @@ def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, 
 
     def experience(plain: dict[str, Any]) -> Experience:
         if (part := plain["part"]) is not None:
-            part.pop("pretrain", None)  # of an older lightppo
+            for name in ("pretrain", "own_losses"):  # of an older lightppo
+                part.pop(name, None)
             part = StepPart(**part | {"normalizer": LossNormalizer(**part["normalizer"])})
         tensors, own = plain["tensors"], {field.name for field in fields(Experience)}
         extra = {name: tensors.pop(name) for name in tensors.keys() - own}
