@@ -48,6 +48,9 @@ class Mine(Callback):
     def on_save(self, run, step):
         self.times.append(f"save {step}")
 
+    def after_step(self, run, step):
+        self.times.append(f"after {step}")
+
     def on_evaluation(self, run, step, result):
         self.times.append(f"evaluation {step} {'eval/reward' in result}")
         return {"eval/of_reward": 2 * result["eval/reward"]}
@@ -73,6 +76,7 @@ def test_the_times_of_a_run(make_config, tmp_path, assets, monkeypatch):
         *step,
         "step 1",
         "save 1",
+        "after 1",
         *step,
         "step 2",
         "evaluation 2 True",
