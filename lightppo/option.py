@@ -247,10 +247,14 @@ class Section(types.SimpleNamespace):
     @classmethod
     def options(cls) -> dict[str, Option]:
         """The options by name, with those that plugins add."""
-        options = cls._declared | ({} if cls._own is None else cls._own.flag_options(cls._owner))
-        for addition in additions_to(cls._owner) if cls._is_open else ():
-            options |= addition.options()
-        return options
+        own = {} if cls._own is None else cls._own
+        added = [part.options() for part in additions_to(cls._owner)] if cls._is_open else []
+        sources = [*cls._declared.values(), *own.items(), *added]
+        if vars(cls).get("_sources") != sources:  # else what was made of them last is true still
+            cls._sources, cls._options = sources, dict(cls._declared)
+            for options in (own.flag_options(cls._owner) if own else {}, *added):
+                cls._options |= options
+        return cls._options
 
     def __init__(self, **values: Any) -> None:
         defaults = {name: option.default for name, option in self.options().items()}
