@@ -315,7 +315,7 @@ class Section(types.SimpleNamespace):
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SectionPlace:
     """Where the section of a plugin is."""
 
@@ -323,7 +323,7 @@ class SectionPlace:
     adds_to: str = ""  # the section that it adds options to; "": it is ``config.NAME``
     commands: tuple[str, ...] = ("ppo",)  # that have it
 
-    @property
+    @functools.cached_property
     def kind(self) -> type[Section]:
         module, _, name = self.where.rpartition(":")
         return getattr(importlib.import_module(module), name)
@@ -351,7 +351,12 @@ def register_section(
 
 def additions_to(owner: str) -> list[type[Section]]:
     """The sections of plugins that add to one."""
-    return [place.kind for place in SECTIONS.values() if place.adds_to == owner]
+    return list(_additions_among(tuple(SECTIONS.values()), owner))
+
+
+@functools.cache
+def _additions_among(places: tuple[SectionPlace, ...], owner: str) -> list[type[Section]]:
+    return [place.kind for place in places if place.adds_to == owner]
 
 
 def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterator[str]:

@@ -225,7 +225,7 @@ def test_two_ranks_at_zero3(assets, wide_model, tmp_path):
             "pretrain": wide_model, "prompt_data": assets["prompt_data"], "reward_fn": assets["reward_fn"],
             "zero_stage": 3, "lora_rank": 4, "lora_alpha": 32, "prompt_max_len": 12, "generate_max_len": 5,
             "rollout_batch_size": 4, "train_batch_size": 4, "micro_train_batch_size": 1, "kl_target": 0.1,
-            "actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2, "save_steps": 1, "benchmark_steps": 2,
+            "actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2, "save_steps": 1,
             "save_path": tmp_path / "model", "ckpt_path": tmp_path / "ckpt",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()]
@@ -242,7 +242,7 @@ def test_two_ranks_at_zero3(assets, wide_model, tmp_path):
     forget_checkpoints(tmp_path / "ckpt", after=1)
     assert launch() == whole
     kls = [row["rollout/kl"] for row in whole]
-    assert abs(kls[0]) < 1e-6 < abs(kls[1])
+    assert abs(kls[0]) < 1e-6 < abs(kls[2])
 
     unset_hf_deepspeed_config()
     ids = torch.randint(4, 40, (3, 9))
