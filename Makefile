@@ -63,6 +63,8 @@ quickstart: $(INSTALLED)
 rlhf: $(INSTALLED)
 	$(BIN)/python examples/rlhf/run.py
 
+# What is compiled of the tests is kept for the next run, also where the environment says otherwise: ten seconds.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 

@@ -134,14 +134,20 @@ def density(sources: Iterable[str]) -> dict[str, float]:
     }
 
 
-def parts_of(tree: Path) -> dict[str, dict[str, float]]:
-    """The density of the core, of each plugin and of both together."""
+def sources_of(tree: Path) -> dict[str, list[str]]:
+    """The files of the core, and of each plugin."""
     package = tree / "lightppo"
     sources: dict[str, list[str]] = {"core": []}
     for path in sorted(package.rglob("*.py")):
         folders = path.relative_to(package).parts
         part = "core" if folders[0] != "plugins" else f"plugins/{folders[1].removesuffix('.py')}"
         sources.setdefault(part, []).append(path.read_text())
+    return sources
+
+
+def parts_of(tree: Path) -> dict[str, dict[str, float]]:
+    """The density of the core, of each plugin and of both together."""
+    sources = sources_of(tree)
     found = {part: density(texts) for part, texts in sources.items()}
     return found | {"all": density(text for texts in sources.values() for text in texts)}
 

@@ -196,10 +196,14 @@ class Section(types.SimpleNamespace):
     @classmethod
     def options(cls) -> dict[str, Option]:
         """The options by name, with those that plugins add."""
-        options = cls._declared | ({} if cls._own is None else cls._own.flag_options(cls._owner))
-        for addition in additions_to(cls._owner) if cls._is_open else ():
-            options |= addition.options()
-        return options
+        own = {} if cls._own is None else cls._own
+        added = [part.options() for part in additions_to(cls._owner)] if cls._is_open else []
+        sources = [*cls._declared.values(), *own.items(), *added]
+        if vars(cls).get("_sources") != sources:  # else what was made of them last is true still
+            cls._sources, cls._options = sources, dict(cls._declared)
+            for options in (own.flag_options(cls._owner) if own else {}, *added):
+                cls._options |= options
+        return cls._options
 
     def __init__(self, **values: Any) -> None:
         defaults = {name: option.default for name, option in self.options().items()}
@@ -281,7 +285,7 @@ class Section(types.SimpleNamespace):
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SectionPlace:
     """Where the section of a plugin is."""
 
@@ -289,7 +293,7 @@ class SectionPlace:
     adds_to: str = ""  # the section that it adds options to; "": it is ``config.NAME``
     commands: tuple[str, ...] = ("ppo",)  # that have it
 
-    @property
+    @functools.cached_property
     def kind(self) -> type[Section]:
         module, _, name = self.where.rpartition(":")
         return getattr(importlib.import_module(module), name)
@@ -317,7 +321,12 @@ def register_section(
 
 def additions_to(owner: str) -> list[type[Section]]:
     """The sections of plugins that add to one."""
-    return [place.kind for place in SECTIONS.values() if place.adds_to == owner]
+    return list(_additions_among(tuple(SECTIONS.values()), owner))
+
+
+@functools.cache
+def _additions_among(places: tuple[SectionPlace, ...], owner: str) -> list[type[Section]]:
+    return [place.kind for place in places if place.adds_to == owner]
 
 
 def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterator[str]:

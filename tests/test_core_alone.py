@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.ranks import RanksResult, run_ranks
 from support.tiny import sums, write_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -85,8 +86,8 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def lightppo(
     package: Path, folder: Path, run: str, model: str, *flags: str, **environment: str
-) -> subprocess.CompletedProcess:
-    """``lightppo ppo`` of a package with plain kernels and decoder, in a process of its own."""
+) -> RanksResult:
+    """``lightppo ppo`` of a package with plain kernels and decoder, in a process that has none of it imported."""
     options = (
         SMALL
         | RUNS[run]
@@ -99,15 +100,12 @@ def lightppo(
     words = [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
     ]
-    return subprocess.run(
-        [sys.executable, "-c", PLAIN, "ppo", *words, *flags],
-        cwd=folder.parent,
-        env=os.environ
-        | {"PYTHONPATH": str(package), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    script = folder.parent / "plain.py"
+    script.write_text(PLAIN)
+    environment["PYTHONPATH"] = str(package)
+    words = ["ppo", *words, *flags]
+    return run_ranks(
+        script, *words, bare=True, world_size=1, timeout=300, check=False, env=environment
     )
 
 
@@ -118,20 +116,21 @@ def weights(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_the_core_alone_trains_is_killed_goes_on_and_has_the_products_weights(
-    core, tiny_model, tmp_path, run
+    core, tiny_model, tmp_path, run, monkeypatch
 ):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text(REWARD)
     write_jsonl(tmp_path / "prompts.jsonl", sums(12))
     alone, whole = tmp_path / "alone", tmp_path / "whole"
     killed = lightppo(core, alone, run, tiny_model, CALLS="alone", KILLED="1")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert killed.returncode == -signal.SIGKILL, killed.output
     resumed = lightppo(core, alone, run, tiny_model, CALLS="alone")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resumed from" in resumed.stdout
-    assert "2 steps done" in resumed.stdout
+    assert resumed.returncode == 0, resumed.output
+    assert "resumed from" in resumed.output
+    assert "2 steps done" in resumed.output
     # the product would pack its rows, which the core alone cannot
     product = lightppo(ROOT, whole, run, tiny_model, "--no_packing_samples", CALLS="whole")
-    assert product.returncode == 0, product.stderr
+    assert product.returncode == 0, product.output
     assert weights(alone / run) == weights(whole / run)
     assert not (alone / run / "metrics.jsonl").exists()  # that is a plugin's
     assert (whole / run / "metrics.jsonl").exists()

@@ -5,7 +5,7 @@ The name of an option is unique over all sections: it is the flag, and the key i
 
 import types
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from lightppo.algorithms.entries import (
@@ -15,7 +15,7 @@ from lightppo.algorithms.entries import (
     POLICY_LOSSES,
 )
 from lightppo.errors import ConfigError
-from lightppo.option import SECTIONS, Option, Section, additions_to, option
+from lightppo.option import SECTIONS, Option, Section, SectionPlace, additions_to, option
 from lightppo.plugin import ENGINES
 from lightppo.suggestions import nearest
 
@@ -556,13 +556,7 @@ class OptionSet(types.SimpleNamespace):
     @classmethod
     def sections(cls) -> dict[str, type[Section]]:
         """The sections by their names."""
-        kinds = {name: kind for name, kind in get_type_hints(cls).items() if _is_section(kind)}
-        own = {
-            name: place.kind
-            for name, place in SECTIONS.items()
-            if cls.command in place.commands and not place.adds_to and name not in kinds
-        }
-        return kinds | own
+        return dict(_sections_of(cls, tuple(SECTIONS.items())))
 
     @classmethod
     def of_trainer(cls) -> set[str]:
@@ -572,11 +566,7 @@ class OptionSet(types.SimpleNamespace):
     @classmethod
     def parts(cls) -> list[type[Section]]:
         """The sections, and what plugins add to each: who knows what of the options."""
-        return [
-            part
-            for name, kind in cls.sections().items()
-            for part in (kind, *_additions(name, kind))
-        ]
+        return list(_parts_of(cls, tuple(SECTIONS.items())))
 
     @classmethod
     def all_options(cls) -> Iterator[Option]:
@@ -650,6 +640,30 @@ class Options(OptionSet):
 
 def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
+
+
+@cache
+def _sections_of(
+    options: type[OptionSet], places: tuple[tuple[str, SectionPlace], ...]
+) -> dict[str, type[Section]]:
+    kinds = {name: kind for name, kind in get_type_hints(options).items() if _is_section(kind)}
+    own = {
+        name: place.kind
+        for name, place in places
+        if options.command in place.commands and not place.adds_to and name not in kinds
+    }
+    return kinds | own
+
+
+@cache
+def _parts_of(
+    options: type[OptionSet], places: tuple[tuple[str, SectionPlace], ...]
+) -> list[type[Section]]:
+    return [
+        part
+        for name, kind in _sections_of(options, places).items()
+        for part in (kind, *_additions(name, kind))
+    ]
 
 
 def _additions(name: str, kind: type[Section]) -> list[type[Section]]:

@@ -101,11 +101,11 @@ def whole(assets, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, whole, tmp_path):
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("deepspeed", marks=pytest.mark.long)])
+def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, whole, tmp_path, launcher):
     # Call 1 scores the evaluation before training, call k + 1 the rollouts of step k (call 5: the evaluation after 3).
-    killed = launch(
-        assets, tmp_path, "lightppo", "ppo", launcher="deepspeed", check=False, env={"DIE_AT": "6"}
-    )
+    command = (SCRIPT,) if launcher == "fork" else ("lightppo", "ppo")
+    killed = launch(assets, tmp_path, *command, launcher=launcher, check=False, env={"DIE_AT": "6"})
     assert killed.returncode != 0
     assert max(steps(tmp_path)) == 3
     assert (tmp_path / "ckpt" / "latest").read_text() == "global_step2"

@@ -152,11 +152,14 @@ def test_one_process_without_a_launcher(run_checks):
     checks = (
         "check_zero_equals_plain_torch",
         "check_one_rank_averages_nothing",
-        "check_skip_step",
         "check_late_copies",
-        "check_moving_average",
     )
     run_checks("engines.py", *checks, world_size=1, timeout=400)
+
+
+@pytest.mark.long  # as on two ranks
+def test_one_process_skips_and_averages_too(run_checks):
+    run_checks("engines.py", "check_skip_step", "check_moving_average", world_size=1, timeout=400)
 
 
 def test_a_rank_that_is_lost_ends_the_job(tmp_path):

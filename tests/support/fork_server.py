@@ -2,10 +2,11 @@
 
     python -u fork_server.py FD MODULE…
 
-FD is one end of a ``multiprocessing.Pipe``. A job that comes through it has a script, its words, a folder, a log, the
-environment of each rank and a time-out; what goes back is an exit code, or None after the time-out. A job without a
-time-out has one process, which stays until the tests have ended; what goes back is its number. Its exit code is asked
-for by that number.
+FD is a socket that listens. Of each connection, which is one end of a ``multiprocessing.Pipe``, a process of its own
+takes the jobs; the server ends with the last of these. A job has a script, its words, a folder, a log, the environment
+of each rank and a time-out; what goes back is an exit code, or None after the time-out. A job without a time-out has
+one process, which stays until the tests have ended; what goes back is its number. Its exit code is asked for by that
+number. A job with modules is a further server, which imports them on top; what goes back is None.
 
 Nothing is computed here before a fork, so there are no threads that a rank would miss. A forked rank differs from one
 of a launcher in this: what modules read from the environment while they are imported, and the seed of ``hash``, are
@@ -22,8 +23,10 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
+import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -31,11 +34,23 @@ from pathlib import Path
 from typing import Any
 
 GRACE = 10  # seconds that ranks have after one has failed, to say why they fail too
+FORK = multiprocessing.get_context("fork")
 
 
-def main() -> None:
-    control = Connection(int(sys.argv[1]))
-    for name in sys.argv[2:]:
+def listening(address: str) -> socket.socket | None:
+    """What a server listens at, which is no file, so nothing is left behind; None if there is one already."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{address}")
+    except OSError:
+        return listener.close()
+    listener.listen()
+    return listener
+
+
+def serve(listener: socket.socket, modules: list[str]) -> None:
+    """Imports modules, and forks a process for each connection; ends with the last of them."""
+    for name in modules:
         # of an extra that is not installed; a script that needs it says so
         with suppress(ImportError):
             importlib.import_module(name)
@@ -49,6 +64,21 @@ def main() -> None:
         report.FEWEST_STEPS = math.inf
     gc.freeze()  # no rank copies what it never touches
     gc.unfreeze = lambda: None  # which vLLM calls, and collects garbage seven times for each engine
+    attending: list[ForkProcess] = []
+    while True:
+        if listener in wait([listener, *(process.sentinel for process in attending)]):
+            control = Connection(listener.accept()[0].detach())
+            attending.append(FORK.Process(target=attend, args=(listener, control)))
+            attending[-1].start()
+            control.close()
+        attending = [process for process in attending if process.exitcode is None]
+        if not attending:
+            return
+
+
+def attend(listener: socket.socket, control: Connection) -> None:
+    """Does the jobs of one process of the tests until that has ended."""
+    listener.close()
     staying: list[ForkProcess] = []
     while True:
         try:
@@ -60,9 +90,12 @@ def main() -> None:
             process.join()
             control.send(process.exitcode)
             continue
-        start = multiprocessing.get_context("fork").Process
+        if "modules" in job:
+            branch_off(control, job)
+            control.send(None)
+            continue
         ranks = [
-            start(target=run, args=(control, job, environment))
+            FORK.Process(target=run, args=(control, job, environment))
             for environment in job["environments"]
         ]
         for rank in ranks:
@@ -72,6 +105,26 @@ def main() -> None:
             control.send(ranks[0].pid)
         else:
             control.send(watch(ranks, control, job["timeout"]))
+
+
+def branch_off(control: Connection, job: dict[str, Any]) -> None:
+    """A further server, unless there is one; it ends by itself."""
+    listener = listening(job["address"])
+    if listener is None:
+        return
+    with listener:
+        if os.fork():
+            return
+        control.close()
+        os.environ.update(job["environment"])
+        if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # which torch has read already
+            sys.modules["torch._dynamo"].config.disable = True
+        try:
+            serve(listener, job["modules"])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
 
 
 def run(control: Connection, job: dict[str, Any], environment: dict[str, str]) -> None:
@@ -141,4 +194,4 @@ def end(ranks: list[ForkProcess]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import random
 import socket
@@ -18,6 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from support.fork_server import listening
 
 REPO = Path(__file__).parents[2]
 WITH_SUPPORT = {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
@@ -40,14 +41,19 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
 }
-PRELOADED = (
+HEAVY = (
     "deepspeed",
     "datasets",
     "peft",
-    "lightppo.plugins.compat.seed",
-    "lightppo.trainer.build",
-    "lightppo.plugins.supervised.trainer",
+    "transformers.integrations.deepspeed",
+    "transformers.models.llama.modeling_llama",
     "matplotlib.backends.backend_agg",
+)
+NEEDS_VLLM = ("lightppo.plugins.vllm.adapter_shelf", "lightppo.plugins.vllm.worker")
+PRELOADED = tuple(
+    name
+    for path in sorted((REPO / "lightppo").rglob("[a-z]*.py"))
+    if (name := ".".join(path.relative_to(REPO).with_suffix("").parts)) not in NEEDS_VLLM
 )
 WITH_VLLM = (
     "lightppo.plugins.vllm.colocated",
@@ -55,13 +61,20 @@ WITH_VLLM = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "vllm.entrypoints.openai.api_server",
-    "lightppo.plugins.vllm.worker",
+    *NEEDS_VLLM,
 )
 # While it is imported. It compiles a comparison of log probs, which takes longer than an engine's whole start.
 READ_BY_VLLM = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "TORCH_COMPILE_DISABLE": "1",
+}
+TESTS = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+# name → what it has beside those before it, and what is in its environment then
+SERVERS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "third parties": (HEAVY, {}),
+    "lightppo": (PRELOADED, {}),
+    "vllm": (WITH_VLLM, READ_BY_VLLM),
 }
 
 
@@ -127,6 +140,7 @@ def run_ranks(
     *args: str | Path,
     launcher: str = "fork",
     vllm: bool = False,
+    bare: bool = False,
     world_size: int = 2,
     timeout: float = 400,
     check: bool = True,
@@ -140,6 +154,7 @@ def run_ranks(
         launcher: "deepspeed", "torchrun", "python" (one rank without a launcher), or "fork": the same without the
             imports, which take longer than most tests. The others are for what depends on how a process starts or ends.
         vllm: vLLM, too, is imported before the fork.
+        bare: lightppo is not imported before the fork, so that it may be another one.
         world_size: number of ranks; 1 for "python".
         timeout: seconds until the whole run is killed and the test fails.
         check: fail the test when the exit code is not 0.
@@ -153,7 +168,8 @@ def run_ranks(
     environment |= {"LIGHTPPO_TEST_RUN": marker, **ENVIRONMENT, **(env or {})}
     try:
         if launcher == "fork":
-            code, output = run_forked(script, words, world_size, environment, timeout, vllm)
+            server = "vllm" if vllm else "third parties" if bare else "lightppo"
+            code, output = run_forked(script, words, world_size, environment, timeout, server)
         else:
             command = launch_command(launcher, world_size, script, words)
             code, output = run_launcher(command, environment, timeout, marker)
@@ -196,7 +212,7 @@ def run_forked(
     world_size: int,
     environment: dict[str, str],
     timeout: float,
-    vllm: bool,
+    server: str,
 ) -> tuple[int | None, str]:
     """As :func:`run_launcher`, with the variables that a launcher sets; a single rank has none."""
     ranks = [environment]
@@ -207,7 +223,7 @@ def run_forked(
             shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)
         ]
     with tempfile.NamedTemporaryFile("r", prefix="lightppo-ranks-", errors="replace") as log:
-        return ask_fork_server(script, words, ranks, log.name, timeout, vllm), log.read()
+        return ask_fork_server(script, words, ranks, log.name, timeout, server), log.read()
 
 
 def ask_fork_server(
@@ -216,7 +232,7 @@ def ask_fork_server(
     environments: list[dict[str, str]],
     log: str,
     timeout: float | None,
-    vllm: bool,
+    server: str,
 ) -> int | None:
     """What support/fork_server.py answers to a job."""
     job = {
@@ -226,39 +242,59 @@ def ask_fork_server(
         "folder": os.getcwd(),
         "log": log,
     }
-    return tell_fork_server(job | {"timeout": timeout}, vllm)
+    return tell_fork_server(job | {"timeout": timeout}, server)
 
 
-def tell_fork_server(job: dict[str, Any] | int, vllm: bool) -> int | None:
-    server = fork_server(vllm)
+def tell_fork_server(job: dict[str, Any] | int, server: str) -> int | None:
+    connection = fork_server(server)
     try:
-        server.send(job)
-        return server.recv()
-    except BaseException:  # of a test that is broken off: the server ends, and its ranks with it
-        server.close()
+        connection.send(job)
+        return connection.recv()
+    except BaseException:  # of a test that is broken off: its ranks end
+        connection.close()
         fork_server.cache_clear()
         raise
 
 
 @functools.cache
-def fork_server(vllm: bool) -> Connection:
-    """This end of the connection to a process of support/fork_server.py, which ends with it."""
-    ours, its = multiprocessing.Pipe()
-    with its:
-        modules = PRELOADED + WITH_VLLM * vllm
-        command = [
-            sys.executable,
-            "-u",
-            str(Path(__file__).with_name("fork_server.py")),
-            str(its.fileno()),
-            *modules,
-        ]
-        environment = {
-            name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
-        }
-        environment |= ENVIRONMENT | (READ_BY_VLLM if vllm else {})
-        subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], start_new_session=True)
-    return ours
+def fork_server(name: str) -> Connection:
+    """A connection to a process of support/fork_server.py, which all processes of pytest-xdist share.
+
+    It ends when all have closed their connections.
+    """
+    before = list(SERVERS)[: list(SERVERS).index(name)]
+    if before:
+        fork_server(before[-1])
+    address = f"lightppo-tests-{TESTS}-{name}"
+    while True:
+        ours = socket.socket(socket.AF_UNIX)
+        try:
+            ours.connect(f"\0{address}")
+            return Connection(ours.detach())
+        except ConnectionRefusedError:  # there is none yet
+            ours.close()
+        modules, environment = SERVERS[name]
+        if before:
+            job = {"address": address, "modules": modules, "environment": environment}
+            tell_fork_server(job, before[-1])
+        elif listener := listening(address):
+            with listener:
+                start_fork_server(listener, modules)
+
+
+def start_fork_server(listener: socket.socket, modules: tuple[str, ...]) -> None:
+    """The first one, in a session of its own."""
+    script = str(Path(__file__).with_name("fork_server.py"))
+    command = [sys.executable, "-u", script, str(listener.fileno()), *modules]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
+    }
+    subprocess.Popen(
+        command,
+        env=environment | ENVIRONMENT,
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
+    )
 
 
 def kill_marked(marker: str) -> None:

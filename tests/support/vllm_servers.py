@@ -67,7 +67,7 @@ class Servers:
             log = str(self.logs[-1])
             self.pids.append(
                 ask_fork_server(
-                    SERVE, [*words, "--max-num-seqs=32"], [environment], log, None, vllm=True
+                    SERVE, [*words, "--max-num-seqs=32"], [environment], log, None, "vllm"
                 )
             )
 
@@ -85,7 +85,7 @@ class Servers:
             if path.name.startswith("psm_")
         }
         os.kill(self.pids[0], signal.SIGTERM)
-        code = tell_fork_server(self.pids[0], vllm=True)
+        code = tell_fork_server(self.pids[0], "vllm")
         for path in queues:
             path.unlink(missing_ok=True)
         return code

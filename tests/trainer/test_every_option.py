@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,15 +123,25 @@ def config_of(option_files, tmp_path_factory) -> Callable[..., Any]:
 
 def once(seen: Look) -> Look:
     """The same, but what was seen once is kept: many options are compared with the same run."""
-    kept: dict[str, Any] = {}
+    return from_run(1, seen, {})
 
-    def look_once(**options: Any) -> Any:
-        key = repr(sorted(options.items()))
-        if key not in kept:
-            kept[key] = seen(**options)
-        return kept[key]
 
-    return look_once
+def from_run(number: int, seen: Look, kept: dict[str, list[Any]]) -> Look:
+    """The same, but what was seen of the run of this number is kept; the first may print what a process says once."""
+
+    def look(**options: Any) -> Any:
+        runs = kept.setdefault(repr(sorted(options.items())), [])
+        if len(runs) < number:
+            runs.append(seen(**options))
+        return runs[-1]
+
+    return look
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, dict[str, list[Any]]]:
+    """What was seen, by what looks; then by the options."""
+    return defaultdict(dict)
 
 
 @pytest.fixture(scope="module")
@@ -170,13 +181,13 @@ def test_the_same_options_build_the_same(config_of):
 
 
 @pytest.fixture
-def ran(config_of, capsys) -> Look:
+def ran(config_of, capsys, kept) -> Look:
     """The files of a run, its numbers and what it prints."""
 
     def run(**options: Any) -> Any:
         return left_by(config_of(**options), PPOTrainer, capsys)
 
-    return run
+    return from_run(2, run, kept["ran"])
 
 
 def left_by(config: Any, kind: type, capsys: pytest.CaptureFixture[str]) -> Any:
@@ -260,11 +271,11 @@ def test_the_arguments_of_vllm_are_others(config_of, base, name, value):
         for case in cases(changes)
     ],
 )
-def test_training_on_data_is_another(config_of, capsys, command, base, name, value):
+def test_training_on_data_is_another(config_of, capsys, kept, command, base, name, value):
     def run(**options: Any) -> Any:
         return left_by(config_of(command, **options), SupervisedTrainer, capsys)
 
-    check_differs(run, base, name, value)
+    check_differs(from_run(2, run, kept[command]), base, name, value)
 
 
 # -- one step of tables ----------------------------------------------------------------------------------------------
@@ -330,8 +341,8 @@ def test_the_same_options_make_the_same(outcome):
 
 
 @pytest.mark.parametrize(("base", "name", "value"), cases(STEP))
-def test_a_step_makes_something_else(outcome, base, name, value):
-    check_differs(outcome, base, name, value)
+def test_a_step_makes_something_else(outcome, kept, base, name, value):
+    check_differs(from_run(2, outcome, kept["step"]), base, name, value)
 
 
 def test_an_option_that_nothing_reads_would_be_noticed(outcome, monkeypatch):

@@ -92,9 +92,9 @@ def samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_the_groups_of_one_rank_are_all_rejected(run, tmp_path, bad_rank):
-    rows, _ = run("run", "--total_training_steps=3", bad_rank=bad_rank)
+    rows, _ = run("run", "--total_training_steps=2", bad_rank=bad_rank)
     # 4 prompts to a batch, 2 of them on each rank: two batches give the 4 groups of a step.
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [1, 2]
     expected = {
         "samples": 8,
         "trained_groups": 4,
@@ -110,7 +110,7 @@ def test_the_groups_of_one_rank_are_all_rejected(run, tmp_path, bad_rank):
     trained = [s["index"] for found in samples(tmp_path / "run" / "data").values() for s in found]
     # each prompt once, with its two samples
     assert {trained.count(index) for index in trained} == {2}
-    assert len(set(trained)) == 12
+    assert len(set(trained)) == 8
 
 
 def test_resumed_with_a_surplus_on_one_rank(run, tmp_path):

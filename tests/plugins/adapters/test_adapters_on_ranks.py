@@ -22,6 +22,7 @@ def test_adapters_on_two_ranks(run_checks, tmp_path):
     run_checks("adapters.py", "check_resume", timeout=400)
 
 
+@pytest.mark.long  # on two ranks above; and test_lora_runs.py has runs in one process
 def test_adapters_in_one_process(run_checks):
     checks = ("check_adapters_train_as_in_plain_peft", "check_critic", "check_write")
     run_checks("adapters.py", *checks, world_size=1, timeout=300)
@@ -44,6 +45,7 @@ def test_quantised_weights_on_two_ranks(run_checks, tmp_path):
     run_checks("quantised.py", "check_resume", timeout=200)
 
 
+@pytest.mark.long  # on two ranks above; and test_quantised_runs.py has runs in one process
 def test_quantised_weights_in_one_process(run_checks):
     checks = ("check_the_bits_are_nobodys_business", "check_critic", "check_write")
     run_checks("quantised.py", *checks, world_size=1, timeout=300)
