@@ -157,8 +157,8 @@ class RunCheckpointer:
 
         Not the highest number: a run started anew in this folder counts from 1 again, beside what the old one left.
         """
-        tags = {name: _tags(name, root) for name in self.models}
-        whole = [tag for tag in tags["actor"] if all(tag in of_part for of_part in tags.values())]
+        of_parts = [_tags(name, root) for name in self.models]
+        whole = [tag for tag in _tags("actor", root) if all(tag in tags for tags in of_parts)]
         whole.reverse()
         marked = read_mark(root)
         return sorted(whole, key=lambda tag: tag != marked)
