@@ -19,6 +19,7 @@ _STEP = "one GRPO step"
 PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "adapters": ("LoRA and frozen 4-bit weights", "lora.md"),
     "algorithms": ("rarely used estimators and losses, off-policy corrections", "algorithms.md"),
+    "averages": ("a moving average of the actor, a reference that moves", "algorithms.md"),
     "checks": ("checks before a run starts, dry runs, the memory budget", "memory.md"),
     "compat": ("constructors and call forms of OpenRLHF and LightRFT scripts", "migrating.md"),
     "distillation": ("a teacher that judges the samples", "algorithms.md#distillation"),

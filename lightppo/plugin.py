@@ -247,6 +247,10 @@ FROZEN_MODELS: Table = Table("further model")
 :class:`FrozenModel`, or None. They must import nothing heavy. Passes and terms get the loaded models by name. A check of
 ``folders`` may put an object that is elsewhere, on a server, into ``Building.frozen`` instead."""
 
+FOLLOWERS: Table = Table("model that follows the actor")
+"""Models in float32 that follow the actor, under the names of their parts in checkpoints: functions of the config that
+tell whether the run has one. It begins as the actor does; ``reference`` is the run's reference. Callbacks move it."""
+
 ROLLOUT_PASSES: Table[PassEntry] = Table("pass over the rollout", kind=PassEntry)
 """What else is computed of the samples of a rollout, after the passes of actor and reference."""
 
@@ -266,6 +270,10 @@ function around it, which may end the process by SystemExit."""
 RANK_START: Table = Table("what is around the meeting of the ranks")
 """What a rank does before and after it joins the others: an entry's function gets the strategy, whose device is set, and
 returns a context, in which the process group is made. It is called on all ranks together."""
+
+STRATEGY_METHODS: Table = Table("method of a strategy")
+"""What scripts may call of a :class:`lightppo.strategy.deepspeed.DeepspeedStrategy` beside its own methods: functions
+whose first argument is the strategy."""
 
 ARGUMENTS: Table = Table("look at arguments")
 """What looks at the words of a command line before they are read: an entry's function gets them and returns those that
@@ -332,13 +340,21 @@ SCORED: Table = Table("look at scored rollouts")
 """What looks at each scored batch of training before samples are selected: an entry's function gets the config, the
 strategy and the source, and returns a function of this rank's rollouts, called on all ranks together, or None."""
 
-FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:PlainFiles")})
+FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:Files")})
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;
 those that were registered last are in use."""
 
 WITH_CHECKPOINTS: Table = Table("what is saved with a checkpoint")
 """What is written when a checkpoint is: an entry's function ``(checkpointer, root, step)`` gets the
 :class:`lightppo.trainer.checkpointing.RunCheckpointer`. It is called on all ranks together."""
+
+CHECKPOINT_NOTES: Table = Table("what a checkpoint says of its model")
+"""Plain values that :func:`lightppo.strategy.checkpoint.read_meta` gives back: an entry's function ``(ranks, model)``
+returns them by name. It is called on all ranks together; those of rank 0 are written."""
+
+CHECKPOINT_CHECKS: Table = Table("look at a checkpoint before it is loaded")
+"""An entry's function ``(ranks, model, path, meta)`` raises CheckpointError where the checkpoint in the folder ``path``
+does not fit the model; ``meta`` is what it says about itself. It is called on all ranks together."""
 
 CHECKPOINT_CHOICES: Table = Table(
     "choice of a checkpoint", {"last": Entry("lightppo.trainer.checkpointing:last_whole")}

@@ -1,11 +1,11 @@
-"""What a part needs of the ranks: one protocol, and its implementation for a single process."""
+"""What a part needs of the ranks, for a single process; and what a process is at."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from lightppo.shown import without_secrets
 
@@ -17,56 +17,16 @@ def ranks_on_node(otherwise: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or otherwise)
 
 
-@runtime_checkable
-class Ranks(Protocol):
-    """One rank among others. Every method but ``get_rank``, ``is_rank_0`` and ``print`` is collective."""
+class Ranks:
+    """One rank among others: here the only one, whose collectives return their argument.
 
-    device: Any  # where the tensors of this rank live
-
-    @property
-    def world_size(self) -> int: ...
-
-    def get_rank(self) -> int: ...
-
-    def is_rank_0(self) -> bool: ...
-
-    def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Reduces a tensor, a number or a dictionary of them; ``op`` is mean, sum, max or min."""
-
-    def all_gather(self, data: Any) -> Any:
-        """Concatenates tensors along their first dimension, which may differ, in rank order."""
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Collects a picklable object from every rank, in rank order."""
-
-    def gather_object(self, obj: Any) -> list[Any] | None:
-        """The same for rank 0 alone: what only it writes need not travel to the others, which get ``None``."""
-
-    def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
-        """Sends each rank (a key) its own picklable object; what came here, in the senders' order."""
-
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Rank ``src``'s object on every rank."""
-
-    def same_count(self, count: int) -> int:
-        """The largest ``count`` of all ranks: how often each must run a collective."""
-
-    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
-        """Runs ``action`` on rank 0; if it fails, every rank raises."""
-
-    def barrier(self) -> None: ...
-
-    def print(self, *parts: Any) -> None:
-        """Prints on rank 0."""
-
-
-class Alone:
-    """The ranks of a single process: every collective returns its argument."""
+    Strategies have the same methods. Every one but ``get_rank``, ``is_rank_0`` and ``print`` is collective.
+    """
 
     world_size = 1
 
     def __init__(self, device: Any = "cpu") -> None:
-        self.device = device
+        self.device = device  # where the tensors of this rank live
 
     def get_rank(self) -> int:
         return 0
@@ -75,34 +35,46 @@ class Alone:
         return True
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
+        """Reduces a tensor, a number or a dictionary of them; ``op`` is mean, sum, max or min."""
         return data
 
     def all_gather(self, data: Any) -> Any:
+        """Concatenates tensors along their first dimension, which may differ, in rank order."""
         return data
 
     def all_gather_object(self, obj: Any) -> list[Any]:
+        """Collects a picklable object from every rank, in rank order."""
         return [obj]
 
-    def gather_object(self, obj: Any) -> list[Any]:
+    def gather_object(self, obj: Any) -> list[Any] | None:
+        """The same for rank 0 alone: what only it writes need not travel to the others, which get ``None``."""
         return [obj]
 
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
+        """Sends each rank (a key) its own picklable object; what came here, in the senders' order."""
         return list(parts.values())
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Rank ``src``'s object on every rank."""
         return obj
 
     def same_count(self, count: int) -> int:
+        """The largest ``count`` of all ranks: how often each must run a collective."""
         return count
 
-    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
-        action()
+    def on_rank_0(self, action: Callable[[], T], what: str) -> T:
+        """What ``action`` returns on rank 0; if it fails, every rank raises."""
+        return action()
 
     def barrier(self) -> None:
         pass
 
     def print(self, *parts: Any) -> None:
+        """Prints on rank 0."""
         print(*(without_secrets(str(part)) for part in parts), flush=True)
+
+
+Alone = Ranks  # where it is said that there is one rank
 
 
 class Heartbeat:

@@ -7,25 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.errors import StagingError, StorageError
+from lightppo.errors import StagingError
 from lightppo.files import (
     MANIFEST,
-    Digest,
-    PlainFiles,
-    facts_of,
+    Files,
     files_in_use,
-    is_sealed,
     join,
     local_folder,
-    seal_of,
 )
 from lightppo.plugin import FILES
+from lightppo.plugins.ops.durable import seal_of
 from lightppo.plugins.ops.kept import KeptFiles
+from lightppo.ranks import Ranks
 from lightppo.table import Entry
 
 
 @pytest.fixture
-def plain(monkeypatch) -> PlainFiles:
+def plain(monkeypatch) -> Files:
     """The files of a core without plugins."""
     monkeypatch.delitem(FILES, "kept")
     return files_in_use()
@@ -41,7 +39,7 @@ def filled(folder: Path) -> Path:
 def test_plugins_put_their_files_in_place_of_plain_ones(monkeypatch):
     assert isinstance(files_in_use(), KeptFiles)
 
-    class Elsewhere(PlainFiles):
+    class Elsewhere(Files):
         def local(self, folder):
             return Path("/elsewhere") / Path(folder).name
 
@@ -64,42 +62,36 @@ def test_text_is_replaced_whole(plain, tmp_path, monkeypatch):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", "new")]
 
 
-@pytest.mark.parametrize("seals", [PlainFiles(), KeptFiles()])
-@pytest.mark.parametrize("checks", [PlainFiles(), KeptFiles()])
-def test_whoever_sealed_a_folder_others_can_check_it(tmp_path, seals, checks):
+@pytest.mark.parametrize("seals", [Files(), KeptFiles()])
+@pytest.mark.parametrize("reads", [Files(), KeptFiles()])
+def test_whoever_sealed_a_folder_others_know_its_facts(tmp_path, seals, reads):
     folder = filled(tmp_path / "folder")
-    known = {"weights": seals.write(folder / "weights", lambda file: file.write(b"y" * 1000))}
-    assert not is_sealed(folder)
-    assert seal_of(folder) is None
-    seals.seal(folder, known, step=3)
-    assert is_sealed(folder)
-    assert facts_of(folder) == {"step": 3}
-    assert checks.damage(folder) == []
+    assert reads.manifest(folder)["facts"] == {}
+    seals.seal(folder, step=3)
+    assert reads.manifest(folder)["facts"] == {"step": 3}
+    assert sorted(reads.manifest(folder)["files"]) == ["inner/note", "weights"]
+    assert reads.damage(folder) == []
+    os.truncate(folder / MANIFEST, 20)
+    assert reads.manifest(folder)["facts"] == {}
 
+
+def test_sums_tell_of_damage(tmp_path):
+    folder = filled(tmp_path / "folder")
+    kept = KeptFiles()
+    kept.seal(folder, step=3)
     before = seal_of(folder)
     os.truncate(folder / "weights", 7)
     (folder / "inner" / "note").unlink()
-    damage = checks.damage(folder)
+    damage = kept.damage(folder)
     assert sorted(damage) == ["inner/note is missing", "weights has 7 bytes, 1000 were written"]
-    assert sorted(checks.damage(folder, 0, 2) + checks.damage(folder, 1, 2)) == sorted(damage)
+    assert sorted(kept.damage(folder, 0, 2) + kept.damage(folder, 1, 2)) == sorted(damage)
     assert seal_of(folder) == before  # of what was written
+    (folder / "inner" / "note").write_text("xyz")
+    assert "inner/note has other content than was written" in kept.damage(folder)
 
     (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace("1000", "7"))
-    assert checks.damage(folder) == [f"{MANIFEST} has other content than was written"]
-    assert facts_of(folder) == {}
-
-
-def test_only_sums_tell_of_other_content_of_the_same_size(tmp_path):
-    folder = filled(tmp_path / "folder")
-    KeptFiles().seal(folder)
-    (folder / "inner" / "note").write_text("xyz")
-    assert PlainFiles().damage(folder) == []
-    assert KeptFiles().damage(folder) == ["inner/note has other content than was written"]
-
-
-def test_a_file_of_another_rank_that_is_not_here_is_said(plain, tmp_path):
-    with pytest.raises(StorageError, match=r"rank1\.pt, which another rank wrote, is not here"):
-        plain.seal(filled(tmp_path / "folder"), {"rank1.pt": Digest(1, None)})
+    assert kept.damage(folder) == [f"{MANIFEST} has other content than was written"]
+    assert kept.manifest(folder)["facts"] == {}
 
 
 def test_of_a_link_only_the_link_is_removed(plain, tmp_path):
@@ -126,3 +118,15 @@ def test_names_of_local_folders(plain):
     assert plain.bring("owner/name") == "owner/name"
     assert join("runs/one", "eval") == Path("runs/one/eval")
     assert join("s3://bucket/run/", "eval") == "s3://bucket/run/eval"
+
+
+def test_all_ranks_have_written_before_rank_0_goes_on(plain, tmp_path):
+    met = []
+
+    class Counted(Ranks):
+        def barrier(self):
+            met.append("barrier")
+
+    with plain.written_together(Counted(), None, tmp_path):
+        assert met == []
+    assert met == ["barrier"]

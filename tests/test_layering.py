@@ -56,6 +56,7 @@ PLUGIN_FLOORS = {
     "tape": 2,
     "adapters": 3,
     "algorithms": 3,
+    "averages": 3,
     "hybrids": 3,
     "distillation": 3,
     "kernels": 3,

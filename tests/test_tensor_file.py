@@ -122,7 +122,7 @@ def test_a_model_in_a_pickle_does_not_run(tmp_path):
     from lightppo.errors import UserError
     from lightppo.models.critic import Critic
     from lightppo.models.loading import load_causal_lm
-    from lightppo.strategy.export import load_model
+    from lightppo.plugins.compat.script_strategy import load_model
 
     folder, mark = Path(save_causal_lm(tmp_path / "model")), tmp_path / "ran"
     model = load_causal_lm(str(folder))
@@ -134,7 +134,7 @@ def test_a_model_in_a_pickle_does_not_run(tmp_path):
         readers = (
             lambda: load_causal_lm(str(folder)),
             lambda: Critic(str(folder)),
-            lambda: load_model(model, folder),
+            lambda: load_model(None, model, folder),
         )
         for reader in readers:
             with pytest.raises(UserError) as error:

@@ -461,16 +461,6 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
     use_kl_in_reward: bool | None = shaping(
         None, "Put the KL in the reward. None: on unless it is in the loss.", off=(False,)
     )
-    ref_ema_eta: float | None = kl(
-        None,
-        "After each step set the reference to (1 - η)·reference + η·actor.",
-        gt=0,
-        le=1,
-        off=(0,),
-    )
-    ref_reset_steps: int | None = kl(
-        None, "Copy the actor to the reference every N steps.", "PPO steps", ge=1
-    )
     freezing_actor_steps: int = critic(
         -1,
         "Train only the critic up to and including this step; -1: never.",
@@ -478,10 +468,6 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
         ge=-1,
         off=(0,),
     )
-    enable_ema: bool = option(
-        False, "Keep an exponential moving average of the actor and save it at the end."
-    )
-    ema_beta: float = option(0.992, "Decay of the moving average.", ge=0, lt=1, needs="enable_ema")
 
 
 clips = partial(option, needs="clipping")

@@ -26,6 +26,7 @@ from lightppo.files import join
 from lightppo.option import is_object, out_of_order
 from lightppo.plugin import (
     ADVANTAGE_TERMS,
+    FOLLOWERS,
     FROZEN_MODELS,
     REWARDS,
     ROLLOUT_PASSES,
@@ -81,9 +82,14 @@ def advantage_terms(config: Options) -> list[Callable[..., Any]]:
     return list(filter(None, (entry.fn(config) for entry in ADVANTAGE_TERMS.values())))
 
 
+def followers(config: Options) -> list[str]:
+    """Names of the models of this run that follow the actor, and so belong to its checkpoints."""
+    return [name for name, entry in FOLLOWERS.items() if entry.fn(config)]
+
+
 def moves_reference(config: Options) -> bool:
-    """Whether the reference changes during the run, and so belongs to its checkpoints."""
-    return config.algorithm.ref_ema_eta is not None or config.algorithm.ref_reset_steps is not None
+    """Whether the reference changes during the run."""
+    return "reference" in followers(config)
 
 
 def compute_dtype(config: OptionSet) -> Literal["float32", "bfloat16", "float16"]:
@@ -528,7 +534,6 @@ _CUT = "both say what becomes of a response cut by the limit"
 # An option, others that cannot be set beside it, and why.
 _EXCLUSIVE = (
     ("use_kl_loss", "use_kl_in_reward", "would count the KL twice"),
-    ("ref_ema_eta", "ref_reset_steps", "both move the reference"),
     ("no_adv_shift_mean", "no_adv_std_norm", "leave nothing of whitening, as --no_adv_norm does"),
     ("input_template", "apply_chat_template", "both render the prompt"),
     ("flash_attn", "attn_implementation", "contradict each other"),

@@ -46,8 +46,8 @@ from lightppo.plugin import MODULES, PREPARATIONS
 logger = logging.getLogger(__name__)
 
 Role = str
-"""What a model does in a run: actor, critic, reference, reward, ema, or a name of ``lightppo.plugin.FROZEN_MODELS``. The
-model that SFT, RM or DPO train is the actor."""
+"""What a model does in a run: actor, critic, reference, reward, or a name of ``FROZEN_MODELS`` or ``FOLLOWERS`` in
+:mod:`lightppo.plugin`. The model that SFT, RM or DPO train is the actor."""
 
 # where more of a packed row is read, its last layer runs whole: gathering rows costs time too
 READ_SHARE = 0.9

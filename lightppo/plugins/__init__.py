@@ -7,6 +7,7 @@ SHIPPED = (
     "hints",
     "sources",
     "algorithms",
+    "averages",
     "distillation",
     "adapters",
     "towers",

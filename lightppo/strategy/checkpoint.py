@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import random
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,12 @@ import torch
 import torch.distributed as dist
 
 from lightppo import tensor_file
-from lightppo.errors import CheckpointError, StorageError
-from lightppo.files import Digest, files_in_use, is_sealed, is_url, local_folder
-from lightppo.plugin import CHECKPOINT_LOADERS
+from lightppo.errors import CheckpointError
+from lightppo.files import Files, files_in_use, is_url, local_folder
+from lightppo.plugin import CHECKPOINT_CHECKS, CHECKPOINT_LOADERS, CHECKPOINT_NOTES
 from lightppo.ranks import Ranks
 from lightppo.strategy.zero3 import (
     find_adapters,
-    find_whole,
     forget_secondary_shard,
     get_engine,
     has_optimizer,
@@ -85,24 +82,18 @@ def save_checkpoint(
     staging = save_dir / f"{tag}{INCOMPLETE}"
     ranks.on_rank_0(lambda: _make_room(save_dir, staging), f"prepare {save_dir}")
 
-    adapters = find_adapters(model)
     meta = {"format": _FORMAT, "sealed": True, **_shape(engine)}
-    meta["adapters"] = None if adapters is None else str(adapters)
-    meta["towers"] = digest_of_towers(model)
-    written = _WrittenFiles(staging)
-    _write_engine(ranks, engine, written, has_adapters=adapters is not None)
-    if adapters is not None:
-        sums = ranks.all_gather_object(frozen_sums(engine.module))
-        meta["frozen"], meta["in_4bit"] = zip(*sums)
-    known, needed = written.settle(ranks)
+    for note in CHECKPOINT_NOTES.values():
+        meta |= note.fn(ranks, model)
+    with files.written_together(ranks, engine, staging):
+        _write_engine(ranks, model, engine, files, staging)
+        if ranks.is_rank_0():
+            files.write(staging / _CLIENT_STATE, partial(torch.save, client_state or {}))
+            files.write(staging / META, lambda file: file.write(json.dumps(meta).encode()))
 
     def commit() -> None:
-        with _removed_on_failure(staging), files.explained(save_dir, needed):
-            save_state = partial(torch.save, client_state or {})
-            known[_CLIENT_STATE] = files.write(staging / _CLIENT_STATE, save_state)
-            (staging / META).write_text(json.dumps(meta))
-            files.seal(staging, known, **facts)
         with files.explained(save_dir):
+            files.seal(staging, **facts)
             _replace(save_dir, tag, staging)
             files.publish(target, tag, last=META)
             files.publish(target, LATEST)
@@ -114,28 +105,19 @@ def save_checkpoint(
     return tag
 
 
-def _write_engine(ranks: Ranks, engine: Any, files: _WrittenFiles, has_adapters: bool) -> None:
+def _write_engine(ranks: Ranks, model: Any, engine: Any, files: Files, folder: Path) -> None:
     """Weights, optimizer and scheduler; under adapters without the frozen weights. Collective."""
     if not has_optimizer(engine):
         # Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything.
         if zero_stage_of(engine) == 3 or ranks.is_rank_0():
-            files.write(_local_tensors(engine), files.folder / FROZEN.format(ranks.get_rank()))
+            save = partial(torch.save, _local_tensors(engine))
+            files.write(folder / FROZEN.format(ranks.get_rank()), save)
         return
-    with frozen_left_out(engine) if has_adapters else contextlib.nullcontext(), files.of(engine):
-        options = {"exclude_frozen_parameters": True} if has_adapters else {}
-        engine.save_checkpoint(
-            str(files.folder.parent), tag=files.folder.name, save_latest=False, **options
-        )
-
-
-@contextlib.contextmanager
-def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """Room for others, where a disk is full."""
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    adapters = find_adapters(model)
+    with (
+        contextlib.nullcontext({}) if adapters is None else adapters.saved_alone(engine) as options
+    ):
+        engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False, **options)
 
 
 def _replace(save_dir: Path, tag: str, staging: Path) -> None:
@@ -147,80 +129,6 @@ def _replace(save_dir: Path, tag: str, staging: Path) -> None:
     with contextlib.suppress(OSError):  # the next save tries again
         files.remove(replaced)
     files.write_text(save_dir / LATEST, tag)
-
-
-class _WrittenFiles:
-    """What this rank writes of a checkpoint. A failure waits until all ranks can share it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.needed = folder, 0
-        self.known: dict[str, Digest] = {}
-        self.failure: Exception | None = None
-
-    @contextlib.contextmanager
-    def of(self, engine: Any) -> Iterator[None]:
-        """All that DeepSpeed writes comes here: an error of one rank would leave the others in its barrier."""
-        writer, copy_scripts = engine.checkpoint_engine, engine._copy_recovery_script
-        writer.save = lambda state_dict, path: self.write(state_dict, Path(path))
-        engine._copy_recovery_script = lambda path: self._attempt(partial(copy_scripts, path))
-        try:
-            yield
-        finally:
-            del writer.save, engine._copy_recovery_script
-
-    def write(self, state: Any, path: Path) -> None:
-        self.needed += bytes_of(state)
-        self._attempt(lambda: self._write(state, path))
-
-    def _write(self, state: Any, path: Path) -> None:
-        name = path.relative_to(self.folder).as_posix()
-        self.known[name] = files_in_use().write(path, partial(torch.save, state))
-
-    def _attempt(self, action: Callable[[], Any]) -> None:
-        try:
-            if self.failure is None:
-                action()
-        except Exception as error:
-            self.failure = error
-
-    def settle(self, ranks: Ranks) -> tuple[dict[str, Digest], int]:
-        """Digests of all ranks' files, and their bytes; one error on all ranks if one rank has one. Collective."""
-        gathered = ranks.all_gather_object((self.known, self.needed, self.failure is not None))
-        needed = sum(size for _, size, _ in gathered)
-        failed = [rank for rank, (_, _, has_failed) in enumerate(gathered) if has_failed]
-        if failed:
-            if ranks.is_rank_0():
-                # room for others, and what is free is said without it
-                shutil.rmtree(self.folder, ignore_errors=True)
-            ranks.barrier()
-            text = ranks.broadcast_object(self._what_failed(needed), src=failed[0])
-            raise StorageError(f"rank {failed[0]}: {text}") from self.failure
-        return {name: digest for known, _, _ in gathered for name, digest in known.items()}, needed
-
-    def _what_failed(self, needed: int) -> str | None:
-        if self.failure is None:
-            return None
-        try:
-            with files_in_use().explained(self.folder.parent, needed):
-                raise self.failure
-        except StorageError as error:
-            return str(error)
-        except Exception as error:
-            return f"{self.folder}: {type(error).__name__}: {error}"
-
-
-def bytes_of(state: Any) -> int:
-    """Of the tensors in nested containers."""
-    if isinstance(state, torch.Tensor):
-        return state.untyped_storage().nbytes()
-    inside = (
-        state.values()
-        if isinstance(state, Mapping)
-        else state
-        if isinstance(state, list | tuple)
-        else ()
-    )
-    return sum(map(bytes_of, inside))
 
 
 def load_checkpoint(
@@ -250,24 +158,17 @@ def load_checkpoint(
     path = load_dir / tag
     if not checked and (path / META).is_file() and (damaged := damage(ranks, path)):
         raise CheckpointError(f"{path} is damaged: {'; '.join(damaged)}")
-    _require_plain(ranks, path)
-    adapters = find_adapters(model)
-    check_towers(path, digest_of_towers(model))
-    meta = _check_fits(
-        ranks,
-        engine,
-        path,
-        load_optimizer_states=load_optimizer_states,
-        adapters=None if adapters is None else str(adapters),
-        reshape=reshape,
-    )
+    meta = read_meta(path)
+    _check_shape(engine, path, meta, load_optimizer_states, reshape)
+    check_notes(ranks, model, path, meta)
     if any(meta[key] != value for key, value in _shape(engine).items()):
         load_reshaped = next(reversed(CHECKPOINT_LOADERS.values())).fn
         load_reshaped(engine, path, meta, load_lr_scheduler_states=load_lr_scheduler_states)
     elif not has_optimizer(engine):
         _load_without_optimizer(engine, path)
     else:
-        load_trained_only = partial(load_without_frozen, load_module_strict, str(path))
+        adapters = find_adapters(model)
+        load = None if adapters is None else adapters.loader(load_module_strict, str(path))
         with _read_safely(engine):
             loaded, _ = engine.load_checkpoint(
                 str(load_dir),
@@ -275,33 +176,21 @@ def load_checkpoint(
                 load_module_strict=load_module_strict,
                 load_optimizer_states=load_optimizer_states,
                 load_lr_scheduler_states=load_lr_scheduler_states,
-                custom_load_fn=None if adapters is None else load_trained_only,
+                custom_load_fn=load,
             )
         if loaded is None:
             raise CheckpointError(f"{path} has no file for rank {ranks.get_rank()}")
     if has_optimizer(engine) and engine.lr_scheduler is not None:
-        for group, lr in zip(
-            engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True
-        ):
+        rates = engine.lr_scheduler.get_last_lr()
+        for group, lr in zip(engine.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
     return str(path), read_client_state(path)
 
 
-def _require_plain(ranks: Ranks, path: Path) -> None:
-    """No file of a checkpoint names anything to run: one error on all ranks, before a weight has changed. Collective.
-
-    Each rank looks at its share of the files; tensors are not read.
-    """
-    refused = []
-    for file in sorted(path.rglob("*.pt"))[ranks.get_rank() :: ranks.world_size]:
-        try:
-            tensor_file.read(file, deepspeed_classes(), mapped=True)
-        except CheckpointError as error:
-            refused.append(str(error))
-    of_all_ranks = sorted(text for texts in ranks.all_gather_object(refused) for text in texts)
-    if of_all_ranks:
-        more = f" ({len(of_all_ranks) - 1} more files are like it)" if len(of_all_ranks) > 1 else ""
-        raise CheckpointError(f"{of_all_ranks[0]}{more}")
+def check_notes(ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any]) -> None:
+    """CheckpointError where plugins see that a checkpoint does not fit a model. Collective."""
+    for check in CHECKPOINT_CHECKS.values():
+        check.fn(ranks, model, path, meta)
 
 
 def deepspeed_classes() -> list[type]:
@@ -332,11 +221,13 @@ def read_client_state(path: Path) -> dict[str, Any]:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What a checkpoint says about itself: ranks, ZeRO stage, precision, adapters."""
-    if not (path / META).is_file():
-        raise CheckpointError(f"{path} is not a checkpoint of lightppo: {META} is missing")
+    """What a checkpoint says about itself: ranks, ZeRO stage, precision, :data:`lightppo.plugin.CHECKPOINT_NOTES`."""
     try:
-        meta = dict(json.loads((path / META).read_bytes()))
+        meta = {"fp16": False, **json.loads((path / META).read_bytes())}
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of lightppo: {META} is missing"
+        ) from error
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path} is damaged: {META} has other content than was written"
@@ -371,22 +262,10 @@ def bring(ranks: Ranks, source: str | os.PathLike[str], tag: str | None) -> None
 def damage(ranks: Ranks, path: Path) -> list[str]:
     """What is damaged in a checkpoint, a text per file; nothing if it is as it was saved. Collective.
 
-    Each rank reads its share of the files. One of an older lightppo, which has no manifest, is taken as it is.
+    Each rank looks at its share of the files.
     """
-    damaged: list[str] = []
-    if is_sealed(path) or _meant_sealed(path):
-        damaged = files_in_use().damage(path, share=ranks.get_rank(), shares=ranks.world_size)
-    elif ranks.is_rank_0():
-        logger.info("%s is of an older lightppo: it has no manifest to be checked against", path)
+    damaged = files_in_use().damage(path, share=ranks.get_rank(), shares=ranks.world_size)
     return sorted({text for texts in ranks.all_gather_object(damaged) for text in texts})
-
-
-def _meant_sealed(path: Path) -> bool:
-    """Whether a checkpoint was saved with a manifest; also one whose own file cannot be read counts."""
-    try:
-        return bool(json.loads((path / META).read_text()).get("sealed"))
-    except (OSError, ValueError, AttributeError):
-        return True
 
 
 def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
@@ -463,31 +342,19 @@ def _shape(engine: Any) -> dict[str, Any]:
     }
 
 
-def _check_fits(
-    ranks: Ranks,
-    engine: Any,
-    path: Path,
-    *,
-    load_optimizer_states: bool,
-    adapters: str | None,
-    reshape: bool,
-) -> dict[str, Any]:
-    """What the checkpoint says about itself, if it can be loaded here."""
-    meta = {"fp16": False} | read_meta(path)
-    if (saved := meta.get("adapters")) != adapters:
-        raise CheckpointError(
-            f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: resume with "
-            "the same --lora_rank, --lora_alpha, --target_modules and --load_in_4bit"
-        )
+def _check_shape(
+    engine: Any, path: Path, meta: Mapping[str, Any], load_optimizer_states: bool, reshape: bool
+) -> None:
+    """CheckpointError unless a checkpoint can be loaded into an engine of this run."""
     shape = _shape(engine)
-    changed = [key for key in shape if meta[key] != shape[key]]
-    if fixed := [key for key in changed if key not in ("world_size", "zero_stage") or not reshape]:
-        also = (
-            "" if reshape or {"bf16", "fp16", "optimizer"} & {*changed} else "set --reshape_ckpt, "
-        )
+    changed = {key for key in shape if meta[key] != shape[key]}
+    fixed = changed - {"world_size", "zero_stage"} if reshape else changed
+    if fixed:
+        also = "" if reshape or changed & {"bf16", "fp16", "optimizer"} else "set --reshape_ckpt, "
+        keys = [key for key in shape if key in fixed]
         raise CheckpointError(
-            f"{path} was saved with {', '.join(f'{key}={meta[key]}' for key in fixed)}, this run has "
-            f"{', '.join(f'{key}={shape[key]}' for key in fixed)}: {also}resume with the same number of "
+            f"{path} was saved with {', '.join(f'{key}={meta[key]}' for key in keys)}, this run has "
+            f"{', '.join(f'{key}={shape[key]}' for key in keys)}: {also}resume with the same number of "
             "processes, --zero_stage and --bf16 or --fp16, or start from its HF export with --pretrain"
         )
     if changed and not CHECKPOINT_LOADERS:
@@ -495,23 +362,17 @@ def _check_fits(
             f"{path} has other ranks or another ZeRO stage: a plugin loads such checkpoints, "
             "lightppo.plugins.reshape, which is not installed: resume with as many processes and the same --zero_stage"
         )
-    if changed and not load_optimizer_states:
+    if load_optimizer_states:
+        return
+    if changed:
         raise CheckpointError(
             f"{path} has other ranks or another ZeRO stage: its weights load with the optimizer only"
         )
-    if (
-        not load_optimizer_states
-        and zero_stage_of(engine) == 3
-        and latest_tag(path.parent) != path.name
-    ):
+    if shape["zero_stage"] == 3 and latest_tag(path.parent) != path.name:
         # DeepSpeed rebuilds ZeRO-3 weights from the marker's tag, whatever tag we ask for.
         raise CheckpointError(
             f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it"
         )
-    if adapters:
-        sums = ranks.all_gather_object(frozen_sums(engine.module))
-        check_frozen(path, meta, sums, stage=shape["zero_stage"], changed=bool(changed))
-    return meta
 
 
 @torch.no_grad()
@@ -574,98 +435,3 @@ def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> lis
 
 def _size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-# -- towers: no checkpoint holds them, only the digest by which they are compared ----------------------------------------
-
-
-def digest_of_towers(model: Any) -> str | None:
-    """Of what exports have beside the model, see :class:`lightppo.models.loading.LanguageModel`; None: nothing."""
-    whole = find_whole(model)
-    return None if whole is None else whole.digest
-
-
-def check_towers(path: Path, digest: str | None) -> None:
-    """CheckpointError unless a checkpoint's exports have the same towers as before; older lightppo saved none."""
-    meta = read_meta(path)
-    if meta.get("towers") != digest:
-        raise CheckpointError(
-            f"{path} was trained beside other image or audio towers, or none: give the --pretrain (for a critic, the "
-            "--critic_pretrain; of lightppo convert, the --base) that it was trained from, unchanged"
-        )
-
-
-# -- frozen weights, beside which adapters are trained: no checkpoint holds them, only sums by which they are compared --
-
-
-def check_frozen(
-    path: Path,
-    meta: Mapping[str, Any],
-    sums: Sequence[tuple[float, int]],
-    *,
-    stage: int,
-    changed: bool,
-) -> None:
-    """Adapters fit the weights beside which they were trained; ``changed``: shards or ranks are not as they were."""
-    dense, in_4bit = zip(*sums)
-    saved_dense, saved_in_4bit = meta["frozen"], meta.get("in_4bit", in_4bit)
-    if changed:  # other shards: only their totals compare
-        saved_dense, saved_in_4bit = _totals(saved_dense, saved_in_4bit, meta["zero_stage"])
-        dense, in_4bit = _totals(dense, in_4bit, stage)
-    # Another machine's kernels may sum in another order; another model's sums are far off.
-    pairs = zip(saved_dense, dense, strict=True)
-    are_alike = all(math.isclose(saved, now, rel_tol=1e-9, abs_tol=1e-9) for saved, now in pairs)
-    if not are_alike or list(saved_in_4bit) != list(in_4bit):
-        raise CheckpointError(
-            f"{path} holds LoRA adapters of other frozen weights: give the --pretrain (for a critic, the "
-            "--critic_pretrain) that they were trained on, unchanged"
-        )
-
-
-def _totals(
-    dense: Sequence[float], in_4bit: Sequence[int], stage: int
-) -> tuple[list[float], list[int]]:
-    """Sums over the whole model, out of ``frozen_sums`` of each rank."""
-    return ([sum(dense)], [sum(in_4bit)]) if stage == 3 else ([dense[0]], [in_4bit[0]])
-
-
-def frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
-    """Two sums over this rank's frozen weights: dense ones, and 4-bit ones, whose changes would vanish in one sum."""
-    frozen = [own_part(weight) for weight in module.parameters() if not weight.requires_grad]
-    dense = [weight for weight in frozen if weight.is_floating_point()]
-    in_4bit = [weight for weight in frozen if not weight.is_floating_point()]
-    of_dense = [torch.linalg.vector_norm(weight, 1, dtype=torch.float64) for weight in dense]
-    return sum(map(float, of_dense)), sum(int(weight.sum(dtype=torch.int64)) for weight in in_4bit)
-
-
-def frozen_names(module: torch.nn.Module) -> set[str]:
-    return {
-        name
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad
-    }
-
-
-@contextlib.contextmanager
-def frozen_left_out(engine: Any) -> Iterator[None]:
-    """DeepSpeed's ``exclude_frozen_parameters`` alone would save a frozen embedding under its tied head's name."""
-    frozen, original = frozen_names(engine.module), engine.module_state_dict
-    engine.module_state_dict = lambda *args, **options: {
-        name: tensor for name, tensor in original(*args, **options).items() if name not in frozen
-    }
-    try:
-        yield
-    finally:
-        del engine.module_state_dict
-
-
-def load_without_frozen(
-    strict: bool, source: str, src: dict[str, torch.Tensor], dst: torch.nn.Module
-) -> None:
-    """Loads a checkpoint that has no frozen weights."""
-    missing, unexpected = dst.load_state_dict(src, strict=False)
-    odd = sorted({*missing} - frozen_names(dst) | {*unexpected})
-    if strict and odd:
-        raise CheckpointError(
-            f"{source} holds other adapters: {len(odd)} weights differ, first {odd[0]!r}"
-        )

@@ -10,7 +10,6 @@ import copy
 import logging
 import math
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightppo.errors import LaunchError, ModelLoadError
+from lightppo.errors import ModelLoadError
 from lightppo.ranks import heartbeat
 from lightppo.strategy import checkpoint, export, zero3
 from lightppo.strategy.distributed import DistributedStrategy, on_cuda
@@ -49,12 +48,10 @@ class StepOutcome:
 
     def metrics(self) -> dict[str, float]:
         """What records keep beside the norm; ``skipped`` is of steps that were no mere overflow."""
-        of_fp16 = (
-            {}
-            if self.loss_scale is None
-            else {"overflow": float(self.overflow), "loss_scale": self.loss_scale}
-        )
-        return {"skipped": float(self.skipped and not self.overflow)} | of_fp16
+        found = {"skipped": float(self.skipped and not self.overflow)}
+        if self.loss_scale is not None:
+            found |= {"overflow": float(self.overflow), "loss_scale": self.loss_scale}
+        return found
 
 
 def drop_gradients(engine: Any) -> None:
@@ -204,23 +201,6 @@ class DeepspeedStrategy(DistributedStrategy):
     def dtype(self) -> torch.dtype:
         """The type that models are held and run in."""
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
-
-    def setup_distributed(self, timeout: timedelta | None = None) -> None:
-        """As :class:`DistributedStrategy` does; refuses a type that the device lacks. Collective."""
-        super().setup_distributed(timeout)
-        from deepspeed.accelerator import get_accelerator
-
-        if self.dtype not in get_accelerator().supported_dtypes():
-            name = torch.cuda.get_device_name(self.device) if on_cuda() else "this CPU"
-            flag, other = ("--bf16", "--fp16") if self.bf16 else ("--fp16", "--bf16")
-            raise LaunchError(
-                f"{flag}: DeepSpeed does not train in it on {name}: set {other}, or neither for fp32"
-            )
-        if self.dtype is torch.float32 and on_cuda() and self.is_rank_0():
-            logger.warning(
-                "fp32 on a GPU: no TF32, and attention in plain products, which takes about 10 times as long as --bf16 "
-                "(or --fp16) and twice the memory. Set one of them, with --zero_stage 1 or more"
-            )
 
     @property
     def accumulated_gradient(self) -> int:
@@ -478,32 +458,27 @@ class DeepspeedStrategy(DistributedStrategy):
             if progress[0]:
                 return None
         # A loss of NaN may have a finite gradient: that of a clamp is 0.
-        skipped = not math.isfinite(
-            self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum")
-        )
+        loss = self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum")
         scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-        grad_norm, scale, overflow = math.inf, scaler and scaler.cur_scale, False
-        if not skipped:
+        scale = None if scaler is None else scaler.cur_scale
+        skipped, grad_norm, overflow = True, math.inf, False
+        if math.isfinite(loss):
             engine.step()  # moves the engine's own scheduler
             skipped = not engine.was_step_applied()
-            grad_norm = float(engine.get_global_grad_norm())
+            if not skipped:
+                grad_norm = float(engine.get_global_grad_norm())
             if scaler is not None:
                 overflow = skipped and scaler.cur_scale < scale
                 _double_when_due(scaler)
         drop_gradients(engine)
-        if overflow:
-            if self.is_rank_0():
-                logger.info(
-                    "a step of %s is skipped: overflow at the loss scale %g, which is halved",
-                    name,
-                    scale,
-                )
-        elif skipped:
-            if self.is_rank_0():
-                logger.warning("a step of %s is skipped: gradient or loss not finite", name)
-        elif scheduler is not None and scheduler is not engine.lr_scheduler:
-            scheduler.step()
-        grad_norm = math.inf if skipped else grad_norm
+        if not skipped:
+            if scheduler is not None and scheduler is not engine.lr_scheduler:
+                scheduler.step()
+        elif self.is_rank_0() and overflow:
+            text = "a step of %s is skipped: overflow at the loss scale %g, which is halved"
+            logger.info(text, name, scale)
+        elif self.is_rank_0():
+            logger.warning("a step of %s is skipped: gradient or loss not finite", name)
         return StepOutcome(grad_norm, skipped, overflow, scaler and scaler.cur_scale)
 
     def skip_step(self, model: Any, name: str = "model") -> None:
@@ -520,39 +495,9 @@ class DeepspeedStrategy(DistributedStrategy):
         if self.is_rank_0():
             logger.info("a step of %s is not taken: its gradient is thrown away", name)
 
-    def set_max_norm(self, model: Any, max_norm: float) -> None:
-        """Largest L2 norm of a model's gradient from the next step on; 0 does not clip."""
-        if not max_norm >= 0:
-            raise ValueError(f"--max_norm must be >= 0 (0 does not clip), got {max_norm}")
-        engine = get_engine(model, "set_max_norm")
-        clips = self._clips.get(engine)
-        if clips is not None:
-            clips.max_norm = max_norm
-        else:
-            engine.optimizer.clip_grad = max_norm
-
-    def moving_average(
-        self,
-        model: Any,
-        ema_model: Any,
-        beta: float = 0.992,
-        device: torch.device | str | None = None,
-    ) -> None:
-        """ema ← beta · ema + (1 − beta) · model; beta 0 copies. See ``zero3.moving_average``.
-
-        Does nothing between an optimizer step's micro batches. Collective if a sharded model goes into a whole average.
-        Where engines run on the CPU, so does this, also for ``device="cuda"``.
-        """
-        if device is not None and torch.device(device).type == "cuda" and not on_cuda():
-            device = None
-        engine = find_engine(model)
-        if engine is None or not self._accumulation.get(engine, (0,))[0]:
-            zero3.moving_average(model, ema_model, beta, device)
-
     # -- files ---------------------------------------------------------------------------------------------------
 
     save_ckpt = checkpoint.save_checkpoint
     load_ckpt = checkpoint.load_checkpoint
     has_finite_weights = staticmethod(checkpoint.has_finite_weights)
     save_model = export.save_model
-    load_model = staticmethod(export.load_model)

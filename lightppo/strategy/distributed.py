@@ -9,26 +9,31 @@ import pickle
 import random
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import islice
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from tqdm import tqdm
 
 from lightppo.errors import LaunchError, UserError
-from lightppo.plugin import RANK_START
+from lightppo.plugin import RANK_START, STRATEGY_METHODS
 from lightppo.ranks import heartbeat
 from lightppo.shown import without_secrets
 
 logger = logging.getLogger(__name__)
 
-REDUCE_OPS = ("mean", "sum", "max", "min")
+T = TypeVar("T")
+REDUCE_OPS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 GATHERED_BYTES = 1 << 20
 """Of each rank, on the device at a time."""
 
@@ -65,54 +70,6 @@ def name_accelerator() -> None:
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
-
-
-class RankSampler(DistributedSampler):
-    """torch's sampler of one rank's share of a seeded permutation, which can also start in the middle of an epoch.
-
-    All ranks get equally many samples, as collectives require: up to ``num_replicas - 1`` samples come twice per epoch,
-    or are left out with ``drop_last``. Without ``num_replicas`` and ``rank`` they are those of the process group.
-    """
-
-    def __init__(
-        self,
-        dataset: Sized,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        consumed_samples: int = 0,
-    ) -> None:
-        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-        rank = dist.get_rank() if rank is None else rank
-        size = len(dataset)
-        if size < (num_replicas if drop_last else 1):
-            raise ValueError(
-                f"{size} samples on {num_replicas} ranks leave nothing with drop_last={drop_last}"
-            )
-        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
-        if self.total_size > size:
-            twice = self.total_size - size
-            logger.info(
-                "%d samples on %d ranks: %d come twice per epoch", size, num_replicas, twice
-            )
-        self.set_epoch(0, consumed_samples)
-
-    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Chooses the permutation, and its start: ``consumed_samples`` counts what all ranks have taken of it."""
-        self._skip = consumed_samples // self.num_replicas
-        if self._skip > self.num_samples:
-            raise ValueError(
-                f"consumed_samples={consumed_samples} is more than one epoch of {self.total_size} samples"
-            )
-        super().set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(super().__iter__(), self._skip, None)
-
-    def __len__(self) -> int:
-        return self.num_samples - self._skip
 
 
 @dataclass(eq=False, repr=False)
@@ -184,41 +141,11 @@ class DistributedStrategy:
         """True on the rank that prints, logs and writes."""
         return self.get_rank() == 0
 
-    def setup_dataloader(
-        self,
-        dataset: Any,
-        batch_size: int,
-        pin_memory: bool = False,
-        shuffle: bool = True,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        drop_last: bool = False,
-        sampler: Sampler | None = None,
-        consumed_samples: int = 0,
-    ) -> DataLoader:
-        """A dataloader for this rank's share of a map-style dataset; ``batch_size`` is per rank.
-
-        The order is seeded and differs every epoch (``dataloader.sampler.set_epoch``). ``consumed_samples`` counts the
-        samples that all ranks have already taken. ``sampler`` replaces ``RankSampler``; ``collate_fn`` defaults to the
-        dataset's own.
-        """
-        if sampler is None:
-            ranks, order = (
-                (self.world_size, self.get_rank()),
-                {"shuffle": shuffle, "seed": self.seed},
-            )
-            sampler = RankSampler(
-                dataset, *ranks, **order, drop_last=drop_last, consumed_samples=consumed_samples
-            )
-        return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            sampler=sampler,
-            drop_last=drop_last,
-            collate_fn=collate_fn or getattr(dataset, "collate_fn", None),
-            # its own, so that starting an epoch does not draw from the global one
-            generator=torch.Generator(),
-            pin_memory=pin_memory and on_cuda(),
-        )
+    def __getattr__(self, name: str) -> Any:
+        """The methods of :data:`lightppo.plugin.STRATEGY_METHODS`."""
+        if name not in STRATEGY_METHODS:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        return partial(STRATEGY_METHODS[name].fn, self)
 
     # -- communication -------------------------------------------------------------------------------------------
 
@@ -232,40 +159,28 @@ class DistributedStrategy:
             raise ValueError(f"op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
         if isinstance(data, torch.Tensor):
             return self._reduce(data, op)
-        if not isinstance(data, dict):
+        if isinstance(data, int | float):
             return self.all_reduce({"": data}, op)[""]
+        if not isinstance(data, dict):
+            raise TypeError(
+                f"all_reduce takes tensors, numbers and dictionaries of them, got {type(data).__name__}"
+            )
         # Sorted, because ranks may have filled their dictionaries in different orders.
-        scalars = sorted(
-            key for key, value in data.items() if not isinstance(value, torch.Tensor | dict)
-        )
-        reduced = {
-            key: self.all_reduce(data[key], op) for key in sorted(data.keys() - set(scalars))
-        }
-        for kind in {type(data[key]) for key in scalars}:
-            if not issubclass(kind, bool | int | float):
-                raise TypeError(
-                    f"all_reduce takes tensors, numbers and dictionaries of them, got {kind.__name__}"
-                )
-        if scalars:
-            numbers = torch.tensor([float(data[key]) for key in scalars], dtype=torch.float64)
-            for key, number in zip(scalars, self._reduce(numbers, op).tolist(), strict=True):
-                reduced[key] = (
-                    int(number) if op != "mean" and isinstance(data[key], int) else number
-                )
-        return {key: reduced[key] for key in data}
+        numbers = [key for key in sorted(data) if isinstance(data[key], int | float)]
+        reduced = {key: self.all_reduce(data[key], op) for key in sorted(data.keys() - {*numbers})}
+        if numbers:
+            row = torch.tensor([float(data[key]) for key in numbers], dtype=torch.float64)
+            reduced |= zip(numbers, self._reduce(row, op).tolist())
+        whole = {key for key in numbers if isinstance(data[key], int) and op != "mean"}
+        return {key: int(reduced[key]) if key in whole else reduced[key] for key in data}
 
     def _reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        buffer = tensor.detach().to(self.device).clone()
-        if buffer.dtype == torch.bool:
-            buffer = buffer.to(torch.int64)
+        buffer = tensor.detach().to(self.device, copy=True)
         if op == "mean":
-            if not buffer.is_floating_point():
-                buffer = buffer.float()
-            buffer /= dist.get_world_size()
-        dist.all_reduce(
-            buffer,
-            op={"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM),
-        )
+            buffer = buffer / dist.get_world_size()
+        elif buffer.dtype == torch.bool:
+            buffer = buffer.to(torch.int64)
+        dist.all_reduce(buffer, op=REDUCE_OPS[op])
         heartbeat.beat()
         return buffer.to(tensor.device)
 
@@ -315,21 +230,19 @@ class DistributedStrategy:
 
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
         """Sends each rank (a key) its own picklable object; what came here, in the senders' order. Collective."""
-        sent = [
-            pickle.dumps(parts[rank]) if rank in parts else b""
-            for rank in range(dist.get_world_size())
-        ]
+        ranks = range(dist.get_world_size())
+        sent = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in ranks]
         sizes = torch.tensor([len(part) for part in sent], device=self.device)
-        dist.all_to_all_single(coming := torch.empty_like(sizes), sizes)
-        own = torch.frombuffer(bytearray(b"".join((*sent, b"."))), dtype=torch.uint8)[:-1].to(
-            self.device
-        )
+        coming = torch.empty_like(sizes)
+        dist.all_to_all_single(coming, sizes)
+        # torch makes no tensor of no bytes
+        data = torch.frombuffer(bytearray(b"".join(sent) + b"."), dtype=torch.uint8)
+        own = data[:-1].to(self.device)
         found = own.new_empty(int(coming.sum()))
         dist.all_to_all_single(found, own, coming.tolist(), sizes.tolist())
         heartbeat.beat()
-        return [
-            pickle.loads(part.numpy()) for part in found.cpu().split(coming.tolist()) if len(part)
-        ]
+        parts_of_ranks = found.cpu().split(coming.tolist())
+        return [pickle.loads(part.numpy()) for part in parts_of_ranks if len(part)]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank ``src``'s picklable object on every rank. Collective."""
@@ -342,25 +255,26 @@ class DistributedStrategy:
         """The largest count of all ranks: how often every rank has to run a collective. Collective."""
         return self.all_reduce(int(count), op="max")
 
-    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
-        """Runs ``action`` on rank 0 while the others wait; its failure is raised on every rank. Collective.
+    def on_rank_0(self, action: Callable[[], T], what: str) -> T:
+        """What ``action`` returns on rank 0, on every rank, or its failure. Collective.
 
         Errors for users stay what they are, any other is a RuntimeError.
         """
-        error: Exception | None = None
-        if dist.get_rank() == 0:
+        result = error = told = None
+        if self.is_rank_0():
             try:
-                action()
+                result = action()
+            except UserError as user_error:
+                told = error = user_error
             except Exception as exception:
                 error = exception
-        told: Any = error
-        if error is not None and not isinstance(error, UserError):
-            told = "".join(traceback.format_exception_only(error)).strip()
-        told = self.broadcast_object(told)
+                told = "".join(traceback.format_exception_only(error)).strip()
+        told, result = self.broadcast_object((told, result))
         if isinstance(told, UserError):
             raise error or told
         if told is not None:
             raise RuntimeError(f"rank 0 could not {what}: {told}") from error
+        return result
 
     def barrier(self) -> None:
         """Waits for all ranks. Collective."""

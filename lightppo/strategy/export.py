@@ -1,6 +1,6 @@
 """Models in Hugging Face format: folders that transformers reads, written whole or not at all.
 
-``DeepspeedStrategy`` offers these functions as ``save_model`` and ``load_model``.
+``DeepspeedStrategy`` offers this as ``save_model``.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ from typing import Any
 
 import torch
 
-from lightppo import tensor_file
-from lightppo.files import MANIFEST, files_in_use, local_folder, manifest
+from lightppo.files import MANIFEST, files_in_use, local_folder
 from lightppo.ranks import Ranks
-from lightppo.strategy.checkpoint import bytes_of
 from lightppo.strategy.zero3 import (
     find_adapters,
     find_hf_model,
     find_whole,
     full_state_dict,
-    load_full_state_dict,
-    unwrap_model,
 )
 
 logger = logging.getLogger(__name__)
@@ -78,39 +74,45 @@ def save_model(
 
     def write() -> None:
         use, local = files_in_use(), local_folder(output_dir)
-        with use.explained(local, bytes_of(state_dict)):
-            names = _write(
-                hf_model,
-                prefix,
-                state_dict,
-                tokenizer,
-                output_dir=local,
-                files=files,
-                facts=facts,
-            )
-        names.sort(key=lambda name: name == "config.json")
-        use.publish(output_dir, *names, instead_of=_WEIGHT_FILES)
+        needed = sum(tensor.nbytes for tensor in state_dict.values())
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state_dict.items()
+            if name.startswith(prefix)
+        }
+        with use.explained(local, needed), _place_of(local) as staging:
+            _write(hf_model, own, tokenizer, staging)
+            names = {"name": local.name, **_class_of(hf_model)}
+            for name, text in {"README.md": _MODEL_CARD.format(**names), **files}.items():
+                (staging / name).write_text(text)
+            use.seal(staging, **facts)
+            written = [path.name for path in staging.iterdir()]
+        written.sort(key=lambda name: name == "config.json")
+        use.publish(output_dir, *written, instead_of=_WEIGHT_FILES)
 
     ranks.on_rank_0(write, f"save {output_dir}")
 
 
 def _write(
-    hf_model: Any,
-    prefix: str,
-    state_dict: Any,
-    tokenizer: Any | None,
-    output_dir: Path,
-    files: Mapping[str, str],
-    facts: Mapping[str, Any],
-) -> list[str]:
-    """Returns the names of what it has written."""
-    state_dict = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in state_dict.items()
-        if name.startswith(prefix)
-    }
+    hf_model: Any, state_dict: Mapping[str, torch.Tensor], tokenizer: Any | None, folder: Path
+) -> None:
+    """Weights, config and tokenizer; under adapters the merged weights, and the adapters beside them."""
     adapters = find_adapters(hf_model)
     whole = state_dict if adapters is None else adapters.merged(state_dict)
+    if (around := find_whole(hf_model)) is not None:
+        around.write(hf_model, whole, folder)
+    else:
+        with _savable(hf_model):
+            hf_model.save_pretrained(str(folder), state_dict=whole)
+    if adapters is not None:
+        adapters.write(state_dict, folder / ADAPTER)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+
+
+@contextlib.contextmanager
+def _place_of(output_dir: Path) -> Iterator[Path]:
+    """An empty folder, whose files come to ``output_dir`` at the end."""
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"{output_dir} is a file, not a directory")
     inside = output_dir.is_dir() and any(output_dir.iterdir()) and not _is_export(output_dir)
@@ -119,27 +121,13 @@ def _write(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        if (around := find_whole(hf_model)) is not None:
-            around.write(hf_model, whole, staging)
-        else:
-            with _savable(hf_model):
-                hf_model.save_pretrained(str(staging), state_dict=whole)
-        if adapters is not None:
-            adapters.write(state_dict, staging / ADAPTER)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(staging))
-        names = {"name": output_dir.name, **_class_of(hf_model)}
-        for name, text in {"README.md": _MODEL_CARD.format(**names), **files}.items():
-            (staging / name).write_text(text)
-        files_in_use().seal(staging, **facts)
-        written = [path.name for path in staging.iterdir()]
+        yield staging
         if inside:
             _move_files(staging, output_dir)
         else:
             _take_place(staging, output_dir)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return written
 
 
 def _class_of(hf_model: Any) -> dict[str, str]:
@@ -153,7 +141,10 @@ def _class_of(hf_model: Any) -> dict[str, str]:
 def _is_export(folder: Path) -> bool:
     """Whether all that is in a folder is one export."""
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return not folder.is_symlink() and files == {MANIFEST, *manifest(folder)["files"]}
+    return not folder.is_symlink() and files == {
+        MANIFEST,
+        *files_in_use().manifest(folder)["files"],
+    }
 
 
 def _take_place(staging: Path, output_dir: Path) -> None:
@@ -215,29 +206,3 @@ def _move_files(staging: Path, output_dir: Path) -> None:
                     if old.name not in new_names:
                         files.remove(old)
         files.rename(path, target)
-
-
-def load_model(model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Loads a weight file or Hugging Face folder into a model and its fp32 masters. Collective if prepared."""
-    state_dict = _read_weights(Path(path))
-    if state_dict.keys().isdisjoint(unwrap_model(model).state_dict().keys()):
-        _, prefix = find_hf_model(model)
-        state_dict = {f"{prefix}{name}": tensor for name, tensor in state_dict.items()}
-    load_full_state_dict(model, state_dict, strict, str(path))
-
-
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder or a weight file, on the CPU."""
-    from safetensors.torch import load_file
-
-    if not path.exists():
-        raise FileNotFoundError(f"no model at {path}")
-    files = [path]
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
-    if not files:
-        raise FileNotFoundError(f"{path} holds no *.safetensors and no pytorch_model*.bin")
-    state_dict: dict[str, torch.Tensor] = {}
-    for file in files:
-        state_dict |= load_file(file) if file.suffix == ".safetensors" else tensor_file.read(file)
-    return state_dict

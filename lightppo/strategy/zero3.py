@@ -1,4 +1,4 @@
-"""Models in their engines: finding the module inside, gathering shards, moving averages, whole state dicts.
+"""Models in their engines: finding the module inside, gathering shards, whole state dicts.
 
 A class with ``engine_attribute = "model"`` (the Actor) stays outermost and keeps its engine under that attribute; any
 other module sits inside its engine. Uses private parts of DeepSpeed 0.19 (``ds_tensor``, ``DeepSpeedZeRoOffload``).
@@ -200,70 +200,6 @@ def gathered_parameters(model: Any) -> Iterator[nn.Module]:
             del FWD_MODULE_STACK[depth:]  # its root was pushed when the engine was made
 
 
-@torch.no_grad()
-def moving_average(
-    model: Any, ema_model: Any, beta: float, device: torch.device | str | None = None
-) -> None:
-    """ema ← beta · ema + (1 − beta) · model, parameter by parameter, on ``device``; beta 0 copies.
-
-    Only a sharded model averaged into a whole one is gathered, one parameter at a time. The weights are the forward's:
-    under bf16 not the optimizer's fp32 masters. Keep the average in fp32: at beta near 1 the steps vanish in bf16.
-    """
-    if not 0.0 <= beta <= 1.0:
-        raise ValueError(f"ema beta must lie in [0, 1], got {beta}")
-    source, target = unwrap_model(model), unwrap_model(ema_model)
-    source_params, target_params = dict(source.named_parameters()), dict(target.named_parameters())
-    shapes = [
-        {name: full_shape(p) for name, p in params.items()}
-        for params in (source_params, target_params)
-    ]
-    if odd := sorted(
-        name for name in shapes[0] | shapes[1] if shapes[0].get(name) != shapes[1].get(name)
-    ):
-        raise ValueError(f"the model and its EMA differ in {len(odd)} parameters, first {odd[0]!r}")
-    whole = zero_stage_of(find_engine(model)) == 3 and not any(
-        map(is_sharded, target_params.values())
-    )
-    for name, ema_param in target_params.items():
-        param = source_params[name]
-        if whole:
-            with _gather(param):
-                new = param.detach().clone()
-        else:
-            new = _matching_part(param, ema_param)
-        old = ema_param.ds_tensor if is_sharded(ema_param) else ema_param.data
-        if beta != 0.0:  # at 0 the old values do not count, even if they are not finite
-            place, dtype = device or old.device, torch.promote_types(old.dtype, new.dtype)
-            new = torch.lerp(old.to(place, dtype), new.to(place, dtype), 1.0 - beta)
-        old.copy_(new)
-        forget_secondary_shard(ema_param)
-    kept, buffers = target.state_dict(keep_vars=True).keys(), dict(source.named_buffers())
-    for name, ema_buffer in target.named_buffers():
-        if name in kept:  # the others are derived, some in every forward
-            ema_buffer.copy_(buffers[name])
-
-
-def _matching_part(param: torch.Tensor, ema_param: torch.Tensor) -> torch.Tensor:
-    """The elements of ``param`` that belong to this rank's part of ``ema_param``."""
-    if is_sharded(param) == is_sharded(ema_param):
-        if not is_sharded(param):
-            return param.data
-        if param.ds_tensor.numel() != ema_param.ds_tensor.numel():
-            raise ValueError(
-                "the model and its EMA are sharded over different numbers of ranks; set the same --zpg"
-            )
-        return param.ds_tensor
-    return shard_of(ema_param, param.data.flatten())
-
-
-@contextmanager
-def _gather(param: nn.Parameter, modifier_rank: int | None = None) -> Iterator[None]:
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([param], modifier_rank=modifier_rank):
-        yield
-
-
 def full_state_dict(model: Any, is_rank_0: bool) -> dict[str, torch.Tensor] | None:
     """Whole parameters and buffers on the CPU, on rank 0; tied parameters stay one tensor. Collective under ZeRO-3."""
     engine = find_engine(model)
@@ -274,39 +210,3 @@ def full_state_dict(model: Any, is_rank_0: bool) -> dict[str, torch.Tensor] | No
     tensors = unwrap_model(model).state_dict(keep_vars=True)
     copies = {tensor: tensor.detach().to("cpu", copy=True) for tensor in set(tensors.values())}
     return {name: copies[tensor] for name, tensor in tensors.items()}
-
-
-@torch.no_grad()
-def load_full_state_dict(
-    model: Any, state_dict: dict[str, torch.Tensor], strict: bool, source: str
-) -> None:
-    """Copies whole parameters into a model, sharded or not, and into the optimizer's fp32 masters. Collective.
-
-    Names are as in ``unwrap_model(model)``; tied parameters need one of theirs. ``source`` is for messages.
-    """
-    module, engine = unwrap_model(model), find_engine(model)
-    tensors = module.state_dict(keep_vars=True)
-    # the first of tied names
-    given = {tensors[name]: name for name in reversed(tensors) if name in state_dict}
-    missing = [name for name, tensor in tensors.items() if tensor not in given]
-    unexpected = sorted(state_dict.keys() - tensors.keys())
-    if strict and (missing or unexpected):
-        raise ValueError(
-            f"{source} does not fit {type(module).__name__}: {len(missing)} weights missing {missing[:3]}, "
-            f"{len(unexpected)} unexpected {unexpected[:3]}"
-        )
-    for tensor, name in reversed(given.items()):
-        new = state_dict[name]
-        if full_shape(tensor) != new.shape:
-            raise ValueError(
-                f"{source}: {name!r} is {tuple(new.shape)}, the model's {tuple(full_shape(tensor))}"
-            )
-        if is_sharded(tensor):
-            with _gather(tensor, modifier_rank=0):
-                tensor.data.copy_(new)
-            forget_secondary_shard(tensor)
-        else:
-            tensor.data.copy_(new)
-    # Without this the next step would overwrite the loaded weights with the masters of the old ones.
-    if engine is not None and hasattr(engine.optimizer, "refresh_fp32_params"):
-        engine.optimizer.refresh_fp32_params()

@@ -23,6 +23,7 @@ from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     check_positions,
     evaluation_config,
+    followers,
     frozen_models,
     moves_reference,
     needs_critic,
@@ -125,7 +126,6 @@ class PPOInputs:
     critic: Any | None
     reward_model: Any
     initial_model: Any | None
-    ema_model: Any | None
     actor_optim: Any
     critic_optim: Any
     actor_scheduler: Any
@@ -135,6 +135,7 @@ class PPOInputs:
     reward_source: RewardSource
     rollout_engine: RolloutEngine
     frozen: Mapping[str, Any] = field(default_factory=dict)  # further models by name
+    followers: Mapping[str, Any] = field(default_factory=dict)  # models that follow the actor
     prompts_dataloader: Iterable | None = None
     loss_terms: Mapping[str, LossTerm] = field(default_factory=dict)
     evaluator: Evaluator | None = None
@@ -183,7 +184,6 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         critic=models.critic,
         reward_model=models.reward_models,
         initial_model=reference,
-        ema_model=models.ema,
         actor_optim=actor_optim,
         critic_optim=critic_optim,
         actor_scheduler=actor_scheduler,
@@ -193,6 +193,7 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         reward_source=building.reward_source,
         rollout_engine=engine,
         frozen=building.frozen | models.frozen,
+        followers=models.followers,
         prompts_dataloader=loader,
         loss_terms=building.loss_terms,
         evaluator=evaluator,
@@ -247,7 +248,7 @@ def load_models(building: Building, per_episode: int) -> tuple[Models, dict[str,
     fit_vocabulary(models, building.tokenizer, config)
     together = [models.actor, models.critic, models.reference, *models.frozen.values()]
     settle_packing(config, strategy, *together)
-    saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
+    saved = saved_parts(config, models.actor, models.critic, models.followers, models.reference)
     building.sizes = {
         part: parameter_count(model, find_adapters(model) is not None)
         for part, model in saved.items()
@@ -289,7 +290,6 @@ def assemble(
             critic=inputs.critic,
             reference=inputs.initial_model,
             frozen=inputs.frozen,
-            ema_model=inputs.ema_model,
             actor_optim=inputs.actor_optim,
             critic_optim=inputs.critic_optim,
             actor_scheduler=inputs.actor_scheduler,
@@ -304,7 +304,7 @@ def assemble(
         timer=timer,
         loss_terms=inputs.loss_terms,
     )
-    saved = saved_parts(config, inputs.actor, inputs.critic, inputs.ema_model, inputs.initial_model)
+    saved = saved_parts(config, inputs.actor, inputs.critic, inputs.followers, inputs.initial_model)
     return PPOParts(
         **vars(inputs),
         state=state,
@@ -392,7 +392,8 @@ class Models:
     critic: Any | None  # these are in their engines, if they were prepared
     reference: Actor | None
     reward_models: list[Any]
-    ema: Actor | None
+    # by the names of their parts in checkpoints
+    followers: dict[str, Actor] = field(default_factory=dict)
     frozen: dict[str, Actor] = field(default_factory=dict)  # further models by name
 
 
@@ -448,7 +449,9 @@ def build_models(
         critic=loader.critic() if needs_critic(config) else None,
         reference=loader.reference(actor) if needs_reference(config) else None,
         reward_models=[loader.reward_model(path) for path in config.model.reward_pretrain],
-        ema=loader.moving_average() if config.algorithm.enable_ema else None,
+        followers={
+            name: loader.follower(name) for name in followers(config) if name != "reference"
+        },
         frozen={name: loader.frozen(name, one) for name, one in frozen_models(config).items()},
     )
 
@@ -544,15 +547,14 @@ class ModelLoader:
         )
         return self._placed(model, "reward")
 
-    def moving_average(self) -> Actor:
-        """The actor's, in float32."""
+    def follower(self, name: str) -> Actor:
+        """What the actor is, in float32."""
         path, zero = self.config.model.pretrain, self.config.strategy
         ds_config = self.strategy.get_ds_eval_config(
             zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=torch.float32
         )
-        return self._placed(
-            Actor(stage_to_local(path), ds_config=ds_config, **self._options_of(path)), "ema"
-        )
+        model = Actor(stage_to_local(path), ds_config=ds_config, **self._options_of(path))
+        return self._placed(model, name)
 
     def frozen(self, name: str, asked: FrozenModel) -> Actor:
         """A further model, as it is: neither 4 bits nor ``--override_config`` are its."""
@@ -632,13 +634,13 @@ def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
 
 
 def saved_parts(
-    config: PPOConfig, actor: Any, critic: Any, ema: Any, reference: Any
+    config: PPOConfig, actor: Any, critic: Any, followers: Mapping[str, Any], reference: Any
 ) -> dict[str, Any]:
     """The models that a checkpoint of this run holds, by the name of their part."""
     parts = {
         "actor": actor,
         "critic": critic,
-        "ema": ema,
+        **followers,
         "reference": reference if moves_reference(config) else None,
     }
     return {name: model for name, model in parts.items() if model is not None}

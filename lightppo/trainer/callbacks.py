@@ -54,6 +54,9 @@ class Callback:
         The entropy of most tokens is NaN in a large step that does not train on it; see :meth:`entropy_rows`.
         """
 
+    def on_optimizer_step(self, run: Any, model: str) -> None:
+        """The actor's or the critic's optimizer step was taken, and not skipped. PPO only."""
+
     def entropy_rows(self, run: Any, experience: Experience) -> Iterable[int]:
         """Rows of a micro batch for which ``on_micro_batch`` needs the entropy of every token. PPO only."""
         return ()
@@ -162,6 +165,10 @@ class Callbacks:
     ) -> None:
         for callback in self.all:
             callback.on_micro_batch(run, experience, log_probs, entropy)
+
+    def on_optimizer_step(self, run: Any, model: str) -> None:
+        for callback in self.all:
+            callback.on_optimizer_step(run, model)
 
     def entropy_rows(self, run: Any, experience: Experience) -> set[int]:
         """The rows that any callback needs."""

@@ -4,15 +4,13 @@ ckpt_path/_actor/global_stepN    weights, optimizer, scheduler; its client state
 ckpt_path/_critic/global_stepN   likewise _ema, and _reference if it moves
 ckpt_path/latest                 the last tag of which every part is whole
 
-Each part is sealed with facts (:mod:`lightppo.files`): part, step, run, and the seals of the parts that were saved
-before it, by which a part of another checkpoint is told.
+Each part is sealed with facts (:mod:`lightppo.files`): part, step, run.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import uuid
 from collections.abc import Container, Iterable, Mapping
@@ -21,7 +19,7 @@ from typing import Any
 
 from lightppo.config.options import CheckpointConfig, unsafe_changes
 from lightppo.errors import CheckpointError, ConfigError, TrainingError
-from lightppo.files import files_in_use, is_url, join, local_folder, seal_of
+from lightppo.files import files_in_use, is_url, join, local_folder
 from lightppo.option import Option
 from lightppo.plugin import CHECKPOINT_CHOICES, WITH_CHECKPOINTS
 from lightppo.shown import shown_value
@@ -81,16 +79,15 @@ class RunCheckpointer:
         tag = f"global_step{step}"
         generators = self.strategy.gather_object(rng_state())
         state = {**client_state, "rng": generators, "run": self.run}
-        previous: list[str] = []  # on rank 0, which removes the older ones
 
-        def prepare() -> None:
-            previous.extend(self._with_all_parts(local_folder(root))[:1])
+        def prepare() -> list[str]:
+            previous = self.with_all_parts(local_folder(root))[:1]
             _drop(root, tag)
+            return previous
 
-        self.strategy.on_rank_0(prepare, f"make room for {tag} in {root}")
+        previous = self.strategy.on_rank_0(prepare, f"make room for {tag} in {root}")
         # The actor last: its client state is what makes the other parts a checkpoint of the run. Until it is
-        # written, the others keep what belongs to the one before; and it knows the seals of all others.
-        seals: dict[str, str | None] = {}
+        # written, the others keep what belongs to the one before.
         for name in sorted(self.models, key=lambda name: name == "actor"):
             is_actor = name == "actor"
             self.strategy.save_ckpt(
@@ -101,21 +98,11 @@ class RunCheckpointer:
                 max_mem=self.config.max_ckpt_mem / len(self.models),
                 client_state=state if is_actor else None,
                 protected_tags=() if is_actor else previous,
-                facts={"part": name, "step": step, "run": self.run, "siblings": dict(seals)},
+                facts={"part": name, "step": step, "run": self.run},
             )
-            seals[name] = seal_of(local_folder(root) / f"_{name}" / tag)
         self.strategy.on_rank_0(
             lambda: mark_latest(root, tag), f"mark {tag} as the latest in {root}"
         )
-
-    def adopt(self, root: str | Path, tag: str) -> None:
-        """Mark a checkpoint that others have written as the latest, if all parts have it. Collective."""
-
-        def mark() -> None:
-            if all(tag in _tags(name, local_folder(root)) for name in self.models):
-                mark_latest(root, tag)
-
-        self.strategy.on_rank_0(mark, f"mark {tag} as the latest in {root}")
 
     def require_finite(self, step: int) -> None:
         """Raises TrainingError where a weight is NaN or infinite, before it takes a good one's place. Collective."""
@@ -134,52 +121,35 @@ class RunCheckpointer:
                 "from there"
             )
 
-    def find(self, root: str | Path) -> str | None:
-        """Tag of the last checkpoint with all parts, or ``None``. CheckpointError: this run has other parts."""
-        return next(iter(self._candidates(root)), None)
+    def candidates(self, root: str | Path, before: int | None = None) -> list[str]:
+        """Tags that have all parts, the one to resume from first; ``before``: of steps before this one. Collective.
 
-    def _candidates(self, root: str | Path) -> list[str]:
-        """Tags that have all parts, the one to resume from first."""
-        local = local_folder(root)
-        tags = self._with_all_parts(local)
-        if not tags and _tags("actor", local):
-            missing = (
-                ", ".join(sorted(f"_{name}" for name in self.models if not _tags(name, local)))
-                or "in common"
-            )
-            raise CheckpointError(
-                f"the checkpoints in {root} have no part {missing}: they belong to a run with other options; set "
-                "--resume never, or another --save_path"
-            )
-        return tags
+        CheckpointError: this run has other parts.
+        """
 
-    def _with_all_parts(self, root: Path) -> list[str]:
+        def find() -> list[str]:
+            local = local_folder(root)
+            tags = self.with_all_parts(local)
+            if not tags and _tags("actor", local):
+                missing = [f"_{name}" for name in sorted(self.models) if not _tags(name, local)]
+                raise CheckpointError(
+                    f"the checkpoints in {root} have no part {', '.join(missing) or 'in common'}: they belong to a run "
+                    "with other options; set --resume never, or another --save_path"
+                )
+            return tags if before is None else _before(before, tags)
+
+        return self.strategy.on_rank_0(find, f"look at the checkpoints in {root}")
+
+    def with_all_parts(self, root: Path) -> list[str]:
         """The tag in ``latest``, if it has all parts, then the others, the one that was saved last first.
 
         Not the highest number: a run started anew in this folder counts from 1 again, beside what the old one left.
         """
-        whole = [
-            tag
-            for tag in _tags("actor", root)
-            if all(tag in _tags(name, root) for name in self.models)
-        ]
-        marked = read_mark(root)
+        of_parts = [_tags(name, root) for name in self.models]
+        whole = [tag for tag in _tags("actor", root) if all(tag in tags for tags in of_parts)]
         whole.reverse()
+        marked = read_mark(root)
         return sorted(whole, key=lambda tag: tag != marked)
-
-    def candidates(self, root: str | Path, before: int | None) -> list[str]:
-        """Rank 0's candidates on all ranks, or its error. Collective."""
-        tags, refusal = [], None
-        if self.strategy.is_rank_0():
-            try:
-                tags = self._candidates(root)
-                tags = tags if before is None else _before(before, tags)
-            except CheckpointError as error:
-                refusal = str(error)
-        tags, refusal = self.strategy.broadcast_object((tags, refusal))
-        if refusal:
-            raise CheckpointError(refusal)
-        return tags
 
     def resume(
         self,
@@ -199,8 +169,6 @@ class RunCheckpointer:
                 they name.
             CheckpointError: the checkpoint does not fit this run.
         """
-        if not options.get("val_only"):
-            self._require_room()
         is_own = self.config.resume == "auto"
         source = self.config.ckpt_path if is_own else self.config.resume
         if is_url(source):
@@ -238,14 +206,6 @@ class RunCheckpointer:
             f"resumed from {root}/{tag}: {saved['trainer']['global_step']} steps done"
         )
         return saved
-
-    def _require_room(self) -> None:
-        """CheckpointError on all ranks if the first save would fail, before anything is trained. Collective."""
-        root, problem = self.config.ckpt_path, None
-        if self.strategy.is_rank_0() and root is not None and not self.config.disable_ds_ckpt:
-            problem = in_the_way(local_folder(root), self.models)
-        if problem := self.strategy.broadcast_object(problem):
-            raise CheckpointError(problem)
 
     def load(self, root: str | Path, tag: str, checked: bool = False) -> dict[str, Any]:
         """Load all parts and this rank's random generators; returns the client state that was saved. Collective.
@@ -304,16 +264,6 @@ def _drop(root: str | Path, tag: str) -> None:
 def parts_of(root: str | Path) -> list[Path]:
     """Folders of all parts that are there, the actor's first."""
     return sorted(local_folder(root).glob("_*"), key=lambda path: path.name != "_actor")
-
-
-def in_the_way(root: Path, names: Iterable[str]) -> str | None:
-    """What keeps a run from writing its checkpoints here: a file in a folder's place, or the other way round."""
-    for folder in (root, *(root / f"_{name}" for name in names)):
-        if os.path.lexists(folder) and not folder.is_dir():
-            return f"{folder} is no folder, and checkpoints are to be written there: remove it"
-        if (folder / LATEST).is_dir():
-            return f"{folder / LATEST} is a folder, and must be a file with the name of the last checkpoint: remove it"
-    return None
 
 
 def _before(step: int, tags: Iterable[str]) -> list[str]:

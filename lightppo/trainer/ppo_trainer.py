@@ -39,8 +39,8 @@ class PPOTrainer(TrainingLoop):
 
     def __init__(self, parts: PPOParts, callbacks: Iterable[Callback] = ()) -> None:
         self.actor, self.critic, self.initial_model = parts.actor, parts.critic, parts.initial_model
-        self.ema_model, self.reward_model = parts.ema_model, parts.reward_model
-        self.frozen = parts.frozen
+        self.reward_model, self.frozen = parts.reward_model, parts.frozen
+        self.followers, self.exported = parts.followers, parts.actor
         self.rollout_engine = parts.rollout_engine
         self.sampler, self.experience_maker = parts.sampler, parts.experience_maker
         self.replay_buffer, self.update, self.kl_ctl = (
@@ -76,6 +76,7 @@ class PPOTrainer(TrainingLoop):
                 self.register_state(name, part)
         self.update.observe = partial(self.callbacks.on_micro_batch, self)
         self.update.entropy_rows = partial(self.callbacks.entropy_rows, self)
+        self.update.stepped = partial(self.callbacks.on_optimizer_step, self)
 
     @classmethod
     def from_inputs(cls, inputs: PPOInputs, callbacks: Iterable[Callback] = ()) -> Self:
@@ -127,7 +128,6 @@ class PPOTrainer(TrainingLoop):
                     # 4 → training_step per micro batch
                     status = collected.counts | self.train(step)
                     self.replay_buffer.clear()
-                    self.move_reference(step)
                     with self.timer("sync"):
                         # 5 the next rollouts are on-policy
                         self.rollout_engine.sync_weights(self.actor)
@@ -166,14 +166,6 @@ class PPOTrainer(TrainingLoop):
     def train(self, step: int) -> dict[str, float]:
         """The update of a step; its numbers. Collective."""
         return self.update.train(step)
-
-    def move_reference(self, step: int) -> None:
-        """The reference follows the actor (``--ref_ema_eta``), or becomes a copy of it (``--ref_reset_steps``)."""
-        algorithm = self.config.algorithm
-        if algorithm.ref_ema_eta is not None:
-            self.strategy.moving_average(self.actor, self.initial_model, 1 - algorithm.ref_ema_eta)
-        elif algorithm.ref_reset_steps is not None and step % algorithm.ref_reset_steps == 0:
-            self.strategy.moving_average(self.actor, self.initial_model, 0.0)
 
     def control_kl(self, status: Mapping[str, float]) -> None:
         """Adapt the coefficient to the step's KL, if a token was trained."""
@@ -282,10 +274,10 @@ class PPOTrainer(TrainingLoop):
         return [checkpoint.save_path, *critic]
 
     def save_model(self, path: str | Path | None = None) -> None:
-        """Save the actor (its moving average where there is one) for transformers, and the critic if asked for."""
+        """Save the actor, or what a callback has ``exported`` in its place, for transformers; the critic if asked for."""
         path = path or self.config.checkpoint.save_path
         self.checkpointer.require_finite(self.state.global_step)
-        models = [(self.actor if self.ema_model is None else self.ema_model, path)]
+        models = [(self.exported, path)]
         if self.config.checkpoint.save_value_network:
             models.insert(0, (self.critic, f"{str(path).rstrip('/')}_critic"))
         for model, folder in models:

@@ -6,7 +6,6 @@ depends neither on micro batches nor on ranks. Nothing is written to what comes 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,7 +59,6 @@ class UpdatedModels:
     actor: Any
     critic: Any | None
     reference: Any | None  # for losses that compare with it
-    ema_model: Any | None  # gets the moving average of the actor
     actor_optim: Any
     critic_optim: Any
     actor_scheduler: Any
@@ -139,7 +137,6 @@ class Update:
         self.frozen = models.frozen
         self.use(config)
         self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
-        self.ema_model = models.ema_model
         self.actor_optim, self.actor_scheduler = models.actor_optim, models.actor_scheduler
         self.critic_optim, self.critic_scheduler = models.critic_optim, models.critic_scheduler
         self.experience_maker, self.replay_buffer = experience_maker, replay_buffer
@@ -154,7 +151,6 @@ class Update:
         if self.critic is not None:
             self.critic_max_epochs = of_role(config, "critic").max_epochs or training.max_epochs
         self.epoch = 0  # the pass over the rollout that is under way
-        self.ema_beta = algorithm.ema_beta
         self.policy_loss = build_policy_loss(config)
         self.token_weights = list(token_weights(config, in_training=True).values())
         self.value_loss = ValueLoss(
@@ -163,6 +159,7 @@ class Update:
         self.early_stop = EarlyStop(loss, strategy)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
+        self.stepped: Callable[[str], None] = lambda _: None  # gets the model's name
         # of log probs that only the training pass has made
         self.on_policy: dict[str, m.Summary] = {}
         self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
@@ -400,7 +397,7 @@ class Update:
         return [name for name, does in trains.items() if does]
 
     def actor_step(self) -> dict[str, float]:
-        """At the last micro batch of a step: the optimizer step or an early stop, then the moving average."""
+        """At the last micro batch of a step: the optimizer step or an early stop."""
         if self.strategy.completes_step(self.actor) and self.early_stop.reached():
             self.state.stopped_optimizer_steps += 1
             self.strategy.skip_step(self.actor, name="actor")
@@ -408,9 +405,6 @@ class Update:
         status = self.optimizer_step("actor", self.actor, self.actor_optim, self.actor_scheduler)
         if "actor_grad_norm" in status:
             status["actor_stopped"] = 0.0
-            # not after a skipped step
-            if self.ema_model is not None and math.isfinite(status["actor_grad_norm"]):
-                self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta)
         return status
 
     def optimizer_step(
@@ -422,6 +416,8 @@ class Update:
         if outcome is None:  # more micro batches follow
             return status
         self.skipped.add(name, outcome.skipped, outcome.overflow)
+        if not outcome.skipped:
+            self.stepped(name)
         grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
         more = {f"{name}_{key}": value for key, value in outcome.metrics().items()}
         return status | {f"{name}_grad_norm": grad_norm} | more

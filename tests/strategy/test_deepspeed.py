@@ -71,19 +71,6 @@ def test_small_buckets_are_for_cpus_alone(gpu):
         assert sizes & config["zero_optimization"].keys() == (set() if gpu else small)
 
 
-@pytest.mark.parametrize("option", ["", "bf16", "fp16"])
-def test_fp32_on_a_gpu_is_told_at_the_start(gpu, option, monkeypatch, caplog):
-    monkeypatch.setattr(
-        "lightppo.strategy.distributed.DistributedStrategy.setup_distributed", lambda *_: None
-    )
-    monkeypatch.setattr(
-        "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda _: True
-    )
-    with caplog.at_level("WARNING"):
-        DeepspeedStrategy(zero_stage=2, **({option: True} if option else {})).setup_distributed()
-    assert ("10 times as long as --bf16 (or --fp16)" in caplog.text) == (gpu and not option)
-
-
 def test_offload_pins_memory_only_where_there_is_a_gpu(gpu):
     config = train_config(adam_offload=True, param_offload=True)
     zero = config["zero_optimization"]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import UserError
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 
@@ -67,10 +68,16 @@ class FakeStrategy:
     def is_rank_0(self) -> bool:
         return self.rank == 0
 
-    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
-        if self.is_rank_0():
-            action()
-        self.barrier()
+    def on_rank_0(self, action: Callable[[], Any], what: str) -> Any:
+        result = error = None
+        try:
+            result = action() if self.is_rank_0() else None
+        except UserError as user_error:
+            error = user_error
+        error, result = self.broadcast_object((error, result))
+        if error is not None:
+            raise error
+        return result
 
     def print(self, *parts: Any) -> None:
         if self.is_rank_0():

@@ -25,6 +25,7 @@ from lightppo.experience.batching import select_tokens
 from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import RolloutSampler
 from lightppo.models.actor import ActionScores
+from lightppo.plugins.averages.moving import move_reference
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.metrics import METRICS, with_namespace
@@ -267,15 +268,15 @@ def test_the_reference_follows_the_actor(trainer_with, parts):
     actor, reference = parts["actor"][0], parts["reference"]
     start = weights_of(reference)
     put_back(actor, {name: p + 1.0 for name, p in start.items()})
-    trainer_with(ref_ema_eta=0.25).move_reference(1)
+    move_reference(trainer_with(ref_ema_eta=0.25), 1)
     for name, p in weights_of(reference).items():
         torch.testing.assert_close(p, start[name] + 0.25)
     resets = trainer_with(ref_reset_steps=3)
-    resets.move_reference(2)
+    move_reference(resets, 2)
     assert not torch.allclose(
         weights_of(reference)["lm_head.weight"], weights_of(actor)["lm_head.weight"]
     )
-    resets.move_reference(3)
+    move_reference(resets, 3)
     assert all(torch.equal(p, weights_of(actor)[name]) for name, p in weights_of(reference).items())
     assert trainer_with().checkpointer.models.keys() == {"actor", "critic"}
     assert resets.checkpointer.models.keys() == {"actor", "critic", "reference"}

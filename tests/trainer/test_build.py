@@ -116,7 +116,7 @@ def zero_of(monkeypatch, make_config, reward_model):
             "actor": models.actor,
             "critic": models.critic,
             "ref": models.reference,
-            "ema": models.ema,
+            "ema": models.followers["ema"],
         }
         parts["reward"] = models.reward_models[0]
         return {name: model.ds_config["zero_optimization"] for name, model in parts.items()}
@@ -223,13 +223,13 @@ def test_a_critic_and_a_reward_model_load_at_stages_of_their_own(make_config, re
 def test_models_of_a_run(make_config):
     models = models_of(make_config())
     assert same_weights(models.actor, models.reference)
-    assert (models.critic is not None, models.reward_models, models.ema) == (True, [], None)
+    assert (models.critic is not None, models.reward_models, models.followers) == (True, [], {})
     assert models_of(make_config(init_kl_coef=0)).reference is None
     grpo = models_of(
         make_config(advantage_estimator="grpo", n_samples_per_prompt=2, enable_ema=True)
     )
     assert grpo.critic is None
-    assert same_weights(grpo.actor, grpo.ema)
+    assert same_weights(grpo.actor, grpo.followers["ema"])
 
 
 def test_reference_and_critic_from_checkpoints_of_their_own(make_config, tmp_path):
@@ -339,10 +339,9 @@ def test_a_model_that_cannot_pack_ends_at_the_start_where_packing_was_asked_for(
 @pytest.mark.parametrize(("flag", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_16_bits_are_the_type_of_all_but_the_moving_average(make_config, flag, half):
     models = models_of(make_config(**{flag: True}, zero_stage=1, enable_ema=True))
-    kinds = {
-        name: next(getattr(models, name).parameters()).dtype
-        for name in ("actor", "critic", "reference", "ema")
-    }
+    of_roles = {name: getattr(models, name) for name in ("actor", "critic", "reference")}
+    of_roles |= models.followers
+    kinds = {name: next(model.parameters()).dtype for name, model in of_roles.items()}
     assert kinds == {"actor": half, "critic": half, "reference": half, "ema": torch.float32}
 
 

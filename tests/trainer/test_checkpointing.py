@@ -19,6 +19,7 @@ from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError
 from lightppo.plugins.ops import durable
 from lightppo.plugins.ops.damaged import last_undamaged
+from lightppo.plugins.ops.kept import KeptFiles
 from lightppo.strategy.checkpoint import list_tags
 from lightppo.strategy.distributed import DistributedStrategy
 from lightppo.trainer.checkpointing import RunCheckpointer, resume_root
@@ -56,7 +57,7 @@ class SavingStrategy(FakeStrategy):
         content = {"model": model, "max_mem": max_mem, "has_state": client_state is not None}
         (save_dir / tag / "content.json").write_text(json.dumps(content))
         torch.save(client_state, save_dir / tag / "state.pt")
-        durable.seal(save_dir / tag, **(facts or {}))
+        KeptFiles().seal(save_dir / tag, **(facts or {}))
         tags = list_tags(save_dir)
         for old in [t for t in tags if t != tag and t not in protected_tags][
             : max(0, len(tags) - max_num)
@@ -92,21 +93,26 @@ def checkpointer(
     )
 
 
+def found(mine: RunCheckpointer, root: Path) -> str | None:
+    """The checkpoint that a run would go on from."""
+    return next(iter(mine.candidates(root)), None)
+
+
 # -- finding ---------------------------------------------------------------------------------------------------------
 
 
 def test_where_there_is_nothing_nothing_is_found(tmp_path):
-    assert checkpointer().find(tmp_path / "never made") is None
-    assert checkpointer().find(tmp_path) is None
+    assert found(checkpointer(), tmp_path / "never made") is None
+    assert found(checkpointer(), tmp_path) is None
     (tmp_path / "_actor").mkdir()
-    assert checkpointer().find(tmp_path) is None
+    assert found(checkpointer(), tmp_path) is None
 
 
 def test_the_last_checkpoint_is_found_by_its_number_not_its_spelling(tmp_path):
     make_checkpoints(tmp_path, 9, 10, 11)
-    assert checkpointer().find(tmp_path) == "global_step11"
+    assert found(checkpointer(), tmp_path) == "global_step11"
     (tmp_path / "latest").unlink()
-    assert checkpointer().find(tmp_path) == "global_step11"
+    assert found(checkpointer(), tmp_path) == "global_step11"
 
 
 @pytest.mark.parametrize("broken", ["missing", "incomplete"])
@@ -117,7 +123,7 @@ def test_a_checkpoint_that_lacks_a_part_is_passed_over(tmp_path, part, broken):
     if broken == "incomplete":
         make_part(tmp_path, part, 10, whole=False)
     (tmp_path / "latest").write_text("global_step10")
-    assert checkpointer().find(tmp_path) == "global_step5"
+    assert found(checkpointer(), tmp_path) == "global_step5"
 
 
 def test_a_save_that_was_interrupted_is_no_checkpoint(tmp_path):
@@ -127,29 +133,29 @@ def test_a_save_that_was_interrupted_is_no_checkpoint(tmp_path):
         (tmp_path / f"_{part}" / "global_step10").rename(
             tmp_path / f"_{part}" / "global_step10.incomplete"
         )
-    assert checkpointer().find(tmp_path) == "global_step5"
+    assert found(checkpointer(), tmp_path) == "global_step5"
 
 
 def test_only_incomplete_checkpoints_are_none(tmp_path):
     make_part(tmp_path, "critic", 5)
     make_part(tmp_path, "actor", 5, whole=False)  # the first save was interrupted
-    assert checkpointer().find(tmp_path) is None
+    assert found(checkpointer(), tmp_path) is None
 
 
 def test_a_run_started_anew_in_the_folder_of_an_older_one_finds_its_own(tmp_path):
     """--resume never, then a crash at step 4: the older run's step 100 must not be taken for the last."""
     make_checkpoints(tmp_path, 90, 100)
     make_checkpoints(tmp_path, 2, 4)
-    assert checkpointer().find(tmp_path) == "global_step4"
+    assert found(checkpointer(), tmp_path) == "global_step4"
     (tmp_path / "latest").unlink()
-    assert checkpointer().find(tmp_path) == "global_step4"  # by age
+    assert found(checkpointer(), tmp_path) == "global_step4"  # by age
 
 
 def test_the_marker_decides_where_ages_are_lost(tmp_path):
     """A copied folder: its files are as old as the copying made them."""
     make_checkpoints(tmp_path, 6, 4, 2)
     (tmp_path / "latest").write_text("global_step6")
-    assert checkpointer().find(tmp_path) == "global_step6"
+    assert found(checkpointer(), tmp_path) == "global_step6"
 
 
 def test_directories_with_other_names_are_left_alone(tmp_path):
@@ -158,7 +164,7 @@ def test_directories_with_other_names_are_left_alone(tmp_path):
     for part in ("actor", "critic"):
         make_part(tmp_path, part, 1)
         (tmp_path / f"_{part}" / "global_step1").rename(tmp_path / f"_{part}" / "best")
-    assert checkpointer().find(tmp_path) == "global_step5"
+    assert found(checkpointer(), tmp_path) == "global_step5"
 
 
 @pytest.mark.parametrize(
@@ -172,20 +178,20 @@ def test_directories_with_other_names_are_left_alone(tmp_path):
 def test_checkpoints_of_a_run_with_other_models_are_refused(tmp_path, saved, now, parts):
     make_checkpoints(tmp_path, 5, 10, parts=saved)
     with pytest.raises(CheckpointError, match=rf"{parts}:.*--resume never.*--save_path"):
-        checkpointer(**now).find(tmp_path)
+        found(checkpointer(**now), tmp_path)
 
 
 def test_parts_without_a_step_in_common_are_refused(tmp_path):
     make_part(tmp_path, "critic", 10)
     make_part(tmp_path, "actor", 5)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        checkpointer().find(tmp_path)
+        found(checkpointer(), tmp_path)
 
 
 def test_parts_that_this_run_does_not_have_do_not_matter_to_finding(tmp_path):
     """Whether the options may differ is decided by the saved config."""
     make_checkpoints(tmp_path, 5, parts=("critic", "ema", "actor"))
-    assert checkpointer(critic=False).find(tmp_path) == "global_step5"
+    assert found(checkpointer(critic=False), tmp_path) == "global_step5"
 
 
 # -- damaged ones ----------------------------------------------------------------------------------------------------
@@ -309,7 +315,7 @@ def test_parts_of_two_runs_never_look_like_one_checkpoint(tmp_path):
     mine.strategy.dies_at = "actor"
     with pytest.raises(KeyboardInterrupt):
         mine.save(tmp_path, 2, {})
-    assert checkpointer().find(tmp_path) == "global_step1"
+    assert found(checkpointer(), tmp_path) == "global_step1"
 
 
 # -- what a disk or a user has changed ------------------------------------------------------------------------------
@@ -347,31 +353,6 @@ def test_a_mark_that_names_an_earlier_checkpoint_of_the_run_is_told(tmp_path, ca
     caplog.clear()
     assert started(tmp_path)["trainer"] == {"global_step": 1}
     assert caplog.text == ""
-
-
-@pytest.mark.parametrize("resume", ["auto", "never"])
-@pytest.mark.parametrize("name", ["latest", "_actor/latest", "_critic/latest"])
-def test_a_folder_in_place_of_a_mark_is_refused_before_training(tmp_path, name, resume):
-    saved_run(tmp_path, 1)
-    (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / name).mkdir()
-    with pytest.raises(
-        CheckpointError,
-        match=f"^{tmp_path / name} is a folder, and must be a file with the name of",
-    ):
-        started(tmp_path, resume=resume)
-
-
-@pytest.mark.parametrize("link", [False, True])
-def test_what_stands_in_the_place_of_a_part_is_refused_before_training(tmp_path, link):
-    (tmp_path / "_ema").symlink_to(tmp_path / "nowhere") if link else (
-        tmp_path / "_ema"
-    ).write_text("")
-    with pytest.raises(
-        CheckpointError,
-        match=f"^{tmp_path}/_ema is no folder, and checkpoints are to be written there",
-    ):
-        started(tmp_path)
 
 
 # -- parts of different checkpoints ----------------------------------------------------------------------------------
@@ -533,7 +514,7 @@ def test_old_checkpoints_go_and_the_last_is_found(tmp_path, keep):
     mine = checkpointer(max_ckpt_num=keep)
     for step in range(1, 6):
         mine.save(tmp_path, step, {})
-        assert mine.find(tmp_path) == f"global_step{step}"
+        assert found(mine, tmp_path) == f"global_step{step}"
     assert list_tags(tmp_path / "_actor") == [f"global_step{step}" for step in range(6 - keep, 6)]
 
 
@@ -547,9 +528,9 @@ def test_a_run_killed_while_saving_goes_back_to_the_checkpoint_before(tmp_path, 
     with pytest.raises(KeyboardInterrupt):
         mine.save(tmp_path, 3, {})
     again = checkpointer(ema=True, max_ckpt_num=keep)
-    assert again.find(tmp_path) == "global_step2"
+    assert found(again, tmp_path) == "global_step2"
     again.save(tmp_path, 4, {})
-    assert again.find(tmp_path) == "global_step4"
+    assert found(again, tmp_path) == "global_step4"
 
 
 def test_state_and_random_numbers_come_back(tmp_path):

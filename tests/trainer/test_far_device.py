@@ -32,13 +32,13 @@ from lightppo.models.packing import to_device
 from lightppo.plugins.algorithms.correction import correction_weights, rejection_mask
 from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
+from lightppo.plugins.averages.moving import average_into
 from lightppo.plugins.records.samples import Samples
 from lightppo.plugins.supervised import objectives
 from lightppo.plugins.supervised.lm_loss import GPTLMLoss
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 from lightppo.rewards.model import RewardModelSource
 from lightppo.strategy.deepspeed import StepOutcome
-from lightppo.strategy.zero3 import moving_average
 from lightppo.trainer import update
 
 TINY = {
@@ -330,7 +330,7 @@ def test_whitening_and_the_mismatch_of_engines(far: FarDevice) -> None:
 
 
 def test_a_moving_average(far: FarDevice) -> None:
-    moving_average(model(Actor, far), model(Actor, far), 0.9)
+    average_into(model(Actor, far), model(Actor, far), 0.9)
     assert far.waits == {}
 
 

@@ -11,7 +11,7 @@ import torch
 from support.runs import fitted, forget_checkpoints
 
 from lightppo.errors import CheckpointError
-from lightppo.files import MANIFEST, PlainFiles
+from lightppo.files import MANIFEST, Files
 from lightppo.plugin import CHECKPOINT_CHOICES, CHECKPOINT_LOADERS, FILES
 from lightppo.table import Entry
 
@@ -53,18 +53,11 @@ def test_a_killed_run_goes_on_from_its_last_whole_checkpoint(plain, make_config,
     straight = fitted(make_config(**options))
     folder = tmp_path / "ckpt"
     last = int((folder / "latest").read_text().removeprefix("global_step"))
-    files = json.loads((folder / "_actor" / f"global_step{last}" / MANIFEST).read_text())["files"]
-    assert files
-    assert all(sha256 is None for _, sha256 in files.values())
+    names = json.loads((folder / "_actor" / f"global_step{last}" / MANIFEST).read_text())["files"]
+    assert "client_state.pt" in names
     killed_while_saving(folder, last)
     assert_equal(fitted(make_config(**options)), straight)
     assert not list(folder.rglob("*.incomplete"))
-
-    forget_checkpoints(folder, after=last - 1)
-    short = folder / "_critic" / f"global_step{last - 1}" / "lightppo_checkpoint.json"
-    short.write_text(short.read_text() + " ")  # a file that is not as it was sealed
-    with pytest.raises(CheckpointError, match=rf"global_step{last - 1} .*damaged"):
-        fitted(make_config(**options))
 
 
 def test_plain_checkpoints_and_those_with_sums_take_each_others_place(
@@ -94,7 +87,7 @@ def test_another_stage_asks_for_the_plugin(plain, make_config, tmp_path):
 
 
 def test_files_of_a_users_own_see_what_is_published(make_config, tmp_path, monkeypatch):
-    class Mirrored(PlainFiles):
+    class Mirrored(Files):
         """A second copy of everything that a run publishes, on another disk."""
 
         def publish(self, folder, *names, last=None, instead_of=()):

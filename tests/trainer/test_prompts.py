@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightppo.strategy.distributed import RankSampler
+from lightppo.plugins.supervised.rank_samples import RankSampler
 from lightppo.trainer.prompts import EpisodePrompts, RolloutBatchSampler
 
 

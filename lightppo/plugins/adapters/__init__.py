@@ -1,7 +1,14 @@
 """LoRA, and frozen weights in 4 bits."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CHECKS, LOADING, PREPARATIONS, Check
+from lightppo.plugin import (
+    CHECKPOINT_CHECKS,
+    CHECKPOINT_NOTES,
+    CHECKS,
+    LOADING,
+    PREPARATIONS,
+    Check,
+)
 from lightppo.table import Entry
 
 
@@ -9,5 +16,7 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     LOADING.register("load_in_4bit", Entry("lightppo.plugins.adapters.quantised:quantise_body"))
     PREPARATIONS.register("lora", Entry("lightppo.plugins.adapters.lora:prepare"))
+    CHECKPOINT_NOTES.register("adapters", Entry("lightppo.plugins.adapters.frozen_weights:note"))
+    CHECKPOINT_CHECKS.register("adapters", Entry("lightppo.plugins.adapters.frozen_weights:check"))
     CHECKS.register("adapter_packages", Check("lightppo.plugins.adapters.lora:check_packages"))
     register_section("adapter", "lightppo.plugins.adapters.sections:AdapterConfig")

@@ -37,6 +37,7 @@ from lightppo.models.loading import (
     value_head,
 )
 from lightppo.models.wrapper import PretrainedWrapper, Role
+from lightppo.plugins.adapters.frozen_weights import loader, saved_alone
 from lightppo.plugins.adapters.quantised import check_bitsandbytes, dense_weight, quantised_layers
 from lightppo.plugins.adapters.targets import goes_to_experts, replaceable_layers
 from lightppo.strategy.zero3 import find_whole
@@ -339,6 +340,8 @@ class LoraExport:
     """Merges and writes a model's adapters (``hf_model.lora``); the frozen weights never change, so nothing drifts."""
 
     layer_of = staticmethod(layer_of)
+    saved_alone = staticmethod(saved_alone)
+    loader = staticmethod(loader)
     is_adapter_weight = staticmethod(is_adapter_weight)
 
     def __init__(self, config: Any, model: nn.Module) -> None:

@@ -6,6 +6,8 @@ from lightppo.plugin import (
     CHECKS,
     COMMANDS,
     FITTED,
+    RANK_START,
+    STRATEGY_METHODS,
     CallbackEntry,
     Check,
     Command,
@@ -35,6 +37,7 @@ def register() -> None:
         "dry_run", Check("lightppo.plugins.checks.building:become_dry_run", when="folders")
     )
     CHECKS.register("rows", Check("lightppo.plugins.checks.building:look_at_rows", when="data"))
+    CHECKS.register("places", Check("lightppo.plugins.checks.building:check_places", when="models"))
     CHECKS.register("disk", Check("lightppo.plugins.checks.building:check_disk", when="models"))
     CHECKS.register(
         "padding", Check("lightppo.plugins.checks.building:check_padded_batches", when="models")
@@ -42,6 +45,10 @@ def register() -> None:
     CHECKS.register(
         "decoding", Check("lightppo.plugins.checks.building:check_decoding_of", when="engine")
     )
+    STRATEGY_METHODS.register(
+        "report_memory", Entry("lightppo.plugins.checks.building:report_memory")
+    )
+    RANK_START.register("type", Entry("lightppo.plugins.checks.device_type:trainable_type"))
     CALLBACKS.register(
         "dry_run", CallbackEntry("lightppo.plugins.checks.building:dry_run", after_yours=True)
     )

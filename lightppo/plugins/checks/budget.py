@@ -492,7 +492,7 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
         roles["reference"] = shape(
             m.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=a.load_in_4bit
         )
-    if config.algorithm.enable_ema:
+    if "ema" in rules.followers(config):
         roles["moving average"] = shape(m.pretrain, "--pretrain", dtype=torch.float32)
     for name, further in rules.frozen_models(config).items():
         roles[name] = shape(further.path, further.flag)

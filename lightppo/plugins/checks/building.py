@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ import torch
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import compute_dtype
-from lightppo.errors import ConfigError
+from lightppo.errors import CheckpointError, ConfigError
 from lightppo.files import local_folder
 from lightppo.plugins.checks.preflight import NOTHING_KEPT, dry_run_config, preflight
 from lightppo.plugins.checks.probes import check_decoding, check_padding, check_training
 from lightppo.plugins.checks.rehearsal import after_step, fewer_rows, rehearse
 from lightppo.plugins.ops import durable
 from lightppo.ranks import ranks_on_node
+from lightppo.strategy.checkpoint import LATEST
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.build import Building, build_prompts
 from lightppo.trainer.callbacks import Callback
@@ -102,6 +104,22 @@ def check_disk(building: Building) -> None:
     sizes = dict(building.sizes)
     exported = sizes.pop("export")
     check_disk_space(building.asked, sizes, exported)
+
+
+def check_places(building: Building) -> None:
+    """The first save would not fail: nothing stands where checkpoints are to be written. Collective."""
+    config = building.config
+    checkpoint = config.checkpoint
+    writes = not (checkpoint.disable_ds_ckpt or config.flat().get("val_only"))
+    if not writes or not building.keeps or checkpoint.ckpt_path is None:
+        return
+    parts = [part for part in building.sizes if part != "export"]
+
+    def look() -> None:
+        if problem := in_the_way(local_folder(checkpoint.ckpt_path), parts):
+            raise CheckpointError(problem)
+
+    building.strategy.on_rank_0(look, "look at --ckpt_path")
 
 
 def check_padded_batches(building: Building) -> None:
@@ -198,6 +216,16 @@ def check_disk_space(
         )
 
 
+def in_the_way(root: Path, names: Iterable[str]) -> str | None:
+    """What keeps a run from writing its checkpoints here: a file in a folder's place, or the other way round."""
+    for folder in (root, *(root / f"_{name}" for name in names)):
+        if os.path.lexists(folder) and not folder.is_dir():
+            return f"{folder} is no folder, and checkpoints are to be written there: remove it"
+        if (folder / LATEST).is_dir():
+            return f"{folder / LATEST} is a folder, and must be a file with the name of the last checkpoint: remove it"
+    return None
+
+
 # -- the end of a dry run --------------------------------------------------------------------------------------------
 
 
@@ -212,8 +240,7 @@ class DryRun(Callback):
         for line in after_step(run.config, run.tokenizer) if is_told else ():
             run.strategy.print(line)
         took = _cost(run) if is_told else "no step"
-        memory = ", ".join(f"{name} {size:.2f} GiB" for name, size in memory_in_use(run.strategy))
-        run.strategy.print(f"dry run: {took}; nothing is kept; memory of rank 0: {memory}")
+        report_memory(run.strategy, f"dry run: {took}; nothing is kept; memory of rank 0")
 
 
 def dry_run(run: Any) -> DryRun | None:
@@ -221,8 +248,8 @@ def dry_run(run: Any) -> DryRun | None:
     return None if run.keeps else DryRun()
 
 
-def memory_in_use(strategy: Any) -> list[tuple[str, float]]:
-    """Of this process in GiB: allocated and peak on a GPU, resident on a CPU."""
+def report_memory(strategy: Any, prefix: str) -> dict[str, float]:
+    """Memory of this process in GiB, printed on rank 0: allocated and peak on a GPU, resident on a CPU."""
     if strategy.device.type == "cuda":
         sizes = {
             "allocated": torch.cuda.memory_allocated(strategy.device),
@@ -230,7 +257,10 @@ def memory_in_use(strategy: Any) -> list[tuple[str, float]]:
         }
     else:
         sizes = {"resident": psutil.Process().memory_info().rss}
-    return [(name, size / 2**30) for name, size in sizes.items()]
+    memory = {name: size / 2**30 for name, size in sizes.items()}
+    told = ", ".join(f"{name} {value:.2f} GiB" for name, value in memory.items())
+    strategy.print(f"{prefix}: {told}")
+    return memory
 
 
 def _cost(run: Any) -> str:

@@ -1,6 +1,6 @@
 """The constructor, arguments and call forms of the seed, and reward functions of other trainers."""
 
-from lightppo.plugin import PUBLIC, REWARD_STYLES
+from lightppo.plugin import PUBLIC, REWARD_STYLES, STRATEGY_METHODS
 from lightppo.table import Entry
 
 
@@ -9,6 +9,8 @@ def register() -> None:
     for name in ("verl", "verl_batch", "trl", "areal"):
         styles = "lightppo.plugins.compat.reward_styles"
         REWARD_STYLES.register(name, Entry(f"{styles}:{name.upper()}"))
+    for name in ("load_model", "set_max_norm"):
+        STRATEGY_METHODS.register(name, Entry(f"lightppo.plugins.compat.script_strategy:{name}"))
     PUBLIC.update(
         {
             "PPOTrainer": "lightppo.plugins.compat.seed_trainer",

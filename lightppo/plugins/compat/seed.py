@@ -31,9 +31,9 @@ from lightppo.models import loading
 from lightppo.models.wrapper import Role, prepare_model
 from lightppo.plugins.compat.prompt_batches import PromptText
 from lightppo.plugins.supervised.lm_loss import GPTLMLoss
+from lightppo.plugins.supervised.rank_samples import RankSampler as DistributedSampler
 from lightppo.ranks import Ranks
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.distributed import RankSampler as DistributedSampler
 from lightppo.strategy.zero3 import is_engine
 from lightppo.suggestions import nearest
 

@@ -32,6 +32,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import StepPart
 from lightppo.experience.experience import Experience
+from lightppo.files import local_folder
 from lightppo.plugins.compat.prompt_batches import as_prompts
 from lightppo.plugins.compat.seed import (
     OUTCOMES,
@@ -74,6 +75,7 @@ from lightppo.trainer.build import (
     steps_per_episode,
 )
 from lightppo.trainer.callbacks import Callback
+from lightppo.trainer.checkpointing import RunCheckpointer, mark_latest
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import TrainerState
 from lightppo.trainer.update import LossTerm, Update
@@ -321,6 +323,7 @@ class PPOTrainer(core.PPOTrainer):
         teacher: judges the actor's samples: a frozen :class:`Actor`, of which ``config`` says ``teacher_pretrain``.
         frozen: further models by name, the teacher among them.
         ema_model: gets the moving average of the actor; or ``None``.
+        followers: models that follow the actor by name, ``ema_model`` among them.
         reward_fn: combines the scores of several reward models, or is the reward function itself.
         remote_rm_url: reward servers or a Python file.
         reward_source: instead of the three above: a function, or an object with ``name`` and ``score(rollouts)``.
@@ -363,6 +366,7 @@ class PPOTrainer(core.PPOTrainer):
         tokenizer=None,
         teacher=None,
         frozen: Mapping[str, Any] = {},
+        followers: Mapping[str, Any] = {},
         reward_fn=None,
         remote_rm_url: str | Sequence[str] | None = None,
         reward_source=None,
@@ -395,9 +399,10 @@ class PPOTrainer(core.PPOTrainer):
         if pretrain_dataloader is not None:
             terms["pretraining"].batches = endless(pretrain_dataloader)
         inputs = PPOInputs(
-            strategy, actor, critic, reward_model, initial_model, ema_model,
+            strategy, actor, critic, reward_model, initial_model,
             actor_optim, critic_optim, actor_scheduler, critic_scheduler,
             config=config, tokenizer=tokenizer, reward_source=source, rollout_engine=engine, frozen=frozen,
+            followers=followers if ema_model is None else {**followers, "ema": ema_model},
             prompts_dataloader=prompts_dataloader, loss_terms=terms, evaluator=evaluator, origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
@@ -420,7 +425,7 @@ class PPOTrainer(core.PPOTrainer):
     @classmethod
     def from_inputs(cls, inputs: PPOInputs, callbacks: Iterable[Callback] = ()) -> Self:
         of_inputs = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-        return cls(**of_inputs, callbacks=callbacks)
+        return cls(**of_inputs, ema_model=None, callbacks=callbacks)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -620,7 +625,7 @@ class PPOTrainer(core.PPOTrainer):
             return self._save_checkpoint(self._args_of_fit, tag, state)
         state["rng"] = self.strategy.gather_object(rng_state())
         self._save_checkpoint(self._args_of_fit, tag, state)
-        self.checkpointer.adopt(self.ckpt_path, tag)
+        adopt(self.checkpointer, self.ckpt_path, tag)
 
     def _save_checkpoint(
         self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None
@@ -689,7 +694,8 @@ class PPOTrainer(core.PPOTrainer):
     critic_max_epochs = _of_part("update.critic_max_epochs")
     freezing_actor_steps = _of_part("update.freezing_actor_steps")
     epoch = _of_part("update.epoch")
-    ema_beta = _of_part("update.ema_beta")
+    ema_beta = _of_part("moving_average.beta")
+    ema_model = property(lambda trainer: trainer.followers.get("ema"))
     ptx_coef = _of_part("pretraining.coef")
     policy_loss = _of_part("update.policy_loss")
     value_loss = _of_part("update.value_loss")
@@ -929,6 +935,16 @@ class PPOTrainer(core.PPOTrainer):
         if sampled.not_finite is not None:
             raise RewardError(sampled.not_finite)
         return sampled.rollouts
+
+
+def adopt(checkpointer: RunCheckpointer, root: str, tag: str) -> None:
+    """Mark a checkpoint that a script has written as the latest, if all parts have it. Collective."""
+
+    def mark() -> None:
+        if tag in checkpointer.with_all_parts(local_folder(root)):
+            mark_latest(root, tag)
+
+    checkpointer.strategy.on_rank_0(mark, f"mark {tag} as the latest in {root}")
 
 
 def _checkpoint_gradients(*models: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -16,20 +17,18 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightppo.errors import ConfigError, StorageError
-from lightppo.files import (
-    MANIFEST,
-    Digest,
-    UnreadableManifestError,
-    changed_size,
-    manifest_text,
-    names_to_seal,
-    read_digests,
-)
-from lightppo.files import manifest as manifest
-from lightppo.files import seal_of as seal_of
+from lightppo.files import MANIFEST
+
+
+class Digest(NamedTuple):
+    """What a file holds."""
+
+    size: int
+    sha256: str | None  # None: only the size is known
+
 
 _THREADS = min(8, os.cpu_count() or 1)
 _CHUNK = 1 << 22  # bytes read at once; and of a write from which on a thread of its own hashes
@@ -151,14 +150,20 @@ def seal(folder: Path, known: Mapping[str, Digest] = {}, **facts: Any) -> None:
         known: of files that this or another rank wrote with :func:`write_file`, by name below the folder.
         facts: plain values to keep, see :func:`manifest`.
     """
-    names = names_to_seal(folder, known)
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    names = sorted(path.relative_to(folder).as_posix() for path in files)
+    if missing := sorted(known.keys() - set(names)):
+        raise StorageError(
+            f"{folder}: {missing[0]}, which another rank wrote, is not here: all nodes must share it"
+        )
     others = [name for name in names if name not in known]
     with ThreadPoolExecutor(_THREADS) as pool:
         settled = pool.map(lambda name: _settle(folder / name), others)
         digests = dict(known) | dict(zip(others, settled))
     for below in {folder, *((folder / name).parent for name in names)}:
         sync_folder(below)
-    write_text(folder / MANIFEST, manifest_text({name: digests[name] for name in names}, facts))
+    content = {"files": {name: digests[name] for name in names}, "facts": facts}
+    write_text(folder / MANIFEST, json.dumps(content | {"sha256": _sum_of(content)}, indent=1))
 
 
 def _settle(path: Path) -> Digest:
@@ -176,6 +181,72 @@ def digest(path: Path, first: float = math.inf) -> Digest:
             found.update(chunk)
             size += len(chunk)
     return Digest(size, found.hexdigest())
+
+
+class UnreadableManifestError(StorageError):
+    """A manifest is missing, or was altered."""
+
+
+def _sum_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises UnreadableManifestError."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        if isinstance(content["files"], list):  # names alone, of a core without plugins
+            return content
+        is_whole = content.pop("sha256") == _sum_of(content)
+    except FileNotFoundError:
+        raise UnreadableManifestError(f"{MANIFEST} is missing") from None
+    except (ValueError, TypeError, AttributeError, KeyError):
+        is_whole = False
+    except OSError as error:
+        raise UnreadableManifestError(f"{MANIFEST} cannot be read ({error.strerror})") from error
+    if not is_whole:
+        raise UnreadableManifestError(f"{MANIFEST} has other content than was written")
+    return content
+
+
+def read_digests(folder: Path) -> dict[str, Digest]:
+    """The files of a folder that was sealed with sums. UnreadableManifestError: its manifest is missing or altered."""
+    files = _read_manifest(folder)["files"]
+    return {} if isinstance(files, list) else {name: Digest(*files[name]) for name in files}
+
+
+def changed_size(folder: Path, name: str, written: Digest, grows: bool = False) -> str | None:
+    """What has happened to a file since it was ``written``, by its size; None: nothing, or it ``grows`` and has."""
+    try:
+        size = (folder / name).stat().st_size
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    if size < written.size or (size > written.size and not grows):
+        return f"{name} has {size} bytes, {written.size} were written"
+    return None
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether a folder has a manifest, whatever is in it."""
+    return (folder / MANIFEST).is_file()
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """``files`` and ``facts`` of a sealed folder; both empty where there is no whole manifest."""
+    try:
+        return _read_manifest(folder)
+    except UnreadableManifestError:
+        return {"files": {}, "facts": {}}
+
+
+def seal_of(folder: Path) -> str | None:
+    """The sum of a sealed folder's manifest, which names its files and its facts; None without a whole one."""
+    try:
+        return _sum_of(_read_manifest(folder))
+    except UnreadableManifestError:
+        return None
 
 
 def check(folder: Path, share: int = 0, shares: int = 1) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightppo.files import facts_of, seal_of
+from lightppo.files import facts_of
+from lightppo.plugins.ops.durable import seal_of
 
 
 def mixture(root: Path, tag: str, names: Iterable[str]) -> str | None:
@@ -20,11 +21,9 @@ def mixture(root: Path, tag: str, names: Iterable[str]) -> str | None:
         return None
     odd = _of_another_origin(facts, int(tag.removeprefix("global_step")))
     article = "the"
-    if not odd:
-        odd, article = (
-            _of_another_save(folders, facts["actor"].get("siblings", {})),
-            "of another save, the",
-        )
+    siblings = facts["actor"].get("siblings")  # a core without plugins writes none
+    if not odd and siblings is not None:
+        odd, article = _of_another_save(folders, siblings), "of another save, the"
     if not odd:
         return None
     texts = [f"_{name} is {_origin(facts[name], article)}" for name in sorted(odd)]

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from lightppo import tensor_file
 from lightppo.errors import CheckpointError
+from lightppo.ranks import Alone
 from lightppo.strategy.checkpoint import (
     FROZEN,
-    check_frozen,
+    check_notes,
     deepspeed_classes,
-    frozen_names,
-    frozen_sums,
 )
 from lightppo.strategy.zero3 import (
     find_hf_model,
@@ -356,14 +355,15 @@ def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
     Its tensors are replaced by those of the files; under adapters its frozen weights stay.
     """
     module = unwrap_model(model)
-    if meta["adapters"]:
-        check_frozen(path, meta, [frozen_sums(module)], stage=0, changed=True)
+    check_notes(Alone(), model, path, meta)
     weights = whole_weights(path, meta, module.state_dict(keep_vars=True))
     module.load_state_dict(weights, strict=False, assign=True)
     find_hf_model(module)[0].tie_weights()
     now = module.state_dict(keep_vars=True)
     given = {now[name] for name in weights}
-    kept = frozen_names(module) if meta["adapters"] else set()
+    named = module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in named if not parameter.requires_grad}
+    kept = frozen if meta["adapters"] else set()
     if missing := sorted(
         name for name, tensor in now.items() if tensor not in given and name not in kept
     ):

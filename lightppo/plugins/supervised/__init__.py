@@ -1,7 +1,7 @@
 """Training on data: ``lightppo sft``, ``rm`` and ``dpo``, and the PTX loss of PPO."""
 
 from lightppo.option import register_section
-from lightppo.plugin import COMMANDS, LOSS_TERMS, METRICS, PUBLIC, Command
+from lightppo.plugin import COMMANDS, LOSS_TERMS, METRICS, PUBLIC, STRATEGY_METHODS, Command
 from lightppo.table import Entry
 
 SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
@@ -37,6 +37,8 @@ def register() -> None:
     from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 
     TABLES.append(PREFERENCE_LOSSES)
+    share = "lightppo.plugins.supervised.rank_samples:setup_dataloader"
+    STRATEGY_METHODS.register("setup_dataloader", Entry(share))
     METRICS.register(
         "train",
         {name: f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()},

@@ -191,7 +191,7 @@ def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> 
     from lightppo.models.loading import check_trainable, get_tokenizer
     from lightppo.plugins.reshape.checkpoints import load_weights, saved_names
     from lightppo.ranks import Alone
-    from lightppo.strategy.checkpoint import check_towers, damage, digest_of_towers, read_meta
+    from lightppo.strategy.checkpoint import damage, read_meta
 
     meta = read_meta(folder)
     if found := damage(Alone(), folder):
@@ -215,7 +215,6 @@ def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> 
     model = _model_for(
         meta, options, stage_to_local(start), has_value_head, trust_remote_code, has_towers
     )
-    check_towers(folder, digest_of_towers(model))
     load_weights(model, folder, meta)
     words = base or options.get("tokenizer_path") or start
     return model, get_tokenizer(

@@ -42,7 +42,7 @@ def test_exports_alone(tmp_path):
         mine.save(tmp_path, step, {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10_hf", "global_step9_hf"]
     assert (tmp_path / "global_step10_hf" / "model").read_text() == "ACTOR TOKENIZER"
-    assert mine.find(tmp_path) is None
+    assert mine.candidates(tmp_path) == []
 
 
 def test_the_oldest_exports_go_not_those_with_the_lowest_number(tmp_path):

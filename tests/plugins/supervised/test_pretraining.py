@@ -19,9 +19,9 @@ from lightppo.plugins.supervised.pretraining import (
     build_pretrain,
     endless,
 )
+from lightppo.plugins.supervised.rank_samples import RankSampler
 from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.distributed import RankSampler
 
 pytestmark = pytest.mark.usefixtures("world")
 CPU = torch.device("cpu")

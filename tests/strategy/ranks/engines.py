@@ -487,6 +487,7 @@ def check_prepare(strategy: DeepspeedStrategy, work_dir: Path) -> None:
         role.prepare((causal_lm(), None))
     with pytest.raises(ValueError, match="no trainable parameter"):
         role.create_optimizer(causal_lm().requires_grad_(False), lr=LR)
+    assert role.report_memory("after prepare")["resident"] > 0
 
 
 def check_scheduler_steps_once_per_step(strategy: DeepspeedStrategy, work_dir: Path) -> None:
