@@ -170,11 +170,8 @@ def _checked_output(
                 f"{source_name}: metric names must be non-empty strings, got {name!r}"
             )
         metrics[name] = _numbers(values, rollouts, source_name, f"metric {name!r}")
-    scores, token_scores = (
-        _numbers(output.scores, rollouts, source_name, "score"),
-        output.token_scores,
-    )
-    if token_scores is not None:
+    scores = _numbers(output.scores, rollouts, source_name, "score")
+    if (token_scores := output.token_scores) is not None:
         token_scores = _token_numbers(token_scores, rollouts, source_name)
     for name, texts in output.texts.items():
         if len(texts) != len(rollouts) or not all(
@@ -206,6 +203,9 @@ def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
         )
 
 
+_KEYS = {"rewards", "scores", "extra_logs", "token_scores"}  # of a dict that is an answer
+
+
 def output_from_result(result: Any, count: int, source_name: str) -> RewardOutput:
     """Reads what reward functions and servers return: a list or tensor of ``count`` scores, or a dict.
 
@@ -215,12 +215,7 @@ def output_from_result(result: Any, count: int, source_name: str) -> RewardOutpu
     """
     if not isinstance(result, Mapping):
         return RewardOutput(_as_list(result, source_name, "the result"))
-    if result.get("rewards") is None or result.keys() - {
-        "rewards",
-        "scores",
-        "extra_logs",
-        "token_scores",
-    }:
+    if result.get("rewards") is None or result.keys() - _KEYS:
         raise RewardError(
             f"{source_name}: the keys must be 'rewards' and, optionally, 'scores', 'extra_logs', 'token_scores'; "
             f"got {[str(key) for key in result]}"
