@@ -24,7 +24,10 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "distillation": ("a teacher that judges the samples", "algorithms.md#distillation"),
     "episodes": ("environments and tools over several turns", "environments.md"),
     "exports": ("models for transformers while a run goes on, the best one", "checkpoints.md"),
-    "hints": ("`--help`, options without effect, what a mistyped name may have meant", "commands.md"),
+    "hints": (
+        "`--help`, options without effect, what a mistyped name may have meant",
+        "commands.md",
+    ),
     "hybrids": ("recurrent layers in packed rows and decoding slots", "dataflow.md"),
     "http": ("rewards over HTTP, the reward server", "rewards.md#http-servers"),
     "kernels": ("fused norms, CPU products, compiled layers", "performance.md"),
