@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import get_args, get_origin
 
-from lightppo.config import EvaluationConfig, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.option import Option, Section
 from lightppo.plugins.hints.needs import condition_text
@@ -29,7 +29,7 @@ def help_text(prog: str, everything: bool, kind: type[OptionSet] = PPOConfig) ->
     """One screen of the usual options, or all of them by section with unit, range, default and what they need."""
     if prog.endswith(" eval") and not everything:
         usage = f"{prog} --pretrain MODEL --eval_data FILE --reward_fn FILE.py [flags]"
-        return f"{section_help(usage, EvaluationConfig)}{_ALL}.\n"
+        return f"{section_help(usage, kind.sections()['evaluation'])}{_ALL}.\n"
     usage, screen, what = (
         "--pretrain MODEL --dataset FILE",
         getattr(kind, "screen", {}),
