@@ -31,7 +31,10 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
         "attention and value heads by family of models, changes of configs",
         "models.md",
     ),
-    "hints": ("`--help`, options without effect, what a mistyped name may have meant", "commands.md"),
+    "hints": (
+        "`--help`, options without effect, what a mistyped name may have meant",
+        "commands.md",
+    ),
     "hybrids": ("recurrent layers in packed rows and decoding slots", "dataflow.md"),
     "http": ("rewards over HTTP, the reward server", "rewards.md#http-servers"),
     "kernels": ("fused norms, CPU products, compiled layers", "performance.md"),

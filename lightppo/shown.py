@@ -18,6 +18,8 @@ _SECRET = re.compile(r"(?<=://)[^\s/]*@|(?<=[?#])[^\s'\"<>`]*")
 
 def shown_url(url: str) -> str:
     """The URL with ``…`` for user and password, for its query and for its fragment."""
+    if "://" not in url:
+        return url
     return asked("shown_url", url) if "shown_url" in ASKED else _SECRET.sub("…", url)
 
 

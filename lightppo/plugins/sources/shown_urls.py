@@ -17,9 +17,7 @@ _END_OF_SENTENCE = ".,:;)]}"
 
 def without_login_and_query(url: str) -> str:
     """The URL with ``…`` for user and password, for its query and for its fragment; see :func:`is_cut`."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return url
+    scheme, _, rest = url.partition("://")
     login, host, tail = _parts(rest)
     login = "…" if login_of(url) else login
     path, mark, _ = _cut_at(tail, "?#")
