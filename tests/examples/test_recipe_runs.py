@@ -21,7 +21,7 @@ RUNS = {path.stem: path for path in sorted(FOLDER.glob("runs/*.yaml")) if path.s
 # Also where they are the defaults: what it is, and its sizes.
 ALWAYS_SAID = {"advantage_estimator", "rollout_batch_size", "train_batch_size", "init_kl_coef"}
 ALWAYS_SAID |= {"prompt_max_len", "generate_max_len"}
-IN_SUITE = ("distill", "gpt_oss", "gsm8k_ppo", "qwen35")
+IN_SUITE = ("distill", "gpt_oss", "qwen35")
 
 
 def head_of(run: Path) -> str:

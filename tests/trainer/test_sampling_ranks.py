@@ -90,7 +90,7 @@ def samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {path.name: read_jsonl(path) for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("bad_rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_the_groups_of_one_rank_are_all_rejected(run, tmp_path, bad_rank):
     rows, _ = run("run", "--total_training_steps=2", bad_rank=bad_rank)
     # 4 prompts to a batch, 2 of them on each rank: two batches give the 4 groups of a step.

@@ -109,7 +109,8 @@ def test_the_reference_gives_the_numbers_of_a_separate_one_in_4_bits(
         assert ours[0]["rollout/kl"] == 0.0 != ours[2]["rollout/kl"]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2])  # 3: on two ranks, below
+# Of the others test_adapters_on_ranks.py has checkpoints.
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_resumed_run_is_the_uninterrupted_run(config_of, tmp_path, zero_stage):
     def run(folder: str, steps: int) -> PPOTrainer:
         paths = {
@@ -217,6 +218,7 @@ def test_refusals(config_of, make_config, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long  # test_lora_runs.py has this run, and test_adapters_on_ranks.py the weights in 4 bits
 def test_two_ranks_at_zero3(assets, wide_model, tmp_path):
     """Resumed after its first step it repeats the others, and what it saves loads and has learnt."""
 

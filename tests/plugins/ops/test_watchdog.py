@@ -45,7 +45,8 @@ def start(tmp_path):
     [
         (1, "hang", "6 in hang", "new"),
         (2, "hang_async", "12 in never", "new"),
-        (2, "hang", "6 in hang", "2.6"),
+        # `make test-lowest` has that torch
+        pytest.param(2, "hang", "6 in hang", "2.6", marks=pytest.mark.long),
     ],
 )
 def test_a_hang_names_rank_phase_and_the_line_of_the_user_and_ends_the_run(

@@ -88,7 +88,8 @@ def steps(out: Path) -> dict[int, dict[str, float]]:
     ("launcher", "request_seeds", "options"),
     [
         ("fork", True, {}),
-        pytest.param("fork", True, {"lora_rank": 4}, id="adapters"),
+        # test_vllm.py has the pushes of adapters
+        pytest.param("fork", True, {"lora_rank": 4}, id="adapters", marks=pytest.mark.long),
         pytest.param("deepspeed", True, {}, marks=pytest.mark.long),
         pytest.param("fork", False, {}, marks=pytest.mark.long),
     ],
