@@ -29,6 +29,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
     "http": ("rewards over HTTP, the reward server", "rewards.md#http-servers"),
     "kernels": ("fused norms, CPU products, compiled layers", "performance.md"),
     "decoding": ("continuous batching of the hf engine, CUDA graphs", "rollouts.md"),
+    "microbatches": ("micro batches by tokens, and of single calls", "memory.md"),
     "migration": ("option names of other trainers", "migrating.md"),
     "ops": ("signals, the watchdog, files that survive a crash, URLs", "faults.md"),
     "records": ("the run folder, metrics, trackers, alarms, recorded samples", "metrics.md"),

@@ -241,6 +241,10 @@ KERNELS: Table = Table(
 """How log probs multiply hidden states and head, as torch's functions do, and how many rows of the head; and a context
 of a model that decodes. A plugin may put another entry in the place of each."""
 
+MICRO_BATCHES: Table = Table("size of micro batches")
+"""How much one pass takes: functions of the config and the name of a call, ``"reference"`` or ``"actor_train"``, that
+return a :class:`lightppo.config.rules.MicroBatchSpec`, or None; the first one counts. They must import nothing heavy."""
+
 LOSS_TERMS: Table = Table("term of the actor's loss")
 """Further terms of the actor's loss, under the names of their states. An entry's function gets the
 :class:`lightppo.trainer.build.Building` whose prompts are read, and returns a

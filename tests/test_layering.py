@@ -60,6 +60,7 @@ PLUGIN_FLOORS = {
     "distillation": 3,
     "kernels": 3,
     "decoding": 2,
+    "microbatches": 3,
     "migration": 3,
     "records": 3,
     "reshape": 3,

@@ -515,17 +515,6 @@ class TrainingConfig(Section, of="training"):
     micro_train_batch_size: int = safe(
         4, "Samples per forward and backward pass.", "samples per rank", ge=1
     )
-    max_tokens_per_micro_batch: int | None = safe(
-        None,
-        "Maximum tokens per training or scoring pass, instead of a number of samples; padding counts.",
-        "tokens per rank",
-        ge=1,
-    )
-    micro_batch_specs: tuple[str, ...] = safe(
-        (),
-        "Sizes of single calls, CALL=SAMPLES or CALL=TOKENSt such as reference=64 actor_train=4096t. Calls: "
-        "actor, reference, critic, reward (scoring), actor_train, critic_train.",
-    )
     max_epochs: int = per_role(1, "Passes over each rollout.", "epochs", ge=1)
     packing_samples: bool | None = safe(
         None,

@@ -27,6 +27,7 @@ from lightppo.option import is_object, out_of_order
 from lightppo.plugin import (
     ADVANTAGE_TERMS,
     FROZEN_MODELS,
+    MICRO_BATCHES,
     REWARDS,
     ROLLOUT_PASSES,
     TOKEN_WEIGHTS,
@@ -116,11 +117,6 @@ def scoring_calls() -> tuple[str, ...]:
     return ("actor", "reference", *ROLLOUT_PASSES, "critic", "reward")
 
 
-def calls() -> tuple[str, ...]:
-    """All that ``--micro_batch_specs`` may name."""
-    return (*scoring_calls(), "actor_train", "critic_train")
-
-
 @dataclass(frozen=True)
 class MicroBatchSpec:
     """At most so many samples, or tokens, in one pass of this rank."""
@@ -129,33 +125,12 @@ class MicroBatchSpec:
     unit: Literal["samples", "tokens"] = "samples"
 
 
-def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
-    """``("actor=16", "actor_train=4096t")`` → call → spec; a ConfigError for another form, or a call named twice."""
-    specs: dict[str, MicroBatchSpec] = {}
-    known = calls()
-    for text in texts:
-        form = re.fullmatch(r"(\w+)=([1-9]\d*)(t?)", text)
-        if form is None or form[1] not in known:
-            hint = nearest(text.partition("=")[0], known)
-            raise ConfigError(
-                f"--micro_batch_specs {text!r}: write CALL=SAMPLES or CALL=TOKENSt; calls: {', '.join(known)}{hint}"
-            )
-        if form[1] in specs:
-            raise ConfigError(f"--micro_batch_specs names {form[1]} twice")
-        specs[form[1]] = MicroBatchSpec(int(form[2]), "tokens" if form[3] else "samples")
-    return specs
-
-
 def micro_batch_spec(config: Options, call: str) -> MicroBatchSpec:
-    """What holds for one of :func:`calls`: its own spec, else the token budget, else the number of samples."""
-    training = config.training
-    if (own := parse_specs(training.micro_batch_specs).get(call)) is not None:
-        return own
-    if training.max_tokens_per_micro_batch is not None:
-        return MicroBatchSpec(training.max_tokens_per_micro_batch, "tokens")
-    return MicroBatchSpec(
-        rollout_rows(config) if call in scoring_calls() else training.micro_train_batch_size
-    )
+    """What one pass takes in one of :func:`scoring_calls` or a training: as a plugin says, else so many samples."""
+    asked = (entry.fn(config, call) for entry in MICRO_BATCHES.values())
+    is_scoring = call in scoring_calls()
+    rows = rollout_rows(config) if is_scoring else config.training.micro_train_batch_size
+    return next(filter(None, asked), MicroBatchSpec(rows))
 
 
 def rollout_rows(config: Options) -> int:
@@ -497,10 +472,10 @@ def _parts(condition: str) -> tuple[str, str, str]:
     return name, sign, value
 
 
-def _holds(condition: str, values: Mapping[str, Any]) -> bool:
+def holds(condition: str, values: Mapping[str, Any]) -> bool:
     """Whether a condition holds, or is of something unknown."""
 
-    def holds(name: str, sign: str, wanted: str) -> bool:
+    def is_so(name: str, sign: str, wanted: str) -> bool:
         if name not in values:
             return True
         value = values[name]
@@ -510,7 +485,7 @@ def _holds(condition: str, values: Mapping[str, Any]) -> bool:
             return (str(value) in wanted.split("|")) == (sign == "=")
         return value is not None and value is not False and value != ()
 
-    return any(holds(*_parts(part)) for part in condition.split(" or "))
+    return any(is_so(*_parts(part)) for part in condition.split(" or "))
 
 
 # -- what cannot work ------------------------------------------------------------------------------------------------
@@ -553,7 +528,7 @@ def idle_flags(config: OptionSet, given: Container[str]) -> dict[str, list[str]]
     ]
     values = config.known() if idle else {}
     for one in idle:
-        if unmet := [condition for condition in one.needs if not _holds(condition, values)]:
+        if unmet := [condition for condition in one.needs if not holds(condition, values)]:
             found.setdefault(condition_text(unmet[0]), []).append(one.name)
     return found
 
@@ -582,7 +557,6 @@ def contradictions(
         rules = [
             _required,
             *rules,
-            _micro_batches,
             _models,
             _rewards,
             templates,
@@ -661,7 +635,7 @@ def relations(options: SimpleNamespace, by_hand: bool = False) -> Iterator[str]:
     }
     for flag, option in is_set.items():
         for condition in option.needs:
-            if not _holds(condition, values):
+            if not holds(condition, values):
                 yield f"--{flag} needs {condition_text(condition)}: set that, or leave --{flag} out"
     exclusive = [*_EXCLUSIVE, *(one for part in config.parts() for one in part.exclusive)]
     for flag, others, reason in exclusive:
@@ -741,25 +715,6 @@ def _required(options: SimpleNamespace) -> Iterator[str]:
     )
     if options.val_only and options.eval_data is None:
         yield "--eval_data is required: the prompts whose answers an evaluation scores"
-
-
-def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
-    """Specs that cannot be read, or of calls that the run does not make."""
-    try:
-        specs = parse_specs(options.micro_batch_specs)
-    except ConfigError as error:
-        yield str(error)
-        return
-    needed = {
-        "critic": "critic",
-        "critic_train": "critic",
-        "reference": "init_kl_coef>0",
-        "reward": "reward_pretrain",
-    }
-    needed |= {name: entry.needs for name, entry in ROLLOUT_PASSES.items() if entry.needs}
-    for call in specs:
-        if call in needed and not _holds(needed[call], vars(options) | options.facts):
-            yield f"--micro_batch_specs {call}=…: the call needs {condition_text(needed[call])}; leave it out"
 
 
 def _models(options: SimpleNamespace) -> Iterator[str]:

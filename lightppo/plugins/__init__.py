@@ -12,6 +12,7 @@ SHIPPED = (
     "adapters",
     "towers",
     "kernels",
+    "microbatches",
     "decoding",
     "hybrids",
     "vllm",

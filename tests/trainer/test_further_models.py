@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightppo.algorithms.masking import token_mean
 from lightppo.config import PPOConfig
-from lightppo.config.rules import parse_specs
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience
@@ -26,6 +25,7 @@ from lightppo.plugin import (
     FrozenModel,
     PassEntry,
 )
+from lightppo.plugins.microbatches.sections import parse_specs
 from lightppo.plugins.records.kept_batches import load_batch, save_batch
 from lightppo.table import Entry
 from lightppo.trainer.update import ScoreTerm
