@@ -203,8 +203,7 @@ def _language_model(
 def untrainable(model: PreTrainedModel, name: str) -> str | None:
     """Why a model that was built is refused for training; ``name`` stands in front."""
     tensors = [tensor for tensor, _ in model.named_parameters()]
-    reasons = (entry.fn(model.config, tensors, name) for entry in UNTRAINABLE.values())
-    return next(filter(None, reasons), None)
+    return UNTRAINABLE.first(model.config, tensors, name)
 
 
 def _no_class(auto_class: Any, config: PretrainedConfig, name: str) -> str:

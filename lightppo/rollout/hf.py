@@ -204,9 +204,7 @@ class HFRolloutEngine:
         """Nothing to end."""
 
     def _criteria(
-        self,
-        sampling: SamplingParams,
-        vocab_size: int,
+        self, sampling: SamplingParams, vocab_size: int
     ) -> tuple[StopCriteria, TokenSampler]:
         eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
         criteria = next(reversed(STOPS.values())).fn
@@ -214,13 +212,12 @@ class HFRolloutEngine:
         limit = len(self.tokenizer) if self.valid_vocab_size is None else self.valid_vocab_size
         trained = min(getattr(self.actor, "valid_vocab_size", None) or vocab_size, vocab_size)
         drawn = min(limit, trained)
-        changes = (entry.fn(sampling, self.tokenizer, drawn) for entry in LOGITS.values())
         sampler = TokenSampler(
             sampling,
             valid_vocab_size=drawn,
             log_prob_vocab_size=trained,
             suppressed_ids=stop.ids,
-            changes=[change for change in changes if change is not None],
+            changes=list(LOGITS.made(sampling, self.tokenizer, drawn).values()),
         )
         return stop, sampler
 
@@ -263,14 +260,13 @@ def build(
     tokenizer: PreTrainedTokenizerBase,
 ) -> HFRolloutEngine:
     """The engine of ``--rollout_engine hf``. Collective."""
-    runners = (entry.fn(config, strategy) for entry in DECODING_RUNNERS.values())
     return HFRolloutEngine(
         actor,
         tokenizer,
         micro_rollout_batch_size=rows_at_a_time(config, strategy),
         gather_parameters=lambda: strategy.gathered_parameters(actor),
         progress=strategy.is_rank_0() and sys.stderr.isatty(),
-        runner=next((runner for runner in runners if runner is not None), None),
+        runner=DECODING_RUNNERS.first(config, strategy),
     )
 
 

@@ -315,6 +315,18 @@ def _tracker(name: str, of_recorder: str) -> property:
     return property(read, write)
 
 
+def buffer_of(config: PPOConfig, strategy: Any) -> ReplayBuffer:
+    """A buffer with the methods and options that scripts know."""
+    training = config.training
+    return ReplayBuffer(
+        training.micro_train_batch_size,
+        training.buffer_limit,
+        training.buffer_cpu_offload,
+        device=strategy.device,
+        pin_memory=config.data.dataloader_pin_memory,
+    )
+
+
 class PPOTrainer(core.PPOTrainer):
     """Trains an actor, and a critic where the estimator needs one.
 
@@ -417,14 +429,7 @@ class PPOTrainer(core.PPOTrainer):
         parts = assemble(
             inputs, self.update_class, ExperienceMaker, own_training_step=own_actor_step
         )
-        parts.replay_buffer = parts.update.replay_buffer = ReplayBuffer(
-            config.training.micro_train_batch_size,
-            config.training.buffer_limit,
-            **{
-                name: getattr(parts.replay_buffer, name)
-                for name in ("cpu_offload", "device", "pin_memory")
-            },
-        )
+        parts.replay_buffer = parts.update.replay_buffer = buffer_of(config, strategy)
         super().__init__(parts, callbacks)
         self._accept_overrides(config)
 

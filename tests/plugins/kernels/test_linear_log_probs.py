@@ -367,6 +367,7 @@ for form in (chunked, plain):  # the one that takes more comes last
 """
 
 
+@pytest.mark.long  # the sizes of tensors, above, say it without a process
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc"
 )
