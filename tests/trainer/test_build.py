@@ -18,6 +18,7 @@ from lightppo.models.loading import get_tokenizer
 from lightppo.plugins.decoding.graphs import CUDAGraphs
 from lightppo.plugins.evaluation.held_out import held_out_prompts
 from lightppo.plugins.records import run_folder
+from lightppo.plugins.sources import row_workers
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_engine
 from lightppo.trainer import build
@@ -524,7 +525,7 @@ def test_tokenising_processes(make_config, tokenizer, monkeypatch):
             asked.append(workers)
             super().__init__(workers, *more, **options)
 
-    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(row_workers, "ProcessPoolExecutor", Pool)
     alone = prompts_of(make_config(), tokenizer)
     assert asked == []
     assert prompts_of(make_config(data_num_workers=2), tokenizer) == alone

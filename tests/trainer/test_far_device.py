@@ -32,6 +32,7 @@ from lightppo.plugins.algorithms.correction import correction_weights, rejection
 from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS
 from lightppo.plugins.algorithms.token_weights import rejections_of
 from lightppo.plugins.averages.moving import average_into
+from lightppo.plugins.kernels import entropy_sample
 from lightppo.plugins.measures.ratios import mismatch_terms
 from lightppo.plugins.records.samples import Samples
 from lightppo.plugins.reward_sources.reward_models import RewardModelSource
@@ -39,7 +40,6 @@ from lightppo.plugins.supervised import objectives
 from lightppo.plugins.supervised.lm_loss import GPTLMLoss
 from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 from lightppo.strategy.deepspeed import StepOutcome
-from lightppo.trainer import update
 
 TINY = {
     "vocab_size": 48,
@@ -179,7 +179,7 @@ def test_the_host_does_not_wait_between_micro_batches(
     monkeypatch.setattr(wrappers, "_KEPT_ASIDE", 0)  # as if its tensors were large
     run.strategy.far.kept_aside = 0
     if name == "the entropy of a sample":
-        monkeypatch.setattr(update, "_ENTROPY_SAMPLE", 2)
+        monkeypatch.setattr(entropy_sample, "_ENTROPY_SAMPLE", 2)
     record = next(callback.record for callback in run.callbacks if isinstance(callback, Samples))
     for step in (1, 2):  # the first one also tries what a model can do
         run.replay_buffer.clear()

@@ -33,6 +33,7 @@ from lightppo.models.wrapper import takes
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.adapters.quantised import fitting_layers
 from lightppo.plugins.families.attention_choice import caps_scores
+from lightppo.plugins.hints.needs import facts_of
 from lightppo.plugins.kernels.scoring_head import is_untouched, scores_from_head, scoring_head
 from lightppo.plugins.packing.last_layer import only_at, position_wise
 from lightppo.plugins.packing.packed_layout import READ_SHARE
@@ -490,7 +491,7 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
     roles = {"actor": shape(m.pretrain, "--pretrain", **own)}
     if rules.needs_critic(config):
         roles["critic"] = shape(m.critic_pretrain, "--critic_pretrain", True, **own)
-    if rules.needs_reference(config) and rules.facts_of(config).get("own_reference", True):
+    if rules.needs_reference(config) and facts_of(config).get("own_reference", True):
         dtype = torch.float32 if rules.moves_reference(config) else own_dtype
         roles["reference"] = shape(
             m.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=a.load_in_4bit

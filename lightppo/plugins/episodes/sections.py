@@ -1,9 +1,12 @@
 """Options of episodes: environments and tools over several turns; docs/environments.md."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
+from lightppo.config.rules import reward_sources
+from lightppo.errors import ConfigError
 from lightppo.option import Section, option
 
 played = partial(option, needs="env or tools")
@@ -75,7 +78,9 @@ class EpisodesConfig(Section):
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
-        sources = getattr(o, "sources", ())  # there are none where a name is unknown
+        sources: set[str] = set()
+        with suppress(ConfigError):  # of a name that is unknown, which is told by itself
+            sources = reward_sources(o.config)
         if "environment" in sources and not o.env:
             yield "--reward_source environment: there is none; set --env, or another reward"
         if not o.env and not o.tools:

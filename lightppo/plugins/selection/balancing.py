@@ -109,14 +109,11 @@ class Balancing(Callback):
         # Repeated groups are named by their place on this rank, so with any of them nothing moves.
         if not collected.groups or run.strategy.same_count(len(collected.repeated)):
             return
-        training = run.config.training
-        prompt_once = (
-            run.experience_maker.batching.packed
-            and training.share_prompts
-            and training.shuffle == "groups"
-        )
+        in_groups = run.config.training.shuffle == "groups"
         collected.rollouts = balance_ranks(
-            collected.rollouts, run.strategy, prompt_once=prompt_once
+            collected.rollouts,
+            run.strategy,
+            prompt_once=in_groups and run.experience_maker.layout.shares_prompts,
         )
 
 

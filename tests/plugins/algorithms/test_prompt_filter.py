@@ -15,6 +15,7 @@ from lightppo.plugins.algorithms.prompt_filter import (
     prompt_filter,
     too_well_solved,
 )
+from lightppo.plugins.compat.older_states import with_present_names
 from lightppo.trainer.loop import TrainerState
 from lightppo.trainer.prompts import RolloutBatchSampler
 
@@ -96,10 +97,8 @@ def test_a_dataloader_that_cannot_leave_prompts_out_is_refused():
 
 
 def test_an_older_checkpoint_has_its_state_in_that_of_the_trainer():
-    from lightppo.trainer.loop import _with_present_names
-
     older = {"trainer": {"episode": 1, "episode_scores": {3: 1.0}, "left_out_prompts": [4]}}
-    saved = _with_present_names(older)
+    saved = with_present_names(older)
     assert saved["trainer"] == {"episode": 1}
     assert saved["prompt_filter"] == {"scores": {3: 1.0}, "left_out": [4]}
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightppo.data.records import Prompt
 from lightppo.plugins.compat.prompt_batches import ScriptPrompts, as_prompts
-from lightppo.strategy.distributed import RankSampler
+from lightppo.plugins.supervised.rank_samples import RankSampler
 
 
 class CharacterTokenizer:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightppo.config import PPOConfig
 from lightppo.models.loading import get_tokenizer
+from lightppo.plugins.supervised import rank_samples
 from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX
 from lightppo.plugins.supervised.pretraining import (
     Pretraining,
@@ -20,7 +21,6 @@ from lightppo.plugins.supervised.pretraining import (
     endless,
 )
 from lightppo.plugins.supervised.rank_samples import RankSampler
-from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -152,7 +152,7 @@ def test_batches_are_pinned_only_where_there_is_a_gpu(make_config, tokenizer, sp
         ).pin_memory
 
     assert not pins()
-    monkeypatch.setattr(distributed, "on_cuda", lambda: True)
+    monkeypatch.setattr(rank_samples, "on_cuda", lambda: True)
     assert pins()
     assert not pins(dataloader_pin_memory=False)
 

@@ -303,14 +303,14 @@ def test_a_step_again_with_a_debugger_and_no_environment(late, command, tmp_path
 
 def test_other_weights_than_were_saved(late, command, tmp_path, monkeypatch):
     fitted(late(save_steps=1))
-    original = PPOTrainer.move_reference
+    original = PPOTrainer.finish_step
 
-    def disturbed(self, step):
-        original(self, step)
+    def disturbed(self, step, status):
         if step == 2:
             next(iter(self.actor.parameters())).data[0, 0] += 1
+        return original(self, step, status)
 
-    monkeypatch.setattr(PPOTrainer, "move_reference", disturbed)
+    monkeypatch.setattr(PPOTrainer, "finish_step", disturbed)
     code, out = command("replay", tmp_path / "run", "--step", 2)
     assert code == 1
     assert re.search(
