@@ -212,7 +212,11 @@ class SlotLayer(DynamicLayer):
         for buffer in self.buffers:
             part = buffer[:, :, columns]
             if buffer.is_cpu:  # by index it takes several times as long there
-                moved = [part[row].clone() if row in targets else part[row] for row in sources]
+                moved = [
+                    # another row is written over it before
+                    part[row].clone() if row in targets[:number] else part[row]
+                    for number, row in enumerate(sources)
+                ]
                 for row, states in zip(targets, moved):
                     part[row] = states
             else:

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -122,6 +122,7 @@ class EpisodeEngine:
         streams = request_streams(prompts, sampling)
         requests = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
         batch = self.tape.next_batch() if self.tape is not None else 0
+        episodes: dict[Key, Coroutine[Any, Any, Rollout]] = {}
         for number, (prompt, sample_index) in enumerate(requests):
             episode = Episode(
                 prompt,
@@ -137,8 +138,9 @@ class EpisodeEngine:
                 keep_open=self._kept[-1].append if self._keeps_objects else None,
                 calls=self._calls((batch, *streams[number]), sample_index),
             )
-            stage.begin(streams[number], self._played(episode))
+            episodes[streams[number]] = self._played(episode)
         begin = time.monotonic()
+        stage.begin(episodes)
         try:
             self._generate_turns(stage, sampling)
         finally:
@@ -380,15 +382,28 @@ class _Stage:
         # what the episodes' thread brings: turns to sample, episodes that have ended
         self._brought: queue.SimpleQueue[_Asked | tuple[Key, Any]] = queue.SimpleQueue()
         self._futures: dict[int, asyncio.Future[Rollout]] = {}  # by id of the turn
-        self._tasks: dict[Key, Any] = {}  # episodes that have not ended
+        # what goes to the episodes' thread, and whether it has been told so: one wake-up for all that has come
+        self._sampled: deque[tuple[asyncio.Future[Rollout], Rollout]] = deque()
+        self._is_told = False
+        # episodes that have not ended; None: not begun yet
+        self._tasks: dict[Key, asyncio.Task[Rollout] | None] = {}
         self._decoding = 0  # turns that the engine has
         self.waited = 0.0  # seconds in which it had none, and waited for one
 
-    def begin(self, key: Key, episode: Coroutine[Any, Any, Rollout]) -> None:
-        """Starts an episode in its thread."""
-        task = asyncio.run_coroutine_threadsafe(episode, self._loop)
-        self._tasks[key] = task
-        task.add_done_callback(lambda task: self._brought.put((key, task)))
+    def begin(self, episodes: Mapping[Key, Coroutine[Any, Any, Rollout]]) -> None:
+        """Starts episodes in their thread."""
+        self._tasks |= dict.fromkeys(episodes)
+        self._loop.call_soon_threadsafe(self._create_tasks, episodes)
+
+    def _create_tasks(self, episodes: Mapping[Key, Coroutine[Any, Any, Rollout]]) -> None:
+        for key, episode in episodes.items():
+            task = self._tasks[key] = self._loop.create_task(episode)
+            task.add_done_callback(partial(self._bring_end, key))
+
+    def _bring_end(self, key: Key, task: asyncio.Task[Rollout]) -> None:
+        if not task.cancelled():
+            task.exception()  # is raised where the episode's end is read, if it still is
+        self._brought.put((key, task))
 
     async def sample(self, turn: Turn) -> Rollout:
         """What the engine samples. In the episodes' thread."""
@@ -445,8 +460,18 @@ class _Stage:
 
     def ended(self, turn: Turn, rollout: Rollout) -> None:
         self._decoding -= 1
-        future = self._futures.pop(id(turn))
-        self._loop.call_soon_threadsafe(_bring, future, rollout)
+        self._sampled.append((self._futures.pop(id(turn)), rollout))
+        if not self._is_told:
+            self._is_told = True
+            self._loop.call_soon_threadsafe(self._bring_sampled)
+
+    def _bring_sampled(self) -> None:
+        """In the episodes' thread."""
+        self._is_told = False
+        while self._sampled:
+            future, rollout = self._sampled.popleft()
+            if not future.done():
+                future.set_result(rollout)
 
     def goes_on(self, turn: Turn) -> bool:
         task = self._tasks.get((turn.prompt.index, turn.sample_index))
@@ -454,7 +479,10 @@ class _Stage:
 
     def end(self) -> None:
         """No episode goes on, also after an error."""
-        for task in self._tasks.values():
+        self._loop.call_soon_threadsafe(self._cancel_tasks)
+
+    def _cancel_tasks(self) -> None:
+        for task in filter(None, list(self._tasks.values())):
             task.cancel()
 
     def _finish(self, key: Key, task: Any) -> None:
@@ -462,8 +490,3 @@ class _Stage:
         del self._tasks[key]
         self.rollouts[key] = task.result()
         self._on_finished([self.rollouts[key]])
-
-
-def _bring(future: asyncio.Future[Rollout], rollout: Rollout) -> None:
-    if not future.done():
-        future.set_result(rollout)
