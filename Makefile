@@ -63,10 +63,10 @@ quickstart: $(INSTALLED)
 rlhf: $(INSTALLED)
 	$(BIN)/python examples/rlhf/run.py
 
-# What is compiled of the tests is kept for the next run, also where the environment says otherwise: ten seconds.
+# Three, as a core in two is idle half of the time. What is compiled of the tests is kept for the next run, also where the environment says otherwise: ten seconds.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(PYTEST_ARGS)

@@ -146,7 +146,7 @@ class AnsweredSession:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         raise TapeError(f"the tool {name} is asked, and there is no environment")
 
-    async def step(self, said: Any) -> Any:
+    async def step(self, said: Any, *, then_reward: bool = False) -> Any:
         raise TapeError("step is asked, and there is no environment")
 
     async def get_reward(self) -> Any:

@@ -23,7 +23,14 @@ from lightppo.plugins.episodes.contract import (
     Step,
     ToolError,
 )
-from lightppo.plugins.episodes.hosts import Answer, CallThread, LocalRoom, Seat, failure_of
+from lightppo.plugins.episodes.hosts import (
+    Answer,
+    CallThread,
+    LocalRoom,
+    Seat,
+    failure_of,
+    opening_calls,
+)
 from lightppo.plugins.episodes.specs import PYTHON_TOOL, EnvironmentSpec, load_specs
 from lightppo.plugins.episodes.tools import BadCall
 from lightppo.user_code import error_text
@@ -238,6 +245,7 @@ class Session:
         self._seat: Seat | None = seat
         self._failure: Exception | None = None
         self._is_made = False
+        self._rewarded: Answer | None = None  # what get_reward answered after the last step
         self._one_at_a_time = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
 
@@ -260,12 +268,23 @@ class Session:
                 raise self._failure from error
         return Reply(**await self._ask("tool", detail=str(name), name=name, arguments=arguments))
 
-    async def step(self, said: str | dict[str, Any]) -> Step:
-        """Give the model's turn to an environment with ``step``: its text, or all of it to an agent program."""
-        return Step(**await self._ask("step", said=said))
+    async def step(self, said: str | dict[str, Any], *, then_reward: bool = False) -> Step:
+        """Give the model's turn to an environment with ``step``: its text, or all of it to an agent program.
+
+        ``then_reward``: :meth:`get_reward` follows if this is the last step; both are asked together.
+        """
+        async with self._one_at_a_time:
+            calls: dict[Place, dict[str, Any]] = {"step": {"said": said}}
+            if then_reward and self.has_reward:
+                calls["get_reward"] = {}
+            answers = await self._used_seat.ask_in_turn(calls, self._environments.timeout)
+            self._rewarded = answers.get("get_reward")
+            return Step(**self._value("step", answers["step"]))
 
     async def get_reward(self) -> float | None:
         """``None``: the class has none; in TRL's contract also: this episode has none."""
+        if self._rewarded is not None:
+            return self._value("get_reward", self._rewarded)
         return await self._ask("get_reward") if self.has_reward else None
 
     async def close(self) -> None:
@@ -299,9 +318,11 @@ class Session:
 
     async def _start(self, row: Mapping[str, Any], seed: int) -> None:
         try:
-            place, answer = await self._used_seat.open(row, seed, self._environments.timeout)
-            self._is_made = place == "reset"
-            self.opening = self._value(place, answer)
+            calls, timeout = opening_calls(row, seed), self._environments.timeout
+            answers = await self._used_seat.ask_in_turn(calls, timeout)
+            self._is_made = "reset" in answers
+            place = list(answers)[-1]
+            self.opening = self._value(place, answers[place])
         except BaseException as error:
             self._failure = self._failure or error
             await self.close()
@@ -309,13 +330,13 @@ class Session:
 
     async def _ask(self, place: Place, *, detail: str = "", **given: Any) -> Any:
         async with self._one_at_a_time:
-            if self._failure is not None:
-                raise self._failure
             answer = await self._used_seat.ask(place, given, self._environments.timeout)
             return self._value(place, answer, detail)
 
     @property
     def _used_seat(self) -> Seat:
+        if self._failure is not None:
+            raise self._failure
         if self._seat is None:
             raise RuntimeError("the session has ended")
         return self._seat

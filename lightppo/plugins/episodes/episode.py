@@ -252,7 +252,8 @@ class Episode:
         """The environment's messages, and why the episode has ended, or None."""
         now = self.transcript.turns[-1]
         if session.has_step:
-            step = await self._in_time("step", lambda: session.step(turn.text))
+            ask = partial(session.step, turn.text, then_reward=self.keeps_rewards)
+            step = await self._in_time("step", ask)
             now["reward"] += step.reward
             self._note(step.metrics)
             messages = as_messages(step.observation, "user")

@@ -428,6 +428,7 @@ async def _as_outcome(awaitable: Awaitable[Any]) -> tuple[bool, Any]:
 
 
 Calls = Mapping[Place, Mapping[str, Any]]  # what each is given, in their order
+Answers = dict[Place, Answer]
 
 
 def opening_calls(row: Mapping[str, Any], seed: int) -> Calls:
@@ -435,27 +436,34 @@ def opening_calls(row: Mapping[str, Any], seed: int) -> Calls:
     return {"constructor": {"seed": seed}, "reset": {"row": row, "seed": seed}}
 
 
-async def one_by_one(seat: Seat, calls: Calls, timeout: float) -> tuple[Place, Answer]:
-    """The answer of the last call, or of the first one that fails; each has the same limit."""
+def goes_on(place: Place, answer: Answer) -> bool:
+    """Whether the next of several calls is made: not after a failure, nor a step that is not the last one."""
+    return "value" in answer and (place != "step" or answer["value"]["done"])
+
+
+async def one_by_one(seat: Seat, calls: Calls, timeout: float) -> Answers:
+    """See :meth:`Seat.ask_in_turn`."""
+    answers: Answers = {}
     for place, given in calls.items():
-        answer = await seat.ask(place, given, timeout)
-        if "value" not in answer:
+        answers[place] = await seat.ask(place, given, timeout)
+        if not goes_on(place, answers[place]):
             break
-    return place, answer
+    return answers
 
 
 class _Calling:
-    """:func:`one_by_one` in a thread, for which an event loop waits. The answer is empty if a call is late."""
+    """:func:`one_by_one` in a thread, for which an event loop waits. A late call's answer is empty."""
 
     def __init__(self, host: Host, calls: Calls, timeout: float) -> None:
         self._host = host
         self._calls = calls
         self._timeout = timeout
         self._place = next(iter(calls))
+        self._answers: Answers = {}
         self._waiting = asyncio.get_running_loop()
         self._since = self._waiting.time()  # when the present call began
         self._is_over = False
-        self.answered: asyncio.Future[tuple[Place, Answer]] = self._waiting.create_future()
+        self.answered: asyncio.Future[Answers] = self._waiting.create_future()
         self._clock = self._waiting.call_at(self._since + timeout, self._look_at_clock)
 
     def run(self) -> None:
@@ -463,10 +471,13 @@ class _Calling:
         for place, given in self._calls.items():
             self._place, self._since = place, self._waiting.time()
             answer = drive(self._host.handle(place, given))
-            if "value" not in answer or self._is_over:
+            if self._is_over:
+                return
+            self._answers[place] = answer
+            if not goes_on(place, answer):
                 break
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._waiting.call_soon_threadsafe(self._bring, place, answer)
+            self._waiting.call_soon_threadsafe(self._bring, self._answers)
 
     def end(self) -> None:
         """Nobody waits any more: a late call is the last one."""
@@ -478,12 +489,12 @@ class _Calling:
         if end > self._waiting.time():  # an earlier call was in time
             self._clock = self._waiting.call_at(end, self._look_at_clock)
         else:
-            self._bring(self._place, {})
+            self._bring(self._answers | {self._place: {}})
 
-    def _bring(self, place: Place, answer: Answer) -> None:
-        """Only the first one counts."""
+    def _bring(self, answers: Answers) -> None:
+        """Only the first ones count."""
         if not self.answered.done():
-            self.answered.set_result((place, answer))
+            self.answered.set_result(answers)
 
 
 class Seat(Protocol):
@@ -495,8 +506,8 @@ class Seat(Protocol):
     async def ask(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
         """One call, with its limit; an answer that is late or never comes is a failure, too."""
 
-    async def open(self, row: Mapping[str, Any], seed: int, timeout: float) -> tuple[Place, Answer]:
-        """Constructor and reset, each with this limit; reset's answer, or that of the constructor if it fails."""
+    async def ask_in_turn(self, calls: Calls, timeout: float) -> Answers:
+        """Several calls, each with this limit, until one of them is the last, see :func:`goes_on`."""
 
     def leave(self) -> None:
         """The session has ended."""
@@ -529,8 +540,7 @@ class LocalSeat:
             self._abandon()
             return {"kind": "lost", "text": loop.lost.value}
         if loop is None:
-            _, answer = await self._ask_thread({place: given}, timeout)
-            return answer
+            return (await self._ask_thread({place: given}, timeout))[place]
         with loop.lost.watched() as lost:
             try:
                 future = self._submit(place, given)
@@ -551,32 +561,31 @@ class LocalSeat:
             return {"kind": "lost", "text": loop.lost.value}
         return answer or await self._give_up(timeout, future)
 
-    async def open(self, row: Mapping[str, Any], seed: int, timeout: float) -> tuple[Place, Answer]:
-        calls = opening_calls(row, seed)
+    async def ask_in_turn(self, calls: Calls, timeout: float) -> Answers:
         if self._used_loop is None:
             return await self._ask_thread(calls, timeout)
         return await one_by_one(self, calls, timeout)
 
-    async def _ask_thread(self, calls: Calls, timeout: float) -> tuple[Place, Answer]:
+    async def _ask_thread(self, calls: Calls, timeout: float) -> Answers:
         """Several calls where no loop can be lost: one wake-up for all of them."""
         try:
             self._thread = self._thread or self._room.thread()
         except RuntimeError as error:
             self.is_lost = True
-            return next(iter(calls)), {
-                "kind": "lost",
-                "text": f"no thread can be started: {error}",
-            }
+            text = f"no thread can be started: {error}"
+            return {next(iter(calls)): {"kind": "lost", "text": text}}
         calling = _Calling(self._host, calls, timeout)
         self._thread.put(calling.run)
         try:
-            place, answer = await calling.answered
+            answers = await calling.answered
         except asyncio.CancelledError:
             self._abandon()
             raise
         finally:
             calling.end()
-        return place, answer or await self._give_up(timeout)
+        for place, answer in answers.items():
+            answers[place] = answer or await self._give_up(timeout)
+        return answers
 
     async def _give_up(self, timeout: float, future: Future[Any] | None = None) -> Answer:
         """The call is left behind."""

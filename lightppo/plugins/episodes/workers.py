@@ -35,6 +35,8 @@ from lightppo.plugins.episodes import contract
 from lightppo.plugins.episodes.contract import Contract, Place
 from lightppo.plugins.episodes.hosts import (
     Answer,
+    Answers,
+    Calls,
     Host,
     InThread,
     Once,
@@ -42,7 +44,6 @@ from lightppo.plugins.episodes.hosts import (
     drive,
     in_loop,
     one_by_one,
-    opening_calls,
 )
 from lightppo.plugins.episodes.specs import EnvironmentSpec, load_specs
 from lightppo.user_code import error_text
@@ -403,8 +404,8 @@ class ProcessSeat:
         finally:
             self.is_lost = self._worker.is_ending
 
-    async def open(self, row: Mapping[str, Any], seed: int, timeout: float) -> tuple[Place, Answer]:
-        return await one_by_one(self, opening_calls(row, seed), timeout)
+    async def ask_in_turn(self, calls: Calls, timeout: float) -> Answers:
+        return await one_by_one(self, calls, timeout)
 
     def leave(self) -> None:
         """As :class:`lightppo.plugins.episodes.hosts.Seat`."""

@@ -50,6 +50,8 @@ def fail(how):
         return Step("", reward=math.inf)
     if how == "word":
         return Reply("", reward="much")
+    if how == "last":
+        return Step("fine", done=True)
     return {"tool": "fine", "step": Step("fine"), "get_reward": 1.0}.get(how)
 
 def sync_class(place, how):
@@ -61,8 +63,8 @@ def sync_class(place, how):
         def tool(self):
             """A tool."""
             return self._at("tool")
-        def step(self, text): return self._at("step")
-        def get_reward(self): return self._at("get_reward")
+        def step(self, text): return fail("last") if place == "last" else self._at("step")
+        def get_reward(self): return fail(how) if place == "last" else self._at("get_reward")
         def close(self): self._at("close")
     return Sync
 
@@ -80,12 +82,12 @@ def async_class(place, how):
         async def tool(self):
             """A tool."""
             return await self._at("tool")
-        async def step(self, text): return await self._at("step")
-        async def get_reward(self): return await self._at("get_reward")
+        async def step(self, text): return fail("last") if place == "last" else await self._at("step")
+        async def get_reward(self): return fail(how) if place == "last" else await self._at("get_reward")
         async def close(self): await self._at("close")
     return Async
 
-PLACES = ["constructor", "reset", "tool", "step", "get_reward", "close", "nowhere"]
+PLACES = ["constructor", "reset", "tool", "step", "get_reward", "close", "nowhere", "last"]
 WAYS = ["exception", "stop", "exit", "failure", "hang", "block", "die", "nan", "inf", "word"]
 ALL = {
     f"{name}-{place}-{how}": make(place, how)
@@ -150,7 +152,7 @@ def test_failures(failing, style, place, how):
 @pytest.mark.parametrize("style", ["sync", "async"])
 @pytest.mark.parametrize("place", PLACES)
 def test_hangs(failing, style, place, monkeypatch):
-    ask, start = Session._ask, Session._start
+    ask, start, step = Session._ask, Session._start, Session.step
 
     # short where it hangs only, as the machine may be busy
     def ask_with_limit(session, asked, **given):
@@ -161,6 +163,11 @@ def test_hangs(failing, style, place, monkeypatch):
         failing.timeout = 0.5 if place in ("constructor", "reset") else 60
         return start(session, row, seed)
 
+    def step_with_limit(session, said):
+        failing.timeout = 0.5 if place == "step" else 60
+        return step(session, said)
+
+    monkeypatch.setattr(Session, "step", step_with_limit)
     monkeypatch.setattr(Session, "_ask", ask_with_limit)
     monkeypatch.setattr(Session, "_start", start_with_limit)
     with pytest.raises(EnvironmentFailed) as caught:
@@ -196,7 +203,58 @@ def test_constructor_and_reset_have_a_limit_each(seconds, late):
             calling.end()
 
     now = {"begin": 0}
-    assert asyncio.run(answer()) == ("reset", {} if late else {"value": "reset"})
+    made = {"constructor": {"value": "constructor"}}
+    assert asyncio.run(answer()) == made | {"reset": {} if late else {"value": "reset"}}
+
+
+def test_the_reward_is_asked_with_the_last_step_and_fails_by_itself(failing):
+    async def last_step(row):
+        session = await failing.open({"environment": row}, seed=1)
+        try:
+            step = await session.step("text", then_reward=True)
+            with pytest.raises(EnvironmentFailed) as caught:
+                await session.get_reward()
+            return step, caught.value.place
+        finally:
+            await session.close()
+
+    for style in ("sync", "async"):
+        assert asyncio.run(last_step(f"{style}-last-nan")) == (
+            Step("fine", done=True),
+            "get_reward",
+        )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_reward_is_asked_once_and_after_the_last_step_alone(tmp_path, workers):
+    path = write(
+        tmp_path,
+        """
+class Counted:
+    def reset(self): self.asked = []
+    def step(self, text):
+        self.asked.append("step")
+        return Step("", done=text == "end")
+    def get_reward(self):
+        self.asked.append("reward")
+        return float(len(self.asked))
+""",
+    )
+
+    async def play():
+        session = await environments.open({}, seed=1)
+        try:
+            for text in ("more", "end"):
+                await session.step(text, then_reward=True)
+            return await session.get_reward(), await session.get_reward()
+        finally:
+            await session.close()
+
+    environments = Environments(f"{path}:Counted", workers=workers)
+    try:
+        assert asyncio.run(play()) == (3.0, 3.0)
+    finally:
+        environments.end()
 
 
 def test_a_late_constructor_is_not_followed_by_reset():
