@@ -63,7 +63,8 @@ quickstart: $(INSTALLED)
 rlhf: $(INSTALLED)
 	$(BIN)/python examples/rlhf/run.py
 
-# Three, as a core in two is idle half of the time. What is compiled of the tests is kept for the next run, also where the environment says otherwise: ten seconds.
+# Three processes also on two cores: each waits for ranks and servers part of its time. What is compiled of the tests
+# is kept for the next run, also where the environment says otherwise: that saves ten seconds.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
