@@ -41,7 +41,8 @@ class Option:
     lt: float | None = None
     names: Any = None  # the lightppo.table.Table that a value must be found in
     below: str | None = None  # option that must be larger, where both have a number
-    # conditions without which it does nothing; see lightppo.plugins.hints.needs.condition_text
+    # conditions without which it does nothing: "lora_rank>0", "zero_stage=2|3", "rollout_check!=off", "dynamic_sampling"
+    # (given or true), a condition of a section, or several with " or " between
     needs: tuple[str, ...] = ()
     # values besides the default that ask for nothing, and so need nothing; those out of
     off: tuple[Any, ...] = ()

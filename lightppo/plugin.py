@@ -104,7 +104,7 @@ class PromptForm(Entry):
 class PassEntry(Entry):
     """A pass over the samples of a rollout, under the name of its call in ``--micro_batch_specs``.
 
-    Its time is logged under this name, too, where :data:`lightppo.plugins.measures.measured.TIMED` says what it is.
+    Its time is logged under this name, too.
 
     The entry's function gets the config and the further models of the run by name. It returns a
     :class:`lightppo.experience.maker.RolloutPass`, or None where the options ask for none.
@@ -237,7 +237,7 @@ returns its weight (1, hidden), or None for a checkpoint without a head. The las
 
 LANGUAGE_MODELS: Table = Table("language model of a checkpoint with towers")
 """What trains of a checkpoint that reads images or sound, too. An entry's function ``(auto_class, path, config, flag)``
-returns None for a text model, or an object as :class:`lightppo.plugins.towers.whole.Whole`, which loads by ``auto_class``;
+returns None for a text model, or an object that loads by ``auto_class`` and knows which parts of the model are text;
 ModelLoadError, which begins with ``flag`` and path, says why the checkpoint cannot train."""
 
 UNTRAINABLE: Table = Table("model that cannot train")
@@ -302,7 +302,8 @@ the config and the strategy, and returns a :class:`lightppo.experience.maker.Sco
 
 VALUE_NORMS: Table = Table("normalisation of values")
 """What the critic learns in place of returns, the first one: an entry's function gets the config and returns None, or an
-object like :class:`lightppo.plugins.shaping.running.ValueNorm`, whose state is in checkpoints."""
+object with ``update(returns, mask, …)``, ``normalize``, ``normalize_old`` and ``denormalize`` of values, whose state is in
+checkpoints."""
 
 OLD_LOG_PROBS: Table = Table("source of old log probs")
 """What ``--old_log_probs auto`` is, the last entry: a function of the resolved config and of ``exact_rollout``, as

@@ -24,7 +24,6 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import RolloutSampler
 from lightppo.models.actor import ActionScores
 from lightppo.plugins.algorithms.token_selection import select_tokens
-from lightppo.plugins.averages.moving import move_reference
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.metrics import METRICS, with_namespace
@@ -256,28 +255,6 @@ def test_a_step_too_far_from_the_sampling_policy_is_not_taken(trainer_with, part
         sample(trainer, PROMPTS, step=2)
         assert trainer.ppo_train(2)["actor_stopped"] == 0
         assert trainer.client_state()["trainer"]["stopped_optimizer_steps"] == 1
-
-
-# -- reference -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("kept")
-def test_the_reference_follows_the_actor(trainer_with, parts):
-    actor, reference = parts["actor"][0], parts["reference"]
-    start = weights_of(reference)
-    put_back(actor, {name: p + 1.0 for name, p in start.items()})
-    move_reference(trainer_with(ref_ema_eta=0.25), 1)
-    for name, p in weights_of(reference).items():
-        torch.testing.assert_close(p, start[name] + 0.25)
-    resets = trainer_with(ref_reset_steps=3)
-    move_reference(resets, 2)
-    assert not torch.allclose(
-        weights_of(reference)["lm_head.weight"], weights_of(actor)["lm_head.weight"]
-    )
-    move_reference(resets, 3)
-    assert all(torch.equal(p, weights_of(actor)[name]) for name, p in weights_of(reference).items())
-    assert trainer_with().checkpointer.models.keys() == {"actor", "critic"}
-    assert resets.checkpointer.models.keys() == {"actor", "critic", "reference"}
 
 
 class RecordingEngine(FakeEngine):

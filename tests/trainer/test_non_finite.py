@@ -152,26 +152,6 @@ def test_where_all_steps_overflow_a_dry_run_ends_well_and_a_run_does_not(
         PPOTrainer.from_config(make_config(**options)).fit()
 
 
-def test_the_moving_average_moves_once_per_step_and_not_with_one_that_was_stopped(make_config):
-    """Two optimizer steps of two micro batches; the first moves the actor, the second is stopped for it."""
-    batches = {
-        "train_batch_size": 2,
-        "micro_train_batch_size": 1,
-        "total_training_steps": 1,
-        "lr_warmup_steps": 0,
-    }
-    trainer = PPOTrainer.from_config(
-        make_config(enable_ema=True, ema_beta=0.8, early_stop_kl=1e-9, **batches)
-    )
-    before = snapshot(trainer, "ema_model")
-    trainer.fit()
-    assert trainer.state.stopped_optimizer_steps == 1
-    actor, average = snapshot(trainer, "actor"), snapshot(trainer, "ema_model")
-    assert not same(before, actor)
-    for old, new, mean in zip(before, actor, average, strict=True):
-        torch.testing.assert_close(mean, 0.8 * old + 0.2 * new)
-
-
 @pytest.fixture(scope="module")
 def on_two_ranks(assets, tmp_path_factory):
     """``on_two_ranks(case)``: what both ranks saw while rank 1 had NaN; and the folder of the runs."""
