@@ -287,17 +287,22 @@ def count_files(tree: Path) -> dict[str, Any]:
 
 
 class Trace:
-    """The functions of a package that are entered while the run is built, and in a step."""
+    """The functions of a package that are entered while the run is built, by checks at that time, and in a step."""
 
     def __init__(self, package: Path) -> None:
         self.prefix = f"{package}{os.sep}"
         self.phase: str | None = None
-        self.entered: dict[str, set[CodeType]] = {"building the run": set(), "one GRPO step": set()}
+        phases = ("building the run", "checks of the run", "one GRPO step")
+        self.entered: dict[str, set[CodeType]] = {phase: set() for phase in phases}
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
         if not code.co_filename.startswith(self.prefix):
             return None
+        if code.co_qualname == "Building.check" and self.phase == "building the run":
+            self.entered[self.phase].add(code)
+            self.phase = "checks of the run"
+            return self._until_checked
         if self.phase is not None and is_function(code):
             self.entered[self.phase].add(code)
         if code.co_qualname == "PPOTrainer.from_config" and self.phase is None:
@@ -311,6 +316,11 @@ class Trace:
         if event == "return":
             self.phase = None
         return self._until_return
+
+    def _until_checked(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "return":
+            self.phase = "building the run"
+        return self._until_checked
 
     def _in_lines(self, lines: range, frame: Any, event: str, _: Any) -> Any:
         self.phase = "one GRPO step" if event == "line" and frame.f_lineno in lines else None

@@ -93,12 +93,11 @@ def comparison(stored: Mapping[str, Any]) -> str:
             )
         )
     lines.append(row("plugins", 0, "", plugins))
-    for measure, count in before["run"].items():
+    run = now["run"]
+    for measure, count in run.items():
         if not measure.endswith("of the core"):
-            run = now["run"]
-            lines.append(
-                row(measure, count, run.get(f"{measure} of the core", ""), run.get(measure, ""))
-            )
+            of_core = run[f"{measure} of the core"]
+            lines.append(row(measure, before["run"].get(measure, ""), of_core, count))
     return "\n".join(lines)
 
 

@@ -28,6 +28,7 @@ class PPOTrainer:
     @classmethod
     def from_config(cls):
         before()
+        Building().check("options")
         return cls()
 
     def fit(self):
@@ -39,6 +40,11 @@ class PPOTrainer:
         after()
 
     def sync_weights(self, step):
+        after()
+
+
+class Building:
+    def check(self, when):
         after()
 
 
@@ -152,8 +158,9 @@ def test_what_runs(house, tmp_path, monkeypatch):
         for name in ("followed", "followed.loop", "followed.late"):
             sys.modules.pop(name, None)
     numbers = trace.numbers()
-    assert numbers["building the run: functions"] == 1
-    assert numbers["building the run: lines of functions"] == 2
+    assert numbers["building the run: functions"] == 2  # before, check
+    assert numbers["building the run: lines of functions"] == 2 + 2
+    assert numbers["checks of the run: functions"] == 1  # after
     assert numbers["one GRPO step: files"] == 1
     assert numbers["one GRPO step: functions"] == 3  # prompts, sync_weights, after
     assert numbers["one GRPO step: lines of functions of the core"] == 3 + 2 + 2
