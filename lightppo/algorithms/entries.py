@@ -73,13 +73,6 @@ class KLEntry(Entry):
     over_vocabulary: bool = False
 
 
-@dataclass(frozen=True)
-class AggregationEntry(Entry):
-    """How token losses become one number: their sum, divided by the function of the step's ``LossNormalizer``."""
-
-    mean_of_rows: bool = False  # each row is divided by its own number of trained tokens first
-
-
 def metric_names() -> dict[str, str]:
     """Names under ``train/`` that single algorithms add → meaning."""
     return {
@@ -168,15 +161,16 @@ KL_ESTIMATORS: Table[KLEntry] = Table(
     },
 )
 
-LOSS_AGG_MODES: Table[AggregationEntry] = Table(
+LOSS_AGG_MODES: Table = Table(
     "--loss_agg_mode",
     {
-        "token-mean": AggregationEntry(f"{_MASKING}:all_tokens"),
-        "seq-mean-token-sum": AggregationEntry(f"{_MASKING}:all_sequences"),
-        "seq-mean-token-mean": AggregationEntry(f"{_MASKING}:all_sequences", mean_of_rows=True),
-        "seq-mean-token-sum-norm": AggregationEntry(f"{_MASKING}:scaled_sequences"),
+        "token-mean": Entry(f"{_MASKING}:token_mean"),
+        "seq-mean-token-sum": Entry(f"{_MASKING}:mean_of_sums"),
+        "seq-mean-token-mean": Entry(f"{_MASKING}:mean_of_means"),
+        "seq-mean-token-sum-norm": Entry(f"{_MASKING}:mean_of_scaled_sums"),
     },
 )
+"""How token losses become one number: objects of :class:`lightppo.algorithms.masking.Aggregation`."""
 
 TABLES: list[Table] = [ADVANTAGE_ESTIMATORS, POLICY_LOSSES, KL_ESTIMATORS, LOSS_AGG_MODES]
 """All tables of algorithms; a plugin adds its own."""

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import POLICY_LOSSES, PolicyLossEntry
+from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, PolicyLossEntry
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
 from lightppo.algorithms.masking import (
     Aggregation,
@@ -130,7 +130,7 @@ class PolicyLoss:
 
     def __post_init__(self) -> None:
         entry, name = self.entry, shown_object(self.policy_loss)
-        aggregate = Aggregation.of_mode(self.loss_agg_mode)
+        aggregate = LOSS_AGG_MODES.find(self.loss_agg_mode).fn
         given = (self.clip_eps_low, self.clip_eps_high)
         if entry.eps_clip is None and given != (None, None):
             raise ValueError(
@@ -224,7 +224,7 @@ class ValueLoss:
     aggregate: Aggregation = field(init=False, repr=False, compare=False)  # that of loss_agg_mode
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "aggregate", Aggregation.of_mode(self.loss_agg_mode))
+        object.__setattr__(self, "aggregate", LOSS_AGG_MODES.find(self.loss_agg_mode).fn)
         for flag, limit in (
             ("--value_clip", self.value_clip),
             ("--value_huber_delta", self.huber_delta),

@@ -127,12 +127,6 @@ class Aggregation:
     divisor: Callable[[LossNormalizer], float]
     mean_of_rows: bool = False  # each row is divided by its own number of trained tokens first
 
-    @classmethod
-    def of_mode(cls, mode: str) -> Aggregation:
-        """A name of ``--loss_agg_mode``, looked up once."""
-        entry = LOSS_AGG_MODES.find(mode)
-        return cls(entry.fn, entry.mean_of_rows)
-
     def __call__(
         self, token_loss: Tensor, mask: Tensor, normalizer: LossNormalizer | None = None
     ) -> Tensor:
@@ -154,6 +148,9 @@ class Aggregation:
 
 token_mean = Aggregation(all_tokens)
 """``token-mean``, which the means of metrics are, too."""
+mean_of_sums = Aggregation(all_sequences)
+mean_of_means = Aggregation(all_sequences, mean_of_rows=True)
+mean_of_scaled_sums = Aggregation(scaled_sequences)
 
 
 def aggregate_loss(
@@ -179,4 +176,4 @@ def aggregate_loss(
     Sources: token-mean DAPO (arXiv:2503.14476); seq-mean-token-mean GRPO (arXiv:2402.03300); constant scale Dr. GRPO
     (arXiv:2503.20783). Without a ``normalizer``, this micro batch is the step, on one rank, with scale 1.
     """
-    return Aggregation.of_mode(mode)(token_loss, mask, normalizer)
+    return LOSS_AGG_MODES.find(mode).fn(token_loss, mask, normalizer)

@@ -498,16 +498,6 @@ def _ranks(options: SimpleNamespace) -> Iterator[str]:
         yield f"--zpg {options.zpg} does not divide the {options.ranks} ranks"
 
 
-def check_positions(config: Any, positions: int | None) -> None:
-    """Prompt and response must fit; ``None``: a model without a limit."""
-    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
-    if positions is not None and prompt + response > positions:
-        raise ConfigError(
-            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
-            f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
-        )
-
-
 # -- the options of a run --------------------------------------------------------------------------------------------
 
 

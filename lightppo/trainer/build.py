@@ -17,7 +17,6 @@ from lightppo.algorithms.kl import make_kl_controller
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
-    check_positions,
     followers,
     frozen_models,
     moves_reference,
@@ -83,6 +82,7 @@ class Building:
     tokenizer: Any = None
     # data sets by the option that names their files
     rows: dict[str, Any] = field(default_factory=dict)
+    prompts_dataloader: DataLoader | None = None  # None: the run does not train
     held_out: Any = None  # data to evaluate on, for plugins
     loss_terms: dict[str, LossTerm] = field(default_factory=dict)
     reward_source: RewardSource | None = None
@@ -91,14 +91,27 @@ class Building:
     frozen: dict[str, Any] = field(
         default_factory=dict
     )  # further models that are elsewhere, by name
-    models: dict[str, Any] = field(default_factory=dict)  # by the flag that names them
-    # parameters by part of a checkpoint; "export": of an export
-    sizes: dict[str, int] = field(default_factory=dict)
-    actor: Any = None
+    # by the flag that names them
+    models: dict[str, Any] = field(default_factory=dict)
+    saved: Mapping[str, Any] = field(default_factory=dict)  # models by their part of a checkpoint
     rollout_engine: RolloutEngine | None = None
     evaluator: Any = None  # of the run, see :class:`lightppo.trainer.loop.TrainingLoop`
     content: dict[str, str] = field(default_factory=dict)  # marks of what options name
     keeps: bool = True
+
+    @property
+    def actor(self) -> Any:
+        """The model that trains."""
+        return self.saved["actor"]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parameters by part of a checkpoint; ``export``: of an export."""
+        of_parts = {
+            part: parameter_count(model, trained_only=find_adapters(model) is not None)
+            for part, model in self.saved.items()
+        }
+        return of_parts | {"export": parameter_count(self.actor)}
 
     def check(self, when: str) -> None:
         """Run the checks of a time, and print what they say. Collective."""
@@ -162,8 +175,8 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
     callbacks = [*callbacks, *load_callbacks(config.training.callback)]
     building = begin(config)
-    loader = read_data(building)
-    models, optimizers = load_models(building, steps_per_episode(building.config, loader))
+    read_data(building)
+    models, optimizers = load_models(building)
     actor, reference = models.actor, models.reference
     if reference is None and needs_reference(building.config):
         reference = actor.as_loaded
@@ -189,7 +202,7 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         rollout_engine=engine,
         frozen=building.frozen | models.frozen,
         followers=models.followers,
-        prompts_dataloader=loader,
+        prompts_dataloader=building.prompts_dataloader,
         loss_terms=building.loss_terms,
         evaluator=building.evaluator,
         origin=Origin(building.given, building.content, building.keeps),
@@ -205,42 +218,48 @@ def begin(config: PPOConfig) -> Building:
     resolved = config.resolved()
     building = Building(given=config, asked=resolved, config=resolved, strategy=strategy)
     building.check("options")
-    check_lengths(resolved, model_config(resolved))
     building.tokenizer = build_tokenizer(resolved)
     building.check("tokenizer")
     building.check("folders")
     return building
 
 
-def read_data(building: Building) -> DataLoader | None:
-    """All rows are read, and what scores them, if it is no model: the dataloader of prompts."""
+def read_data(building: Building) -> None:
+    """All rows are read, and what scores them, if it is no model. Collective."""
     config, strategy = building.config, building.strategy
-    loader = None
     if trains(config):
         prompts = building.rows["prompt_data"] = build_prompts(config, building.tokenizer, strategy)
-        loader = prompts_dataloader(config, prompts, strategy)
+        building.prompts_dataloader = prompts_dataloader(config, prompts, strategy)
     building.loss_terms = LOSS_TERMS.made(building)
     if not config.model.reward_pretrain:
         build_rewards(building)
-    if loader is not None and building.keeps:
-        check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
     building.check("data")
-    return loader
 
 
-def load_models(building: Building, per_episode: int) -> tuple[Models, dict[str, Any]]:
-    """All models, in their engines, and the optimizer and scheduler of each role. Collective."""
+def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
+    """All models, in their engines, and (optimizer, scheduler) of each role that trains. Collective."""
     config, strategy = building.config, building.strategy
-    into_engine, optimizers = into_engines(config, strategy, per_episode)
+    per_episode = steps_per_episode(config, building.prompts_dataloader)
+    rates = {
+        "actor": config.training.actor_learning_rate,
+        "critic": config.training.critic_learning_rate,
+    }
+    optimizers: dict[str, Any] = dict.fromkeys(rates, (None, None))
+
+    def into_engine(model: Any, role: Role) -> Any:
+        if role not in rates:
+            return strategy.prepare(model)
+        steps = optimizer_steps(config, per_episode, role)
+        trained = with_optimizer(model, rates[role], steps, config, strategy, role)
+        model, *optimizers[role] = strategy.prepare(trained)
+        return model
+
     models = build_models(config, strategy, into_engine)
     fit_vocabulary(models, building.tokenizer, config)
-    saved = saved_parts(config, models.actor, models.critic, models.followers, models.reference)
-    building.sizes = {
-        part: parameter_count(model, find_adapters(model) is not None)
-        for part, model in saved.items()
-    }
-    building.sizes["export"] = parameter_count(models.actor)
-    building.actor, building.models = models.actor, by_flag(config, models)
+    building.saved = saved_parts(
+        config, models.actor, models.critic, models.followers, models.reference
+    )
+    building.models = by_flag(config, models)
     building.check("models")
     return models, optimizers
 
@@ -358,11 +377,6 @@ class Models:
     # by the names of their parts in checkpoints
     followers: dict[str, Actor] = field(default_factory=dict)
     frozen: dict[str, Actor] = field(default_factory=dict)  # further models by name
-
-
-def model_config(config: OptionSet) -> Any:
-    """Transformers' config of --pretrain."""
-    return loading.load_config(stage_to_local(config.model.pretrain), **loading_options(config))
 
 
 def loading_options(config: OptionSet) -> dict[str, Any]:
@@ -602,27 +616,6 @@ def with_optimizer(
     return model, optimizer, scheduler
 
 
-def into_engines(
-    config: PPOConfig, strategy: DeepspeedStrategy, per_episode: int
-) -> tuple[Callable[[Any, Role], Any], dict[str, Any]]:
-    """``into_engine`` for :func:`build_models`, and where it leaves the optimizer and the scheduler of each role."""
-    rates = {
-        "actor": config.training.actor_learning_rate,
-        "critic": config.training.critic_learning_rate,
-    }
-    optimizers: dict[str, Any] = dict.fromkeys(rates, (None, None))
-
-    def into_engine(model: Any, role: Role) -> Any:
-        if role not in rates:
-            return strategy.prepare(model)
-        steps = optimizer_steps(config, per_episode, role)
-        trained = with_optimizer(model, rates[role], steps, config, strategy, role)
-        model, *optimizers[role] = strategy.prepare(trained)
-        return model
-
-    return into_engine, optimizers
-
-
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -709,18 +702,6 @@ def optimizer_steps(
     )
 
 
-def check_total_steps(config: PPOConfig, per_episode: int, prompts: int) -> None:
-    """The schedules must not stretch over steps that the prompts do not hold."""
-    training = config.training
-    total, held = training.total_training_steps, training.num_episodes * per_episode
-    if total is not None and total > held:
-        raise ConfigError(
-            f"--total_training_steps {total} is more than the {held} steps of --num_episodes {training.num_episodes} "
-            f"({prompts} prompts, --rollout_batch_size {config.rollout.rollout_batch_size}): set at most {held}, or "
-            f"--num_episodes {math.ceil(total / per_episode)}"
-        )
-
-
 # -- sampling --------------------------------------------------------------------------------------------------------
 
 
@@ -800,18 +781,3 @@ def build_rollout_engine(
     for wrapper in ENGINE_WRAPPERS.values():
         engine = wrapper.fn(engine, config, strategy, tokenizer)
     return engine
-
-
-# -- checks before anything large is loaded ---------------------------------------------------------------------------
-
-
-def check_lengths(config: OptionSet, model_config: Any, longest: int | None = None) -> None:
-    """Prompt and response must fit the model's positions, or the ``longest`` row to learn from."""
-    positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is None:
-        check_positions(config, positions)
-    elif positions is not None and longest > positions:
-        raise ConfigError(
-            f"--max_len {config.data.max_len}: the longest row has {longest} tokens, but {config.model.pretrain} has "
-            f"{positions} positions: set --max_len {positions}, with --truncation right or drop"
-        )

@@ -159,6 +159,8 @@ class RunCheckpointer:
         """
         of_parts = [_tags(name, root) for name in self.models]
         whole = [tag for tag in _tags("actor", root) if all(tag in tags for tags in of_parts)]
+        if not whole:
+            return []
         whole.reverse()
         marked = read_mark(root)
         return sorted(whole, key=lambda tag: tag != marked)

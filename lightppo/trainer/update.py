@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import POLICY_LOSSES
+from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.algorithms.kl import KLEstimate
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import (
@@ -156,7 +156,7 @@ class Update:
         self.specs = {
             call: micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
         }
-        self.aggregate = Aggregation.of_mode(config.loss.loss_agg_mode)
+        self.aggregate = LOSS_AGG_MODES.find(config.loss.loss_agg_mode).fn
         self.score_terms: list[ScoreTerm] = list(SCORE_TERMS.made(config, self.frozen).values())
         if config.algorithm.use_kl_loss:
             reads_logits = self.experience_maker.kl_of_models is not None

@@ -37,12 +37,14 @@ def register() -> None:
     RESUMES.register("options", Entry("lightppo.plugins.checks.resumed:check_same_run"))
     CHECKS.register("files", Check("lightppo.plugins.checks.building:check_files"))
     CHECKS.register("advice", Check("lightppo.plugins.checks.advice:tell_advice"))
+    CHECKS.register("positions", Check("lightppo.plugins.checks.fits:check_positions_of"))
     CHECKS.register(
         "memory", Check("lightppo.plugins.checks.building:tell_memory_of", when="folders")
     )
     CHECKS.register(
         "dry_run", Check("lightppo.plugins.checks.building:become_dry_run", when="folders")
     )
+    CHECKS.register("fits", Check("lightppo.plugins.checks.fits:check_rows", when="data"))
     CHECKS.register("rows", Check("lightppo.plugins.checks.building:look_at_rows", when="data"))
     CHECKS.register("places", Check("lightppo.plugins.checks.building:check_places", when="models"))
     CHECKS.register("disk", Check("lightppo.plugins.checks.building:check_disk", when="models"))

@@ -17,7 +17,6 @@ from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     ANY_ROUTE,
-    check_positions,
     estimator_entry,
     frozen_models,
     needs_critic,
@@ -39,6 +38,7 @@ from lightppo.data.rows import (
 )
 from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
 from lightppo.plugin import REWARDS
+from lightppo.plugins.checks.fits import check_positions
 from lightppo.plugins.evaluation.sections import evaluation_config
 from lightppo.plugins.ops.durable import check_writable
 from lightppo.plugins.records.places import WORLDS, check_places, file_of_world

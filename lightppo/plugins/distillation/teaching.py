@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.advantages import reward_to_go
+from lightppo.algorithms.entries import LOSS_AGG_MODES
 from lightppo.algorithms.masking import (
     Aggregation,
     LossNormalizer,
@@ -137,7 +138,7 @@ def score_term(config: PPOConfig, models: Mapping[str, Any]) -> ScoreTerm | None
     distill = config.distill
     if TEACHER not in models or distill.distill_by != "loss":
         return None
-    aggregate = Aggregation.of_mode(config.loss.loss_agg_mode)
+    aggregate = LOSS_AGG_MODES.find(config.loss.loss_agg_mode).fn
     if distill.distill_topk is None:
         loss = WholeLoss(models[TEACHER], divergence_of(distill.distill_beta), aggregate)
     else:

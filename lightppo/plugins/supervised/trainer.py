@@ -20,7 +20,7 @@ from lightppo.plugins.packing.settle import settle_packing
 from lightppo.plugins.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.zero3 import find_adapters, parameter_count
+from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import build as building
 from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, load_callbacks
@@ -280,13 +280,12 @@ def build(
     model = objective.build_model()
     loading.fit_to_model(tokenizer, model, config.model.pretrain, "--pretrain")
     prepare_model(model, "actor", config, strategy.device)
-    counted = parameter_count(model, trained_only=find_adapters(model) is not None)
-    run.sizes = {"actor": counted, "export": parameter_count(model)}
     steps = schedule_steps(config, loader, strategy)
     prepared = strategy.prepare(
         building.with_optimizer(model, training.learning_rate, steps, config, strategy)
     )
     models = objective.attach(prepared[0])
+    run.saved = {"actor": prepared[0]}
     if training.packing_samples is None and not objective.gains_by_packing(rows):
         strategy.print("note: batches are padded: all rows have about the same length")
     else:
@@ -340,7 +339,6 @@ def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | 
     if data.eval_dataset:
         held_out = dataset("eval_dataset", data.eval_split, data.eval_max_samples)
     run.rows, run.held_out = {"dataset": rows}, held_out
-    building.check_lengths(config, building.model_config(config), int(rows.lengths.max()))
     run.check("data")
     if not run.keeps:  # a full micro batch of the longest rows, which take the most memory
         few = config.training.micro_train_batch_size * strategy.world_size

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.tables import answer, approx, make_one, maker
 
-from lightppo.algorithms.masking import Aggregation, LossNormalizer
+from lightppo.algorithms.masking import LossNormalizer, token_mean
 from lightppo.errors import NonFiniteError
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import ActionScores
@@ -117,7 +117,7 @@ class TestTopLoss:
     """Log probs ln 1/2, ln 1/4, ln 1/4 of three tokens; the teacher gives its best, the third, 1/2."""
 
     ACTOR = SimpleNamespace(temperature=1.0)
-    LOSS = TopLoss(beta=0.0, tail="drop", aggregate=Aggregation.of_mode("token-mean"))
+    LOSS = TopLoss(beta=0.0, tail="drop", aggregate=token_mean)
 
     def scores(self) -> ActionScores:
         logits = torch.tensor([[0.5, 0.25, 0.25]]).log().requires_grad_()

@@ -15,7 +15,8 @@ from support.runs import fitted, forget_checkpoints, logged, trained_rows, whole
 
 from lightppo import PPOTrainer, Step
 from lightppo.algorithms.advantages import gae
-from lightppo.algorithms.masking import Aggregation, LossNormalizer
+from lightppo.algorithms.entries import LOSS_AGG_MODES
+from lightppo.algorithms.masking import LossNormalizer
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
@@ -193,7 +194,7 @@ def test_targets_of_observations_leave_the_gradient_as_it_is(tiny_model, make_ep
             LossNormalizer.from_masks([batch.action_mask]),
             loss_fn=build_policy_loss(config),
             options=config.loss,
-            aggregate=Aggregation.of_mode(config.loss.loss_agg_mode),
+            aggregate=LOSS_AGG_MODES.find(config.loss.loss_agg_mode).fn,
         )
         loss.backward()
         return [p.grad.clone() for p in actor.parameters() if p.grad is not None]

@@ -1,0 +1,70 @@
+"""Whether rows fit the model's positions, and the steps of a run its prompts."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError
+from lightppo.files import stage_to_local
+
+if TYPE_CHECKING:
+    from lightppo.trainer.build import Building
+
+
+def check_positions_of(building: Building) -> None:
+    """Prompt and response fit the positions of ``--pretrain``, as transformers' config of it says."""
+    if isinstance(building.config, PPOConfig):  # else rows say how long they are
+        check_positions(building.config, positions_of(building.config))
+
+
+def check_rows(building: Building) -> None:
+    """The longest row to learn from fits the positions, and prompts hold ``--total_training_steps``."""
+    from lightppo.trainer.build import steps_per_episode
+
+    config, loader = building.config, building.prompts_dataloader
+    if "dataset" in building.rows:
+        check_longest_row(config, int(building.rows["dataset"].lengths.max()), positions_of(config))
+    elif loader is not None and building.keeps:
+        check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
+
+
+def positions_of(config: Any) -> int | None:
+    """How many ``--pretrain`` has; ``None``: no limit."""
+    from lightppo.models.loading import load_config
+    from lightppo.trainer.build import loading_options
+
+    loaded = load_config(stage_to_local(config.model.pretrain), **loading_options(config))
+    return getattr(loaded.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def check_positions(config: Any, positions: int | None) -> None:
+    """Prompt and response must fit; ``None``: a model without a limit."""
+    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    if positions is not None and prompt + response > positions:
+        raise ConfigError(
+            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
+            f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
+        )
+
+
+def check_longest_row(config: Any, longest: int, positions: int | None) -> None:
+    """The longest row must fit; ``None``: a model without a limit."""
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"--max_len {config.data.max_len}: the longest row has {longest} tokens, but {config.model.pretrain} has "
+            f"{positions} positions: set --max_len {positions}, with --truncation right or drop"
+        )
+
+
+def check_total_steps(config: PPOConfig, per_episode: int, prompts: int) -> None:
+    """The schedules must not stretch over steps that the prompts do not hold."""
+    training = config.training
+    total, held = training.total_training_steps, training.num_episodes * per_episode
+    if total is not None and total > held:
+        raise ConfigError(
+            f"--total_training_steps {total} is more than the {held} steps of --num_episodes {training.num_episodes} "
+            f"({prompts} prompts, --rollout_batch_size {config.rollout.rollout_batch_size}): set at most {held}, or "
+            f"--num_episodes {math.ceil(total / per_episode)}"
+        )
