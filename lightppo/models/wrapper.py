@@ -180,18 +180,11 @@ class PretrainedWrapper(nn.Module):
                     "use_flash_attention_2 (--flash_attn) contradicts attn_implementation: drop one"
                 )
             load_options["attn_implementation"] = "flash_attention_2"
+        # strategy.prepare puts the DeepSpeed engine in its place
+        self.model: nn.Module
         if isinstance(pretrain_or_model, PreTrainedModel):
             given = sorted(load_options) + ["bf16"] * bf16 + ["dtype"] * (dtype != torch.float32)
-            if given:
-                raise ModelLoadError(
-                    f"{', '.join(given)}: only for loading by path, but a built model was given"
-                )
-            disable_dropout(pretrain_or_model)
-            if not hasattr(pretrain_or_model, "untrainable"):
-                name = type(pretrain_or_model).__name__
-                pretrain_or_model.untrainable = untrainable(pretrain_or_model, name)
-            # strategy.prepare puts the DeepSpeed engine in its place
-            self.model: nn.Module = pretrain_or_model
+            self.model = _built(pretrain_or_model, given)
         else:
             dtype = torch.bfloat16 if bf16 else dtype
             self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
@@ -238,6 +231,18 @@ class PretrainedWrapper(nn.Module):
         if self.around_pass is None or not torch.is_grad_enabled():
             return nullcontext()
         return self.around_pass(self.hf_model.parameters(), device)
+
+
+def _built(model: PreTrainedModel, given: Sequence[str]) -> PreTrainedModel:
+    """A model that a script has built, without dropout; ModelLoadError for options of loading."""
+    if given:
+        raise ModelLoadError(
+            f"{', '.join(given)}: only for loading by path, but a built model was given"
+        )
+    disable_dropout(model)
+    if not hasattr(model, "untrainable"):
+        model.untrainable = untrainable(model, type(model).__name__)
+    return model
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -259,7 +259,7 @@ def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
     building.saved = saved_parts(
         config, models.actor, models.critic, models.followers, models.reference
     )
-    building.models = by_flag(config, models)
+    building.models = models.by_flag
     building.check("models")
     return models, optimizers
 
@@ -377,6 +377,8 @@ class Models:
     # by the names of their parts in checkpoints
     followers: dict[str, Actor] = field(default_factory=dict)
     frozen: dict[str, Actor] = field(default_factory=dict)  # further models by name
+    # those that score or train, by what names them
+    by_flag: dict[str, Any] = field(default_factory=dict)
 
 
 def loading_options(config: OptionSet) -> dict[str, Any]:
@@ -415,6 +417,7 @@ def build_models(
             name: loader.follower(name) for name in followers(config) if name != "reference"
         },
         frozen={name: loader.frozen(name, one) for name, one in frozen_models(config).items()},
+        by_flag=loader.by_flag,
     )
 
 
@@ -428,6 +431,7 @@ class ModelLoader:
         into_engine: Callable[[Any, Role], Any],
     ) -> None:
         self.config, self.strategy, self.into_engine = config, strategy, into_engine
+        self.by_flag: dict[str, Any] = {}
         self.options = loading_options(config)
         of_all = ("attn_implementation", "trust_remote_code", "external_lib", "seed")
         self.options_of_frozen = {name: self.options[name] for name in of_all}
@@ -446,7 +450,7 @@ class ModelLoader:
         if self.config.loss.aux_loss_coef > 0:
             with _as_config_error():
                 model.check_router()
-        return self._placed(model, "actor")
+        return self._placed(model, "actor", "--pretrain")
 
     def critic(self) -> Any:
         """``--critic_pretrain``, in its engine."""
@@ -465,7 +469,7 @@ class ModelLoader:
             init_value_head=True if named.init_critic_from_actor else None,
             **self._options_of(named.critic_pretrain),
         )
-        return self._placed(model, "critic")
+        return self._placed(model, "critic", "--critic_pretrain")
 
     def reference(self, actor: Actor) -> Actor | None:
         """``--ref_pretrain``; None where the actor itself can say what it was, see ``Actor.as_loaded``."""
@@ -484,7 +488,7 @@ class ModelLoader:
             temperature=self.temperature,
             **self._options_of(path),
         )
-        return self._placed(model, "reference")
+        return self._placed(model, "reference", "--ref_pretrain")
 
     def reward_model(self, path: str) -> Any:
         """One of ``--reward_pretrain``, in its engine."""
@@ -499,7 +503,7 @@ class ModelLoader:
             value_head_prefix=self.config.model.value_head_prefix,
             **self.options_of_frozen,
         )
-        return self._placed(model, "reward")
+        return self._placed(model, "reward", f"--reward_pretrain {path}")
 
     def follower(self, name: str) -> Actor:
         """What the actor is, in float32."""
@@ -520,31 +524,19 @@ class ModelLoader:
             temperature=self.temperature,
             **self.options_of_frozen,
         )
-        return self._placed(model, name)
+        return self._placed(model, name, asked.flag)
 
     def _options_of(self, path: str | None) -> dict[str, Any]:
         """How the actor, or a model that may have a checkpoint of its own, is loaded."""
         from_scratch = self.config.model.init_from_scratch and path == self.config.model.pretrain
         return self.options | {"init_from_scratch": from_scratch}
 
-    def _placed(self, model: Any, role: Role) -> Any:
+    def _placed(self, model: Any, role: Role, flag: str | None = None) -> Any:
         prepare_model(model, role, self.config, self.strategy.device)
-        return self.into_engine(model, role)
-
-
-def by_flag(config: PPOConfig, models: Models) -> dict[str, Any]:
-    """The models that score or train, by what names them."""
-    paths = config.model.reward_pretrain
-    rewards = {
-        f"--reward_pretrain {path}": model for path, model in zip(paths, models.reward_models)
-    }
-    return {
-        "--pretrain": models.actor,
-        "--critic_pretrain": models.critic,
-        "--ref_pretrain": models.reference,
-        **rewards,
-        **{one.flag: models.frozen[name] for name, one in frozen_models(config).items()},
-    }
+        model = self.into_engine(model, role)
+        if flag is not None:
+            self.by_flag[flag] = model
+        return model
 
 
 def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:

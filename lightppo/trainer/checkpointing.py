@@ -196,14 +196,16 @@ class RunCheckpointer:
         if tag is None:
             return None
         saved = self.load(root, tag, checked=choose is not last_whole)
-        resumed = Resumed(saved, options, content, command, f"{root}/{tag}", is_own, trains)
+        self._tell(Resumed(saved, options, content, command, f"{root}/{tag}", is_own, trains))
+        return saved
+
+    def _tell(self, resumed: Resumed) -> None:
+        """Where the run goes on from, and what looks at it say. Collective."""
         for look in RESUMES.values():
             for line in look.fn(resumed):
                 self.strategy.print(line)
-        self.strategy.print(
-            f"resumed from {root}/{tag}: {saved['trainer']['global_step']} steps done"
-        )
-        return saved
+        step = resumed.saved["trainer"]["global_step"]
+        self.strategy.print(f"resumed from {resumed.where}: {step} steps done")
 
     def load(self, root: str | Path, tag: str, checked: bool = False) -> dict[str, Any]:
         """Load all parts and this rank's random generators; returns the client state that was saved. Collective.

@@ -12,7 +12,6 @@ from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.plugins.checks.building import check_disk_space
 from lightppo.plugins.http.client import check_tokens
-from lightppo.trainer.build import check_lengths
 
 
 @pytest.fixture
@@ -45,38 +44,6 @@ def test_a_token_that_is_not_set_names_the_flag(paths, monkeypatch):
         check_tokens(SimpleNamespace(config=config_of(paths, **options)))
     monkeypatch.setenv("RM_TOKEN", "abc")
     check_tokens(SimpleNamespace(config=config_of(paths, **options)))
-
-
-class ModelConfig:
-    """As transformers' configs of a decoder, ``positions`` ``None``: without a limit."""
-
-    def __init__(self, positions: int | None) -> None:
-        self.text = SimpleNamespace(
-            **({} if positions is None else {"max_position_embeddings": positions})
-        )
-
-    def get_text_config(self, decoder: bool) -> SimpleNamespace:
-        assert decoder
-        return self.text
-
-
-def test_prompt_and_response_must_fit_the_positions_of_the_model():
-    config = PPOConfig.from_flat(pretrain="models/tiny", prompt_max_len=100, generate_max_len=29)
-    check_lengths(config, ModelConfig(129))
-    check_lengths(config, ModelConfig(None))
-    with pytest.raises(
-        ConfigError, match=r"--prompt_max_len 100.*--generate_max_len 29.*129.*models/tiny.*128"
-    ):
-        check_lengths(config, ModelConfig(128))
-
-
-def test_gpt2s_limit_has_another_name():
-    from transformers import GPT2Config
-
-    config = PPOConfig.from_flat(prompt_max_len=8, generate_max_len=9)
-    check_lengths(config, GPT2Config(n_positions=17))
-    with pytest.raises(ConfigError, match=" 16 "):
-        check_lengths(config, GPT2Config(n_positions=16))
 
 
 GB = 10**9

@@ -61,8 +61,6 @@ def model_sizes(building: Any) -> str:
     """The parameters of each model, and how many of them train where not all do."""
     texts, rewards = [], 0
     for flag, model in building.models.items():
-        if model is None:
-            continue
         rewards += flag.startswith("--reward_pretrain")
         name = _MODELS.get(flag, f"reward model {rewards}")
         total, trained = parameter_count(model), parameter_count(model, trained_only=True)

@@ -28,8 +28,7 @@ def settled(config: Any) -> build.Models:
     """The models of a run, as its check of models leaves them."""
     config = config.resolved()
     models = build.build_models(config, build.build_strategy(config))
-    by_flag = build.by_flag(config, models)
-    settle_models(SimpleNamespace(config=config, strategy=Alone(CPU), models=by_flag))
+    settle_models(SimpleNamespace(config=config, strategy=Alone(CPU), models=models.by_flag))
     return models
 
 
