@@ -478,7 +478,9 @@ CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
 ``(engine, path, meta, load_lr_scheduler_states)``, called on all ranks together; ``meta`` is what the checkpoint says
 about itself, :func:`lightppo.strategy.checkpoint.read_meta`."""
 
-CHECKS: Table[Check] = Table("check", kind=Check)
+CHECKS: Table[Check] = Table(
+    "check", {"combinations": Check("lightppo.trainer.build:check_options")}, kind=Check
+)
 """What looks at a run while it is built; an error of the user's ends it before anything takes long."""
 
 

@@ -121,6 +121,11 @@ class Building:
                     self.strategy.print(line)
 
 
+def check_options(building: Building) -> None:
+    """Options that cannot work, alone or together, are refused."""
+    building.given.validate(building.strategy.world_size)
+
+
 @dataclass
 class Origin:
     """What a run knows of its beginning; the default is that of one whose parts a script has made."""
@@ -214,7 +219,6 @@ def begin(config: PPOConfig) -> Building:
     """The ranks have met, options and tokenizer are right, and the run's folders are its own. Collective."""
     strategy = build_strategy(config)
     strategy.setup_distributed()
-    config.validate(strategy.world_size)
     resolved = config.resolved()
     building = Building(given=config, asked=resolved, config=resolved, strategy=strategy)
     building.check("options")

@@ -400,7 +400,8 @@ class PPOTrainer(core.PPOTrainer):
         origin: Origin | None = None,
         **options: Any,
     ) -> None:
-        config = constructor_config(config, strategy, options, tokenizer)
+        if origin is None:  # else it was checked before it was built
+            config = constructor_config(config, strategy, options, tokenizer)
         frozen = dict(frozen) if teacher is None else {**frozen, "teacher": teacher}
         _check_models(config, actor, critic, initial_model, tokenizer, frozen.get("teacher"))
         if options.get("gradient_checkpointing"):
@@ -408,7 +409,11 @@ class PPOTrainer(core.PPOTrainer):
         self.args, self.generate_kwargs = script_args(strategy, config), generation_options(options)
         self.reward_fn, self.remote_rm_url = reward_fn, remote_rm_url
         engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
-        source = self._reward_source_of(config, strategy, tokenizer, reward_model, reward_source)
+        source = reward_source
+        if origin is None:
+            source = self._reward_source_of(
+                config, strategy, tokenizer, reward_model, reward_source
+            )
         if eval_prompts is not None:
             judge = (
                 source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")

@@ -311,7 +311,6 @@ def begin(config: SupervisedConfig) -> building.Building:
     """The ranks have met, options and tokenizer are right, and the run's folders are its own. Collective."""
     strategy = building.build_strategy(config)
     strategy.setup_distributed()
-    config.validate(strategy.world_size)
     asked = config.resolved()
     run = building.Building(given=config, asked=asked, config=asked, strategy=strategy)
     run.check("options")
