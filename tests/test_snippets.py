@@ -201,7 +201,7 @@ os.chdir(os.path.dirname(__file__))
 sys.path.insert(0, os.getcwd())
 from lightppo import Actor, get_strategy, get_tokenizer
 from lightppo.algorithms import advantages
-from lightppo.algorithms.entries import load
+from lightppo.table import load
 from argparse import Namespace
 
 strategy = get_strategy(Namespace(train_batch_size=1, micro_train_batch_size=1))

@@ -6,14 +6,13 @@ docs/flags.md, docs/metrics.md and the tests over whole tables follow from an en
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from lightppo.option import Option
-from lightppo.table import Entry, Table, load
+from lightppo.table import Entry, Table
 
 F = TypeVar("F", bound=Callable)
 
@@ -22,7 +21,8 @@ F = TypeVar("F", bound=Callable)
 class EstimatorEntry(Entry):
     """An advantage estimator; the function is an :data:`lightppo.algorithms.advantages.AdvantageFn`."""
 
-    # one number per sample, by lightppo.algorithms.advantages.OnEveryToken
+    # the function gives one number per sample, which all its tokens get:
+    # lightppo.experience.maker.advantage_fn
     per_sample: bool = False
     needs_critic: bool = False  # it reads values
     min_group_size: int = 1  # least samples per prompt
@@ -43,11 +43,6 @@ class EstimatorEntry(Entry):
     kl_in_loss: bool = False
     policy_loss: str = "ppo"  # where --policy_loss says nothing
     loss_agg_mode: str | None = None  # where --loss_agg_mode says nothing; None: as the loss says
-
-    @functools.cached_property
-    def fn(self) -> Callable:
-        fn = load(self.function)
-        return load("lightppo.algorithms.advantages:OnEveryToken")(fn) if self.per_sample else fn
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightppo.algorithms.entries import KL_ESTIMATORS, load
+from lightppo.algorithms.entries import KL_ESTIMATORS
 from lightppo.algorithms.masking import (
     at_least_float32,
     require_same_shape,
     zero_where_masked,
 )
+from lightppo.table import load
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, load
+from lightppo.algorithms.advantages import AdvantageFn, OnEveryToken
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, EstimatorEntry
 from lightppo.algorithms.kl import KLController, KLEstimate
 from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
@@ -38,6 +39,7 @@ from lightppo.models.wrapper import layout_of_all, on_cpu, to_device
 from lightppo.option import shown_object
 from lightppo.plugin import BUFFER_STEPS, NORMALISATIONS, ROLLOUT_PASSES, SCORE_STEPS, TOKEN_WEIGHTS
 from lightppo.ranks import Ranks, heartbeat, level
+from lightppo.table import load
 
 
 class ScoreStep:
@@ -106,6 +108,11 @@ class RolloutPass:
     takes_all: bool = False  # in one call: it shares the samples out by itself
 
 
+def advantage_fn(estimator: EstimatorEntry) -> AdvantageFn:
+    """The function of an estimator, of token rewards, whether it is one of tokens or of samples."""
+    return OnEveryToken(estimator.fn) if estimator.per_sample else estimator.fn
+
+
 # what the times of passes are called, where not as in --micro_batch_specs
 _PHASES = {"actor": "old_log_probs", "critic": "values"}
 
@@ -151,7 +158,7 @@ class ExperienceMaker:
         self.token_weights = token_weights(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
         self.advantages_of = partial(
-            self.estimator.fn,
+            advantage_fn(self.estimator),
             **{name: getattr(self.algorithm, name) for name in self.estimator.defaults},
         )
         self.estimator_inputs = None

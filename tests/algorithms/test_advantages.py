@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightppo.algorithms.advantages import (
-    OnEveryToken,
     gae,
     reward_to_go,
 )
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.masking import identity, whiten
+from lightppo.experience.maker import advantage_fn
 from lightppo.plugins.algorithms.normalisation import group_normalize
 
 NAN = float("nan")
@@ -49,7 +49,7 @@ def estimate(
     } | given
     if scores is None:
         scores = (rewards * mask).sum(1)
-    return ADVANTAGE_ESTIMATORS[name].fn(
+    return advantage_fn(ADVANTAGE_ESTIMATORS[name])(
         token_rewards=rewards, action_mask=mask, scores=scores, **arguments
     )
 
@@ -421,9 +421,7 @@ class TestGroupAdvNorm:
             estimate("group_adv_norm", rewards, mask, group_ids=torch.tensor([4, 9, 4]))
 
 
-BY_SCORES = [
-    name for name, entry in ADVANTAGE_ESTIMATORS.items() if isinstance(entry.fn, OnEveryToken)
-]
+BY_SCORES = [name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.per_sample]
 
 
 def advantages_of(
@@ -443,7 +441,7 @@ def advantages_of(
     rewards = torch.zeros(mask.shape, dtype=scores.dtype)
     rewards[torch.arange(len(scores)), (lengths - 1).clamp(min=0)] = scores
     ids = torch.zeros(len(scores)).long() if groups is None else torch.tensor(groups)
-    advantages, _ = ADVANTAGE_ESTIMATORS[name].fn(
+    advantages, _ = advantage_fn(ADVANTAGE_ESTIMATORS[name])(
         token_rewards=rewards,
         action_mask=mask,
         scores=scores,
@@ -514,7 +512,7 @@ class TestByHand:
             [[True, False, False, True], [True, False, True, False], [False, True, False, False]]
         )
         rewards = torch.tensor([[0.0, 9.0, 9.0, 1.0], [3.0, 9.0, 2.0, 9.0], [9.0, 0.0, 9.0, 9.0]])
-        advantages, _ = ADVANTAGE_ESTIMATORS["opo"].fn(
+        advantages, _ = advantage_fn(ADVANTAGE_ESTIMATORS["opo"])(
             token_rewards=rewards,
             action_mask=mask,
             scores=(rewards * mask).sum(1),
@@ -586,7 +584,7 @@ class TestByHand:
     def test_the_kl_in_the_reward_counts(self):
         # scores 1 - 0.4 and 1 - 0: RLOO gives ∓0.4
         rewards = torch.tensor([[-0.1, 0.7], [0.0, 1.0]])
-        advantages, _ = ADVANTAGE_ESTIMATORS["rloo"].fn(
+        advantages, _ = advantage_fn(ADVANTAGE_ESTIMATORS["rloo"])(
             token_rewards=rewards,
             action_mask=torch.ones(2, 2).bool(),
             scores=rewards.sum(1),
@@ -676,7 +674,7 @@ class TestEveryOne:
             advantages_of(name, [0.0, 1.0, 2.0], [4, 9, 4])
 
     def test_bad_input(self, name):
-        run = ADVANTAGE_ESTIMATORS[name].fn
+        run = advantage_fn(ADVANTAGE_ESTIMATORS[name])
         given = {
             "token_rewards": torch.zeros(2, 1),
             "action_mask": torch.ones(2, 1).bool(),

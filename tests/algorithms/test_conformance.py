@@ -35,7 +35,7 @@ from lightppo.algorithms.kl import AdaptiveKLController, approx_kl
 from lightppo.algorithms.masking import whiten
 from lightppo.algorithms.shaping import compute_token_rewards
 from lightppo.config import PPOConfig
-from lightppo.experience.maker import ScoreShaper
+from lightppo.experience.maker import ScoreShaper, advantage_fn
 from lightppo.plugins.algorithms.normalisation import group_normalize, normalize_by
 from lightppo.plugins.algorithms.tables import Norm
 from lightppo.plugins.shaping.running import ValueNorm
@@ -58,7 +58,7 @@ def estimate(
         "gamma": 0.9,
         "lambd": 0.8,
     } | given
-    return ADVANTAGE_ESTIMATORS[name].fn(
+    return advantage_fn(ADVANTAGE_ESTIMATORS[name])(
         token_rewards=rewards, action_mask=mask, scores=rewards.sum(1), **arguments
     )
 
@@ -172,7 +172,7 @@ class TestAdvantages:
     def test_gae_over_a_hole(self):
         mask = torch.tensor([[True, False, True, True]])
         rewards, values = numbers(".1 0 -.2 1")[None], numbers(".5 9 .3 -.4")[None]
-        gae = ADVANTAGE_ESTIMATORS["gae"].fn
+        gae = advantage_fn(ADVANTAGE_ESTIMATORS["gae"])
         ours = gae(token_rewards=rewards, action_mask=mask, values=values, gamma=0.9, lambd=0.8)[0]
         close(ours, numbers("-.02344 0 .148 1.4")[None])  # verl compute_gae_advantage_return
         # OpenRLHF get_advantages_and_returns: the hole is a step with value 0, so the next token's value is lost
@@ -246,7 +246,7 @@ class TestAdvantages:
     def test_equal_scores_are_an_exact_0(self):
         """A float32 mean of seven times 0.1 is not 0.1: -0.0074 in verl and slime, -0.82 in OpenRLHF's group_norm."""
         scores, ones = torch.full((7,), 0.1), torch.ones(7, 1)
-        estimator = ADVANTAGE_ESTIMATORS["grpo"].fn
+        estimator = advantage_fn(ADVANTAGE_ESTIMATORS["grpo"])
         got = estimator(
             token_rewards=scores[:, None], action_mask=ones, scores=scores, group_ids=torch.zeros(7)
         )[0]
@@ -254,7 +254,7 @@ class TestAdvantages:
 
     def test_groups_of_different_sizes(self):
         """slime _post_process_rewards compares all samples of the batch with each other if one is missing."""
-        estimator = ADVANTAGE_ESTIMATORS["grpo"].fn
+        estimator = advantage_fn(ADVANTAGE_ESTIMATORS["grpo"])
         five = estimator(
             token_rewards=OUTCOME[:5], action_mask=MASK[:5], scores=SCORES[:5], group_ids=GROUPS[:5]
         )[0]
@@ -343,7 +343,9 @@ class TestMaskedRows:
         """Scores 0 and 4, and 100 of the masked row. OpenRLHF's reinforce_baseline, by hand: minus 104/3."""
         scores, mask = numbers("0 4 100"), numbers("1 1 0").bool()[:, None]
         arguments = {"token_rewards": scores[:, None] * mask, "action_mask": mask, "scores": scores}
-        advantages = ADVANTAGE_ESTIMATORS["dr_grpo"].fn(**arguments, group_ids=torch.zeros(3))[0]
+        advantages = advantage_fn(ADVANTAGE_ESTIMATORS["dr_grpo"])(
+            **arguments, group_ids=torch.zeros(3)
+        )[0]
         close(advantages[:, 0], numbers("-2 2 0"))
         differs(advantages[:2, 0], numbers("-34.66666667 -30.66666667"), by=32)
 

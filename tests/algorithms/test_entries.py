@@ -15,7 +15,8 @@ from lightppo.algorithms.entries import (
     Table,
 )
 from lightppo.errors import ConfigError
-from lightppo.table import FILE_ENTRIES
+from lightppo.experience.maker import advantage_fn
+from lightppo.table import FILE_ENTRIES, load
 
 ENTRIES = [(table, name) for table in TABLES for name in table]
 
@@ -27,7 +28,7 @@ def test_every_entry_has_a_function(table, name):
     entry = table.find(name)
     assert callable(entry.fn)
     for other in ("as_loss", "selection"):
-        assert getattr(entry, other, None) is None or callable(entries.load(getattr(entry, other)))
+        assert getattr(entry, other, None) is None or callable(load(getattr(entry, other)))
     assert entry.completed({}, name) == entry.defaults
     assert all(option.help.endswith(".") for option in entry.options)
 
@@ -145,7 +146,9 @@ def test_functions_of_files_run(own):
     rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 5.0], [0.0, 5.0]])
     arguments = {"token_rewards": rewards, "action_mask": mask, "scores": rewards.sum(1)}
     groups = torch.tensor([0, 0, 1, 1])
-    advantages, _ = ADVANTAGE_ESTIMATORS.find(own("spread")).fn(**arguments, group_ids=groups)
+    advantages, _ = advantage_fn(ADVANTAGE_ESTIMATORS.find(own("spread")))(
+        **arguments, group_ids=groups
+    )
     # twice the distance from the group's mean
     assert advantages[:, 0].tolist() == [-2.0, 2.0, 0.0, 0.0]
 

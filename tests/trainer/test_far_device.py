@@ -24,6 +24,7 @@ from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config import PPOConfig
 from lightppo.config.rules import needs_critic
 from lightppo.data.records import Rollout
+from lightppo.experience.maker import advantage_fn
 from lightppo.models import wrapper as wrappers
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, NewRewardModel, RewardModel
@@ -293,7 +294,7 @@ def test_estimators(name: str, gamma: float, far: FarDevice, deterministic: None
         "baseline_scores": rows,
         "group_ids": far.move(torch.tensor([4, 4])),
     }
-    found = ADVANTAGE_ESTIMATORS.find(name).fn(
+    found = advantage_fn(ADVANTAGE_ESTIMATORS.find(name))(
         token_rewards=tokens,
         action_mask=mask,
         scores=rows,

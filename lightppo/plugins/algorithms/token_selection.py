@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import load
 from lightppo.algorithms.losses import SelectionFn
 from lightppo.experience.experience import Experience
 from lightppo.ranks import Ranks
+from lightppo.table import load
 
 
 def selection_of(loss: Any) -> SelectionFn | None:
