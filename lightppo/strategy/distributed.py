@@ -8,12 +8,14 @@ import os
 import pickle
 import random
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -69,6 +71,17 @@ def name_accelerator() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_cuda() else "cpu")
 
 
+def import_deepspeed() -> ModuleType:
+    """DeepSpeed without its autotuner's mlflow, which would cost a second of each start where it is installed."""
+    absent = sys.modules.setdefault("mlflow", None) is None
+    try:
+        import deepspeed
+    finally:
+        if absent:
+            del sys.modules["mlflow"]
+    return deepspeed
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
@@ -88,8 +101,7 @@ class DistributedStrategy:
         """Seeds, joins the process group (nccl on CUDA, gloo on CPU) and picks this rank's device. Collective."""
         self.set_seed(self.seed)
         name_accelerator()
-        import deepspeed
-
+        deepspeed = import_deepspeed()
         # after the import, which takes seconds: the port must still be free
         ensure_launcher_variables()
         if timeout is not None:

@@ -16,7 +16,7 @@ SCRIPT = REPO / "examples" / "train_ppo.py"
 # Scores the share of digits; on rank 1 it dies without a word in the batch that DIE_AT names, or ends `deepspeed`
 # (which leaves its launch.py) in the one that STOP_AT names.
 REWARD = """
-import os, signal, psutil
+import os, signal, sys, psutil
 
 calls = 0
 
@@ -25,6 +25,8 @@ def reward_func(queries, prompts, labels):
     calls += 1
     if os.environ.get("RANK") == "1" and calls == int(os.environ.get("DIE_AT", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
+    # under a real launcher: DeepSpeed would take a second to import it
+    assert "STOP_AT" not in os.environ or "mlflow" not in sys.modules
     if os.environ.get("RANK") == "1" and calls == int(os.environ.get("STOP_AT", 0)):
         psutil.Process().parents()[1].terminate()
     answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from lightppo.plugin import STRATEGY_METHODS
 from lightppo.plugins.compat.seed import get_strategy
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.distributed import ensure_launcher_variables
+from lightppo.strategy.distributed import ensure_launcher_variables, import_deepspeed
 from lightppo.table import Entry
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,6 +45,16 @@ def test_half_a_launcher_is_refused(no_launcher, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="not LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
         ensure_launcher_variables()
+
+
+@pytest.mark.parametrize("imported", [None, "mlflow"])
+def test_mlflow_is_as_it_was_before_deepspeed_came(monkeypatch, imported):
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, "mlflow", imported)
+    assert import_deepspeed().__name__ == "deepspeed"
+    assert sys.modules.get("mlflow", None) == imported
+    assert ("mlflow" in sys.modules) == bool(imported)
 
 
 def test_strategy_from_any_object_with_attributes():
