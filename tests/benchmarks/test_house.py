@@ -167,6 +167,15 @@ def test_what_runs(house, tmp_path, monkeypatch):
     assert numbers["one GRPO step: tokens of functions of the core"] == 13 + 11 + 6
 
 
+@pytest.mark.slow
+@pytest.mark.long  # a run of twenty seconds, whose numbers change slowly
+def test_building_a_run_and_a_step_of_it_can_be_read_in_an_afternoon(house):
+    numbers = house.count_one_step(Path(__file__).parents[2])
+    for phase in ("building the run", "one GRPO step"):
+        assert numbers[f"{phase}: files of the core"] <= 30
+        assert numbers[f"{phase}: lines of functions of the core"] <= 2500
+
+
 def test_table(house):
     text = house.markdown({"lines": 1200, "circles": ["a ⇄ b"]}, {"lines": 3400, "circles": []})
     assert "| | before | now |" in text
