@@ -535,9 +535,9 @@ def by_flag(config: PPOConfig, models: Models) -> dict[str, Any]:
 
 def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
     """Policies give log probs over the tokenizer's ids; ModelLoadError where it has more."""
-    loading.fit_to_model(tokenizer, models.actor, config.model.pretrain, "--pretrain")
+    loading.fit_to_model(tokenizer, models.actor.hf_model, config.model.pretrain, "--pretrain")
     for name, one in frozen_models(config).items():
-        loading.fit_to_model(tokenizer, models.frozen[name], one.path, one.flag)
+        loading.fit_to_model(tokenizer, models.frozen[name].hf_model, one.path, one.flag)
     for model in filter(None, (models.actor, models.reference, *models.frozen.values())):
         model.valid_vocab_size = loading.valid_vocab_size(tokenizer)
 

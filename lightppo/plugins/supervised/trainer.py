@@ -278,7 +278,7 @@ def build(
     loader = strategy.setup_dataloader(rows, size, pin_memory=True, collate_fn=rows.collate_fn)
 
     model = objective.build_model()
-    loading.fit_to_model(tokenizer, model, config.model.pretrain, "--pretrain")
+    loading.fit_to_model(tokenizer, model.hf_model, config.model.pretrain, "--pretrain")
     prepare_model(model, "actor", config, strategy.device)
     counted = parameter_count(model, trained_only=find_adapters(model) is not None)
     run.sizes = {"actor": counted, "export": parameter_count(model)}
