@@ -53,24 +53,18 @@ class PreparedDataset(TorchDataset):
         dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        template: dict[str, Any],
+        template: PromptTemplate,
         fields: dict[str, Any],
         on_bad_row: BadRowPolicy,
         num_workers: int,
         ranks: Ranks | None,
     ) -> None:
-        self.dataset, self.tokenizer = dataset, tokenizer
         check_dataset(dataset)
-        self.template = PromptTemplate(tokenizer, **template)
+        self.dataset, self.tokenizer, self.template = dataset, tokenizer, template
         self.fields = self.resolve_fields(dataset.column_names, **fields)
-        read = {
-            part: " or ".join(getattr(self.fields, part, ()))
-            for part in ("prompt", "completion", "label")
-        }
-        logger.info(
-            "columns that are read: %s",
-            ", ".join(f"{part} {keys}" for part, keys in read.items() if keys),
-        )
+        parts = {part: getattr(self.fields, part, ()) for part in ("prompt", "completion", "label")}
+        read = ", ".join(f"{part} {' or '.join(keys)}" for part, keys in parts.items() if keys)
+        logger.info("columns that are read: %s", read)
         self._rows = prepare_rows(
             dataset,
             self.fields.columns_in(dataset.column_names),
@@ -79,6 +73,7 @@ class PreparedDataset(TorchDataset):
             num_workers=num_workers,
             ranks=ranks,
         )
+        self.report: DatasetReport = self._rows.report
 
     def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
         """One outcome per row."""
@@ -91,11 +86,6 @@ class PreparedDataset(TorchDataset):
                 outcomes[i] = error
         outcomes |= zip(rendered, self._encode(list(rendered.values())))
         return [outcomes[i] for i in range(len(rows))]
-
-    @property
-    def report(self) -> DatasetReport:
-        """Counts of rows kept, truncated, and dropped by reason."""
-        return self._rows.report
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -145,7 +135,7 @@ class PromptDataset(PreparedDataset):
     column except the prompt's, including the label's. Options mean what their flags mean.
 
     Args:
-        dataset: best from :func:`~lightppo.data.readers.blending_datasets`, which keeps each row's file and line.
+        dataset: best from ``lightppo.blending_datasets``, which keeps each row's file and line.
         input_key: column of the prompt, may be dotted; None recognises the forms in ``docs/data.md``.
         label_key: column of the ground truth, which every row must then have.
         data_source_key: column of the data source, may be dotted; rows without one are of "default".
@@ -180,11 +170,7 @@ class PromptDataset(PreparedDataset):
         super().__init__(
             dataset,
             tokenizer,
-            template={
-                "apply_chat_template": apply_chat_template,
-                "input_template": input_template,
-                "system_prompt": system_prompt,
-            },
+            template=PromptTemplate(tokenizer, apply_chat_template, input_template, system_prompt),
             fields={"input_key": input_key, "label_key": label_key},
             on_bad_row=on_bad_row,
             num_workers=num_workers,
@@ -247,12 +233,10 @@ class PromptDataset(PreparedDataset):
                 f"the prompt has {len(ids)} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
                 "--truncation left|right|middle|drop or --filter_overlong_prompts"
             )
-            fitted = self._fit(ids, len(ids), self.prompt_max_len, self.truncation, overlong)
-            yield (
-                fitted
-                if ids
-                else BadRowError("empty", "the tokenizer makes no tokens of the prompt")
-            )
+            if ids:
+                yield self._fit(ids, len(ids), self.prompt_max_len, self.truncation, overlong)
+            else:
+                yield BadRowError("empty", "the tokenizer makes no tokens of the prompt")
 
 
 def truncate_ids(

@@ -28,7 +28,6 @@ from lightppo.config.rules import (
     trains,
 )
 from lightppo.data.datasets import PromptDataset
-from lightppo.data.readers import read_rows
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
@@ -47,6 +46,7 @@ from lightppo.plugin import (
     LOSS_TERMS,
     MEASURING,
     MODEL_CONFIGS,
+    ROWS,
     SAMPLING,
     SCORED,
     SCORERS,
@@ -636,7 +636,7 @@ def build_prompts(
 ) -> PromptDataset:
     """Prompts of an option, checked and tokenised; ``split`` and ``limit`` are those of ``--prompt_data`` by default."""
     data = config.data
-    rows = read_rows(config, name, split or data.prompt_split, strategy)
+    rows = ROWS.last(config, name, split or data.prompt_split, strategy)
     dataset = PromptDataset(
         rows.select(range(min(len(rows), limit or data.max_samples))),
         tokenizer,

@@ -10,7 +10,15 @@ import torch
 
 from lightppo.data.datasets import PreparedDataset
 from lightppo.data.records import Prompt
-from lightppo.data.rows import BadRowPolicy, Chat, Outcome, Rendered, as_chat, check_choice
+from lightppo.data.rows import (
+    BadRowPolicy,
+    Chat,
+    Outcome,
+    PromptTemplate,
+    Rendered,
+    as_chat,
+    check_choice,
+)
 from lightppo.errors import BadRowError, DataError
 from lightppo.plugins.supervised.example_rows import read_example, resolve_example_fields
 from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX
@@ -103,7 +111,10 @@ class SFTDataset(PreparedDataset):
         super().__init__(
             dataset,
             tokenizer,
-            template={name: setting(strategy, name, value) for name, value in template.items()},
+            template=PromptTemplate(
+                tokenizer,
+                **{name: setting(strategy, name, value) for name, value in template.items()},
+            ),
             fields={name: setting(strategy, name, value) for name, value in of_row.items()},
             on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
             num_workers=setting(strategy, "data_num_workers", num_workers, 0),

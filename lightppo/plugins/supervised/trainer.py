@@ -11,9 +11,9 @@ from typing import Any, Self, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from lightppo.data.readers import read_rows
 from lightppo.models import loading
 from lightppo.models.wrapper import prepare_model, to_device
+from lightppo.plugin import ROWS
 from lightppo.plugins.measures.speeds import perf_metrics
 from lightppo.plugins.measures.timer import PhaseTimer
 from lightppo.plugins.packing.settle import settle_packing
@@ -327,7 +327,7 @@ def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | 
     config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
 
     def dataset(name: str, split: str, limit: int) -> Any:
-        rows = read_rows(config, name, split, strategy)
+        rows = ROWS.last(config, name, split, strategy)
         read = objective.build_dataset(rows.select(range(min(len(rows), limit))), tokenizer)
         strategy.print(f"--{name} {config.flat()[name]}: {read.report}")
         return read
