@@ -113,12 +113,10 @@ class PreparedDataset(TorchDataset):
         return [int(self._rows.row_numbers[position]) for position in positions]
 
     @staticmethod
-    def _fit(
+    def _cut(
         ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str
     ) -> Outcome:
-        """A row within the limit; ``overlong`` is the message where ``truncation`` is ``error``."""
-        if len(ids) <= limit:
-            return Encoded(ids, prompt_length, truncated=False)
+        """A row beyond the limit; ``overlong`` is the message where ``truncation`` is ``error``."""
         if truncation == "drop":
             return "overlong"
         if truncation == "error":
@@ -229,14 +227,19 @@ class PromptDataset(PreparedDataset):
 
     def _encode(self, rendered: list[Rendered]) -> Iterator[Outcome]:
         for ids in self.template.encode_rendered(rendered):
-            overlong = (
-                f"the prompt has {len(ids)} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
-                "--truncation left|right|middle|drop or --filter_overlong_prompts"
-            )
-            if ids:
-                yield self._fit(ids, len(ids), self.prompt_max_len, self.truncation, overlong)
-            else:
+            if not ids:
                 yield BadRowError("empty", "the tokenizer makes no tokens of the prompt")
+            elif len(ids) <= self.prompt_max_len:
+                yield Encoded(ids, len(ids), truncated=False)
+            else:
+                yield self._cut_prompt(ids)
+
+    def _cut_prompt(self, ids: list[int]) -> Outcome:
+        overlong = (
+            f"the prompt has {len(ids)} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
+            "--truncation left|right|middle|drop or --filter_overlong_prompts"
+        )
+        return self._cut(ids, len(ids), self.prompt_max_len, self.truncation, overlong)
 
 
 def truncate_ids(

@@ -250,7 +250,7 @@ def read_config(path: str, flag: str, options: LoadOptions) -> tuple[str, Pretra
     with errors_name(path, flag):
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     for part in (config, config.get_text_config()):
-        _zero_dropout_attributes(part)
+        _zero_dropout(part)
     for name, value in options.config_changes.items():
         MODEL_CONFIGS[name].fn(config, value, path, flag)
     return path, config
@@ -308,9 +308,7 @@ def disable_dropout(model: nn.Module, kept: Container[float] = ()) -> None:
     Rates in ``kept`` stay: the config that the model was built from has no others that are not a class's own.
     """
     for module in model.modules():
-        if isinstance(module, nn.Dropout) and module.p not in kept:
-            module.p = 0.0
-        _zero_dropout_attributes(module, kept)
+        _zero_dropout(module, kept)
 
 
 def _rates(config: PretrainedConfig) -> list[float]:
@@ -329,15 +327,14 @@ def is_dropout(name: str) -> bool:
     return "drop" in name or "jitter" in name
 
 
-def _zero_dropout_attributes(
-    owner: PretrainedConfig | nn.Module, kept: Container[float] = ()
-) -> None:
+def _zero_dropout(owner: PretrainedConfig | nn.Module, kept: Container[float] = ()) -> None:
     # PhiMoE's choice of experts depends on this number, which is no noise there; elsewhere only configs have it
     is_threshold = isinstance(owner, nn.Module) or owner.model_type == "phimoe"
     for key, value in list(vars(owner).items()):
         if key == "router_jitter_noise" and is_threshold:
             continue
-        if isinstance(value, float) and is_dropout(key) and value not in kept:
+        is_rate = is_dropout(key) or (key == "p" and isinstance(owner, nn.Dropout))
+        if is_rate and isinstance(value, float) and value not in kept:
             setattr(owner, key, 0.0)
 
 

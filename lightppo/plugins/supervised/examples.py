@@ -13,6 +13,7 @@ from lightppo.data.records import Prompt
 from lightppo.data.rows import (
     BadRowPolicy,
     Chat,
+    Encoded,
     Outcome,
     PromptTemplate,
     Rendered,
@@ -227,8 +228,10 @@ class SFTDataset(PreparedDataset):
         if len(ids) <= prompt_length:
             what = "completion" if prompt_length else "text"
             return BadRowError("empty", f"the tokenizer makes no tokens of the {what}")
+        if len(ids) <= self.max_len:
+            return Encoded(ids, prompt_length, truncated=False)
         overlong = f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: {self.overlong_cure}"
         no_room = self.truncation == "right" and prompt_length >= self.max_len
-        return self._fit(
+        return self._cut(
             ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong
         )
