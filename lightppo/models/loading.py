@@ -140,11 +140,8 @@ def _load(
     any_head: bool = False,
 ) -> tuple[PreTrainedModel, bool]:
     """The model, and whether the checkpoint has its head; ``any_head``: that one may be of another shape."""
-    part, reason = None, None
-    if not how.init_from_scratch:
-        part = LANGUAGE_MODELS.first(auto_class, path, config, flag)
-    if part is not None:
-        config, reason = part.config, part.untrainable
+    part = None if how.init_from_scratch else LANGUAGE_MODELS.first(auto_class, path, config, flag)
+    config, reason = (config, None) if part is None else (part.config, part.untrainable)
     model_class = auto_class._model_mapping.get(type(config), None)
     if model_class is None and not hasattr(config, "auto_map"):
         raise ModelLoadError(reason or _no_class(auto_class, config, f"{flag} {path}"))

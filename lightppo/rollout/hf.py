@@ -207,7 +207,8 @@ class HFRolloutEngine:
         self, sampling: SamplingParams, vocab_size: int
     ) -> tuple[StopCriteria, TokenSampler]:
         eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
-        stop = STOPS.last(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
+        criteria = next(reversed(STOPS.values())).fn
+        stop = criteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
         limit = len(self.tokenizer) if self.valid_vocab_size is None else self.valid_vocab_size
         trained = min(getattr(self.actor, "valid_vocab_size", None) or vocab_size, vocab_size)
         drawn = min(limit, trained)
