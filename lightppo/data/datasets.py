@@ -19,7 +19,7 @@ from lightppo.data.rows import (
     Rendered,
     RowFields,
     check_choice,
-    check_dataset,
+    columns_of,
     lookup,
     origin_of,
     other_columns,
@@ -44,35 +44,20 @@ Truncation = Literal["error", "left", "right", "middle", "drop"]
 class PreparedDataset(TorchDataset):
     """Rows that are checked and tokenised at construction, so that bad data shows up then."""
 
-    resolve_fields: Callable[..., RowFields] = staticmethod(resolve_fields)
     _render_row: Callable[[Mapping[str, Any]], Any]
     _encode: Callable[[list[Any]], Iterable[Outcome]]  # of what _render_row returned
 
     def __init__(
-        self,
-        dataset: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        template: PromptTemplate,
-        fields: dict[str, Any],
-        on_bad_row: BadRowPolicy,
-        num_workers: int,
-        ranks: Ranks | None,
+        self, dataset: Dataset, template: PromptTemplate, fields: RowFields, **options: Any
     ) -> None:
-        check_dataset(dataset)
-        self.dataset, self.tokenizer, self.template = dataset, tokenizer, template
-        self.fields = self.resolve_fields(dataset.column_names, **fields)
-        parts = {part: getattr(self.fields, part, ()) for part in ("prompt", "completion", "label")}
+        """``options`` are those of :func:`lightppo.data.rows.prepare_rows`."""
+        self.dataset, self.template, self.fields = dataset, template, fields
+        self.tokenizer = template.tokenizer
+        parts = {part: getattr(fields, part, ()) for part in ("prompt", "completion", "label")}
         read = ", ".join(f"{part} {' or '.join(keys)}" for part, keys in parts.items() if keys)
         logger.info("columns that are read: %s", read)
-        self._rows = prepare_rows(
-            dataset,
-            self.fields.columns_in(dataset.column_names),
-            self._encode_chunk,
-            on_bad_row=on_bad_row,
-            num_workers=num_workers,
-            ranks=ranks,
-        )
+        columns = fields.columns_in(dataset.column_names)
+        self._rows = prepare_rows(dataset, columns, self._encode_chunk, **options)
         self.report: DatasetReport = self._rows.report
 
     def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
@@ -167,9 +152,8 @@ class PromptDataset(PreparedDataset):
         self.truncation = "drop" if filter_overlong else truncation
         super().__init__(
             dataset,
-            tokenizer,
-            template=PromptTemplate(tokenizer, apply_chat_template, input_template, system_prompt),
-            fields={"input_key": input_key, "label_key": label_key},
+            PromptTemplate(tokenizer, apply_chat_template, input_template, system_prompt),
+            resolve_fields(columns_of(dataset), input_key=input_key, label_key=label_key),
             on_bad_row=on_bad_row,
             num_workers=num_workers,
             ranks=ranks,

@@ -422,8 +422,8 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
         raise DataError(f"{name} is {value!r}; one of {', '.join(get_args(choices))}")
 
 
-def check_dataset(dataset: Any) -> None:
-    """Refuse anything but a non-empty map-style dataset."""
+def columns_of(dataset: Any) -> list[str]:
+    """Names of columns; refuses anything but a non-empty map-style dataset."""
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
         kind = type(dataset).__name__
         raise TypeError(f"a datasets.Dataset is needed (see blending_datasets), not {kind}")
@@ -431,6 +431,7 @@ def check_dataset(dataset: Any) -> None:
         raise DataError(
             "the dataset is empty: no rows in --prompt_data / --eval_data / --pretrain_data"
         )
+    return dataset.column_names
 
 
 def prepare_rows(
