@@ -152,7 +152,6 @@ def _load(
         "trust_remote_code": how.trust_remote_code,
     }
     hf_deepspeed.unset_hf_deepspeed_config()
-    # the model keeps it alive: transformers has a weak reference
     zero3 = _zero3_config(how) if how.is_sharded else None
     has_head = not how.init_from_scratch
     with errors_name(path, flag), _quiet():
@@ -175,12 +174,14 @@ def _load(
     disable_dropout(model, kept=_rates(config) if how.config_changes else ())
     for name in how.changed_by:
         LOADING[name].fn(model)
-    model.zero3_load_config = zero3
+    model.zero3_load_config = zero3  # keeps transformers' weak reference alive
     model.untrainable = untrainable(model, f"{flag} {path}") if how.init_from_scratch else reason
     return model.eval(), has_head
 
 
-def _random_model(auto_class: Any, config: PretrainedConfig, seed: int, kwargs: Any) -> Any:
+def _random_model(
+    auto_class: Any, config: PretrainedConfig, seed: int, kwargs: dict[str, Any]
+) -> PreTrainedModel:
     """The same weights on all ranks; random numbers elsewhere stay."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -491,7 +492,9 @@ def valid_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def fit_to_model(tokenizer: Any, model: PreTrainedModel, path: str, flag: str) -> None:
+def fit_to_model(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str, flag: str
+) -> None:
     """Refuse ids that the model's embedding lacks; the model's config gets the pad token."""
     rows = model.get_input_embeddings().num_embeddings
     needed = valid_vocab_size(tokenizer)

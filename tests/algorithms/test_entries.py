@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from lightppo.algorithms.entries import (
     Table,
 )
 from lightppo.errors import ConfigError
-from lightppo.table import FILE_ENTRIES
+from lightppo.table import FILE_ENTRIES, Entry
 
 ENTRIES = [(table, name) for table in TABLES for name in table]
 
@@ -52,6 +53,12 @@ def test_unknown_names_are_refused_with_the_nearest():
         ADVANTAGE_ESTIMATORS.find("gea")
     with pytest.raises(ConfigError, match=r"--kl_estimator: unknown name 'mine.py:k9'"):
         entries.KL_ESTIMATORS.find("mine.py:k9")  # not from a file
+
+
+def test_the_last_entry_of_a_table_counts():
+    table = Table("stop", {"never": Entry("math:inf")})
+    table.register("soon", Entry("math:pi"))
+    assert table.last == math.pi
 
 
 # -- entries of the user's own ---------------------------------------------------------------------------------------
