@@ -120,7 +120,8 @@ def test_the_command_line_reads_files_and_does_not_run_them(own, tmp_path):
 
 
 def test_the_core_alone_runs_the_file(own, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightppo.table.FILE_ENTRIES", {"run": FILE_ENTRIES["run"]})
+    alone = Table("entry of a file", {"run": FILE_ENTRIES["run"]})
+    monkeypatch.setattr("lightppo.table.FILE_ENTRIES", alone)
     assert ADVANTAGE_ESTIMATORS.find(own("spread")).min_group_size == 2
     assert (tmp_path / "was_run").exists()
 
