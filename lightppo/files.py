@@ -119,8 +119,7 @@ class Files:
 
 def files_in_use() -> Files:
     """The files that were registered last."""
-    last = next(reversed(FILES.values()))
-    return last.fn()
+    return FILES.last()
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:

@@ -237,8 +237,9 @@ returns its weight (1, hidden), or None for a checkpoint without a head. The las
 
 LANGUAGE_MODELS: Table = Table("language model of a checkpoint with towers")
 """What trains of a checkpoint that reads images or sound, too. An entry's function ``(auto_class, path, config, flag)``
-returns None for a text model, or an object that loads by ``auto_class`` and knows which parts of the model are text;
-ModelLoadError, which begins with ``flag`` and path, says why the checkpoint cannot train."""
+returns None for a text model, or an object with ``config`` and further ``options`` by which ``auto_class`` loads, and
+``belongs_to(model)``, called when that is done; ``untrainable`` is None or says, after ``flag`` and path, why the
+checkpoint cannot train."""
 
 UNTRAINABLE: Table = Table("model that cannot train")
 """Why a model that was built is refused for training: functions ``(config, tensors, name)`` of its config and the names of

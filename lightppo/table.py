@@ -87,7 +87,7 @@ class Table(dict[str, E]):
         if not isinstance(name, str):
             return self.entry_of(name)
         if name not in self and self.takes_files and ".py" in name:
-            return next(reversed(FILE_ENTRIES.values())).fn(name, self)
+            return FILE_ENTRIES.last(name, self)
         if name in self:
             return self[name]
         meant = nearest(str(name), self, self.flag.lstrip("-"))
@@ -101,6 +101,11 @@ class Table(dict[str, E]):
     def first(self, *arguments: Any) -> Any | None:
         """The first of what they return that is not None."""
         return next(iter(self.made(*arguments).values()), None)
+
+    @property
+    def last(self) -> Callable:
+        """The function of the entry that was registered last."""
+        return next(reversed(self.values())).fn
 
     def entry_of(self, function: Any) -> E:
         """The entry of a function or class that stands in place of a path, with what its decorator says."""

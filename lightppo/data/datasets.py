@@ -19,7 +19,7 @@ from lightppo.data.rows import (
     Rendered,
     RowFields,
     check_choice,
-    check_dataset,
+    columns_of,
     lookup,
     origin_of,
     other_columns,
@@ -44,41 +44,21 @@ Truncation = Literal["error", "left", "right", "middle", "drop"]
 class PreparedDataset(TorchDataset):
     """Rows that are checked and tokenised at construction, so that bad data shows up then."""
 
-    resolve_fields: Callable[..., RowFields] = staticmethod(resolve_fields)
     _render_row: Callable[[Mapping[str, Any]], Any]
     _encode: Callable[[list[Any]], Iterable[Outcome]]  # of what _render_row returned
 
     def __init__(
-        self,
-        dataset: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        template: dict[str, Any],
-        fields: dict[str, Any],
-        on_bad_row: BadRowPolicy,
-        num_workers: int,
-        ranks: Ranks | None,
+        self, dataset: Dataset, template: PromptTemplate, fields: RowFields, **options: Any
     ) -> None:
-        self.dataset, self.tokenizer = dataset, tokenizer
-        check_dataset(dataset)
-        self.template = PromptTemplate(tokenizer, **template)
-        self.fields = self.resolve_fields(dataset.column_names, **fields)
-        read = {
-            part: " or ".join(getattr(self.fields, part, ()))
-            for part in ("prompt", "completion", "label")
-        }
-        logger.info(
-            "columns that are read: %s",
-            ", ".join(f"{part} {keys}" for part, keys in read.items() if keys),
-        )
-        self._rows = prepare_rows(
-            dataset,
-            self.fields.columns_in(dataset.column_names),
-            self._encode_chunk,
-            on_bad_row=on_bad_row,
-            num_workers=num_workers,
-            ranks=ranks,
-        )
+        """``options`` are those of :func:`lightppo.data.rows.prepare_rows`."""
+        self.dataset, self.template, self.fields = dataset, template, fields
+        self.tokenizer = template.tokenizer
+        parts = {part: getattr(fields, part, ()) for part in ("prompt", "completion", "label")}
+        read = ", ".join(f"{part} {' or '.join(keys)}" for part, keys in parts.items() if keys)
+        logger.info("columns that are read: %s", read)
+        columns = fields.columns_in(dataset.column_names)
+        self._rows = prepare_rows(dataset, columns, self._encode_chunk, **options)
+        self.report: DatasetReport = self._rows.report
 
     def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
         """One outcome per row."""
@@ -91,11 +71,6 @@ class PreparedDataset(TorchDataset):
                 outcomes[i] = error
         outcomes |= zip(rendered, self._encode(list(rendered.values())))
         return [outcomes[i] for i in range(len(rows))]
-
-    @property
-    def report(self) -> DatasetReport:
-        """Counts of rows kept, truncated, and dropped by reason."""
-        return self._rows.report
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -123,12 +98,10 @@ class PreparedDataset(TorchDataset):
         return [int(self._rows.row_numbers[position]) for position in positions]
 
     @staticmethod
-    def _fit(
+    def _cut(
         ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str
     ) -> Outcome:
-        """A row within the limit; ``overlong`` is the message where ``truncation`` is ``error``."""
-        if len(ids) <= limit:
-            return Encoded(ids, prompt_length, truncated=False)
+        """A row beyond the limit; ``overlong`` is the message where ``truncation`` is ``error``."""
         if truncation == "drop":
             return "overlong"
         if truncation == "error":
@@ -145,7 +118,7 @@ class PromptDataset(PreparedDataset):
     column except the prompt's, including the label's. Options mean what their flags mean.
 
     Args:
-        dataset: best from :func:`~lightppo.data.readers.blending_datasets`, which keeps each row's file and line.
+        dataset: best from ``lightppo.blending_datasets``, which keeps each row's file and line.
         input_key: column of the prompt, may be dotted; None recognises the forms in ``docs/data.md``.
         label_key: column of the ground truth, which every row must then have.
         data_source_key: column of the data source, may be dotted; rows without one are of "default".
@@ -179,13 +152,8 @@ class PromptDataset(PreparedDataset):
         self.truncation = "drop" if filter_overlong else truncation
         super().__init__(
             dataset,
-            tokenizer,
-            template={
-                "apply_chat_template": apply_chat_template,
-                "input_template": input_template,
-                "system_prompt": system_prompt,
-            },
-            fields={"input_key": input_key, "label_key": label_key},
+            PromptTemplate(tokenizer, apply_chat_template, input_template, system_prompt),
+            resolve_fields(columns_of(dataset), input_key=input_key, label_key=label_key),
             on_bad_row=on_bad_row,
             num_workers=num_workers,
             ranks=ranks,
@@ -243,16 +211,19 @@ class PromptDataset(PreparedDataset):
 
     def _encode(self, rendered: list[Rendered]) -> Iterator[Outcome]:
         for ids in self.template.encode_rendered(rendered):
-            overlong = (
-                f"the prompt has {len(ids)} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
-                "--truncation left|right|middle|drop or --filter_overlong_prompts"
-            )
-            fitted = self._fit(ids, len(ids), self.prompt_max_len, self.truncation, overlong)
-            yield (
-                fitted
-                if ids
-                else BadRowError("empty", "the tokenizer makes no tokens of the prompt")
-            )
+            if not ids:
+                yield BadRowError("empty", "the tokenizer makes no tokens of the prompt")
+            elif len(ids) <= self.prompt_max_len:
+                yield Encoded(ids, len(ids), truncated=False)
+            else:
+                yield self._cut_prompt(ids)
+
+    def _cut_prompt(self, ids: list[int]) -> Outcome:
+        overlong = (
+            f"the prompt has {len(ids)} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
+            "--truncation left|right|middle|drop or --filter_overlong_prompts"
+        )
+        return self._cut(ids, len(ids), self.prompt_max_len, self.truncation, overlong)
 
 
 def truncate_ids(

@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING, Any
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError
 from lightppo.files import stage_to_local
-from lightppo.plugin import ROWS
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-def read_rows(config: Any, name: str, split: str, strategy: Any) -> Dataset:
-    """The rows of an option, such as ``prompt_data``, by the entry of ``ROWS`` that was registered last."""
-    return next(reversed(ROWS.values())).fn(config, name, split, strategy)
 
 
 def rows_of_file(config: Any, name: str, split: str, strategy: Any) -> Dataset:

@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -68,7 +69,8 @@ class RowFields:
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
         """The columns that are needed to render a row."""
-        return [c for c in columns if c in {column_of(key, columns) for key in self.keys}]
+        needed = {column_of(key, columns) for key in self.keys}
+        return [column for column in columns if column in needed]
 
 
 def resolve_fields(
@@ -88,23 +90,23 @@ def resolve_fields(
     if label_key:
         require_column(label_key, columns, label_flag)
         label = (label_key,)
-    forms = [
-        form
-        for form in PROMPT_FORMS.values()
-        if all(column_of(column, columns) for column in form.columns)
-    ]
+    forms = [form for form in PROMPT_FORMS.values() if set(form.columns) <= set(columns)]
     prompt = known_keys(prompt_keys, columns)
     if (input_key or DEFAULT_INPUT_KEY) != DEFAULT_INPUT_KEY:
         require_column(input_key, columns, "--input_key")
         prompt, forms = (input_key,), []
     if not prompt and not forms and not has_prompt:
-        pairs = (f", or {' and '.join(form.columns)}" for form in PROMPT_FORMS.values())
-        known_names = f"recognised without it: {', '.join(PROMPT_KEYS)}{''.join(pairs)}"
-        listed = _listed(columns)
-        raise DataError(
-            f"no column with a prompt: set --input_key to one of the columns: {listed} ({known_names})"
-        )
+        raise _no_prompt_column(columns)
     return RowFields(prompt, label, label_key is not None, tuple(forms))
+
+
+def _no_prompt_column(columns: Sequence[str]) -> DataError:
+    forms = (f", or {' and '.join(form.columns)}" for form in PROMPT_FORMS.values())
+    known = f"recognised without it: {', '.join(PROMPT_KEYS)}{''.join(forms)}"
+    listed = _listed(columns)
+    return DataError(
+        f"no column with a prompt: set --input_key to one of the columns: {listed} ({known})"
+    )
 
 
 def known_keys(keys: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]:
@@ -136,9 +138,7 @@ def lookup(row: Mapping[str, Any], key: str) -> Any:
         return row[key]
     value: Any = row
     for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return None
-        value = value[part]
+        value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
@@ -264,18 +264,20 @@ class PromptTemplate:
     system_prompt: str | None = None  # put before chats without a system message
 
     def __post_init__(self) -> None:
-        template = self.input_template
-        if template is not None:
-            if self.apply_chat_template or template.count("{}") != 1:
-                raise DataError(
-                    f"--input_template {template!r} needs one {{}}, and no --apply_chat_template beside it"
-                )
-            if "\\n" in template:
-                logger.warning(
-                    "--input_template has a backslash and an n, not a line break: in bash write $'\\n'"
-                )
+        if self.input_template is not None:
+            self._check_input_template(self.input_template)
         if self.apply_chat_template:
             self._check_chat_template("--apply_chat_template")
+
+    def _check_input_template(self, template: str) -> None:
+        if self.apply_chat_template or template.count("{}") != 1:
+            raise DataError(
+                f"--input_template {template!r} needs one {{}}, and no --apply_chat_template beside it"
+            )
+        if "\\n" in template:
+            logger.warning(
+                "--input_template has a backslash and an n, not a line break: in bash write $'\\n'"
+            )
 
     def _check_chat_template(self, reason: str) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -292,9 +294,7 @@ class PromptTemplate:
                     "--system_prompt needs chat rows or --apply_chat_template; the prompts are plain text"
                 )
             # replace, not str.format: other braces in the template are text
-            text = (
-                prompt if self.input_template is None else self.input_template.replace("{}", prompt)
-            )
+            text = (self.input_template or "{}").replace("{}", prompt)
             return Rendered(text, is_chat=False, messages=None)
         messages = as_chat(prompt, "user")
         continued = messages[-1]["role"] == "assistant"
@@ -324,32 +324,23 @@ class PromptTemplate:
 
     def encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
         """Token ids; ``special_tokens`` adds a begin-of-text (chats have it already) but no end-of-text."""
-        if not texts:
-            return []
         ids = self.tokenizer(texts, add_special_tokens=special_tokens, verbose=False)["input_ids"]
-        eos_id = self.tokenizer.eos_token_id
-        if (
-            special_tokens
-            and eos_id is not None
-            and self.tokenizer("a")["input_ids"][-1:] == [eos_id]
-        ):
-            ids = [row[:-1] for row in ids]
-        return [list(row) for row in ids]
+        eos = [self.tokenizer.eos_token_id]
+        if special_tokens and self.tokenizer("a")["input_ids"][-1:] == eos:
+            return [row[:-1] for row in ids]
+        return ids
 
     def encode_rendered(self, rendered: list[Rendered]) -> list[list[int]]:
         """Token ids of rendered prompts, in their order."""
+        ids: list[list[int]] = []
+        for is_bare, group in groupby(rendered, key=self._is_bare):
+            ids += self.encode([one.text for one in group], special_tokens=is_bare)
+        return ids
+
+    def _is_bare(self, rendered: Rendered) -> bool:
+        """Whether a begin-of-text is missing: chats and texts that have it get no second one."""
         bos = self.tokenizer.bos_token
-        # Chats, and texts with a begin-of-text, get no second one.
-        is_plain = [not r.is_chat and not (bos and r.text.startswith(bos)) for r in rendered]
-        found = {
-            plain: iter(
-                self.encode(
-                    [r.text for r, p in zip(rendered, is_plain) if p is plain], special_tokens=plain
-                )
-            )
-            for plain in (True, False)
-        }
-        return [next(found[plain]) for plain in is_plain]
+        return not rendered.is_chat and not (bos and rendered.text.startswith(bos))
 
 
 # -- all rows of a dataset -------------------------------------------------------------------------------------------
@@ -389,6 +380,15 @@ class DatasetReport:
         dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items())) or "0"
         return f"{self.rows} rows: {self.kept} kept, {self.truncated} of them truncated; dropped: {dropped}"
 
+    def warn(self) -> None:
+        """Log which rows are not as they were; DataError if none is left."""
+        first = "".join(f"\n  {text}" for text in self.bad[:NAMED_ROWS])
+        if not self.kept:
+            raise DataError(f"no row is left to train on. {self}{first}")
+        if self.bad:
+            logger.warning("bad rows skipped, the first of them:%s", first)
+        logger.warning("%s", self)
+
 
 @dataclass(frozen=True)
 class PreparedRows:
@@ -422,16 +422,16 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
         raise DataError(f"{name} is {value!r}; one of {', '.join(get_args(choices))}")
 
 
-def check_dataset(dataset: Any) -> None:
-    """Refuse anything but a non-empty map-style dataset."""
+def columns_of(dataset: Any) -> list[str]:
+    """Names of columns; refuses anything but a non-empty map-style dataset."""
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"a datasets.Dataset is needed (see blending_datasets), not {type(dataset).__name__}"
-        )
+        kind = type(dataset).__name__
+        raise TypeError(f"a datasets.Dataset is needed (see blending_datasets), not {kind}")
     if len(dataset) == 0:
         raise DataError(
             "the dataset is empty: no rows in --prompt_data / --eval_data / --pretrain_data"
         )
+    return dataset.column_names
 
 
 def prepare_rows(
@@ -449,22 +449,12 @@ def prepare_rows(
     ``num_workers`` and ``ranks`` are for ``lightppo.plugin.ENCODERS``. Collective with them.
     """
     check_choice("--on_bad_row", on_bad_row, BadRowPolicy)
-    encode = next(reversed(ENCODERS.values())).fn
     rows = Rows(dataset, columns, encode_chunk, on_bad_row)
-    arrays, dropped, skipped = encode(rows, num_workers, ranks or Alone())
-    lengths = arrays.pop("lengths")
-    report = DatasetReport(
-        len(dataset), len(lengths), int(arrays["truncated"].sum()), dict(dropped), skipped
-    )
-    named = skipped[:NAMED_ROWS]
-    if not report.kept:
-        raise DataError(
-            f"no row is left to train on. {report}" + "".join(f"\n  {m}" for m in named)
-        )
-    if named:
-        logger.warning("bad rows skipped, the first of them:\n  %s", "\n  ".join(named))
+    arrays, dropped, bad = ENCODERS.last(rows, num_workers, ranks or Alone())
+    lengths, truncated = arrays.pop("lengths"), int(arrays["truncated"].sum())
+    report = DatasetReport(len(dataset), len(lengths), truncated, dict(dropped), bad)
     if report.kept < report.rows or report.truncated:
-        logger.warning("%s", report)
+        report.warn()
     return PreparedRows(offsets=np.cumsum([0, *lengths], dtype=np.int64), report=report, **arrays)
 
 
@@ -491,34 +481,37 @@ class Rows:
     def encoded(self, rows: range, outcomes: Iterable[Outcome]) -> EncodedRows:
         """What becomes of these rows. DataError names the first bad one, unless bad rows are skipped."""
         dropped: Counter[str] = Counter()
-        skipped: list[str] = []
-        numbers: list[int] = []
-        kept: list[Encoded] = []
+        bad: list[str] = []
+        kept: dict[int, Encoded] = {}  # by row number
         for number, outcome in zip(rows, outcomes):
             if isinstance(outcome, Encoded):
-                numbers.append(number)
                 ids = np.asarray(outcome.token_ids, dtype=np.int32)
-                kept.append(outcome._replace(token_ids=ids))
-                continue
-            dropped[getattr(outcome, "reason", outcome)] += 1
-            if isinstance(outcome, BadRowError):
-                message = f"{origin_of(self.dataset[number], number)}: {outcome}"
-                if self.on_bad_row == "error":
-                    raise DataError(
-                        f"{message} (mend the row, or leave such rows out with --on_bad_row skip)"
-                    ) from outcome
-                skipped.append(message)
+                kept[number] = outcome._replace(token_ids=ids)
+            elif isinstance(outcome, BadRowError):
+                dropped[outcome.reason] += 1
+                bad.append(self._refused(number, outcome))
+            else:
+                dropped[outcome] += 1
         arrays = {
-            "row_numbers": np.asarray(numbers, dtype=np.int64),
-            "prompt_lengths": np.asarray([row.prompt_length for row in kept], dtype=np.int64),
-            "truncated": np.asarray([row.truncated for row in kept], dtype=bool),
-            "first_answers": np.asarray([row.first_answer for row in kept], dtype=np.int64),
-            "lengths": np.asarray([len(row.token_ids) for row in kept], dtype=np.int64),
-            "flat_ids": np.concatenate(
-                [np.empty(0, dtype=np.int32), *(row.token_ids for row in kept)]
+            "row_numbers": np.array(list(kept), dtype=np.int64),
+            "prompt_lengths": np.array(
+                [row.prompt_length for row in kept.values()], dtype=np.int64
             ),
+            "truncated": np.array([row.truncated for row in kept.values()], dtype=bool),
+            "first_answers": np.array([row.first_answer for row in kept.values()], dtype=np.int64),
+            "lengths": np.array([len(row.token_ids) for row in kept.values()], dtype=np.int64),
+            "flat_ids": np.concatenate([np.int32([]), *(row.token_ids for row in kept.values())]),
         }
-        return arrays, dropped, skipped
+        return arrays, dropped, bad
+
+    def _refused(self, number: int, error: BadRowError) -> str:
+        """What the report says of a bad row, if bad rows are skipped."""
+        message = f"{origin_of(self.dataset[number], number)}: {error}"
+        if self.on_bad_row == "error":
+            raise DataError(
+                f"{message} (mend the row, or leave such rows out with --on_bad_row skip)"
+            ) from error
+        return message
 
 
 def encode_all(rows: Rows, num_workers: int, ranks: Ranks) -> EncodedRows:

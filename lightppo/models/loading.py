@@ -72,21 +72,19 @@ class LoadOptions:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> LoadOptions:
         """The fields by name, and options of the tables LOADING and MODEL_CONFIGS of :mod:`lightppo.plugin`."""
-        on = {name: value for name, value in options.items() if name in LOADING and value}
-        changes = {
-            name: value for name, value in options.items() if name in MODEL_CONFIGS and value
-        }
-        of_tables = {*LOADING, *MODEL_CONFIGS}
-        own = {name: value for name, value in options.items() if name not in of_tables}
-        return cls(**own, changed_by=tuple(on), config_changes=changes)
+        changes = {name: options[name] for name in MODEL_CONFIGS if options.get(name)}
+        changed_by = tuple(name for name in LOADING if options.get(name))
+        own = {name: options[name] for name in options.keys() - {*LOADING, *MODEL_CONFIGS}}
+        return cls(**own, changed_by=changed_by, config_changes=changes)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ZeRO stage 3 shards the weights while they load."""
+        stage = (self.ds_config or {}).get("zero_optimization", {}).get("stage")
+        return stage == 3 and not self.changed_by
 
 
-def load_causal_lm(
-    path: str,
-    *,
-    flag: str = "--pretrain",
-    **options: Any,
-) -> PreTrainedModel:
+def load_causal_lm(path: str, *, flag: str = "--pretrain", **options: Any) -> PreTrainedModel:
     """Load (or make) a causal LM, in eval mode; ``options`` are fields of :class:`LoadOptions`.
 
     A checkpoint's dropout is set to 0; what an option sets instead acts in train mode.
@@ -142,40 +140,38 @@ def _load(
     any_head: bool = False,
 ) -> tuple[PreTrainedModel, bool]:
     """The model, and whether the checkpoint has its head; ``any_head``: that one may be of another shape."""
-    part, reason, has_head = None, None, False
-    if not how.init_from_scratch:
-        part, reason = _language_model(auto_class, path, config, flag)
-    config = config if part is None else part.config
+    part = None if how.init_from_scratch else LANGUAGE_MODELS.first(auto_class, path, config, flag)
+    config, reason = (config, None) if part is None else (part.config, part.untrainable)
     model_class = auto_class._model_mapping.get(type(config), None)
     if model_class is None and not hasattr(config, "auto_map"):
         raise ModelLoadError(reason or _no_class(auto_class, config, f"{flag} {path}"))
-    chosen = next(reversed(ATTENTION.values()))
+    attention = ATTENTION.last(how.attn_implementation, how.dtype, model_class, config)
     kwargs: dict[str, Any] = {
-        "attn_implementation": chosen.fn(how.attn_implementation, how.dtype, model_class, config),
+        "attn_implementation": attention,
         "dtype": how.dtype,
         "trust_remote_code": how.trust_remote_code,
     }
-    zero3 = _zero3_config(how)
+    hf_deepspeed.unset_hf_deepspeed_config()
+    zero3 = _zero3_config(how) if how.is_sharded else None
+    has_head = not how.init_from_scratch
     with errors_name(path, flag), _quiet():
         if how.init_from_scratch:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(how.seed)
-                model = auto_class.from_config(config, **kwargs)
+            model = _random_model(auto_class, config, how.seed, kwargs)
         else:
             # Weights of another shape are refused below, with both shapes; ZeRO-3 has only parts of them to compare.
-            kwargs |= {
-                "output_loading_info": True,
-                "ignore_mismatched_sizes": any_head or zero3 is None,
-            }
+            kwargs["ignore_mismatched_sizes"] = any_head or zero3 is None
             kwargs |= {} if part is None else part.options
-            model, info = auto_class.from_pretrained(path, config=config, **kwargs)
-            has_head = _check_loaded(model, info, f"{flag} {path}", any_head)
+            model, info = auto_class.from_pretrained(
+                path, config=config, output_loading_info=True, **kwargs
+            )
+            if info["mismatched_keys"] or info["missing_keys"]:
+                has_head = _check_loaded(model, info, f"{flag} {path}", any_head)
     if zero3 is not None:
         _restore_frequencies(model)
     if part is not None:
         with errors_name(path, flag):
             part.belongs_to(model)
-    disable_dropout(model, kept=_rates(config))
+    disable_dropout(model, kept=_rates(config) if how.config_changes else ())
     for name in how.changed_by:
         LOADING[name].fn(model)
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
@@ -183,21 +179,18 @@ def _load(
     return model.eval(), has_head
 
 
+def _random_model(
+    auto_class: Any, config: PretrainedConfig, seed: int, kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    """The same weights on all ranks; random numbers elsewhere stay."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return auto_class.from_config(config, **kwargs)
+
+
 def attention_as_asked(name: str, *_: Any) -> str | None:
     """For transformers, which chooses where this is None."""
     return None if name == "auto" else name
-
-
-def _language_model(
-    auto_class: Any, path: str, config: PretrainedConfig, flag: str
-) -> tuple[Any | None, str | None]:
-    """What to load of a checkpoint with towers, or why it cannot train; neither for a text model."""
-    for entry in LANGUAGE_MODELS.values():
-        try:
-            return entry.fn(auto_class, path, config, flag), None
-        except ModelLoadError as error:
-            return None, str(error)
-    return None, None
 
 
 def untrainable(model: PreTrainedModel, name: str) -> str | None:
@@ -216,12 +209,7 @@ def _no_class(auto_class: Any, config: PretrainedConfig, name: str) -> str:
     )
 
 
-def _check_loaded(
-    model: PreTrainedModel,
-    info: dict[str, Any],
-    name: str,
-    any_head: bool,
-) -> bool:
+def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, any_head: bool) -> bool:
     """Refuses a model some of whose weights the checkpoint lacks, or has in another shape; whether it has the head."""
     heads = set() if model.can_generate() else {f"{head}.weight" for head in head_names(model)}
     other = sorted(
@@ -242,49 +230,41 @@ def _check_loaded(
     return missing.isdisjoint(heads)
 
 
-def load_config(
-    path: str,
-    *,
-    flag: str = "--pretrain",
-    **options: Any,
-) -> PretrainedConfig:
+def load_config(path: str, *, flag: str = "--pretrain", **options: Any) -> PretrainedConfig:
     """The config that a model of this path would have; ``options`` are fields of :class:`LoadOptions`."""
     how = LoadOptions.of(options)
     path, config = read_config(path, flag, how)
     if how.init_from_scratch:
         return config
-    part, _ = _language_model(AutoModelForCausalLM, path, config, flag)
+    part = LANGUAGE_MODELS.first(AutoModelForCausalLM, path, config, flag)
     return config if part is None else part.config
 
 
-def read_config(
-    path: str,
-    flag: str,
-    options: LoadOptions,
-) -> tuple[str, PretrainedConfig]:
+def read_config(path: str, flag: str, options: LoadOptions) -> tuple[str, PretrainedConfig]:
     """The path as transformers takes it, and the config with its changes, and no dropout but theirs."""
     path = _model_path(path, flag)
-    for name in filter(None, (part.strip() for part in (options.external_lib or "").split(","))):
+    if options.external_lib:
+        _import_modules(options.external_lib)
+    with errors_name(path, flag):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    for part in (config, config.get_text_config()):
+        _zero_dropout(part)
+    for name, value in options.config_changes.items():
+        MODEL_CONFIGS[name].fn(config, value, path, flag)
+    return path, config
+
+
+def _import_modules(names: str) -> None:
+    for name in filter(None, (part.strip() for part in names.split(","))):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             raise ModelLoadError(
                 f"--external_lib {name}: {error}: install it, or set PYTHONPATH"
             ) from error
-    with errors_name(path, flag):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
-    for part in (config, config.get_text_config()):
-        _zero_dropout_attributes(part)
-    for name, value in options.config_changes.items():
-        MODEL_CONFIGS[name].fn(config, value, path, flag)
-    return path, config
 
 
-def _model_path(
-    path: str,
-    flag: str,
-    kind: str = "model",
-) -> str:
+def _model_path(path: str, flag: str, kind: str = "model") -> str:
     """``~`` expanded. An error: what ``MODEL_PATHS`` refuses, and a URL, which must be copied before."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
@@ -304,8 +284,8 @@ def _look_at(path: str, flag: str, kind: str = "model") -> None:
 
 
 @contextmanager
-def errors_name(path: str, flag: str) -> Iterator[None]:
-    """Put the flag and the path in front of transformers' error messages."""
+def errors_name(path: str, flag: str, kind: str = "model") -> Iterator[None]:
+    """Put the flag and the path in front of transformers' error messages, if ``MODEL_PATHS`` has no better one."""
     try:
         yield
     except ModelLoadError:
@@ -313,8 +293,8 @@ def errors_name(path: str, flag: str) -> Iterator[None]:
     except pickle.UnpicklingError as error:  # transformers, too, reads with weights_only
         raise ModelLoadError(f"{flag} {tensor_file.explained(path, error)}") from error
     except (OSError, ValueError, RuntimeError, LookupError, EOFError, SafetensorError) as error:
-        if Path(path, "config.json").is_file():
-            _look_at(path, flag)
+        if kind == "tokenizer" or Path(path, "config.json").is_file():
+            _look_at(path, flag, kind)
         # One line: transformers may list pages of class names.
         reason = textwrap.shorten(str(error), 1000, placeholder=" …")
         raise ModelLoadError(f"{flag} {path} could not be loaded: {reason}") from error
@@ -326,9 +306,7 @@ def disable_dropout(model: nn.Module, kept: Container[float] = ()) -> None:
     Rates in ``kept`` stay: the config that the model was built from has no others that are not a class's own.
     """
     for module in model.modules():
-        if isinstance(module, nn.Dropout) and module.p not in kept:
-            module.p = 0.0
-        _zero_dropout_attributes(module, kept)
+        _zero_dropout(module, kept)
 
 
 def _rates(config: PretrainedConfig) -> list[float]:
@@ -347,15 +325,14 @@ def is_dropout(name: str) -> bool:
     return "drop" in name or "jitter" in name
 
 
-def _zero_dropout_attributes(
-    owner: PretrainedConfig | nn.Module, kept: Container[float] = ()
-) -> None:
+def _zero_dropout(owner: PretrainedConfig | nn.Module, kept: Container[float] = ()) -> None:
     # PhiMoE's choice of experts depends on this number, which is no noise there; elsewhere only configs have it
     is_threshold = isinstance(owner, nn.Module) or owner.model_type == "phimoe"
     for key, value in list(vars(owner).items()):
         if key == "router_jitter_noise" and is_threshold:
             continue
-        if isinstance(value, float) and is_dropout(key) and value not in kept:
+        is_rate = is_dropout(key) or (key == "p" and isinstance(owner, nn.Dropout))
+        if is_rate and isinstance(value, float) and value not in kept:
             setattr(owner, key, 0.0)
 
 
@@ -368,11 +345,8 @@ class _Zero3LoadConfig(SimpleNamespace):
         return True
 
 
-def _zero3_config(how: LoadOptions) -> _Zero3LoadConfig | None:
-    """Tells transformers whether it shards the weights that it loads; the caller keeps the result alive."""
-    hf_deepspeed.unset_hf_deepspeed_config()
-    if how.changed_by or (how.ds_config or {}).get("zero_optimization", {}).get("stage") != 3:
-        return None
+def _zero3_config(how: LoadOptions) -> _Zero3LoadConfig:
+    """Tells transformers to shard the weights that it loads."""
     if not torch.distributed.is_initialized():
         raise ModelLoadError("loading under ZeRO stage 3 needs strategy.setup_distributed() first")
     types = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -482,14 +456,10 @@ def get_tokenizer(
     rows than the tokenizer has entries: sample with :func:`valid_vocab_size`.
     """
     path = _model_path(path, flag, "tokenizer")
-    try:
-        with errors_name(path, flag):
-            tokenizer = AutoTokenizer.from_pretrained(
-                path, use_fast=use_fast, trust_remote_code=trust_remote_code
-            )
-    except ModelLoadError:
-        _look_at(path, flag, "tokenizer")  # says more, if files are missing
-        raise
+    with errors_name(path, flag, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, use_fast=use_fast, trust_remote_code=trust_remote_code
+        )
     if not use_fast and tokenizer.is_fast:  # transformers 5 does not look at use_fast
         raise ModelLoadError(
             f"{flag} {path} has only a fast tokenizer: leave --disable_fast_tokenizer out"
@@ -503,8 +473,18 @@ def get_tokenizer(
         logger.info("the tokenizer of %s has no pad token; EOS %r pads", path, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
     if model is not None:
-        fit_to_model(tokenizer, model, path, flag)
+        fit_to_model(tokenizer, _hf_model_in(model), path, flag)
     return tokenizer
+
+
+def _hf_model_in(model: nn.Module) -> PreTrainedModel:
+    """Itself, or the one that an Actor, a Critic, a RewardModel or an engine holds."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise TypeError(
+        f"get_tokenizer needs a Hugging Face model or a wrapper of one, not {type(model).__name__}"
+    )
 
 
 def valid_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -513,27 +493,16 @@ def valid_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def fit_to_model(
-    tokenizer: PreTrainedTokenizerBase,
-    model: nn.Module,
-    path: str,
-    flag: str,
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str, flag: str
 ) -> None:
     """Refuse ids that the model's embedding lacks; the model's config gets the pad token."""
-    # Actor, Critic, RewardModel and engines hold one
-    hf_model = next(
-        (module for module in model.modules() if isinstance(module, PreTrainedModel)), None
-    )
-    if hf_model is None:
-        raise TypeError(
-            f"get_tokenizer needs a Hugging Face model or a wrapper of one, not {type(model).__name__}"
-        )
-    rows = hf_model.get_input_embeddings().num_embeddings
+    rows = model.get_input_embeddings().num_embeddings
     needed = valid_vocab_size(tokenizer)
     if needed > rows:
         raise ModelLoadError(
             f"{flag} {path}: the tokenizer's largest id is {needed - 1}, but the model has only {rows} embedding rows. "
             "If tokens were added, call model.resize_token_embeddings(len(tokenizer)) and save both"
         )
-    hf_model.config.pad_token_id = tokenizer.pad_token_id
-    if getattr(hf_model, "generation_config", None) is not None:
-        hf_model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -27,7 +27,6 @@ from lightppo.config.rules import (
     trains,
 )
 from lightppo.data.datasets import PromptDataset
-from lightppo.data.readers import read_rows
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
@@ -46,6 +45,7 @@ from lightppo.plugin import (
     LOSS_TERMS,
     MEASURING,
     MODEL_CONFIGS,
+    ROWS,
     SAMPLING,
     SCORED,
     SCORERS,
@@ -545,9 +545,9 @@ class ModelLoader:
 
 def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
     """Policies give log probs over the tokenizer's ids; ModelLoadError where it has more."""
-    loading.fit_to_model(tokenizer, models.actor, config.model.pretrain, "--pretrain")
+    loading.fit_to_model(tokenizer, models.actor.hf_model, config.model.pretrain, "--pretrain")
     for name, one in frozen_models(config).items():
-        loading.fit_to_model(tokenizer, models.frozen[name], one.path, one.flag)
+        loading.fit_to_model(tokenizer, models.frozen[name].hf_model, one.path, one.flag)
     for model in filter(None, (models.actor, models.reference, *models.frozen.values())):
         model.valid_vocab_size = loading.valid_vocab_size(tokenizer)
 
@@ -625,7 +625,7 @@ def build_prompts(
 ) -> PromptDataset:
     """Prompts of an option, checked and tokenised; ``split`` and ``limit`` are those of ``--prompt_data`` by default."""
     data = config.data
-    rows = read_rows(config, name, split or data.prompt_split, strategy)
+    rows = ROWS.last(config, name, split or data.prompt_split, strategy)
     dataset = PromptDataset(
         rows.select(range(min(len(rows), limit or data.max_samples))),
         tokenizer,

@@ -55,6 +55,12 @@ def test_unknown_names_are_refused_with_the_nearest():
         entries.KL_ESTIMATORS.find("mine.py:k9")  # not from a file
 
 
+def test_the_last_entry_of_a_table_counts():
+    table = Table("answer", {name: entries.KL_ESTIMATORS[name] for name in ("k1", "k2")})
+    table.register("k4", entries.KL_ESTIMATORS["k3"])
+    assert table.last is entries.KL_ESTIMATORS["k3"].fn
+
+
 # -- entries of the user's own ---------------------------------------------------------------------------------------
 
 OWN = """
@@ -114,7 +120,8 @@ def test_the_command_line_reads_files_and_does_not_run_them(own, tmp_path):
 
 
 def test_the_core_alone_runs_the_file(own, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightppo.table.FILE_ENTRIES", {"run": FILE_ENTRIES["run"]})
+    alone = Table("entry of a file", {"run": FILE_ENTRIES["run"]})
+    monkeypatch.setattr("lightppo.table.FILE_ENTRIES", alone)
     assert ADVANTAGE_ESTIMATORS.find(own("spread")).min_group_size == 2
     assert (tmp_path / "was_run").exists()
 

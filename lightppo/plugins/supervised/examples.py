@@ -10,7 +10,17 @@ import torch
 
 from lightppo.data.datasets import PreparedDataset
 from lightppo.data.records import Prompt
-from lightppo.data.rows import BadRowPolicy, Chat, Outcome, Rendered, as_chat, check_choice
+from lightppo.data.rows import (
+    BadRowPolicy,
+    Chat,
+    Encoded,
+    Outcome,
+    PromptTemplate,
+    Rendered,
+    as_chat,
+    check_choice,
+    columns_of,
+)
 from lightppo.errors import BadRowError, DataError
 from lightppo.plugins.supervised.example_rows import read_example, resolve_example_fields
 from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX
@@ -54,8 +64,6 @@ class SFTDataset(PreparedDataset):
         overlong_cure: what the message about a longer row says to do.
     """
 
-    resolve_fields = staticmethod(resolve_example_fields)
-
     def __init__(
         self,
         dataset: Dataset,
@@ -94,17 +102,16 @@ class SFTDataset(PreparedDataset):
             raise DataError(
                 "the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one"
             )
-        template = {"apply_chat_template": apply_chat_template, "input_template": input_template}
+        form = {"apply_chat_template": apply_chat_template, "input_template": input_template}
         # the run's own is for its prompts; documents ask nothing
         if not pretrain_mode or system_prompt is not None:
-            template["system_prompt"] = system_prompt
+            form["system_prompt"] = system_prompt
         of_row = {"input_key": input_key, "output_key": output_key, "documents": pretrain_mode}
         of_row |= fields
         super().__init__(
             dataset,
-            tokenizer,
-            template={name: setting(strategy, name, value) for name, value in template.items()},
-            fields={name: setting(strategy, name, value) for name, value in of_row.items()},
+            PromptTemplate(tokenizer, **_settings(strategy, form)),
+            resolve_example_fields(columns_of(dataset), **_settings(strategy, of_row)),
             on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
             num_workers=setting(strategy, "data_num_workers", num_workers, 0),
             ranks=ranks,
@@ -216,8 +223,14 @@ class SFTDataset(PreparedDataset):
         if len(ids) <= prompt_length:
             what = "completion" if prompt_length else "text"
             return BadRowError("empty", f"the tokenizer makes no tokens of the {what}")
+        if len(ids) <= self.max_len:
+            return Encoded(ids, prompt_length, truncated=False)
         overlong = f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: {self.overlong_cure}"
         no_room = self.truncation == "right" and prompt_length >= self.max_len
-        return self._fit(
+        return self._cut(
             ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong
         )
+
+
+def _settings(strategy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: setting(strategy, name, value) for name, value in given.items()}

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightppo.config import PPOConfig
-from lightppo.data.readers import read_rows
 from lightppo.models.wrapper import on_cpu, to_device
+from lightppo.plugin import ROWS
 from lightppo.plugins.supervised.examples import SFTDataset
 from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX, GPTLMLoss, pretrain_loss
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -87,7 +87,7 @@ def build_pretrain(
     data = config.data
     if data.pretrain_data is None or config.algorithm.ptx_coef == 0:
         return None
-    rows = read_rows(config, "pretrain_data", data.pretrain_split, strategy)
+    rows = ROWS.last(config, "pretrain_data", data.pretrain_split, strategy)
     dataset = SFTDataset(
         rows,
         tokenizer,

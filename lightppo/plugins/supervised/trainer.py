@@ -11,9 +11,9 @@ from typing import Any, Self, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from lightppo.data.readers import read_rows
 from lightppo.models import loading
 from lightppo.models.wrapper import prepare_model, to_device
+from lightppo.plugin import ROWS
 from lightppo.plugins.measures.speeds import perf_metrics
 from lightppo.plugins.measures.timer import PhaseTimer
 from lightppo.plugins.packing.settle import settle_packing
@@ -278,7 +278,7 @@ def build(
     loader = strategy.setup_dataloader(rows, size, pin_memory=True, collate_fn=rows.collate_fn)
 
     model = objective.build_model()
-    loading.fit_to_model(tokenizer, model, config.model.pretrain, "--pretrain")
+    loading.fit_to_model(tokenizer, model.hf_model, config.model.pretrain, "--pretrain")
     prepare_model(model, "actor", config, strategy.device)
     steps = schedule_steps(config, loader, strategy)
     prepared = strategy.prepare(
@@ -325,7 +325,7 @@ def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | 
     config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
 
     def dataset(name: str, split: str, limit: int) -> Any:
-        rows = read_rows(config, name, split, strategy)
+        rows = ROWS.last(config, name, split, strategy)
         read = objective.build_dataset(rows.select(range(min(len(rows), limit))), tokenizer)
         strategy.print(f"--{name} {config.flat()[name]}: {read.report}")
         return read

@@ -14,7 +14,7 @@ from lightppo.table import Entry
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     here = "lightppo.plugins.towers.recognised"
-    LANGUAGE_MODELS.register("towers", Entry(f"{here}:language_model"))
+    LANGUAGE_MODELS.register("towers", Entry(f"{here}:read_part"))
     UNTRAINABLE.register("towers", Entry(f"{here}:untrainable"))
     CHECKPOINT_NOTES.register("towers", Entry("lightppo.plugins.towers.whole:note"))
     CHECKPOINT_CHECKS.register("towers", Entry("lightppo.plugins.towers.whole:check"))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
+from lightppo.errors import ModelLoadError
 from lightppo.models.loading import LoadOptions, errors_name, read_config
 from lightppo.plugins.families.checkpoint_tensors import checkpoint_files
 from lightppo.plugins.towers.parts import is_of_tower
@@ -79,3 +81,25 @@ def language_model(auto_class: Any, path: str, config: PretrainedConfig, flag: s
     with errors_name(path, flag):
         reason = untrainable(config, checkpoint_files(path), f"{flag} {path}")
     return None if reason is None else Whole(auto_class, path, config, f"{flag} {path}")
+
+
+@dataclass
+class Untrainable:
+    """A checkpoint with towers that loads as transformers loads it, and cannot train."""
+
+    config: PretrainedConfig
+    untrainable: str  # why
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def belongs_to(self, model: Any) -> None:
+        """Nothing is kept of it."""
+
+
+def read_part(
+    auto_class: Any, path: str, config: PretrainedConfig, flag: str
+) -> Whole | Untrainable | None:
+    """For ``lightppo.plugin.LANGUAGE_MODELS``: :func:`language_model`, or why there is none."""
+    try:
+        return language_model(auto_class, path, config, flag)
+    except ModelLoadError as error:
+        return Untrainable(config, str(error))

@@ -57,6 +57,7 @@ class Whole:
     # of adapters: names in the whole model, as patterns, → in the language model alone
     adapter_names: dict[str, str]
     digest: str  # of all that stays as it came; the checkpoints of a run remember it
+    untrainable: str | None = None
 
     def __init__(self, auto_class: Any, path: str, config: PretrainedConfig, name: str) -> None:
         text = copy.deepcopy(config.get_text_config())
