@@ -6,15 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from lightppo.config.rules import (
-    ANY_ROUTE,
-    estimator_entry,
-    reward_plan,
-    sources_by_flag,
-    wrong_reward,
-)
+from lightppo.config.rules import estimator_entry, sources_by_flag
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
+from lightppo.plugins.reward_sources.plan import named_weights, wrong_reward
 
 evaluated = partial(option, needs="eval_data")
 
@@ -98,8 +93,7 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
 
     @staticmethod
     def sources(config: Any) -> Iterable[str]:
-        judging = evaluation_config(config)
-        return () if judging is None else reward_plan(judging, "--eval_reward_source")[ANY_ROUTE]
+        return named_weights("--eval_reward_source", _judges(config.evaluation))
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
@@ -107,9 +101,9 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
             yield "--eval_data is required: the prompts whose answers an evaluation scores"
         yield from wrong_reward("eval_reward_fn", o.eval_reward_fn)
         try:
-            reward_plan(o.config)
             judges = set(AnswersConfig.sources(o.config))
-        except ConfigError:  # which is told by itself
+        except ConfigError as error:
+            yield str(error)
             return
         yield from _unscored(o, judges)
 
@@ -141,13 +135,17 @@ def _unscored(o: Any, judges: set[str]) -> Iterator[str]:
         yield "--eval_reward_fn is set, but --eval_reward_source does not name 'function': add it, or leave one out"
 
 
+def _judges(evaluation: Any) -> tuple[str, ...]:
+    """What scores evaluations, as texts of ``--reward_source``; none: those of training do."""
+    only_function = () if evaluation.eval_reward_fn is None else ("function",)
+    return evaluation.eval_reward_source or only_function
+
+
 def evaluation_config(config: Any) -> Any | None:
     """The config whose rewards score evaluations: ``--eval_reward_source``; ``None``: those of training do."""
-    evaluation = config.evaluation
-    if not evaluation.eval_reward_source and evaluation.eval_reward_fn is None:
+    if not (sources := _judges(config.evaluation)):
         return None
-    sources = evaluation.eval_reward_source or ("function",)
-    given = evaluation.eval_reward_fn
+    given = config.evaluation.eval_reward_fn
     function = config.reward.reward_fn if given is None else given
     of_training = {"reward_routes": None, "check_xml_format": False, "reward_minimum": None}
     there = {name: value for name, value in of_training.items() if name in config.flat()}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lightppo.option import Section, option
 from lightppo.plugins.reward_sources import REWARD_MANAGERS, REWARD_STYLES
+from lightppo.plugins.reward_sources.plan import source_problems
 
 safe = partial(option, resume_safe=True)
 reward_model = partial(option, needs="reward_pretrain")
@@ -36,6 +37,10 @@ class FunctionConfig(Section, adds_to="verifier"):
         "verifiers.",
         needs="function or server or math or code",
     )
+
+    @staticmethod
+    def problems(o: Any) -> Iterator[str]:
+        yield from source_problems(o)
 
 
 class InputConfig(Section, adds_to="reward"):
