@@ -6,7 +6,7 @@ from typing import Literal
 
 from lightppo import rewards
 from lightppo.option import register_section
-from lightppo.plugin import CHECKS, REWARD_NAMES, REWARD_SUMS, REWARDS, Check, RewardEntry
+from lightppo.plugin import CHECKS, REWARD_NAMES, REWARD_SUMS, REWARDS, RULES, Check, RewardEntry
 from lightppo.table import Entry, Table
 
 _HERE = "lightppo.plugins.reward_sources"
@@ -44,6 +44,7 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     REWARD_NAMES.register("plan", Entry(f"{_HERE}.plan:named_sources"))
     REWARD_SUMS.register("weighted", Entry(f"{_HERE}.sums:sum_of"))
+    RULES.register("sources", Entry(f"{_HERE}.plan:source_problems"))
     CHECKS.register("routes", Check(f"{_HERE}.sums:check_routes", when="data"))
     REWARDS["function"] = RewardEntry(
         f"{_HERE}.function_calls:function_reward", flag="reward_fn", outside="perhaps"

@@ -101,7 +101,9 @@ def _weights(where: str, weights: Mapping[str, Any]) -> dict[str, float]:
 
 
 def source_problems(options: Any) -> Iterator[str]:
-    """What the sources of a run need, and which do not fit together; ``options`` as of ``Section.problems``."""
+    """What the sources of a run need, and which do not fit together; for ``lightppo.plugin.RULES``."""
+    if options.by_hand:
+        return
     yield from wrong_reward("reward_fn", options.reward_fn)
     try:
         plan, further = reward_plan(options.config), further_sources(options.config)

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from lightppo.option import Section, option
 from lightppo.plugins.reward_sources import REWARD_MANAGERS, REWARD_STYLES
-from lightppo.plugins.reward_sources.plan import source_problems
 
 safe = partial(option, resume_safe=True)
 reward_model = partial(option, needs="reward_pretrain")
@@ -37,10 +36,6 @@ class FunctionConfig(Section, adds_to="verifier"):
         "verifiers.",
         needs="function or server or math or code",
     )
-
-    @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        yield from source_problems(o)
 
 
 class InputConfig(Section, adds_to="reward"):
