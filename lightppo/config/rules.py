@@ -182,15 +182,10 @@ def built_in() -> list[str]:
     return [name for name, entry in REWARDS.items() if not entry.flag]
 
 
-def sources_by_flag() -> dict[str, str]:
-    """The sources that another flag gives, and the flag."""
-    return {name: entry.flag for name, entry in REWARDS.items() if entry.flag}
-
-
 def given_sources(config: Options) -> list[str]:
     """The sources whose flags are set. The last one scores: beside models, ``--reward_fn`` combines their scores."""
     flat = config.flat()
-    return [name for name, flag in sources_by_flag().items() if flat[flag]]
+    return [name for name, entry in REWARDS.items() if entry.flag and flat[entry.flag]]
 
 
 def reward_sources(config: Options) -> list[str]:

@@ -6,10 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from lightppo.config.rules import estimator_entry, sources_by_flag
+from lightppo.config.rules import estimator_entry
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
-from lightppo.plugins.reward_sources.plan import named_weights, wrong_reward
+from lightppo.plugins.reward_sources.plan import (
+    named_weights,
+    names_rewards,
+    sources_by_flag,
+    wrong_reward,
+)
 
 evaluated = partial(option, needs="eval_data")
 
@@ -119,12 +124,10 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
 
 def _unscored(o: Any, judges: set[str]) -> Iterator[str]:
     """What scores the answers is not there."""
-    own = sources_by_flag()
-    flags = ("reward_source", "reward_routes", *own.values())
-    has_source = judges or any(map(vars(o).get, flags))
+    has_source = judges or names_rewards(o)
     if o.eval_data and not has_source and estimator_entry(o.config).ignores_scores:
         yield "--eval_data: nothing scores the answers: set --eval_reward_source, or --eval_reward_fn path.py"
-    flags = own | {"function": "eval_reward_fn"}
+    flags = sources_by_flag() | {"function": "eval_reward_fn"}
     for name in judges & flags.keys():
         is_given = getattr(o, flags[name])
         if name == "function" and len(o.reward_pretrain) < 2:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config.options import Options
-from lightppo.config.rules import built_in, further_sources, given_sources, sources_by_flag
+from lightppo.config.rules import built_in, further_sources, given_sources
 from lightppo.errors import ConfigError
 from lightppo.option import is_object
 from lightppo.plugin import REWARDS
@@ -49,6 +49,18 @@ def named_sources(config: Options) -> list[str] | None:
 def is_file_alone(urls: Sequence[str]) -> bool:
     """Whether ``--remote_rm_url`` names a Python file instead of servers."""
     return len(urls) == 1 and "://" not in urls[0]
+
+
+def sources_by_flag() -> dict[str, str]:
+    """The sources that another flag gives, and the flag."""
+    return {name: entry.flag for name, entry in REWARDS.items() if entry.flag}
+
+
+def names_rewards(options: Any) -> bool:
+    """Whether an option asks for a source of rewards, be it right or wrong; ``options`` as of ``Section.problems``."""
+    return bool(
+        given_sources(options.config) or options.reward_source or options.reward_routes is not None
+    )
 
 
 def named_weights(flag: str, sources: Iterable[str]) -> dict[str, float]:
