@@ -50,7 +50,7 @@ PAGES = {  # each plugin: what it does, and the page of docs/ that describes it
         "checkpoints.md#other-ranks-other-zero-stages",
     ),
     "reward_sources": (
-        "reward functions of verl, TRL and AReaL, threads, retries; several reward models",
+        "sums and routes of rewards, several reward models; functions of verl, TRL and AReaL, threads, retries",
         "rewards.md",
     ),
     "sampling_rules": ("penalties, words that are never sampled, stop strings", "rollouts.md"),

@@ -431,9 +431,13 @@ OUTSIDE: Table = Table("what is around rewards from outside")
 an entry's function ``(make, name, is_certain, request)`` returns the source ``make()``, another one around it, or one in
 its place, which is then never made. ``is_certain``: it is outside for certain."""
 
+REWARD_NAMES: Table = Table("names of rewards")
+"""Which sources score training where options name them: an entry's function gets the config and returns names in
+``REWARDS``, or None; the first one counts. Else the source is the one whose flag is set. It must import nothing heavy."""
+
 REWARD_SUMS: Table = Table("sum of rewards")
-"""What makes one source of several, the first one: an entry's function gets ``routes``, a dict of route → pairs of
-source and weight, where ``"*"`` is the route of all other samples, and ``by``, the column that tells the route."""
+"""What makes one source of those that options name: an entry's function gets the :class:`lightppo.rewards.RewardRequest`
+of a run and returns the source, or None; the first one counts. :func:`lightppo.rewards.registry.source_named` makes each."""
 
 SCORERS: Table = Table("scorer")
 """What scores samples while others are generated: an entry's function gets the config, the engine and the source, and

@@ -56,7 +56,7 @@ PLUGIN_FLOORS = {
     "sources": 1,
     "families": 0,
     "sampling_rules": 1,
-    "reward_sources": 1,
+    "reward_sources": 0,
     "exports": 2,
     "http": 2,
     "ops": 2,

@@ -5,11 +5,9 @@ Whatever can be known from the options alone is refused here, before anything lo
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Self
 
@@ -22,13 +20,14 @@ from lightppo.algorithms.entries import (
 from lightppo.config.options import Options, OptionSet, all_options
 from lightppo.errors import ConfigError
 from lightppo.files import join
-from lightppo.option import is_object, out_of_order
+from lightppo.option import out_of_order
 from lightppo.plugin import (
     ADVANTAGE_TERMS,
     FOLLOWERS,
     FROZEN_MODELS,
     MICRO_BATCHES,
     OLD_LOG_PROBS,
+    REWARD_NAMES,
     REWARDS,
     ROLLOUT_PASSES,
     RULES,
@@ -36,7 +35,6 @@ from lightppo.plugin import (
     FrozenModel,
 )
 from lightppo.shown import shown_value
-from lightppo.suggestions import nearest
 
 # -- facts -----------------------------------------------------------------------------------------------------------
 
@@ -178,95 +176,31 @@ def old_log_probs_from(
 
 # -- reward sources --------------------------------------------------------------------------------------------------
 
-ANY_ROUTE = "*"
-
-Plan = dict[str, dict[str, float]]  # route → source → weight
-
 
 def built_in() -> list[str]:
     """The sources that their names alone stand for."""
     return [name for name, entry in REWARDS.items() if not entry.flag]
 
 
-def sources_by_flag() -> dict[str, str]:
-    """The sources that another flag gives, and the flag."""
-    return {name: entry.flag for name, entry in REWARDS.items() if entry.flag}
+def given_sources(config: Options) -> list[str]:
+    """The sources whose flags are set. The last one scores: beside models, ``--reward_fn`` combines their scores."""
+    flat = config.flat()
+    return [name for name, entry in REWARDS.items() if entry.flag and flat[entry.flag]]
 
 
-def reward_plan(config: Options, flag: str = "--reward_source") -> Plan | None:
-    """The sources of ``--reward_source`` or ``--reward_routes``; ``None`` where one of the other flags is the source.
+def reward_sources(config: Options) -> list[str]:
+    """Names in ``REWARDS`` of what scores training: those that options name, else the one that a flag gives.
 
     Raises:
-        ConfigError: not of the form, an unknown source, or a weight that is no number.
+        ConfigError: what options name is no source.
     """
-    verifier = config.verifier
-    if verifier.reward_routes is not None:
-        return _routes(verifier.reward_routes)
-    if verifier.reward_source:
-        named = (text.partition("=") for text in verifier.reward_source)
-        weights = {name.strip(): weight if equals else 1.0 for name, equals, weight in named}
-        return {ANY_ROUTE: _weights(flag, weights)}
-    return None
+    named = REWARD_NAMES.first(config)
+    return given_sources(config)[-1:] if named is None else named
 
 
 def further_sources(config: Options) -> set[str]:
     """Names of the sources that sections ask for, beside those that score training."""
     return {name for part in config.parts() for name in part.sources(config)}
-
-
-def reward_sources(config: Options) -> set[str]:
-    """Names of all sources of a run, whichever flags they come from; they are in ``REWARDS``."""
-    plan, urls = reward_plan(config), config.reward.remote_rm_url
-    models = config.model.reward_pretrain
-    if plan is not None:
-        return {name for weights in plan.values() for name in weights}
-    is_file = len(urls) == 1 and "://" not in urls[0]
-    given = {
-        "function": is_file or (config.reward.reward_fn and not models),
-        "server": any("://" in url for url in urls),
-        "model": models,
-    }
-    return {name for name, is_given in given.items() if is_given}
-
-
-def _routes(text: str) -> Plan:
-    if not text.lstrip().startswith("{"):
-        path = Path(text).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"--reward_routes {text!r} is neither a JSON object nor a file")
-        text = path.read_text()
-    try:
-        routes = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--reward_routes is not JSON: {error}") from None
-    if (
-        not isinstance(routes, dict)
-        or not routes
-        or not all(isinstance(w, dict) and w for w in routes.values())
-    ):
-        raise ConfigError(
-            '--reward_routes must be an object of objects: {"gsm8k": {"math": 1}, "*": {"model": 1}}'
-        )
-    return {
-        route: _weights(f"--reward_routes {route!r}", weights) for route, weights in routes.items()
-    }
-
-
-def _weights(where: str, weights: dict[str, Any]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, weight in weights.items():
-        if name not in REWARDS:
-            known = ", ".join((*built_in(), *sources_by_flag()))
-            raise ConfigError(
-                f"{where}: unknown source {name!r}{nearest(name, REWARDS)}; known are {known}"
-            )
-        try:
-            found[name] = float(weight)
-        except (TypeError, ValueError):
-            found[name] = math.nan
-        if not math.isfinite(found[name]):
-            raise ConfigError(f"{where}: the weight of {name} must be a number, got {weight!r}")
-    return found
 
 
 # -- what None stands for --------------------------------------------------------------------------------------------
@@ -445,46 +379,17 @@ def _models(options: SimpleNamespace) -> Iterator[str]:
 
 
 def _rewards(options: SimpleNamespace) -> Iterator[str]:
-    """Which sources there are, and what they need."""
-    yield from wrong_reward("reward_fn", options.reward_fn)
+    """What scores the samples is there."""
     config = options.config
     try:
-        plan, sources = reward_plan(config), reward_sources(config)
-        further = further_sources(config)
+        scored_by = reward_sources(config) or (not trains(config) and further_sources(config))
     except ConfigError as error:
         yield str(error)
         return
-    own = sources_by_flag()
-    given = [name for name, flag in own.items() if getattr(options, flag)]
-    models = len(options.reward_pretrain)
-    is_trained = not estimator_entry(config).ignores_scores
-    is_scored = further and not trains(config)
-    if plan is None:
-        if not given and is_trained and not options.unfed and not is_scored:
-            named = f"a built-in --reward_source ({', '.join(built_in())})"
-            yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or {named}"
-        for other in ("model", "function"):
-            if {"server", other} <= set(given):
-                yield f"--remote_rm_url and --{own[other]}: leave one out, or add them up by --reward_source"
-    else:
-        by = "--reward_source" if options.reward_routes is None else "--reward_routes"
-        combines = ["function"] if models > 1 else []
-        for name, flag in own.items():
-            if name in sources and name not in given:
-                yield f"{by} names {name!r}, which is what --{flag} gives: set --{flag}"
-            if name in given and name not in [*sources, *combines, *further]:
-                yield f"--{flag} is set, but {by} does not name {name!r}: add it, or leave --{flag} out"
-        if sources & set(combines):
-            yield "--reward_fn combines the scores of several --reward_pretrain: it cannot be a source itself too"
-    if models > 1 and not options.reward_fn:
-        yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
-
-
-def wrong_reward(name: str, given: Any) -> Iterator[str]:
-    """Why an object of the user's own, the value of this option, scores nothing."""
-    is_usable = callable(given) or callable(getattr(given, "score", None))
-    if is_object(given) and (isinstance(given, type) or not is_usable):
-        yield f"--{name}: {given!r} scores nothing: give a function, or an object with name and score(rollouts)"
+    if not scored_by and not options.unfed and not estimator_entry(config).ignores_scores:
+        named = ", ".join(built_in())
+        more = f" or a built-in --reward_source ({named})" if named else ""
+        yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL{more}"
 
 
 def templates(options: SimpleNamespace) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -15,8 +14,6 @@ from lightppo.config.rules import (
     contradictions,
     micro_batch_spec,
     old_log_probs_from,
-    reward_plan,
-    reward_sources,
 )
 from lightppo.errors import ConfigError
 from lightppo.plugins.adapters.sections import reference_is_actor
@@ -948,39 +945,6 @@ def test_when_the_reference_is_the_actor():
     assert not reference_is_actor(config(**LORA, ref_pretrain="another"))
     assert not reference_is_actor(config(**LORA, init_kl_coef=0.0))
     assert not reference_is_actor(config())
-
-
-ROUTES = {"gsm8k": {"math": 1, "format": 0.1}, "*": {"function": 2}}
-
-
-@pytest.mark.parametrize(
-    ("options", "plan", "sources"),
-    [
-        ({}, None, {"function"}),
-        ({"reward_fn": None, "remote_rm_url": ["score.py"]}, None, {"function"}),
-        (URL, None, {"server"}),
-        ({"reward_pretrain": ["a", "b"]}, None, {"model"}),
-        ({**NO_REWARD, **MATH}, {"*": {"math": 1.0}}, {"math"}),
-        ({**NO_REWARD, "reward_source": ["math=1", "format=0.1"]}, {"*": {"math": 1.0, "format": 0.1}},
-         {"math", "format"}),
-        ({"reward_source": ["function=-0.5", "code"]}, {"*": {"function": -0.5, "code": 1.0}}, {"function", "code"}),
-        ({"reward_routes": json.dumps(ROUTES)}, {"gsm8k": {"math": 1.0, "format": 0.1}, "*": {"function": 2.0}},
-         {"math", "format", "function"}),
-    ],
-)  # fmt: skip
-def test_reward_sources(options, plan, sources):
-    assert reward_plan(config(**options)) == plan
-    assert reward_sources(config(**options)) == sources
-    assert problems(options) == []
-
-
-def test_routes_from_a_file(tmp_path):
-    (tmp_path / "routes.json").write_text(json.dumps(ROUTES))
-    assert reward_sources(config(reward_routes=str(tmp_path / "routes.json"))) == {
-        "math",
-        "format",
-        "function",
-    }
 
 
 def spec(call: str, **options: object) -> MicroBatchSpec:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Literal
 
 from lightppo.config.options import all_options
-from lightppo.config.rules import estimator_entry, sources_by_flag
+from lightppo.config.rules import estimator_entry
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
 from lightppo.plugins.algorithms.old_log_probs import reasons_for_a_pass
@@ -17,6 +17,7 @@ from lightppo.plugins.algorithms.tables import (
     Rejection,
     weights_of_parts,
 )
+from lightppo.plugins.reward_sources.plan import names_rewards
 
 corrected = partial(option, needs="rollout_correction!=none")
 
@@ -148,8 +149,7 @@ class PromptFilterConfig(Section, adds_to="sampling"):
         scores_count = not estimator_entry(o.config).ignores_scores
         if o.by_hand or o.dataset_filter_threshold is None or scores_count:
             return
-        flags = ("reward_source", "reward_routes", *sources_by_flag().values())
-        if not any(map(vars(o).get, flags)):
+        if not names_rewards(o):
             yield "--dataset_filter_threshold chooses by scores, and this run has no reward: leave it out"
 
 

@@ -16,12 +16,10 @@ from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
-    ANY_ROUTE,
     estimator_entry,
     frozen_models,
     needs_critic,
     needs_reference,
-    reward_plan,
 )
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import (
@@ -44,6 +42,7 @@ from lightppo.plugins.ops.durable import check_writable
 from lightppo.plugins.records.places import WORLDS, check_places, file_of_world
 from lightppo.plugins.records.trackers import check_trackers
 from lightppo.plugins.reward_sources.function_calls import NO_LABELS
+from lightppo.plugins.reward_sources.plan import ANY_ROUTE, reward_plan
 from lightppo.plugins.reward_sources.reward_files import check_reward_files
 from lightppo.plugins.sources.blends import check_data_paths, first_rows, with_metadata
 from lightppo.plugins.sources.folders import check_model, check_tokenizer

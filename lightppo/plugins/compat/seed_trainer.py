@@ -63,10 +63,10 @@ from lightppo.plugins.compat.seed import (
 from lightppo.plugins.distillation.sections import needs_teacher
 from lightppo.plugins.evaluation.evaluator import Evaluator
 from lightppo.plugins.evaluation.held_out import evaluator_of
+from lightppo.plugins.reward_sources.function_calls import function_source
 from lightppo.plugins.reward_sources.script_sources import build_reward_source
 from lightppo.plugins.supervised.consumed import state_after
 from lightppo.plugins.supervised.pretraining import Pretraining, endless
-from lightppo.rewards.registry import reward_of
 from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.checkpoint import rng_state
@@ -416,7 +416,9 @@ class PPOTrainer(core.PPOTrainer):
             )
         if eval_prompts is not None:
             judge = (
-                source if eval_reward_fn is None else reward_of(eval_reward_fn, "--eval_reward_fn")
+                source
+                if eval_reward_fn is None
+                else function_source(eval_reward_fn, "--eval_reward_fn")
             )
             evaluator = evaluator_of(config, engine, judge, eval_prompts, strategy)
         terms = {"pretraining": Pretraining(config.algorithm.ptx_coef, strategy), **loss_terms}
@@ -465,7 +467,7 @@ class PPOTrainer(core.PPOTrainer):
 
     @reward_source.setter
     def reward_source(self, given: RewardSource | Callable[..., Any]) -> None:
-        before, source = self.reward_source, reward_of(given, "reward_source")
+        before, source = self.reward_source, function_source(given, "reward_source")
         self._replaced_sources.append(before)
         self.sampler.sampler.score_by(source)
         self.experience_maker.rewarded = not isinstance(source, NoReward)
@@ -490,7 +492,7 @@ class PPOTrainer(core.PPOTrainer):
     ) -> RewardSource:
         """The source that was given, or one of the constructor's reward models, function or servers."""
         if given is not None:
-            return reward_of(given, "reward_source")
+            return function_source(given, "reward_source")
         is_given = reward_model or self.reward_fn or self.remote_rm_url
         if estimator_entry(config).ignores_scores and not is_given:
             return NoReward()

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from lightppo.config.rules import (
-    ANY_ROUTE,
-    estimator_entry,
-    reward_plan,
+from lightppo.config.rules import estimator_entry
+from lightppo.errors import ConfigError
+from lightppo.option import Section, option
+from lightppo.plugins.reward_sources.plan import (
+    named_weights,
+    names_rewards,
     sources_by_flag,
     wrong_reward,
 )
-from lightppo.errors import ConfigError
-from lightppo.option import Section, option
 
 evaluated = partial(option, needs="eval_data")
 
@@ -98,8 +98,7 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
 
     @staticmethod
     def sources(config: Any) -> Iterable[str]:
-        judging = evaluation_config(config)
-        return () if judging is None else reward_plan(judging, "--eval_reward_source")[ANY_ROUTE]
+        return named_weights("--eval_reward_source", _judges(config.evaluation))
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:
@@ -107,9 +106,9 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
             yield "--eval_data is required: the prompts whose answers an evaluation scores"
         yield from wrong_reward("eval_reward_fn", o.eval_reward_fn)
         try:
-            reward_plan(o.config)
             judges = set(AnswersConfig.sources(o.config))
-        except ConfigError:  # which is told by itself
+        except ConfigError as error:
+            yield str(error)
             return
         yield from _unscored(o, judges)
 
@@ -125,12 +124,10 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
 
 def _unscored(o: Any, judges: set[str]) -> Iterator[str]:
     """What scores the answers is not there."""
-    own = sources_by_flag()
-    flags = ("reward_source", "reward_routes", *own.values())
-    has_source = judges or any(map(vars(o).get, flags))
+    has_source = judges or names_rewards(o)
     if o.eval_data and not has_source and estimator_entry(o.config).ignores_scores:
         yield "--eval_data: nothing scores the answers: set --eval_reward_source, or --eval_reward_fn path.py"
-    flags = own | {"function": "eval_reward_fn"}
+    flags = sources_by_flag() | {"function": "eval_reward_fn"}
     for name in judges & flags.keys():
         is_given = getattr(o, flags[name])
         if name == "function" and len(o.reward_pretrain) < 2:
@@ -141,13 +138,17 @@ def _unscored(o: Any, judges: set[str]) -> Iterator[str]:
         yield "--eval_reward_fn is set, but --eval_reward_source does not name 'function': add it, or leave one out"
 
 
+def _judges(evaluation: Any) -> tuple[str, ...]:
+    """What scores evaluations, as texts of ``--reward_source``; none: those of training do."""
+    only_function = () if evaluation.eval_reward_fn is None else ("function",)
+    return evaluation.eval_reward_source or only_function
+
+
 def evaluation_config(config: Any) -> Any | None:
     """The config whose rewards score evaluations: ``--eval_reward_source``; ``None``: those of training do."""
-    evaluation = config.evaluation
-    if not evaluation.eval_reward_source and evaluation.eval_reward_fn is None:
+    if not (sources := _judges(config.evaluation)):
         return None
-    sources = evaluation.eval_reward_source or ("function",)
-    given = evaluation.eval_reward_fn
+    given = config.evaluation.eval_reward_fn
     function = config.reward.reward_fn if given is None else given
     of_training = {"reward_routes": None, "check_xml_format": False, "reward_minimum": None}
     there = {name: value for name, value in of_training.items() if name in config.flat()}

@@ -15,7 +15,6 @@ from lightppo.config.rules import (
     estimator_entry,
     further_sources,
     policy_loss_entry,
-    reward_plan,
     reward_sources,
 )
 from lightppo.errors import ConfigError
@@ -38,7 +37,6 @@ def conditions() -> dict[str, str]:
         "discounting": _with("discounted"),
         "group_deviation": _with("divides_by_std"),
         "clipping": "a --policy_loss that clips",
-        "one_source": "a single source of rewards",
         "function": "a reward function (--reward_fn)",
         "server": "a reward server (--remote_rm_url)",
     }
@@ -69,13 +67,11 @@ def facts_of(config: OptionSet) -> dict[str, bool]:
 
 
 def source_facts(config: OptionSet) -> dict[str, bool]:
-    """Which conditions of reward sources hold, for all sources of the run; ConfigError as reward_plan."""
+    """Which conditions of reward sources hold, for all sources of the run; ConfigError as reward_sources."""
     if not isinstance(config, Options):
         return {}
-    plan, sources = reward_plan(config), reward_sources(config)
-    used = sources | further_sources(config)
-    one_source = plan is None or len(plan) == len(sources) == 1
-    return {name: name in used for name in REWARDS} | {"one_source": one_source}
+    used = {*reward_sources(config), *further_sources(config)}
+    return {name: name in used for name in REWARDS}
 
 
 def condition_text(condition: str) -> str:

@@ -12,14 +12,14 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
-from lightppo import rewards
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
 from lightppo.plugins.http.addresses import check_url
 from lightppo.plugins.http.client import HTTPClient, read_token
+from lightppo.plugins.reward_sources.function_calls import FunctionReward, function_source
+from lightppo.plugins.reward_sources.plan import is_file_alone
 from lightppo.plugins.reward_sources.tries import OnFailure, check_failure_options, join_outputs
 from lightppo.ranks import Alone, Ranks
-from lightppo.rewards.registry import is_file_alone, source_of_function
 from lightppo.rewards.source import (
     RewardOutput,
     RewardSource,
@@ -37,8 +37,8 @@ def server_reward(request: RewardRequest) -> RewardSource:
     """``--remote_rm_url``, servers or a Python file."""
     reward = request.config.reward
     if is_file_alone(reward.remote_rm_url):
-        options = request.options_of(rewards.FunctionReward)
-        return source_of_function(reward.remote_rm_url[0], "--remote_rm_url", options)
+        options = request.options_of(FunctionReward)
+        return function_source(reward.remote_rm_url[0], "--remote_rm_url", options)
     return RemoteReward(
         reward.remote_rm_url,
         timeout=reward.remote_rm_timeout,

@@ -1,11 +1,12 @@
-"""Reward functions of other conventions, in threads and with tries again; several reward models, other tokenizers."""
+"""Several sources of rewards with weights and routes; reward functions of other conventions, in threads and with tries
+again; several reward models, other tokenizers."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from lightppo import rewards
 from lightppo.option import register_section
-from lightppo.plugin import CHECKS, REWARDS, Check, RewardEntry
+from lightppo.plugin import CHECKS, REWARD_NAMES, REWARD_SUMS, REWARDS, RULES, Check, RewardEntry
 from lightppo.table import Entry, Table
 
 _HERE = "lightppo.plugins.reward_sources"
@@ -41,6 +42,13 @@ REWARD_STYLES: Table = Table(
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    REWARD_NAMES.register("plan", Entry(f"{_HERE}.plan:named_sources"))
+    REWARD_SUMS.register("weighted", Entry(f"{_HERE}.sums:sum_of"))
+    RULES.register("sources", Entry(f"{_HERE}.plan:source_problems"))
+    CHECKS.register("routes", Check(f"{_HERE}.sums:check_routes", when="data"))
+    REWARDS["function"] = RewardEntry(
+        f"{_HERE}.function_calls:function_reward", flag="reward_fn", outside="perhaps"
+    )
     REWARDS["model"] = RewardEntry(f"{_HERE}.reward_models:model_reward", flag="reward_pretrain")
     CHECKS.register(
         "reward_tokenizers",
@@ -49,6 +57,8 @@ def register() -> None:
     rewards.PUBLIC.update(
         FunctionReward=f"{_HERE}.function_calls",
         RewardModelSource=f"{_HERE}.reward_models",
+        CombinedReward=f"{_HERE}.sums",
+        RoutedReward=f"{_HERE}.sums",
         build_reward_source=f"{_HERE}.script_sources",
         Runner=f"{_HERE}.tries",
         RunnerRequest=f"{_HERE}.tries",

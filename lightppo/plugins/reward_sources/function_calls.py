@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 from lightppo.data.records import Rollout
@@ -24,7 +26,8 @@ from lightppo.plugins.reward_sources.tries import (
     join_outputs,
     settle,
 )
-from lightppo.rewards.source import RewardOutput, describe_sample
+from lightppo.rewards.registry import RewardRequest, source_of_function
+from lightppo.rewards.source import RewardOutput, RewardSource, describe_sample
 from lightppo.user_code import error_text
 
 NO_LABELS = "rows have no label: set --label_key"
@@ -132,3 +135,21 @@ class FunctionReward:
         )
         hint = f". {NO_LABELS}" if unlabelled else ""
         return f"{self._label} {'failed' if state.cause is None else 'raised'} on {which}: {problem}{hint}"
+
+
+def function_source(
+    given: str | Callable[..., Any] | RewardSource,
+    option: str = "--reward_fn",
+    options: Mapping[str, Any] | None = None,
+) -> RewardSource:
+    """The source of a function, of a file with one, or of a source itself; errors name the option.
+
+    ``options`` are further arguments of :class:`FunctionReward`.
+    """
+    return source_of_function(given, option, partial(FunctionReward, **(options or {})))
+
+
+def function_reward(request: RewardRequest) -> RewardSource:
+    """``--reward_fn``."""
+    options = request.options_of(FunctionReward)
+    return function_source(request.config.reward.reward_fn, request.flag, options)

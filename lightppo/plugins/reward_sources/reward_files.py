@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightppo.config import PPOConfig
-from lightppo.config.rules import ANY_ROUTE, reward_plan, reward_sources
+from lightppo.config.rules import reward_sources
 from lightppo.option import is_object
 from lightppo.plugins.reward_sources.conventions import BoundFunction
-from lightppo.plugins.reward_sources.function_calls import FunctionReward
-from lightppo.rewards.registry import (
-    FUNCTION_NAMES,
-    RewardRequest,
-    is_file_alone,
-    source_of_function,
-)
+from lightppo.plugins.reward_sources.function_calls import FunctionReward, function_source
+from lightppo.plugins.reward_sources.plan import ANY_ROUTE, is_file_alone, reward_plan
+from lightppo.rewards.registry import FUNCTION_NAMES, RewardRequest
 from lightppo.user_code import fails_when_run, no_such_name, split_python_spec
 
 _COMBINE_NAME = "reward_fn"
@@ -99,7 +95,7 @@ def check_reward_files(
     options = RewardRequest(config, None).options_of(FunctionReward)
     gets_all = list(reward_plan(config) or (ANY_ROUTE,)) == [ANY_ROUTE]
     if is_object(spec):
-        source = source_of_function(spec, option, options)
+        source = function_source(spec, option, options)
         if source is spec or not gets_all:
             return None, None
         return BoundFunction(spec, source.name, config.verifier.reward_fn_style), None

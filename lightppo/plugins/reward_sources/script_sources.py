@@ -7,7 +7,8 @@ from typing import Any
 
 from lightppo import rewards
 from lightppo.plugin import REWARDS
-from lightppo.rewards.registry import is_file_alone, source_of_function
+from lightppo.plugins.reward_sources.function_calls import function_source
+from lightppo.plugins.reward_sources.plan import is_file_alone
 from lightppo.rewards.source import RewardSource
 
 
@@ -39,7 +40,7 @@ def build_reward_source(
 
         return source_of_models(reward_models, reward_fn, model_options or {})
     if is_file_alone(urls):
-        return source_of_function(urls[0], "--remote_rm_url", function_options or {})
+        return function_source(urls[0], "--remote_rm_url", function_options)
     if urls:
         REWARDS.find("server")  # an error where no plugin brings it
         return rewards.RemoteReward(urls, **(remote_options or {}))
@@ -47,4 +48,4 @@ def build_reward_source(
         raise ValueError(
             "no rewards: set --remote_rm_url (http(s) URL or path.py), --reward_fn or --reward_pretrain"
         )
-    return source_of_function(reward_fn, "--reward_fn", function_options or {})
+    return function_source(reward_fn, "--reward_fn", function_options)

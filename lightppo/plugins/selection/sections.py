@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from lightppo.config.rules import estimator_entry, sources_by_flag
+from lightppo.config.rules import estimator_entry
 from lightppo.option import Section, option
+from lightppo.plugins.reward_sources.plan import names_rewards
 
 dynamic = partial(option, needs="dynamic_sampling")
 
@@ -89,8 +90,7 @@ class SelectionConfig(Section, adds_to="sampling"):
             yield f"--filter_range {ends[0]:g} {ends[1]:g} is empty: give the lower end first"
         if not o.filter_metric.strip():
             yield "--filter_metric has an empty text: leave it out"
-        flags = ("reward_source", "reward_routes", *sources_by_flag().values())
-        has_reward = o.by_hand or any(map(vars(o).get, flags))
+        has_reward = o.by_hand or names_rewards(o)
         if not has_reward and estimator_entry(o.config).ignores_scores:
             picks = {"dynamic_sampling": o.dynamic_sampling, "generation_size": size > samples}
             for name in filter(picks.get, picks):

@@ -33,7 +33,7 @@ def asks_outside(config: Any) -> bool:
     flat, judge = config.flat(), evaluation_config(config)
     if flat.get("env") or flat.get("tools"):
         return True
-    sources = reward_sources(config) | (reward_sources(judge) if judge is not None else set())
+    sources = reward_sources(config) + ([] if judge is None else reward_sources(judge))
     wanted = ("yes", "perhaps") if flat["tape"] == "all" or flat["tape_from"] else ("yes",)
     return any(REWARDS[name].outside in wanted for name in sources)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
+from lightppo.plugins.reward_sources.plan import is_file_alone
 from lightppo.plugins.tape.chain import Entry, TapeError
 from lightppo.plugins.tape.tape import REWARD, Tape, digest_of, first_difference, tape_of
 from lightppo.ranks import Ranks
@@ -29,8 +30,10 @@ def taped(
     if tape.plays:  # of a source that is not on the tape, the run itself is asked
         is_there = name in tape.sources
         return TapedReward(None, name, tape, request.ranks) if is_there else make()
+    of_file = name == "server" and is_file_alone(request.config.reward.remote_rm_url)
     of_episode = request.config.flat().get("env_contract") == "trl"  # it asks their objects
-    if not (is_certain or of_episode or request.config.tape.tape == "all"):
+    is_kept = is_certain and not of_file
+    if not (is_kept or of_episode or request.config.tape.tape == "all"):
         return make()
     return TapedReward(make(), name, tape, request.ranks)
 

@@ -1,17 +1,8 @@
-"""Rewards that check answers, sums of rewards, and who calls reward functions: threads, event loops, processes."""
+"""Rewards that check answers, in the background or not, and processes that call reward functions."""
 
 from lightppo import rewards
 from lightppo.option import register_section
-from lightppo.plugin import (
-    CHECKS,
-    REWARD_SUMS,
-    REWARD_WRAPPERS,
-    REWARDS,
-    SCORED,
-    SCORERS,
-    Check,
-    RewardEntry,
-)
+from lightppo.plugin import REWARD_WRAPPERS, REWARDS, SCORED, SCORERS, RewardEntry
 from lightppo.plugins.reward_sources import REWARD_MANAGERS, RewardManager
 from lightppo.table import Entry
 
@@ -27,13 +18,9 @@ def register() -> None:
         "code", RewardEntry(f"{here}.programs:code_reward", check_prompt=f"{here}.code:find_tests")
     )
     REWARD_WRAPPERS.register("check_xml_format", Entry(f"{here}.formats:with_xml_format"))
-    CHECKS.register("routes", Check(f"{here}.sums:check_routes", when="data"))
-    REWARD_SUMS.register("weighted", Entry(f"{here}.sums:sum_of"))
     SCORERS.register("async_rewards", Entry(f"{here}.background:scorer_of"))
     SCORED.register("check_verifier_status", Entry(f"{here}.status:status_check"))
-    rewards.PUBLIC.update(
-        AsyncScorer=f"{here}.background", CombinedReward=f"{here}.sums", RoutedReward=f"{here}.sums"
-    )
+    rewards.PUBLIC["AsyncScorer"] = f"{here}.background"
     REWARD_MANAGERS.register("prime", RewardManager(f"{here}.processes:runner_of"))
     register_section(
         "built_in", "lightppo.plugins.verifiers.sections:BuiltInConfig", adds_to="verifier"

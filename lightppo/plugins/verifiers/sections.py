@@ -1,10 +1,12 @@
 """Options of the built-in verifiers: mathematics, formats, programs; docs/rewards.md."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from lightppo.errors import ConfigError
 from lightppo.option import Section, option
+from lightppo.plugins.reward_sources.plan import names_in, reward_plan
 
 judged = partial(option, resume_safe=True, needs="function or math")
 code = partial(option, needs="code")
@@ -101,6 +103,7 @@ class BuiltInConfig(Section, adds_to="verifier"):
         3, "Retries of a failed request.", ge=0, resume_safe=True
     )
 
+    conditions: ClassVar[Mapping[str, str]] = {"one_source": "a single source of rewards"}
     exclusive = (
         ("sandbox_fusion_url", "function_call_url", "both run the programs"),
         ("async_rewards", "skip_rollout", "cannot go together: replayed samples are not generated"),
@@ -110,6 +113,14 @@ class BuiltInConfig(Section, adds_to="verifier"):
             "cannot go together: a reward model does not run beside generation",
         ),
     )
+
+    @staticmethod
+    def facts(config: Any) -> Mapping[str, bool]:
+        try:
+            plan = reward_plan(config)
+        except ConfigError:  # which is told by itself
+            return {}
+        return {"one_source": plan is None or len(plan) == len(names_in(plan)) == 1}
 
     @staticmethod
     def problems(o: Any) -> Iterator[str]:

@@ -5,8 +5,8 @@ import pytest
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
+from lightppo.plugins.reward_sources.sums import CombinedReward
 from lightppo.plugins.verifiers.formats import FORMATS, FormatReward, XmlFormatCheck
-from lightppo.plugins.verifiers.sums import CombinedReward
 from lightppo.rewards.source import RewardOutput, RewardSource, score_rollouts
 
 Make = Callable[..., Rollout]

@@ -8,6 +8,8 @@ from typing import Any
 
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, NonFiniteRewardError, RewardError
+from lightppo.plugins.reward_sources.plan import ANY_ROUTE, names_in, reward_plan
+from lightppo.rewards.registry import RewardRequest, source_named
 from lightppo.rewards.source import (
     RewardOutput,
     RewardSource,
@@ -18,16 +20,24 @@ from lightppo.rewards.source import (
     shown,
 )
 
-DEFAULT_ROUTE = "*"
-
 Routes = Mapping[str, Sequence[tuple[RewardSource, float]]]  # route → sources and their weights
 
 
-def sum_of(routes: Routes, by: str) -> RewardSource:
-    """The source of ``--reward_source`` with several names or weights, or of ``--reward_routes``."""
-    if list(routes) == [DEFAULT_ROUTE]:
-        return CombinedReward(dict(routes[DEFAULT_ROUTE]))
-    return RoutedReward(routes, by=by)
+def sum_of(request: RewardRequest) -> RewardSource | None:
+    """For ``lightppo.plugin.REWARD_SUMS``: the source of ``--reward_source`` or ``--reward_routes``."""
+    plan = reward_plan(request.config)
+    if plan is None:
+        return None
+    made = {name: source_named(name, request) for name in names_in(plan)}
+    routes = {
+        route: [(made[name], weight) for name, weight in weights.items()]
+        for route, weights in plan.items()
+    }
+    if list(routes) != [ANY_ROUTE]:
+        return RoutedReward(routes, by=request.config.verifier.reward_routes_by)
+    if list(plan[ANY_ROUTE].values()) == [1.0]:
+        return routes[ANY_ROUTE][0][0]
+    return CombinedReward(dict(routes[ANY_ROUTE]))
 
 
 def check_routes(building: Any) -> None:
@@ -153,12 +163,12 @@ class RoutedReward:
         key = value if isinstance(value, str) else repr(value)
         if key in self._routes:
             return key
-        if DEFAULT_ROUTE in self._routes:
-            return DEFAULT_ROUTE
+        if ANY_ROUTE in self._routes:
+            return ANY_ROUTE
         raise RewardError(
             f"{self.name}: no reward source for the {self.by.replace('_', ' ')} {shown(key)!r} of "
             f"{describe_sample(rollouts, i)}; there are {', '.join(map(repr, self._routes))}. Add it, or "
-            f"{DEFAULT_ROUTE!r} for all others"
+            f"{ANY_ROUTE!r} for all others"
         )
 
 
@@ -166,5 +176,5 @@ class CombinedReward(RoutedReward):
     """Weighted sum of sources (source → weight), the same for all samples; see :class:`RoutedReward`."""
 
     def __init__(self, sources: Mapping[RewardSource, float], name: str = "combined") -> None:
-        super().__init__({DEFAULT_ROUTE: list(sources.items())}, name=name)
+        super().__init__({ANY_ROUTE: list(sources.items())}, name=name)
         self.sources = dict(sources)
