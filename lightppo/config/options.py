@@ -247,24 +247,6 @@ class RewardConfig(Section, of="trainer"):
 class VerifierConfig(Section):
     """Verifiers: built-in reward sources, reward functions, failures."""
 
-    reward_source: tuple[str, ...] = option(
-        (),
-        "Built-in sources, NAME[=WEIGHT]: math, format, code; scores are added. Also those set by flags: "
-        "function, server, model.",
-    )
-    reward_routes: str | None = option(
-        None,
-        'Reward sources per data source, as JSON or a JSON file: {"gsm8k": {"math": 1, "format": 0.1}, "*": '
-        '{"model": 1}}.',
-    )
-    reward_routes_by: str = option(
-        "data_source",
-        "Column with the keys of --reward_routes: data_source, label, or another such as task.",
-        needs="reward_routes",
-    )
-
-    exclusive = (("reward_source", "reward_routes", "both name the sources"),)
-
 
 class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
     """Algorithm: advantages, KL, reference."""

@@ -65,5 +65,6 @@ def register() -> None:
         Call=f"{_HERE}.tries",
         Outcome=f"{_HERE}.tries",
     )
+    register_section("reward_plan", f"{_HERE}.sections:PlanConfig", adds_to="verifier")
     register_section("functions", f"{_HERE}.sections:FunctionConfig", adds_to="verifier")
     register_section("reward_inputs", f"{_HERE}.sections:InputConfig", adds_to="reward")

@@ -13,6 +13,28 @@ safe = partial(option, resume_safe=True)
 reward_model = partial(option, needs="reward_pretrain")
 
 
+class PlanConfig(Section, adds_to="verifier"):
+    """Which sources score the samples."""
+
+    reward_source: tuple[str, ...] = option(
+        (),
+        "Built-in sources, NAME[=WEIGHT]: math, format, code; scores are added. Also those set by flags: "
+        "function, server, model.",
+    )
+    reward_routes: str | None = option(
+        None,
+        'Reward sources per data source, as JSON or a JSON file: {"gsm8k": {"math": 1, "format": 0.1}, "*": '
+        '{"model": 1}}.',
+    )
+    reward_routes_by: str = option(
+        "data_source",
+        "Column with the keys of --reward_routes: data_source, label, or another such as task.",
+        needs="reward_routes",
+    )
+
+    exclusive = (("reward_source", "reward_routes", "both name the sources"),)
+
+
 class FunctionConfig(Section, adds_to="verifier"):
     """How reward functions are called."""
 
