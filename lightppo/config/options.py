@@ -245,7 +245,7 @@ class RewardConfig(Section, of="trainer"):
 
 
 class VerifierConfig(Section):
-    """Verifiers: built-in reward sources, reward functions, failures."""
+    """Verifiers: built-in reward sources, reward functions, failures."""  # plugins bring the options
 
 
 class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
