@@ -409,11 +409,7 @@ class PPOTrainer(core.PPOTrainer):
         self.args, self.generate_kwargs = script_args(strategy, config), generation_options(options)
         self.reward_fn, self.remote_rm_url = reward_fn, remote_rm_url
         engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
-        source = reward_source
-        if origin is None:
-            source = self._reward_source_of(
-                config, strategy, tokenizer, reward_model, reward_source
-            )
+        source = self._reward_source_of(config, strategy, tokenizer, reward_model, reward_source)
         if eval_prompts is not None:
             judge = (
                 source

@@ -27,7 +27,6 @@ def test_sizes_of_the_models_and_places_are_said(make_config, parts, tmp_path):
     actor = parts["actor"][0]
     models = {
         "--pretrain": actor,
-        "--critic_pretrain": None,
         "--reward_pretrain m": parts["reference"],
     }
     building = SimpleNamespace(models=models, sizes={"ema": 7})
