@@ -123,7 +123,7 @@ async def run_program(
         EnvFailure: its exit code is not 0; the text has the end of what it wrote.
     """
     given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
-    process = await asyncio.create_subprocess_exec(
+    start = asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
@@ -132,9 +132,13 @@ async def run_program(
         # a worker is killed with its process group
         start_new_session=not contract.in_worker,
     )
+    starting = asyncio.ensure_future(start)
     try:
+        # asyncio would kill the program alone if it were cancelled here, not what it has started by then
+        process = await asyncio.shield(starting)
         written, _ = await process.communicate()
     finally:
+        process = await starting
         if process.returncode is None:
             kill = process.kill if contract.in_worker else _killing_group(process.pid)
             with contextlib.suppress(ProcessLookupError):

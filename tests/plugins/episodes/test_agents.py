@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -776,6 +778,48 @@ def test_a_program_is_killed_with_what_it_has_started(tmp_path):
         await asyncio.wait({program})
         return int((tmp_path / "pid").read_text())
 
-    child = Path(f"/proc/{asyncio.run(run())}/stat")
-    while child.exists() and child.read_text().split()[2] not in "ZX":
-        pass
+    assert has_ended(asyncio.run(run()))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process ends within a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().split()[2]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def test_a_program_that_is_ended_while_it_starts_is_killed_with_what_it_has_started(
+    tmp_path, monkeypatch
+):
+    create, pid, has_begun = asyncio.create_subprocess_exec, tmp_path / "pid", asyncio.Event()
+
+    async def create_slowly(*command, **options):
+        process = await create(*command, **options)
+        while not pid.exists() or not pid.read_text().strip():
+            await asyncio.sleep(0.01)
+        has_begun.set()
+        await asyncio.sleep(0.1)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_slowly)
+    command = ["sh", "-c", f"sleep 1000 & echo $! > {pid}; wait"]
+
+    async def run():
+        program = asyncio.ensure_future(
+            run_program(command, base_url="http://127.0.0.1:1/v1", api_key="k")
+        )
+        await has_begun.wait()
+        program.cancel()
+        await asyncio.wait({program})
+        assert program.cancelled()
+
+    asyncio.run(run())
+    assert has_ended(int(pid.read_text()))
