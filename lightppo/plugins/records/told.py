@@ -38,13 +38,11 @@ def tell_models(building: Any) -> Iterator[str]:
 def described(config: OptionSet) -> str:
     """The options that were set, and differ from the defaults and from what None means, by section."""
     config, asked = config.resolved(), config.flat()
-    public, lines = (
-        public_options(config),
-        ["options that differ from the defaults (all are in run_config.yaml):"],
-    )
+    values, public = config.flat(), public_options(config)
+    lines = ["options that differ from the defaults (all are in run_config.yaml):"]
 
     def is_meant(name: str) -> bool:
-        return config.with_options(**{name: None}).resolved().flat()[name] == config.flat()[name]
+        return config.with_options(**{name: None}).resolved().flat()[name] == values[name]
 
     for title, section in config.sections().items():
         set_here = [o for o in section.options().values() if asked[o.name] != o.default]
