@@ -521,7 +521,7 @@ def step_runner(way: str, device: str) -> Any:
 
 def decode_once(rows: Rows, count: int, way: str = "", one_width: bool = False) -> dict[str, Any]:
     from lightppo.data.records import Prompt
-    from lightppo.plugins.kernels import graphs
+    from lightppo.plugins.decoding import graphs
     from lightppo.rollout.engine import SamplingParams
     from lightppo.rollout.hf import HFRolloutEngine
 

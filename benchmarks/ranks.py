@@ -38,6 +38,7 @@ from lightppo.experience.sampler import SampledBatch
 from lightppo.plugins.algorithms.selection import top_share
 from lightppo.plugins.evaluation.evaluator import Evaluator
 from lightppo.plugins.measures.summaries import merge_summaries, rollout_summaries
+from lightppo.plugins.records.evaluations import write_evaluation
 from lightppo.plugins.records.samples import SampleRecord, write_step
 from lightppo.plugins.selection.balancing import balance_ranks
 from lightppo.plugins.selection.groups import GroupCollector, GroupFilter
@@ -129,9 +130,10 @@ class Step:
         source = SimpleNamespace(
             name="made up", score=lambda rollouts: RewardOutput([r.reward for r in rollouts])
         )
-        Evaluator(
-            engine, source, prompts, SamplingParams(), self.strategy, folder=self.folder / "eval"
-        ).evaluate(1)
+        evaluator = Evaluator(engine, source, prompts, SamplingParams(), self.strategy)
+        metrics = evaluator.evaluate(1)
+        write = partial(write_evaluation, self.folder / "eval", 1, evaluator.samples, metrics)
+        self.strategy.on_rank_0(write, "write the evaluation")
 
     def metrics(self) -> None:
         """Numbers of optimizer steps, and of samples."""
