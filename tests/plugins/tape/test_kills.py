@@ -35,6 +35,8 @@ EPISODES = {
     "init_kl_coef": 0,
     "max_turn_tokens": 4,
     "generate_max_len": 30,
+    # by chance most episodes of a batch fail: worker processes share their luck
+    "env_failure_limit": 1.0,
 }
 RUNS: dict[str, dict[str, Any]] = {
     "threads": {},
