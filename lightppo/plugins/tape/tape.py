@@ -187,7 +187,9 @@ class Tape:
 
     def _index(self, entry: Entry) -> None:
         if entry["kind"] == REWARD:
-            for prompt, sample, number in entry.get("of", [_sample_of(entry)]):
+            # of a batch, or of one sample
+            samples = entry["of"] if "of" in entry else [_sample_of(entry)]
+            for prompt, sample, number in samples:
                 self._rewards[entry["phase"], entry["source"], prompt, sample, number] = entry
         elif entry["kind"] != HEADER:
             key = (entry["phase"], entry["batch"], entry["prompt"], entry["sample"])

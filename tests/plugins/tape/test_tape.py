@@ -9,7 +9,7 @@ import pytest
 
 from lightppo.plugins.tape.chain import Head, TapeError, file_name, read_strip
 from lightppo.plugins.tape.reel import Reel, packed, unpacked
-from lightppo.plugins.tape.tape import KnownEnd, Tape, first_difference
+from lightppo.plugins.tape.tape import REWARD, KnownEnd, Tape, first_difference
 
 KEY = (0, 5, 1)  # batch, prompt, sample
 
@@ -54,6 +54,16 @@ def test_one_that_broke_off_is_another_take(folder):
     again = Reel(tape_at(folder), KEY, 1)
     assert again.read("call", 0)["take"] == 2
     assert again.read("turn", 1)["word"] == "ho"
+
+
+def test_a_batch_that_got_no_rewards_is_known_after_a_restart(folder):
+    """As where a reward server dies and ends the run."""
+    failure = {"kind": "RewardError", "text": "no answer", "goes_on": False}
+    of = [[5, 0, 0], [5, 1, 0]]
+    tape_at(folder).write({"kind": REWARD, "source": "server", "of": of, "failure": failure})
+    again = tape_at(folder)
+    assert [again.reward("server", *sample)["failure"] for sample in of] == [failure, failure]
+    assert again.reward("server", 5, 2, 0) is None
 
 
 def test_what_took_long_is_written_at_once_and_the_rest_at_the_end(folder):
