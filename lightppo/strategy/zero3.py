@@ -122,7 +122,7 @@ def find_adapters(model: Any) -> Any | None:
 def find_whole(model: Any) -> Any | None:
     """The checkpoint with towers that the Hugging Face model inside is a part of, or None.
 
-    It is a :class:`lightppo.models.loading.LanguageModel`.
+    It is what an entry of ``lightppo.plugin.LANGUAGE_MODELS`` has returned.
     """
     found = list(_hf_models(unwrap_model(model)).values())
     return getattr(found[0], "whole", None) if len(found) == 1 else None

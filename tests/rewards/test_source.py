@@ -1,4 +1,4 @@
-"""What every source must say, weighted sums and routes, scoring while generation goes on."""
+"""What every source must say, and scoring while generation goes on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from support.fakes import FixedReward
 
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.rewards import (
@@ -19,15 +20,6 @@ from lightppo.rewards import (
     check_output,
     score_rollouts,
 )
-
-
-class Fixed:
-    def __init__(self, name, output):
-        self.name = name
-        self.output = output
-
-    def score(self, rollouts):
-        return self.output
 
 
 def test_check_makes_plain_floats(rollouts):
@@ -91,7 +83,7 @@ def test_check_refuses(rollouts, output, message):
 def test_score_rollouts_writes_into_the_samples(rollouts):
     rollouts[0].extras["kept"] = 7.0
     output = RewardOutput([1, None, 0, 0, 0], {"acc": [1, None, 0, 0, 0]}, [[0.5]] + [None] * 4)
-    score_rollouts(Fixed("s", output), rollouts)
+    score_rollouts(FixedReward("s", output), rollouts)
     assert [rollout.reward for rollout in rollouts] == [1.0, None, 0.0, 0.0, 0.0]
     assert rollouts[0].extras == {"kept": 7.0, "acc": 1.0}
     assert rollouts[1].extras == {}
@@ -101,7 +93,7 @@ def test_score_rollouts_writes_into_the_samples(rollouts):
 
 def test_score_rollouts_changes_nothing_on_error(rollouts):
     with pytest.raises(RewardError, match=r"^s: the score of sample 4"):
-        score_rollouts(Fixed("s", RewardOutput([1.0, 1.0, 1.0, 1.0, math.nan])), rollouts)
+        score_rollouts(FixedReward("s", RewardOutput([1.0, 1.0, 1.0, 1.0, math.nan])), rollouts)
     assert all(rollout.reward is None and rollout.extras == {} for rollout in rollouts)
 
 

@@ -180,6 +180,17 @@ class FakeEngine:
         pass
 
 
+class FixedReward:
+    """A source that says the same of whatever it is asked."""
+
+    def __init__(self, name: str, output: RewardOutput | None) -> None:
+        self.name = name
+        self.output = output
+
+    def score(self, rollouts: Sequence[Rollout]) -> RewardOutput | None:
+        return self.output
+
+
 class FakeReward:
     """Scores of a table {(prompt index, sample index): score}; samples that are not in it stay unscored."""
 

@@ -9,6 +9,7 @@ import pytest
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.plugins.checks.fits import check_longest_row, check_positions, positions_of
+from lightppo.plugins.supervised.sections import COMMANDS
 
 
 def test_prompt_and_response_must_fit_the_positions_of_the_model():
@@ -22,8 +23,7 @@ def test_prompt_and_response_must_fit_the_positions_of_the_model():
 
 
 def test_the_longest_row_must_fit_the_positions_of_the_model():
-    config = PPOConfig.from_flat(pretrain="models/tiny")
-    config.data.max_len = 200
+    config = COMMANDS["sft"].from_flat(pretrain="models/tiny", max_len=200)
     check_longest_row(config, 128, 128)
     check_longest_row(config, 129, None)
     with pytest.raises(ConfigError, match=r"--max_len 200: .* 129 tokens.*models/tiny has 128"):

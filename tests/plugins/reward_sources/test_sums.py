@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from support.fakes import FixedReward
 
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.plugins.reward_sources.tries import join_outputs
@@ -17,15 +18,6 @@ from lightppo.rewards import (
 )
 
 
-class Fixed:
-    def __init__(self, name, output):
-        self.name = name
-        self.output = output
-
-    def score(self, rollouts):
-        return self.output
-
-
 @pytest.mark.parametrize(
     ("scores", "kind"), [([1.0, -math.inf], NonFiniteRewardError), ([math.nan, "x"], RewardError)]
 )
@@ -33,7 +25,7 @@ def test_numbers_that_are_not_finite_have_an_error_of_their_own(make_rollout, sc
     """What is worse comes first; all sources are asked before: on other ranks they may act together."""
     asked = []
 
-    class Asked(Fixed):
+    class Asked(FixedReward):
         def score(self, rollouts):
             asked.append(self.name)
             return super().score(rollouts)
@@ -50,11 +42,11 @@ def test_numbers_that_are_not_finite_have_an_error_of_their_own(make_rollout, sc
 
 def test_combined_is_the_weighted_sum(make_rollout):
     rollouts = [make_rollout(i) for i in range(3)]
-    task = Fixed(
+    task = FixedReward(
         "task",
         RewardOutput([1.0, 0.0, None], {"acc": [1.0, 0.0, None]}, texts={"pred": ["4", None, "5"]}),
     )
-    style = Fixed("style", RewardOutput([0.5, -2.0, 1.0], {}, [None, [1.0, 2.0], None]))
+    style = FixedReward("style", RewardOutput([0.5, -2.0, 1.0], {}, [None, [1.0, 2.0], None]))
     output = CombinedReward({task: 2.0, style: 0.5}).score(rollouts)
     # 2·1 + 0.5·0.5 = 2.25; 2·0 + 0.5·(−2) = −1; unscored by task
     assert output.scores == [2.25, -1.0, None]
@@ -72,8 +64,8 @@ def test_combined_is_the_weighted_sum(make_rollout):
 
 def test_combined_adds_token_scores(make_rollout):
     a, b = (
-        Fixed("a", RewardOutput([0.0], {}, [[1.0]])),
-        Fixed("b", RewardOutput([0.0], {}, [[3.0]])),
+        FixedReward("a", RewardOutput([0.0], {}, [[1.0]])),
+        FixedReward("b", RewardOutput([0.0], {}, [[3.0]])),
     )
     # 2·1 − 1·3
     assert CombinedReward({a: 2.0, b: -1.0}).score([make_rollout(0)]).token_scores == [[-1.0]]
@@ -81,8 +73,8 @@ def test_combined_adds_token_scores(make_rollout):
 
 def test_combined_blames_the_source_that_is_wrong(rollouts):
     sources = {
-        Fixed("fine", RewardOutput([1.0] * 5)): 1.0,
-        Fixed("broken", RewardOutput([1.0])): 0.0,
+        FixedReward("fine", RewardOutput([1.0] * 5)): 1.0,
+        FixedReward("broken", RewardOutput([1.0])): 0.0,
     }
     with pytest.raises(RewardError, match=r"^broken: 1 scores for 5 samples"):
         CombinedReward(sources).score(rollouts)
@@ -92,9 +84,9 @@ def test_combined_blames_the_source_that_is_wrong(rollouts):
     ("sources", "message"),
     [
         ({}, "combined: .* source"),
-        ({Fixed("a", None): 1.0, Fixed("a", None): 2.0}, "combined: .* named a;"),
-        ({Fixed("a", None): math.inf}, "combined: the weight of a .* inf"),
-        ({Fixed("a", None): "1"}, "combined: the weight of a .* '1'"),
+        ({FixedReward("a", None): 1.0, FixedReward("a", None): 2.0}, "combined: .* named a;"),
+        ({FixedReward("a", None): math.inf}, "combined: the weight of a .* inf"),
+        ({FixedReward("a", None): "1"}, "combined: the weight of a .* '1'"),
     ],
 )
 def test_combined_refuses(sources, message):
@@ -103,7 +95,7 @@ def test_combined_refuses(sources, message):
 
 
 def test_combined_is_a_source():
-    assert isinstance(CombinedReward({Fixed("a", None): 1.0}), RewardSource)
+    assert isinstance(CombinedReward({FixedReward("a", None): 1.0}), RewardSource)
 
 
 # --- routes

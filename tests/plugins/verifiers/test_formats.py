@@ -1,7 +1,7 @@
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from support.fakes import FixedReward
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
@@ -60,16 +60,6 @@ def test_format_as_a_source(make_rollout: Make) -> None:
         FormatReward("xml")
 
 
-class Fixed:
-    name = "fixed"
-
-    def __init__(self, scores: list[float | None], metrics: dict[str, Any] | None = None) -> None:
-        self.output = RewardOutput(scores, metrics or {})
-
-    def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        return self.output
-
-
 GOOD, BAD = "<think>a</think><answer>b</answer>", "b"
 
 
@@ -77,7 +67,10 @@ def test_a_wrong_answer_in_form_costs_less(make_rollout: Make) -> None:
     responses = [GOOD, BAD, GOOD, BAD, GOOD, BAD]
     rollouts = [make_rollout(i, response) for i, response in enumerate(responses)]
     source = XmlFormatCheck(
-        Fixed([1.0, 1.0, 0.0, 0.0, 0.3, None], {"answered": [1.0] * 6}), minimum=0.0
+        FixedReward(
+            "fixed", RewardOutput([1.0, 1.0, 0.0, 0.0, 0.3, None], {"answered": [1.0] * 6})
+        ),
+        minimum=0.0,
     )
     score_rollouts(source, rollouts)
     # right answers, parts of one and unscored samples stay; 0 becomes -0.8 in form and -1 out of it
@@ -92,13 +85,17 @@ def test_the_minimum_comes_from_the_source(make_rollout: Make) -> None:
     source = XmlFormatCheck(FormatReward("think_answer"))
     assert source.score([make_rollout(0, GOOD), make_rollout(1, BAD)]).scores == [1.0, -1.0]
     with pytest.raises(ValueError, match=r"--check_xml_format: .*--reward_minimum"):
-        XmlFormatCheck(Fixed([]))
+        XmlFormatCheck(FixedReward("fixed", RewardOutput([])))
     with pytest.raises(RewardError, match=r"fixed .*xml_format"):
-        XmlFormatCheck(Fixed([0.0], {"xml_format": [1.0]}), minimum=0).score([make_rollout(0)])
+        XmlFormatCheck(
+            FixedReward("fixed", RewardOutput([0.0], {"xml_format": [1.0]})), minimum=0
+        ).score([make_rollout(0)])
 
 
 def test_weighted_with_others(make_rollout: Make) -> None:
-    both = CombinedReward({Fixed([1.0, 0.0]): 1.0, FormatReward(): 0.1})
+    both = CombinedReward(
+        {FixedReward("fixed", RewardOutput([1.0, 0.0])): 1.0, FormatReward(): 0.1}
+    )
     assert both.score([make_rollout(0, GOOD), make_rollout(1, GOOD)]).scores == pytest.approx(
         [1.1, 0.1]
     )
