@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -147,6 +148,29 @@ def test_paths_exist(page):
     assert (
         sorted({name for name in named if "ROOM" not in name and not (REPO / name).exists()}) == []
     )
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module, or what it or a class of it has."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            fields = getattr(found, "__annotations__", {})
+            found = getattr(found, part, fields.get(part))
+        return found is not None
+    return False
+
+
+def test_what_docstrings_refer_to_is_there():
+    text = "".join(path.read_text() for path in sorted((REPO / "lightppo").rglob("*.py")))
+    names = set(re.findall(r":(?:class|func|data|meth|attr):`~?(lightppo\.[\w.]+)`", text))
+    assert len(names) > 50
+    assert [name for name in sorted(names) if not is_there(name)] == []
+    assert not is_there("lightppo.models.loading.NoSuchClass")
 
 
 def test_every_extra_is_in_the_readme():
