@@ -12,6 +12,8 @@ from lightppo import EnvFailure, Step
 
 KEY = f"start {os.environ.get('LIGHTPPO_TEST_START', 0)} rank {os.environ.get('RANK', 0)}"
 WORLD = random.Random(KEY)
+# else all worker processes would fail at the same call
+os.register_at_fork(after_in_child=lambda: WORLD.seed(f"{KEY} process {os.getpid()}"))
 
 
 def note(what: str) -> None:
