@@ -57,21 +57,26 @@ class Option:
     secret: bool = False  # a wrong value may be a key: it is not shown
     owner: str = ""  # the section that it belongs to: config.<owner>.<name>
 
-    @property
+    @functools.cached_property
     def bounds(self) -> dict[str, float]:
         """The given ones of ge, gt, le and lt."""
         return {key: getattr(self, key) for key in _BOUNDS if getattr(self, key) is not None}
 
-    @property
+    @functools.cached_property
     def kind(self) -> Any:
         """The type of a value that is not None."""
         return next(kind for kind in alternatives(self.type) if kind is not type(None))
+
+    @functools.cached_property
+    def takes_several(self) -> bool:
+        """Whether a value is a tuple."""
+        return get_origin(self.kind) is tuple
 
     @property
     def may_be_none(self) -> bool:
         return type(None) in alternatives(self.type)
 
-    @property
+    @functools.cached_property
     def may_be_object(self) -> bool:
         """Whether a function or an object may stand in place of its path."""
         return self.takes_object or (self.names is not None and self.names.takes_files)
@@ -81,6 +86,11 @@ class Option:
         more = {"default": None, "off": (), "needs": ("critic",), "per_role": False}
         name, meaning = f"critic_{self.name}", f"The critic's. None: --{self.name}."
         return replace(self, name=name, type=self.type | None, help=meaning, **more)
+
+    @functools.cached_property
+    def _adapter(self) -> Any:
+        """pydantic's validator of its values."""
+        return _adapter(self.type, **self.bounds)
 
     def is_set(self, value: Any) -> bool:
         """Whether a value asks for something that the default does not."""
@@ -98,17 +108,14 @@ class Option:
             raise ConfigError(wrong_value(self, value, error) or plain) from None
 
     def _conformed(self, value: Any) -> Any:
-        from pydantic import ValidationError
-
-        several = get_origin(self.kind) is tuple
         if self.may_be_object and is_object(value):
-            value = (value,) if several else value
+            value = (value,) if self.takes_several else value
         elif self.takes_object and isinstance(value, list | tuple) and any(map(is_object, value)):
             return tuple(one if is_object(one) else self.conform([one])[0] for one in value)
         else:
             try:
-                value = _adapter(self.type, **self.bounds).validate_python(value)
-            except ValidationError:
+                value = self._adapter.validate_python(value)
+            except ValueError:  # pydantic's
                 if _adapter(self.type).validate_python(value) not in self.off:
                     raise
                 return self.default
@@ -199,7 +206,7 @@ class Section(types.SimpleNamespace):
         """The options by name, with those that plugins add."""
         own = {} if cls._own is None else cls._own
         added = [part.options() for part in additions_to(cls._owner)] if cls._is_open else []
-        sources = [*cls._declared.values(), *own.items(), *added]
+        sources = [cls._declared, *own.items(), *added]
         if vars(cls).get("_sources") != sources:  # else what was made of them last is true still
             cls._sources, cls._options = sources, dict(cls._declared)
             for options in (own.flag_options(cls._owner) if own else {}, *added):

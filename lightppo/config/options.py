@@ -591,7 +591,11 @@ class OptionSet(types.SimpleNamespace):
 
     def flat(self) -> dict[str, Any]:
         """All options by flag name."""
-        return {one.name: getattr(getattr(self, one.owner), one.name) for one in self.all_options()}
+        values: dict[str, Any] = {}
+        for owner, kind in self.sections().items():
+            section = getattr(self, owner)
+            values |= {name: getattr(section, name) for name in kind.options()}
+        return values
 
     def missing(self) -> Iterator[str]:
         """One message per required option without a value."""

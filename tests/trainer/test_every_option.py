@@ -348,7 +348,7 @@ def test_a_step_makes_something_else(outcome, kept, base, name, value):
 def test_an_option_that_nothing_reads_would_be_noticed(outcome, monkeypatch):
     """The comparison above fails for it."""
     dead = Option("dead", int, 3, "Nothing.", owner="training")
-    monkeypatch.setitem(TrainingConfig._declared, "dead", dead)
+    monkeypatch.setattr(TrainingConfig, "_declared", TrainingConfig._declared | {"dead": dead})
     assert outcome(**GAE) == outcome(**GAE | {"dead": 4})
 
 
