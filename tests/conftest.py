@@ -13,6 +13,7 @@ from itertools import islice
 
 import pytest
 
+gc.disable()  # until all is imported, which is no garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -65,6 +66,7 @@ def pytest_collection_finish() -> None:
     """What all tests share is no garbage, which DeepSpeed's engines look for: a quarter of a second each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

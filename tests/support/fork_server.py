@@ -16,6 +16,7 @@ the server's; and Python is not taken down at the end.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
 import math
@@ -27,6 +28,7 @@ import socket
 import sys
 import time
 import traceback
+import weakref
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -50,6 +52,7 @@ def listening(address: str) -> socket.socket | None:
 
 def serve(listener: socket.socket, modules: list[str]) -> None:
     """Imports modules, and forks a process for each connection; ends with the last of them."""
+    gc.disable()  # what is imported is no garbage
     for name in modules:
         # of an extra that is not installed; a script that needs it says so
         with suppress(ImportError):
@@ -62,7 +65,14 @@ def serve(listener: socket.socket, modules: list[str]) -> None:
     if report := sys.modules.get("lightppo.plugins.report.page"):
         # no picture at the end of a run, which takes as long as the run
         report.FEWEST_STEPS = math.inf
+    if memory := sys.modules.get("vllm.distributed.device_communicators.shm_broadcast"):
+        # between looks for a message; its workers turn round for a second, on cores that other tests need
+        memory.sched_yield = functools.partial(time.sleep, 0.0005)
+    # torch takes its hundreds of operators down at the end of Python, which is not a rank's end
+    for taken_down in weakref.finalize._registry:
+        taken_down.atexit = False
     gc.freeze()  # no rank copies what it never touches
+    gc.enable()
     gc.unfreeze = lambda: None  # which vLLM calls, and collects garbage seven times for each engine
     attending: list[ForkProcess] = []
     while True:

@@ -238,7 +238,10 @@ class TestRewardModel:
         assert json.loads((tmp_path / "two/config.json").read_text())["std"] > 0
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize(
+    "lora_rank",
+    [0, pytest.param(4, marks=pytest.mark.long)],  # the same, with adapters
+)
 def test_fp16(run, monkeypatch, tmp_path, lora_rank):
     """Near fp32; records hold the loss scale, and the export is in 16 bits."""
     from safetensors.torch import load_file
