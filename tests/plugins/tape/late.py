@@ -1,7 +1,7 @@
 """An environment that is late, fails at times, and answers otherwise whenever it is asked again.
 
-``LIGHTPPO_TEST_START`` is the number of this start of the run: it seeds all that is random here. Each call is noted in
-the file that ``LIGHTPPO_TEST_CALLS`` names.
+``LIGHTPPO_TEST_START`` is the number of this start of the run: it seeds all that is random here, in worker processes
+with their own number. Each call is noted in the file that ``LIGHTPPO_TEST_CALLS`` names.
 """
 
 import os
@@ -12,8 +12,9 @@ from lightppo import EnvFailure, Step
 
 KEY = f"start {os.environ.get('LIGHTPPO_TEST_START', 0)} rank {os.environ.get('RANK', 0)}"
 WORLD = random.Random(KEY)
-# else all worker processes would fail at the same call
-os.register_at_fork(after_in_child=lambda: WORLD.seed(f"{KEY} process {os.getpid()}"))
+if "LIGHTPPO_TEST_START" in os.environ:
+    # else all worker processes of a start would fail at the same call
+    os.register_at_fork(after_in_child=lambda: WORLD.seed(f"{KEY} process {os.getpid()}"))
 
 
 def note(what: str) -> None:
