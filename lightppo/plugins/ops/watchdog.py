@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +38,9 @@ class Watchdog:
     def __init__(self) -> None:
         self._done, self._store, self._peers = threading.Event(), None, {}
         self._rank, self._world = int(os.environ.get("RANK", "0")), 1
+        # A question to the store waits for its answer without a limit, where a machine is cut off.
+        self._question: threading.Thread | None = None
+        self._other_hangs = threading.Event()
 
     def __enter__(self) -> Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -48,13 +51,10 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        idle, seen, work, met = 0.0, None, self._work(), False
+        idle, seen, work = 0.0, None, self._work()
         while not self._done.wait(pause := min(_LOOK, (heartbeat.limit or 6) / 12)):
             if heartbeat.limit is None:
                 continue
-            if not met:
-                met = True
-                self._meet()
             # For code that keeps Python's lock, such as a regular expression: this thread cannot say anything then.
             faulthandler.dump_traceback_later(heartbeat.limit + 2 * pause)
             now, before, work = (heartbeat.beats, heartbeat.phases), work, self._work()
@@ -103,14 +103,31 @@ class Watchdog:
             self._store = None
 
     def _asked(self) -> bool:
-        """Whether another rank hangs."""
+        """Whether another rank hangs, as far as the store answers."""
         if 0 in self._peers and _how_it_ended(self._peers[0]) is not None:
             self._store = None  # torch would tell the lost connection at length
+        if self._question is None:
+            self._begin(self._meet)
+        elif self._store is not None and not self._store_is_silent():
+            self._begin(self._ask)
+        return self._other_hangs.is_set()
+
+    def _begin(self, question: Callable[[], None]) -> None:
+        self._question = threading.Thread(target=question, name="watchdog's question", daemon=True)
+        self._question.start()
+        self._question.join(1)
+
+    def _ask(self) -> None:
+        store = self._store
         try:
-            return self._store is not None and self._store.check(["hang"])
+            if store is not None and store.check(["hang"]):
+                self._other_hangs.set()
         except RuntimeError:  # the rank that holds the store has ended, or is stopped
             self._store = None
-            return False
+
+    def _store_is_silent(self) -> bool:
+        """Whether a question is without an answer; who asks another one would wait as well."""
+        return self._question is not None and self._question.is_alive()
 
     def _end(self, idle: float) -> None:
         """Rank 0 tells for all; this process ends."""
@@ -135,7 +152,7 @@ class Watchdog:
 
     def _tell(self, own: dict[str, Any]) -> bool:
         """Whether somebody told what this rank has to say."""
-        if self._store is None:
+        if self._store is None or self._store_is_silent():
             return False
         self._store.set("hang", "")
         self._store.set(f"report {self._rank}", json.dumps(own))

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from support.ranks import ENVIRONMENT, free_port, run_ranks
 
 from lightppo.plugins.ops import watchdog
+from lightppo.ranks import heartbeat
 
 SCRIPT = Path(__file__).parent / "ranks" / "hanging.py"
 REWARD = """
@@ -134,3 +136,28 @@ def test_a_rank_that_ends_without_a_word_is_named_by_the_other(tmp_path):
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+class SilentStore:
+    """Of a machine that is cut off: nobody answers, and nobody says so."""
+
+    def check(self, keys: list[str]) -> bool:
+        return threading.Event().wait()
+
+
+def test_a_store_that_does_not_answer_keeps_no_rank_from_its_end(monkeypatch):
+    looking, ended = watchdog.Watchdog(), threading.Event()
+    told = []
+
+    def end(idle: float) -> None:
+        told.append(looking._tell({}))
+        looking._done.set()
+        ended.set()
+
+    monkeypatch.setattr(looking, "_end", end)
+    monkeypatch.setattr(looking, "_meet", lambda: setattr(looking, "_store", SilentStore()))
+    monkeypatch.setattr(heartbeat, "limit", 2.0)
+    monkeypatch.setattr(heartbeat, "phase", "actor_update")
+    with looking:
+        assert ended.wait(60)
+    assert told == [False]  # it says itself where it is
