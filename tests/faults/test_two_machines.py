@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from faults.small_run import flags, outcome
-from support.ranks import ENVIRONMENT, WITH_SUPPORT, kill_marked, run_ranks
+from support.ranks import ENVIRONMENT, WITH_SUPPORT, kill_marked, marked, run_ranks
 from support.two_machines import ADDRESSES, HOSTS, TwoMachines, two_machines, why_not
 
 
@@ -137,15 +139,26 @@ def test_a_cable_that_is_pulled_ends_both_sides(
     words = flags(inputs, tmp_path, dist_timeout=0.3)
     running = launched(machines, launcher(machines, words), log)
     wait_for(lambda: (tmp_path / "ckpt" / "latest").is_file(), 300)
+    assert len(ranks_of(machines)) == 2
     machines.cut()
-    # torchrun itself asks its store for minutes on the side that has lost it; its rank has ended.
-    wait_for(lambda: log.read_text().count("imed out") >= 2, 60 + 18)
+    # not the launchers: torchrun asks its store for minutes on the side that has lost it
+    wait_for(lambda: not ranks_of(machines), 60 + 18)
     assert running[0].wait(timeout=60) != 0
     kill_marked(str(machines.folder))
     machines.mend()
     for process in launched(machines, launcher(machines, words), log):
         assert process.wait(timeout=300) == 0, log.read_text()[-4000:]
     assert outcome(tmp_path) == undisturbed
+
+
+def ranks_of(machines: TwoMachines) -> list[int]:
+    """Numbers of the processes that run as ranks, without their launchers."""
+    found = []
+    for process in marked(str(machines.folder)):
+        with suppress(psutil.NoSuchProcess):
+            if " -m lightppo " in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -297,11 +299,16 @@ def start_fork_server(listener: socket.socket, modules: tuple[str, ...]) -> None
     )
 
 
+def marked(marker: str) -> Iterator[psutil.Process]:
+    """The processes that carry this run's marker in their environment."""
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            if process.environ().get("LIGHTPPO_TEST_RUN") == marker:
+                yield process
+
+
 def kill_marked(marker: str) -> None:
     """Kills the processes that carry this run's marker in their environment."""
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("LIGHTPPO_TEST_RUN") == marker:
-                process.kill()
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
+    for process in marked(marker):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
