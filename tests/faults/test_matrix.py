@@ -20,7 +20,7 @@ from support.http_server import JsonServer, ok
 from support.two_machines import ADDRESSES, two_machines, why_not
 
 STEP = 2  # in which the fault comes
-SAMPLE = {("SIGKILL", "saving"), ("exception", "scoring")}  # in `make test`
+SAMPLE = {("SIGKILL", "saving")}  # in `make test`
 
 
 def cells() -> Iterator[Any]:

@@ -105,10 +105,17 @@ OF_SELECTION = {
 
 @pytest.mark.parametrize(
     "options",
-    [SELECTION, {"gen_batch_size": 6}, {"gen_batch_size": 7, "generation_size": 5},
-     SELECTION | {"dataset_filter_threshold": 0.9, "dataset_max_filter_percentage": 0.3}],
-    ids=["dynamic", "oversampled", "best of n", "dynamic and epoch filter"],
-)  # fmt: skip
+    [
+        # what these two keep, the other two keep as well
+        pytest.param(SELECTION, marks=pytest.mark.long, id="dynamic"),
+        pytest.param({"gen_batch_size": 6}, marks=pytest.mark.long, id="oversampled"),
+        pytest.param({"gen_batch_size": 7, "generation_size": 5}, id="best of n"),
+        pytest.param(
+            SELECTION | {"dataset_filter_threshold": 0.9, "dataset_max_filter_percentage": 0.3},
+            id="dynamic and epoch filter",
+        ),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_run(config_of, options):
     options = options | {"num_episodes": 2, "save_steps": 1}
     straight = fitted(config_of("straight", **options))
