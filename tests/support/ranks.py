@@ -88,6 +88,9 @@ class RanksResult:
     output: str
 
 
+given: set[int] = set()  # ports of free_port
+
+
 def free_port() -> int:
     """A port that stays free until a launcher takes it, seconds later.
 
@@ -98,6 +101,8 @@ def free_port() -> int:
     while True:
         # SystemRandom: tests seed the other
         port = random.SystemRandom().randrange(first, first + 1000)
+        if port in given:  # whoever was told it may not have taken it yet
+            continue
         with socket.socket() as sock:
             # as servers do: not one that has just closed
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,6 +110,7 @@ def free_port() -> int:
                 sock.bind(("", port))
             except OSError:
                 continue
+            given.add(port)
             return port
 
 
