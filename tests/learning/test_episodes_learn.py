@@ -17,6 +17,13 @@ from lightppo.plugins.supervised.trainer import SupervisedTrainer
 ENVIRONMENTS = Path(__file__).parents[2] / "examples" / "environments"
 
 
+@pytest.fixture(autouse=True)
+def started_as_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples are run from the project's folder, and find what is beside them."""
+    monkeypatch.chdir(ENVIRONMENTS.parents[1])
+    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
+
+
 def trained(name: str, folder: Path, *, max_len: int, warm_up_steps: int, steps: int) -> PPOConfig:
     """The run of ``make quickstart ENV=name``, with fewer steps."""
     path = ENVIRONMENTS / f"{name}.py"
@@ -51,8 +58,7 @@ def evaluated(config: PPOConfig, metric: str) -> list[float]:
 
 
 @pytest.mark.learning
-def test_it_asks_before_it_answers(tmp_path, monkeypatch):
-    monkeypatch.chdir(ENVIRONMENTS.parents[1])
+def test_it_asks_before_it_answers(tmp_path):
     config = trained("lookup", tmp_path, max_len=24, warm_up_steps=400, steps=40)
     accuracy = evaluated(config, "eval/accuracy")
     assert 0.2 < accuracy[0] < 0.7  # a guess is right once in a hundred

@@ -66,9 +66,10 @@ def serve(listener: socket.socket, modules: list[str]) -> None:
         # no picture at the end of a run, which takes as long as the run
         report.FEWEST_STEPS = math.inf
     if memory := sys.modules.get("vllm.distributed.device_communicators.shm_broadcast"):
-        # between looks for a message; its workers turn round for a second, on cores that other tests need
+        # For a second after each message its workers look for the next one without a pause, on cores that other
+        # tests need.
         memory.sched_yield = functools.partial(time.sleep, 0.0005)
-    # torch takes its hundreds of operators down at the end of Python, which is not a rank's end
+    # At the end of Python torch takes down hundreds of operators one by one; a rank need not wait for that.
     for taken_down in weakref.finalize._registry:
         taken_down.atexit = False
     gc.freeze()  # no rank copies what it never touches

@@ -88,7 +88,7 @@ class RanksResult:
     output: str
 
 
-given: set[int] = set()  # ports of free_port
+_GIVEN_PORTS: set[int] = set()
 
 
 def free_port() -> int:
@@ -101,7 +101,7 @@ def free_port() -> int:
     while True:
         # SystemRandom: tests seed the other
         port = random.SystemRandom().randrange(first, first + 1000)
-        if port in given:  # whoever was told it may not have taken it yet
+        if port in _GIVEN_PORTS:  # whoever got it may not have taken it yet
             continue
         with socket.socket() as sock:
             # as servers do: not one that has just closed
@@ -110,7 +110,7 @@ def free_port() -> int:
                 sock.bind(("", port))
             except OSError:
                 continue
-            given.add(port)
+            _GIVEN_PORTS.add(port)
             return port
 
 

@@ -106,7 +106,7 @@ OF_SELECTION = {
 @pytest.mark.parametrize(
     "options",
     [
-        # what these two keep, the other two keep as well
+        # the other two contain these
         pytest.param(SELECTION, marks=pytest.mark.long, id="dynamic"),
         pytest.param({"gen_batch_size": 6}, marks=pytest.mark.long, id="oversampled"),
         pytest.param({"gen_batch_size": 7, "generation_size": 5}, id="best of n"),

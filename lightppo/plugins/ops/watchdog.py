@@ -38,7 +38,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._done, self._store, self._peers = threading.Event(), None, {}
         self._rank, self._world = int(os.environ.get("RANK", "0")), 1
-        # A question to the store waits for its answer without a limit, where a machine is cut off.
+        # Asks the store, which never answers where the network is cut: torch waits for it without a limit.
         self._question: threading.Thread | None = None
         self._other_hangs = threading.Event()
 
@@ -126,7 +126,7 @@ class Watchdog:
             self._store = None
 
     def _store_is_silent(self) -> bool:
-        """Whether a question is without an answer; who asks another one would wait as well."""
+        """Whether a question still waits for its answer; another one would wait behind it."""
         return self._question is not None and self._question.is_alive()
 
     def _end(self, idle: float) -> None:

@@ -13,7 +13,7 @@ from lightppo import EnvFailure, Step
 KEY = f"start {os.environ.get('LIGHTPPO_TEST_START', 0)} rank {os.environ.get('RANK', 0)}"
 WORLD = random.Random(KEY)
 if "LIGHTPPO_TEST_START" in os.environ:
-    # else all worker processes of a start would fail at the same call
+    # Otherwise all worker processes of a start would fail at the same call.
     os.register_at_fork(after_in_child=lambda: WORLD.seed(f"{KEY} process {os.getpid()}"))
 
 
