@@ -189,7 +189,8 @@ class Watchdog:
         return f"{names} lags behind: the others wait for it"
 
     def _report(self, idle: float) -> str:
-        hangs = idle >= (heartbeat.limit or 0)
+        # Half the limit: ranks that wait for each other became silent at almost the same moment.
+        hangs = idle >= (heartbeat.limit or 0) / 2
         since = (
             f"hangs, without a sign of life for {idle:.0f} s"
             if hangs

@@ -138,6 +138,18 @@ def test_a_rank_that_ends_without_a_word_is_named_by_the_other(tmp_path):
             rank.wait()
 
 
+@pytest.mark.parametrize(
+    ("idle", "says"),
+    [
+        (1.0, "hangs, without a sign of life for 1 s"),  # another rank was the first to notice
+        (0.5, "moves, but another rank hangs"),
+    ],
+)
+def test_a_rank_that_is_silent_does_not_say_that_it_moves(monkeypatch, idle, says):
+    monkeypatch.setattr(heartbeat, "limit", 1.5)
+    assert f"[rank 0] {says}: step" in watchdog.Watchdog()._report(idle)
+
+
 class SilentStore:
     """Of a machine that is cut off: nobody answers, and nobody says so."""
 
