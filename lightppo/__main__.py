@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: code 2 without a command, or with an unknown one; otherwise as the command.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    # deepspeed puts it first
+    # DeepSpeed's launcher puts --local_rank before the command.
     rank = list(takewhile(lambda word: word.startswith("--local_rank="), words))
     name, *arguments = words[len(rank) :] or [""]
     if name in COMMANDS:

@@ -41,19 +41,17 @@ class Option:
     lt: float | None = None
     names: Any = None  # the lightppo.table.Table that a value must be found in
     below: str | None = None  # option that must be larger, where both have a number
-    # conditions without which it does nothing: "lora_rank>0", "zero_stage=2|3", "rollout_check!=off", "dynamic_sampling"
-    # (given or true), a condition of a section, or several with " or " between
+    # Conditions without which it does nothing: "lora_rank>0", "zero_stage=2|3", "rollout_check!=off", "dynamic_sampling"
+    # (given or true), a condition of a section, or several of these with " or " between them.
     needs: tuple[str, ...] = ()
-    # values besides the default that ask for nothing, and so need nothing; those out of
+    # Values besides the default that ask for nothing, and so need nothing. Those out of range stand for the default.
     off: tuple[Any, ...] = ()
-    # range stand for the default
-    # a resumed run may change it, else it must stay as it was; None: as its section
+    # Whether a resumed run may change it; else it must stay as it was. None: as its section says.
     resume_safe: bool | None = None
     required: bool = False  # every run must set it
     per_role: bool = False  # of the actor; --critic_<name> is the critic's own, None: the same
-    # in Python, functions or objects of the user's own stand where paths to them do; so
+    # In Python, a function or an object may stand where a path does. It may, too, if the table of ``names`` takes files.
     takes_object: bool = False
-    # it does where the table of ``names`` takes files
     secret: bool = False  # a wrong value may be a key: it is not shown
     owner: str = ""  # the section that it belongs to: config.<owner>.<name>
 

@@ -73,9 +73,10 @@ class TokenWeight(Entry):
     """
 
     in_training: bool = False
-    # before the update, of a pass over the rollout; in training it is always there
+    # It reads the entropy. Before the update, that takes a pass over the rollout; in training the entropy is always
+    # there.
     needs_entropy: bool = False
-    # experience.rollout_log_probs, which some engines do not give
+    # It reads experience.rollout_log_probs, which some engines do not give.
     needs_rollout_log_probs: bool = False
     flag: str = ""  # the option that asks for it, for messages
 
@@ -117,7 +118,7 @@ class PassEntry(Entry):
 class LayoutEntry(Entry):
     """A layout of batches, see :data:`LAYOUTS`."""
 
-    # what Actor, Critic and RewardModel take by these names is passed on to its function
+    # The arguments of Actor, Critic and RewardModel that the function takes, too.
     arguments: tuple[str, ...] = ()
 
 

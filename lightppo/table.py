@@ -19,9 +19,9 @@ class Entry:
     """What all entries have."""
 
     function: str | Callable  # "module:name" or "path.py:name", or the function itself
-    # its own; beside another entry they would do nothing, and are refused
+    # Options of its own. Beside another entry they would do nothing, so they are refused.
     options: tuple[Option, ...] = ()
-    # names that it adds to train/ → meaning
+    # The names that it adds to train/ → their meanings.
     metrics: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property

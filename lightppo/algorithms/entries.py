@@ -21,25 +21,24 @@ F = TypeVar("F", bound=Callable)
 class EstimatorEntry(Entry):
     """An advantage estimator; the function is an :data:`lightppo.algorithms.advantages.AdvantageFn`."""
 
-    # the function gives one number per sample, which all its tokens get:
-    # lightppo.experience.maker.advantage_fn
+    # The function gives one number per sample, and all tokens of the sample get it, see experience.maker.advantage_fn.
     per_sample: bool = False
     needs_critic: bool = False  # it reads values
     min_group_size: int = 1  # least samples per prompt
     whiten: bool = False  # over all ranks, unless --adv_norm says otherwise
-    # of a pass over the rollout: lightppo.algorithms.logprobs.score_norms
+    # It reads algorithms.logprobs.score_norms, which a pass over the rollout computes.
     needs_score_norms: bool = False
-    # compares with the greedy answer, which is sampled and scored too
+    # It compares samples with the greedy answer to their prompt, which is sampled and scored, too.
     needs_greedy_baseline: bool = False
     discounted: bool = False  # --gamma acts
-    # of scores: --no_group_std_norm, --grpo_std_scope, --grpo_std_eps act
+    # It divides scores by their deviation: --no_group_std_norm, --grpo_std_scope and --grpo_std_eps act.
     divides_by_std: bool = False
-    # further keyword arguments: "module:function" of the config, which returns None, or a function of this rank's
-    # rollouts and their device that returns them by name
+    # Where further keyword arguments come from: "module:function". It takes the config, and returns None or another
+    # function, which takes this rank's rollouts and their device and returns the arguments by name.
     inputs: str | Callable | None = None
-    # what is learned is in terms beside it (lightppo.plugin): a run needs no reward, and scores are only recorded
+    # Loss terms beside it (lightppo.plugin) say what is learned: a run needs no reward, and scores are only recorded.
     ignores_scores: bool = False
-    # by default, not in the reward: its noise would be divided by a group's deviation too
+    # By default the KL is a part of the loss. In the reward its noise, too, would be divided by a group's deviation.
     kl_in_loss: bool = False
     policy_loss: str = "ppo"  # where --policy_loss says nothing
     loss_agg_mode: str | None = None  # where --loss_agg_mode says nothing; None: as the loss says
@@ -49,10 +48,10 @@ class EstimatorEntry(Entry):
 class PolicyLossEntry(Entry):
     """A policy loss; the function is a :data:`lightppo.algorithms.losses.PolicyLossFn`."""
 
-    # low, high where the flags say nothing; None: it clips nothing
+    # The low and the high bound where the flags give none. None: the loss clips nothing.
     eps_clip: tuple[float, float] | None = (0.2, 0.2)
     loss_agg_mode: str = "token-mean"  # the aggregation that it is defined with
-    # singles out tokens: a lightppo.algorithms.losses.SelectionFn
+    # What singles out tokens: a lightppo.algorithms.losses.SelectionFn.
     selection: str | Callable | None = None
 
 
@@ -60,8 +59,8 @@ class PolicyLossEntry(Entry):
 class KLEntry(Entry):
     """A KL estimator; the function is one of d at the sampled tokens."""
 
-    # what the limited estimate becomes as a loss: a function of it, of d, and of log π / π_old (B, A), None where π_old
-    # is not known
+    # What makes a loss of the limited estimate: a function of the estimate, of d, and of log π / π_old (B, A), which is
+    # None where π_old is not known.
     as_loss: str | None = None
     # The function is ``(actor, reference, scores, experience, clip)`` → the KL (B, A), with gradient, and log probs of
     # the reference (B, A); ``scores`` are the actor's lightppo.models.actor.ActionScores of the experience, with logits.

@@ -200,7 +200,7 @@ class PolicyLoss:
         token_loss, token_metrics = self.of_tokens(inputs, **self.options)
         if weights is not None:
             weights = zero_where_masked(weights.detach(), mask)
-            # even if the loss is not finite
+            # A weight of 0 removes a token even if its loss is not finite.
             token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)
         loss = self.aggregate(token_loss, mask, normalizer)
         return loss, _token_means(token_metrics, mask, normalizer)

@@ -58,7 +58,7 @@ class RowFields:
     prompt: tuple[str, ...]
     label: tuple[str, ...] = ()
     label_required: bool = False  # a row without a label is bad
-    # of lightppo.plugin.PROMPT_FORMS, which rows without such a prompt may have
+    # The forms in lightppo.plugin.PROMPT_FORMS that a row may have where it has no such prompt.
     forms: tuple[PromptForm, ...] = ()
 
     @property

@@ -65,7 +65,7 @@ class ReplayBuffer:
 
     def whiten(self, ranks: Ranks, **options: Any) -> None:
         """Whitens the advantages over the trained tokens of all ranks; ``options`` as of ``whiten``. Collective."""
-        # for the collectives of a rank without samples
+        # A rank without samples takes part in the collectives.
         items = self.items or [Experience.placeholder()]
         values = torch.cat([item.advantages for item in items], 1)  # (1, ΣA)
         mask = torch.cat([item.action_mask for item in items], 1)

@@ -45,8 +45,8 @@ from lightppo.table import load
 class ScoreStep:
     """A step of the shaping of scores, see :data:`lightppo.plugin.SCORE_STEPS`."""
 
-    # of rollouts and a mask of their trained tokens (B, A), None: all of each response: rewards (B, A) of single tokens
-    # beside the score
+    # (rollouts, mask of their trained tokens (B, A) or None for all of each response) → rewards (B, A) of single
+    # tokens, which are added to the score.
     of_tokens: Callable[[Sequence[Rollout], Tensor | None], Tensor] | None = None
 
     def learn(self, scores: Tensor) -> None:
@@ -101,9 +101,9 @@ class RolloutPass:
     """What further tensors are made of the samples of a rollout, see :data:`lightppo.plugin.ROLLOUT_PASSES`."""
 
     model: Any  # it has ``eval()``, and takes part in ``layout_of_all`` if it has a layout
-    # of a micro batch: (b, a) or (b, a, k) each, by their names in ``Experience.extra``; without gradient
+    # (a micro batch) → tensors (b, a) or (b, a, k) without gradient, by their names in ``Experience.extra``.
     run: Callable[[Experience], Mapping[str, Tensor]]
-    # of an experience and the policy's log probs: numbers (B, A) whose means over trained tokens are logged
+    # (an experience, the policy's log probs) → numbers (B, A) by name; their means over trained tokens are logged.
     measure: Callable[[Experience, Tensor], Mapping[str, Tensor]] = lambda experience, log_probs: {}
     takes_all: bool = False  # in one call: it shares the samples out by itself
 
@@ -228,7 +228,7 @@ class ExperienceMaker:
     def _require_finite(self, batch: Experience) -> None:
         """Raises NonFiniteError on all ranks, before any statistics have seen the numbers. Collective."""
         found = batch.non_finite()
-        # what it does to the KL counts, which may be clipped
+        # Its KL is checked instead: an infinite log prob may give a clipped KL, which is finite.
         found.pop("base_action_log_probs", None)
         if self.strategy.all_reduce(len(found), "max"):
             raise NonFiniteError(

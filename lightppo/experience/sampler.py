@@ -31,7 +31,7 @@ class SampledBatch:
     rollouts: list[Rollout]  # to train on
     counts: dict[str, float]  # of samples, named as in lightppo.meanings.METRICS without rollout/
     scored: list[Rollout] = field(default_factory=list)  # those that have a score
-    # which score is not: then all samples are here, and none has a score
+    # Which score is not finite. Then all samples are here, and none has a score.
     not_finite: str | None = None
 
 
@@ -88,7 +88,7 @@ class RolloutSampler:
         A group that becomes too small for the estimator, or whose greedy baseline is unscored, is left out and counted.
         """
         baselines = [rollout.baseline for rollout in rollouts if rollout.baseline is not None]
-        # all samples of a prompt have the same one
+        # All samples of a prompt share one baseline.
         everything = [*rollouts, *{id(baseline): baseline for baseline in baselines}.values()]
         counts = dict.fromkeys(self.counted, 0)
         counts["generated_samples"] = len(rollouts)
@@ -100,7 +100,7 @@ class RolloutSampler:
             else:
                 self.scorer.collect()
         except NonFiniteRewardError as error:
-            # other ranks wait: the step is left out where all of them meet
+            # Other ranks wait, so nothing is raised here: the step is left out where all ranks meet.
             not_finite = str(error)
             for rollout in everything:
                 rollout.reward = math.nan
@@ -165,7 +165,7 @@ class CollectedStep:
 
     rollouts: list[Rollout]  # this rank's, in whole groups
     groups: int  # trained on by all ranks, repeated groups included
-    # over all ranks, named as in lightppo.meanings.METRICS without rollout/
+    # Counts over all ranks, by their names in lightppo.meanings.METRICS without rollout/.
     counts: dict[str, float]
     scored: list[Rollout]  # all samples of this step and rank that have a score
     # positions in rollouts that are trained on again
@@ -181,7 +181,7 @@ class BatchCollector:
     sampler: RolloutSampler
     strategy: Ranks
     _: KW_ONLY
-    # of lightppo.plugin.SAMPLING, each around those before it
+    # The entries of lightppo.plugin.SAMPLING. Each stands around those before it.
     around: Sequence[AroundSampling] = ()
     # times "rollout" and "reward"
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()

@@ -70,8 +70,8 @@ class Actor(PretrainedWrapper):
             raise ValueError(f"--temperature must be above 0 for training, got {temperature}")
         self.temperature = temperature
         self.valid_vocab_size = valid_vocab_size
-        # This policy as it was loaded, called like a reference, where it can still be asked (beneath adapters): then no
-        # second model is needed. Whoever changes the model so sets it.
+        # The policy as it was loaded, called like a reference, where it is still there beneath adapters. Then the run
+        # needs no second model. What puts adapters in sets this.
         self.as_loaded: Any | None = None
 
     def forward(

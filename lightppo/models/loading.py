@@ -54,19 +54,19 @@ class LoadOptions:
     """How a model is loaded."""
 
     attn_implementation: str = "auto"  # or a name of transformers': eager, sdpa, flash_attention_2
-    # of the weights; auto: as in the checkpoint
+    # The type of the weights; auto: as in the checkpoint.
     dtype: torch.dtype | Literal["auto"] = torch.float32
     # DeepSpeed's; ZeRO stage 3 shards the weights while they load
     ds_config: dict[str, Any] | None = None
     trust_remote_code: bool = False  # run the model code that comes with the checkpoint
     # random weights from the config alone (the folder needs only config.json)
     init_from_scratch: bool = False
-    # options of lightppo.plugin.MODEL_CONFIGS, and what they are
+    # The values of the options in lightppo.plugin.MODEL_CONFIGS.
     config_changes: Mapping[str, Any] = field(default_factory=dict)
     # comma-separated modules to import first (they may register model classes)
     external_lib: str | None = None
     seed: int = 42  # of random weights
-    # names in lightppo.plugin.LOADING, for which every rank loads the whole model
+    # The names in lightppo.plugin.LOADING that change the model, for which every rank loads all of it.
     changed_by: tuple[str, ...] = ()
 
     @classmethod

@@ -147,7 +147,7 @@ class TokenSampler:
             scores = self._filters(history, scores)
             tokens = self._draw(scores.softmax(dim=-1), uniforms)[: len(logits)]
             scores = scores[: len(logits)]
-        # as in training, to the last bit
+        # Computed as in training, so that they are equal to the last bit.
         log_probs = scaled.log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens, log_probs.masked_fill(scores.amax(dim=-1) == -torch.inf, torch.nan)
 

@@ -208,7 +208,7 @@ def _read_safely(engine: Any) -> Iterator[None]:
     reader, classes = engine.checkpoint_engine, deepspeed_classes()
     reader.load = lambda path, map_location=None: tensor_file.read(path, classes)
     try:
-        # at ZeRO-3, weights alone go round the engine's reader
+        # At ZeRO-3, DeepSpeed does not use the engine's reader for weights that are loaded alone.
         with tensor_file.others_read_safely(classes):
             yield
     finally:

@@ -96,7 +96,7 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
     if not optimizer.cpu_offload:
         return
     if torch.cuda.is_initialized():
-        # copies of gradients that are under way would come behind the zeros
+        # Otherwise copies of gradients that are under way would overwrite the zeros.
         torch.cuda.synchronize()
     optimizer.reset_cpu_buffers()
     optimizer._offload_accumulated_param_ids.clear()
@@ -128,7 +128,7 @@ class _ClipAndCheck:
             for param in params:
                 param.grad = None  # AdamW passes over parameters without gradient
         elif self.max_norm > 0 and optimizer._global_grad_norm > 0.999 * self.max_norm:
-            # below, torch would multiply by 1
+            # With a smaller norm torch would multiply by 1.
             torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
 
 
@@ -324,14 +324,14 @@ class DeepspeedStrategy(DistributedStrategy):
         if optimizer is None:
             engine.eval()
         elif engine.fp16_enabled():
-            # at the lowest scale an overflow is a broken step, which optimizer_step tells
+            # At the lowest scale an overflow means a broken step, and optimizer_step reports that.
             engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         elif clip is not None:
             optimizer.register_step_pre_hook(clip)
             self._clips[engine] = clip
-            # not one that keeps fp32 copies
+            # DeepSpeed did not put an optimizer with fp32 copies around ours.
             if self.world_size == 1 and engine.optimizer is optimizer:
-                # nobody to average with: spares two copies of the whole gradient
+                # There is nobody to average with. This spares two copies of the whole gradient.
                 engine.allreduce_no_retain = lambda gradients, **_: None
         attribute = zero3.engine_attribute(model)
         if attribute is None:

@@ -102,7 +102,7 @@ class DistributedStrategy:
         self.set_seed(self.seed)
         name_accelerator()
         deepspeed = import_deepspeed()
-        # after the import, which takes seconds: the port must still be free
+        # After the import, which takes seconds: the port that it picks must still be free later.
         ensure_launcher_variables()
         if timeout is not None:
             self.timeout_minutes = timeout.total_seconds() / 60
@@ -135,7 +135,7 @@ class DistributedStrategy:
         torch.manual_seed(seed)
         if self.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-            # transformers tells flash-attn
+            # transformers passes this on to flash-attn.
             os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False

@@ -80,7 +80,7 @@ class Building:
     config: OptionSet  # as it runs
     strategy: DeepspeedStrategy
     tokenizer: Any = None
-    # data sets by the option that names their files
+    # Data sets, by the option that names their files.
     rows: dict[str, Any] = field(default_factory=dict)
     prompts_dataloader: DataLoader | None = None  # None: the run does not train
     held_out: Any = None  # data to evaluate on, for plugins
@@ -88,10 +88,9 @@ class Building:
     reward_source: RewardSource | None = None
     judge: RewardSource | None = None  # scores answers to them
     reward_models: Sequence[Any] = ()  # of --reward_pretrain
-    frozen: dict[str, Any] = field(
-        default_factory=dict
-    )  # further models that are elsewhere, by name
-    # by the flag that names them
+    # Further models by name, which are elsewhere.
+    frozen: dict[str, Any] = field(default_factory=dict)
+    # By the flag that names each.
     models: dict[str, Any] = field(default_factory=dict)
     saved: Mapping[str, Any] = field(default_factory=dict)  # models by their part of a checkpoint
     rollout_engine: RolloutEngine | None = None
@@ -378,10 +377,10 @@ class Models:
     critic: Any | None  # these are in their engines, if they were prepared
     reference: Actor | None
     reward_models: list[Any]
-    # by the names of their parts in checkpoints
+    # By the names of their parts in checkpoints.
     followers: dict[str, Actor] = field(default_factory=dict)
     frozen: dict[str, Actor] = field(default_factory=dict)  # further models by name
-    # those that score or train, by what names them
+    # Models that score or train, by the flag that names each.
     by_flag: dict[str, Any] = field(default_factory=dict)
 
 
@@ -685,9 +684,8 @@ def optimizer_steps(
     config: PPOConfig, rollouts_per_episode: int, role: Literal["actor", "critic"] = "actor"
 ) -> int:
     """Optimizer steps of the whole run: what the learning-rate schedule of a model stretches over."""
-    # no critic: None
     rollout, training = config.rollout, config.training
-    epochs = of_role(config, role).max_epochs or 0
+    epochs = of_role(config, role).max_epochs or 0  # None: there is no critic
     rollouts = training.total_training_steps or training.num_episodes * rollouts_per_episode
     return (
         rollouts

@@ -104,7 +104,7 @@ class SkippedSteps:
         """A step in which nothing is trained, on any rank."""
         for model in models:
             self.add(model, skipped=True)
-        # also where nothing would have been trained
+        # This counts even if nothing would have been trained.
         self.batch, self.why = why.batch, str(why)
         self.last_why = self.why
         if self.strategy.is_rank_0():
@@ -421,7 +421,7 @@ class TrainingLoop:
             "were stopped early": state.stopped_optimizer_steps,
         }
         counted = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        # of a step that was left out, the numbers were not finite before any gradient
+        # A step that was left out explains more: its numbers were not finite before any gradient.
         reason = self.skipped.last_why or counted or self.why_untrained
         raise TrainingError(
             f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}"

@@ -46,7 +46,7 @@ def check(ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any]) -> None
     dense, in_4bit = now["frozen"], now["in_4bit"]
     saved_dense, saved_in_4bit = meta["frozen"], meta.get("in_4bit", in_4bit)
     if (meta["zero_stage"], meta["world_size"]) != (stage, ranks.world_size):
-        # other shards: only their totals compare
+        # The shards are others, so only their totals can be compared.
         saved_dense, saved_in_4bit = _totals(saved_dense, saved_in_4bit, meta["zero_stage"])
         dense, in_4bit = _totals(dense, in_4bit, stage)
     # Another machine's kernels may sum in another order; another model's sums are far off.

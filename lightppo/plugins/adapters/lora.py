@@ -56,9 +56,9 @@ class LoraOptions:
 
     rank: int  # r, of A (r, in) and B (out, r)
     alpha: float = 16.0
-    # on x before A, in training: its log probs, and the ratios, differ by the noise
+    # Dropout of x before A, in training. Its noise makes log probs, and so ratios, differ.
     dropout: float = 0.0
-    # ends of the names of linear layers; empty, or all-linear: all but the head
+    # The ends of the names of linear layers; empty or all-linear: all of them but the head.
     target_modules: tuple[str, ...] = ()
 
 

@@ -82,7 +82,7 @@ def optimal_token_baseline(
     mask, width = action_mask.bool(), action_mask.shape[1]
     returns = reward_to_go(token_rewards, action_mask, gamma)
     groups = Groups((index.unsqueeze(1) * width + mask.cumsum(1) - 1)[mask], count * width)
-    # on the CPU: cumsum of floats is refused on GPUs under --full_determinism
+    # On the CPU, because torch refuses cumsum of floats on GPUs under --full_determinism.
     energy = zero_where_masked(score_norms, mask).double().cpu().cumsum(1).to(mask.device)[mask]
     # 0 where all is certain
     advantages = groups.deviation(returns[mask].double(), energy.clamp(min=1e-12))

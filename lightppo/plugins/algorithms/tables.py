@@ -154,7 +154,7 @@ KL_ESTIMATORS = {
 class CorrectionEntry(Entry):
     """An off-policy correction; the function is a :data:`.correction.CorrectionFn`."""
 
-    # bound of the weight where --correction_low says nothing; None: it has no such bound
+    # The lower bound of the weight where --correction_low says nothing. None: the weight has none.
     low: float | None = None
     high: float | None = None
 
@@ -163,11 +163,12 @@ class CorrectionEntry(Entry):
 class RejectionEntry(Entry):
     """What tokens have no policy loss; the function is a :data:`.correction.RejectionFn`."""
 
-    # what is bounded: "ratio", or one of KL_ESTIMATORS, of KL(π_rollout ‖ π_old) at a token; "k3r": the other direction
+    # What is bounded at a token: "ratio", or the estimate of KL(π_rollout ‖ π_old) by one of KL_ESTIMATORS; "k3r"
+    # estimates KL(π_old ‖ π_rollout).
     measure: str = "k1"
     two_sided: bool = False  # it may have a lower bound
     in_training: bool = False  # the policy is the one in training; else the one before the update
-    # it compares all tokens of the rollout, and so cannot be judged in training
+    # It compares all tokens of the rollout, so it cannot decide in training.
     over_rollout: bool = False
 
 

@@ -72,14 +72,14 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device, self.live, self.peak = device, 0, 0
-        # bytes of finished gradients, and the most alive until then
+        # (bytes of finished gradients, the most bytes alive until then)
         self.curve: list[tuple[int, int]] = []
         self._holders: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        # places to read: all are distinct here
+        # These are the places to read. Here all are taken as distinct.
         if func is torch.ops.aten._unique2.default and args[0].is_meta:
             return args[0].clone(), args[0].new_empty(0), args[0].new_empty(0)
         old = {_holder(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
@@ -152,7 +152,7 @@ def _counted_attention(
 ) -> tuple[Tensor, None]:
     """``kind``: a fused kernel, or torch's for rows one by one ("apart"), or with padding and a mask ("masked")."""
     bias = None
-    # transformers repeats keys and values, torch turns the mask into numbers, in each layer
+    # In each layer, transformers repeats keys and values, and torch turns the mask into numbers.
     if kind == "masked":
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         bias = query.new_empty(query.shape[0], 1, query.shape[2], key.shape[2])
@@ -232,7 +232,7 @@ def built(shape: Shape) -> Actor | Critic:
     if shape.scores:
         config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
     options = {"dtype": shape.dtype, "attn_implementation": "eager"}
-    # of an earlier run in this process: nothing is sharded here
+    # An earlier run in this process may have set it, and nothing is sharded here.
     hf_deepspeed.unset_hf_deepspeed_config()
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=shape.trust_remote_code, **options)
@@ -461,7 +461,7 @@ def estimate(
                 sure=False,
             )
         ]
-    # rank 0 alone has one
+    # Only rank 0 has a copy.
     of_rank = sizes(roles["actor"]).bytes // min(machine.world_size, machine.per_node)
     parts += [Part("actor", "copy for files", frozenset({SAVE}), host=of_rank)]
     return Estimate(machine, tuple(part for part in parts if part.gpu or part.host))
@@ -555,7 +555,7 @@ def _trained(
     offload = s.critic_adam_offload if critic else s.adam_offload
     train, step = (CRITIC, CRITIC_STEP) if critic else (ACTOR, ACTOR_STEP)
     accumulated = 2 if s.grad_accum_dtype == "bf16" else 4  # bytes of a number
-    # gradients are summed in another type than they are made in
+    # Whether gradients are summed in another type than they are made in.
     apart = n.width == 2 and accumulated == 4
     elements = GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS
     twice = bool(s.overlap_comm) and stage == 2  # stage 3 overlaps from one buffer
@@ -569,7 +569,7 @@ def _trained(
     whole = stage == 1 and shape.dtype is torch.bfloat16 and apart and not offload
     # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
     copies = (machine.world_size > 1) * (1 + 0.5 * apart) * 4 * min(n.trained, GPU_BUCKET_ELEMENTS)
-    # a shard of this pass, beside that of earlier ones
+    # The shard of the present pass, beside the sum of earlier ones.
     again = 0 if apart and many else shard * accumulated
 
     def part(
@@ -610,7 +610,7 @@ def _trained(
         yield part("gradients", until_step if many else {step}, size, sure=many or stage > 0)
     if stage > 0 and not offload and (stage == 3 or not apart):
         yield part("flat gradients", [step], 4 * shard, sure=False)
-    # of the engine that is made last
+    # Only the engine that is made last adds to the peak while models load.
     if stage > 0 and not whole and (critic or not rules.needs_critic(config)):
         yield part("first gradients", [LOADING], 4 * shard, offload, sure=False)
     options = {"checkpoints": rules.of_role(config, role).gradient_checkpointing}

@@ -40,7 +40,7 @@ def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | N
             raise
         return f"its code fails on a padded batch: {one_line(error)}"
     in_batch = [together[:1], together[1:, real]]
-    # broken weights show elsewhere
+    # Numbers that are not finite come from broken weights, which other checks report.
     if all(alike(one, other) or not other.isfinite().all() for one, other in zip(in_batch, alone)):
         return None
     return f"{distance(wrapper, in_batch, alone)} between a padded batch and its rows alone"

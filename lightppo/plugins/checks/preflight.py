@@ -271,7 +271,7 @@ def _check_lengths(config: PPOConfig) -> None:
         model |= model.get("text_config") or {}
         model |= json.loads(config.model.override_config or "{}")
     except (OSError, ValueError, TypeError, AttributeError):
-        # the loader says what is wrong with it
+        # The loader will say what is wrong with it.
         return
     check_positions(config, model.get("max_position_embeddings"))
 

@@ -335,7 +335,7 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
     asked = template.chat_text(chat, add_generation_prompt=chat[-1]["role"] != "assistant")
     if chat[-1]["role"] != "assistant" and asked == template.chat_text(chat):
         yield "the chat template has no generation prompt: the model has to write the assistant's header itself"
-    # whatever the template writes, rows to learn from end with end-of-text
+    # Rows of supervised training end with end-of-text, whatever the template writes.
     if not isinstance(config, PPOConfig):
         return
     r, mark = config.rollout, "answer 7"

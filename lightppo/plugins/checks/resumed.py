@@ -16,7 +16,7 @@ from lightppo.trainer.checkpointing import Resumed
 def check_same_run(resumed: Resumed) -> Iterator[str]:
     """A line for each option that may change, and did; ConfigError for what may not."""
     saved, options, content = resumed.saved, resumed.options, resumed.content
-    # older ones are not
+    # Older checkpoints hold values as they were given.
     as_shown = {name: shown_value(value) for name, value in saved["config"].items()}
     idle: set[str] = set()
     if resumed.command is not None:

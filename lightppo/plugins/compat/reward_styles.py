@@ -57,7 +57,7 @@ def read_samples(value: Any, part: list[Rollout], label: str) -> Reading:
             f"it returned {shown(value)}; a list with one entry for each of {len(part)} samples is needed",
         )
     readings = [read_sample(item, part[i : i + 1], label) for i, item in enumerate(values)]
-    # others first
+    # Other problems come before numbers that are not finite.
     bad = sorted((isinstance(text, NonFinite), i) for i, (_, text) in enumerate(readings) if text)
     problem = None
     if bad:
@@ -84,7 +84,7 @@ def _verl(rollout: Rollout) -> Values:
         "data_source": rollout.prompt.data_source,
         "solution_str": rollout.response_text,
         "ground_truth": rollout.prompt.label,
-        # a copy, as functions write into it; the two keys are always there in verl
+        # A copy, because functions write into it. In verl the two keys are always there.
         "extra_info": {"num_turns": num_turns, "rollout_reward_scores": {}} | info,
     }
 

@@ -72,7 +72,7 @@ def load_full_state_dict(
 
     module, engine = unwrap_model(model), find_engine(model)
     tensors = module.state_dict(keep_vars=True)
-    # the first of tied names
+    # Of tied names, the first counts.
     given = {tensors[name]: name for name in reversed(tensors) if name in state_dict}
     missing = [name for name, tensor in tensors.items() if tensor not in given]
     unexpected = sorted(state_dict.keys() - tensors.keys())

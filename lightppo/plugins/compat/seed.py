@@ -175,7 +175,7 @@ class ExperienceMaker(maker.ExperienceMaker):
 
     # (prompts, labels, generation options) → scored rollouts
     sample: Callable[..., list[Rollout]] | None = None
-    # the seed's: nothing here, times are in perf/ of the logs
+    # The seed has this attribute. Here it stays empty: times are in the logs, under perf/.
     perf_stats: dict[str, float] | None = None
 
     def make_experience_list(
@@ -257,7 +257,7 @@ def _options_of(args: Any) -> dict[str, Any]:
     for name in ("reward_pretrain", "remote_rm_url"):  # the seed separates them by commas
         if isinstance(values.get(name), str):
             values[name] = tuple(part for part in values[name].split(",") if part)
-    # the seed passes the key; wandb takes it from the environment
+    # The seed passes the key here; wandb takes it from the environment.
     if isinstance(values.get("use_wandb"), str):
         values["use_wandb"] = bool(values["use_wandb"])
     for name in ("save_steps", "eval_steps"):
@@ -311,7 +311,7 @@ def seed_means(experience: Experience) -> dict[str, Tensor]:
     """The means over samples that the seed's ``training_step`` gives."""
     device = experience.action_mask.device
     known = {name: experience.info[name] for name in SEED_INFO if name in experience.info}
-    # the seed puts numbers in
+    # The seed puts plain numbers in.
     info = {name: torch.as_tensor(x, device=device).float() for name, x in known.items()}
     means = {name: values.mean() for name, values in info.items()}
     if "kl" in info:  # per token, as far as lengths tell

@@ -97,7 +97,7 @@ class SeedUpdate(Update):
 
     def train_minibatch(self, minibatch: Any, step: int = 0) -> list[Mapping[str, float]]:
         statuses = self.trainer.train_minibatch(minibatch, step)
-        # the means of the rollout take the place of the seed's
+        # The means over the rollout take their place.
         return [
             {name: value for name, value in status.items() if name not in SEED_INFO}
             for status in statuses
@@ -105,7 +105,7 @@ class SeedUpdate(Update):
 
     def take_step(self, minibatch: Any, step: int) -> list[Mapping[str, float]]:
         """The optimizer step of actor and critic."""
-        # numbers are read at the end of the step, so that no micro batch waits for a GPU, unless an override reads them
+        # Numbers are read at the end of the step, unless an override reads them: no micro batch waits for a GPU.
         self.waits = self.trainer.overrides(*_TRAINING_METHODS)
         statuses = super().train_minibatch(minibatch, step)
         self.waits = True
@@ -127,7 +127,7 @@ class SeedUpdate(Update):
         """Micro batches of a step; what an override does with one counts by its share of the step's samples."""
         for experience in micro_batches:
             self.weigh(sample_share(experience.action_mask, experience.part.normalizer))
-            # a placeholder, from which the seed's status is read as well
+            # The seed's status is read from a placeholder, too.
             if not experience.part.has_samples:
                 ones = torch.ones(1, device=experience.action_mask.device)
                 experience = replace(experience, info=dict.fromkeys(SEED_INFO, ones))
@@ -360,7 +360,7 @@ class PPOTrainer(core.PPOTrainer):
     _text_step = 0  # number of the last step whose prompts came as texts
     _synced = 0  # optimizer steps of the weights that the engine has
     update_steps = 0  # optimizer steps per episode, where the dataloader has no length
-    # of optimizer steps that a loop of a script's own has taken
+    # The outcomes of optimizer steps that a script's own loop has taken.
     _outcomes: Sequence[Mapping[str, float]] = ()
     _args_of_fit: Any = None  # that a script gave to fit
     _client_states: Mapping[str, Any] | None = None  # that a script adds to the checkpoint
@@ -600,7 +600,7 @@ class PPOTrainer(core.PPOTrainer):
                 status |= self.training_step_actor(experience, **masked)
         if self.update.critic_trains():
             with self.timer("critic_update"):
-                # the actor's pass may know more of the KL
+                # The actor's status wins: its pass may know the KL more exactly.
                 status = self.training_step_critic(experience) | status
         return status
 
@@ -838,7 +838,7 @@ class PPOTrainer(core.PPOTrainer):
     def kl_ctl(self, controller: Any) -> None:
         self.update.kl_ctl = controller
         maker = self.experience_maker
-        # also inside a script's NaiveExperienceMaker
+        # A script's NaiveExperienceMaker holds the maker inside.
         getattr(maker, "maker", maker).kl_ctl = controller
         if (states := vars(self).get("states")) is not None:
             states["kl_ctl"] = (
@@ -915,7 +915,7 @@ class PPOTrainer(core.PPOTrainer):
         for model in (self.actor, self.critic) if self.overrides(*methods) else ():
             if model is not None:
                 accept_seed_calls(model)
-        # the seed reads output.aux_loss
+        # The seed's training step reads output.aux_loss.
         if self.aux_loss and self.overrides("training_step_actor"):
             self.actor.check_router()
             give_router_loss(self.actor)

@@ -125,7 +125,7 @@ class Span:
     rows: int
     first: int
     end: int
-    # attention gets the buffers' full width and masks unused columns; else only the used ones
+    # Whether attention gets the full width of the buffers, with unused columns masked, or only the used columns.
     whole: bool = False
     # (1,) end, where steps read their numbers on the device, and attention gets ``width``
     column: Tensor | None = None
@@ -213,7 +213,7 @@ class SlotLayer(DynamicLayer):
             part = buffer[:, :, columns]
             if buffer.is_cpu:  # by index it takes several times as long there
                 moved = [
-                    # another row is written over it before
+                    # A row that is overwritten before it is read is copied.
                     part[row].clone() if row in targets[:number] else part[row]
                     for number, row in enumerate(sources)
                 ]
@@ -308,7 +308,7 @@ class SlotCache(DynamicCache):
         shift = span.end - end
         self.slots, self.columns = self.slots if self.fixed else slots, end + self._more(end)
         for layer in self.layers:
-            # one after the other: little memory is held twice
+            # One layer after the other, so that little memory is held twice.
             layer.make_room(self.slots, self.columns, first, end, self.fixed)
             layer.see_rows()
         span.first = first
@@ -368,7 +368,7 @@ class Prefilled:
     prompts: list[list[int]]
     cache: Cache  # keys and values of the left-padded prompts
     logits: Tensor  # (P, V) behind the last token of each prompt
-    # row of the prompt, number of the request: samples without a slot yet
+    # (row of the prompt, number of the request) of each sample that has no slot yet
     waiting: deque[tuple[int, int]]
 
 
@@ -378,7 +378,7 @@ class PromptQueue(RequestQueue):
     A subclass may keep rows that have ended.
     """
 
-    # rows that have ended stay in their slots, and :meth:`keep` and :meth:`give_way` are called
+    # Whether rows that have ended stay in their slots, and :meth:`keep` and :meth:`give_way` are called.
     keeps_rows = False
 
     def __init__(
@@ -513,9 +513,9 @@ class Rows:
         self.log_probs = torch.zeros(slots, max_new_tokens, device=device)
         self.uniforms = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=device)
         self.ages = torch.zeros(slots, dtype=torch.long, device=device)  # tokens so far
-        # most tokens of each; entries beyond the rows in use mean nothing
+        # The most tokens of each row. Entries beyond the rows in use mean nothing.
         self.limits = torch.full((slots,), max_new_tokens, device=device)
-        # of the newest token in prompt + response
+        # The position of the newest token in prompt + response.
         self.positions = torch.zeros(slots, dtype=torch.long, device=device)
 
     def __len__(self) -> int:
@@ -600,7 +600,7 @@ class SlotDecoder(Decoder):
                 continue
             else:
                 break
-            # the only wait for the device in a step
+            # In a step, this is the only wait for the device.
             gone = self._ended().cpu().nonzero().squeeze(1).tolist()
             if gone:
                 yield self._leave(gone)
@@ -625,7 +625,7 @@ class SlotDecoder(Decoder):
             self.device,
             prompt_width=queue.prompt_columns if self.sampler.needs_history else 0,
         )
-        # else what a row has of its first tokens is not whole, or positions cannot be said
+        # A window drops a row's first tokens, a recurrent state keeps none, and some models take no positions.
         is_whole = self.cache.window is None and self.cache.keeps_tokens
         self._keeps_rows = queue.keeps_rows and is_whole and self.forward.takes_position_ids
 
@@ -704,7 +704,7 @@ class SlotDecoder(Decoder):
             return (self._added[:, span.first : span.end + 1] == 0).long()
         if span.whole:
             return self._added[:, None, None]
-        # a copy, even of a single row: a GPU reads a mask in pieces of 16 bytes, from such a border
+        # A copy, even of a single row, because a GPU reads masks in pieces that begin at a multiple of 16 bytes.
         return self._added[:, None, None, span.first : span.end + 1].clone(
             memory_format=torch.contiguous_format
         )
@@ -725,7 +725,7 @@ class SlotDecoder(Decoder):
             rows.tokens[index], rows.log_probs[index], rows.ages[index], self._stopped[index]
         )
         starts = [rows.starts[row] for row in gone]
-        # tokens that went through the model: all but the newest one
+        # The tokens that went through the model: all but the newest one.
         lengths = rows.positions[index].tolist() if self._keeps_rows else []
         movers, holes = rows.remove(gone)
         self.cache.move_rows(movers, holes, len(rows), exchange=self._keeps_rows)

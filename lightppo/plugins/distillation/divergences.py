@@ -63,7 +63,7 @@ def top_divergence(
         log_p, log_q = _with_rest(log_p), _with_rest(log_q)
     elif tail == "renormalise":
         log_p, log_q = log_p.log_softmax(1), log_q.log_softmax(1)
-    # the gradient is autograd's, not the factors
+    # Autograd makes the gradient here, so the factors are not used.
     return divergence_of(beta)(log_p, log_q)[0]
 
 

@@ -120,7 +120,7 @@ class GymEnvironment:
         if type(space).__name__ == "Discrete":
             numbers = re.findall(r"-?\d+", text)
             first, last = int(space.start), int(space.start + space.n) - 1
-            # of more digits than any action, which Python may refuse to read
+            # Python may refuse to read a number of very many digits, and no action has 20.
             number = numbers[-1] if numbers and len(numbers[-1]) < 20 else None
             if number is None or not first <= int(number) <= last:
                 ask = f"Answer with a whole number from {first} to {last}."

@@ -129,12 +129,12 @@ async def run_program(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | given | variables,
-        # a worker is killed with its process group
+        # Within a worker it stays in the worker's process group, with which it is killed.
         start_new_session=not contract.in_worker,
     )
     starting = asyncio.ensure_future(start)
     try:
-        # asyncio would kill the program alone if it were cancelled here, not what it has started by then
+        # If this were cancelled, asyncio would kill the program, but not what it has started by then.
         process = await asyncio.shield(starting)
         written, _ = await process.communicate()
     finally:

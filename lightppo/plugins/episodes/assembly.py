@@ -17,7 +17,7 @@ def around(engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any) ->
     asked = config.episodes
     if not asked.env and not asked.tools:
         return engine
-    # imported where they are used: most runs play no episodes
+    # Imported here, because most runs play no episodes.
     from lightppo.plugins.episodes.calls import AnsweredEnvironments, told_of
     from lightppo.plugins.episodes.environments import Environments
     from lightppo.plugins.episodes.episode import Limits

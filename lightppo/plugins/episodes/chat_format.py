@@ -571,7 +571,7 @@ class ChatFormat:
             texts.append(_QUESTION["content"] + behind)
         found: set[str] = set()
         for text in texts:
-            # what stands before the first message describes the tools
+            # The text before the first message describes the tools.
             text = text.partition(_QUESTION["content"])[2]
             found |= set(re.findall(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]", text))
             found |= set(re.findall(r"^\W*[A-Za-z][\w ]{1,30}:(?=\s*$|\s+qz)", text, re.MULTILINE))

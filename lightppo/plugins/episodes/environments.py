@@ -234,7 +234,7 @@ class Session:
     def __init__(self, environments: Environments, spec: EnvironmentSpec, seat: Seat) -> None:
         self.name = spec.name
         self.contract = spec.contract
-        # what reset gave; of an agent program {"messages": …, "tools": …}
+        # What reset returned; for an agent program, {"messages": …, "tools": …}.
         self.opening: str | list[dict[str, Any]] | dict[str, Any] | None = None
         self.is_agent = spec.is_agent
         self.has_tools = bool(spec.tools)

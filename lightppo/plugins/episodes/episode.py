@@ -108,7 +108,8 @@ class Transcript:
     trained: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    # of each turn: "end", the place of its last sampled id; "reward"; "calls"; "errors"; "seconds" in the environment
+    # For each turn: "end" (the place of its last sampled id), "reward", "calls", "errors", "seconds" (in the
+    # environment).
     turns: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""  # of the last turn
     escapes: int = 0  # markers that were broken in observations
@@ -146,7 +147,7 @@ class Episode:
     sample: Sample
     shortened: Callable[[str, int], str]  # a text of at most so many tokens
     keeps_rewards: bool = True  # asks the environment for rewards
-    # takes the session at the end, which it closes later: reward functions may ask its object until then
+    # Takes the session at the end and closes it later, so that reward functions may ask its object until then.
     keep_open: Callable[[Session], object] | None = None
     calls: Direct = field(default_factory=Direct)  # how it asks engine and environment
 

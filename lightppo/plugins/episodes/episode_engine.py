@@ -155,7 +155,7 @@ class EpisodeEngine:
         """How an episode asks: by way of the tape where there is one, and the run is on its way."""
         if self.tape is None or not self.tape.is_on:
             return Direct()
-        # reward functions ask the objects of TRL's environments, which no tape has
+        # Reward functions ask the objects of TRL's environments, and no tape has these.
         reel = Reel(self.tape, key, sample_index, may_answer=not self._keeps_objects)
         return Answered(reel) if reel.answers else Recording(reel)
 
@@ -379,13 +379,14 @@ class _Stage:
         self.rollouts: dict[Key, Rollout] = {}
         self._loop = loop
         self._on_finished = on_finished
-        # what the episodes' thread brings: turns to sample, episodes that have ended
+        # What the episodes' thread sends: turns to sample, and episodes that have ended.
         self._brought: queue.SimpleQueue[_Asked | tuple[Key, Any]] = queue.SimpleQueue()
         self._futures: dict[int, asyncio.Future[Rollout]] = {}  # by id of the turn
-        # what goes to the episodes' thread, and whether it has been told so: one wake-up for all that has come
+        # What goes to the episodes' thread, and whether the thread has been woken: one call wakes it for all that has
+        # come.
         self._sampled: deque[tuple[asyncio.Future[Rollout], Rollout]] = deque()
         self._is_told = False
-        # episodes that have not ended; None: not begun yet
+        # The episodes that have not ended. None: not begun yet.
         self._tasks: dict[Key, asyncio.Task[Rollout] | None] = {}
         self._decoding = 0  # turns that the engine has
         self.waited = 0.0  # seconds in which it had none, and waited for one

@@ -40,7 +40,7 @@ def generate_turns(engine: HFRolloutEngine, turns: TurnSource, sampling: Samplin
         for numbers, decoded in decoder.run(queue, queue.uniforms):
             ended = [queue.turns[number] for number in numbers]
             samples = [(turn.prompt, turn.sample_index) for turn in ended]
-            # an episode reads the ids of its turns itself
+            # Without texts: an episode decodes the ids of its turns itself.
             rollouts = engine.to_rollouts(samples, decoded, decoder.stop, with_text=False)
             for number, rollout in zip(numbers, rollouts):
                 generated += len(rollout.response_ids)
@@ -75,7 +75,7 @@ class TurnQueue(PromptQueue):
         self._seed = sampling.seed
         self._positions = positions
         self._more_come = True
-        # the last turn of each conversation, by prompt and sample: its number, and the ids so far
+        # By prompt and sample, the last turn of each conversation: its number, and the ids so far.
         self._last: dict[tuple[int, int], tuple[int, list[int]]] = {}
         self._follows: dict[int, int] = {}  # the turn that another one goes on from
         self._kept = KeptRows(

@@ -258,7 +258,7 @@ class CallThread:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # a daemon: a call that hangs does not keep the program alive
+        # A daemon, so that a call that hangs does not keep the program alive.
         self._thread = threading.Thread(target=self._work, name="environment", daemon=True)
         self._thread.start()
 
@@ -651,7 +651,7 @@ class LocalRoom:
         self._abandoned: list[CallThread] = []  # whose call hangs
         self._loop: UserLoop | None = None
         self._kept: dict[str, list[LocalSeat]] = {}
-        # of sessions that have ended: a start costs as much as two calls
+        # Threads of sessions that have ended. To start one costs as much as two calls.
         self._idle: list[CallThread] = []
         self._is_closed = False
         self._lock = threading.Lock()

@@ -97,7 +97,7 @@ class VerifiersProcess:
             encoding="utf-8",
             env=_variables(command[0]),
         )
-        # it ends when this process does, as its input ends
+        # The worker ends with this process, because its input ends.
         threading.Thread(target=self._read, name="verifiers", daemon=True).start()
 
     @property

@@ -198,7 +198,7 @@ async def serve(env: Any, write: Any) -> None:
 def main() -> None:
     """Exit code 1 if the taskset cannot be played; the reason is the last line of stderr."""
     taskset, mode = sys.argv[1], sys.argv[2:]
-    # what packages print must not stand among the answers
+    # What packages print must not get among the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -162,7 +162,7 @@ class WorkerRoom:
             for worker in [one for one in self._idle if one.ended.has_happened]:
                 self._idle.remove(worker)
                 worker.close()
-            # one that has this environment's object, in TRL's contract
+            # In TRL's contract, a worker may have this environment's object already.
             known = next((one for one in self._idle if name in one.names), None)
             if known is None and self._idle:
                 known = self._idle[0]

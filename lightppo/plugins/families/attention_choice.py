@@ -44,9 +44,9 @@ def resolve_attn_implementation(
         name == "auto" and torch_has_flash(model_class, config)
     ):
         return None if name == "auto" else name
-    # code of its own: try
+    # For a model with code of its own, trying tells.
     supported = getattr(model_class, "_supports_flash_attn", name == "flash_attention_2")
-    # gpt-oss, Granite with sinks, MiMo: transformers would fetch one of these kernels from the hub instead
+    # For gpt-oss, Granite with sinks and MiMo, transformers would fetch one of these kernels from the hub instead.
     own_kernels = getattr(model_class, "_compatible_flash_implementations", None) or [
         "flash_attention_2"
     ]

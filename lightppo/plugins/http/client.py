@@ -64,7 +64,7 @@ class HTTPClient:
     token: str | None = None  # sent as Authorization: Bearer …, never logged; see read_token
     max_concurrent: int | None = None  # requests at a time, others wait
     max_bytes: int = 1 << 28  # the longest answer
-    # reuse connections; a request fails if the server closes its idle connection just then
+    # Reuse connections. Then a request fails if the server closes an idle connection just as it is sent.
     keep_alive: bool = False
     sleep: Callable[[float], Any] | None = None
 
@@ -207,7 +207,7 @@ class HTTPClient:
     @cached_property
     def _kept(self) -> requests.Session:
         session = self._session(connections=self.max_concurrent or 1024)
-        # so that threads can share the session
+        # Without cookies, threads can share the session.
         session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         return session
 

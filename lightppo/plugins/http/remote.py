@@ -63,7 +63,7 @@ class RemoteReward:
     _: KW_ONLY
     timeout: float = 60.0  # seconds per request
     retries: int = 3  # further tries after a failed request; see HTTPClient
-    # or "unscored", after the last try; a refusal is always an error
+    # What a failed last try is: "error", or "unscored" samples. A refusal is always an error.
     on_reward_failure: OnFailure = "error"
     token: str | None = None  # sent as Authorization: Bearer …
     sleep: Callable[[float], None] | None = None
@@ -91,7 +91,7 @@ class RemoteReward:
         # As if the samples of all ranks, equally many, stood in one row: each server has the next n-th part of it.
         edges = [size * ranks.world_size * i // n - size * ranks.get_rank() for i in range(n + 1)]
         parts = [rollouts[max(0, start) : max(0, stop)] for start, stop in pairwise(edges)]
-        # a few samples at a time, as they are finished, go to all servers too
+        # Calls take turns, so that a few finished samples at a time reach all servers, too.
         turn = next(self._calls)
         shares = [(self._servers[(i + turn) % n], part) for i, part in enumerate(parts) if part]
         if not shares:

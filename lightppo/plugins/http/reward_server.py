@@ -77,7 +77,7 @@ class _Door:
 
     most: int
     seconds: float
-    # by address
+    # By the client's address.
     _waiting: dict[Any, tuple[asyncio.TimerHandle, asyncio.Transport]] = field(default_factory=dict)
 
     def wait(self, connection: H11Protocol) -> None:
@@ -195,7 +195,7 @@ class RewardApp:
         except Exception:
             raise
         except BaseException as error:
-            # e.g. sys.exit() in a user's function, which must not end the server
+            # A user's function that calls sys.exit(), for example, must not end the server.
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         if output.token_scores is not None:
             raise RewardError(

@@ -24,7 +24,7 @@ class RewardServerConfig(Section, adds_to="reward"):
         """Addresses of services that nobody can be reached at."""
         if o.by_hand:
             return  # a script has made its rewards by hand
-        # a tape answers in place of servers that may be gone
+        # A tape answers instead of the servers, which may be gone.
         asked = () if getattr(o, "tape_from", None) else o.remote_rm_url
         for url in asked:
             if len(o.remote_rm_url) == 1 and "://" not in url and url.split(":")[0].endswith(".py"):

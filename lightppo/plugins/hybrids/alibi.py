@@ -120,11 +120,11 @@ class Family:
     inner: str  # its projection to queries, keys and values
     outer: str  # its projection of what heads give
     own: str  # its name among transformers' attentions
-    # the module, the plan, places (n, L), states (n, L, ·), and by name what its model gave it for the row
-    # -> what it gets for the batch
+    # (the module, the plan, places (n, L), states (n, L, ·), by name what the model gave it for the row) → what it gets
+    # for the batch
     options: Callable[..., dict[str, Any]]
     takes: tuple[str, ...]  # those names
-    # its attributes while it runs on a batch
+    # Attributes that it has while it runs on a batch.
     instead: dict[str, Any] = field(default_factory=dict)
 
 
@@ -228,7 +228,7 @@ def _packed(kind: type[nn.Module]) -> type[nn.Module]:
             padded = _Instead(self, {"config": family.instead["config"]})
         return kind.forward(padded, hidden_states, *args, attention_mask=attention_mask, **kwargs)
 
-    # a graph that is compiled ends here: segments differ from row to row
+    # Compiled graphs end here, because segments differ from row to row.
     @torch.compiler.disable
     def in_row(
         self: nn.Module,
@@ -253,7 +253,7 @@ def _packed(kind: type[nn.Module]) -> type[nn.Module]:
             return output
         return residual + dropout(output, self.hidden_dropout, self.training)
 
-    # transformers asks for the parameters of a layer's forward
+    # transformers looks at the parameters of a layer's forward.
     forward.__signature__ = inspect.signature(kind.forward)
     return type(
         kind.__name__, (_ByAlibi, kind), {"__module__": kind.__module__, "forward": forward}

@@ -86,7 +86,7 @@ def delta_rule(
             q, k, v, g=decay, beta=rate, initial_state=initial, output_final_state=keeps, **options
         )
 
-    # exp(0) = 1 is no decay, and a rate of 0 writes nothing
+    # What fills a row up: a decay of exp(0) = 1 is none, and a rate of 0 writes nothing.
     return by_segment(plan, step, (query, key, value, g, beta), (0.0,) * 5), None
 
 
@@ -121,7 +121,7 @@ def chunk_scan(
         step,
         (hidden, dt, B, C),
         (0.0, NO_STEP, 0.0, 0.0),
-        # a step that must take time lets the state decay
+        # Where a step must take some time, a filled place, too, would let the state decay.
         equal_lengths=shortest > 0,
     )
 
@@ -251,7 +251,7 @@ def _packed(kind: type[nn.Module]) -> type[nn.Module]:
             return kind.forward(self, hidden_states, *args, attention_mask=attention_mask, **kwargs)
         return in_row(self, attention_mask, hidden_states, *args, **kwargs)
 
-    # a graph that is compiled ends here: segments differ from row to row
+    # Compiled graphs end here, because segments differ from row to row.
     @torch.compiler.disable
     def in_row(
         self: nn.Module, segments: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any
@@ -266,7 +266,7 @@ def _packed(kind: type[nn.Module]) -> type[nn.Module]:
         packed.__kwdefaults__ = plain.__kwdefaults__
         return packed(self, hidden_states, *args, attention_mask=None, **kwargs)
 
-    # transformers asks for the parameters of a layer's forward
+    # transformers looks at the parameters of a layer's forward.
     forward.__signature__ = inspect.signature(kind.forward)
     return type(
         kind.__name__, (_BySegment, kind), {"__module__": kind.__module__, "forward": forward}

@@ -39,7 +39,7 @@ def share_cores(collectives_on_cpu: bool) -> None:
     if collectives_on_cpu:
         torch.set_num_threads(1)  # a thread keeps what it finds at its first large copy
         ranks = dist.get_world_size()
-        # four gathers that last long enough to keep both busy
+        # Four gathers, which last long enough to keep both cores busy.
         own = torch.zeros(max(1 << 16, (1 << 20) // ranks))
         copies = [list(own.new_empty(ranks, len(own))) for _ in range(4)]
         for work in [dist.all_gather(of_ranks, own, async_op=True) for of_ranks in copies]:

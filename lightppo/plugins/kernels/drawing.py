@@ -20,7 +20,7 @@ def inverse_cdf_by_blocks(probs: Tensor, uniforms: Tensor) -> Tensor:
     vocab_size = probs.shape[-1]
     whole = vocab_size // _BLOCK * _BLOCK
     sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1)
-    # the last may be empty: 0
+    # The last block may be empty; its sum is 0 then.
     sums = torch.cat([sums, probs[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
     cdf = sums.cumsum(dim=-1, dtype=torch.float64)
     targets = uniforms.unsqueeze(1) * cdf[:, -1:]  # (B, 1)

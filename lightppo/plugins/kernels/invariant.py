@@ -104,7 +104,8 @@ def in_vectors(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     flat = x.contiguous().view(-1)
     unit = UNIT * torch.get_num_threads()
     piece = max(ONE_THREAD - ONE_THREAD % unit, unit)
-    # torch gives each thread at least so many; between the two it takes some of the threads
+    # torch gives each thread at least this many elements. With fewer than that for all threads, it takes only some of
+    # them.
     whole = len(flat) - len(flat) % unit if len(flat) >= ONE_THREAD * torch.get_num_threads() else 0
     parts = [fn(flat[:whole])] if whole else []
     for part in flat[whole:].split(piece):

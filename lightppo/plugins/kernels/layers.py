@@ -33,6 +33,6 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
         raise ModelLoadError(
             f"--torch_compile: {type(model).__name__} does not say which of its modules are layers"
         )
-    # one by one: compiles one block, and leaves out the head, which makes log probs by chunks
+    # One by one: that compiles a single block, and leaves out the head, which makes log probs by chunks.
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)

@@ -119,7 +119,7 @@ _TRIED: dict[Any, str | None] = {}
 
 
 def _patch_of(model: PreTrainedModel) -> Callable[..., None] | None:
-    # it warns of each backend that is for another kind of hardware
+    # Liger warns of each backend that is for other hardware.
     logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -203,7 +203,7 @@ def _differences(model: PreTrainedModel, device: torch.device) -> Iterator[str]:
         small = small_copy(model, dtype, device)
         own = numbers_of(small)
         put_kernels_in(small)
-        # a gradient that is nearly 0 is rounding alone
+        # A gradient of nearly 0 is nothing but rounding.
         least = _SMALL * max(_norm(own[name]) for name in own if name != _LOG_PROBS)
         most = _MOST_IN_FLOAT32 if dtype is torch.float32 else _MOST_IN_16_BITS
         for name, value in numbers_of(small).items():

@@ -252,7 +252,7 @@ def _to_logits(
     term = None
     if from_entropy is not None:
         probabilities = log_probs.exp()
-        # a kept one has its floor
+        # Log probs that were kept have this floor already.
         term = log_probs.clamp_(min=lowest(log_probs)) if overwrite else log_probs.clone()
         term.add_(entropy.unsqueeze(-1))
         # p · (log p + E) first: 0 for a forbidden token, whatever the gradient

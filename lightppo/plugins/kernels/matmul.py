@@ -78,7 +78,7 @@ def onednn_suits_machine() -> bool:
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        # torch's own compiler calls it, but it is not public
+        # torch's own compiler calls this operator, but it is not public.
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and cpuinfo.is_file()
         and "AuthenticAMD" in cpuinfo.read_text()
@@ -110,7 +110,7 @@ class _Linear(torch.autograd.Function):
             if ctx.needs_input_grad[0]
             else None
         )
-        # contiguous, as its weight is: else every use of the gradient would turn it
+        # Contiguous, as the weight is; otherwise every use of the gradient would transpose it.
         to_weight = (
             product(rows.t(), x.reshape(-1, x.shape[-1])).contiguous()
             if ctx.needs_input_grad[1]

@@ -81,7 +81,7 @@ def plainly(own: OwnWeights) -> AbstractContextManager:
         if weight := own.reference(saved):
             return weight
         kept = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
-        # unlike save_on_cpu's: the host does not wait
+        # The host does not wait, unlike in torch's save_on_cpu.
         return saved.device, kept.copy_(saved, non_blocking=True)
 
     def unpack(packed: tuple[Any, ...]) -> Tensor:
@@ -235,7 +235,7 @@ class Ticket:
         self._gone = gone
 
     def __del__(self) -> None:
-        # at any time, in any thread: the next activation that is kept or read clears up
+        # This may run at any time, in any thread. So it only leaves a note, and the next activation clears up.
         self._gone.append(self.number)
 
 
@@ -286,7 +286,7 @@ class ActivationOffload:
     def _takes(self, saved: Tensor) -> bool:
         if saved.device != self.streams.device or saved.layout is not torch.strided:
             return False
-        # of repeated rows the memory is less
+        # Where rows repeat (expand), the memory is smaller than the tensor.
         nbytes = min(saved.nbytes, saved.untyped_storage().nbytes())
         return type(saved) is Tensor and nbytes >= self.smallest
 
@@ -330,7 +330,7 @@ class ActivationOffload:
         target = torch.empty(
             activation.host.shape, dtype=activation.host.dtype, device=self.streams.device
         )
-        # others may have had this memory until now
+        # Work in this stream may have used this memory until now.
         self.streams.copying.wait_event(computing.record_event())
         self.streams.copy(target, activation.host)
         return OnDevice(target, computing, self.streams.copying.record_event())
@@ -407,7 +407,7 @@ def is_exact(offload: ActivationOffload, rows: int = 1024, layers: int = 8) -> b
     try:
         with torch.enable_grad():
             plain = gradients(nullcontext())
-            # twice: the second time in places that the first one had
+            # Twice, because the second pass uses the places of the first.
             turns = [gradients(offload.around(OwnWeights(weights))) for _ in range(2)]
     finally:
         offload.smallest, offload.most_leaving, offload.most_ahead = bounds

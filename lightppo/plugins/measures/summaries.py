@@ -131,7 +131,7 @@ def policy_summaries(
     """
     terms: dict[str, Tensor] = {}
     reference, engine = experience.base_action_log_probs, experience.rollout_log_probs
-    # with NaN the optimizer step is skipped, and counted
+    # A step with NaN is skipped, and counted elsewhere.
     mask = experience.action_mask & ~log_probs.isnan()
     if reference is not None:
         mask = mask & ~reference.isnan()

@@ -23,7 +23,7 @@ class PhaseTimer(Phases):
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        # no marks where a run on the CPU of a GPU machine would only take its memory
+        # CUDA marks take memory of the GPU, so a run on the CPU of a GPU machine uses the clock.
         now = _mark if torch.cuda.is_initialized() else time.perf_counter
         start = now()
         with torch.profiler.record_function(phase), heartbeat.during(phase):  # its name in a trace

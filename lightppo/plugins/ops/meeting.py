@@ -100,7 +100,7 @@ def quiet_third_parties() -> None:
 
 
 def _not_about_skipped_steps(record: logging.LogRecord) -> bool:
-    # optimizer_step reports it with the model's name
+    # optimizer_step reports the skip, with the model's name.
     return "OVERFLOW! Skipping step" not in record.getMessage()
 
 

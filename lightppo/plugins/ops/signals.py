@@ -107,7 +107,7 @@ class _Watch:
         while True:
             left = self.since + self.grace - time.monotonic()
             for stream in (1, 2) if self.number else ():
-                # tells when its reader has ended, as `tee` does at a Ctrl-C
+                # poll tells when the reader has ended, as `tee` does at a Ctrl-C.
                 poller.register(stream, 0)
             if self.number and left <= 0:
                 self._end(f"not at a safe point within {self.grace:g} s (--signal_grace)")

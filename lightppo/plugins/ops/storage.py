@@ -55,7 +55,7 @@ def stage_to_local(
         fs, remote = fsspec.core.url_to_fs(url, **_as_given(url))
         info = fs.info(remote)
         is_folder = info["type"] == "directory"
-        # find() only for folders: over HTTP it would read a file in search of links
+        # find() is for folders only: over HTTP, it would read a file in search of links.
         found: dict[str, dict[str, Any]] = (
             fs.find(remote, detail=True) if is_folder else {remote: info}
         )
@@ -127,7 +127,7 @@ def _copy(
         "copying %s (%s bytes) to %s", shown_url(url), "?" if size is None else size, target
     )
     try:
-        # get() takes the ? of a query for a pattern
+        # get() would take the ? of a query for a pattern.
         if not is_folder and any(sign in remote for sign in "*?["):
             fs.get_file(remote, str(temporary))
         else:

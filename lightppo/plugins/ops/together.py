@@ -63,7 +63,7 @@ class WrittenTogether:
         failed = [rank for rank, (_, _, has_failed) in enumerate(gathered) if has_failed]
         if failed:
             if ranks.is_rank_0():
-                # room for others, and what is free is said without it
+                # This makes room for others, and the message counts that room as free.
                 shutil.rmtree(self.folder, ignore_errors=True)
             ranks.barrier()
             text = ranks.broadcast_object(self._what_failed(), src=failed[0])

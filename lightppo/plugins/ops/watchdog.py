@@ -93,7 +93,7 @@ class Watchdog:
             store = _second_connection(dist.distributed_c10d._get_default_store())
             store.set_timeout(timedelta(seconds=_PATIENCE))
             store.set(f"process {self._rank}", json.dumps([socket.gethostname(), os.getpid()]))
-            # one question
+            # One question for all ranks.
             processes = store.multi_get([f"process {rank}" for rank in range(self._world)])
             for rank, (host, pid) in enumerate(map(json.loads, processes)):
                 if rank != self._rank and host == socket.gethostname():

@@ -52,7 +52,7 @@ def only_at(modules: list[nn.Module], places: Tensor) -> Iterator[None]:
     places = places.sort().values
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
-        # hooks around the call stay (ZeRO-3, adapters)
+        # Only forward changes, so that hooks around the call stay (ZeRO-3, adapters).
         module.forward = partial(_at_places, module.forward, places)
     try:
         yield
@@ -75,10 +75,10 @@ def _at_places(
         return forward(*args, **kwargs)
     (hidden,) = args
     shape = hidden.shape[:-1]
-    # an embedding, because indexing has a slow backward pass
+    # An embedding, because the backward pass of indexing is slow.
     rows = embedding(places, hidden.reshape(shape.numel(), -1))  # (K, H)
     output = forward(rows.view(*shape[:-1], *rows.shape))
-    # experts may add their router's logits
+    # Experts may return the logits of their router, too.
     output, *rest = output if isinstance(output, tuple) else (output,)
     output = output.reshape(len(places), -1)
     # (T, H')

@@ -77,7 +77,7 @@ class PackedBatch(Batch):
             if module.config._attn_implementation == "flash_attention_2" and takes(
                 module, "kwargs"
             ):
-                # else each layer finds the borders in the positions, and waits for the GPU
+                # Otherwise each layer would find the borders in the positions, and wait for the GPU.
                 inputs |= plan_of(self.mask, self.ids.device).flash_options()
             inputs["attention_mask"] = None  # positions say it all
         if takes(module, "position_ids"):
@@ -87,7 +87,7 @@ class PackedBatch(Batch):
     def reading(self) -> AbstractContextManager:
         model = self.layout.hf_model
         worth_it = 0 < len(self.read_at) < READ_SHARE * self.ids.shape[1]
-        # a checkpointed layer runs again in the backward pass, outside of this context
+        # A checkpointed layer runs again in the backward pass, which is outside of this context.
         if not worth_it or (
             torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)
         ):
@@ -112,7 +112,7 @@ class PackedLayout(PaddedLayout):
         super().__init__(model)
         self.share_prompts = share_prompts
         self.own_attention = "sdpa"  # in place of which another one attends in packed rows
-        # run at the read positions only; None until the first packed forward has looked
+        # What runs at the read positions only. None until the first packed forward has looked.
         self.last_layer_parts: list[nn.Module] | None = None
         if packing_samples:
             self.pack()
@@ -139,7 +139,7 @@ class PackedLayout(PaddedLayout):
     def try_packing(self, device: torch.device) -> str | None:
         """Pack from now on; why not, if the model would not do it exactly. Under ZeRO-3 on all ranks together."""
         attention = self.hf_model.config._attn_implementation
-        # eager: over all of a row, with a mask
+        # Eager attention goes over all of a row, with a mask.
         rows = attention == "flash_attention_2" or takes_segments(self.hf_model)
         if not rows and attention_for_rows(self.hf_model) is None:
             if not self.hf_model._supports_sdpa:

@@ -28,7 +28,7 @@ class PackedRow:
 
 def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
     """Drop the padding, which may be on both sides: (B, S) -> (1, T)."""
-    # places and sizes are found there: one wait for a GPU, not one for each
+    # Places and sizes are found on the CPU: one wait for a GPU instead of one for each.
     real = on_cpu(attention_mask).bool()
     lengths = [n for n in real.sum(1).tolist() if n]
     if not lengths:
@@ -100,7 +100,7 @@ class RowPlan:
     keys: Tensor | None  # places of all keys in the row, segment by segment; None: as they stand
     has_flash: bool  # FlashAttention runs on this device
     seen: list[int]  # keys of each segment, with its parent's
-    # what else layers make of it once: masks by window and type
+    # What layers compute only once, such as masks by window and type.
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
@@ -219,7 +219,7 @@ def pack_shared(
     kept[:, :split] &= (leads | ~shared)[:, None]
     slots = (kept[order].flatten().long().cumsum(0) - 1).view_as(real)[order.argsort()]  # (B, S)
     slots[:, :split] = torch.where(shared[:, None], slots[leader, :split], slots[:, :split])
-    # length and parent of each that is not empty; rows of a prompt stand together
+    # (length, parent) of each segment that is not empty. Rows of one prompt stand together.
     segments: list[tuple[int, int]] = []
     parent = -1
     of_rows = (x[order].tolist() for x in (of_prompt, of_response, shared, leads))
@@ -244,7 +244,8 @@ def read(at_places: Tensor, reads: Tensor | None) -> Tensor:
     """(U, …) at the distinct places -> (K, …), one per read; ``reads`` from :func:`distinct_places`."""
     if reads is None:
         return at_places
-    # an embedding's backward pass always adds in the same order; indexing's only in torch's deterministic mode
+    # The backward pass of an embedding always adds in the same order; that of indexing only in torch's deterministic
+    # mode.
     return embedding(reads, at_places.reshape(len(at_places), -1)).view(
         len(reads), *at_places.shape[1:]
     )

@@ -34,9 +34,9 @@ def settle_packing(
     asked = config.training.packing_samples
     if asked is False:
         return
-    # a critic is in its engine
+    # A critic has its engine around it.
     wrappers = [getattr(model, "module", model) for model in models if model is not None]
-    # another package's layout is as it made it
+    # The layout of another package stays as it is.
     layouts = [one.layout for one in wrappers if isinstance(one.layout, PackedLayout)]
     for layout in layouts:
         layout.share_prompts = share_prompts

@@ -51,7 +51,7 @@ def _fitting(tokens: Sequence[int], budget: int, at_least: int = 0) -> list[list
     if not tokens:
         return []
     least = max(1, -(-sum(tokens) // budget), min(at_least, len(tokens)))
-    # fits at the latest when every part has one item
+    # They fit at the latest when every part has one item.
     tries = (_even(tokens, n) for n in count(least))
     return next(
         t

@@ -56,7 +56,7 @@ def write_evaluation(
 def by_source(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """The metrics of :func:`eval_metrics` by data source; "all": of all samples."""
     each = [name[len("eval/") : -len("/samples")] for name in metrics if name.endswith("/samples")]
-    # one may begin with another one's name
+    # The name of a source may begin with the name of another one.
     sources = sorted(filter(None, each), key=len, reverse=True)
     found: dict[str, dict[str, float]] = {source: {} for source in ("all", *sorted(sources))}
     for name, value in metrics.items():

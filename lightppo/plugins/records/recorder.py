@@ -241,7 +241,7 @@ class Recorder(Callback):
         logger.info("checkpoint global_step%d written", step)
 
     def on_end(self, run: Any, error: BaseException | None) -> None:
-        # else a tracker sees that the process failed
+        # After an error, a tracker sees by itself that the process failed.
         if error is None or isinstance(error, SystemExit):
             self.close()
         checkpoint = run.config.checkpoint

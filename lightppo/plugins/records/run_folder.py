@@ -99,7 +99,7 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
     problem = next(filter(None, steps), None) if ranks.is_rank_0() else None
     if problem := ranks.broadcast_object(problem):
         raise ConfigError(problem)
-    # which no node has looked for before
+    # A name that no node has looked for before.
     name = ranks.broadcast_object(f".seen-{uuid.uuid4().hex}")
     for flag, folder in folders.items():
         mark = local_folder(folder) / name
@@ -157,7 +157,7 @@ def _prepare(flag: str, folder: str) -> str | None:
             if is_forgotten(folder)
             else "could not send all it wrote"
         )
-        # of no run: the URL alone counts
+        # These files belong to no run any more: only what is at the URL counts.
         if (aside := set_unsent_aside(folder, besides=_LOCK)) is not None:
             logger.warning(
                 "%s %s: an earlier process %s; its files are now in %s", flag, folder, reason, aside
@@ -286,7 +286,7 @@ class RecordSums:
 
     def __init__(self, folder: str, metrics: Path) -> None:
         self.folder, self.metrics = local_folder(folder).absolute(), metrics.absolute()
-        # by size and time of the last change
+        # (size, time of the last change) and digest of each file.
         self._known: dict[Path, tuple[tuple[int, int], durable.Digest]] = {}
 
     def take(self) -> dict[str, tuple[int, str]]:

@@ -89,7 +89,7 @@ def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strat
 
 def _in_order(own: Sequence[tuple[int, int, str]], strategy: Ranks) -> list[str]:
     """On rank 0 the lines of all ranks by their two numbers; none on the others. Collective."""
-    # a gather pads to the longest, and few may have any
+    # Not a gather, which pads to the longest: perhaps only few ranks have lines.
     of_ranks = strategy.exchange_objects({0: own} if own else {})
     return [line for *_, line in sorted(chain(*of_ranks), key=itemgetter(0, 1))]
 
@@ -222,7 +222,7 @@ class SampleRecord:
         ]
         rank, ranks = self.strategy.get_rank(), self.strategy.world_size
         own = [size for i, size in enumerate(sizes) if (i + step) % ranks == rank]
-        # a full buffer drops the first
+        # From the end, because a full buffer drops its first rows.
         rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))
         chosen = [r for size, group in zip(own, group_by_prompt(rollouts)) for r in group[:size]]
         self.picked = [(r, rows.get(id(r))) for r in chosen]

@@ -53,7 +53,7 @@ class TensorBoardSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
-        # its own thread writes every two minutes, and what it holds dies with the process
+        # Its thread writes every two minutes only, and what it holds is lost if the process dies.
         self.writer.flush()
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class MlflowSink:
             return
         try:
             while self.waiting:
-                # at most, of one call
+                # MLflow takes at most 1,000 metrics in one call.
                 self.client.log_batch(self.run_id, metrics=self.waiting[:1000])
                 del self.waiting[:1000]
         except self.mlflow.MlflowException as error:

@@ -42,7 +42,7 @@ class Panel:
 
     title: str
     curves: Mapping[str, str]  # drawn as lines
-    # drawn as points joined by a line, for the few steps with an evaluation
+    # Drawn as points joined by a line, since few steps have an evaluation.
     points: Mapping[str, str]
     unit_interval: bool = False  # the y axis is 0 to 1
 
@@ -433,7 +433,7 @@ def _run(path: Path) -> dict[str, Any]:
     }
     return {
         "name": run.resolve().name,
-        # no evaluation
+        # An evaluation has no command to repeat.
         "command": command if series(rows, "rollout/reward")[0] or command != "ppo" else None,
         "folder": str(run),  # as it was given
         "steps": [rows[0]["step"], rows[-1]["step"]],

@@ -358,7 +358,7 @@ class ReplayedPPO(Replayed):
         super().make_experience(collected, step)
         if step == self.request.step:
             rows = list(self.replay_buffer.items)
-            # by --buffer_limit
+            # --buffer_limit may have dropped the first ones.
             first = max(0, len(collected.rollouts) + len(collected.repeated) - len(rows))
             self.shown = list(zip(collected.rollouts[first:], rows))[: self.request.samples]
             self.tell(self.described(collected.rollouts))
@@ -420,7 +420,7 @@ class ReplayedPPO(Replayed):
         for part in parts:
             part.to_device(self.strategy.device)
         self.stop(rollouts, parts)
-        # it was left out before there were advantages: all that there is are the passes
+        # The step was left out before there were advantages, so only the passes over its samples can be repeated.
         if parts[0].part is None:
             self.experience_maker.run_models(parts[0])
             self.tell(f"run again: not finite: {parts[0].non_finite() or 'none'}")

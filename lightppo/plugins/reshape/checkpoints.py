@@ -134,7 +134,7 @@ class SavedOptimizer:
         self.members = members(self.param_groups, groups)
         keys = [key for group in self.param_groups for key in group["params"]]
         self._masters = masters
-        # of each rank, flat tensor
+        # One of each rank, by flat tensor.
         self._states = [[base["state"].get(key, {}) for key in keys] for base in bases]
 
     def whole(self, name: str, key: str | None = None) -> Tensor:

@@ -79,7 +79,7 @@ class Style:
     shape: str  # its signature, for error texts
     needs: Collection[str]  # parameter names that tell it from the other conventions
     named: Callable[[Rollout], Values]  # one sample's arguments; they win over data columns
-    # value, samples of the call, name for errors
+    # (value, samples of the call, name for errors) → scores
     read: Callable[[Any, list[Rollout], str], Reading] = read_list
     per_sample: bool = False  # called once per sample, not once with lists of one entry per sample
     positional: tuple[str, ...] = ()  # names in ``named`` that are passed by position
@@ -87,9 +87,9 @@ class Style:
     always: Values = field(default_factory=dict)  # keywords passed in every call
     forbids: str = ""  # a parameter name that only functions with **kwargs may have
     label: str = ""  # the parameter that gets the label
-    # further names with a meaning in it: a function that has one elsewhere is not of our own convention
+    # Further names with a meaning in this convention. A function that has one in another place does not follow our own.
     words: Collection[str] = ()
-    # the function's own names of arguments that go by their places → the convention's
+    # Where arguments go by their places: the function's own names → the convention's.
     renames: Callable[[Iterable[inspect.Parameter]], dict[str, str]] = _as_they_are
 
 
@@ -131,7 +131,7 @@ def recognise(fn: RewardFunction, name: str) -> str:
         for key, style in styles.items()
         if {*style.needs} <= names and (open_ended or style.forbids not in names)
     ]
-    # a convention whose marks are among those of another one that fits
+    # Drop a convention whose marks are among those of another one that fits.
     fits = [
         one
         for one in fits
@@ -141,7 +141,7 @@ def recognise(fn: RewardFunction, name: str) -> str:
     in_place = _in_place(parameters, _words(styles))
     if len(fits) == 1 and (fits[0] in others or in_place):
         return fits[0]
-    # prompt_ids is a keyword of our own too
+    # prompt_ids is a keyword of our own convention, too.
     foreign = {word for style in others.values() for word in style.needs} - {"prompt_ids"}
     if not fits and not names & foreign and in_place:
         return "queries"  # names of its own, e.g. f(q, p, labels)

@@ -51,11 +51,11 @@ class FunctionReward:
     # prime: calls in processes that are killed at their limit; auto: naive or batch, as the function takes it
     reward_manager: str = "auto"  # a name in lightppo.plugin.REWARD_MANAGERS
     reward_workers: int | None = None  # calls at a time; None: 16, or one process per core
-    # wall-clock seconds per call; past it a thread is left behind
+    # Wall-clock seconds per call. A thread that takes longer is left behind.
     reward_timeout: float | None = None
     reward_retries: int = 0  # further tries of a failed call
     on_reward_failure: OnFailure = "error"
-    # where prime loads it from, path.py:name or module:name, if its module does not tell
+    # Where prime loads the function from (path.py:name or module:name), if its module does not tell.
     spec: str | None = None
 
     def __post_init__(self) -> None:

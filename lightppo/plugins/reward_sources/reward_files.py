@@ -68,7 +68,7 @@ def declared_function(spec: str, *default_names: str, option: str = "") -> Decla
         one.annotation = None
     parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
     parameters.kw_defaults = [default and ast.Constant(None) for default in parameters.kw_defaults]
-    # nothing of the file but names of parameters
+    # This evaluates nothing of the file but names of parameters.
     function = eval(f"lambda {ast.unparse(parameters)}: None")
     return Declared(
         function, frozenset(node.id for node in ast.walk(body) if isinstance(node, ast.Name))

@@ -42,9 +42,9 @@ class RewardModelSource:
     device: torch.device | str = "cpu"
     pad_token_id: int | None = None  # fills rows with the actor's ids; masked out
     micro_batch_size: int | MicroBatchSpec = 8  # rows per forward, or a budget of tokens
-    # with ZeRO-3 every rank must join every forward: one with fewer batches adds empty ones
+    # With ZeRO-3 every rank must join every forward: a rank with fewer batches adds empty ones.
     ranks: Ranks | None = None
-    # one for all models, or one each; None: the actor's ids unchanged
+    # One for all models, or one for each. None: models read the actor's ids.
     inputs: Sequence[RewardInputs] | None = None
     reward_max_length: int | None = None  # most tokens per row
     reward_truncation: Truncation = "error"  # or cut a longer row on the left

@@ -149,7 +149,7 @@ class LoopRunner:
     fn: Callable[..., Any]
     concurrency: int
     timeout: float | None = None  # seconds after which a call is cancelled
-    # seconds after the last call should have ended; then the loop counts as blocked
+    # Seconds after the last call should have ended, when the loop counts as blocked.
     grace: float = 10.0
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class LoopRunner:
         async def one(call: Call) -> Outcome:
             async with slots:
                 task = asyncio.ensure_future(self._call(call))
-                # not wait_for: that waits until a cancelled coroutine has ended, which it may refuse to
+                # Not wait_for, which waits until a cancelled coroutine has ended; a coroutine may refuse to.
                 done, _ = await asyncio.wait({task}, timeout=self.timeout)
                 if done or self.timeout is None:
                     return task.result()
@@ -197,7 +197,7 @@ class LoopRunner:
             try:
                 return Outcome(await self.fn(*call.args, **call.kwargs))
             except (Exception, SystemExit) as error:
-                # a SystemExit that leaves a task ends the loop
+                # A SystemExit that left a task would end the loop.
                 return raised(error)
             finally:
                 heartbeat.beat()

@@ -68,7 +68,7 @@ class RoutedReward:
     def __init__(self, routes: Routes, *, by: str = "data_source", name: str = "routed") -> None:
         if not routes or not all(routes.values()):
             raise ValueError(f"{name}: every route needs at least one source")
-        # by identity: a source need not be hashable
+        # By identity, because a source need not be hashable.
         plan: dict[int, tuple[RewardSource, dict[str, float]]] = {}
         for route, pairs in routes.items():
             for source, weight in pairs:
@@ -105,7 +105,7 @@ class RoutedReward:
         token_totals: list[list[float] | None] = [None] * n
         metrics: dict[str, list[float | None]] = {}
         texts: dict[str, list[str | None]] = {}
-        # raised at the end: other ranks may wait in the next source
+        # Raised at the end, because other ranks may wait in the next source.
         non_finite: NonFiniteRewardError | None = None
         for source, weights in self._plan:
             places = [i for i, route in enumerate(routes) if route in weights]

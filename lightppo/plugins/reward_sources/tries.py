@@ -32,7 +32,7 @@ class Outcome:
 
     value: Any = None  # after settle: of the last answer that could be read, even if only in part
     error: str | None = None  # why the last try gave no full answer
-    # the exception; of a call in another process, one that holds its trace
+    # The exception. If the call was in another process, it is one that holds its trace.
     cause: BaseException | None = None
     timeouts: int = 0  # tries that ran past the time limit
     failures: int = 0  # tries without a full answer, time-outs included
@@ -44,7 +44,7 @@ class RunnerRequest:
 
     fn: Callable[..., Any]
     name: str  # of the function, for messages
-    # where another process can load it from, path.py:name, where that is known
+    # Where another process can load it from (path.py:name), if that is known.
     spec: str | None = None
     workers: int | None = None  # calls at a time; None: the runner's own number
     timeout: float | None = None  # wall-clock seconds of a call

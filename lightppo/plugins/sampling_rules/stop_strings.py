@@ -43,7 +43,7 @@ class StopStrings(StopCriteria):
         # (b, tail)
         columns = ends.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)
         ids = responses[rows.unsqueeze(1), columns.clamp(min=0)].tolist()
-        # before the minimum, or before the response
+        # How many ids of each tail do not count: those before the minimum length, or before the response.
         hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()
         tails = [tail[skip:] for tail, skip in zip(ids, hidden)]
         texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)

@@ -50,7 +50,7 @@ class GroupFilter:
     # name in Rollout.extras
     metric: str = "score"
     limits: tuple[float, float] | None = None
-    # shaped scores (B,), for seq_final_reward
+    # (rollouts) → shaped scores (B,), for seq_final_reward.
     final_scores: Callable[[Sequence[Rollout]], Tensor] | None = None
 
     def __call__(self, group: Sequence[Rollout]) -> str | None:
@@ -65,7 +65,7 @@ class GroupFilter:
         if any(value is None for value in values):
             return UNMEASURED
         if self.limits is None:
-            # not by the standard deviation, which rounding may put above 0 for equal values
+            # Not by the standard deviation: for equal values, rounding may put it above 0.
             return EQUAL if min(values) == max(values) else None
         low, high = self.limits
         mean = sum(values) / len(values)
@@ -99,7 +99,7 @@ class GroupCollector(BatchCollector):
     groups_per_step: int  # prompts to train on per step, over all ranks
     group_filter: GroupFilter | None = None  # None: accept every scored group
     max_batches: int = 1  # most generation batches per step; 0: no limit
-    # if these give too few groups: train on those there are, stop, or train on some of them twice
+    # If these give too few groups: train on those that there are, stop, or train on some of them twice.
     on_exhausted: Literal["train_short", "raise", "reuse"] = "train_short"
     # (step that sampled it, samples of one prompt): accepted groups of this rank that wait for training
     surplus: list[tuple[int, list[Rollout]]] = field(default_factory=list)

@@ -10,7 +10,7 @@ def register() -> None:
     here = "lightppo.plugins.shaping"
     register_section("shaping", f"{here}.sections:ShapingConfig", adds_to="reward")
     register_section("value_norm", f"{here}.sections:ValueNormConfig", adds_to="loss")
-    # the order in which they act; docs/algorithms.md has it
+    # In the order in which they act, as docs/algorithms.md says.
     SCORE_STEPS.register("scale", Entry(f"{here}.scores:scale_step"))
     SCORE_STEPS.register("score_statistics", Entry(f"{here}.scores:running_norm_step"))
     SCORE_STEPS.register("dense", Entry(f"{here}.scores:dense_step"))

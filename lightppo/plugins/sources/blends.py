@@ -49,7 +49,7 @@ def rows_of(config: Any, name: str, split: str, strategy: Any) -> Dataset:
     if name not in ("prompt_data", "eval_data"):
         return rows
     rows = with_metadata(rows, flat["prompt_metadata"])
-    # else nothing would tell them apart
+    # Without such a column nothing would tell several files apart.
     if name == "eval_data" and "," in flat[name] and flat["data_source_key"] not in rows.features:
         names = [
             Path(re.sub(r"(:\d+|, row \d+)$", "", origin)).stem for origin in rows[ORIGIN_COLUMN]
@@ -89,7 +89,7 @@ def blending_datasets(
     if return_eval is None:
         of_script = getattr(strategy, "args", None) is not None
         return_eval = eval_split is not None or (of_script and train_split is None)
-    # as scripts call what they split
+    # Scripts that split a data set call its option so.
     flag = flag or ("--dataset" if return_eval else "--prompt_data")
     if max_count < 1:
         raise DataError(f"max_count is {max_count}; at least 1")

@@ -103,7 +103,7 @@ class SFTDataset(PreparedDataset):
                 "the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one"
             )
         form = {"apply_chat_template": apply_chat_template, "input_template": input_template}
-        # the run's own is for its prompts; documents ask nothing
+        # The system prompt of the run is for prompts, and documents have none.
         if not pretrain_mode or system_prompt is not None:
             form["system_prompt"] = system_prompt
         of_row = {"input_key": input_key, "output_key": output_key, "documents": pretrain_mode}

@@ -214,7 +214,7 @@ class DPO(Objective):
     config_class = DPOConfig
     unit = "pairs"
     next = "lightppo eval --pretrain {path} --eval_data FILE --reward_fn FILE.py"
-    # of the chosen answers' mean negative log prob per token, a part of the loss
+    # The weight of the chosen answers' mean negative log prob per token in the loss.
     nll_loss_coef = 0.0
 
     def __init__(self, config: DPOConfig, strategy: DeepspeedStrategy) -> None:

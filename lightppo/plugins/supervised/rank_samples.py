@@ -95,7 +95,7 @@ def setup_dataloader(
         sampler=sampler,
         drop_last=drop_last,
         collate_fn=collate_fn or getattr(dataset, "collate_fn", None),
-        # its own, so that starting an epoch does not draw from the global one
+        # A generator of its own, so that starting an epoch does not draw from the global one.
         generator=torch.Generator(),
         pin_memory=pin_memory and on_cuda(),
     )

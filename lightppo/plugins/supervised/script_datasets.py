@@ -88,7 +88,7 @@ class SFTDataset(_ScriptRows, examples.SFTDataset):
         max_len: int | None = None,
         **options: Any,
     ) -> None:
-        # pretrain_mode in the place that it has in examples.SFTDataset
+        # This is pretrain_mode, in the place that it has in examples.SFTDataset.
         if isinstance(input_template, bool):
             input_template, pretrain_mode = None, input_template
         if multiturn and (pretrain_mode or not getattr(tokenizer, "is_fast", False)):

@@ -19,7 +19,7 @@ def train(kind: type[SupervisedConfig], argv: Sequence[str] | None, prog: str) -
         for look in BEFORE_IMPORTS.values():
             look.fn(config, prog)
 
-        # its imports take seconds
+        # Imported here, because its imports take seconds.
         from lightppo.plugins.supervised.trainer import SupervisedTrainer
 
         SupervisedTrainer.from_config(config).fit()

@@ -350,7 +350,7 @@ def schedule_steps(
     config: SupervisedConfig, train_dataloader: DataLoader, strategy: DeepspeedStrategy
 ) -> int:
     """Optimizer steps that the schedule of the learning rate stretches over."""
-    # of this rank, in a whole epoch
+    # Rows of this rank, in a whole epoch.
     t, rows = config.training, train_dataloader.sampler.num_samples
     per_epoch = -(-rows // (strategy.accumulated_gradient * strategy.micro_train_batch_size))
     return t.max_steps or (t.num_epochs or 1) * per_epoch

@@ -85,7 +85,7 @@ class Tape:
     def __init__(self, folder: Path, rank: int, ranks: int, *, plays: bool = False) -> None:
         self.folder, self.rank, self.ranks, self.plays = folder, rank, ranks, plays
         self.run = ""  # the name of the run
-        # what a run that plays must know of what is gone, in the first lines of files
+        # What a run that plays must know of environments that are gone. It is in the first lines of files.
         self.environments: dict[str, Any] = {}
         self.sources: dict[str, str] = {}  # names of sources of rewards, by their kinds
         self.answered = 0  # entries that were taken in place of a reply
@@ -187,7 +187,7 @@ class Tape:
 
     def _index(self, entry: Entry) -> None:
         if entry["kind"] == REWARD:
-            # of a batch, or of one sample
+            # The entry is of a batch, or of one sample.
             samples = entry["of"] if "of" in entry else [_sample_of(entry)]
             for prompt, sample, number in samples:
                 self._rewards[entry["phase"], entry["source"], prompt, sample, number] = entry

@@ -25,7 +25,7 @@ def taped(
     tape = tape_of(request.ranks, request.config)
     if tape is None:
         return make()
-    # a function for evaluations alone is another one
+    # A function that scores only evaluations has an entry of its own.
     name = name if request.flag == "--reward_fn" else f"{name} of {request.flag}"
     if tape.plays:  # of a source that is not on the tape, the run itself is asked
         is_there = name in tape.sources

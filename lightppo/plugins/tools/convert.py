@@ -174,7 +174,7 @@ def checkpoint_options(folder: Path) -> dict[str, Any]:
     """The options of the run that saved a checkpoint; none if it does not say them."""
     from lightppo.strategy.checkpoint import read_client_state
 
-    # its part knows, the others do not
+    # The actor's part knows the options, the other parts do not.
     of_actor = folder.absolute().parent.parent / "_actor" / folder.name
     states = [
         read_client_state(one) for one in (folder, of_actor) if (one / "client_state.pt").is_file()
@@ -198,7 +198,7 @@ def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> 
     if found := damage(Alone(), folder):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}")
     options = checkpoint_options(folder)
-    # of transformers' classifiers in our wrapper; they always train
+    # Value heads of transformers' classifiers, in our wrapper. They always train.
     heads = ("model.score.", "model.classifier.")
     has_value_head = any(name.startswith(heads) for name in saved_names(folder, meta))
     start = base or options.get(
@@ -291,7 +291,7 @@ def open_model(
         return *open_adapter(path, base, trust_remote_code), options_of(path.absolute().parent)
     if path.is_dir() and not (path / "config.json").is_file():
         folder = find_checkpoint(path)
-        # of --save_hf_ckpt
+        # What --save_hf_ckpt wrote.
         path, options = folder.parent.parent / f"{folder.name}_hf", checkpoint_options(folder)
         if not (path / "config.json").is_file():
             model, tokenizer = open_checkpoint(folder, base, trust_remote_code)

@@ -135,7 +135,7 @@ def small_llama(
         num_key_value_heads=heads,
         head_dim=head_dim or hidden_size // heads,
         max_position_embeddings=positions,
-        # the usual 0.02 is for wide models; at width 64 it learns several times slower
+        # The usual 0.02 is for wide models. With it, a model of width 64 learns several times slower.
         initializer_range=0.06,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,

@@ -27,7 +27,7 @@ def know(config: PretrainedConfig) -> bool:
 @cache
 def causal_class(body: type[PreTrainedModel], kind: type[PretrainedConfig]) -> type:
     """``body`` and a head over its vocabulary, which may be the embedding."""
-    # says which attention there is, and which layers
+    # The base class says which attention and which layers the model has.
     family = next(base for base in body.__bases__ if issubclass(base, PreTrainedModel))
 
     class ForCausalLM(family, GenerationMixin):

@@ -29,9 +29,8 @@ class Parts:
     """The parts of a checkpoint; names begin with what stands in front of a part's own names."""
 
     body: str  # in front of the language model's: "model.language_model."
-    head: (
-        str | None
-    )  # in front of "lm_head.", "" or "language_model."; None: it has no head of its own
+    # What stands before "lm_head.": "" or "language_model."; None: it has no head of its own.
+    head: str | None
     language: frozenset[str]  # whole names, the head's too
     kept: tuple[str, ...]  # of towers and what else stays as it came
 

@@ -54,7 +54,7 @@ class Whole:
     options: dict[str, Any]  # further ones of from_pretrained
     architecture: str | None  # the class that the whole checkpoint is of
     auto_class: str  # what reads it
-    # of adapters: names in the whole model, as patterns, → in the language model alone
+    # For adapters: patterns of names in the whole model → names in the language model alone.
     adapter_names: dict[str, str]
     digest: str  # of all that stays as it came; the checkpoints of a run remember it
     untrainable: str | None = None
@@ -106,7 +106,7 @@ class Whole:
             return name
         if self.parts.head is not None:
             return self.parts.head + name
-        # the embedding's, which vLLM wants by both names: beside the body
+        # A head that is the embedding, which vLLM wants by both names, stands beside the body.
         beside = f".{self.parts.body}".endswith(f".{self.base}")
         return self.parts.body.removesuffix(self.base) + name if beside else name
 
@@ -121,7 +121,7 @@ class Whole:
         model._weight_conversions = self._conversions(model)
         files = sorted(set(self.files.values()))
         opened = {file: open_tensors(cached_file(self.path, file)) for file in files}
-        # mapped files stay readable when somebody removes them
+        # The files are mapped, so they stay readable when somebody removes them.
         self.read = {name: opened[file][1] for name, file in self.files.items()}
         self._compare(model)
         self.digest = self._digest_of_kept()
@@ -145,7 +145,7 @@ class Whole:
         seen = set()
         for name, weight in _weights(model):
             ours = self.name_of(name)
-            # a value head is set later; of a tied weight the checkpoint may have one name
+            # A value head is set later. A tied weight may have only one name in the checkpoint.
             if name in self.heads or (name in self.tied and ours not in self.files):
                 continue
             if ours not in self.files:
@@ -299,7 +299,7 @@ def _save(shards: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
         for name, shard in shards.items()
     }
     for name, shard in named.items():
-        # copies: tied weights may not share memory
+        # Tied weights are copied, because they may not share memory in a file.
         held: set[int] = set()
         apart = {}
         for key, tensor in shard.items():

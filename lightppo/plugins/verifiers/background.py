@@ -95,7 +95,7 @@ class AsyncScorer:
             )
         errors = [error for _, future in parts if (error := future.exception()) is not None]
         if errors:
-            # what is worse comes first
+            # The worst error is raised.
             raise min(errors, key=lambda error: isinstance(error, NonFiniteRewardError))
         output = join_outputs([future.result() for _, future in parts])
         write_output(output, everything)

@@ -161,7 +161,7 @@ class Comparison:
     """When an output is right; docs/rewards.md says what each of :data:`COMPARISONS` accepts."""
 
     code_compare: str = "float"
-    # relative to the expected number; plus a thousandth of it, absolute
+    # Relative to the expected number. A thousandth of it is the absolute tolerance beside that.
     code_float_tolerance: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -220,7 +220,7 @@ class Comparison:
 
     def _close_words(self, ours: str, theirs: str) -> bool:
         whole, right = (word.removeprefix("-").isdecimal() for word in (ours, theirs))
-        # where a whole number is right, another number must be that number, printed with noise
+        # Where a whole number is right, another number is right only if it is that number, printed with noise.
         try:
             same = not right or (not whole and Decimal(ours).to_integral_value() == Decimal(theirs))
             return same and self._close(float(ours), float(theirs))
@@ -342,7 +342,7 @@ class SandboxVerifier:
             return
         answers = run.answers[1 : 1 + len(cases)]
         for case, answer in zip(cases, answers):
-            # the value as unparsed JSON; empty, which is not JSON, if the call failed
+            # The value as JSON text. If the call failed, it is empty, which is not JSON.
             value = answer[len(_VALUE) : -1] if answer.startswith(_VALUE) else ""
             verdict.passed.append(self.comparison.returned(value, case))
         if len(answers) < len(cases):
@@ -375,7 +375,7 @@ class CodeReward:
     code_max_tests: int | None = None  # only the first so many test cases; None: all
     on_reward_failure: OnFailure = "unscored"
     name: str = "code"
-    # takes the program out of a response, if it has one
+    # Takes the program out of a response, if there is one.
     extract: Callable[[str], str | None] = last_program
 
     def __post_init__(self) -> None:

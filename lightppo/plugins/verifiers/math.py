@@ -31,11 +31,8 @@ if TYPE_CHECKING:
 _LIBRARY = "math_verify"
 _MEMORY_MB = 2048
 _TIMEOUT = 5.0  # seconds of processor time; comparisons that end at all take milliseconds
-_CLOCK = (
-    # times as many seconds on the wall clock: a busy machine does not reach them, a comparison that
-    # sleeps does
-    20
-)
+# So many times as many seconds on the wall clock: a busy machine does not reach them, but a comparison that sleeps does.
+_CLOCK = 20
 
 
 def math_reward(request: RewardRequest) -> MathReward:
@@ -156,7 +153,7 @@ def equal_by_library(gold: str, answer: str) -> bool:
     latex = LatexExtractionConfig()
 
     def parsed(text: str, units: bool) -> list[Any]:
-        # only ever as LaTeX: the plain form goes through sympy's parse_expr, which evaluates Python
+        # Always as LaTeX, because the plain form goes through sympy's parse_expr, which evaluates Python.
         config = replace(
             latex, normalization_config=replace(latex.normalization_config, units=units)
         )
@@ -175,7 +172,7 @@ def equal_by_library(gold: str, answer: str) -> bool:
         )
 
     try:
-        # it drops letters as units: ab of 2ab, h of 2πrh
+        # With units, the library drops letters: ab of 2ab, h of 2πrh.
         pairs = [(parsed(gold, units), parsed(answer, units)) for units in (True, False)]
         pairs = pairs[:1] if pairs[0] == pairs[1] else pairs
         return any(verify(*pair, timeout_seconds=None, raise_on_error=True) for pair in pairs)

@@ -348,7 +348,7 @@ def _answer(payload: bytes) -> str:
     if isinstance(_loaded, str):
         return json.dumps({"unloadable": _loaded})
     if _cpu_seconds is not None:
-        # the kernel ends the process, in the midst of C code too
+        # The kernel ends the process even in the midst of C code.
         signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)
     try:
         args, kwargs = pickle.loads(payload)
@@ -357,7 +357,7 @@ def _answer(payload: bytes) -> str:
             raise ValueError(f"the answer has {len(answer)} bytes")
         return answer
     except BaseException as error:  # SystemExit too: a function that exits has no answer
-        # for --debug; no exception leaves a worker
+        # The trace is for --debug. No exception leaves a worker.
         trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]
         return json.dumps({"error": error_text(error), "trace": trace})
     finally:

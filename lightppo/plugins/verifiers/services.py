@@ -170,7 +170,7 @@ class FunctionCallVerifier(_Service):
 
     function_call_url: str  # /apis/functioncalls is added if it has no path
     function_call_max_concurrent: int = 64  # requests at a time
-    # tests per request if the first failure ends (else one request per test)
+    # Tests per request where the first failure ends a program; otherwise each test is a request.
     function_call_batch_size: int = 1
     function_call_memory_limit_mb: int = 1024  # rounded up to 256; 0: the service's own limit
     function_call_retries: int = 3

@@ -33,7 +33,7 @@ def lora_arguments(config: Any) -> dict[str, Any] | str:
     rank = slot_rank(config.r)
     if rank is None:
         return f"vLLM takes no adapters of rank {config.r}"
-    # by the ends of their names: vLLM's own names of the same layers may begin in another way
+    # By the ends of their names, because vLLM's names of the same layers may begin in another way.
     ends = sorted({name.rpartition(".")[2] for name in config.target_modules})
     return {
         "enable_lora": True,

@@ -55,7 +55,7 @@ class AdapterRoutes:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
         models = state.openai_serving_models
-        # no path: the workers know it by its name
+        # Without a path: the workers know the adapter by its name.
         answer = await models.load_lora_adapter(
             LoadLoRAAdapterRequest(lora_name=name, lora_path=name)
         )

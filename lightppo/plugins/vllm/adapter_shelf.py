@@ -190,7 +190,7 @@ def added_outputs(worker: Any, model: Any, probes: Any) -> dict[str, Tensor]:
             a, b = (a,), (b,)  # of the head, or of an embedding, which gets no adapter here
         if a[0].dim() != 4:
             continue
-        # each (slots, 1, r, in) and (slots, 1, out, r), one of every layer that is fused
+        # A (slots, 1, r, in), B (slots, 1, out, r): one of each for every layer that is fused.
         parts = [
             two[slot, 0].float() @ (one[slot, 0].float() @ probes(one.shape[-1], one.device))
             for one, two in zip(a, b)

@@ -196,7 +196,7 @@ class Requests:
             )
         # vLLM would cut a longer response without a word
         check_lengths(prompts, sampling, longest_sequence(engine.config), "--max_model_len leaves")
-        # of each request
+        # The sample of each request.
         self.samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
         self.sampling = sampling
         self._tokenizer = engine.tokenizer
@@ -204,11 +204,11 @@ class Requests:
         self.longest = longest_sequence(engine.config)
         self._streams = request_streams(prompts, sampling)
         eos_ids = end_of_text_ids(engine.tokenizer, getattr(model, "generation_config", None))
-        # with the end-of-text ids, which vLLM is told to ignore
+        # This stops at the end-of-text ids, too, which vLLM is told to ignore.
         self._stop = StopStrings(
             engine.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size_of(model)
         )
-        # unknown words are refused, as by every engine
+        # Unknown words are refused, as every engine does.
         bad_word_ids(engine.tokenizer, sampling.bad_words)
 
     def of_turn(self, turn: Turn) -> tuple[list[int], dict[str, Any]]:
@@ -418,7 +418,7 @@ class VLLMRolloutEngine(VLLMEngine):
         arguments = engine_arguments(config, self.hf_model.config, self.on_gpu)
         arguments["dtype"] = self.dtype if asked.vllm_dtype == "auto" else asked.vllm_dtype
         if asked.load_format == "auto" or config.model.trust_remote_code:
-            # the weights, or the Python code, are in the checkpoint
+            # vLLM reads the weights, or the Python code, from the checkpoint.
             folder = stage_to_local(config.model.pretrain)
         elif (whole := find_whole(self.actor)) is not None and not whole.has_class:
             raise ConfigError(
@@ -755,7 +755,7 @@ def undisturbed_process() -> Iterator[None]:
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def restore() -> None:
-        # parts of DeepSpeed know no other one; an engine of several ranks takes its own
+        # Parts of DeepSpeed know only this stream; a vLLM of several ranks takes its own.
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
             torch.cuda.set_stream(stream)  # by now vLLM's function, which tells vLLM
@@ -869,9 +869,8 @@ def for_a_cpu(arguments: dict[str, Any], description: Any) -> dict[str, Any]:
 def cpu_kv_cache_bytes(model_config: Any, sequences: int, tokens: int) -> int:
     """Bytes for so many sequences of so many tokens in float32, at most 4 GiB."""
     text = model_config.get_text_config(decoder=True)
-    queries = (
-        widest(text, "num_attention_heads") or 1
-    )  # Mamba has no heads, but states of such a size
+    # Mamba has no heads, but states of such a size.
+    queries = widest(text, "num_attention_heads") or 1
     heads = widest(text, "num_key_value_heads") or queries
     head_dim = widest(text, "head_dim") or text.hidden_size // queries
     blocks = sequences * math.ceil(tokens / _CPU_BLOCK) + 1

@@ -204,7 +204,7 @@ def _servers(o: Any) -> Iterator[str]:
         o.vllm_server_sync_address
     )
     if remote and not by_files and not by_broadcast:
-        # the name of a host often leads to 127.0.1.1 on that host
+        # On the host itself, its name often leads to 127.0.1.1.
         wrong = f", and --vllm_server_sync_address {o.vllm_server_sync_address} leads here alone"
         yield (
             f"--vllm_server_url {remote[0]} is on another machine"

@@ -100,7 +100,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         self.lost: dict[int, str] = {}  # server → why it is not used, the same on every rank
         self.version: str | None = None  # of the weights that were pushed last, beside adapters
         self.sync_weights(actor)
-        # known on rank 0
+        # Only rank 0 knows the servers' answers.
         can_sleep = all(server.described.get("sleep_mode") for server in self.servers)
         self.sleeps = asked.free_cache_engine and self.strategy.broadcast_object(can_sleep)
         if asked.free_cache_engine and not self.sleeps:

@@ -42,7 +42,7 @@ class SandboxLimits:
     """What one program may use."""
 
     code_timeout: float = 6.0  # wall-clock seconds of one run, or of one function call
-    # address space of each process, and resident memory of all together
+    # The limit of each process's address space, and of the resident memory of all together.
     code_memory_limit_mb: int = 1024
     code_file_limit_mb: int = 16  # each file, and all files together
     code_output_limit_mb: int = 16  # printed output, and returned values
@@ -179,7 +179,7 @@ class Sandbox:
         }
         if self.isolation == "bubblewrap" and not orders["bubblewrap"]:
             raise SandboxError("bubblewrap is not installed")
-        # nothing from the working folder, the user's home, site-packages
+        # Python takes nothing from the working folder, the user's home and site-packages.
         options = ["-P", "-s", "-S", "-B", "-c"]
         folder = os.path.realpath(Path(__file__).parent)
         command = [sys.executable, *options, self.STARTER, folder, json.dumps(orders)]
@@ -227,7 +227,7 @@ class Sandbox:
         request = {"code": code, "stdin": stdin, "function": function, "calls": list(calls)}
         own_limits = {"seconds": seconds, "total_seconds": total, "output_bytes": output_bytes}
         report = self._exchange(request | own_limits, total + self.GRACE_SECONDS)
-        # the last one is no whole line of ours
+        # What is behind the last line break is no whole answer.
         report["answers"] = report["answers"].split("\n", 1 + len(calls))[:-1]
         return ProgramRun(**report)
 
@@ -289,7 +289,7 @@ class Sandbox:
             process.wait(timeout=2)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # stuck in the kernel; it dies when that lets go
+        # If it is stuck in the kernel, it dies when the kernel lets go.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=self.GRACE_SECONDS)
         self._socket.close()

@@ -44,7 +44,7 @@ def main() -> None:
     orders = json.loads(sys.argv[1])
     os.umask(0o022)
     os.closerange(3, 1 << 16)
-    # a namespace's first process ignores only unhandled signals
+    # The first process of a namespace ignores signals for which it has no handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda *_: None)  # of a launcher, while the trainer ends its step
     parent = os.getppid()
@@ -172,7 +172,7 @@ class _Watch:
         self._most = min(
             wall.limits["code_output_limit_mb"] * _MEBIBYTE, request["output_bytes"] or sys.maxsize
         )
-        # lines that begin a call of its own time; the program could write more
+        # How many lines may begin a call with its own time. The program could write more lines.
         self._marks = 1 if request["function"] is None else 2 + len(request["calls"])
         self._begun, self._ended = False, ""
         wall.prepare()
@@ -264,7 +264,7 @@ class _Watch:
         if len(kept) + len(data) > self._most and name != "stderr":
             self._ended = "output"
         kept += data[: (_SHOWN_BYTES if name == "stderr" else self._most) - len(kept)]
-        # the next call has its own time
+        # A line ends a call, and the next call has its own time.
         if name == "answers" and b"\n" in data and self._marks > 0:
             self._since, self._marks = time.monotonic(), self._marks - data.count(b"\n")
             if not self._begun:  # its locking-in does not count as the program's time
@@ -338,7 +338,7 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
     try:
         compiled = compile(request["code"], "<program>", "exec", dont_inherit=True)
     except BaseException as error:
-        # beside SyntaxError: null bytes, surrogates, too deep, too large
+        # Other errors than SyntaxError are null bytes, surrogates, and code that is too deep or too large.
         _answer({"compile_error": _described(error)})
         return 1
     name = "__main__" if request["function"] is None else "solution"
@@ -354,7 +354,7 @@ def _set_limits(limits: dict[str, Any], seconds: float) -> None:
     values = dict.fromkeys(
         (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0
     ) | {
-        # the wall clock comes first, unless several threads run
+        # The limit on the wall clock comes first, unless several threads run.
         resource.RLIMIT_CPU: int(seconds) + 2,
         resource.RLIMIT_FSIZE: limits["code_file_limit_mb"] * _MEBIBYTE,
         resource.RLIMIT_NOFILE: 64,
@@ -398,7 +398,7 @@ def _run_script(compiled: types.CodeType, names: dict[str, Any]) -> int:
 
 
 def _show_traceback() -> None:
-    # the program broke its own streams; its exit code tells
+    # If the program broke its own streams, its exit code alone tells.
     with contextlib.suppress(BaseException):
         sys.stderr.write(traceback.format_exc(limit=20)[-4000:])
 

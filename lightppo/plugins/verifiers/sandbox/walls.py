@@ -181,7 +181,7 @@ def _seccomp_available() -> bool:
     """True if we know this machine's calls and the kernel can filter them."""
     if _COLUMN is None or struct.calcsize("P") != 8:
         return False
-    # asks whether "kill the process" is a known answer: needs a filtering kernel
+    # Only a kernel that filters calls knows whether "kill the process" is an answer.
     with contextlib.suppress(OSError):
         return (
             _call("syscall", _SECCOMP[_COLUMN], _GET_ANSWER_AVAILABLE, 0, struct.pack("I", _KILL))
@@ -234,7 +234,7 @@ def _filter_calls(own_processes: bool, own_files: bool) -> None:
     parts += [_step(_AT_LEAST, _FIRST_UNJUDGED, 0, 1), _fail(errno.ENOSYS)]
     parts += [_when(_REFUSED, _REFUSE), _when(_UNKNOWN, _fail(errno.ENOSYS))]
     parts += [_when("clone 56 220", _refuse_if(0, _ANY_BIT, _NEW_NAMESPACES))]
-    # whose first argument must be 0, the caller
+    # The first argument of these must be 0: the caller itself.
     parts += [
         _when("prlimit64 302 261, sched_setaffinity 203 122", _refuse_if(0, _EQUAL, 0, False))
     ]
@@ -373,7 +373,7 @@ def _show(descriptor: int, place: str) -> None:
         _mount(source, place, None, _MS_BIND | _MS_REC)
         attributes = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
         _call("syscall", _MOUNT_SETATTR, -1, place, _AT_RECURSIVE, attributes, len(attributes))
-    # what the outer mount forbids must stay forbidden, or the kernel refuses
+    # What the outer mount forbids must stay forbidden, otherwise the kernel refuses.
     kept = os.fstatvfs(descriptor).f_flag & (_MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     kept |= _MS_NOSUID | (0 if place.endswith(DEVICES) else _MS_NODEV | _MS_RDONLY)
     _mount("none", place, None, _MS_REMOUNT | _MS_BIND | kept)
