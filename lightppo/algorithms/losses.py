@@ -93,7 +93,7 @@ class LossInputs:
 
 
 PolicyLossFn = Callable[..., TokenLoss]
-"""``(x: LossInputs, **options of its entry)`` → loss of each token (B, A), and :meth:`LossInputs.metrics`. A token's
+"""``(inputs: LossInputs, **options of its entry)`` → loss of each token (B, A), and :meth:`LossInputs.metrics`. A token's
 gradient comes from its own loss alone."""
 
 SelectionFn = Callable[..., Tensor]

@@ -58,10 +58,10 @@ from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_adapters, parameter_count
-from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.loop import SkippedSteps, TrainerState
+from lightppo.trainer.metrics import Phases
 from lightppo.trainer.prompts import RolloutBatchSampler
 from lightppo.trainer.update import LossTerm, Update
 
@@ -164,7 +164,7 @@ class PPOParts(PPOInputs):
     """Everything that a trainer works with, finished."""
 
     state: TrainerState = field(kw_only=True)
-    timer: m.Phases = field(kw_only=True)
+    timer: Phases = field(kw_only=True)
     kl_ctl: Any = field(kw_only=True)
     experience_maker: ExperienceMaker = field(kw_only=True)
     replay_buffer: ReplayBuffer = field(kw_only=True)
@@ -321,7 +321,7 @@ def build_maker(
     inputs: PPOInputs,
     kl_ctl: Any,
     value_norm: Any,
-    timer: m.Phases,
+    timer: Phases,
     kind: type[ExperienceMaker],
     own_training_step: bool,
 ) -> ExperienceMaker:

@@ -25,9 +25,9 @@ from lightppo.plugin import CALLBACKS, MEASURING, METRICS, OLDER_STATES
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.shown import shown_value
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, Callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer
+from lightppo.trainer.metrics import Phases, with_namespace
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class TrainingLoop:
         skipped: SkippedSteps,
         *,
         state: TrainerState,
-        timer: m.Phases,
+        timer: Phases,
         callbacks: Iterable[Callback] = (),
         evaluator: Any | None = None,
         content: Mapping[str, str] | None = None,
@@ -365,7 +365,7 @@ class TrainingLoop:
             whether a callback wants to stop.
         """
         status = dict(status) | self.timer.reset() | self.saving.reset()
-        metrics = m.with_namespace(status, self.full_names)
+        metrics = with_namespace(status, self.full_names)
         if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
             self.strategy.print(self.line(step, self.total_steps, metrics))
         self.callbacks.on_step_end(self, step, metrics)

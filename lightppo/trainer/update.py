@@ -34,8 +34,8 @@ from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
 from lightppo.models.wrapper import layout_of_all
 from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, MEASURING, SCORE_TERMS
-from lightppo.trainer import metrics as m
 from lightppo.trainer.loop import SkippedSteps, TrainerState
+from lightppo.trainer.metrics import Phases, checked_status, micro_batch_status, optimizer_status
 
 Metrics = dict[str, Tensor]
 # numbers by name, or tensors of one number that are read at the end of a step
@@ -117,7 +117,7 @@ class Update:
         value_norm: Any | None,
         state: TrainerState,
         skipped: SkippedSteps,
-        timer: m.Phases,
+        timer: Phases,
     ) -> None:
         config, self.strategy = inputs.config, inputs.strategy
         self.loss_terms, self.frozen = dict(inputs.loss_terms), inputs.frozen
@@ -183,7 +183,7 @@ class Update:
                 for minibatch in self.around_batches(plan, text, self.strategy):
                     trained.append(self.train_minibatch(minibatch, step))
         self.epoch = 0
-        status = m.optimizer_status(trained, self.strategy) | self.samples.status()
+        status = optimizer_status(trained, self.strategy) | self.samples.status()
         self.skipped.end_step()
         if not trained:
             status |= {f"{name}_skipped": 1.0 for name in self.skipped.of_model}
@@ -221,7 +221,7 @@ class Update:
         statuses = []
         # Numbers are read only here, so that no micro batch waits for a GPU.
         for experience, status in done:
-            numbers = m.checked_status(status)
+            numbers = checked_status(status)
             if not experience.part.has_samples:
                 numbers = {name: value for name, value in numbers.items() if name in own}
             statuses.append(numbers)
@@ -267,7 +267,7 @@ class Update:
         if experience.action_log_probs is None and part.has_samples:
             self.samples.add(experience, log_probs)
             experience = self.with_kl(experience, log_probs)
-        status: dict[str, Any] = m.micro_batch_status(metrics, part.status_scale)
+        status: dict[str, Any] = micro_batch_status(metrics, part.status_scale)
         own_losses = (next(losses, None) for losses in self.own_losses)
         for own_loss in filter(None, own_losses):
             coef, loss, own_metrics = own_loss(self.actor)
@@ -291,7 +291,7 @@ class Update:
             self.critic, experience, part.normalizer, self.value_loss, self.value_norm
         )
         self.backward(loss * part.loss_scale, self.critic, self.critic_optim)
-        status: dict[str, Any] = m.micro_batch_status(metrics, part.status_scale)
+        status: dict[str, Any] = micro_batch_status(metrics, part.status_scale)
         status |= self.optimizer_step(
             "critic", self.critic, self.critic_optim, self.critic_scheduler
         )

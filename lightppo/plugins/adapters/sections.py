@@ -49,10 +49,10 @@ class AdapterConfig(Section, of="weights"):
         return {"lora_alpha": 16.0, "lora_dropout": 0.0} if config.adapter.lora_rank > 0 else {}
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        if not hasattr(o, "ref_zero_stage") or not reference_is_actor(o.config):
+    def problems(options: Any) -> Iterator[str]:
+        if not hasattr(options, "ref_zero_stage") or not reference_is_actor(options.config):
             return
-        if o.ref_zero_stage != (3 if o.zero_stage == 3 else 0):
+        if options.ref_zero_stage != (3 if options.zero_stage == 3 else 0):
             yield f"--ref_zero_stage needs {AdapterConfig.conditions['own_reference']}"
 
 

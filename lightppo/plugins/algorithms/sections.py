@@ -64,18 +64,18 @@ class CorrectionConfig(Section, of="training"):
         return {"correction_low": entry.low, "correction_high": entry.high}
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
+    def problems(options: Any) -> Iterator[str]:
         try:
-            for text in o.rollout_rejection:
+            for text in options.rollout_rejection:
                 Rejection.parse(text)
         except ConfigError as error:
             yield str(error)
 
     @staticmethod
-    def passes(o: Any) -> Iterator[str]:
-        if o.rollout_correction != "none":
-            yield f"--rollout_correction {o.rollout_correction} compares with a pass"
-        for text in o.rollout_rejection:
+    def passes(options: Any) -> Iterator[str]:
+        if options.rollout_correction != "none":
+            yield f"--rollout_correction {options.rollout_correction} compares with a pass"
+        for text in options.rollout_rejection:
             if Rejection.parse(text).entry.over_rollout:
                 yield f"--rollout_rejection {text} compares all tokens before the update"
 
@@ -100,11 +100,11 @@ class OldLogProbsConfig(Section, adds_to="loss"):
     """Log probs that were recorded while sampling."""
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        if o.old_log_probs != "rollout":
+    def problems(options: Any) -> Iterator[str]:
+        if options.old_log_probs != "rollout":
             return
         try:
-            for reason in reasons_for_a_pass(o):
+            for reason in reasons_for_a_pass(options):
                 yield f"--old_log_probs rollout: {reason}; set auto or forward"
         except ConfigError:  # of a value that its section refuses
             return
@@ -122,8 +122,8 @@ class HighEntropyConfig(Section, adds_to="loss"):
     )
 
     @staticmethod
-    def passes(o: Any) -> Iterator[str]:
-        if o.high_entropy_token_ratio is not None:
+    def passes(options: Any) -> Iterator[str]:
+        if options.high_entropy_token_ratio is not None:
             yield "--high_entropy_token_ratio needs the entropy of a pass"
 
 
@@ -145,11 +145,11 @@ class PromptFilterConfig(Section, adds_to="sampling"):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        scores_count = not estimator_entry(o.config).ignores_scores
-        if o.by_hand or o.dataset_filter_threshold is None or scores_count:
+    def problems(options: Any) -> Iterator[str]:
+        scores_count = not estimator_entry(options.config).ignores_scores
+        if options.by_hand or options.dataset_filter_threshold is None or scores_count:
             return
-        if not names_rewards(o):
+        if not names_rewards(options):
             yield "--dataset_filter_threshold chooses by scores, and this run has no reward: leave it out"
 
 
@@ -180,19 +180,19 @@ class PartsConfig(Section, adds_to="algorithm"):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
+    def problems(options: Any) -> Iterator[str]:
         try:
-            weights = weights_of_parts(o.gdpo_rewards)
+            weights = weights_of_parts(options.gdpo_rewards)
         except ConfigError as error:
             yield str(error)
             return
-        if o.advantage_estimator != "gdpo":
+        if options.advantage_estimator != "gdpo":
             return
         if len(weights) < 2:
             yield "--advantage_estimator gdpo normalises several rewards: name at least two by --gdpo_rewards, or use grpo"
-        if o.init_kl_coef > 0 and o.use_kl_in_reward:
+        if options.init_kl_coef > 0 and options.use_kl_in_reward:
             yield "--use_kl_in_reward adds to the sum of the rewards, and gdpo reads each one: set --use_kl_loss"
-        given = o.config.flat()
+        given = options.config.flat()
         for one in all_options():
             if one.name in _OF_THE_SUM and one.is_set(given[one.name]):
                 yield f"--{one.name} changes the sum of the rewards, and gdpo reads each one: leave it out"
@@ -202,16 +202,16 @@ class KLConfig(Section, adds_to="algorithm"):
     """KL estimators beside those of the core."""
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        name = o.kl_estimator
+    def problems(options: Any) -> Iterator[str]:
+        name = options.kl_estimator
         times_ratio = name in KL_ESTIMATORS and KL_ESTIMATORS[name].as_loss == TIMES_RATIO
-        if times_ratio and not o.use_kl_loss:
+        if times_ratio and not options.use_kl_loss:
             plain = name.removesuffix("_ratio")
             yield f"--kl_estimator {name} is of --use_kl_loss: in the reward the ratio is 1; set {plain}"
 
     @staticmethod
-    def passes(o: Any) -> Iterator[str]:
-        if o.init_kl_coef > 0 and o.kl_estimator == "full" and o.use_kl_in_reward:
+    def passes(options: Any) -> Iterator[str]:
+        if options.init_kl_coef > 0 and options.kl_estimator == "full" and options.use_kl_in_reward:
             yield "--kl_estimator full needs the distributions of a pass"
 
 
@@ -236,14 +236,14 @@ class ScoreNormConfig(Section, adds_to="reward"):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        if not o.reward_norm_by:
+    def problems(options: Any) -> Iterator[str]:
+        if not options.reward_norm_by:
             return
-        yield from _norm_problem("reward_norm_by", o.reward_norm_by)
-        if o.use_dense_reward:
+        yield from _norm_problem("reward_norm_by", options.reward_norm_by)
+        if options.use_dense_reward:
             yield "--reward_norm_by is of the one score of a response, --use_dense_reward of its tokens: leave one out"
-        if estimator_entry(o.config).needs_greedy_baseline:
-            yield f"--reward_norm_by: {o.advantage_estimator} compares with scores as they are: leave it out"
+        if estimator_entry(options.config).needs_greedy_baseline:
+            yield f"--reward_norm_by: {options.advantage_estimator} compares with scores as they are: leave it out"
 
 
 whitens_batch = partial(option, needs="whitening and adv_norm_scope=batch")
@@ -299,7 +299,7 @@ class AdvantageNormConfig(Section, adds_to="algorithm"):
         return {"adv_norm_eps": 1e-5 if algorithm.adv_norm_scope == "group" else 1e-8}
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        yield from _norm_problem("adv_norm_by", o.adv_norm_by)
-        if o.adv_norm_by and o.adv_norm:
+    def problems(options: Any) -> Iterator[str]:
+        yield from _norm_problem("adv_norm_by", options.adv_norm_by)
+        if options.adv_norm_by and options.adv_norm:
             yield "--adv_norm_by takes the place of --adv_norm: leave one out"

@@ -17,7 +17,7 @@ def tell_advice(building: Any) -> Iterator[str]:
 
 def advice(config: Options) -> list[str]:
     """What works but is seldom meant; of a resolved config."""
-    a, found = config.algorithm, []
+    algorithm, found = config.algorithm, []
     if not config.evaluation.val_only and not (
         config.rollout.do_sample and config.rollout.temperature > 0
     ):
@@ -25,14 +25,20 @@ def advice(config: Options) -> list[str]:
         found.append(
             f"{what}: rollouts are the most likely answers alone, and a policy learns by trying others: set 1"
         )
-    name = f"--kl_estimator {a.kl_estimator}"
-    if a.use_kl_loss and a.kl_estimator in ("k1", "abs"):
+    name = f"--kl_estimator {algorithm.kl_estimator}"
+    if algorithm.use_kl_loss and algorithm.kl_estimator in ("k1", "abs"):
         what = {
             "k1": "has an expected gradient of 0",
             "abs": "pulls by the sign of the difference alone",
         }
-        found.append(f"{name} as a loss {what[a.kl_estimator]}: k2 has the gradient of the KL")
-    if a.init_kl_coef > 0 and a.use_kl_in_reward and a.kl_estimator in ("k2", "k3", "k3+"):
+        found.append(
+            f"{name} as a loss {what[algorithm.kl_estimator]}: k2 has the gradient of the KL"
+        )
+    if (
+        algorithm.init_kl_coef > 0
+        and algorithm.use_kl_in_reward
+        and algorithm.kl_estimator in ("k2", "k3", "k3+")
+    ):
         found.append(
             f"{name} in the reward hardly pulls near the reference: k1 has the gradient of the KL"
         )

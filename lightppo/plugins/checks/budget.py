@@ -440,12 +440,10 @@ def estimate(
         parts += _trained(role, shape, stage, config, machine) if trains else ()
     parts += _loading(roles, config, machine)
     parts += [*_scoring(roles, config, machine), *_rollout(roles["actor"], config, machine)]
-    r, samples = (
-        config.rollout,
-        config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt,
-    )
+    rollout = config.rollout
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     # A row: ids, masks, about nine numbers of each token of the response.
-    row = 16 * config.data.prompt_max_len + 53 * r.generate_max_len
+    row = 16 * config.data.prompt_max_len + 53 * rollout.generate_max_len
     rows = math.ceil(samples / machine.world_size) * row
     on_device = 0 if config.training.buffer_cpu_offload else rows
     kept = frozenset({SCORING, *TRAINING})
@@ -469,9 +467,9 @@ def estimate(
 
 def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[str, Shape]:
     """The models of a run, by role."""
-    m, a, lora = config.model, config.adapter, None
-    options = {"override_config": m.override_config}
-    options |= {"trust_remote_code": m.trust_remote_code, "external_lib": m.external_lib}
+    model, adapter, lora = config.model, config.adapter, None
+    options = {"override_config": model.override_config}
+    options |= {"trust_remote_code": model.trust_remote_code, "external_lib": model.external_lib}
 
     own_dtype = getattr(torch, rules.compute_dtype(config))
 
@@ -479,41 +477,43 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
         path: str, flag: str, scores: bool = False, dtype: torch.dtype = own_dtype, **more: Any
     ) -> Shape:
         found = configs.get(path) or loading.load_config(stage_to_local(path), flag=flag, **options)
-        eager = m.attn_implementation == "eager" or (
-            m.attn_implementation == "auto" and caps_scores(found)
+        eager = model.attn_implementation == "eager" or (
+            model.attn_implementation == "auto" and caps_scores(found)
         )
-        more |= {"eager": eager, "trust_remote_code": m.trust_remote_code}
+        more |= {"eager": eager, "trust_remote_code": model.trust_remote_code}
         return Shape(found, found.to_json_string(), scores, dtype, **more)
 
     if config.flat().get("lora_rank", 0) > 0:
-        lora = LoraOptions(a.lora_rank, a.lora_alpha, a.lora_dropout, a.target_modules)
-    own = {"adapters": lora, "in_4bit": a.load_in_4bit}
-    roles = {"actor": shape(m.pretrain, "--pretrain", **own)}
+        lora = LoraOptions(
+            adapter.lora_rank, adapter.lora_alpha, adapter.lora_dropout, adapter.target_modules
+        )
+    own = {"adapters": lora, "in_4bit": adapter.load_in_4bit}
+    roles = {"actor": shape(model.pretrain, "--pretrain", **own)}
     if rules.needs_critic(config):
-        roles["critic"] = shape(m.critic_pretrain, "--critic_pretrain", True, **own)
+        roles["critic"] = shape(model.critic_pretrain, "--critic_pretrain", True, **own)
     if rules.needs_reference(config) and facts_of(config).get("own_reference", True):
         dtype = torch.float32 if rules.moves_reference(config) else own_dtype
         roles["reference"] = shape(
-            m.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=a.load_in_4bit
+            model.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=adapter.load_in_4bit
         )
     if "ema" in rules.followers(config):
-        roles["moving average"] = shape(m.pretrain, "--pretrain", dtype=torch.float32)
+        roles["moving average"] = shape(model.pretrain, "--pretrain", dtype=torch.float32)
     for name, further in rules.frozen_models(config).items():
         roles[name] = shape(further.path, further.flag)
-    for i, path in enumerate(m.reward_pretrain, start=1):
+    for i, path in enumerate(model.reward_pretrain, start=1):
         roles[f"reward model {i}"] = shape(path, "--reward_pretrain", True)
     return roles
 
 
 def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
     """ZeRO stage of a model, and whether its weights wait on the host."""
-    s = config.strategy
+    strategy = config.strategy
     if role in ("actor", "critic"):
-        of_critic = (s.critic_zero_stage, bool(s.critic_param_offload))
-        return of_critic if role == "critic" else (s.zero_stage, s.param_offload)
-    stage, offload = s.ref_zero_stage, s.ref_offload
+        of_critic = (strategy.critic_zero_stage, bool(strategy.critic_param_offload))
+        return of_critic if role == "critic" else (strategy.zero_stage, strategy.param_offload)
+    stage, offload = strategy.ref_zero_stage, strategy.ref_offload
     if role.startswith("reward"):
-        stage, offload = s.reward_zero_stage, s.reward_offload
+        stage, offload = strategy.reward_zero_stage, strategy.reward_offload
     elif (further := rules.frozen_models(config).get(role)) is not None:
         stage, offload = further.zero_stage, further.offload
     return 3 if offload else stage, offload
@@ -522,18 +522,20 @@ def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
 def _weights(
     role: str, shape: Shape, stage: int, offload: bool, config: PPOConfig, machine: Machine
 ) -> Iterator[Part]:
-    n, always = sizes(shape), frozenset(PHASES)
-    held = n.bytes if stage != 3 else math.ceil(n.bytes / machine.world_size)
+    counted, always = sizes(shape), frozenset(PHASES)
+    held = counted.bytes if stage != 3 else math.ceil(counted.bytes / machine.world_size)
     yield Part(role, "weights", always, *((0, held) if offload else (held, 0)))
     if stage == 3 and config.strategy.zpg > 1:
-        yield Part(role, "secondary shards (--zpg)", always, gpu=n.bytes // config.strategy.zpg)
+        yield Part(
+            role, "secondary shards (--zpg)", always, gpu=counted.bytes // config.strategy.zpg
+        )
 
 
 def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """The largest model that is whole on a host while it loads: each goes to its GPU before the next one loads."""
     found = []
     for role, shape in roles.items():
-        n, scratch = sizes(shape), config.model.init_from_scratch
+        counted, scratch = sizes(shape), config.model.init_from_scratch
         # A checkpoint in the run's own type is mapped from its file, once for all ranks of a host.
         mapped = shape.config.dtype is built(shape).hf_model.dtype and not (
             shape.in_4bit or scratch
@@ -541,7 +543,7 @@ def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
         ranks = min(machine.world_size, machine.per_node) if mapped else 1
         what = "mapped from the file" if mapped else "whole on the host"
         if _placed(role, config)[0] != 3:
-            size = math.ceil(n.total * n.width / ranks)
+            size = math.ceil(counted.total * counted.width / ranks)
             found.append(Part(role, what, frozenset({LOADING}), host=size))
     if machine.gpus and found:
         yield max(found, key=lambda part: part.host)
@@ -551,16 +553,17 @@ def _trained(
     role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine
 ) -> Iterator[Part]:
     """fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
-    s, n, critic, always = config.strategy, sizes(shape), role == "critic", frozenset(PHASES)
-    offload = s.critic_adam_offload if critic else s.adam_offload
+    strategy, counted = config.strategy, sizes(shape)
+    critic, always = role == "critic", frozenset(PHASES)
+    offload = strategy.critic_adam_offload if critic else strategy.adam_offload
     train, step = (CRITIC, CRITIC_STEP) if critic else (ACTOR, ACTOR_STEP)
-    accumulated = 2 if s.grad_accum_dtype == "bf16" else 4  # bytes of a number
+    accumulated = 2 if strategy.grad_accum_dtype == "bf16" else 4  # bytes of a number
     # Whether gradients are summed in another type than they are made in.
-    apart = n.width == 2 and accumulated == 4
+    apart = counted.width == 2 and accumulated == 4
     elements = GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS
-    twice = bool(s.overlap_comm) and stage == 2  # stage 3 overlaps from one buffer
-    bucket, total = n.width * elements * (1 + twice), n.width * n.trained
-    shard = n.trained if stage == 0 else math.ceil(n.trained / machine.world_size)
+    twice = bool(strategy.overlap_comm) and stage == 2  # stage 3 overlaps from one buffer
+    bucket, total = counted.width * elements * (1 + twice), counted.width * counted.trained
+    shard = counted.trained if stage == 0 else math.ceil(counted.trained / machine.world_size)
     rows, kind = _rows(config, f"{role}_train", machine)
     many = _micro_batches(config, rows, machine) > 1
     # From the first backward pass to the step; where there are several, the other model trains between them.
@@ -568,7 +571,9 @@ def _trained(
     # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
     whole = stage == 1 and shape.dtype is torch.bfloat16 and apart and not offload
     # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
-    copies = (machine.world_size > 1) * (1 + 0.5 * apart) * 4 * min(n.trained, GPU_BUCKET_ELEMENTS)
+    copies = (
+        (machine.world_size > 1) * (1 + 0.5 * apart) * 4 * min(counted.trained, GPU_BUCKET_ELEMENTS)
+    )
     # The shard of the present pass, beside the sum of earlier ones.
     again = 0 if apart and many else shard * accumulated
 
@@ -586,9 +591,12 @@ def _trained(
             return (made > 0) * bucket + made * (1 + 2 * apart) + (made == total) * again
         return 0 if stage == 3 else (made > 0) * bucket + (made >= min(bucket, total)) * again
 
-    e = config.engine
+    engine = config.engine
     leaves = (
-        machine.gpus > 0 and not offload and e.rollout_engine == "vllm" and e.offload_during_rollout
+        machine.gpus > 0
+        and not offload
+        and engine.rollout_engine == "vllm"
+        and engine.offload_during_rollout
     )
     there = always - ({ROLLOUT} if leaves else set())
     if leaves:
@@ -598,15 +606,20 @@ def _trained(
         yield part("fp32 masters", there, 4 * shard, offload)
     yield part("Adam", there - {LOADING}, 8 * shard, offload)
     if offload:
-        yield part("gradients and copies of shards", always, (4 + n.width) * shard, host=True)
+        yield part("gradients and copies of shards", always, (4 + counted.width) * shard, host=True)
     if stage == 3:
         yield part("gradients of the shard", there, accumulated * shard, offload)
         yield part("reduction", always, bucket)
-        yield part("gathered weights", [train], min(n.total, LIVE_ELEMENTS) * n.width, sure=False)
+        yield part(
+            "gathered weights",
+            [train],
+            min(counted.total, LIVE_ELEMENTS) * counted.width,
+            sure=False,
+        )
     elif whole:
-        yield part("gradients", always, 4 * n.trained)
+        yield part("gradients", always, 4 * counted.trained)
     else:
-        size = 4 * n.trained if stage == 0 else accumulated * shard
+        size = 4 * counted.trained if stage == 0 else accumulated * shard
         yield part("gradients", until_step if many else {step}, size, sure=many or stage > 0)
     if stage > 0 and not offload and (stage == 3 or not apart):
         yield part("flat gradients", [step], 4 * shard, sure=False)
@@ -632,23 +645,25 @@ def _joint(config: PPOConfig) -> bool:
 
 def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[Rows, str]:
     """A full micro batch of a call, and how it attends."""
-    t, prompt, response = (
-        config.training,
-        config.data.prompt_max_len,
-        config.rollout.generate_max_len,
-    )
-    attention, n = config.model.attn_implementation, config.rollout.n_samples_per_prompt
-    spec, samples = rules.micro_batch_spec(config, call), config.rollout.rollout_batch_size * n
-    packed = attention != "eager" and t.packing_samples is not False and call != "reward"
+    training = config.training
+    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    attention, per_prompt = config.model.attn_implementation, config.rollout.n_samples_per_prompt
+    spec = rules.micro_batch_spec(config, call)
+    samples = config.rollout.rollout_batch_size * per_prompt
+    packed = attention != "eager" and training.packing_samples is not False and call != "reward"
     whole_groups = (
-        not call.endswith("train") or t.shuffle == "groups" or t.train_batch_size >= samples
+        not call.endswith("train")
+        or training.shuffle == "groups"
+        or training.train_batch_size >= samples
     )
     shared = (
-        n if packed and t.share_prompts and whole_groups and attention != "flash_attention_2" else 1
+        per_prompt
+        if packed and training.share_prompts and whole_groups and attention != "flash_attention_2"
+        else 1
     )
     per_rank = max(
         1,
-        min(samples, t.train_batch_size if call.endswith("train") else samples)
+        min(samples, training.train_batch_size if call.endswith("train") else samples)
         // machine.world_size,
     )
     fitting = (
@@ -668,9 +683,11 @@ def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[Rows, str]:
 
 def _micro_batches(config: PPOConfig, rows: Rows, machine: Machine) -> int:
     """Of an optimizer step, on a rank."""
-    r, t = config.rollout, config.training
-    samples = min(t.train_batch_size, r.rollout_batch_size * r.n_samples_per_prompt)
-    return math.ceil(samples / machine.world_size * r.generate_max_len / rows.read)
+    rollout, training = config.rollout, config.training
+    samples = min(
+        training.train_batch_size, rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    )
+    return math.ceil(samples / machine.world_size * rollout.generate_max_len / rows.read)
 
 
 def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
@@ -701,40 +718,47 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
 
 def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """The KV cache of the HF engine, or vLLM's share."""
-    e, r, n, prompt = config.engine, config.rollout, sizes(shape), config.data.prompt_max_len
+    engine, rollout, counted = config.engine, config.rollout, sizes(shape)
+    prompt = config.data.prompt_max_len
     slots = max(
         1,
         min(
             rules.rollout_rows(config),
-            r.rollout_batch_size * r.n_samples_per_prompt // machine.world_size,
+            rollout.rollout_batch_size * rollout.n_samples_per_prompt // machine.world_size,
         ),
     )
-    prompts = max(1, slots // r.n_samples_per_prompt)
+    prompts = max(1, slots // rollout.n_samples_per_prompt)
     run = pass_bytes(shape, Rows(prompts, prompt, prompts, False), kind="cache")
     of_token = run.cache / (prompts * prompt)
-    if e.rollout_engine == "vllm":
-        sleeps = e.free_cache_engine and machine.gpus
-        share = n.total * n.width + min(
-            4 << 30, of_token * e.max_num_seqs * (e.max_model_len or prompt + r.generate_max_len)
+    if engine.rollout_engine == "vllm":
+        sleeps = engine.free_cache_engine and machine.gpus
+        share = counted.total * counted.width + min(
+            4 << 30,
+            of_token
+            * engine.max_num_seqs
+            * (engine.max_model_len or prompt + rollout.generate_max_len),
         )
-        if e.kv_cache_memory_bytes is not None:
-            share = n.total * n.width + e.kv_cache_memory_bytes
+        if engine.kv_cache_memory_bytes is not None:
+            share = counted.total * counted.width + engine.kv_cache_memory_bytes
         elif machine.gpus:
             share = max(
-                n.total * n.width + slots * of_token,
-                e.gpu_memory_utilization * (machine.device_bytes or 0),
+                counted.total * counted.width + slots * of_token,
+                engine.gpu_memory_utilization * (machine.device_bytes or 0),
             )
         yield Part(
             "vLLM", "its share", frozenset({ROLLOUT, SYNC} if sleeps else PHASES), gpu=int(share)
         )
-        if sleeps and e.sleep_level == 1:
-            yield Part("vLLM", "weights, asleep", frozenset(PHASES), host=n.bytes)
-    elif e.rollout_engine == "hf":
+        if sleeps and engine.sleep_level == 1:
+            yield Part("vLLM", "weights, asleep", frozenset(PHASES), host=counted.bytes)
+    elif engine.rollout_engine == "hf":
         if config.strategy.zero_stage == 3:
             yield Part(
-                "actor", "gathered for generation", frozenset({ROLLOUT}), gpu=n.total * n.width
+                "actor",
+                "gathered for generation",
+                frozenset({ROLLOUT}),
+                gpu=counted.total * counted.width,
             )
-        columns = prompt + r.generate_max_len + (128 if machine.gpus else 16)
+        columns = prompt + rollout.generate_max_len + (128 if machine.gpus else 16)
         yield Part(
             "HF engine",
             "KV cache",
@@ -743,7 +767,7 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
             sure=False,
         )
         yield Part("HF engine", "prompts", frozenset({ROLLOUT}), gpu=run.peak(), sure=False)
-        if e.hf_cuda_graphs:  # what a step needs for a moment, they hold
+        if engine.hf_cuda_graphs:  # what a step needs for a moment, they hold
             held = slots * SAMPLER_BYTES * shape.config.get_text_config().vocab_size
             yield Part("HF engine", "CUDA graphs", frozenset({ROLLOUT}), gpu=held, sure=False)
 
@@ -760,10 +784,12 @@ def decoding_rows(
 
     A step of decoding launches the same kernels for any number of rows.
     """
-    found, r = estimate(config, machine, configs), config.rollout
+    found, rollout = estimate(config, machine, configs), config.rollout
     held = sum(p.gpu for p in found.parts if ROLLOUT in p.phases and p.owner != "HF engine")
     ours = sum(p.gpu for p in found.parts if p.owner == "HF engine")
-    samples = max(1, r.rollout_batch_size * r.n_samples_per_prompt // machine.world_size)
+    samples = max(
+        1, rollout.rollout_batch_size * rollout.n_samples_per_prompt // machine.world_size
+    )
     vocabulary = shapes(config, configs or {})["actor"].config.get_text_config().vocab_size
     row = ours / min(rules.rollout_rows(config), samples) + SAMPLER_BYTES * vocabulary
     fit = int((1 - SPARE) * machine.device_bytes - held) // int(row)

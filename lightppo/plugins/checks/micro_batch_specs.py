@@ -52,12 +52,12 @@ class MicroBatchConfig(Section, adds_to="training", resume_safe=True):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
+    def problems(options: Any) -> Iterator[str]:
         """Specs that cannot be read, or of calls that the run does not make."""
-        if o.by_hand:
+        if options.by_hand:
             return
         try:
-            specs = parse_specs(o.micro_batch_specs)
+            specs = parse_specs(options.micro_batch_specs)
         except ConfigError as error:
             yield str(error)
             return
@@ -68,7 +68,7 @@ class MicroBatchConfig(Section, adds_to="training", resume_safe=True):
             "reward": "reward_pretrain",
         }
         needed |= {name: entry.needs for name, entry in ROLLOUT_PASSES.items() if entry.needs}
-        values = vars(o) | facts_of(o.config)
+        values = vars(options) | facts_of(options.config)
         for call in specs:
             if call in needed and not holds(needed[call], values):
                 words = condition_text(needed[call])

@@ -81,15 +81,17 @@ def preflight(config: PPOConfig) -> None:
 
     For one rank, which decides for all. The first rows alone are read; all are checked before models load.
     """
-    m, c, d = config.model, config.checkpoint, config.data
-    models = [("pretrain", m.pretrain)] + [("reward_pretrain", path) for path in m.reward_pretrain]
-    models += [("ref_pretrain", m.ref_pretrain)] * needs_reference(config)
+    model, checkpoint, data = config.model, config.checkpoint, config.data
+    models = [("pretrain", model.pretrain)] + [
+        ("reward_pretrain", path) for path in model.reward_pretrain
+    ]
+    models += [("ref_pretrain", model.ref_pretrain)] * needs_reference(config)
     models += [(one.flag.removeprefix("--"), one.path) for one in frozen_models(config).values()]
-    models += [("critic_pretrain", m.critic_pretrain)] * needs_critic(config)
+    models += [("critic_pretrain", model.critic_pretrain)] * needs_critic(config)
     first_flags = {path: flag for flag, path in reversed(models) if path}
     folders = {
-        "save_path": c.save_path,
-        "ckpt_path": c.ckpt_path,
+        "save_path": checkpoint.save_path,
+        "ckpt_path": checkpoint.ckpt_path,
         "use_tensorboard": config.logging.use_tensorboard,
     }
     folders |= {
@@ -97,7 +99,7 @@ def preflight(config: PPOConfig) -> None:
         "skip_rollout": config.sampling.skip_rollout,
     }
     checks = [_model_check(config, path, flag) for path, flag in first_flags.items()]
-    tokenizers = [("--tokenizer_path", path) for path in (m.tokenizer_path,) if path]
+    tokenizers = [("--tokenizer_path", path) for path in (model.tokenizer_path,) if path]
     tokenizers += [
         ("--reward_input_tokenizer", path) for path in config.reward.reward_input_tokenizer
     ]
@@ -109,15 +111,15 @@ def preflight(config: PPOConfig) -> None:
     checks.append(partial(_check_worlds, config))
     checks += [
         partial(_check_lengths, config),
-        partial(_check_resume, c.resume),
+        partial(_check_resume, checkpoint.resume),
         partial(_check_shape, config),
     ]
-    used = {"--prompt_data": d.prompt_data, "--eval_data": d.eval_data}
+    used = {"--prompt_data": data.prompt_data, "--eval_data": data.eval_data}
     checks.append(partial(_check_splits, config, SPLITS))
     if not config.evaluation.val_only:
         checks.append(partial(_warn_of_same_rows, config, "prompt_data", "eval_data"))
     checks += [partial(_check_prompts, config, flag) for flag, paths in used.items() if paths]
-    if d.pretrain_data:
+    if data.pretrain_data:
         checks.append(partial(_check_pretraining, config))
     checks.append(partial(check_trackers, config.logging))
     _run_all(checks, config.logging.debug)
@@ -125,21 +127,21 @@ def preflight(config: PPOConfig) -> None:
 
 def preflight_supervised(config: SupervisedConfig) -> None:
     """The same for training on data."""
-    c, d, flat = config.checkpoint, config.data, config.flat()
-    is_pairs = not hasattr(d, "output_key")
-    fields = {"input_key": d.input_key} | (
+    checkpoint, data, flat = config.checkpoint, config.data, config.flat()
+    is_pairs = not hasattr(data, "output_key")
+    fields = {"input_key": data.input_key} | (
         {
             "pairs": True,
             "label_key": flat.get("margin_key"),
-            "chosen_key": d.chosen_key,
-            "rejected_key": d.rejected_key,
+            "chosen_key": data.chosen_key,
+            "rejected_key": data.rejected_key,
         }
         if is_pairs
-        else {"output_key": d.output_key}
+        else {"output_key": data.output_key}
     )
     rendering = partial(
-        PromptTemplate, apply_chat_template=d.apply_chat_template, input_template=d.input_template,
-        system_prompt=d.system_prompt,
+        PromptTemplate, apply_chat_template=data.apply_chat_template, input_template=data.input_template,
+        system_prompt=data.system_prompt,
     )  # fmt: skip
 
     def check_data(flag: str, paths: str, split: str) -> None:
@@ -157,7 +159,7 @@ def preflight_supervised(config: SupervisedConfig) -> None:
             template.render(prompt)
 
         _check_rows(
-            flag, paths, split, fields, render, d.on_bad_row, resolve=resolve_example_fields
+            flag, paths, split, fields, render, data.on_bad_row, resolve=resolve_example_fields
         )
 
     models = {name: flat[name] for name in ("pretrain", "ref_pretrain") if flat.get(name)}
@@ -166,15 +168,15 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     }
     folders |= {"log_file": os.path.dirname(flat["log_file"]) or "."} if flat["log_file"] else {}
     used = {
-        "--dataset": (d.dataset, d.dataset_split),
-        "--eval_dataset": (d.eval_dataset, d.eval_split),
+        "--dataset": (data.dataset, data.dataset_split),
+        "--eval_dataset": (data.eval_dataset, data.eval_split),
     }
     checks = [_model_check(config, path, name) for name, path in models.items()]
     if config.model.tokenizer_path:
         checks.append(partial(check_tokenizer, config.model.tokenizer_path, "--tokenizer_path"))
     checks += [partial(check_writable, folder, f"--{name}") for name, folder in folders.items()]
     checks.append(partial(check_places, config.resolved()))
-    checks += [partial(_check_resume, c.resume), partial(_check_shape, config.resolved())]
+    checks += [partial(_check_resume, checkpoint.resume), partial(_check_shape, config.resolved())]
     checks.append(partial(_check_splits, config, SPLITS_OF_ROWS))
     checks.append(partial(_warn_of_same_rows, config, "dataset", "eval_dataset"))
     checks += [partial(check_trackers, config.logging)]
@@ -199,11 +201,13 @@ def before_imports(check: Callable[[], None], prog: str) -> None:
 
 def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig:
     """``--dry_run``: one step of few, short samples, whose files are all in ``folder``. Of and to a resolved config."""
-    r, e = config.rollout, config.evaluation
-    samples = max(estimator_entry(config).min_group_size, min(r.n_samples_per_prompt, _DRY_SAMPLES))
+    rollout, evaluation = config.rollout, config.evaluation
+    samples = max(
+        estimator_entry(config).min_group_size, min(rollout.n_samples_per_prompt, _DRY_SAMPLES)
+    )
     prompts, tokens = (
-        min(r.rollout_batch_size, 2 * world_size),
-        min(r.generate_max_len, _DRY_TOKENS),
+        min(rollout.rollout_batch_size, 2 * world_size),
+        min(rollout.generate_max_len, _DRY_TOKENS),
     )
     sizes = {
         "rollout_batch_size": prompts,
@@ -218,14 +222,14 @@ def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig
     }
     sizes |= {
         "generate_max_len": tokens,
-        "min_new_tokens": min(r.min_new_tokens, tokens),
+        "min_new_tokens": min(rollout.min_new_tokens, tokens),
         "benchmark_steps": 1,
     }
     if config.reward.overlong_buffer_len is not None:
         sizes["overlong_buffer_len"] = min(config.reward.overlong_buffer_len, tokens)
     sizes |= {
         "eval_max_samples": 2 * world_size,
-        "eval_n_samples": min(e.eval_n_samples, _DRY_SAMPLES),
+        "eval_n_samples": min(evaluation.eval_n_samples, _DRY_SAMPLES),
     }
     # The one step trains the actor on what it has sampled itself, whatever that is worth.
     sizes |= {
@@ -256,9 +260,9 @@ def _run_all(checks: Iterable[Callable[[], Any]], debug: bool) -> None:
 
 def _model_check(config: OptionSet, path: str, flag: str) -> Callable[[], Any]:
     """The check of a model's folder: random weights are in none, and the tokenizer is --pretrain's."""
-    m = config.model
-    has_tokenizer = flag == "pretrain" and m.tokenizer_path is None
-    is_random = m.init_from_scratch and path == m.pretrain
+    model = config.model
+    has_tokenizer = flag == "pretrain" and model.tokenizer_path is None
+    is_random = model.init_from_scratch and path == model.pretrain
     return partial(check_model, path, f"--{flag}", weights=not is_random, tokenizer=has_tokenizer)
 
 
@@ -299,9 +303,14 @@ def _check_resume(resume: str) -> None:
 
 def _check_shape(config: PPOConfig) -> None:
     """The last checkpoint is of as many ranks and the same ZeRO stage; what else may be wrong is seen at the resume."""
-    c = config.checkpoint
-    root = c.ckpt_path if c.resume == "auto" else c.resume
-    if c.resume == "never" or c.reshape_ckpt or config.training.dry_run or "://" in root:
+    checkpoint = config.checkpoint
+    root = checkpoint.ckpt_path if checkpoint.resume == "auto" else checkpoint.resume
+    if (
+        checkpoint.resume == "never"
+        or checkpoint.reshape_ckpt
+        or config.training.dry_run
+        or "://" in root
+    ):
         return
     try:  # the names are those of strategy/checkpoint.py, which loads torch
         tag = Path(root, "latest").read_text().strip()
@@ -373,10 +382,10 @@ def _place(path: str, split: str) -> tuple[str, str]:
 
 def _check_prompts(config: PPOConfig, flag: str) -> None:
     """The reward file, and the first rows of each source: keys, template, labels that the rewards need."""
-    d = config.data
-    paths, probs, split = d.prompt_data, d.prompt_data_probs, d.prompt_split
+    data = config.data
+    paths, probs, split = data.prompt_data, data.prompt_data_probs, data.prompt_split
     if flag == "--eval_data":
-        paths, probs, split = d.eval_data, None, d.eval_split
+        paths, probs, split = data.eval_data, None, data.eval_split
     scoring = evaluation_config(config) if flag == "--eval_data" else None
     named = (config,) if scoring is None else (scoring, "--eval_reward_fn")
     function, reads_labels = None, None
@@ -385,9 +394,9 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
     check_data_paths(paths, probs, flag=flag)
     template = PromptTemplate(
         _tokenizer(config.model.tokenizer_path or config.model.pretrain),
-        d.apply_chat_template,
-        d.input_template,
-        d.system_prompt,
+        data.apply_chat_template,
+        data.input_template,
+        data.system_prompt,
     )
 
     def render(row: Row, fields: RowFields) -> None:
@@ -395,9 +404,9 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
         read_label(row, fields)
 
     prompts: list[Prompt] = []
-    fields = {"input_key": d.input_key, "label_key": d.label_key}
+    fields = {"input_key": data.input_key, "label_key": data.label_key}
     for rows, known in _check_rows(
-        flag, paths, split, fields, render, d.on_bad_row, d.prompt_metadata
+        flag, paths, split, fields, render, data.on_bad_row, data.prompt_metadata
     ):
         for number, row in enumerate(rows):
             chat, key = read_prompt(row, known)
@@ -428,16 +437,16 @@ def check_label(config: PPOConfig, prompt: Prompt) -> None:
 
 
 def _check_pretraining(config: PPOConfig) -> None:
-    d = config.data
-    fields = {"input_key": d.input_key, "output_key": d.output_key}
-    check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
+    data = config.data
+    fields = {"input_key": data.input_key, "output_key": data.output_key}
+    check_data_paths(data.pretrain_data, data.pretrain_data_probs, flag="--pretrain_data")
     source = (
         "--pretrain_data",
-        d.pretrain_data,
-        d.pretrain_split,
-        fields | {"documents": d.output_key is None},
+        data.pretrain_data,
+        data.pretrain_split,
+        fields | {"documents": data.output_key is None},
     )
-    _check_rows(*source, read_example, d.on_bad_row, resolve=resolve_example_fields)
+    _check_rows(*source, read_example, data.on_bad_row, resolve=resolve_example_fields)
 
 
 def _check_rows(

@@ -338,7 +338,7 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
     # Rows of supervised training end with end-of-text, whatever the template writes.
     if not isinstance(config, PPOConfig):
         return
-    r, mark = config.rollout, "answer 7"
+    rollout, mark = config.rollout, "answer 7"
     tail = (
         template.chat_text([*chat, {"role": "assistant", "content": mark}])
         .rpartition(mark)[2]
@@ -350,9 +350,9 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
         generation = GenerationConfig.from_pretrained(stage_to_local(config.model.pretrain))
     except OSError:  # a model may have none
         generation = None
-    stops = {*end_of_text_ids(tokenizer, generation), *r.stop_token_ids}
+    stops = {*end_of_text_ids(tokenizer, generation), *rollout.stop_token_ids}
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
-    if tail and not stops & set(ids) and not any(stop in tail for stop in r.stop):
+    if tail and not stops & set(ids) and not any(stop in tail for stop in rollout.stop):
         ends = f"the chat template ends an answer with {tail!r}, at which sampling goes on"
         yield f"{ends}: --stop {tail!r}, or the right eos_token in tokenizer_config.json"
 

@@ -19,12 +19,15 @@ class BufferConfig(Section, adds_to="training", resume_safe=True):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        given = vars(o)
+    def problems(options: Any) -> Iterator[str]:
+        given = vars(options)
         surplus = given.get("dynamic_sampling") or (
-            given.get("gen_batch_size", 0) > o.rollout_batch_size
+            given.get("gen_batch_size", 0) > options.rollout_batch_size
         )
-        held = o.samples if surplus else o.samples // o.ranks
-        if 0 < o.buffer_limit < held:
+        held = options.samples if surplus else options.samples // options.ranks
+        if 0 < options.buffer_limit < held:
             why = " with --dynamic_sampling or --gen_batch_size" if surplus else ""
-            yield f"--buffer_limit {o.buffer_limit} loses samples: a rank may hold {held} of a step{why}; set 0 or as many"
+            yield (
+                f"--buffer_limit {options.buffer_limit} loses samples: a rank may hold {held} of a step{why}; "
+                "set 0 or as many"
+            )

@@ -71,7 +71,6 @@ from lightppo.rewards.source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.checkpoint import rng_state
 from lightppo.strategy.zero3 import find_engine
-from lightppo.trainer import metrics as m
 from lightppo.trainer import ppo_trainer as core
 from lightppo.trainer.build import (
     Origin,
@@ -83,6 +82,7 @@ from lightppo.trainer.build import (
 )
 from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.checkpointing import RunCheckpointer, mark_latest
+from lightppo.trainer.metrics import checked_status, optimizer_status
 from lightppo.trainer.update import LossTerm, Update
 
 _STEPS = ("training_step", "training_step_actor", "training_step_critic")
@@ -172,7 +172,7 @@ class SeedUpdate(Update):
         if not self.waits:
             return dict(status)
         self.summarise()
-        status = m.checked_status(seed_means(experience) | status)
+        status = checked_status(seed_means(experience) | status)
         return self.trainer.of_micro_batch(status, experience)
 
     def accumulate_alone(self) -> None:
@@ -657,7 +657,7 @@ class PPOTrainer(core.PPOTrainer):
         self.start_records()  # a loop of the user's own may come without fit()
         status = logs_dict or {}
         if outcomes := self._take_outcomes():  # of a loop of the script's own
-            status = m.optimizer_status([[outcome] for outcome in outcomes], self.strategy) | dict(
+            status = optimizer_status([[outcome] for outcome in outcomes], self.strategy) | dict(
                 status
             )
         if global_step > self.state.global_step:  # of a loop of the user's own
@@ -1013,16 +1013,16 @@ def _check_models(
 ) -> None:
     """Raises ConfigError where the options need what the constructor was not given."""
     check_actor(config, actor)
-    a = config.algorithm
+    algorithm = config.algorithm
     if tokenizer is None:
         raise ConfigError("PPOTrainer needs the actor's tokenizer: pass tokenizer=")
     if critic is None and needs_critic(config):
         raise ConfigError(
-            f"--advantage_estimator {a.advantage_estimator} needs a critic, but critic is None"
+            f"--advantage_estimator {algorithm.advantage_estimator} needs a critic, but critic is None"
         )
     if initial_model is None and needs_reference(config):
         raise ConfigError(
-            f"init_kl_coef {a.init_kl_coef} needs a reference: pass initial_model, or set init_kl_coef=0"
+            f"init_kl_coef {algorithm.init_kl_coef} needs a reference: pass initial_model, or set init_kl_coef=0"
         )
     if (teacher is not None) != needs_teacher(config):
         raise ConfigError(

@@ -89,22 +89,25 @@ class DistillConfig(Section, of="training"):
         return {"teacher_zero_stage": 3 if strategy.zero_stage == 3 else 0}
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
+    def problems(options: Any) -> Iterator[str]:
         """A teacher that is not there, or cannot do what is asked."""
-        is_alone = ADVANTAGE_ESTIMATORS.find(o.advantage_estimator) is ON_POLICY_DISTILL
-        if is_alone and not (o.teacher_pretrain or o.teacher_url):
-            name = f"--advantage_estimator {shown_value(o.advantage_estimator)}"
+        is_alone = ADVANTAGE_ESTIMATORS.find(options.advantage_estimator) is ON_POLICY_DISTILL
+        if is_alone and not (options.teacher_pretrain or options.teacher_url):
+            name = f"--advantage_estimator {shown_value(options.advantage_estimator)}"
             yield f"{name} learns from a teacher alone: set --teacher_pretrain or --teacher_url"
-        if o.distill_tail == "drop" and o.distill_beta > 0:
+        if options.distill_tail == "drop" and options.distill_beta > 0:
             yield "--distill_tail drop leaves a sum that may fall below 0 unless --distill_beta is 0: set one of them"
-        if not o.teacher_url:
+        if not options.teacher_url:
             return
-        if o.distill_by == "loss" and o.distill_topk is None:
+        if options.distill_by == "loss" and options.distill_topk is None:
             likeliest = "--teacher_url gives the --distill_topk likeliest"
             yield f"--distill_by loss over all tokens needs --teacher_pretrain; {likeliest}"
-        if o.temperature not in (0, 1):
-            yield f"--teacher_url gives log probs at --temperature 1, not {o.temperature:g}: set 1, or --teacher_pretrain"
-        for url in o.teacher_url:
+        if options.temperature not in (0, 1):
+            yield (
+                f"--teacher_url gives log probs at --temperature 1, not {options.temperature:g}: "
+                "set 1, or --teacher_pretrain"
+            )
+        for url in options.teacher_url:
             try:
                 check_url(url, "--teacher_url", "--teacher_api_key_env")
             except ValueError as error:

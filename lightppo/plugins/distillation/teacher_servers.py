@@ -34,9 +34,9 @@ class TeacherServers:
     """
 
     def __init__(self, config: PPOConfig, tokenizer: Any, ranks: Ranks) -> None:
-        d, self.ranks = config.distill, ranks
-        self.top = d.distill_topk or 0  # most likely tokens that are asked for, too
-        key = read_token(env=d.teacher_api_key_env, option="--teacher_api_key_env")
+        distill, self.ranks = config.distill, ranks
+        self.top = distill.distill_topk or 0  # most likely tokens that are asked for, too
+        key = read_token(env=distill.teacher_api_key_env, option="--teacher_api_key_env")
         options = {
             "timeout": _SECONDS,
             "connect_timeout": 10.0,
@@ -44,7 +44,8 @@ class TeacherServers:
             "retry_timeouts": False,
         }
         self.servers = [
-            HTTPClient(url.rstrip("/"), "teacher", token=key, **options) for url in d.teacher_url
+            HTTPClient(url.rstrip("/"), "teacher", token=key, **options)
+            for url in distill.teacher_url
         ]
         problem = self._problem(tokenizer) if ranks.get_rank() == 0 else None
         if problem := ranks.broadcast_object(problem):
@@ -95,10 +96,10 @@ class TeacherServers:
         answers: list[list[list[float]]] = [[] for _ in rows]
         try:
             share = _OF_SERVER * len(self.servers) // self.ranks.world_size
-            n, rank = max(1, min(_OF_RANK, share, len(rows))), self.ranks.get_rank()
-            begun = [thread(self._score)(rank + k, rows[k::n]) for k in range(n)]
+            calls, rank = max(1, min(_OF_RANK, share, len(rows))), self.ranks.get_rank()
+            begun = [thread(self._score)(rank + k, rows[k::calls]) for k in range(calls)]
             for k, scored in enumerate(begun):
-                answers[k::n] = scored.result()
+                answers[k::calls] = scored.result()
             for row, kept, answer in zip(numbers, real.cpu(), answers):
                 row[kept] = torch.tensor(answer)[-int(kept.sum()) :]
         except Exception as error:

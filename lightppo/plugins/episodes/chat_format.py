@@ -749,9 +749,13 @@ def _with_ids(messages: Sequence[dict], ids: Sequence[str], calls: Sequence[Call
     found = []
     for message in messages:
         if message["role"] == "tool":
-            i = next(answers)
-            name = calls[i].name if i < len(calls) and _NAME.fullmatch(calls[i].name) else "unknown"
-            id = ids[min(i, len(ids) - 1)] if ids else made_id(i)
+            place = next(answers)
+            name = (
+                calls[place].name
+                if place < len(calls) and _NAME.fullmatch(calls[place].name)
+                else "unknown"
+            )
+            id = ids[min(place, len(ids) - 1)] if ids else made_id(place)
             message = {**message, "name": name, "tool_call_id": id}
         found.append(message)
     return found

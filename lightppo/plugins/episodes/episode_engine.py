@@ -338,10 +338,12 @@ def _most_common(texts: Counter[str]) -> str:
     return "; ".join(named)
 
 
-def _share_openings(rollouts: Sequence[Rollout], n: int) -> None:
+def _share_openings(rollouts: Sequence[Rollout], group_size: int) -> None:
     """All samples of a prompt have one Prompt; RolloutError if their openings differ."""
-    for first in range(0, len(rollouts), n):
-        group = [rollout for rollout in rollouts[first : first + n] if not has_failed(rollout)]
+    for first in range(0, len(rollouts), group_size):
+        group = [
+            rollout for rollout in rollouts[first : first + group_size] if not has_failed(rollout)
+        ]
         for rollout in group:
             if rollout.prompt.token_ids != group[0].prompt.token_ids:
                 raise RolloutError(

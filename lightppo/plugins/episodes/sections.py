@@ -77,19 +77,19 @@ class EpisodesConfig(Section):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
+    def problems(options: Any) -> Iterator[str]:
         sources: set[str] = set()
         with suppress(ConfigError):  # of a name that is unknown, which is told by itself
-            sources = reward_sources(o.config)
-        if "environment" in sources and not o.env:
+            sources = reward_sources(options.config)
+        if "environment" in sources and not options.env:
             yield "--reward_source environment: there is none; set --env, or another reward"
-        if not o.env and not o.tools:
+        if not options.env and not options.tools:
             return
-        if "environment" in sources and o.env_reward == "none":
+        if "environment" in sources and options.env_reward == "none":
             yield "--reward_source environment needs --env_reward sum or turns"
-        if o.env_reward == "turns" and not o.use_dense_reward:
+        if options.env_reward == "turns" and not options.use_dense_reward:
             yield "--env_reward turns puts rewards on tokens: set --use_dense_reward"
-        if getattr(o, "tensor_parallel_size", 1) > 1:
+        if getattr(options, "tensor_parallel_size", 1) > 1:
             yield "--env and --tools need --tensor_parallel_size 1: ranks play different episodes"
-        if o.fire_sampling:
+        if options.fire_sampling:
             yield "--fire_sampling has another temperature for the first token: leave it out with --env or --tools"

@@ -107,7 +107,7 @@ def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) ->
     groups: dict[int, list[EvalSample]] = defaultdict(list)
     for sample in scored:
         groups[sample.index].append(sample)
-    n = min(len(group) for group in groups.values())
+    smallest = min(len(group) for group in groups.values())
 
     def over_prompts(value: Callable[[list[Any]], float], of: Callable[[EvalSample], Any]) -> float:
         """Mean over prompts of a value of their samples."""
@@ -125,17 +125,20 @@ def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) ->
         "response_length": fmean(s.response_length for s in samples),
         "truncated": fmean(s.finish_reason == "length" for s in samples),
         "samples": float(len(samples)),
-        f"mean@{n}": over_prompts(fmean, score),
+        f"mean@{smallest}": over_prompts(fmean, score),
     }
     if len(scored) < len(samples):
         metrics["unscored"] = float(len(samples) - len(scored))
-    if n > 1:
-        for k in sorted({*(2**i for i in range(n.bit_length())), n}):
+    if smallest > 1:
+        for k in sorted({*(2**i for i in range(smallest.bit_length())), smallest}):
             metrics[f"pass@{k}"] = over_prompts(partial(_pass_at, k=k), right)
-        metrics |= {f"best@{n}": over_prompts(max, score), f"worst@{n}": over_prompts(min, score)}
-        metrics[f"std@{n}"] = over_prompts(pstdev, score)
+        metrics |= {
+            f"best@{smallest}": over_prompts(max, score),
+            f"worst@{smallest}": over_prompts(min, score),
+        }
+        metrics[f"std@{smallest}"] = over_prompts(pstdev, score)
         if any(s.extra("pred") is not None for s in scored):
-            metrics[f"maj@{n}"] = over_prompts(
+            metrics[f"maj@{smallest}"] = over_prompts(
                 majority_correct, lambda s: (s.extra("pred"), right(s))
             )
     return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -101,16 +101,16 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
         return named_weights("--eval_reward_source", _judges(config.evaluation))
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        if o.val_only and o.eval_data is None:
+    def problems(options: Any) -> Iterator[str]:
+        if options.val_only and options.eval_data is None:
             yield "--eval_data is required: the prompts whose answers an evaluation scores"
-        yield from wrong_reward("eval_reward_fn", o.eval_reward_fn)
+        yield from wrong_reward("eval_reward_fn", options.eval_reward_fn)
         try:
-            judges = set(AnswersConfig.sources(o.config))
+            judges = set(AnswersConfig.sources(options.config))
         except ConfigError as error:
             yield str(error)
             return
-        yield from _unscored(o, judges)
+        yield from _unscored(options, judges)
 
     @staticmethod
     def without_effect(config: Any, given: Iterable[str]) -> Iterator[str]:
@@ -122,19 +122,19 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
                 yield f"{flag} has no effect on an evaluation: set {_OF_EVALUATION[name]}"
 
 
-def _unscored(o: Any, judges: set[str]) -> Iterator[str]:
+def _unscored(options: Any, judges: set[str]) -> Iterator[str]:
     """What scores the answers is not there."""
-    has_source = judges or names_rewards(o)
-    if o.eval_data and not has_source and estimator_entry(o.config).ignores_scores:
+    has_source = judges or names_rewards(options)
+    if options.eval_data and not has_source and estimator_entry(options.config).ignores_scores:
         yield "--eval_data: nothing scores the answers: set --eval_reward_source, or --eval_reward_fn path.py"
     flags = sources_by_flag() | {"function": "eval_reward_fn"}
     for name in judges & flags.keys():
-        is_given = getattr(o, flags[name])
-        if name == "function" and len(o.reward_pretrain) < 2:
-            is_given = is_given or o.reward_fn
+        is_given = getattr(options, flags[name])
+        if name == "function" and len(options.reward_pretrain) < 2:
+            is_given = is_given or options.reward_fn
         if not is_given:
             yield f"--eval_reward_source names {name!r}, which is what --{flags[name]} gives: set --{flags[name]}"
-    if o.eval_reward_fn and "function" not in judges:
+    if options.eval_reward_fn and "function" not in judges:
         yield "--eval_reward_fn is set, but --eval_reward_source does not name 'function': add it, or leave one out"
 
 

@@ -35,18 +35,23 @@ class Exports(Callback):
 
     def on_start(self, run: Any) -> None:
         """Clocks begin when the run does."""
-        c, metric, step = run.config.checkpoint, _metric(run), run.state.global_step
+        checkpoint, metric, step = run.config.checkpoint, _metric(run), run.state.global_step
         agree = run.strategy.broadcast_object
-        self.cadence = Cadence(c.hf_save_steps, c.hf_save_epochs, c.hf_save_seconds, agree=agree)
+        self.cadence = Cadence(
+            checkpoint.hf_save_steps,
+            checkpoint.hf_save_epochs,
+            checkpoint.hf_save_seconds,
+            agree=agree,
+        )
         if step == 0:
             return
         if metric is not None:
-            self.best = best_value(run.checkpointer, c.ckpt_path, metric)
+            self.best = best_value(run.checkpointer, checkpoint.ckpt_path, metric)
         if run.owns_parts and not run.only_evaluates:
             if run.evaluation.step == step and run.evaluation.result and metric is not None:
                 self._keep_best(run, step, metric)
-            due = c.save_hf_ckpt or self.cadence.due(step, run.finished_episodes)
-            catch_up(run.checkpointer, run.ckpt_path, step, due and c.resume == "auto")
+            due = checkpoint.save_hf_ckpt or self.cadence.due(step, run.finished_episodes)
+            catch_up(run.checkpointer, run.ckpt_path, step, due and checkpoint.resume == "auto")
 
     def on_step_end(self, run: Any, step: int, metrics: Any) -> None:
         if self.cadence.due(step, run.finished_episodes):

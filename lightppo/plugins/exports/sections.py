@@ -21,9 +21,9 @@ class ExportConfig(Section, adds_to="checkpoint", resume_safe=True):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        saves = o.save_steps > 0 or o.save_epochs or o.save_seconds
-        if saves and o.disable_ds_ckpt and not o.save_hf_ckpt:
+    def problems(options: Any) -> Iterator[str]:
+        saves = options.save_steps > 0 or options.save_epochs or options.save_seconds
+        if saves and options.disable_ds_ckpt and not options.save_hf_ckpt:
             yield "--disable_ds_ckpt without --save_hf_ckpt leaves nothing to save at --save_steps/epochs/seconds"
 
 

@@ -17,17 +17,17 @@ class OverrideConfig(Section, adds_to="model"):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        if o.override_config is None:
+    def problems(options: Any) -> Iterator[str]:
+        if options.override_config is None:
             return
         try:
-            values = json.loads(o.override_config)
+            values = json.loads(options.override_config)
         except json.JSONDecodeError:
             values = None
         if isinstance(values, dict):
             yield from _wrong_dropouts(values)
         else:
-            yield f"--override_config must be a JSON object, not {o.override_config!r}"
+            yield f"--override_config must be a JSON object, not {options.override_config!r}"
 
 
 def _wrong_dropouts(overrides: dict[str, Any]) -> Iterator[str]:

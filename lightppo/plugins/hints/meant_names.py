@@ -190,29 +190,29 @@ def likeness(name: str, other: str) -> float:
     return max(of_words, 0.9 if is_one_letter_off else 0.0)
 
 
-def typing_errors(a: str, b: str) -> int:
+def typing_errors(typed: str, known: str) -> int:
     """The fewest letters to add, drop, replace, or swap with their neighbour, that make ``b`` of ``a``."""
     before: list[int] = []
-    row = list(range(len(b) + 1))
-    for i, letter in enumerate(a, start=1):
+    row = list(range(len(known) + 1))
+    for i, letter in enumerate(typed, start=1):
         earlier, before, row = before, row, [i]
-        for j, other in enumerate(b, start=1):
+        for j, other in enumerate(known, start=1):
             row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
-            is_swapped = i > 1 and j > 1 and letter == b[j - 2] and other == a[i - 2]
+            is_swapped = i > 1 and j > 1 and letter == known[j - 2] and other == typed[i - 2]
             if is_swapped:
                 row[j] = min(row[j], earlier[j - 2] + 1)
     return row[-1]
 
 
-def _word_likeness(a: str, b: str) -> float:
-    return 1.0 if a == b else 0.9 if _is_typo(a, b) else 0.0
+def _word_likeness(typed: str, known: str) -> float:
+    return 1.0 if typed == known else 0.9 if _is_typo(typed, known) else 0.0
 
 
-def _is_typo(a: str, b: str) -> bool:
+def _is_typo(typed: str, known: str) -> bool:
     """One mistake in a word of three letters or more, two from six on."""
-    longest = max(len(a), len(b))
-    allowed = 0 if min(len(a), len(b)) < 3 else 1 if longest < 6 else 2
-    return abs(len(a) - len(b)) <= allowed and typing_errors(a, b) <= allowed
+    longest = max(len(typed), len(known))
+    allowed = 0 if min(len(typed), len(known)) < 3 else 1 if longest < 6 else 2
+    return abs(len(typed) - len(known)) <= allowed and typing_errors(typed, known) <= allowed
 
 
 _SAME = {"length": "len", "maximum": "max", "number": "num", "coefficient": "coef", "coeff": "coef"}

@@ -87,13 +87,18 @@ class RemoteReward:
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples; the :class:`RewardError` names every server that gave no usable answer, and why."""
-        n, size, ranks = len(self._servers), len(rollouts), self.ranks or Alone()
-        # As if the samples of all ranks, equally many, stood in one row: each server has the next n-th part of it.
-        edges = [size * ranks.world_size * i // n - size * ranks.get_rank() for i in range(n + 1)]
+        servers, size, ranks = len(self._servers), len(rollouts), self.ranks or Alone()
+        # As if the samples of all ranks, equally many, stood in one row: each server has the next equal part of it.
+        edges = [
+            size * ranks.world_size * i // servers - size * ranks.get_rank()
+            for i in range(servers + 1)
+        ]
         parts = [rollouts[max(0, start) : max(0, stop)] for start, stop in pairwise(edges)]
         # Calls take turns, so that a few finished samples at a time reach all servers, too.
         turn = next(self._calls)
-        shares = [(self._servers[(i + turn) % n], part) for i, part in enumerate(parts) if part]
+        shares = [
+            (self._servers[(i + turn) % servers], part) for i, part in enumerate(parts) if part
+        ]
         if not shares:
             return RewardOutput([])
         with ThreadPoolExecutor(len(shares), thread_name_prefix="reward") as pool:
@@ -112,7 +117,7 @@ class RemoteReward:
         self, server: HTTPClient, rollouts: list[Rollout]
     ) -> RewardOutput | RequestError | NonFiniteRewardError:
         """One server's answer about its share, or why there is none."""
-        n = len(rollouts)
+        samples = len(rollouts)
         failures: list[RequestError] = []
         body = {
             "query": [rollout.prompt.text + rollout.response_text for rollout in rollouts],
@@ -121,7 +126,7 @@ class RemoteReward:
         }
 
         def read(result: dict) -> RewardOutput:
-            return check_output(output_from_result(result, n, self.name), rollouts, self.name)
+            return check_output(output_from_result(result, samples, self.name), rollouts, self.name)
 
         try:
             output = server.post("", body, read, on_failure=failures.append)
@@ -134,11 +139,11 @@ class RemoteReward:
                     if error.answer_error is NonFiniteRewardError
                     else error
                 )
-            logger.warning("%s; its %d samples stay unscored", error, n)
-            output = RewardOutput([None] * n)
+            logger.warning("%s; its %d samples stay unscored", error, samples)
+            output = RewardOutput([None] * samples)
         if self.retries or self.on_reward_failure == "unscored":
             timeouts = sum(failure.timed_out for failure in failures)
             for name, count in (("failures", len(failures)), ("timeouts", timeouts)):
-                sent = output.metrics.get(name, [None] * n)
+                sent = output.metrics.get(name, [None] * samples)
                 output.metrics[name] = [float(count) + (value or 0.0) for value in sent]
         return output

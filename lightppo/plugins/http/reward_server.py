@@ -160,32 +160,34 @@ class RewardApp:
         return {"status": "ok", "source": self.source.name}
 
     async def _score(self, body: ScoreRequest, request: Request) -> Response:
-        n, start = len(body.query), time.monotonic()
-        if n > self.max_samples:
-            return _error(413, f"{n} samples in one request; --max_samples is {self.max_samples}")
+        count, start = len(body.query), time.monotonic()
+        if count > self.max_samples:
+            return _error(
+                413, f"{count} samples in one request; --max_samples is {self.max_samples}"
+            )
         try:
             async with self._turns:
                 if await request.is_disconnected():
-                    logger.info("a client left before its %d samples were scored", n)
+                    logger.info("a client left before its %d samples were scored", count)
                     return Response(status_code=_CLIENT_GONE)
                 answer = await asyncio.wrap_future(in_daemon_thread(self._answer, body))
         except asyncio.CancelledError:  # the server ends and has waited long enough
-            logger.error("%d samples not scored: the server was ended", n)
+            logger.error("%d samples not scored: the server was ended", count)
             return _error(503, "the server was ended before the samples were scored")
         except RewardError as error:
             text = cleaned(str(error), self._secrets)
-            logger.error("%d samples not scored: %s", n, text)
+            logger.error("%d samples not scored: %s", count, text)
             return _error(500, text)
         except Exception as error:
             trace = "".join(traceback.format_exception(error))
             for secret in self._secrets:
                 trace = trace.replace(secret, "***")
-            logger.error("%d samples not scored:\n%s", n, trace)
+            logger.error("%d samples not scored:\n%s", count, trace)
             return _error(
                 500,
                 f"the reward source failed with {type(error).__name__}; the server's log says more",
             )
-        logger.info("%d samples scored in %.2f s", n, time.monotonic() - start)
+        logger.info("%d samples scored in %.2f s", count, time.monotonic() - start)
         return JSONResponse(answer)
 
     def _answer(self, body: ScoreRequest) -> dict[str, Any]:

@@ -20,14 +20,18 @@ class RewardServerConfig(Section, adds_to="reward"):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
+    def problems(options: Any) -> Iterator[str]:
         """Addresses of services that nobody can be reached at."""
-        if o.by_hand:
+        if options.by_hand:
             return  # a script has made its rewards by hand
         # A tape answers instead of the servers, which may be gone.
-        asked = () if getattr(o, "tape_from", None) else o.remote_rm_url
+        asked = () if getattr(options, "tape_from", None) else options.remote_rm_url
         for url in asked:
-            if len(o.remote_rm_url) == 1 and "://" not in url and url.split(":")[0].endswith(".py"):
+            if (
+                len(options.remote_rm_url) == 1
+                and "://" not in url
+                and url.split(":")[0].endswith(".py")
+            ):
                 continue
             try:
                 check_url(url)

@@ -16,17 +16,17 @@ class KernelConfig(Section, adds_to="engine", resume_safe=True):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        if not o.batch_invariant:
+    def problems(options: Any) -> Iterator[str]:
+        if not options.batch_invariant:
             return
         others = {
-            "--torch_compile": o.torch_compile,
-            "--use_liger_kernel": o.use_liger_kernel,
-            "--flash_attn": o.flash_attn,
-            "--hf_cuda_graphs": o.hf_cuda_graphs,
-            "--load_in_4bit": getattr(o, "load_in_4bit", False),
-            f"--attn_implementation {o.attn_implementation}": (
-                o.attn_implementation not in ("auto", "sdpa")
+            "--torch_compile": options.torch_compile,
+            "--use_liger_kernel": options.use_liger_kernel,
+            "--flash_attn": options.flash_attn,
+            "--hf_cuda_graphs": options.hf_cuda_graphs,
+            "--load_in_4bit": getattr(options, "load_in_4bit", False),
+            f"--attn_implementation {options.attn_implementation}": (
+                options.attn_implementation not in ("auto", "sdpa")
             ),
         }
         for name in (name for name, is_on in others.items() if is_on):

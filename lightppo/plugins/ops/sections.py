@@ -25,15 +25,16 @@ class SignalConfig(Section, adds_to="checkpoint", resume_safe=True):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        yield from _cut_addresses(o)
-        yield from _folders(o)
+    def problems(options: Any) -> Iterator[str]:
+        yield from _cut_addresses(options)
+        yield from _folders(options)
 
 
-def _folders(o: Any) -> Iterator[str]:
+def _folders(options: Any) -> Iterator[str]:
     """URLs of folders that cannot be used, or are not to be shown."""
     folders = {
-        name: getattr(o.config.checkpoint, name) for name in ("save_path", "ckpt_path", "resume")
+        name: getattr(options.config.checkpoint, name)
+        for name in ("save_path", "ckpt_path", "resume")
     }
     for name, url in folders.items():
         try:
@@ -46,15 +47,15 @@ def _folders(o: Any) -> Iterator[str]:
             yield str(error)
 
 
-def _cut_addresses(o: Any) -> Iterator[str]:
+def _cut_addresses(options: Any) -> Iterator[str]:
     """Addresses out of the files of a run, which lack what may be a secret."""
     flat, models = (
-        o.config.flat(),
-        {one.name for one in o.config.all_options() if one.owner in ("model", "distill")},
+        options.config.flat(),
+        {one.name for one in options.config.all_options() if one.owner in ("model", "distill")},
     )
     unread = {"prompt_data", "pretrain_data"} if flat.get("val_only") else set()
     unread |= {"remote_rm_url"} if flat.get("tape_from") else set()  # a tape answers
-    unread |= flat.keys() - models if getattr(o, "unfed", False) else set()
+    unread |= flat.keys() - models if getattr(options, "unfed", False) else set()
     for name, value in flat.items():
         if name not in unread and (cut := cut_urls(value)):
             yield f"--{name} {cut[0]}: {GIVE_WHOLE}: --{name} URL wins over --config"

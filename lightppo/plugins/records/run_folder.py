@@ -262,10 +262,10 @@ def set_aside(*paths: Path) -> None:
 
 def set_records_aside(config: OptionSet) -> None:
     """Keep apart what an earlier run has recorded where this one will."""
-    o, folder = config.logging, config.checkpoint.save_path
+    logs, folder = config.logging, config.checkpoint.save_path
     paths = [local_folder(folder).absolute() / name for name in RECORDS]
-    if o.use_tensorboard:
-        paths.append(Path(o.use_tensorboard).absolute() / run_name(o, folder))
+    if logs.use_tensorboard:
+        paths.append(Path(logs.use_tensorboard).absolute() / run_name(logs, folder))
     if (rollout_data_dir := config.flat().get("rollout_data_dir")) is not None:
         rollouts = Path(rollout_data_dir).absolute()
         steps = sorted(rollouts.glob("step*.jsonl"))
@@ -369,11 +369,12 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
             ]:
                 marks[name] = " ".join(given)
         marks |= {name: _rows_mark(of_option) for name, of_option in rows.items()}
-        c = config.checkpoint  # where one lies from the other: both may have been moved together
+        # Where one folder lies from the other: both may have been moved together.
+        checkpoint = config.checkpoint
         marks["save_path"] = (
-            shown_url(c.save_path)
-            if is_url(c.save_path)
-            else os.path.relpath(c.save_path, c.ckpt_path)
+            shown_url(checkpoint.save_path)
+            if is_url(checkpoint.save_path)
+            else os.path.relpath(checkpoint.save_path, checkpoint.ckpt_path)
         )
     return ranks.broadcast_object(marks)
 

@@ -55,24 +55,28 @@ def with_overlong(
     ]
 
 
-def row_of(step: int, r: Rollout) -> dict[str, Any]:
+def row_of(step: int, rollout: Rollout) -> dict[str, Any]:
     """A sample as a row of a file; an episode has its messages and turns, too."""
-    episode = {} if r.turns is None else {"messages": r.messages, "turns": r.turns}
+    episode = (
+        {} if rollout.turns is None else {"messages": rollout.messages, "turns": rollout.turns}
+    )
     texts = {
-        name: text for name, text in r.texts.items() if not (episode and name == "conversation")
+        name: text
+        for name, text in rollout.texts.items()
+        if not (episode and name == "conversation")
     }
     return {
         "step": step,
-        "index": r.prompt.index,
-        "sample_index": r.sample_index,
-        "data_source": r.prompt.data_source,
-        "input": r.prompt.text,
-        "output": r.response_text,
-        "ground_truth": r.prompt.label,
-        "score": None if r.reward is None else finite(r.reward),
-        "finish_reason": r.finish_reason,
-        "response_length": len(r.response_ids),
-        "extras": r.extras | texts,
+        "index": rollout.prompt.index,
+        "sample_index": rollout.sample_index,
+        "data_source": rollout.prompt.data_source,
+        "input": rollout.prompt.text,
+        "output": rollout.response_text,
+        "ground_truth": rollout.prompt.label,
+        "score": None if rollout.reward is None else finite(rollout.reward),
+        "finish_reason": rollout.finish_reason,
+        "response_length": len(rollout.response_ids),
+        "extras": rollout.extras | texts,
         **episode,
     }
 
@@ -299,9 +303,9 @@ class SampleRecord:
                 found["new_log_prob"] = passes[-1].log_probs
         reference = found.pop("reference", None)
         if reference is not None and "log_prob" in found and "kl" not in found:
-            n = len(reference)
+            count = len(reference)
             found["kl"] = self.sampled_kl(
-                found["log_prob"][:n], reference.to(found["log_prob"].device)
+                found["log_prob"][:count], reference.to(found["log_prob"].device)
             )
         return found.items()
 

@@ -46,8 +46,8 @@ class TrackerConfig(Section, adds_to="logging", resume_safe=True):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        if o.use_mlflow is not None and "@" in urlsplit(o.use_mlflow).netloc:
+    def problems(options: Any) -> Iterator[str]:
+        if options.use_mlflow is not None and "@" in urlsplit(options.use_mlflow).netloc:
             login = (
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
             )
@@ -113,13 +113,13 @@ class ReplayConfig(Section, adds_to="sampling", resume_safe=True):
         return config.sampling.skip_rollout is not None
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        given = vars(o)
+    def problems(options: Any) -> Iterator[str]:
+        given = vars(options)
         selects = given.get("dynamic_sampling") or given.get("gen_batch_size") not in (
             None,
-            o.rollout_batch_size,
+            options.rollout_batch_size,
         )
-        if o.skip_rollout_reuse and selects:
+        if options.skip_rollout_reuse and selects:
             yield "--skip_rollout_reuse repeats the first groups: leave --dynamic_sampling and --gen_batch_size out"
 
 

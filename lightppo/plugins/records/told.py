@@ -71,15 +71,16 @@ def model_sizes(building: Any) -> str:
 
 def places(config: OptionSet) -> str:
     """Where a run writes to."""
-    c = config.checkpoint
-    saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
+    checkpoint = config.checkpoint
+    saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
     # A run that goes on from checkpoints, or was stopped, has some, and writes one at its end.
     saves = saves or (
-        c.resume != "never" and any(local_folder(c.ckpt_path).glob("_actor/global_step*"))
+        checkpoint.resume != "never"
+        and any(local_folder(checkpoint.ckpt_path).glob("_actor/global_step*"))
     )
     found = [
-        f"model and logs in {c.save_path}",
-        f"checkpoints in {c.ckpt_path}" if saves else "no checkpoints (--save_steps)",
+        f"model and logs in {checkpoint.save_path}",
+        f"checkpoints in {checkpoint.ckpt_path}" if saves else "no checkpoints (--save_steps)",
     ]
     found += [place for part in config.parts() for place in part.places(config)]
     return ", ".join(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,11 @@ def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
                         "number or to 1, that counts as equal; default: 0")  # fmt: skip
     args = parser.parse_args(argv)
     try:
-        a, b = map(steps_of, args.runs)
-        common = sorted(a.keys() & b.keys())
-        found = differences([(step, a[step], b[step]) for step in common], args.tolerance)
+        first, second = map(steps_of, args.runs)
+        common = sorted(first.keys() & second.keys())
+        found = differences([(step, first[step], second[step]) for step in common], args.tolerance)
         sample = first_sample([recorded_path(run, "rollout_data_dir") for run in args.runs], common)
-        for letter, run, steps in zip("ab", args.runs, (a, b)):
+        for letter, run, steps in zip("ab", args.runs, (first, second)):
             print(plain(f"{letter}: {run}, steps {min(steps)} to {max(steps)}"))
         lines = (
             f"{len(common)} steps in both",
@@ -89,12 +89,12 @@ def differences(steps: Sequence[tuple[int, Values, Values]], tolerance: float = 
     found: Differences = {}
     for step, a, b in steps:
         for name in sorted({**a, **b}, key=_place):
-            x, y = a.get(name, "missing"), b.get(name, "missing")
-            equal = x == y or _apart(x, y) <= tolerance * max(
-                [1.0, *(abs(v) for v in (x, y) if isinstance(v, float))]
+            first, second = a.get(name, "missing"), b.get(name, "missing")
+            equal = first == second or _apart(first, second) <= tolerance * max(
+                [1.0, *(abs(v) for v in (first, second) if isinstance(v, float))]
             )
-            if not equal and not ("missing" in (x, y) and name.startswith("eval/")):
-                found.setdefault(name, []).append((step, x, y))
+            if not equal and not ("missing" in (first, second) and name.startswith("eval/")):
+                found.setdefault(name, []).append((step, first, second))
     return found
 
 
@@ -103,31 +103,40 @@ def _place(name: str) -> tuple[int, bool]:
     return place, name.endswith(_OF_GRADIENTS)
 
 
-def _apart(a: Any, b: Any) -> float:
+def _apart(first: Any, second: Any) -> float:
     """Infinity where one is missing, or null: it was not finite."""
-    return abs(a - b) if isinstance(a, (int, float)) and isinstance(b, (int, float)) else math.inf
+    return (
+        abs(first - second)
+        if isinstance(first, (int, float)) and isinstance(second, (int, float))
+        else math.inf
+    )
 
 
 def first_sample(folders: Sequence[Path | None], steps: Sequence[int]) -> str | None:
     """The first sample that differs between two folders of ``--rollout_data_dir``: its step, itself, and in what."""
     for step in steps if None not in folders else ():
         files = [folder / f"step{step}.jsonl" for folder in folders]
-        for x, y in (
-            zip_longest(*map(read_jsonl, files), fillvalue={})
-            if all(map(Path.is_file, files))
-            else ()
-        ):
-            for name in {**x, **y}:
-                if (a := x.get(name)) != (b := y.get(name)):
-                    if isinstance(a, str) and isinstance(b, str):
-                        start = next(
-                            (i for i, (p, q) in enumerate(zip(a, b)) if p != q), min(len(a), len(b))
-                        )
-                        a, b = (text[start : start + _SHOWN] for text in (a, b))
-                        name = f"{name} from character {start} on"
-                    which = f"prompt {(x or y)['index']}, sample {(x or y)['sample_index']}"
-                    return f"step {step}, {which}, {name}: {a!r} and {b!r}"
+        if not all(map(Path.is_file, files)):
+            continue
+        for first, second in zip_longest(*map(read_jsonl, files), fillvalue={}):
+            for name in {**first, **second}:
+                if first.get(name) != second.get(name):
+                    sample = first or second
+                    which = f"prompt {sample['index']}, sample {sample['sample_index']}"
+                    return (
+                        f"step {step}, {which}, {_in_what(name, first.get(name), second.get(name))}"
+                    )
     return None
+
+
+def _in_what(name: str, first: Any, second: Any) -> str:
+    """A column and its two values; texts from the first character in which they differ."""
+    if isinstance(first, str) and isinstance(second, str):
+        pairs = zip(first, second, strict=False)
+        start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        first, second = (text[start : start + _SHOWN] for text in (first, second))
+        name = f"{name} from character {start} on"
+    return f"{name}: {first!r} and {second!r}"
 
 
 # -- what is said ----------------------------------------------------------------------------------------------------
@@ -137,8 +146,8 @@ def _verdict(found: Differences, sample: str | None) -> Iterator[str]:
     if sample:
         yield f"first sample that differs: {sample}"
     if found:
-        name, ((step, a, b), *_) = next(iter(found.items()))
-        yield f"first number that differs: step {step}, {name}: {a} and {b}"
+        name, ((step, first, second), *_) = next(iter(found.items()))
+        yield f"first number that differs: step {step}, {name}: {first} and {second}"
     elif not sample:
         yield "all that both recorded is equal"
 
@@ -158,11 +167,19 @@ def _table(found: Differences) -> Iterator[str]:
 
 def _around(runs: Sequence[Path]) -> Iterator[str]:
     for title, read in {"options": options_of, "versions, ranks, files": facts_of}.items():
-        a, b = map(read, runs)
-        names = [name for name in {**a, **b} if a.get(name, "missing") != b.get(name, "missing")]
-        lacking = " and ".join(letter for letter, values in zip("ab", (a, b)) if not values)
+        first, second = map(read, runs)
+        names = [
+            name
+            for name in {**first, **second}
+            if first.get(name, "missing") != second.get(name, "missing")
+        ]
+        lacking = " and ".join(
+            letter for letter, values in zip("ab", (first, second)) if not values
+        )
         yield f"\n{title}: " + (f"not recorded in {lacking}" if lacking else f"{len(names)} differ")
-        yield from (f"  {n}: {_json(a, n)} and {_json(b, n)}" for n in names if not lacking)
+        yield from (
+            f"  {n}: {_json(first, n)} and {_json(second, n)}" for n in names if not lacking
+        )
 
 
 def _json(values: Mapping[str, Any], name: str) -> str:

@@ -151,12 +151,13 @@ def before_and_after(rows: Sequence[Row]) -> str:
     for name, (steps, values) in {name: series(rows, name) for name in names}.items():
         if not steps:
             continue
-        n = 1 if name.startswith("eval/") else max(1, len(steps) // 10)  # one step alone is noise
+        # One step alone is noise.
+        window = 1 if name.startswith("eval/") else max(1, len(steps) // 10)
         best = at = ""
         if name.endswith(("reward", "accuracy", "loss")):
             value = (min if name.endswith("loss") else max)(values)
             best, at = f"{value:.4g}", f", best at {steps[values.index(value)]}"
-        ends = f"{sum(values[:n]) / n:>12.4g}{sum(values[-n:]) / n:>12.4g}"
+        ends = f"{sum(values[:window]) / window:>12.4g}{sum(values[-window:]) / window:>12.4g}"
         lines.append(f"{plain(name):<32}{ends}{best:>12}   {steps[0]} → {steps[-1]}{at}")
     return "\n".join(lines)
 

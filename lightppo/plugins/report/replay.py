@@ -594,8 +594,10 @@ def compared(run: Path, output: Path, steps: Sequence[int]) -> tuple[list[str], 
     if sample := first_sample([recorded_path(run, "rollout_data_dir"), output / "rollouts"], steps):
         lines.append(f"differs from the recorded samples: {sample}")
     if found:
-        name, ((step, a, b), *_) = next(iter(found.items()))
-        lines.append(f"step {step} differs from what was recorded: first {name}: was {a}, is {b}")
+        name, ((step, recorded, repeated), *_) = next(iter(found.items()))
+        lines.append(
+            f"step {step} differs from what was recorded: first {name}: was {recorded}, is {repeated}"
+        )
     elif not lines:
         lines.append(
             f"step {steps[-1]} is equal to what was recorded: {len(then[steps[-1]])} numbers"

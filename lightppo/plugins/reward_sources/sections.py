@@ -76,7 +76,7 @@ class InputConfig(Section, adds_to="reward"):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        models, tokenizers = len(o.reward_pretrain), len(o.reward_input_tokenizer)
+    def problems(options: Any) -> Iterator[str]:
+        models, tokenizers = len(options.reward_pretrain), len(options.reward_input_tokenizer)
         if models and tokenizers not in (0, 1, models):
             yield f"--reward_input_tokenizer has {tokenizers} for {models} --reward_pretrain: give one for all, or one each"

@@ -82,7 +82,9 @@ class RoutedReward:
                 weights[route] = float(weight)
         self._plan = list(plan.values())
         twice = [
-            n for n, count in Counter(source.name for source, _ in self._plan).items() if count > 1
+            name
+            for name, count in Counter(source.name for source, _ in self._plan).items()
+            if count > 1
         ]
         if twice:
             raise ValueError(
@@ -99,10 +101,10 @@ class RoutedReward:
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores with every source, even if an earlier source left a sample unscored."""
-        n = len(rollouts)
-        routes = [self._route(rollouts, i) for i in range(n)]
-        totals: list[float | None] = [0.0] * n
-        token_totals: list[list[float] | None] = [None] * n
+        samples = len(rollouts)
+        routes = [self._route(rollouts, i) for i in range(samples)]
+        totals: list[float | None] = [0.0] * samples
+        token_totals: list[list[float] | None] = [None] * samples
         metrics: dict[str, list[float | None]] = {}
         texts: dict[str, list[str | None]] = {}
         # Raised at the end, because other ranks may wait in the next source.
@@ -124,7 +126,7 @@ class RoutedReward:
             ):
                 for key, values in columns.items():
                     of_place = dict(zip(places, values))
-                    kept[key] = [of_place.get(i) for i in range(n)]
+                    kept[key] = [of_place.get(i) for i in range(samples)]
             for i, score, row in zip(
                 places, output.scores, output.token_scores or [None] * len(places)
             ):

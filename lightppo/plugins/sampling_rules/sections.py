@@ -22,8 +22,8 @@ class SamplingRulesConfig(Section, adds_to="rollout"):
     bad_words: tuple[str, ...] = option((), "Words that are never sampled.")
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        if "" in o.stop:
+    def problems(options: Any) -> Iterator[str]:
+        if "" in options.stop:
             yield "--stop has an empty text: leave it out"
-        if not all(map(str.strip, o.bad_words)):
+        if not all(map(str.strip, options.bad_words)):
             yield "--bad_words has an empty text: leave it out"

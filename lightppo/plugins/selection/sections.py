@@ -73,26 +73,33 @@ class SelectionConfig(Section, adds_to="sampling"):
         return config.sampling.dynamic_sampling or size > config.rollout.rollout_batch_size
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        samples, size, batch = o.n_samples_per_prompt, o.generation_size, o.gen_batch_size
+    def problems(options: Any) -> Iterator[str]:
+        samples, size, batch = (
+            options.n_samples_per_prompt,
+            options.generation_size,
+            options.gen_batch_size,
+        )
         if size < samples:
             yield f"--generation_size {size} is below --n_samples_per_prompt {samples}: raise it, or leave it out"
-        if size == samples and o.best_of_n_tie != "shorter":
+        if size == samples and options.best_of_n_tie != "shorter":
             yield f"--best_of_n_tie chooses nothing unless --generation_size is above --n_samples_per_prompt {samples}"
-        if size > samples and not (o.do_sample and o.temperature > 0):
+        if size > samples and not (options.do_sample and options.temperature > 0):
             yield f"--generation_size {size}: greedy samples are all the same; leave it out, or set a --temperature"
-        if batch != o.rollout_batch_size and batch % o.ranks:
-            yield f"--gen_batch_size {batch} is not divisible by the {o.ranks} ranks"
-        if batch < o.rollout_batch_size and not o.dynamic_sampling:
-            few = f"--gen_batch_size {batch} is below --rollout_batch_size {o.rollout_batch_size}"
+        if batch != options.rollout_batch_size and batch % options.ranks:
+            yield f"--gen_batch_size {batch} is not divisible by the {options.ranks} ranks"
+        if batch < options.rollout_batch_size and not options.dynamic_sampling:
+            few = f"--gen_batch_size {batch} is below --rollout_batch_size {options.rollout_batch_size}"
             yield f"{few}, and only --dynamic_sampling samples several batches: raise it, or leave it out"
-        if (ends := o.filter_range) is not None and ends[0] >= ends[1]:
+        if (ends := options.filter_range) is not None and ends[0] >= ends[1]:
             yield f"--filter_range {ends[0]:g} {ends[1]:g} is empty: give the lower end first"
-        if not o.filter_metric.strip():
+        if not options.filter_metric.strip():
             yield "--filter_metric has an empty text: leave it out"
-        has_reward = o.by_hand or names_rewards(o)
-        if not has_reward and estimator_entry(o.config).ignores_scores:
-            picks = {"dynamic_sampling": o.dynamic_sampling, "generation_size": size > samples}
+        has_reward = options.by_hand or names_rewards(options)
+        if not has_reward and estimator_entry(options.config).ignores_scores:
+            picks = {
+                "dynamic_sampling": options.dynamic_sampling,
+                "generation_size": size > samples,
+            }
             for name in filter(picks.get, picks):
                 yield f"--{name} chooses by scores, and this run has no reward: leave it out"
 

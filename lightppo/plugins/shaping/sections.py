@@ -60,13 +60,16 @@ class ShapingConfig(Section, adds_to="reward"):
         return {} if config.reward.overlong_buffer_len is None else {"overlong_penalty_factor": 1.0}
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        if (o.overlong_buffer_len or 0) > o.generate_max_len:
-            yield f"--overlong_buffer_len {o.overlong_buffer_len} exceeds --generate_max_len {o.generate_max_len}"
-        if o.use_dense_reward and estimator_entry(o.config).needs_greedy_baseline:
-            name = f"--advantage_estimator {shown_value(o.advantage_estimator)}"
+    def problems(options: Any) -> Iterator[str]:
+        if (options.overlong_buffer_len or 0) > options.generate_max_len:
+            yield (
+                f"--overlong_buffer_len {options.overlong_buffer_len} exceeds "
+                f"--generate_max_len {options.generate_max_len}"
+            )
+        if options.use_dense_reward and estimator_entry(options.config).needs_greedy_baseline:
+            name = f"--advantage_estimator {shown_value(options.advantage_estimator)}"
             yield f"{name} acts on the one score of a response, --use_dense_reward on token scores: leave one out"
-        if o.reward_scaling == 0:
+        if options.reward_scaling == 0:
             yield "--reward_scaling 0 makes all scores the same: set another factor"
 
 

@@ -93,7 +93,7 @@ class Objective:
         return loaded | {"dtype": self.strategy.dtype}
 
     def _dataset_options(self) -> dict[str, Any]:
-        d = self.config.data
+        data = self.config.data
         names = (
             "input_key",
             "input_template",
@@ -103,10 +103,10 @@ class Objective:
             "on_bad_row",
         )
         names += tuple(
-            name for name in ("output_key", "chosen_key", "rejected_key") if hasattr(d, name)
+            name for name in ("output_key", "chosen_key", "rejected_key") if hasattr(data, name)
         )
-        return {name: getattr(d, name) for name in names} | {
-            "num_workers": d.data_num_workers,
+        return {name: getattr(data, name) for name in names} | {
+            "num_workers": data.data_num_workers,
             "ranks": self.strategy,
         }
 
@@ -155,14 +155,16 @@ class RewardModelling(Objective):
     uses_margins = True  # where the rows have some
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> PairDataset:
-        d = self.config.data
-        return PairDataset(rows, tokenizer, d.max_len, d.margin_key, **self._dataset_options())
+        data = self.config.data
+        return PairDataset(
+            rows, tokenizer, data.max_len, data.margin_key, **self._dataset_options()
+        )
 
     def build_model(self) -> NewRewardModel:
-        m = self.config.model
+        model = self.config.model
         return NewRewardModel(
-            stage_to_local(m.pretrain),
-            value_head_prefix=m.value_head_prefix,
+            stage_to_local(model.pretrain),
+            value_head_prefix=model.value_head_prefix,
             flag="--pretrain",
             **self._loading(),
         )
@@ -219,10 +221,12 @@ class DPO(Objective):
 
     def __init__(self, config: DPOConfig, strategy: DeepspeedStrategy) -> None:
         super().__init__(config, strategy)
-        p = config.preference
-        entry = PREFERENCE_LOSSES.find(p.preference_loss)
+        preference = config.preference
+        entry = PREFERENCE_LOSSES.find(preference.preference_loss)
         self.loss_fn = partial(
-            entry.fn, beta=p.beta, **{name: getattr(p, name) for name in entry.defaults}
+            entry.fn,
+            beta=preference.beta,
+            **{name: getattr(preference, name) for name in entry.defaults},
         )
         self.reference: Actor | None = None
 
@@ -233,15 +237,15 @@ class DPO(Objective):
         return Actor(stage_to_local(self.config.model.pretrain), **self._loading())
 
     def attach(self, model: Any) -> list[Any]:
-        m, flag = self.config.model, "--ref_pretrain"
-        if m.ref_pretrain in (None, m.pretrain):
+        named = self.config.model
+        if named.ref_pretrain in (None, named.pretrain):
             return [model]
         options = self._loading() | {
             "ds_config": self.strategy.get_ds_eval_config(),
             "init_from_scratch": False,
         }
         self.reference = self.strategy.prepare(
-            Actor(stage_to_local(m.ref_pretrain), flag=flag, **options)
+            Actor(stage_to_local(named.ref_pretrain), flag="--ref_pretrain", **options)
         )
         return [model, self.reference]
 

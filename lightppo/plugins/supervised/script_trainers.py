@@ -177,11 +177,11 @@ class ScriptTrainer(SupervisedTrainer):
         return super().fit()
 
     def _constructor_options(self) -> dict[str, Any]:
-        c, t = self.config.checkpoint, self.config.training
+        checkpoint, training = self.config.checkpoint, self.config.training
         kept = {
-            "num_epochs": t.num_epochs,
-            "save_hf_ckpt": c.save_hf_ckpt,
-            "disable_ds_ckpt": c.disable_ds_ckpt,
+            "num_epochs": training.num_epochs,
+            "save_hf_ckpt": checkpoint.save_hf_ckpt,
+            "disable_ds_ckpt": checkpoint.disable_ds_ckpt,
         }
         preference = getattr(self.config, "preference", None)
         return kept if preference is None else kept | {"beta": preference.beta}
@@ -229,15 +229,15 @@ class ScriptTrainer(SupervisedTrainer):
     def _save_checkpoint(self, step: int) -> None:
         """OpenRLHF's name of what writes a checkpoint, so that an override acts. Collective."""
         self.checkpointer.require_finite(step)
-        c, root = self.config.checkpoint, self.args.ckpt_path
+        checkpoint, root = self.config.checkpoint, self.args.ckpt_path
         consumed = {"consumed_samples": step * self.config.training.train_batch_size}
         states = consumed | self.client_states | {"trainer": asdict(self.state)}
-        if not c.disable_ds_ckpt:
-            limits = {"max_num": c.max_ckpt_num, "max_mem": c.max_ckpt_mem}
+        if not checkpoint.disable_ds_ckpt:
+            limits = {"max_num": checkpoint.max_ckpt_num, "max_mem": checkpoint.max_ckpt_mem}
             self.strategy.save_ckpt(
                 self.model, root, f"global_step{step}", **limits, client_state=states
             )
-        if c.save_hf_ckpt:
+        if checkpoint.save_hf_ckpt:
             save_hf(self.checkpointer, root, step)
 
     def evaluate(self, eval_dataloader: DataLoader, steps: int = 0) -> dict[str, float]:

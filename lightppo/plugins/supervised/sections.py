@@ -301,21 +301,21 @@ class SupervisedConfig(OptionSet):
 
     def problems(self, ranks: int) -> Iterator[str]:
         """What cannot work, for so many ranks; a subclass may add to it."""
-        o = SimpleNamespace(**self.known() | {"config": self, "by_hand": False})
+        options = SimpleNamespace(**self.known() | {"config": self, "by_hand": False})
         yield from self.missing()
-        yield from needs.problems(o)
-        yield from templates(o)
+        yield from needs.problems(options)
+        yield from templates(options)
         for part in self.parts():
-            yield from part.problems(o)
-        if o.num_epochs is not None and o.max_steps is not None:
+            yield from part.problems(options)
+        if options.num_epochs is not None and options.max_steps is not None:
             yield "--num_epochs and --max_steps are both given: leave one out"
-        if o.train_batch_size % (o.micro_train_batch_size * ranks):
+        if options.train_batch_size % (options.micro_train_batch_size * ranks):
             yield (
-                f"--train_batch_size {o.train_batch_size} must be a multiple of --micro_train_batch_size "
-                f"{o.micro_train_batch_size} × {ranks} ranks: set one to fit the other"
+                f"--train_batch_size {options.train_batch_size} must be a multiple of --micro_train_batch_size "
+                f"{options.micro_train_batch_size} × {ranks} ranks: set one to fit the other"
             )
-        if ranks % o.zpg:
-            yield f"--zpg {o.zpg} does not divide the {ranks} ranks"
+        if ranks % options.zpg:
+            yield f"--zpg {options.zpg} does not divide the {ranks} ranks"
 
     def known(self) -> dict[str, Any]:
         """Values by flag name, with what None stands for."""

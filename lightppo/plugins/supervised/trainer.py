@@ -22,10 +22,10 @@ from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import build as building
-from lightppo.trainer import metrics as m
 from lightppo.trainer.callbacks import Callback, load_callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
+from lightppo.trainer.metrics import checked_status
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ class SupervisedTrainer(TrainingLoop):
                 found.append({"loss": loss.detach()} | metrics)
             outcome = ranks.optimizer_step(self.optim, self.model, self.scheduler, name="model")
             for metrics in found:  # only now, so that no micro batch waits for a GPU
-                sums.update(m.checked_status(metrics))
+                sums.update(checked_status(metrics))
         self.skipped.add("model", outcome.skipped, outcome.overflow)
         means = ranks.all_reduce(dict(sums), op="mean")
         self.tokens = counts["tokens"]
@@ -351,6 +351,6 @@ def schedule_steps(
 ) -> int:
     """Optimizer steps that the schedule of the learning rate stretches over."""
     # Rows of this rank, in a whole epoch.
-    t, rows = config.training, train_dataloader.sampler.num_samples
+    training, rows = config.training, train_dataloader.sampler.num_samples
     per_epoch = -(-rows // (strategy.accumulated_gradient * strategy.micro_train_batch_size))
-    return t.max_steps or (t.num_epochs or 1) * per_epoch
+    return training.max_steps or (training.num_epochs or 1) * per_epoch

@@ -24,10 +24,10 @@ class TapeConfig(Section):
     )
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        if o.tape_from is None:
+    def problems(options: Any) -> Iterator[str]:
+        if options.tape_from is None:
             return
-        if o.tape != "auto":
-            yield f"--tape_from plays a tape and writes none: leave --tape {o.tape} out"
-        if o.dry_run:
+        if options.tape != "auto":
+            yield f"--tape_from plays a tape and writes none: leave --tape {options.tape} out"
+        if options.dry_run:
             yield "--dry_run samples other prompts than --tape_from has: leave one of them out"

@@ -123,8 +123,8 @@ class BuiltInConfig(Section, adds_to="verifier"):
         return {"one_source": plan is None or len(plan) == len(names_in(plan)) == 1}
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
-        if o.config.verifier.reward_manager == "dapo" and o.overlong_buffer_len is None:
+    def problems(options: Any) -> Iterator[str]:
+        if options.config.verifier.reward_manager == "dapo" and options.overlong_buffer_len is None:
             yield "--reward_manager dapo punishes long responses: set --overlong_buffer_len"
-        if o.reward_manager == "prime" and o.reward_timeout is None:
+        if options.reward_manager == "prime" and options.reward_timeout is None:
             yield "--reward_manager prime kills a call at its limit: set --reward_timeout"

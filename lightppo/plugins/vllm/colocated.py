@@ -223,9 +223,11 @@ class Requests:
         how = self._how_to_sample() | lengths | {"seed": request_seed(*key)}
         return turn.token_ids, how
 
-    def parameters(self, r: int) -> dict[str, Any]:
+    def parameters(self, request: int) -> dict[str, Any]:
         """How to sample a request."""
-        return self._how_to_sample() | {"seed": request_seed(self.sampling.seed, *self._streams[r])}
+        return self._how_to_sample() | {
+            "seed": request_seed(self.sampling.seed, *self._streams[request])
+        }
 
     def _how_to_sample(self) -> dict[str, Any]:
         sampling = self.sampling
@@ -252,13 +254,13 @@ class Requests:
 
     def rollout(
         self,
-        r: int,
+        request: int,
         ids: Sequence[int],
         log_probs: Sequence[float],
         finish_reason: str | None,
     ) -> Rollout:
         """The answer to a request; the text is decoded and cut here, as for every engine."""
-        return self.rollout_of(*self.samples[r], ids, log_probs, finish_reason)
+        return self.rollout_of(*self.samples[request], ids, log_probs, finish_reason)
 
     def rollout_of(
         self,

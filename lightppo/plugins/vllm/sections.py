@@ -150,42 +150,42 @@ class VLLMConfig(Section, adds_to="engine", resume_safe=True):
         return {"sleep_level": 1 if stays else 2}
 
     @staticmethod
-    def problems(o: Any) -> Iterator[str]:
+    def problems(options: Any) -> Iterator[str]:
         """What vLLM cannot sample, and what an engine in the training processes needs."""
-        if o.rollout_engine not in ("vllm", "vllm_server"):
+        if options.rollout_engine not in ("vllm", "vllm_server"):
             return
         for name in ("temperature", "eval_temperature"):
-            if 0 < getattr(o, name) < _COLDEST:
-                asked = f"--{name} {getattr(o, name):g}"
+            if 0 < getattr(options, name) < _COLDEST:
+                asked = f"--{name} {getattr(options, name):g}"
                 yield f"{asked}: vLLM samples at {_COLDEST} or above; set 0 (greedy) or at least that"
-        if o.rollout_engine == "vllm_server":
-            yield from _servers(o)
+        if options.rollout_engine == "vllm_server":
+            yield from _servers(options)
             return
-        if o.ranks % o.tensor_parallel_size:
-            yield f"--tensor_parallel_size {o.tensor_parallel_size} does not divide the {o.ranks} ranks"
-        longest = o.prompt_max_len + o.generate_max_len
-        if o.max_model_len is not None and o.max_model_len < longest:
+        if options.ranks % options.tensor_parallel_size:
+            yield f"--tensor_parallel_size {options.tensor_parallel_size} does not divide the {options.ranks} ranks"
+        longest = options.prompt_max_len + options.generate_max_len
+        if options.max_model_len is not None and options.max_model_len < longest:
             sum_of = "--prompt_max_len + --generate_max_len"
-            yield f"--max_model_len {o.max_model_len} is below {sum_of}: set {longest} or more"
-        is_auto = o.load_format == "auto"
+            yield f"--max_model_len {options.max_model_len} is below {sum_of}: set {longest} or more"
+        is_auto = options.load_format == "auto"
         for flag, reads_pretrain in {
             "--load_format auto": is_auto,
-            "--trust_remote_code": o.trust_remote_code,
+            "--trust_remote_code": options.trust_remote_code,
         }.items():
-            if reads_pretrain and o.override_config is not None:
+            if reads_pretrain and options.override_config is not None:
                 yield f"{flag} has --rollout_engine vllm read --pretrain without --override_config: leave one out"
-            if reads_pretrain and o.pretrain is None:
+            if reads_pretrain and options.pretrain is None:
                 yield f"{flag} has --rollout_engine vllm read --pretrain, which is not set"
-        if is_auto and o.init_from_scratch:
+        if is_auto and options.init_from_scratch:
             yield "--load_format auto reads weights that --init_from_scratch does not have: leave it out"
 
 
-def _servers(o: Any) -> Iterator[str]:
+def _servers(options: Any) -> Iterator[str]:
     """Addresses of vLLM servers, how weights get there, and how long they may take."""
-    if not o.vllm_server_url:
+    if not options.vllm_server_url:
         yield "--rollout_engine vllm_server needs --vllm_server_url: start a server by `lightppo serve-vllm`"
     try:
-        for url in o.vllm_server_url:
+        for url in options.vllm_server_url:
             check_url(url, "--vllm_server_url", "--vllm_server_api_key_env")
             if "?" in url or "#" in url:
                 raise ValueError(
@@ -194,33 +194,35 @@ def _servers(o: Any) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    addresses = [url.rstrip("/") for url in o.vllm_server_url]
+    addresses = [url.rstrip("/") for url in options.vllm_server_url]
     for url in addresses:
         if addresses.count(url) > 1:
             yield f"--vllm_server_url has {url} twice"
     remote = [url for url in addresses if not is_loopback(urlsplit(url).hostname or "")]
-    by_files = o.vllm_server_sync == "disk" and o.vllm_server_sync_dir is not None
-    by_broadcast = o.vllm_server_sync == "collective" and not is_loopback(
-        o.vllm_server_sync_address
+    by_files = options.vllm_server_sync == "disk" and options.vllm_server_sync_dir is not None
+    by_broadcast = options.vllm_server_sync == "collective" and not is_loopback(
+        options.vllm_server_sync_address
     )
     if remote and not by_files and not by_broadcast:
         # On the host itself, its name often leads to 127.0.1.1.
-        wrong = f", and --vllm_server_sync_address {o.vllm_server_sync_address} leads here alone"
+        wrong = (
+            f", and --vllm_server_sync_address {options.vllm_server_sync_address} leads here alone"
+        )
         yield (
             f"--vllm_server_url {remote[0]} is on another machine"
-            f"{wrong if o.vllm_server_sync == 'collective' else ''}: set --vllm_server_sync collective and "
+            f"{wrong if options.vllm_server_sync == 'collective' else ''}: set --vllm_server_sync collective and "
             "--vllm_server_sync_address to this machine's address there, or --vllm_server_sync disk and "
             "--vllm_server_sync_dir to a folder that both see under the same path"
         )
-    if o.vllm_server_sync_address in ("", "0.0.0.0", "::"):
-        yield f"--vllm_server_sync_address {o.vllm_server_sync_address!r}: give an address that servers can connect to"
+    if options.vllm_server_sync_address in ("", "0.0.0.0", "::"):
+        yield f"--vllm_server_sync_address {options.vllm_server_sync_address!r}: give an address that servers can connect to"
     waits = {
-        "vllm_server_timeout": 2 * o.vllm_server_timeout + 90,
-        "vllm_server_start_timeout": o.vllm_server_start_timeout,
+        "vllm_server_timeout": 2 * options.vllm_server_timeout + 90,
+        "vllm_server_start_timeout": options.vllm_server_start_timeout,
     }
     for name, wait in waits.items():
-        if wait >= 60 * o.dist_timeout:
+        if wait >= 60 * options.dist_timeout:
             yield (
-                f"--{name} {getattr(o, name):g}: others wait up to {wait:g} s for the rank that asks servers, but only "
-                f"--dist_timeout {o.dist_timeout:g} minutes: lower it, or raise --dist_timeout"
+                f"--{name} {getattr(options, name):g}: others wait up to {wait:g} s for the rank that asks servers, "
+                f"but only --dist_timeout {options.dist_timeout:g} minutes: lower it, or raise --dist_timeout"
             )

@@ -193,16 +193,16 @@ class VLLMServerRolloutEngine(VLLMEngine):
         ended: queue.SimpleQueue[tuple[int, int, Future]] = queue.SimpleQueue()
         rollouts: list[Rollout | None] = [None] * len(costs)
 
-        def room(i: int) -> bool:
-            return len(under_way[i]) < most and sum(map(len, under_way.values())) < _THREADS
+        def room(server: int) -> bool:
+            return len(under_way[server]) < most and sum(map(len, under_way.values())) < _THREADS
 
-        def begin(i: int, r: int) -> None:
-            under_way[i].add(r)
-            prompt_ids = requests.samples[r][0].token_ids
-            answer = thread(self.servers[i].complete)(
-                parameters(r), prompt_ids, vocab_size, self.version, self.adapter
+        def begin(server: int, request: int) -> None:
+            under_way[server].add(request)
+            prompt_ids = requests.samples[request][0].token_ids
+            answer = thread(self.servers[server].complete)(
+                parameters(request), prompt_ids, vocab_size, self.version, self.adapter
             )
-            answer.add_done_callback(lambda answer: ended.put((i, r, answer)))
+            answer.add_done_callback(lambda answer: ended.put((server, request, answer)))
 
         shows = self.strategy.is_rank_0() and sys.stderr.isatty()
         with tqdm(
@@ -216,19 +216,19 @@ class VLLMServerRolloutEngine(VLLMEngine):
                         for i in free
                     }
                     begin(min(free, key=load.__getitem__), waiting.pop())
-                i, r, answer = ended.get()
-                under_way[i].remove(r)
+                server, request, answer = ended.get()
+                under_way[server].remove(request)
                 try:
                     completion = answer.result()
                 except RefusedError as error:
                     raise RolloutError(str(error)) from None
                 except RequestError as error:
-                    self.lose({i: str(error)})
+                    self.lose({server: str(error)})
                     self.check_any_left()
-                    waiting.append(r)
+                    waiting.append(request)
                     continue
-                rollouts[r] = requests.rollout(r, *completion)
-                on_finished([rollouts[r]])
+                rollouts[request] = requests.rollout(request, *completion)
+                on_finished([rollouts[request]])
                 bar.update()
         return rollouts
 
