@@ -19,6 +19,7 @@ from lightppo.plugins.episodes.contract import EnvFailure, Opening
 
 Message = dict[str, Any]
 Request = Mapping[str, Any]  # "messages" and "tools", as of OpenAI's chat completions
+HAS_ENDED = "the episode has ended"
 _SHOWN = 200  # characters of a message in an error
 
 
@@ -139,7 +140,7 @@ class Conversation:
             self._request = None
             self._answer.set_result(turn)
 
-    def end(self, why: str = "the episode has ended") -> None:
+    def end(self, why: str = HAS_ENDED) -> None:
         """Refuse the request that waits, and all later ones."""
         with self._lock:
             self._refusal = self._refusal or why

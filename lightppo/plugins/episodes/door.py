@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightppo.plugins.episodes.contract import EnvFailure
-from lightppo.plugins.episodes.conversation import Conversation
+from lightppo.plugins.episodes.conversation import HAS_ENDED, Conversation
 
 MODEL = "policy"  # a program may ask for any other name, too
 # of a request: what makes the model say something else than it would
@@ -63,7 +63,7 @@ class Door:
         app.state.inference = Models()
         app.state.upstreams = Engines(default_client=app.state.inference, default_level="tokens")
         self.registry = app.state.registry
-        logging.getLogger("intercept").addFilter(_without_keys)  # openenv's
+        logging.getLogger("intercept").addFilter(_worth_reading)  # openenv's
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
@@ -94,10 +94,10 @@ class Door:
         self._thread.join(_END_SECONDS)
 
 
-def _without_keys(record: logging.LogRecord) -> bool:
-    """A filter: openenv names a session by its key."""
+def _worth_reading(record: logging.LogRecord) -> bool:
+    """A filter: openenv names a session by its key, and a program often asks once more when its episode has ended."""
     record.msg, record.args = _KEY.sub("an episode", record.getMessage()), ()
-    return True
+    return HAS_ENDED not in record.msg
 
 
 class Models:

@@ -281,7 +281,7 @@ def test_a_call_that_cannot_be_read_is_not_shown_to_the_program(play):
         ({}, "length"),
     ],
 )
-def test_an_episode_that_a_limit_ends_stops_the_program(play, limits, reason):
+def test_an_episode_that_a_limit_ends_stops_the_program(play, limits, reason, caplog):
     Guesser.ended.clear()
     _, (rollout, _) = play(Guesser, call(3), *[call(42)] * 50, limits=limits)
     assert rollout.texts["stop_reason"] == reason
@@ -289,6 +289,7 @@ def test_an_episode_that_a_limit_ends_stops_the_program(play, limits, reason):
     assert rollout.turns[-1]["reward"] == 1.0  # asked for all the same
     assert len(Guesser.ended) == 2
     assert all("CancelledError" in one for one in Guesser.ended)
+    assert not caplog.text  # the program has asked once more, which is no news
 
 
 class Wrong:
