@@ -193,7 +193,7 @@ class PretrainedWrapper(nn.Module):
         for change in MODULES.values():
             change.fn(self.model)
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
-        # a context of each pass with gradients, of the weights and the device; None: there is none
+        # (weights, device) → a context around each pass with gradients.
         self.around_pass: Callable[..., AbstractContextManager] | None = None
         self.layout: PaddedLayout = layout.fn(self, **of_layout)
 
