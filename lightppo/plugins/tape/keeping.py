@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from lightppo.config.rules import reward_sources
+from lightppo.errors import RewardError, RolloutError
 from lightppo.files import is_url, local_folder
 from lightppo.plugin import REWARDS
 from lightppo.plugins.evaluation.sections import evaluation_config
@@ -58,6 +59,9 @@ class Keeper(Callback):
         if self.tape.plays and error is None:
             told = run.strategy.all_reduce(self.tape.answered, "sum")
             run.strategy.print(f"the tape in {self.tape.folder} gave {int(told)} answers")
+        # All ranks are in this step: no other has gone on with what failed.
+        if isinstance(error, RewardError | RolloutError):
+            self.tape.give_up()
         self.tape.close()
 
     # -- what a checkpoint keeps -------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 A step that is done again, after a crash or by ``lightppo replay``, finds its replies here. An episode answers from the
 tape if its last entry is there; one that broke off is played again from its start, because nothing else would bring
-its environment to where it was.
+its environment to where it was. Failures answer, too, unless they ended the run: then they are asked again.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 Phase = Literal["train", "eval"]
 END = "end"  # kind of an episode's last entry
 REWARD = "reward"
+GIVEN_UP = "given up"  # failures so far ended the run
 
 
 def tape_of(ranks: Ranks, config: Any) -> Tape | None:
@@ -191,9 +192,22 @@ class Tape:
             samples = entry["of"] if "of" in entry else [_sample_of(entry)]
             for prompt, sample, number in samples:
                 self._rewards[entry["phase"], entry["source"], prompt, sample, number] = entry
+        elif entry["kind"] == GIVEN_UP:
+            if not self.plays:
+                self._forget_failures(entry["phase"])
         elif entry["kind"] != HEADER:
             key = (entry["phase"], entry["batch"], entry["prompt"], entry["sample"])
             self._takes[key].setdefault(entry["take"], []).append(entry)
+
+    def _forget_failures(self, phase: Phase) -> None:
+        """What failed so far does not answer: the run was started again because it may succeed by now."""
+        for key, takes in self._takes.items():
+            for entries in takes.values() if key[0] == phase else ():
+                if _has_failed(entries):
+                    entries.pop()  # its end: it is as if it had broken off
+        for key, entry in list(self._rewards.items()):
+            if key[0] == phase and ("failure" in entry or entry["score"] is None):
+                del self._rewards[key]
 
     # -- write -------------------------------------------------------------------------------------------------------
 
@@ -208,6 +222,10 @@ class Tape:
                 return
             place = {"phase": self.phase, "step": self.step}
             self._append([{"kind": entry["kind"], **place, **entry} for entry in entries])
+
+    def give_up(self) -> None:
+        """What failed so far in this step ends the run; a run that goes on asks it again."""
+        self.write({"kind": GIVEN_UP})
 
     def _append(self, entries: Sequence[Entry]) -> None:
         if self._file is None:
@@ -355,6 +373,14 @@ class Tape:
 
 def _sample_of(entry: Entry) -> tuple[int, int, int]:
     return entry["prompt"], entry["sample"], entry["number"]
+
+
+def _has_failed(entries: Sequence[Entry]) -> bool:
+    """Whether an episode has ended, and its last try failed."""
+    end = entries[-1]
+    return end["kind"] == END and any(
+        "failure" in entry and entry["try"] == end["tries"] - 1 for entry in entries
+    )
 
 
 def _free_name(path: Path) -> Path:

@@ -1,7 +1,8 @@
 """An environment that is late, fails at times, and answers otherwise whenever it is asked again.
 
-``LIGHTPPO_TEST_START`` is the number of this start of the run: it seeds all that is random here, in worker processes
-with their own number. Each call is noted in the file that ``LIGHTPPO_TEST_CALLS`` names.
+``LIGHTPPO_TEST_FAILURES`` is the share of calls that fail, 0.1 by default. ``LIGHTPPO_TEST_START`` is the number of this
+start of the run: it seeds all that is random here, in worker processes with their own number. Each call is noted in the
+file that ``LIGHTPPO_TEST_CALLS`` names.
 """
 
 import os
@@ -31,7 +32,7 @@ class Late:
     def step(self, text: str) -> Step:
         note("step")
         time.sleep(WORLD.uniform(0, 0.03))
-        if WORLD.random() < 0.1:
+        if WORLD.random() < float(os.environ.get("LIGHTPPO_TEST_FAILURES", "0.1")):
             raise EnvFailure("no world today")
         self.left -= 1
         said = f" {WORLD.randrange(10, 99)} "

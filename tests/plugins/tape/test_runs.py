@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from support.tiny import sums, write_jsonl
 from lightppo import Callback, PPOTrainer
 from lightppo.__main__ import main
 from lightppo.config import PPOConfig
-from lightppo.errors import ConfigError
+from lightppo.errors import ConfigError, RewardError, RolloutError
 from lightppo.plugins.tape.chain import TapeError, read_strip
 
 LATE = Path(__file__).with_name("late.py")
@@ -168,6 +169,37 @@ def test_a_resume_plays_again_what_broke_off(late, calls, tmp_path, monkeypatch,
     same(recorded, fitted(late("again", tape_from=str(tmp_path / "run"), env_retries=0)))
 
 
+class Then(Callback):
+    """Does something when step 1 is done, and saved."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action = action
+
+    def on_save(self, run, step):
+        if step == 1:
+            self.action()
+
+
+def failing_from_step_2(config: PPOConfig, fail: Callable[[], object]) -> PPOTrainer:
+    return PPOTrainer.from_config(config, callbacks=[Then(fail)])
+
+
+def test_a_run_that_failing_environments_ended_goes_on(late, calls, tmp_path, monkeypatch):
+    """The tape has their failures, and they are asked again all the same."""
+    config = late(save_steps=1, env_retries=0)
+    fail = partial(monkeypatch.setenv, "LIGHTPPO_TEST_FAILURES", "1")
+    monkeypatch.setenv("LIGHTPPO_TEST_FAILURES", "0")
+    for asked in (16, 8):  # it ends in the same way as long as they fail
+        with pytest.raises(RolloutError, match=r"8 of 8 episodes failed \(--env_failure_limit 0.5"):
+            failing_from_step_2(config, fail).fit()
+        assert calls().count("reset") == asked
+    monkeypatch.setenv("LIGHTPPO_TEST_FAILURES", "0")
+    recorded = fitted(config)
+    assert calls().count("reset") == 16
+    shutil.rmtree(tmp_path / "world")
+    same(recorded, fitted(late("again", tape_from=str(tmp_path / "run"), env_retries=0)))
+
+
 @pytest.mark.parametrize(
     ("pattern", "kind"),
     [
@@ -263,6 +295,21 @@ def test_a_server_that_is_gone_and_its_secrets(make_config, server, tmp_path, wo
     server.close()
     monkeypatch.delenv("MY_TOKEN")
     options["remote_rm_url"] = ["http://gone.example/score?…"]  # as run_config.yaml has it
+    options |= {"save_path": str(tmp_path / "again"), "ckpt_path": str(tmp_path / "again_ckpt")}
+    same(recorded, fitted(make_config(**options, tape_from=str(tmp_path / "run"))))
+
+
+def test_a_run_in_which_nothing_was_scored_goes_on(make_config, server, tmp_path, world):
+    options = GROUPED | {"reward_fn": None, "remote_rm_url": [server.url], "save_steps": 1}
+    options |= {"on_reward_failure": "unscored", "remote_rm_retries": 0}
+    config, reply = make_config(**options), server.reply
+    fail = partial(setattr, server, "reply", lambda path, body, n: (503, b"{}"))
+    for _ in range(2):
+        with pytest.raises(RewardError, match="step 2: none of the samples was scored"):
+            failing_from_step_2(config, fail).fit()
+    server.reply = reply
+    recorded = fitted(config)
+    server.close()
     options |= {"save_path": str(tmp_path / "again"), "ckpt_path": str(tmp_path / "again_ckpt")}
     same(recorded, fitted(make_config(**options, tape_from=str(tmp_path / "run"))))
 

@@ -66,6 +66,53 @@ def test_a_batch_that_got_no_rewards_is_known_after_a_restart(folder):
     assert again.reward("server", 5, 2, 0) is None
 
 
+def fail(tape: Tape, key: tuple[int, int, int], tries: int = 2) -> None:
+    reel = Reel(tape, key, key[2])
+    for number in range(tries):
+        reel.begin_try(number)
+        failure = {"kind": "EnvFailure", "place": "reset", "text": "no world today"}
+        reel.write("call", 0, place="reset", failure=failure)
+    reel.end()
+
+
+def score(tape: Tape, sample: int, score: float | None) -> None:
+    place = {"source": "server", "prompt": 5, "sample": sample, "number": 0}
+    tape.write({"kind": REWARD, **place, "score": score})
+
+
+def test_failures_answer_after_a_restart_unless_they_ended_the_run(folder):
+    better, worse, other = KEY, (0, 5, 2), (0, 6, 1)
+    tape = tape_at(folder)
+    play(tape, better)
+    fail(tape, worse)
+    score(tape, 1, 0.5)
+    score(tape, 2, None)
+    tape = tape_at(folder)  # after a crash
+    assert all(Reel(tape, key, 1).answers for key in (better, worse))
+    assert tape.reward("server", 5, 2, 0)["score"] is None
+    tape.go_to(1, "eval")
+    fail(tape, other)
+    tape.go_to(1, "train")
+    tape.give_up()
+    tape = tape_at(folder)
+    assert [Reel(tape, key, 1).answers for key in (better, worse)] == [True, False]
+    assert tape.reward("server", 5, 1, 0)["score"] == 0.5
+    assert tape.reward("server", 5, 2, 0) is None
+    tape.go_to(1, "eval")
+    assert Reel(tape, other, 1).answers  # the step went on with that
+    tape.go_to(1, "train")
+    play(tape, worse)
+    assert Reel(tape_at(folder), worse, 2).read("call", 0)["take"] == 2
+    assert Reel(tape_at(folder, plays=True), worse, 2).read("call", 0)["take"] == 2
+
+
+def test_a_step_that_was_given_up_is_played_with_its_failures(folder):
+    tape = tape_at(folder)
+    fail(tape, KEY)
+    tape.give_up()
+    assert "failure" in Reel(tape_at(folder, plays=True), KEY, 1).read("call", 0)
+
+
 def test_what_took_long_is_written_at_once_and_the_rest_at_the_end(folder):
     reel = Reel(tape_at(folder), KEY, 1)
     reel.write("turn", 1, tokens=[4])
