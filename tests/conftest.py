@@ -16,7 +16,8 @@ import pytest
 gc.disable()  # until all is imported, which is no garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # for tiny models, threads that read cost more than they save
+# For tiny models, threads that read weights cost more than they save.
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "LIGHTPPO_CACHE" not in os.environ:  # of this process, and of those that it starts
     os.environ["LIGHTPPO_CACHE"] = tempfile.mkdtemp(prefix="lightppo-tests-")

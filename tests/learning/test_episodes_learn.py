@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.runs import logged
+from support.scripts import beside
 from support.world import one_rank
 
 from lightppo import PPOTrainer
@@ -18,19 +20,16 @@ ENVIRONMENTS = Path(__file__).parents[2] / "examples" / "environments"
 
 
 @pytest.fixture(autouse=True)
-def started_as_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+def started_as_scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The examples are run from the project's folder, and find what is beside them."""
     monkeypatch.chdir(ENVIRONMENTS.parents[1])
-    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
+    with beside(ENVIRONMENTS):
+        yield
 
 
 def trained(name: str, folder: Path, *, max_len: int, warm_up_steps: int, steps: int) -> PPOConfig:
     """The run of ``make quickstart ENV=name``, with fewer steps."""
-    path = ENVIRONMENTS / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    environment = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(environment)
-    environment.main(folder)
+    importlib.import_module(name).main(folder)
     with one_rank():
         warm_up = SFTConfig.from_flat(
             pretrain=str(folder / "model"),
@@ -45,7 +44,8 @@ def trained(name: str, folder: Path, *, max_len: int, warm_up_steps: int, steps:
             adam_betas=(0.9, 0.99),
         )
         SupervisedTrainer.from_config(warm_up).fit()
-        options = ["--config", str(path.with_suffix(".yaml")), "--pretrain", str(folder / "sft")]
+        options = ["--config", str(ENVIRONMENTS / f"{name}.yaml")]
+        options += ["--pretrain", str(folder / "sft")]
         options += ["--prompt_data", str(folder / "prompts.jsonl")]
         options += ["--eval_data", str(folder / "eval.jsonl"), "--save_path", str(folder / "ppo")]
         config = parse_args([*options, "--total_training_steps", str(steps), "--zero_stage", "0"])
@@ -66,9 +66,8 @@ def test_it_asks_before_it_answers(tmp_path):
 
 
 @pytest.mark.learning
-def test_it_guesses_a_number_in_fewer_turns(tmp_path, monkeypatch):
+def test_it_guesses_a_number_in_fewer_turns(tmp_path):
     """By a cost of each turn: always the middle takes 4.2 guesses, the demonstrations take 6.7."""
-    monkeypatch.chdir(ENVIRONMENTS.parents[1])
     config = trained("guess", tmp_path, max_len=96, warm_up_steps=200, steps=20)
     turns, found = evaluated(config, "eval/turns"), evaluated(config, "eval/accuracy")
     assert turns[0] > 6

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from lightppo.plugins.tools.tiny_model import character_tokenizer, small_llama
 from support.ranks import REPO
+from support.scripts import beside
 from support.tiny import read_jsonl, write_jsonl
 
 QUICKSTART = REPO / "examples" / "quickstart"
@@ -24,14 +24,8 @@ PROMPTS, SAMPLES, MINIBATCHES, STEPS = 64, 4, 4, 16  # of a rollout, and of a ru
 
 def quickstart(name: str) -> ModuleType:
     """A module of examples/quickstart, imported as a script beside it would; nothing of it stays in ``sys.modules``."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(QUICKSTART))
-    try:
+    with beside(QUICKSTART):
         return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(QUICKSTART))
-        for module in {"task", "make_assets"} - before:
-            sys.modules.pop(module, None)
 
 
 def warm_start(folder: Path, seed: int = 1, head_dim: int = 16, smoothing: float = 0.2) -> None:
