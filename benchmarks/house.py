@@ -56,12 +56,15 @@ _SIZES = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_siz
           "advantage_estimator": "grpo", "n_samples_per_prompt": 4}  # fmt: skip
 
 
+parsed = functools.cache(ast.parse)  # several numbers are counted from one tree
+
+
 def code_lines(source: str) -> int:
     """Lines that are not blank, not a comment and not part of a docstring."""
     tokens = tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__)
     code = (t for t in tokens if t.type != tokenize.COMMENT and t.string.strip())
     lines = {n for token in code for n in range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if (
             isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS))
             and ast.get_docstring(node) is not None
@@ -117,7 +120,7 @@ def density(sources: Iterable[str]) -> dict[str, float]:
     """How much there is to read, and how densely it is written."""
     sources = list(sources)
     tokens = [code_tokens(source) for source in sources]
-    trees = [ast.parse(source) for source in sources]
+    trees = [parsed(source) for source in sources]
     names = [name for tree in trees for name in variable_names(tree)]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Starred)]
     count, lines = (
@@ -158,11 +161,20 @@ def public_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
         table = None
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            table = node.value if ast.unparse(target) in ("PUBLIC", "_PUBLIC") else None
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "PUBLIC.update":
+            is_public = isinstance(target, ast.Name) and target.id in ("PUBLIC", "_PUBLIC")
+            table = node.value if is_public else None
+        elif isinstance(node, ast.Call) and _is_update_of_public(node.func):
             table = node.args[0]
         if isinstance(table, ast.Dict):
             yield from ast.literal_eval(table).items()
+
+
+def _is_update_of_public(function: ast.expr) -> bool:
+    return (
+        isinstance(function, ast.Attribute)
+        and function.attr == "update"
+        and ast.unparse(function) == "PUBLIC.update"
+    )
 
 
 class Imports:
@@ -181,7 +193,7 @@ class Imports:
         self.packages = {
             module for module, path in self.files.items() if path.name == "__init__.py"
         }
-        trees = {module: ast.parse(path.read_text()) for module, path in self.files.items()}
+        trees = {module: parsed(path.read_text()) for module, path in self.files.items()}
         self.public = {
             name: module for tree in trees.values() for name, module in public_names(tree)
         }
@@ -253,7 +265,7 @@ def count_files(tree: Path) -> dict[str, Any]:
     }
     imports = Imports(package)
     functions = [(node.end_lineno - node.lineno + 1, f"{path} {node.name}") for path in texts
-                 for node in ast.walk(ast.parse(texts[path])) if isinstance(node, _FUNCTIONS)]  # fmt: skip
+                 for node in ast.walk(parsed(texts[path])) if isinstance(node, _FUNCTIONS)]  # fmt: skip
     folders = defaultdict(list)
     for path in (
         Path(p) for p in texts if "__init__" not in p and Path(p).name != "sections.py"

@@ -69,10 +69,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # else nanobind takes what is left for leaks
+    # Else nanobind takes what is left for leaks; not sooner, as pytest itself collects five times at its end.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)

@@ -571,9 +571,8 @@ def _trained(
     # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
     whole = stage == 1 and shape.dtype is torch.bfloat16 and apart and not offload
     # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
-    copies = (
-        (machine.world_size > 1) * (1 + 0.5 * apart) * 4 * min(counted.trained, GPU_BUCKET_ELEMENTS)
-    )
+    copied = min(counted.trained, GPU_BUCKET_ELEMENTS) if machine.world_size > 1 else 0
+    copies = (1 + 0.5 * apart) * 4 * copied
     # The shard of the present pass, beside the sum of earlier ones.
     again = 0 if apart and many else shard * accumulated
 
@@ -591,13 +590,7 @@ def _trained(
             return (made > 0) * bucket + made * (1 + 2 * apart) + (made == total) * again
         return 0 if stage == 3 else (made > 0) * bucket + (made >= min(bucket, total)) * again
 
-    engine = config.engine
-    leaves = (
-        machine.gpus > 0
-        and not offload
-        and engine.rollout_engine == "vllm"
-        and engine.offload_during_rollout
-    )
+    leaves = not offload and _makes_room_for_vllm(config, machine)
     there = always - ({ROLLOUT} if leaves else set())
     if leaves:
         of_number = 8 + 4 * (stage > 0) + accumulated * (stage == 3)
@@ -610,12 +603,8 @@ def _trained(
     if stage == 3:
         yield part("gradients of the shard", there, accumulated * shard, offload)
         yield part("reduction", always, bucket)
-        yield part(
-            "gathered weights",
-            [train],
-            min(counted.total, LIVE_ELEMENTS) * counted.width,
-            sure=False,
-        )
+        gathered = min(counted.total, LIVE_ELEMENTS) * counted.width
+        yield part("gathered weights", [train], gathered, sure=False)
     elif whole:
         yield part("gradients", always, 4 * counted.trained)
     else:
@@ -630,6 +619,12 @@ def _trained(
     options["entropy"] = config.loss.entropy_coef > 0 and not critic
     activations = pass_bytes(shape, rows, kind=kind, trains=True, **options)
     yield part("activations, buckets", [train], activations.peak(beside), sure=False)
+
+
+def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
+    """Whether what trains is put aside while vLLM samples on the same GPU."""
+    engine = config.engine
+    return machine.gpus > 0 and engine.rollout_engine == "vllm" and engine.offload_during_rollout
 
 
 # -- passes and their rows ---------------------------------------------------------------------------------------------
