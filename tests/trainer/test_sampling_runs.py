@@ -106,10 +106,12 @@ OF_SELECTION = {
 @pytest.mark.parametrize(
     "options",
     [
-        # the other two contain these
+        # the last one has more to keep than these
         pytest.param(SELECTION, marks=pytest.mark.long, id="dynamic"),
         pytest.param({"gen_batch_size": 6}, marks=pytest.mark.long, id="oversampled"),
-        pytest.param({"gen_batch_size": 7, "generation_size": 5}, id="best of n"),
+        pytest.param(
+            {"gen_batch_size": 7, "generation_size": 5}, marks=pytest.mark.long, id="best of n"
+        ),
         pytest.param(
             SELECTION | {"dataset_filter_threshold": 0.9, "dataset_max_filter_percentage": 0.3},
             id="dynamic and epoch filter",

@@ -49,7 +49,12 @@ KL["full loss, dropout, packed, checkpointing"] = (
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "case"), [*((0, case) for case in list(KL)[:4]), (3, list(KL)[4])]
+    ("zero_stage", "case"),
+    [
+        *((0, case) for case in list(KL)[:4]),
+        # each of its parts is above; test_two_ranks_at_zero3 has the stage
+        pytest.param(3, list(KL)[4], marks=pytest.mark.long),
+    ],
 )
 def test_the_reference_gives_the_numbers_of_a_separate_one(
     make_config, tmp_path, tiny_model, case, zero_stage
