@@ -325,12 +325,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "by sequence": {"apart": True},
     "padded": {"packed": False},
     "flash_attention_2": {"attention": "flash_attention_2"},
-    "torch.compile": {"compiled": True},
     "checkpointing": {"checkpoints": True},
-    "checkpointing, torch.compile": {"checkpoints": True, "compiled": True},
     "checkpointing, activations offloaded": {"checkpoints": True, "offload": True},
     "Liger": {"liger": True},
     "checkpointing, Liger": {"checkpoints": True, "liger": True},
+    "torch.compile": {"compiled": True},  # takes a minute before it is measured
+    "checkpointing, torch.compile": {"checkpoints": True, "compiled": True},
 }
 
 
