@@ -113,7 +113,7 @@ class Rows:
             self.save()
             raise
         except (Exception, SystemExit) as error:  # a part goes on behind what fails
-            rows[name] = {"error": f"{type(error).__name__}: {str(error)[-600:]}"}
+            rows[name] = {"error": f"{type(error).__name__}: {str(error)[-1500:]}"}
             traceback.print_exc()
         del self.data["running"]
         rows[name]["seconds"] = round(time.monotonic() - start, 1)

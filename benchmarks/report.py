@@ -193,7 +193,10 @@ def gpu_check_block(data: dict[str, Any]) -> str:
         told = {"skipped": "not measured", "error": "failed"}
         good = {name: row for name, row in found["rows"].items() if not row.keys() & told.keys()}
         names = dict.fromkeys(
-            key for row in good.values() for key in row if not isinstance(row[key], list)
+            key
+            for row in good.values()
+            for key in row
+            if key != "seconds" and not isinstance(row[key], list)
         )
         rows = [[name, *(_cell(row.get(key, "")) for key in names)] for name, row in good.items()]
         title = (
@@ -208,12 +211,17 @@ def gpu_check_block(data: dict[str, Any]) -> str:
         )
         for key, said in told.items():
             other = [
-                f"{name} ({' '.join(row[key].split())[-160:]})"
-                for name, row in found["rows"].items()
-                if key in row
+                f"{name} ({_reason(row[key])})" for name, row in found["rows"].items() if key in row
             ]
             blocks += [f"{said}: {'; '.join(other)}."] if other else []
     return "\n\n".join(blocks)
+
+
+def _reason(text: str) -> str:
+    """Why a row has no numbers, in a line."""
+    if "out of memory" in text.lower():
+        return "out of memory"
+    return " ".join(text.split())[-160:]
 
 
 def _cell(value: Any) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.fakes import make_rollout
 from support.far_device import FAR, FarDevice
+from torch import Tensor
 
 from lightppo.experience.experience import Experience
 
@@ -48,6 +49,17 @@ def full(rows: list[tuple[int, int]]) -> Experience:
     }
     experience.info["reward"] = torch.arange(float(len(rows)))
     return experience
+
+
+def tensors_of(experience: Experience) -> list[Tensor]:
+    """All of them; none may be absent."""
+    mappings = [experience.info, experience.extra]
+    others = [
+        getattr(experience, field.name)
+        for field in dataclasses.fields(experience)
+        if field.name not in ("info", "extra", "part")
+    ]
+    return others + [tensor for mapping in mappings for tensor in mapping.values()]
 
 
 def assert_same(one: Experience, other: Experience) -> None:
@@ -217,13 +229,7 @@ def test_a_broken_number_among_several_of_a_token_is_found():
 def test_moving_takes_every_tensor_along():
     experience = full([(1, 2), (2, 1)])
     assert experience.to_device("meta") is experience
-    tensors = [
-        getattr(experience, f.name)
-        for f in dataclasses.fields(experience)
-        if f.name not in ("info", "extra", "part")
-    ]
-    tensors += [*experience.info.values(), *experience.extra.values()]
-    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert {tensor.device.type for tensor in tensors_of(experience)} == {"meta"}
 
 
 def test_absent_tensors_stay_absent():
@@ -266,12 +272,7 @@ def test_numbers_are_there_after_a_copy_to_the_cpu():
 def test_pinning_pins_every_tensor():
     experience = full([(1, 2)])
     assert experience.pin_memory() is experience
-    tensors = [
-        getattr(experience, f.name)
-        for f in dataclasses.fields(experience)
-        if f.name not in ("info", "part")
-    ]
-    assert all(tensor.is_pinned() for tensor in [*tensors, *experience.info.values()])
+    assert all(tensor.is_pinned() for tensor in tensors_of(experience))
 
 
 def test_prompts_are_told_by_their_tokens() -> None:
