@@ -421,6 +421,10 @@ class PPOConfig(Options):
         if problems := contradictions(self, world_size, by_hand, unfed):
             raise ConfigError("\n".join(problems))
 
+    def known(self) -> dict[str, Any]:
+        """Values by flag name, with what None stands for."""
+        return self.flat() | resolutions(self)
+
     def resolved(self) -> Self:
         """A copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""
         conformed = self.with_options(**self.flat())

@@ -42,7 +42,7 @@ def described(config: OptionSet) -> str:
     lines = ["options that differ from the defaults (all are in run_config.yaml):"]
 
     def is_meant(name: str) -> bool:
-        return config.with_options(**{name: None}).resolved().flat()[name] == values[name]
+        return config.with_options(**{name: None}).known()[name] == values[name]
 
     for title, section in config.sections().items():
         set_here = [o for o in section.options().values() if asked[o.name] != o.default]
