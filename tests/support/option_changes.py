@@ -7,29 +7,25 @@ from typing import Any
 # (options of both runs, name → another value)
 Changes = list[tuple[dict[str, Any], dict[str, Any]]]
 
-ON = {"eval_data": "@prompts"}
-GROUPS = ON | {"n_samples_per_prompt": 2}
-GRPO = GROUPS | {"advantage_estimator": "grpo"}
-ZERO = ON | {"zero_stage": 3, "save_steps": 1}
-REWARD_MODEL = ON | {"reward_fn": None, "reward_pretrain": ("@reward_model",)}
-MATH = ON | {"reward_fn": None, "reward_source": ("math",)}
-TEXT = ON | {"pretrain_data": "@text"}
-CHATS = {
-    "pretrain": "@chat_model",
-    "prompt_data": "@chats",
-    "eval_data": "@chats",
-    "prompt_max_len": 30,
-}
-COLUMNS = ON | {"prompt_data": "@columns", "eval_data": "@columns"}
+# The actor alone, which suffices for most options: each further model, and data to evaluate on, take time in each run.
+ALONE = {"advantage_estimator": "reinforce", "init_kl_coef": 0.0}
+CRITIC = {"init_kl_coef": 0.0}
+REFERENCE = {"advantage_estimator": "reinforce"}
+EVALUATED = ALONE | {"eval_data": "@prompts"}
+GROUPS = ALONE | {"n_samples_per_prompt": 2}
+REWARD_MODEL = ALONE | {"reward_fn": None, "reward_pretrain": ("@reward_model",)}
+MATH = ALONE | {"reward_fn": None, "reward_source": ("math",)}
+TEXT = ALONE | {"pretrain_data": "@text"}
+COLUMNS = ALONE | {"prompt_data": "@columns"}
 CODE = {"reward_source": ("code",), "reward_fn": None, "allow_unsafe_code_execution": True}
 FUSION = CODE | {"sandbox_fusion_url": "http://127.0.0.1:9"}
 SERVICE = CODE | {"function_call_url": "http://127.0.0.1:9"}
-EPISODES = ON | {
+EPISODES = ALONE | {
     "reward_fn": None,
     "reward_source": ("environment",),
     "env": ("@env:Talk",),
 }
-TEACHER = ON | {"teacher_pretrain": "@other_model"}
+TEACHER = ALONE | {"teacher_pretrain": "@other_model"}
 
 REFUSED_HERE = {
     "activation_offload",
@@ -40,7 +36,6 @@ REFUSED_HERE = {
     "flash_attn",
     "fp16",
     "load_in_4bit",
-    "pretrain_split",
     "teacher_api_key_env",
     "teacher_url",
     "use_liger_kernel",
@@ -50,12 +45,10 @@ REFUSED_HERE = {
 
 BUILT: Changes = [
     (
-        ON,
+        ALONE,
         {
             # models
             "pretrain": "@other_model",
-            "ref_pretrain": "@other_model",
-            "critic_pretrain": "@reward_model",
             "init_from_scratch": True,
             "override_config": '{"attention_dropout": 0.5}',
             "tokenizer_path": "@chat_model",
@@ -63,7 +56,6 @@ BUILT: Changes = [
             "attn_implementation": "eager",
             "flash_attn": True,
             "gradient_checkpointing": True,
-            "critic_gradient_checkpointing": True,
             "activation_offload": True,
             "use_liger_kernel": True,
             "external_lib": "no_such_module",
@@ -73,7 +65,6 @@ BUILT: Changes = [
             "input_template": "1{}",
             "data_shuffle": False,
             "max_samples": 8,
-            "eval_max_samples": 8,
             "prompt_max_len": 13,
             # rollouts
             "micro_rollout_batch_size": 3,
@@ -94,8 +85,6 @@ BUILT: Changes = [
             "on_reward_failure": "unscored",
             "async_rewards": True,
             # algorithm, loss
-            "ref_ema_eta": 0.5,
-            "ref_reset_steps": 1,
             "enable_ema": True,
             "teacher_pretrain": "@other_model",
             "early_stop_imp_ratio": 2.0,
@@ -113,34 +102,54 @@ BUILT: Changes = [
             "buffer_limit": 4,
             "buffer_cpu_offload": False,
             "actor_learning_rate": 0.5,
-            "critic_learning_rate": 0.5,
             "lr_scheduler": "linear",
-            "critic_lr_scheduler": "linear",
             "lr_warmup_ratio": 0.9,
-            "critic_lr_warmup_ratio": 0.9,
             "lr_warmup_steps": 3,
-            "critic_lr_warmup_steps": 3,
             "min_lr_ratio": 0.5,
-            "critic_min_lr_ratio": 0.5,
             "l2": 0.5,
-            "critic_l2": 0.5,
             "adam_betas": (0.5, 0.6),
-            "critic_adam_betas": (0.5, 0.6),
             "max_norm": 0.5,
-            "critic_max_norm": 0.5,
             "max_skipped_steps": 7,
-            "micro_batch_specs": ("reference=1",),
             "max_tokens_per_micro_batch": 99,
             # strategy
             "zero_stage": 2,
-            "critic_zero_stage": 2,
-            "ref_zero_stage": 3,
             "full_determinism": True,
             "dist_timeout": 7.0,
             # checkpoints
             "save_path": "@folder",
             "ckpt_path": "@folder",
-            # evaluation
+        },
+    ),
+    (
+        CRITIC,
+        {
+            "critic_pretrain": "@reward_model",
+            "critic_gradient_checkpointing": True,
+            "critic_learning_rate": 0.5,
+            "critic_lr_scheduler": "linear",
+            "critic_lr_warmup_ratio": 0.9,
+            "critic_lr_warmup_steps": 3,
+            "critic_min_lr_ratio": 0.5,
+            "critic_l2": 0.5,
+            "critic_adam_betas": (0.5, 0.6),
+            "critic_max_norm": 0.5,
+            "critic_zero_stage": 2,
+        },
+    ),
+    (
+        REFERENCE,
+        {
+            "ref_pretrain": "@other_model",
+            "ref_ema_eta": 0.5,
+            "ref_reset_steps": 1,
+            "micro_batch_specs": ("reference=1",),
+            "ref_zero_stage": 3,
+        },
+    ),
+    (
+        EVALUATED,
+        {
+            "eval_max_samples": 8,
             "eval_n_samples": 2,
             "eval_temperature": 0.5,
             "eval_correct_threshold": 0.25,
@@ -149,19 +158,19 @@ BUILT: Changes = [
             "val_only": True,
         },
     ),
-    (ON | {"train_batch_size": 2}, {"rollout_batch_size": 2}),
-    (ON | {"reward_timeout": 5.0}, {"reward_manager": "prime"}),
+    (ALONE | {"train_batch_size": 2}, {"rollout_batch_size": 2}),
+    (ALONE | {"reward_timeout": 5.0}, {"reward_manager": "prime"}),
     (
-        ON | {"reward_fn": None},
+        ALONE | {"reward_fn": None},
         {"remote_rm_url": ("http://127.0.0.1:9/score",), "reward_source": ("math",)},
     ),
     (REWARD_MODEL, {"reward_pretrain": ("@other_reward_model",)}),
-    (ON | {"eval_temperature": 1.0}, {"eval_top_p": 0.5, "eval_top_k": 3}),
-    (ON | {"critic_pretrain": "@reward_model"}, {"value_head_prefix": "other"}),
+    (REWARD_MODEL | {"advantage_estimator": "gae"}, {"init_critic_from_actor": True}),
+    (EVALUATED | {"eval_temperature": 1.0}, {"eval_top_p": 0.5, "eval_top_k": 3}),
+    (CRITIC | {"critic_pretrain": "@reward_model"}, {"value_head_prefix": "other"}),
     (
         REWARD_MODEL,
         {
-            "init_critic_from_actor": True,
             "reward_input_tokenizer": ("@chat_model",),
             "reward_max_length": 7,
             "reward_truncation": "left",
@@ -169,20 +178,20 @@ BUILT: Changes = [
         },
     ),
     (
-        ON | {"zero_stage": 2},
+        ALONE | {"zero_stage": 2},
         {
             "bf16": True,
             "fp16": True,
             "adam_offload": True,
-            "critic_adam_offload": True,
             "overlap_comm": True,
         },
     ),
-    (ON | {"zero_stage": 2, "bf16": True}, {"grad_accum_dtype": "bf16"}),
-    (ON | {"gradient_checkpointing": True}, {"gradient_checkpointing_use_reentrant": True}),
-    (ON | {"prompt_data": "@prompts,@other_prompts"}, {"prompt_data_probs": "0.25,0.75"}),
-    (ON | {"prompt_data": "@splits"}, {"prompt_split": "other"}),
-    (ON | {"eval_data": "@splits"}, {"eval_split": "other"}),
+    (CRITIC | {"zero_stage": 2}, {"critic_adam_offload": True}),
+    (ALONE | {"zero_stage": 2, "bf16": True}, {"grad_accum_dtype": "bf16"}),
+    (ALONE | {"gradient_checkpointing": True}, {"gradient_checkpointing_use_reentrant": True}),
+    (ALONE | {"prompt_data": "@prompts,@other_prompts"}, {"prompt_data_probs": "0.25,0.75"}),
+    (ALONE | {"prompt_data": "@splits"}, {"prompt_split": "other"}),
+    (ALONE | {"eval_data": "@splits"}, {"eval_split": "other"}),
     (
         COLUMNS,
         {
@@ -192,23 +201,17 @@ BUILT: Changes = [
             "data_source_key": "origin",
         },
     ),
-    (ON, {"pretrain_data": "@text"}),
-    (TEXT, {"pretrain_split": "other"}),
-    (ON | {"pretrain_data": "@text,@columns"}, {"pretrain_data_probs": "0.25,0.75"}),
-    (ON | {"pretrain": "@chat_model"}, {"apply_chat_template": True}),
+    (ALONE, {"pretrain_data": "@text"}),
+    (ALONE | {"pretrain_data": "@splits", "output_key": "label"}, {"pretrain_split": "other"}),
+    (ALONE | {"pretrain_data": "@text,@columns"}, {"pretrain_data_probs": "0.25,0.75"}),
+    (ALONE | {"pretrain": "@chat_model"}, {"apply_chat_template": True}),
     (
-        ON
-        | {
-            "pretrain": "@chat_model",
-            "prompt_data": "@chats",
-            "eval_data": "@chats",
-            "prompt_max_len": 30,
-        },
+        ALONE | {"pretrain": "@chat_model", "prompt_data": "@chats", "prompt_max_len": 30},
         {"system_prompt": "be"},
     ),
-    (ON | {"prompt_data": "@too_long"}, {"truncation": "left"}),
-    (ON | {"prompt_data": "@too_long", "truncation": "left"}, {"filter_overlong_prompts": True}),
-    (ON | {"prompt_data": "@bad"}, {"on_bad_row": "skip"}),
+    (ALONE | {"prompt_data": "@too_long"}, {"truncation": "left"}),
+    (ALONE | {"prompt_data": "@too_long", "truncation": "left"}, {"filter_overlong_prompts": True}),
+    (ALONE | {"prompt_data": "@bad"}, {"on_bad_row": "skip"}),
     (GROUPS, {"dynamic_sampling": True, "share_prompts": False}),
     (GROUPS | {"generation_size": 4}, {"best_of_n_tie": "longer"}),
     (
@@ -220,45 +223,43 @@ BUILT: Changes = [
             "on_exhausted": "raise",
         },
     ),
-    (ON, {"dataset_filter_threshold": 0.5}),
-    (ON | {"dataset_filter_threshold": 0.5}, {"dataset_max_filter_percentage": 0.5}),
-    (ON, {"fire_sampling": True}),
-    (ON | {"fire_sampling": True}, {"fire_temperature": 2.0}),
-    (ON | {"reward_fn": "@rewards:per_token"}, {"use_dense_reward": True}),
+    (ALONE, {"dataset_filter_threshold": 0.5}),
+    (ALONE | {"dataset_filter_threshold": 0.5}, {"dataset_max_filter_percentage": 0.5}),
+    (ALONE, {"fire_sampling": True}),
+    (ALONE | {"fire_sampling": True}, {"fire_temperature": 2.0}),
+    (ALONE | {"reward_fn": "@rewards:per_token"}, {"use_dense_reward": True}),
     (
         COLUMNS | {"reward_routes": '{"0": {"math": 1}, "*": {"function": 1}}'},
         {"reward_routes_by": "origin"},
     ),
     (MATH, {"check_verifier_status": True}),
-    (ON | {"check_verifier_status": True, "reward_minimum": 0.0}, {"reward_minimum": -1.0}),
+    (ALONE | {"check_verifier_status": True, "reward_minimum": 0.0}, {"reward_minimum": -1.0}),
     (MATH, {"math_unmarked": False}),
-    (ON | {"reward_source": ("format",), "reward_fn": None}, {"reward_format": "think"}),
+    (ALONE | {"reward_source": ("format",), "reward_fn": None}, {"reward_format": "think"}),
     (MATH, {"check_xml_format": True}),
     (
-        ON | {"reward_fn": None, "remote_rm_url": ("http://127.0.0.1:9/score",)},
+        ALONE | {"reward_fn": None, "remote_rm_url": ("http://127.0.0.1:9/score",)},
         {"remote_rm_timeout": 7.0, "remote_rm_retries": 1, "remote_rm_token_env": "PATH"},
     ),
     (TEACHER, {"teacher_zero_stage": 3}),
     (TEACHER | {"teacher_zero_stage": 3}, {"teacher_offload": True}),
-    (ON, {"teacher_url": ("http://127.0.0.1:9",)}),
-    (ON | {"teacher_url": ("http://127.0.0.1:9",)}, {"teacher_api_key_env": "NO_SUCH_VARIABLE"}),
-    (ON | {"zero_stage": 3}, {"param_offload": True, "critic_param_offload": True, "zpg": 3}),
-    (ON | {"ref_zero_stage": 3}, {"ref_offload": True}),
+    (ALONE, {"teacher_url": ("http://127.0.0.1:9",)}),
+    (ALONE | {"teacher_url": ("http://127.0.0.1:9",)}, {"teacher_api_key_env": "NO_SUCH_VARIABLE"}),
+    (ALONE | {"zero_stage": 3}, {"param_offload": True, "zpg": 3}),
+    (CRITIC | {"zero_stage": 3}, {"critic_param_offload": True}),
+    (REFERENCE | {"ref_zero_stage": 3}, {"ref_offload": True}),
     (REWARD_MODEL | {"reward_zero_stage": 3}, {"reward_offload": True}),
     (REWARD_MODEL, {"reward_zero_stage": 3}),
-    (ON | {"lora_rank": 2}, {"lora_alpha": 7, "lora_dropout": 0.5, "target_modules": ("q_proj",)}),
+    (
+        ALONE | {"lora_rank": 2},
+        {"lora_alpha": 7, "lora_dropout": 0.5, "target_modules": ("q_proj",)},
+    ),
 ]
 
-# What a run prints, writes and logs in two steps.
-SHORT = {"max_samples": 8}
-TWO_EPISODES = SHORT | ON | {"num_episodes": 2}
+# What a run writes and logs in two steps.
+SHORT = ALONE | {"max_samples": 8}
+TWO_EPISODES = SHORT | EVALUATED | {"num_episodes": 2}
 CHECKPOINTS = SHORT | {"save_steps": 1}
-NEARER = SHORT | {
-    "advantage_estimator": "grpo",
-    "n_samples_per_prompt": 2,
-    "use_kl_loss": True,
-    "init_kl_coef": 0.5,
-}
 DISTILLED = SHORT | TEACHER
 
 BUILT += [
@@ -293,9 +294,7 @@ RAN: Changes = [
             "hf_save_steps": 1,
             "hf_save_epochs": 1,
             "hf_save_seconds": 1e-9,
-            "save_value_network": True,
             "logging_steps": 2,
-            "num_examine": 1,
             "profile_steps": (1,),
             "peak_tflops": 1.0,
             "record_samples": 0,
@@ -308,13 +307,14 @@ RAN: Changes = [
     (SHORT | {"skip_rollout": "@root/rollouts"}, {"skip_rollout_reuse": True}),
     (CHECKPOINTS, {"save_hf_ckpt": True, "max_ckpt_num": 1, "max_ckpt_mem": 1e-6}),
     (CHECKPOINTS | {"save_hf_ckpt": True}, {"disable_ds_ckpt": True}),
-    (SHORT | ON, {"eval_steps": 1, "eval_seconds": 1e-9, "val_before_train": False}),
-    (SHORT | ON | {"val_before_train": False}, {"best_metric": "eval/reward"}),
+    (SHORT | EVALUATED, {"eval_steps": 1, "eval_seconds": 1e-9, "val_before_train": False}),
+    (SHORT | EVALUATED | {"val_before_train": False}, {"best_metric": "eval/reward"}),
     (TWO_EPISODES, {"eval_epochs": 2}),
     (SHORT | TEXT, {"ptx_coef": 0.5, "output_key": "output"}),
     (SHORT | {"enable_ema": True}, {"ema_beta": 0.1}),
     (SHORT | {"init_kl_coef": 0.5}, {"kl_clip": 1e-9, "kl_estimator": "k3"}),
-    (SHORT | {"value_norm": "exp"}, {"value_norm_beta": 0.1}),
+    (SHORT | {"advantage_estimator": "gae"}, {"save_value_network": True}),
+    (SHORT | {"advantage_estimator": "gae", "value_norm": "exp"}, {"value_norm_beta": 0.1}),
     (DISTILLED, {"distill_by": "loss", "distill_coef": 0.5, "distill_discount": 0.5}),
     (DISTILLED | {"distill_by": "loss"}, {"distill_beta": 0.5, "distill_topk": 3}),
     (
@@ -322,10 +322,10 @@ RAN: Changes = [
         {"distill_tail": "renormalise"},
     ),
     (
-        SHORT | ON | {"reward_fn": "@rewards:per_token", "use_dense_reward": True},
+        SHORT | {"reward_fn": "@rewards:per_token", "use_dense_reward": True},
         {"reward_delta": True},
     ),
-    (SHORT | {"kl_target": 0.001}, {"kl_horizon": 100}),
+    (SHORT | {"init_kl_coef": 0.5, "kl_target": 0.001}, {"kl_horizon": 100}),
     (
         SHORT
         | GROUPS
@@ -560,6 +560,7 @@ ELSEWHERE = {
     # the launcher's: accepted, while ranks come from the environment
     "local_rank": "config/test_cli.py",
     "logp_diff_tolerance": "plugins/vllm/test_rollout_check.py",
+    "num_examine": "trainer/test_options_act.py",  # what is printed
     "mlflow_experiment": "plugins/records/test_loggers.py",
     "reshape_ckpt": "trainer/test_checkpointing.py",
     "resume": "trainer/test_resume.py",

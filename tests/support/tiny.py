@@ -69,13 +69,17 @@ def save_causal_lm(folder: Path, seed: int = 0, **changes: Any) -> str:
 
 
 def save_reward_model(
-    folder: Path, seed: int = 1, mean: float | None = None, std: float | None = None
+    folder: Path,
+    seed: int = 1,
+    mean: float | None = None,
+    std: float | None = None,
+    **changes: Any,
 ) -> str:
     """A random one-output classifier with its tokenizer; ``mean`` and ``std`` go into its config."""
     import torch
     from transformers import LlamaForSequenceClassification
 
-    config = tiny_config(num_labels=1)
+    config = tiny_config(num_labels=1, **changes)
     if mean is not None:
         config.mean, config.std = mean, std
     with torch.random.fork_rng():
