@@ -103,7 +103,8 @@ def whole(assets, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["fork", pytest.param("deepspeed", marks=pytest.mark.long)])
+@pytest.mark.long  # a shorter one is in tests/faults, and ranks that save before they end are below
+@pytest.mark.parametrize("launcher", ["fork", "deepspeed"])
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, whole, tmp_path, launcher):
     # Call 1 scores the evaluation before training, call k + 1 the rollouts of step k (call 5: the evaluation after 3).
     command = (SCRIPT,) if launcher == "fork" else ("lightppo", "ppo")

@@ -71,7 +71,7 @@ def everything(make_config, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, caplog, zero_stage):
     straight = fitted(everything("straight", zero_stage=zero_stage, benchmark_steps=4))
     # stops inside an episode; at its end; in the next one

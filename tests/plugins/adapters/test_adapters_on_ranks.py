@@ -29,20 +29,21 @@ def test_adapters_in_one_process(run_checks):
     run_checks("adapters.py", "check_resume", world_size=1, timeout=400)
 
 
-def test_quantised_weights_on_two_ranks(run_checks, tmp_path):
-    """As test_adapters.py: training, exports, a critic, rollouts; then a checkpoint, and going on from it."""
-    save_tokenizer(tmp_path / "tokenizer")
-    run_checks(
-        "quantised.py",
-        *(
-            "check_the_bits_are_nobodys_business",
-            "check_adapters_train_as_in_plain_peft",
-            "check_export",
-        ),
-        *("check_critic", "check_rollouts", "check_write"),
-        timeout=500,
+def test_quantised_weights_on_two_ranks(run_checks):
+    """Training; then a checkpoint, and going on from it."""
+    checks = (
+        "check_the_bits_are_nobodys_business",
+        "check_adapters_train_as_in_plain_peft",
+        "check_write",
     )
+    run_checks("quantised.py", *checks, timeout=500)
     run_checks("quantised.py", "check_resume", timeout=200)
+
+
+@pytest.mark.long  # over dense weights above
+def test_what_else_quantised_weights_do_on_two_ranks(run_checks, tmp_path):
+    save_tokenizer(tmp_path / "tokenizer")
+    run_checks("quantised.py", "check_export", "check_critic", "check_rollouts", timeout=500)
 
 
 @pytest.mark.long  # on two ranks above; and test_quantised_runs.py has runs in one process

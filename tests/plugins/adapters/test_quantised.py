@@ -247,6 +247,7 @@ def test_forwards_with_and_without_gradient_agree_and_change_nothing(wide, score
     assert all(torch.equal(tensor, before[name]) for name, tensor in actor.state_dict().items())
 
 
+@pytest.mark.long  # tests of the kernels compile layers, and those here run them as they are
 def test_compiled_layers(pair, scored):
     ours, theirs = pair()
     compile_layers(ours.hf_model, backend="eager")
@@ -416,7 +417,7 @@ def test_other_refusals(wide, causal_lm, monkeypatch, tmp_path):
 # -- what bitsandbytes says ------------------------------------------------------------------------------------------
 
 USES = """
-import os, sys
+import sys
 from transformers import LlamaConfig, LlamaForCausalLM
 from lightppo.models.actor import Actor
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
@@ -434,17 +435,15 @@ def use(first):
     add_adapters(Actor(model), LoraOptions(rank=2))
     assert "bitsandbytes" in sys.modules
 
-for first in ("packing", "adapters", "schedule"):
-    child = os.fork()
-    if not child:
-        use(first)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, first
+use(sys.argv[1])
 """
 
 
-def test_nothing_is_printed_at_the_first_use():
-    done = subprocess.run(
-        [sys.executable, "-c", USES], capture_output=True, text=True, env=os.environ, timeout=300
-    )
+@pytest.mark.parametrize(
+    "first",
+    ["packing", *(pytest.param(n, marks=pytest.mark.long) for n in ("adapters", "schedule"))],
+)
+def test_nothing_is_printed_at_the_first_use(first):
+    command = [sys.executable, "-c", USES, first]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -104,12 +104,19 @@ def test_who_is_behind(issued, late):
     assert watchdog._behind(issued) == late
 
 
-def test_the_cause_is_the_last_error_and_the_other_rank_is_quiet(start):
-    ended = start("error", launcher="torchrun")
+@pytest.mark.parametrize(
+    ("launcher", "tracebacks"),
+    [
+        ("fork", 1),
+        # the rank's own, torchrun's, and the rank's again in its last lines
+        pytest.param("torchrun", 3, marks=pytest.mark.long),
+    ],
+)
+def test_the_cause_is_the_last_error_and_the_other_rank_is_quiet(start, launcher, tracebacks):
+    ended = start("error", launcher=launcher)
     assert ended.returncode == 1
     assert "KeyError: 'the cause'" in "".join(ended.output.rstrip().splitlines()[-4:])
-    # the rank's own, torchrun's, and the rank's again in its last lines
-    assert ended.output.count("Traceback") == 3
+    assert ended.output.count("Traceback") == tracebacks
     assert "Connection closed" not in ended.output
 
 
