@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 # (options of both runs, name → another value)
 Changes = list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def cases(changes: Changes) -> list[Any]:
+    """One for each option of a table: the options beside it, its name, its value."""
+    return [
+        pytest.param(base, name, value, id=name)
+        for base, more in changes
+        for name, value in more.items()
+    ]
+
 
 # The actor alone, which suffices for most options: each further model, and data to evaluate on, take time in each run.
 ALONE = {"advantage_estimator": "reinforce", "init_kl_coef": 0.0}

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import hashlib
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from support.entries import left_out
 from support.fakes import FakeEngine
-from support.fixtures.option_files import named, option_files
+from support.fixtures.option_files import KINDS, config_of, option_files
 from support.looks import look
 from support.option_changes import (
     BUILT,
@@ -33,19 +33,17 @@ from support.option_changes import (
     STEP,
     SUPERVISED,
     VLLM,
-    Changes,
+    cases,
 )
 from support.runs import fitted, logged
 from support.sampled import sample
 
 from lightppo import PPOTrainer
-from lightppo.config import PPOConfig
 from lightppo.config.options import TrainingConfig
 from lightppo.errors import UserError
 from lightppo.option import Option
 from lightppo.plugin import CHECKS
 from lightppo.plugins.http.client import HTTPClient
-from lightppo.plugins.supervised.sections import COMMANDS
 from lightppo.plugins.supervised.trainer import SupervisedTrainer
 from lightppo.plugins.vllm.colocated import engine_arguments
 from lightppo.ranks import Alone
@@ -54,26 +52,16 @@ from lightppo.rewards.source import close_source
 
 pytestmark = pytest.mark.usefixtures("world")
 
-__all__ = ["option_files"]
+__all__ = ["config_of", "option_files"]
 
-KINDS = {"ppo": PPOConfig, **COMMANDS}
 ROOT = Path(__file__).parents[1]
 
 # of options: what is seen of a run with them, or the text of why there is none
 Look = Callable[..., Any]
 
 # Checks of a run that only refuse it, or say something: without them two runs can differ in less, never in more, and
-# what the options make of the run is seen in half of the time.
+# what the options make of the run is seen in half of the time. tests/plugins/checks has all of them for each option.
 LEFT_OUT = ("files", "told_options", "told_models", "padding", "decoding")
-
-
-def cases(changes: Changes) -> list[Any]:
-    """One for each option of a table."""
-    return [
-        pytest.param(base, name, value, id=name)
-        for base, more in changes
-        for name, value in more.items()
-    ]
 
 
 def check_differs(seen: Look, base: dict[str, Any], name: str, value: Any) -> None:
@@ -90,51 +78,12 @@ def check_differs(seen: Look, base: dict[str, Any], name: str, value: Any) -> No
 @pytest.fixture(scope="module", autouse=True)
 def _quick() -> Iterator[None]:
     """Some checks are left out, and a server that is not there is asked again at once."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in LEFT_OUT:
-            patch.delitem(CHECKS, name)
+    with pytest.MonkeyPatch.context() as patch, left_out(CHECKS, *LEFT_OUT):
         patch.setattr(HTTPClient, "_wait", lambda client, seconds: None)
         yield
 
 
 # -- the trainer that is built ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def config_of(option_files, tmp_path_factory) -> Callable[..., Any]:
-    """``config_of(**options)``: a small run in a folder that is new each time; ``@root`` is beside it and stays."""
-    root = tmp_path_factory.mktemp("runs")
-    files = option_files | {"root": str(root)}
-    of_all = {
-        "pretrain": "@model",
-        "micro_train_batch_size": 2,
-        "zero_stage": 0,
-        "save_path": "@root/run",
-        "ckpt_path": "@root/ckpt",
-    }
-    of_ppo = {
-        "prompt_data": "@prompts",
-        "reward_fn": "@reward",
-        "prompt_max_len": 12,
-        "generate_max_len": 5,
-        "rollout_batch_size": 4,
-        "actor_learning_rate": 1e-2,
-        "num_examine": 0,
-    }
-    of_data = {"train_batch_size": 4, "learning_rate": 1e-2, "max_len": 20}
-
-    def make(command: str = "ppo", **options: Any) -> Any:
-        for folder in ("run", "ckpt"):
-            shutil.rmtree(root / folder, ignore_errors=True)
-        small = of_all | of_data
-        if command == "ppo":
-            small = (
-                of_all | of_ppo | {"train_batch_size": 4 * options.get("n_samples_per_prompt", 1)}
-            )
-        values = {name: named(value, files) for name, value in (small | options).items()}
-        return KINDS[command].from_flat(values)
-
-    return make
 
 
 def once(seen: Look, kept: dict[str, Any]) -> Look:
