@@ -182,8 +182,12 @@ def check_altered(run: Killed, what: str) -> str:
 
 @pytest.mark.long
 def test_a_killed_run_is_replayed_without_its_environment(server, tmp_path):
-    run = Killed(tmp_path / "run", server)
-    assert run.killed(2, random.Random(3), seconds=4) > 0
+    dice, kills = random.Random(3), 0
+    for runs in range(10):  # a fast machine may be done before the first kill
+        run = Killed(tmp_path / f"run{runs}", server)
+        if kills := run.killed(2, dice, seconds=4 / 2**runs):
+            break
+    assert kills
     check_replay(run)
     check_altered(run, "reward")
 
