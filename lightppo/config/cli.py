@@ -4,12 +4,12 @@ Mistakes end with exit code 2 and one line each, before any model is loaded.
 """
 
 import argparse
+import itertools
 import os
 import re
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -98,7 +98,7 @@ def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str,
         spelled = look.fn(spelled)
     parser = _parser(options)
     given, unknown = parser.parse_known_args(spelled)
-    problems = parser.problems + _unknown_arguments(unknown, options)
+    problems = parser.problems + _unknown_arguments(unknown, options, spelled)
     if len(files := _config_files(spelled)) > 1:
         named = " and ".join(files)
         problems.append(
@@ -119,12 +119,15 @@ def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str,
 def _config_files(words: Sequence[str]) -> list[str]:
     """The files that the words name by ``--config``; None takes one back and is no file."""
     values = [word.partition("=")[2] for word in words if word.startswith("--config=")]
-    values += [value for flag, value in pairwise(words) if flag == "--config"]
+    values += [value for flag, value in itertools.pairwise(words) if flag == "--config"]
     return [value for value in values if value != "None"]
 
 
-def _unknown_arguments(unknown: Sequence[str], options: Iterable[Option]) -> list[str]:
-    """A message for each argument that no option takes; the value of an unknown flag has none of its own."""
+def _unknown_arguments(
+    unknown: Sequence[str], options: Iterable[Option], words: Sequence[str]
+) -> list[str]:
+    """A message for each of the words that no option takes; the value of an unknown flag has none of its own."""
+    lists = [f"--{option.name}" for option in options if "several with commas" in option.help]
     flags = [f"--{option.name}" for option in options]
     problems = []
     for before, word in zip(["", *unknown], unknown):
@@ -133,8 +136,21 @@ def _unknown_arguments(unknown: Sequence[str], options: Iterable[Option]) -> lis
             problems.append(f"unknown flag {name}{nearest(name, flags, 'option')}")
         elif (is_flag := _FLAG.match(name)) or not _FLAG.match(before):
             shown = f"{name}=…" if is_assigned and not is_flag else name  # the value may be a key
-            problems.append(f"unexpected argument {shown!r}{nearest(word, flags, 'word')}")
+            cure = _with_commas(words, word, lists) or nearest(word, flags, "word")
+            problems.append(f"unexpected argument {shown!r}{cure}")
     return problems
+
+
+def _with_commas(words: Sequence[str], word: str, lists: Sequence[str]) -> str:
+    """What to write for ``--prompt_data a.jsonl b.jsonl``; nothing, where a word follows no such flag."""
+    before = list(words[: words.index(word)]) if word in words else []
+    values = list(itertools.takewhile(lambda each: not _FLAG.match(each), reversed(before)))
+    flag = before[-len(values) - 1] if len(values) < len(before) else ""
+    flag, _, value = flag.partition("=")
+    first = [*([value] if value else []), *reversed(values)]
+    if flag not in lists or not first:
+        return ""
+    return f": separate several with commas: {flag} {','.join([*first, word])}"
 
 
 _FLAG = re.compile("-+[a-zA-Z]")

@@ -32,4 +32,7 @@ def rows_of_file(config: Any, name: str, split: str, strategy: Any) -> Dataset:
                 rows.append(json.loads(line) | {ORIGIN_COLUMN: f"{source}:{number}"})
             except (ValueError, TypeError) as error:
                 raise DataError(f"{source}:{number}: not a JSON object: {error}") from error
-    return Dataset.from_list(rows)
+    try:
+        return Dataset.from_list(rows)
+    except ValueError as error:  # of Arrow: columns of mixed types, halves of characters
+        raise DataError(f"{source}: its rows make no table: {error}") from error

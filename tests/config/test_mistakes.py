@@ -144,6 +144,14 @@ def test_a_wrong_command(told, name, meant):
             "unexpected argument '-train-batch-size': write --train_batch_size, with two dashes",
         ),
         ("ppo -lr 3", "unexpected argument '-lr' (did you mean '--actor_learning_rate'?)"),
+        (
+            "ppo --prompt_data a.jsonl b.jsonl",
+            "unexpected argument 'b.jsonl': separate several with commas: --prompt_data a.jsonl,b.jsonl",
+        ),
+        (
+            "sft --dataset=a.jsonl b.jsonl",
+            "unexpected argument 'b.jsonl': separate several with commas: --dataset a.jsonl,b.jsonl",
+        ),
     ],
 )
 def test_how_a_flag_is_written(told, words, message):

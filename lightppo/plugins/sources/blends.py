@@ -165,6 +165,8 @@ def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadat
         return rows
     from datasets import concatenate_datasets
 
+    from lightppo.plugins.sources.exact_json import exactly_read
+
     more = _load_source(path, "train", sys.maxsize, flag)
     ids = _joining_column(rows, more, f"{flag} {path}")
     places: dict[str, int] = {}
@@ -175,9 +177,8 @@ def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadat
         if str(key) not in places:
             raise DataError(f"{origin}: {ids} {key!r} is not in {flag} {path}")
     further = [name for name in more.column_names if name not in rows.column_names]
-    return concatenate_datasets(
-        [rows, more.select_columns(further).select([places[str(key)] for key in rows[ids]])], axis=1
-    )
+    chosen = more.select_columns(further).select([places[str(key)] for key in rows[ids]])
+    return exactly_read(concatenate_datasets([rows, chosen], axis=1))
 
 
 def _joining_column(rows: Dataset, more: Dataset, what: str) -> str:
@@ -266,20 +267,24 @@ def _is_hub_name(source: str, flag: str) -> bool:
     if not path.exists() and (
         "://" in source or file_format(source) or not _HUB_NAME.fullmatch(source)
     ):
-        raise DataError(
-            f"{flag} {source}: no such file or folder (looked in {os.getcwd()}){mistyped_path(source)}"
-        )
+        several = source.split()
+        cure = mistyped_path(source)
+        if len(several) > 1 and all(Path(one).expanduser().exists() for one in several):
+            cure = f"; separate several sources with commas: {flag} {','.join(several)}"
+        raise DataError(f"{flag} {source}: no such file or folder (looked in {os.getcwd()}){cure}")
     return not path.exists()
 
 
 def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
+    from lightppo.plugins.sources.exact_json import exactly_read
+
     if _is_hub_name(source, flag):
         dataset = _load_hub(source, split, flag)
     elif (dataset := _load_saved(source, split, flag)) is None:
         dataset = load_source(source, split, flag, limit)
     if len(dataset) == 0:
         raise DataError(f"{flag} {shown_url(source)} is empty: no rows")
-    return dataset.select(range(min(limit, len(dataset))))
+    return exactly_read(dataset.select(range(min(limit, len(dataset)))))
 
 
 def first_rows(source: str, split: str, flag: str, count: int = 20) -> Dataset | None:

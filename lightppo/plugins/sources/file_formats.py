@@ -99,6 +99,7 @@ def _csv_rows(path: str | Path, name: str, delimiter: str) -> Rows:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
+            check_separator(header, delimiter, name)
             if len(set(header)) < len(header):
                 raise DataError(f"{name}: the header names a column twice: {', '.join(header)}")
             for number, cells in enumerate(filter(None, reader), start=1):  # no blank lines
@@ -109,6 +110,17 @@ def _csv_rows(path: str | Path, name: str, delimiter: str) -> Rows:
                 yield f"{name}, row {number}", dict(zip(header, cells))
         except csv.Error as error:
             raise DataError(f"{name}, row {number + 1}: not CSV: {error}") from error
+
+
+def check_separator(header: list[str], delimiter: str, name: str) -> None:
+    """DataError where the first line has another separator than its file's name says."""
+    others = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars (|)"}
+    found = [sign for sign in others if sign != delimiter and sign in "".join(header)]
+    if len(header) == 1 and found:
+        raise DataError(
+            f"{name}: the first line has {others[found[0]]} between the names of columns, and no "
+            f"{others[delimiter]}: save it with commas as .csv, or with tabs as .tsv"
+        )
 
 
 def _read_mapped(kind: str, path: str | Path, name: str) -> Dataset:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -42,8 +44,9 @@ def json_rows(path: str | Path, name: str) -> Rows:
         first = next((c for c in iter(lambda: file.read(1), "") if not c.isspace()), "")
         file.seek(0)
         if first == "[":
-            values = _parsed(file.read(), name, lambda line: f"{name}:{line}")
-            found = ((f"{name}, row {i}", value) for i, value in enumerate(values, start=1))
+            whole = file.read()
+            values = _parsed(whole, name, lambda line: f"{name}:{line}")
+            found = ((f"{name}, row {i}", whole, value) for i, value in enumerate(values, start=1))
         else:
             # Without its line break, behind which json would place the end of an unfinished line.
             lines = (
@@ -52,18 +55,21 @@ def json_rows(path: str | Path, name: str) -> Rows:
                 if line.strip()
             )
             found = (
-                (where, _parsed(line, where, lambda _, where=where: where)) for where, line in lines
+                (where, line, _parsed(line, where, lambda _, where=where: where))
+                for where, line in lines
             )
-        for where, row in found:
+        for where, text, row in found:
             if not isinstance(row, dict):
                 raise DataError(f"{where}: an object is needed, not {type(row).__name__}")
+            if "\\ud" in text or "\\uD" in text:
+                _check_characters(row, where)
             yield where, row
 
 
 def _parsed(text: str, name: str, place: Callable[[int], str]) -> Any:
     """The value of a JSON text; ``place`` names a line of it."""
     try:
-        return json.loads(text, parse_int=_int64, parse_constant=_no_constant)
+        return json.loads(text, parse_int=_int64, parse_float=_float64, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         forms = "a file has one object per line, or an array of objects"
         raise DataError(
@@ -71,6 +77,25 @@ def _parsed(text: str, name: str, place: Callable[[int], str]) -> Any:
         ) from error
     except ValueError as error:
         raise DataError(f"{name}: {error}") from error
+
+
+def _check_characters(value: Any, name: str) -> None:
+    """DataError if a text in a JSON value has half of a surrogate pair, which is no character."""
+    texts = [value]
+    while texts:
+        one = texts.pop()
+        if isinstance(one, dict):
+            texts += [*one, *one.values()]
+        elif isinstance(one, list):
+            texts += one
+        elif isinstance(one, str) and (half := _HALF.search(one)):
+            raise DataError(
+                f"{name}: a text has \\u{ord(half[0]):04x}, half of a character that takes two such escapes; write "
+                "the character itself, or take it out"
+            )
+
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def _int64(digits: str) -> int:
@@ -81,13 +106,21 @@ def _int64(digits: str) -> int:
     return int(digits)
 
 
+def _float64(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"{digits} is no number of 64 bits; write it as text, in quotes, or null")
+    return value
+
+
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON; write null")
 
 
 def dataset_of(rows: Rows, limit: int | None) -> Dataset:
     """Columns of the rows; None for a key that a row lacks."""
-    from datasets import Dataset, Features, Json, Value
+    from datasets import Dataset, Features, Value
+
+    from lightppo.plugins.sources.exact_json import ExactJson
 
     columns: dict[str, list[Any]] = {}
     origins: list[str] = []
@@ -106,19 +139,21 @@ def dataset_of(rows: Rows, limit: int | None) -> Dataset:
         if len(kinds) == 1 and kinds <= scalars.keys():
             features[key] = Value(scalars[kinds.pop()])
         else:
-            features[key], columns[key] = Json(), json_texts(values)
+            features[key], columns[key] = ExactJson(), json_texts(values)
     features[ORIGIN_COLUMN] = Value("string")
     return Dataset.from_dict(columns, features=Features(features))
 
 
 def json_texts(values: list[Any]) -> list[str | None]:
-    """Written as JSON here: ``datasets.Json`` would take the text "4" for a 4, and rounds floats to ten digits."""
+    """Written as JSON here: a feature of JSON would take the text "4" for a 4."""
     return [None if v is None else json.dumps(v, allow_nan=False) for v in values]
 
 
 def concatenate(parts: list[Dataset], names: list[str]) -> Dataset:
     """One dataset after the other. A missing column becomes None; columns of differing types become JSON."""
     from datasets import concatenate_datasets
+
+    from lightppo.plugins.sources.exact_json import exactly_read
 
     if len(parts) == 1:  # the usual case; datasets would hash what it copies
         return parts[0]
@@ -129,21 +164,27 @@ def concatenate(parts: list[Dataset], names: list[str]) -> Dataset:
             if feature not in known and getattr(feature, "dtype", None) != "null":
                 known.append(feature)
     mixed = [column for column, features in kinds.items() if len(features) > 1]
-    return concatenate_datasets([_as_json(part, mixed, name) for part, name in zip(parts, names)])
+    parts = [_as_json(part, mixed, name) for part, name in zip(parts, names)]
+    return exactly_read(concatenate_datasets(parts))
 
 
 def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:
     from datasets import Dataset, Features, Json, concatenate_datasets
 
+    from lightppo.plugins.sources.exact_json import ExactJson, exactly_read
+
     for column in columns:
         if not isinstance(dataset.features.get(column, Json()), Json):
             try:
                 texts = json_texts(list(dataset[column]))
-                converted = Dataset.from_dict({column: texts}, features=Features({column: Json()}))
+                converted = Dataset.from_dict(
+                    {column: texts}, features=Features({column: ExactJson()})
+                )
             except (TypeError, ValueError) as error:
                 raise DataError(
                     f"column {column!r} has another type in {name} than in the other sources, and cannot be held as "
                     f"JSON: {error}; convert it, or take it out"
                 ) from error
-            dataset = concatenate_datasets([dataset.remove_columns(column), converted], axis=1)
+            parts = [dataset.remove_columns(column), converted]
+            dataset = exactly_read(concatenate_datasets(parts, axis=1))
     return dataset

@@ -111,8 +111,10 @@ def read_file(
 
     ``shown_as`` replaces the path in errors and origins (by the URL, say).
     """
+    from lightppo.plugins.sources.exact_json import exactly_read
+
     name = shown_as or str(path)
-    return with_origins(FORMATS[known_format(path, name)].fn(path, name, limit), name)
+    return exactly_read(with_origins(FORMATS[known_format(path, name)].fn(path, name, limit), name))
 
 
 def with_origins(dataset: Dataset, name: str) -> Dataset:

@@ -199,6 +199,12 @@ def test_missing_sources(paths: str, message: str, load) -> None:
         load(paths)
 
 
+def test_blanks_between_sources(write_jsonl) -> None:
+    a, b = (str(numbered(write_jsonl, name, 1)) for name in "ab")
+    with pytest.raises(DataError, match=f"separate several sources with commas: --x {a},{b}"):
+        check_data_paths(f"{a} {b}", flag="--x")
+
+
 def test_paths_checked_before_a_run(
     write_jsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

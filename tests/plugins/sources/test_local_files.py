@@ -10,6 +10,7 @@ import pytest
 
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError
+from lightppo.plugins.sources.blends import blending_datasets
 from lightppo.plugins.sources.local_files import file_format, load_source, read_file
 
 ROWS = [{"input": "a", "label": 1}, {"input": "b\n", "label": 2}]
@@ -62,11 +63,30 @@ def test_values_keep_their_form(tmp_path: Path) -> None:
     got = plain(read_file(path))
     keys = ("x", "y", "z", "n", "t")
     assert [{k: r[k] for k in keys} for r in got] == [{k: r[k] for k in keys} for r in rows]
-    # the feature's own writer would keep 10 digits; its reader is one unit of the last place off
-    assert got[0]["f"] == pytest.approx(0.123456789012345, rel=1e-15, abs=0)
-    assert (got[1]["f"], got[2]["f"]) == ("s", [1e-30])
+    assert [r["f"] for r in got] == [0.123456789012345, "s", [1e-30]]
     assert [type(r["n"]) for r in got] == [int, float, bool]
     assert [r["late"] for r in got] == [None, None, [1]]
+
+
+def test_numbers_in_lists_and_objects_keep_every_digit(tmp_path: Path) -> None:
+    numbers = [2 / 3, 5e-324, 1.7976931348623157e308, 123456789012345678901234567890.5, 0.1 + 0.2]
+    row = {"input": "a", "cases": numbers, "deep": [{"gold": each} for each in numbers]}
+    (path := tmp_path / "x.jsonl").write_text(json.dumps(row))
+    dataset = load_source(str(path), "train", "--prompt_data")
+    assert plain(dataset) == [row]
+    # also where another source is behind it, and in what was saved
+    (other := tmp_path / "y.jsonl").write_text('{"input": "b", "cases": "none"}')
+    blend = blending_datasets(f"{other},{path}")
+    assert (blend[1]["cases"], blend[1]["deep"]) == (numbers, row["deep"])
+    dataset.save_to_disk(tmp_path / "saved")
+    dataset.to_parquet(tmp_path / "x.parquet")
+    for source in (tmp_path / "saved", tmp_path / "x.parquet"):
+        assert plain(blending_datasets(str(source))) == [row]
+
+
+def test_an_escaped_character_of_two_halves(tmp_path: Path) -> None:
+    (path := tmp_path / "x.jsonl").write_text('{"input": "\\uD83D\\uDE00"}')
+    assert read_file(path)["input"][:] == ["😀"]
 
 
 BROKEN = [
@@ -80,6 +100,11 @@ BROKEN = [
         "x.jsonl:2: the integer 12676.*write it as text",
     ),
     ("x.json", '[{"a": NaN}]', "x.json: NaN is not JSON; write null"),
+    ("x.jsonl", '{"a": 1}\n{"a": 1e400}', "x.jsonl:2: 1e400 is no number of 64 bits"),
+    ("x.jsonl", '{"a": 1}\n{"a": ["\\uD800"]}', r"x.jsonl:2: a text has \\ud800, half of a char"),
+    ("x.json", '[{"a": 1}, {"\\udfff": 1}]', r"x.json, row 2: a text has \\udfff"),
+    ("x.csv", "input;label\na;b\n", "x.csv: the first line has semicolons .* and no commas"),
+    ("x.tsv", "input,label\na,b\n", "x.tsv: the first line has commas .* and no tabs"),
     ("x.csv", "a,b\n1,2\n1,2,3\n", "x.csv, row 2: 3 cells, but the header has 2"),
     (
         "x.jsonl",
