@@ -133,6 +133,10 @@ class DataConfig(Section):
     input_template: str | None = option(None, "Text around the prompt; {} stands for the prompt.")
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
     system_prompt: str | None = option(None, "System message added to chats that have none.")
+    chat_template_kwargs: str | None = option(
+        None,
+        "Variables of the chat template as a JSON object, such as '{\"enable_thinking\": false}'.",
+    )
     data_source_key: str = option(
         "data_source", "Column that names a row's data source, for evaluation and rewards."
     )

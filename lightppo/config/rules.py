@@ -5,8 +5,9 @@ Whatever can be known from the options alone is refused here, before anything lo
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, Self
@@ -396,6 +397,45 @@ def templates(options: SimpleNamespace) -> Iterator[str]:
     """The template around prompts."""
     if options.input_template is not None and options.input_template.count("{}") != 1:
         yield f"--input_template {options.input_template!r} needs exactly one {{}} for the prompt"
+    try:
+        template_kwargs(options.chat_template_kwargs, "--chat_template_kwargs")
+    except ConfigError as error:
+        yield str(error)
+
+
+def template_kwargs(value: Mapping[str, Any] | str | None, where: str) -> dict[str, Any]:
+    """Further variables of a chat template, from an object or its text in JSON; ConfigError names ``where``."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"{where} must be a JSON object, not {shown_value(value)}")
+    if own := sorted(_NO_VARIABLES & set(value or ())):
+        raise ConfigError(f"{where} has {own[0]!r}, which is no variable of a chat template")
+    return dict(value or {})
+
+
+# What apply_chat_template takes beside them: it is set by lightppo, or by a column of its own.
+_NO_VARIABLES = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    )
+)
 
 
 def _ranks(options: SimpleNamespace) -> Iterator[str]:

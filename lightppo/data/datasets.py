@@ -18,6 +18,7 @@ from lightppo.data.rows import (
     PromptTemplate,
     Rendered,
     RowFields,
+    chat_without_nulls,
     check_choice,
     columns_of,
     lookup,
@@ -28,6 +29,7 @@ from lightppo.data.rows import (
     read_prompt,
     require_column,
     resolve_fields,
+    template_options,
 )
 from lightppo.errors import BadRowError, DataError
 from lightppo.ranks import Ranks
@@ -57,11 +59,13 @@ class PreparedDataset(TorchDataset):
         read = ", ".join(f"{part} {' or '.join(keys)}" for part, keys in parts.items() if keys)
         logger.info("columns that are read: %s", read)
         columns = fields.columns_in(dataset.column_names)
+        self._features = {name: dataset.features[name] for name in fields.rendered_in(columns)}
         self._rows = prepare_rows(dataset, columns, self._encode_chunk, **options)
         self.report: DatasetReport = self._rows.report
 
     def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
         """One outcome per row."""
+        rows = list(map(self._without_nulls, rows))
         outcomes: dict[int, Outcome] = {}
         rendered: dict[int, Any] = {}
         for i, row in enumerate(rows):
@@ -71,6 +75,17 @@ class PreparedDataset(TorchDataset):
                 outcomes[i] = error
         outcomes |= zip(rendered, self._encode(list(rendered.values())))
         return [outcomes[i] for i in range(len(rows))]
+
+    def _without_nulls(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row as it was written: a table has fields in it that only other rows have."""
+        written = {
+            name: chat_without_nulls(row[name], feature) for name, feature in self._features.items()
+        }
+        return {**row, **written}
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The row with this number in ``dataset``."""
+        return self._without_nulls(self.dataset[number])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -140,6 +155,7 @@ class PromptDataset(PreparedDataset):
         prompt_max_len: int = 1024,
         truncation: Truncation = "error",
         system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | str | None = None,
         on_bad_row: BadRowPolicy = "error",
         filter_overlong: bool = False,
         num_workers: int = 0,
@@ -152,7 +168,9 @@ class PromptDataset(PreparedDataset):
         self.truncation = "drop" if filter_overlong else truncation
         super().__init__(
             dataset,
-            PromptTemplate(tokenizer, apply_chat_template, input_template, system_prompt),
+            PromptTemplate(
+                tokenizer, apply_chat_template, input_template, system_prompt, chat_template_kwargs
+            ),
             resolve_fields(columns_of(dataset), input_key=input_key, label_key=label_key),
             on_bad_row=on_bad_row,
             num_workers=num_workers,
@@ -170,13 +188,14 @@ class PromptDataset(PreparedDataset):
         numbers = self.numbers(positions)
         rows = self.dataset.__getitems__(numbers) if numbers else []
         return [
-            self._prompt(position, number, row)
+            self._prompt(position, number, self._without_nulls(row))
             for position, number, row in zip(positions, numbers, rows)
         ]
 
     def _prompt(self, position: int, number: int, row: Mapping[str, Any]) -> Prompt:
         prompt, key = read_prompt(row, self.fields)
-        rendered, token_ids = self.template.render(prompt), self._rows.token_ids(position)
+        rendered = self.template.render(prompt, template_options(row))
+        token_ids = self._rows.token_ids(position)
         text = rendered.text
         # the text shows what the model sees, except plain text's begin-of-text
         if self._rows.truncated[position]:
@@ -205,7 +224,7 @@ class PromptDataset(PreparedDataset):
         return [positions[index] for index in indices]
 
     def _render_row(self, row: Mapping[str, Any]) -> Rendered:
-        rendered = self.template.render(read_prompt(row, self.fields)[0])
+        rendered = self.template.render(read_prompt(row, self.fields)[0], template_options(row))
         read_label(row, self.fields)
         return rendered
 

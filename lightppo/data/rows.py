@@ -5,7 +5,9 @@ Every row is checked and tokenised once, before training.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from lightppo.errors import BadRowError, DataError
+from lightppo.config.rules import template_kwargs
+from lightppo.errors import BadRowError, ConfigError, DataError
 from lightppo.plugin import ENCODERS, PROMPT_FORMS, PromptForm
 from lightppo.ranks import Alone, Ranks
 
@@ -46,6 +49,9 @@ LABEL_KEYS = (
     "solutions",
     "input_output",
 )
+MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
+TEMPLATE_KEYS = ("tools", "chat_template_kwargs", *MEDIA_KEYS)
+"""Columns beside the messages that a chat template may take, and those that nothing here takes."""
 
 
 # -- which columns are read ------------------------------------------------------------------------------------------
@@ -62,15 +68,22 @@ class RowFields:
     forms: tuple[PromptForm, ...] = ()
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """All of them."""
-        of_forms = (column for form in self.forms for column in form.columns)
-        return (*self.prompt, *self.label, *of_forms)
+    def rendered(self) -> tuple[str, ...]:
+        """Those of what a model reads."""
+        return (*self.prompt, *(column for form in self.forms for column in form.columns))
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
-        """The columns that are needed to render a row."""
-        needed = {column_of(key, columns) for key in self.keys}
-        return [column for column in columns if column in needed]
+        """The columns that are needed to render and label a row."""
+        return _columns_of((*self.rendered, *self.label, *TEMPLATE_KEYS), columns)
+
+    def rendered_in(self, columns: Iterable[str]) -> list[str]:
+        """Those of them that a model reads."""
+        return _columns_of((*self.rendered, *TEMPLATE_KEYS), columns)
+
+
+def _columns_of(keys: Iterable[str], columns: Iterable[str]) -> list[str]:
+    needed = {column_of(key, columns) for key in keys}
+    return [column for column in columns if column in needed]
 
 
 def resolve_fields(
@@ -213,7 +226,10 @@ def text_or_chat(value: Any, where: str) -> str | Chat:
 
 
 def checked_chat(value: Sequence[Any], where: str) -> Chat:
-    """Checked messages of ``role`` and text ``content``, without the None fields that Arrow adds."""
+    """Checked messages of ``role`` and text ``content``, without the None fields that Arrow adds.
+
+    Arguments of calls are objects: OpenAI's form, a text of JSON, would be written as a text in a text.
+    """
     if not value:
         raise BadRowError("empty", f"{where} is an empty list of messages")
     chat: Chat = []
@@ -227,10 +243,109 @@ def checked_chat(value: Sequence[Any], where: str) -> Chat:
                 "wrong_type", f"{where}[{i}].content is {shown_value(content)}; only text is read"
             )
         chat.append({k: v for k, v in message.items() if v is not None or k == "content"})
+        if calls := chat[-1].get("tool_calls"):
+            chat[-1]["tool_calls"] = _checked_calls(calls, f"{where}[{i}].tool_calls")
     last = chat[-1].get("content")
-    if last is not None and not last.strip():
+    if last is not None and not last.strip() and not chat[-1].get("tool_calls"):
         raise BadRowError("empty", f"{where}: the last message is empty")
     return chat
+
+
+def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    calls = _from_json(calls, where)
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise BadRowError("wrong_type", f"{where} is {shown_value(calls)}; a list is needed")
+    found = []
+    for i, call in enumerate(calls):
+        call = {key: value for key, value in call.items() if value is not None}
+        is_nested = isinstance(call.get("function"), Mapping)
+        function = dict(call["function"]) if is_nested else call
+        if not isinstance(function.get("name"), str):
+            raise BadRowError("wrong_type", f"{where}[{i}] has no name of a function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _from_json(arguments.strip() or "{}", f"{where}[{i}].arguments")
+        if not isinstance(arguments, Mapping | None):
+            raise BadRowError(
+                "wrong_type",
+                f"{where}[{i}].arguments is {shown_value(arguments)}; an object is needed",
+            )
+        function["arguments"] = arguments or {}
+        found.append(call | {"function": function} if is_nested else function)
+    return found
+
+
+def _from_json(value: Any, where: str) -> Any:
+    """What a text of JSON means; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise BadRowError("wrong_type", f"{where} is not JSON: {error}") from error
+
+
+def without_nulls(value: Any, feature: Any) -> Any:
+    """A value of a table without the fields that are null, which Arrow adds to each struct that lacks them.
+
+    ``feature`` is of ``datasets``; within columns of JSON a null was written, and stays.
+    """
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        return {
+            key: without_nulls(each, feature.get(key))
+            for key, each in value.items()
+            if each is not None
+        }
+    within = _within(feature)
+    if isinstance(value, list) and within is not None:
+        return [without_nulls(each, within) for each in value]
+    return value
+
+
+def chat_without_nulls(value: Any, feature: Any) -> Any:
+    """The same of a column: what the messages of a chat have themselves is left to :func:`checked_chat`."""
+    within = _within(feature)
+    if isinstance(value, list) and isinstance(within, Mapping):
+        return [
+            {key: without_nulls(part, within.get(key)) for key, part in (each or {}).items()}
+            for each in value
+        ]
+    return without_nulls(value, feature)
+
+
+def _within(feature: Any) -> Any:
+    """The feature of a list's values; None: it is no list."""
+    return feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+
+
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row gives the chat template beside its messages: ``tools``, and all of ``chat_template_kwargs``."""
+    for key in MEDIA_KEYS:
+        if (media := row.get(key)) is not None and (not hasattr(media, "__len__") or len(media)):
+            raise BadRowError(
+                "wrong_type",
+                f"{key!r} is {shown_value(media)}; models read text alone here: take the column out, or its rows",
+            )
+    try:
+        options = template_kwargs(row.get("chat_template_kwargs"), "'chat_template_kwargs'")
+    except ConfigError as error:
+        raise BadRowError("wrong_type", str(error)) from error
+    if (tools := row.get("tools")) is None:
+        return options
+    tools = _from_json(tools, "'tools'") if tools else []
+    if not isinstance(tools, list) or not all(map(name_of_tool, tools)):
+        raise BadRowError(
+            "wrong_type",
+            f"'tools' is {shown_value(tools)}; a list of JSON schemas with a name each is needed, or rename the column",
+        )
+    tools = [{k: v for k, v in tool.items() if v is not None} for tool in tools]
+    return options | ({"tools": tools} if tools else {})
+
+
+def name_of_tool(tool: Any) -> str | None:
+    function = tool.get("function") or tool if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) and name else None
 
 
 def shown_value(value: Any) -> str:
@@ -262,12 +377,20 @@ class PromptTemplate:
     apply_chat_template: bool = False
     input_template: str | None = None
     system_prompt: str | None = None  # put before chats without a system message
+    # further variables of the chat template, as an object or its text in JSON; those of a row go before
+    chat_template_kwargs: Mapping[str, Any] | str | None = None
+    # shapes of chats that the template writes whole
+    _known_shapes: set[Any] = field(default_factory=set, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.input_template is not None:
             self._check_input_template(self.input_template)
         if self.apply_chat_template:
             self._check_chat_template("--apply_chat_template")
+        kwargs = template_kwargs(self.chat_template_kwargs, "--chat_template_kwargs")
+        if unknown := self._unread(kwargs):
+            raise DataError(f"--chat_template_kwargs: the chat template does not read {unknown}")
+        object.__setattr__(self, "chat_template_kwargs", kwargs)
 
     def _check_input_template(self, template: str) -> None:
         if self.apply_chat_template or template.count("{}") != 1:
@@ -286,27 +409,55 @@ class PromptTemplate:
                 f"{reason}: the tokenizer {name} has no chat template; set one, or give text prompts"
             )
 
-    def render(self, prompt: str | Chat) -> Rendered:
-        """Text of one prompt; a chat that ends with an assistant turn is to be continued, not answered."""
+    def reads(self, name: str) -> bool:
+        """Whether the chat template has a variable of this name; True where its text is not known."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        texts = template.values() if isinstance(template, Mapping) else [template]
+        known = [text for text in texts if isinstance(text, str)]
+        return not known or any(re.search(rf"\b{re.escape(name)}\b", text) for text in known)
+
+    def _unread(self, names: Iterable[str]) -> str:
+        return ", ".join(repr(name) for name in names if not self.reads(name))
+
+    def render(self, prompt: str | Chat, options: Mapping[str, Any] = {}) -> Rendered:
+        """Text of one prompt; a chat that ends with an assistant turn is to be continued, not answered.
+
+        ``options`` are those of its row, see :func:`template_options`.
+        """
         if isinstance(prompt, str) and not self.apply_chat_template:
-            if self.system_prompt is not None:
-                raise DataError(
-                    "--system_prompt needs chat rows or --apply_chat_template; the prompts are plain text"
-                )
-            # replace, not str.format: other braces in the template are text
-            text = (self.input_template or "{}").replace("{}", prompt)
-            return Rendered(text, is_chat=False, messages=None)
+            return Rendered(self.plain_text(prompt, options), is_chat=False, messages=None)
         messages = as_chat(prompt, "user")
         continued = messages[-1]["role"] == "assistant"
-        options = {"continue_final_message": True} if continued else {}
-        return Rendered(
-            self.chat_text(messages, add_generation_prompt=not continued, **options), True, messages
-        )
+        own = {"continue_final_message": True} if continued else {}
+        text = self.chat_text(messages, options, add_generation_prompt=not continued, **own)
+        return Rendered(text, True, messages)
 
-    def chat_text(self, messages: Chat, **options: Any) -> str:
-        """Messages through the chat template, with the system prompt; the last turn is closed by default."""
-        from jinja2 import TemplateError
+    def plain_text(self, prompt: str, options: Mapping[str, Any] = {}) -> str:
+        """A prompt without a chat template; what only such a template could take is refused."""
+        flags = {
+            "--system_prompt": self.system_prompt,
+            "--chat_template_kwargs": self.chat_template_kwargs,
+        }
+        if given := [flag for flag, value in flags.items() if value]:
+            raise DataError(
+                f"{given[0]} needs chat rows or --apply_chat_template; the prompts are plain text"
+            )
+        if options:
+            raise BadRowError(
+                "template",
+                f"{next(iter(options))!r} is for a chat template, and the prompt is plain text: set "
+                "--apply_chat_template, or take the column out",
+            )
+        # replace, not str.format: other braces in the template are text
+        return (self.input_template or "{}").replace("{}", prompt)
 
+    def chat_text(self, messages: Chat, options: Mapping[str, Any] = {}, **own: Any) -> str:
+        """Messages through the chat template, with the system prompt; the last turn is closed by default.
+
+        Raises:
+            BadRowError: the template refuses the chat, or drops a part of it: a message, a call, a tool. What it
+                makes of a last turn of the assistant is left to those who train on it.
+        """
         if self.input_template is not None:
             raise DataError(
                 "--input_template is for plain text, but the rows are chats; leave it out"
@@ -314,9 +465,25 @@ class PromptTemplate:
         self._check_chat_template("the rows are chats")
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        options = {"tokenize": False, "add_generation_prompt": False} | options
+        if unknown := self._unread(name for name in options if name != "tools"):
+            raise BadRowError("template", f"the chat template does not read {unknown}")
+        given = {"tokenize": False, "add_generation_prompt": False} | self.chat_template_kwargs
+        given |= {**options, **own}
+
+        def written(chat: Chat) -> str:
+            return self._template(chat, given)
+
+        text = with_calls(messages, written)
+        if not isinstance(self.tokenizer.chat_template, bool):  # a stand-in, which writes nothing
+            check_roles(messages, written, self._known_shapes)
+            check_shown(messages, text, options.get("tools", ()))
+        return text
+
+    def _template(self, messages: Chat, given: Mapping[str, Any]) -> str:
+        from jinja2 import TemplateError
+
         try:
-            return self.tokenizer.apply_chat_template(messages, **options)
+            return self.tokenizer.apply_chat_template(messages, **given)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise BadRowError(
                 "template", f"the chat template refuses it: {type(error).__name__}: {error}"
@@ -341,6 +508,143 @@ class PromptTemplate:
         """Whether a begin-of-text is missing: chats and texts that have it get no second one."""
         bos = self.tokenizer.bos_token
         return not rendered.is_chat and not (bos and rendered.text.startswith(bos))
+
+
+# -- what a chat template makes of a chat ----------------------------------------------------------------------------
+
+Written = Callable[[Chat], str]  # a chat through a template; a ValueError where that refuses it
+
+
+def with_calls(messages: Chat, written: Written) -> str:
+    """A chat through a template, arguments of calls as objects; as texts, where the template cannot write objects."""
+    calls = [call.get("function", call) for m in messages for call in m.get("tool_calls") or ()]
+    refusal, text = None, ""
+    try:
+        text = written(messages)
+    except ValueError as error:
+        refusal = error
+    objects = [each for call in calls if isinstance(each := call.get("arguments"), Mapping)]
+    as_python = any(str(each) in text and str(each) != json.dumps(each) for each in objects if each)
+    if objects and (refusal or as_python):
+        try:
+            return written(_with_texts(messages))
+        except ValueError as error:
+            raise (refusal or error) from None
+    if refusal:
+        raise refusal
+    return text
+
+
+def _with_texts(messages: Chat) -> Chat:
+    """The same with arguments of calls as texts of JSON."""
+
+    def as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return {**call, "function": as_text(call["function"])}
+        return {**call, "arguments": json.dumps(call.get("arguments") or {}, ensure_ascii=False)}
+
+    return [
+        message | {"tool_calls": [as_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def check_roles(messages: Chat, written: Written, known: set[Any]) -> None:
+    """Refuses roles whose messages a template drops: a short text may be found by chance, a probe is not.
+
+    ``known``: shapes of chats that were looked at before.
+    """
+    shape = tuple(
+        (message["role"], bool(message.get("content")), bool(message.get("tool_calls")))
+        for message in messages
+    )
+    if shape in known:
+        return
+    probes = [
+        message | {"content": f"qz{i}probe"} if message.get("content") else message
+        for i, message in enumerate(messages)
+    ]
+    try:
+        text = with_calls(probes, written)
+    except ValueError:  # it wants something of the texts
+        known.add(shape)
+        return
+    for i, message in enumerate(messages):
+        if message.get("content") and f"qz{i}probe" not in text:
+            beside = " beside calls" * bool(message.get("tool_calls"))
+            raise BadRowError(
+                "template",
+                f"the chat template drops the text of messages of the role {message['role']!r}{beside}: write them in "
+                "another role",
+            )
+    known.add(shape)
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message whose text is the thinking before its content."""
+
+
+def check_shown(messages: Chat, text: str, tools: Iterable[Any] = ()) -> None:
+    """Refuses a rendering without the text of a message, or without the name of a call or tool.
+
+    Thinking of earlier turns may be dropped. A last turn of the assistant is for :func:`check_answer`.
+    """
+    for i, message in enumerate(messages, start=1):
+        if i == len(messages) and message["role"] == "assistant":
+            continue
+        content = message.get("content") or ""
+        if message["role"] == "assistant":
+            content = content.rpartition("</think>")[2]
+        if not is_shown(content, text):
+            raise BadRowError(
+                "template",
+                f"the chat template does not write the text of message {i} ({message['role']}) as it is",
+            )
+        _check_calls(message, text)
+    if hidden := [name for name in map(name_of_tool, tools) if name not in text]:
+        raise BadRowError(
+            "template", f"the chat template does not show the tools ({', '.join(hidden)})"
+        )
+
+
+def check_answer(message: Mapping[str, Any], text: str) -> None:
+    """Refuses a rendering without a part of a turn that is trained on, its thinking included."""
+    for part in re.split("</?think>", message.get("content") or ""):
+        if not is_shown(part, text):
+            what = "thinking" if "</think>" in message["content"] else "text"
+            raise BadRowError(
+                "template",
+                f"the chat template drops or changes {what} of the answer: {shown_value(part)}",
+            )
+    for key in THOUGHTS:
+        if isinstance(thought := message.get(key), str) and not is_shown(thought, text):
+            raise BadRowError(
+                "template",
+                f"the chat template does not write {key!r} of the answer, which would not be learned",
+            )
+    _check_calls(message, text)
+
+
+def _check_calls(message: Mapping[str, Any], text: str) -> None:
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        keys = arguments if isinstance(arguments, Mapping) else ()
+        if lost := [key for key in (function["name"], *keys) if key not in text]:
+            raise BadRowError(
+                "template",
+                f"the chat template does not write calls of tools: {lost[0]!r} of {function['name']!r} is not there",
+            )
+
+
+def is_shown(content: str, text: str) -> bool:
+    """Whether a rendering has a content, perhaps with other white space, or as a text in JSON."""
+    content = content.strip()
+    if content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
+        return True
+    return "".join(content.split()) in "".join(text.split())
 
 
 # -- all rows of a dataset -------------------------------------------------------------------------------------------
@@ -508,8 +812,9 @@ class Rows:
         """What the report says of a bad row, if bad rows are skipped."""
         message = f"{origin_of(self.dataset[number], number)}: {error}"
         if self.on_bad_row == "error":
+            cure = "give the tokenizer another chat_template" * (error.reason == "template")
             raise DataError(
-                f"{message} (mend the row, or leave such rows out with --on_bad_row skip)"
+                f"{message} ({cure or 'mend the row'}, or leave such rows out with --on_bad_row skip)"
             ) from error
         return message
 

@@ -636,6 +636,7 @@ def build_prompts(
         prompt_max_len=data.prompt_max_len,
         truncation=data.truncation,
         system_prompt=data.system_prompt,
+        chat_template_kwargs=data.chat_template_kwargs,
         on_bad_row=data.on_bad_row,
         filter_overlong=data.filter_overlong_prompts,
         num_workers=data.data_num_workers,

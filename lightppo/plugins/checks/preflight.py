@@ -33,6 +33,7 @@ from lightppo.data.rows import (
     read_label,
     read_prompt,
     resolve_fields,
+    template_options,
 )
 from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
 from lightppo.plugin import REWARDS
@@ -141,7 +142,7 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     )
     rendering = partial(
         PromptTemplate, apply_chat_template=data.apply_chat_template, input_template=data.input_template,
-        system_prompt=data.system_prompt,
+        system_prompt=data.system_prompt, chat_template_kwargs=data.chat_template_kwargs,
     )  # fmt: skip
 
     def check_data(flag: str, paths: str, split: str) -> None:
@@ -156,7 +157,7 @@ def preflight_supervised(config: SupervisedConfig) -> None:
                 prompt, completion = read_example(row, fields)
                 if completion is None:
                     raise BadRowError("missing", "no completion: set --output_key")
-            template.render(prompt)
+            template.render(prompt, template_options(row))
 
         _check_rows(
             flag, paths, split, fields, render, data.on_bad_row, resolve=resolve_example_fields
@@ -397,10 +398,11 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
         data.apply_chat_template,
         data.input_template,
         data.system_prompt,
+        data.chat_template_kwargs,
     )
 
     def render(row: Row, fields: RowFields) -> None:
-        template.render(read_prompt(row, fields)[0])
+        template.render(read_prompt(row, fields)[0], template_options(row))
         read_label(row, fields)
 
     prompts: list[Prompt] = []

@@ -17,6 +17,7 @@ _OPTIONS = {
         "prompt_max_len",
         "truncation",
         "system_prompt",
+        "chat_template_kwargs",
         "on_bad_row",
     )
 } | {"filter_overlong": "filter_overlong_prompts", "num_workers": "data_num_workers"}

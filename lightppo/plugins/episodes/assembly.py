@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightppo.config.rules import template_kwargs
 from lightppo.errors import ConfigError
 from lightppo.rollout.engine import RolloutEngine
 
@@ -68,15 +69,25 @@ def format_of(
     from lightppo.plugins.episodes.chat_format import ChatFormat, ChatFormats
     from lightppo.plugins.episodes.episode import PlainText
 
+    options = {
+        "tool_format": config.episodes.tool_format,
+        "template_options": template_kwargs(
+            config.data.chat_template_kwargs, "--chat_template_kwargs"
+        ),
+    }
     if environments.is_agent(name):
         if not config.data.apply_chat_template:
             raise ConfigError(
                 f"--env {name}: an agent program sends chat messages; set --apply_chat_template"
             )
-        return ChatFormats(tokenizer, tool_format=config.episodes.tool_format)
+        if config.data.system_prompt is not None:
+            raise ConfigError(
+                f"--env {name}: an agent program writes its own messages; leave out --system_prompt"
+            )
+        return ChatFormats(tokenizer, **options)
     tools = environments.tools(name)
     if not tools and not config.data.apply_chat_template:
         return PlainText(tokenizer)
-    chat = ChatFormat(tokenizer, tools, tool_format=config.episodes.tool_format)
+    chat = ChatFormat(tokenizer, tools, **options, system_prompt=config.data.system_prompt)
     chat.check()
     return chat

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightppo.errors import ConfigError
+from lightppo.data.rows import check_roles, check_shown, name_of_tool, with_calls
+from lightppo.errors import BadRowError, ConfigError
 from lightppo.plugins.episodes.control_tokens import (
     Breaker,
     ControlTokens,
@@ -51,6 +52,7 @@ _QUESTION = {"role": "user", "content": "qzquestion"}
 _OUTER_ROLES = ("tool", "user", "system", "developer")
 _NAME = re.compile(r"[\w.:-]{1,64}")
 _SHOWN = 200  # characters of a rendering in messages
+_MOST_KEPT = 256  # formats of rows with template options of their own
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ class ChatFormat:
         tokenizer: of transformers, with a chat template.
         tools: JSON schemas, as templates take them.
         tool_format: a name in :data:`TOOL_FORMATS`, ``path.py:name``, a name of vLLM's parsers, or ``auto``.
-        template_options: what the template takes beside messages and tools: ``{"enable_thinking": False}``.
+        template_options: what the template takes beside messages: ``{"enable_thinking": False}``. Its ``tools`` are
+            shown in place of the others, which are called all the same.
+        system_prompt: put before messages without one.
     """
 
     def __init__(
@@ -154,12 +158,20 @@ class ChatFormat:
         *,
         tool_format: str = "auto",
         template_options: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.tools = list(tools)
         self.tool_format = tool_format
-        self.template_options = dict(template_options or {})
+        self.system_prompt = system_prompt
         self.control = ControlTokens(tokenizer)
+        breaker = Breaker(self.control, itertools.chain.from_iterable(THINKING))
+        self.tools = _harmless_values(list(tools), breaker)
+        self.template_options = dict(template_options or {})
+        if "tools" in self.template_options:
+            shown = _harmless_values(self.template_options["tools"], breaker)
+            self.template_options["tools"] = shown
+        self._known_shapes: set[Any] = set()
+        self._of_rows: dict[str, ChatFormat] = {}
         self._bridges: dict[tuple[int, tuple[str, ...]], _Bridge] = {}
         self._lock = threading.Lock()
         self._escapes = 0
@@ -183,7 +195,6 @@ class ChatFormat:
         examples = [list(messages) for messages in examples]
         for messages in examples:
             self.opening(messages)
-        self._check_tools_are_shown([self._render(messages) for messages in examples] or [opening])
         self._bridge(0, ("user",))
         if self.tools:
             self._bridge(1, ("tool",))
@@ -209,14 +220,53 @@ class ChatFormat:
             for message in self._harmless(messages[first:], roles=None)
         ]
         messages = [*messages[:first], *harmless]
+        if self.system_prompt is not None and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
-            return self.control.encode(self._render(messages))
+            text = with_calls(messages, self._render)
+            check_roles(messages, self._render, self._known_shapes)
+            check_shown(messages, text)
         except _Refused as refusal:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
                 f"the chat template refuses messages of the roles {roles}"
                 f"{' with tools' if self.tools else ''}: {refusal}"
             ) from None
+        except BadRowError as error:
+            raise ConfigError(f"an episode's first messages: {error}") from None
+        self._check_tools_are_shown(text)
+        return self.control.encode(text)
+
+    def of_row(self, options: Mapping[str, Any]) -> ChatFormat:
+        """The same for a row with template options of its own; ConfigError if it shows tools that nobody has.
+
+        Where there are other tools, only such as these may be shown; where there are none, the calls are left in the
+        text, for the environment to read.
+        """
+        if not options:
+            return self
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._of_rows:
+            shown, callable_ = (
+                {*map(name_of_tool, some)} for some in (options.get("tools", ()), self.tools)
+            )
+            if callable_ and (unknown := sorted(shown - callable_)):
+                raise ConfigError(
+                    f"a row's tools have {unknown[0]!r}, which its environment has not ({', '.join(sorted(callable_))}): "
+                    "take the column out, or rename it"
+                )
+            made = ChatFormat(
+                self.tokenizer,
+                self.tools,
+                tool_format=self.tool_format,
+                template_options=self.template_options | options,
+                system_prompt=self.system_prompt,
+            )
+            made.check()
+            if len(self._of_rows) >= _MOST_KEPT:
+                self._of_rows.pop(next(iter(self._of_rows)))
+            self._of_rows[key] = made
+        return self._of_rows[key]
 
     def parse(
         self, ids: Sequence[int], *, stopped: bool, prompt: Sequence[int] | None = None
@@ -353,10 +403,9 @@ class ChatFormat:
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
-                tools=self.tools or None,
                 tokenize=False,
                 add_generation_prompt=generation,
-                **self.template_options,
+                **{"tools": self.tools or None} | self.template_options,
             )
         except Exception as error:  # what a template raises is of any type
             raise _Refused(f"{type(error).__name__}: {error}") from None
@@ -365,7 +414,8 @@ class ChatFormat:
     def _source(self) -> str:
         """The template's own text, or an empty one."""
         try:
-            return self.tokenizer.get_chat_template(tools=self.tools or None) or ""
+            tools = self.template_options.get("tools", self.tools)
+            return self.tokenizer.get_chat_template(tools=tools or None) or ""
         except (AttributeError, NotImplementedError, ValueError):
             return ""
 
@@ -668,13 +718,14 @@ class ChatFormat:
         name = self.tools[0].get("function", self.tools[0])["name"]
         return [(call.name, call.arguments) for call in calls] == [(name, {"argument": _SENTINEL})]
 
-    def _check_tools_are_shown(self, openings: Sequence[str]) -> None:
-        """ConfigError where neither the template nor the prompts name the tools."""
-        names = [tool.get("function", tool).get("name") for tool in self.tools]
-        if hidden := [name for name in names if not all(name in each for each in openings)]:
+    def _check_tools_are_shown(self, opening: str) -> None:
+        """ConfigError where neither the template nor the messages name the tools."""
+        tools = self.template_options.get("tools", self.tools)
+        if hidden := [name for name in map(name_of_tool, tools) if name not in opening]:
             raise ConfigError(
-                f"the chat template does not show the tools to the model ({', '.join(hidden)}): describe them in the "
-                "system message of each prompt, or give the tokenizer a chat_template that writes `tools`"
+                f"the chat template does not show the tools to the model ({', '.join(hidden)}), and the first messages "
+                "do not name them: describe them in the system message of each prompt (--system_prompt), or give the "
+                "tokenizer a chat_template that writes `tools`"
             )
 
     def _check_format(self) -> None:
@@ -702,14 +753,15 @@ class ChatFormats:
         self._known: dict[str, ChatFormat] = {}
         self.of([])
 
-    def of(self, tools: Sequence[dict]) -> ChatFormat:
-        """The one with these tools; ConfigError if the template cannot write their calls."""
+    def of(self, tools: Sequence[dict], kwargs: Mapping[str, Any] | None = None) -> ChatFormat:
+        """The one with these tools, for a row with such variables of the template; ConfigError if the template cannot
+        write their calls."""
         key = json.dumps(tools)
         if key not in self._known:
             made = ChatFormat(self.tokenizer, tools, **self.options)
             made.check()
             self._known[key] = made
-        return self._known[key]
+        return self._known[key].of_row(kwargs or {})
 
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -720,6 +772,18 @@ class ChatFormats:
         except ConfigError:  # a program with tools will be refused
             with_calls = ()
         return tuple(sorted({*self.of([]).stop_ids, *with_calls}))
+
+
+def _harmless_values(value: Any, breaker: Breaker) -> Any:
+    """A JSON value without control tokens in any of its texts."""
+    if isinstance(value, str):
+        return breaker(value)[0]
+    if isinstance(value, Mapping):
+        return {
+            _harmless_values(key, breaker): _harmless_values(each, breaker)
+            for key, each in value.items()
+        }
+    return [_harmless_values(each, breaker) for each in value] if isinstance(value, list) else value
 
 
 def _text_of(content: Any) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from lightppo.data.records import Prompt, Rollout
+from lightppo.data.rows import template_options
 from lightppo.errors import RolloutError
 from lightppo.plugins.episodes.calls import Call, Direct, Sample
 from lightppo.plugins.episodes.chat_format import AssistantTurn, ObservationError
@@ -26,6 +27,8 @@ class Format(Protocol):
     """How a conversation is written in token ids; see :class:`lightppo.plugins.episodes.chat_format.ChatFormat`."""
 
     stop_ids: tuple[int, ...]
+
+    def of_row(self, options: Mapping[str, Any]) -> Format: ...
 
     def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]: ...
 
@@ -45,7 +48,7 @@ class FormatsByTools(Protocol):
 
     stop_ids: tuple[int, ...]
 
-    def of(self, tools: list[dict[str, Any]]) -> Format: ...
+    def of(self, tools: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> Format: ...
 
 
 class PlainText:
@@ -61,6 +64,9 @@ class PlainText:
         texts = "".join(str(message["content"]) for message in messages)
         plain = {"add_special_tokens": False, "split_special_tokens": True}
         return self.tokenizer(texts, **plain).input_ids if texts else []
+
+    def of_row(self, options: Mapping[str, Any]) -> PlainText:
+        return self  # rows of plain text have none
 
     def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]:
         return self.ids_of(messages)
@@ -185,24 +191,26 @@ class Episode:
         """The first messages: the row's, and what ``reset`` gave; ``self.opened`` is the prompt of them."""
         if session.is_agent:
             return self._open_agent(**session.opening)
-        self.spoken = self.format
+        options = template_options(self.prompt.extra)
+        self.spoken = self.format.of_row(options) if options else self.format
         added = session.opening
         if isinstance(added, str):
-            added, escapes = self.format.harmless(added)
+            added, escapes = self.spoken.harmless(added)
             self.transcript.escapes += escapes
         messages = opening_messages(messages_of(self.prompt), added or None, session.contract)
         if isinstance(self.format, PlainText):
             ids = self.prompt.token_ids + self.format.ids_of(as_messages(added, "user"))
         else:
             observed = len(added) if isinstance(added, list) else 0
-            ids = self.format.opening(messages, observed=observed)
+            ids = self.spoken.opening(messages, observed=observed)
         return self._opened(ids, messages)
 
     def _open_agent(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """The same of an agent program: what it asks first stands in place of the row's messages."""
-        self.spoken = self.format.of(tools)
+        options = template_options(self.prompt.extra)
+        self.spoken = self.format.of(tools, {k: v for k, v in options.items() if k != "tools"})
         for message in messages:
             self.transcript.escapes += self.spoken.harmless(message["content"])[1]
         ids = self.spoken.opening(messages, observed=len(messages))

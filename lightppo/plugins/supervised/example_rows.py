@@ -42,9 +42,9 @@ class ExampleFields(RowFields):
     documents: bool = False  # text columns are whole documents, without a completion
 
     @property
-    def keys(self) -> tuple[str, ...]:
+    def rendered(self) -> tuple[str, ...]:
         pair = self.pair if self.preference else ()
-        return (*self.prompt, *self.completion, *self.label, *pair)
+        return (*self.prompt, *self.completion, *pair)
 
 
 def resolve_example_fields(
@@ -151,12 +151,12 @@ def pair_of(row: Mapping[str, Any]) -> tuple[str | Chat, str | Chat, str | Chat]
 def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str | Chat]:
     """Common beginning, and the rest of both: messages, or texts in the form of hh-rlhf."""
     if isinstance(chosen, list) and isinstance(rejected, list):
-        cut = _shared(chosen, rejected)
+        cut = shared_length(chosen, rejected)
         if 0 < cut < len(chosen):
             return chosen[:cut], chosen[cut:], rejected[cut:]
     elif isinstance(chosen, str) and isinstance(rejected, str):
         turn = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
-        start = chosen.rfind(turn, 0, _shared(chosen, rejected))
+        start = chosen.rfind(turn, 0, shared_length(chosen, rejected))
         cut = start + len(turn)
         if start >= 0 and chosen[:start].strip() and chosen[cut:].strip():
             return chosen[:cut], chosen[cut:], rejected[cut:]
@@ -171,7 +171,7 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str 
     )
 
 
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Length of the common beginning."""
     return next(
         (i for i, (x, y) in enumerate(zip(one, other)) if x != y), min(len(one), len(other))

@@ -18,11 +18,17 @@ from lightppo.data.rows import (
     PromptTemplate,
     Rendered,
     as_chat,
+    check_answer,
     check_choice,
     columns_of,
+    template_options,
 )
 from lightppo.errors import BadRowError, DataError
-from lightppo.plugins.supervised.example_rows import read_example, resolve_example_fields
+from lightppo.plugins.supervised.example_rows import (
+    read_example,
+    resolve_example_fields,
+    shared_length,
+)
 from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX
 from lightppo.plugins.supervised.script_options import setting
 from lightppo.ranks import Ranks
@@ -77,6 +83,7 @@ class SFTDataset(PreparedDataset):
         input_template: str | None = None,
         apply_chat_template: bool | None = None,
         system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | str | None = None,
         truncation: SFTTruncation | None = None,
         on_bad_row: BadRowPolicy | None = None,
         padding_side: PaddingSide = "right",
@@ -102,7 +109,11 @@ class SFTDataset(PreparedDataset):
             raise DataError(
                 "the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one"
             )
-        form = {"apply_chat_template": apply_chat_template, "input_template": input_template}
+        form = {
+            "apply_chat_template": apply_chat_template,
+            "input_template": input_template,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
         # The system prompt of the run is for prompts, and documents have none.
         if not pretrain_mode or system_prompt is not None:
             form["system_prompt"] = system_prompt
@@ -148,7 +159,7 @@ class SFTDataset(PreparedDataset):
             self.ids_of(position),
             self._rows.first_answers[position],
         )
-        rendered, prompt = self._render_row(self.dataset[number]), self.prompt_ids_of(position)
+        rendered, prompt = self._render_row(self.row(number)), self.prompt_ids_of(position)
         rest, found = ids[len(prompt) :], []
         answers = [rest[:first], rest[first:]] if first else [rest]
         for (start, whole), answer in zip(rendered if first else [rendered], answers):
@@ -164,10 +175,13 @@ class SFTDataset(PreparedDataset):
         return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def _render_row(self, row: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
-        return self._rendered(*read_example(row, self.fields))
+        return self._rendered(*read_example(row, self.fields), template_options(row))
 
     def _rendered(
-        self, prompt: str | Chat, completion: str | Chat | None
+        self,
+        prompt: str | Chat,
+        completion: str | Chat | None,
+        options: Mapping[str, Any] = {},
     ) -> tuple[Rendered, Rendered]:
         """Prompt, and prompt with completion, as text; the first is a prefix of the second."""
         is_text = isinstance(prompt, str) and not isinstance(completion, list)
@@ -180,22 +194,30 @@ class SFTDataset(PreparedDataset):
             text = Rendered(prompt + (completion or ""), is_chat=False, messages=None)
             return text, text
         if is_text and not self.template.apply_chat_template:
-            start = self.template.render(prompt)
+            start = self.template.render(prompt, options)
             return start, Rendered(start.text + completion, is_chat=False, messages=None)
         chat = as_chat(prompt, "user")
-        messages = chat if completion is None else chat + as_chat(completion, "assistant")
+        answer = [] if completion is None else as_chat(completion, "assistant")
         # The line break that templates put after the last turn is not part of the answer.
         whole = Rendered(
-            self.template.chat_text(messages).rstrip("\n"), is_chat=True, messages=messages
+            self.template.chat_text(chat + answer, options).rstrip("\n"),
+            is_chat=True,
+            messages=chat + answer,
         )
         if self.pretrain_mode:
+            check_answer((chat + answer)[-1], whole.text)
             return whole, whole
         start = Rendered(
-            self.template.chat_text(chat, add_generation_prompt=True), is_chat=True, messages=chat
+            self.template.chat_text(chat, options, add_generation_prompt=True),
+            is_chat=True,
+            messages=chat,
         )
-        if not whole.text.startswith(start.text):
-            message = "the chat template writes the prompt differently once it is answered; no loss can be placed"
-            raise BadRowError("template", message)
+        shared = shared_length(start.text, whole.text)
+        for message in answer:
+            if message["role"] == "assistant":
+                check_answer(message, whole.text[shared:])
+        if shared < len(start.text):
+            raise BadRowError("template", _differs(start.text, whole.text, shared))
         return start, whole
 
     def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
@@ -230,6 +252,14 @@ class SFTDataset(PreparedDataset):
         return self._cut(
             ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong
         )
+
+
+def _differs(asked: str, answered: str, at: int) -> str:
+    """Where a chat template writes a prompt in another way once it is answered."""
+    return (
+        f"the chat template writes the prompt differently once it is answered ({asked[at : at + 40]!r} becomes "
+        f"{answered[at : at + 40]!r}); no loss can be placed"
+    )
 
 
 def _settings(strategy: Any, given: Mapping[str, Any]) -> dict[str, Any]:

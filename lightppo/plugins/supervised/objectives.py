@@ -99,6 +99,7 @@ class Objective:
             "input_template",
             "apply_chat_template",
             "system_prompt",
+            "chat_template_kwargs",
             "truncation",
             "on_bad_row",
         )

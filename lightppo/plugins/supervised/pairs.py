@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightppo.data.rows import Encoded, Outcome, Rendered
+from lightppo.data.rows import Encoded, Outcome, Rendered, template_options
 from lightppo.errors import BadRowError
 from lightppo.plugins.supervised.examples import SFTDataset
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
@@ -90,7 +90,8 @@ class PairDataset(SFTDataset):
     def _render_row(self, row: Mapping[str, Any]) -> list[tuple[Rendered, Rendered]]:
         prompt, *answers = read_pair(row, self.fields)
         read_margin(row, self.fields)
-        return [self._rendered(prompt, answer) for answer in answers]
+        options = template_options(row)
+        return [self._rendered(prompt, answer, options) for answer in answers]
 
     def _encode(self, rendered: list[list[tuple[Rendered, Rendered]]]) -> Iterator[Outcome]:
         examples = self._ids([example for pair in rendered for example in pair])

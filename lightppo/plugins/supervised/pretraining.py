@@ -95,6 +95,8 @@ def build_pretrain(
         pretrain_mode=data.output_key is None,
         input_key=data.input_key,
         output_key=data.output_key,
+        # With a completion they are rows of another kind than the prompts, perhaps of plain text.
+        chat_template_kwargs=None if data.output_key else data.chat_template_kwargs,
         on_bad_row=data.on_bad_row,
         num_workers=data.data_num_workers,
         ranks=strategy,

@@ -119,7 +119,7 @@ class SFTDataset(_ScriptRows, examples.SFTDataset):
         row = super().__getitem__(position)
         if self.multiturn:
             (number,) = self.numbers([range(len(self))[position]])
-            _, learnt = self._of_turns(self._render_row(self.dataset[number])[1].messages)
+            _, learnt = self._of_turns(self._render_row(self.row(number))[1].messages)
             learnt = torch.tensor(learnt)[: len(row["input_ids"])]
             row["labels"] = row["input_ids"].where(learnt, IGNORE_INDEX)
         return row

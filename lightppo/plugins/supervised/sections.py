@@ -113,7 +113,7 @@ class SupervisedAdapterConfig(
 class SupervisedDataConfig(
     Taken,
     ppo.DataConfig,
-    only="input_key input_template apply_chat_template system_prompt on_bad_row data_num_workers",
+    only="input_key input_template apply_chat_template system_prompt chat_template_kwargs on_bad_row data_num_workers",
 ):
     """Data: training and held-out rows; docs/supervised.md."""
 

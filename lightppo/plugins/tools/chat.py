@@ -32,6 +32,8 @@ def main(argv: Sequence[str], prog: str = "lightppo chat") -> None:
                         "(also of --input_template): as in the run; without a run, if it has one")  # fmt: skip
     parser.add_argument("--input_template", help="text around each prompt; {} stands for the prompt. Earlier turns are "
                         "not in it")  # fmt: skip
+    parser.add_argument("--chat_template_kwargs", help="variables of the chat template as a JSON object, such as "
+                        "'{\"enable_thinking\": false}'; default: the run's")  # fmt: skip
     for name in SAMPLING:
         option = RolloutConfig.options()[name]
         parser.add_argument(
@@ -111,7 +113,8 @@ def template_of(args: argparse.Namespace, options: Mapping[str, Any], tokenizer:
         text = options.get("input_template")
         chat = options.get("apply_chat_template", bool(tokenizer.chat_template and not options))
         chat = chat or (system is not None and text is None)  # the rows of such a run were chats
-    return PromptTemplate(tokenizer, chat, text, system)
+    kwargs = args.chat_template_kwargs or options.get("chat_template_kwargs")
+    return PromptTemplate(tokenizer, chat, text, system, kwargs)
 
 
 def respond(

@@ -32,6 +32,7 @@ _NAMES += (
     "input_template",
     "apply_chat_template",
     "system_prompt",
+    "chat_template_kwargs",
 )
 _NAMES += (
     "data_source_key",
@@ -186,6 +187,7 @@ def prepare(config: RowsConfig, rows: Any, tokenizer: Any, limited: bool = True)
             "input_template",
             "apply_chat_template",
             "system_prompt",
+            "chat_template_kwargs",
         )
         names += ("prompt_max_len", "truncation", "on_bad_row")
         given = {name: options[name] for name in names}
