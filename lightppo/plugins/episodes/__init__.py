@@ -3,12 +3,14 @@
 from lightppo.option import register_section
 from lightppo.plugin import (
     CALLBACKS,
+    CHECKS,
     ENGINE_WRAPPERS,
     METRICS,
     PUBLIC,
     REWARD_WRAPPERS,
     REWARDS,
     CallbackEntry,
+    Check,
     RewardEntry,
 )
 from lightppo.table import Entry
@@ -19,6 +21,7 @@ def register() -> None:
     here = "lightppo.plugins.episodes"
     register_section("episodes", f"{here}.sections:EpisodesConfig")
     ENGINE_WRAPPERS.register("episodes", Entry(f"{here}.assembly:around"))
+    CHECKS.register("openings", Check(f"{here}.assembly:check_openings", when="engine"))
     REWARDS.register("environment", RewardEntry(f"{here}.rewards:environment_reward"))
     REWARD_WRAPPERS.register("failed_episodes", Entry(f"{here}.rewards:unless_failed"))
     CALLBACKS.register("episode_metrics", CallbackEntry(f"{here}.tally:episode_metrics"))

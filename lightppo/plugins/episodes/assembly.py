@@ -62,6 +62,34 @@ def around(engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any) ->
     )
 
 
+def check_openings(building: Any) -> None:
+    """For ``lightppo.plugin.CHECKS``: ConfigError where a first row cannot open an episode.
+
+    What a ``reset`` adds to the row is seen in the episode alone.
+    """
+    asked = building.config.flat()
+    if not asked.get("env") and not asked.get("tools"):
+        return
+    from lightppo.data.rows import template_options
+    from lightppo.plugins.episodes.chat_format import ChatFormat
+    from lightppo.plugins.episodes.environments import Environments
+    from lightppo.plugins.episodes.episode import messages_of
+
+    engine = building.rollout_engine
+    for rows in (building.rows.get(name) for name in ("prompt_data", "eval_data")):
+        if not rows or not isinstance(getattr(engine, "environments", None), Environments):
+            continue
+        prompt = rows[0]
+        name = engine.environments.route(prompt.extra)
+        chat = engine.formats[name]
+        if not isinstance(chat, ChatFormat) or engine.environments.has_reset(name):
+            continue
+        try:
+            chat.of_row(template_options(prompt.extra)).opening(messages_of(prompt))
+        except ConfigError as error:
+            raise ConfigError(f"{rows.origin(0)}: {error}") from error
+
+
 def format_of(
     name: str, environments: Environments, tokenizer: Any, config: Any
 ) -> Format | FormatsByTools:

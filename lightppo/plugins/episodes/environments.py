@@ -114,6 +114,10 @@ class Environments:
         """Whether the class answers turns by ``step``."""
         return self._specs[name].method("step") is not None
 
+    def has_reset(self, name: str) -> bool:
+        """Whether the class may begin an episode with messages of its own."""
+        return self._specs[name].method("reset") is not None
+
     def has_reward(self, name: str) -> bool:
         """Whether the class has ``get_reward``."""
         return self._specs[name].method("get_reward") is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chats import BLIND, CHATML, NEXT, chat_tokenizer
+from support.chats import BLIND, CHATML, FORGETFUL, NEXT, chat_tokenizer
 from support.fakes import FakeStrategy
 from support.puppet import Puppet, prompt_of
 from support.runs import fitted
@@ -545,7 +545,10 @@ def test_formats_by_tools(tokenizer):
     blind = ChatFormats(chat_tokenizer(BLIND))
     assert blind.stop_ids == blind.of([]).stop_ids
     with pytest.raises(ConfigError, match="does not show the tools"):
-        blind.of([TOOL])
+        blind.of([TOOL]).opening([user("a")])
+    thinking = ChatFormats(chat_tokenizer(FORGETFUL), template_options={"enable_thinking": False})
+    quick, slow = (thinking.of([TOOL], kwargs) for kwargs in ({}, {"enable_thinking": True}))
+    assert len(quick.opening([user("a")])) > len(slow.opening([user("a")]))
 
 
 def test_forms_of_a_message_that_are_the_same():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
-from support.chats import CHATML, DEAF, XML, chat_tokenizer
+from datasets import Dataset
+from support.chats import BLIND, CHATML, DEAF, XML, chat_tokenizer
 from support.fakes import FakeStrategy
 from support.puppet import Puppet
 
 from lightppo.config import PPOConfig
+from lightppo.data.datasets import PromptDataset
 from lightppo.errors import ConfigError
-from lightppo.plugins.episodes.assembly import around
+from lightppo.plugins.episodes.assembly import around, check_openings
 from lightppo.plugins.episodes.chat_format import ChatFormat
 from lightppo.plugins.episodes.episode import PlainText
 
@@ -104,6 +108,30 @@ def test_formats_of_calls(engine_of):
 def test_a_template_that_drops_answers_is_refused_at_the_start(engine_of):
     with pytest.raises(ConfigError, match="tool"):
         engine_of(DEAF, env=("Guess",))
+
+
+def test_tools_that_nobody_names_are_refused_at_the_start(engine_of):
+    """Of functions alone, the first messages are the row's; a reset may name them, too."""
+    rows = PromptDataset(
+        Dataset.from_list([{"prompt": [{"role": "user", "content": "2+2?"}]}]),
+        chat_tokenizer(BLIND),
+    )
+    build = SimpleNamespace(rows={"prompt_data": rows})
+    build.rollout_engine = engine_of(BLIND, tools=("double",))
+    build.config = PPOConfig.from_flat(tools=("worlds.py:double",))
+    with pytest.raises(ConfigError, match=r"^row 1: the chat template does not show .*\(double\)"):
+        check_openings(build)
+    told = "Call double."
+    build.rollout_engine = engine_of(BLIND, tools=("double",), system_prompt=told)
+    check_openings(build)
+    build.rollout_engine = engine_of(BLIND, env=("Guess",))
+    check_openings(build)
+
+
+def test_options_of_the_template(engine_of):
+    options = {"env": ("Guess",), "system_prompt": "Play.", "apply_chat_template": True}
+    chat = engine_of(chat_template_kwargs='{"level": 3}', **options).formats["Guess"]
+    assert (chat.template_options, chat.system_prompt) == ({"level": 3}, "Play.")
 
 
 @pytest.mark.parametrize(
