@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -463,8 +464,9 @@ class PromptTemplate:
                 "--input_template is for plain text, but the rows are chats; leave it out"
             )
         self._check_chat_template("the rows are chats")
-        if self.system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        added = self.system_prompt if messages[0]["role"] != "system" else None
+        if added is not None:
+            messages = [{"role": "system", "content": added}, *messages]
         if unknown := self._unread(name for name in options if name != "tools"):
             raise BadRowError("template", f"the chat template does not read {unknown}")
         given = {"tokenize": False, "add_generation_prompt": False} | self.chat_template_kwargs
@@ -475,6 +477,10 @@ class PromptTemplate:
 
         text = with_calls(messages, written)
         if not isinstance(self.tokenizer.chat_template, bool):  # a stand-in, which writes nothing
+            if added and not is_shown(added, text):
+                raise DataError(
+                    "--system_prompt: the chat template drops it; put it into the user's message, or use another"
+                )
             check_roles(messages, written, self._known_shapes)
             check_shown(messages, text, options.get("tools", ()))
         return text
@@ -497,6 +503,17 @@ class PromptTemplate:
             return [row[:-1] for row in ids]
         return ids
 
+    def encode_behind(self, text: str) -> list[int]:
+        """Token ids of a text that stands behind other ids."""
+        ids = ids_behind(text, partial(self.encode, special_tokens=False))
+        if ids is None:
+            raise BadRowError(
+                "template",
+                f"the tokenizer joins the end of the prompt to the answer, and cannot write {text[:20]!r} apart: let "
+                "the prompt end without a blank",
+            )
+        return ids
+
     def encode_rendered(self, rendered: list[Rendered]) -> list[list[int]]:
         """Token ids of rendered prompts, in their order."""
         ids: list[list[int]] = []
@@ -508,6 +525,21 @@ class PromptTemplate:
         """Whether a begin-of-text is missing: chats and texts that have it get no second one."""
         bos = self.tokenizer.bos_token
         return not rendered.is_chat and not (bos and rendered.text.startswith(bos))
+
+
+def ids_behind(text: str, encode: Callable[[list[str]], list[list[int]]]) -> list[int] | None:
+    """Ids of a text behind other ids; None where the tokenizer cannot say.
+
+    Tokenizers of SentencePiece's kind put a blank before a text, which would stand between the two.
+    """
+    others = ("\n", ".", "a")
+    ids, letter, *before = encode([text, "a", *others])
+    both = encode([other + "a" for other in others])
+    if any(two == one + letter for one, two in zip(before, both)):
+        return ids  # it puts nothing there
+    whole = encode([other + text for other in others])
+    cut = (two[len(one) :] for one, two in zip(before, whole) if one and two[: len(one)] == one)
+    return next(cut, None)
 
 
 # -- what a chat template makes of a chat ----------------------------------------------------------------------------
@@ -661,6 +693,8 @@ class Encoded(NamedTuple):
     prompt_length: int  # how many of these tokens are the prompt
     truncated: bool
     first_answer: int = 0  # of a pair: how many tokens after the prompt are its first answer
+    # Whether each token is learned; nothing where all behind the prompt are.
+    learned: Any = ()
 
 
 # A row that is used, the reason why an option leaves it out (``--truncation drop``), or why it is bad.
@@ -705,6 +739,9 @@ class PreparedRows:
     first_answers: np.ndarray
     offsets: np.ndarray  # (N + 1,) where a row's ids begin in flat_ids
     flat_ids: np.ndarray  # of all rows
+    flat_learned: (
+        np.ndarray
+    )  # whether each of these ids is learned; none, where all behind a prompt are
     report: DatasetReport
 
     def __len__(self) -> int:
@@ -713,6 +750,13 @@ class PreparedRows:
     def token_ids(self, position: int) -> list[int]:
         """Ids of the kept row at this position."""
         return self.flat_ids[self.offsets[position] : self.offsets[position + 1]].tolist()
+
+    def learned(self, position: int) -> np.ndarray:
+        """Whether each id of the kept row at this position is learned. (S,)"""
+        start, end = self.offsets[position], self.offsets[position + 1]
+        if len(self.flat_learned):
+            return self.flat_learned[start:end]
+        return np.arange(end - start) >= self.prompt_lengths[position]
 
 
 def origin_of(row: Mapping[str, Any], number: int) -> str:
@@ -790,7 +834,8 @@ class Rows:
         for number, outcome in zip(rows, outcomes):
             if isinstance(outcome, Encoded):
                 ids = np.asarray(outcome.token_ids, dtype=np.int32)
-                kept[number] = outcome._replace(token_ids=ids)
+                flags = np.asarray(outcome.learned, dtype=bool)[: len(ids)]
+                kept[number] = outcome._replace(token_ids=ids, learned=flags)
             elif isinstance(outcome, BadRowError):
                 dropped[outcome.reason] += 1
                 bad.append(self._refused(number, outcome))
@@ -805,6 +850,9 @@ class Rows:
             "first_answers": np.array([row.first_answer for row in kept.values()], dtype=np.int64),
             "lengths": np.array([len(row.token_ids) for row in kept.values()], dtype=np.int64),
             "flat_ids": np.concatenate([np.int32([]), *(row.token_ids for row in kept.values())]),
+            "flat_learned": np.concatenate(
+                [np.zeros(0, bool), *(row.learned for row in kept.values())]
+            ),
         }
         return arrays, dropped, bad
 

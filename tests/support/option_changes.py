@@ -219,7 +219,7 @@ BUILT: Changes = [
     (ALONE | {"pretrain": "@chat_model"}, {"apply_chat_template": True}),
     (
         ALONE | {"pretrain": "@chat_model", "prompt_data": "@chats", "prompt_max_len": 30},
-        {"system_prompt": "be"},
+        {"system_prompt": "be", "chat_template_kwargs": '{"note": "be"}'},
     ),
     (ALONE | {"prompt_data": "@too_long"}, {"truncation": "left"}),
     (ALONE | {"prompt_data": "@too_long", "truncation": "left"}, {"filter_overlong_prompts": True}),

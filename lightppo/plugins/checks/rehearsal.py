@@ -5,6 +5,7 @@ What is found here may be meant: each line says where it is, what it does and wh
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -23,7 +24,7 @@ import numpy as np
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.data.records import Prompt, Rollout
-from lightppo.errors import ConfigError, RewardError
+from lightppo.errors import RewardError
 from lightppo.files import stage_to_local
 from lightppo.plugins.reward_sources.tries import in_daemon_thread
 from lightppo.plugins.supervised.examples import Example, examples_of
@@ -110,7 +111,7 @@ def described(dataset: Any, ids: bool = True) -> Iterator[str]:
     yield plain("columns: " + "; ".join(f"{name} {text}" for name, text in keys.items() if text))
     if (margin := dataset[0].get("margin") if len(examples) > 1 else None) is not None:
         yield f"margin: {margin:g}"
-    for name, (prompt, _, _, answer) in zip(("chosen", "rejected"), examples):
+    for name, (prompt, _, _, answer, learned) in zip(("chosen", "rejected"), examples):
         if len(examples) > 1:
             yield f"{name}:"
         if not answer:
@@ -122,7 +123,9 @@ def described(dataset: Any, ids: bool = True) -> Iterator[str]:
             )
             source = plain(prompt.data_source)
             yield f"prompt: {chat or f'text {of_text}'}; label: {prompt.label!r}; data source: {source}"
-        spans = [(False, list(prompt.token_ids)), (True, list(answer))]
+        spans = [(False, list(prompt.token_ids))]
+        for is_learned, part in itertools.groupby(zip(learned, answer), key=lambda pair: pair[0]):
+            spans.append((is_learned, [token for _, token in part]))
         yield from _marked(dataset.tokenizer, [span for span in spans if span[1]], ids)
         if not answer:
             yield f"reward functions also get: {plain(', '.join(prompt.extra)) or 'nothing else'}"
@@ -233,9 +236,6 @@ def _answers(rows: Any, some: Sequence[Sequence[Example]]) -> Iterator[str]:
     tokenizer, unknown = rows.tokenizer, rows.tokenizer.unk_token_id
     marks = [token for token in tokenizer.all_special_tokens if token != tokenizer.unk_token]
     found = {
-        "are not in what the chat template writes of them": (
-            lambda e: e.prompt.messages is not None and e.written.strip() not in e.answer,
-            "it drops or changes a part, such as the reasoning: take another template"),
         "hold special tokens": (lambda e: any(mark in e.written for mark in marks),
             "was a template applied before? Give the bare text, whose end-of-text is added"),
         "have tokens that the tokenizer does not know": (lambda e: unknown is not None and unknown in e.answer_ids,
@@ -315,19 +315,6 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
     first, template, tokenizer = examples_of(rows, 0)[0].prompt, rows.template, rows.tokenizer
     if first.messages is None:
         return
-    if not rows.report.truncated:
-        system = [m["content"] for m in first.messages if m["role"] == "system"] or [
-            config.data.system_prompt or ""
-        ]
-        if system[0].strip() not in first.text:
-            name = (
-                "--system_prompt"
-                if config.data.system_prompt
-                else f"the system message of {rows.origin(0)}"
-            )
-            raise ConfigError(
-                f"{name}: the chat template drops it; put it into the user's message, or use another"
-            )
     chat = first.messages
     own = {mark for message in chat for mark in _MARK.findall(message["content"] or "")}
     if foreign := sorted(set(_MARK.findall(first.text)) - own - set(tokenizer.get_vocab())):

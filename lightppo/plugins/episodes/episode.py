@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.data.rows import template_options
+from lightppo.data.rows import ids_behind, template_options
 from lightppo.errors import RolloutError
 from lightppo.plugins.episodes.calls import Call, Direct, Sample
 from lightppo.plugins.episodes.chat_format import AssistantTurn, ObservationError
@@ -60,10 +60,17 @@ class PlainText:
         self.tokenizer = tokenizer
 
     def ids_of(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The texts of messages; what is written like a special token is text."""
-        texts = "".join(str(message["content"]) for message in messages)
+        """The texts of messages behind others; what is written like a special token is text."""
+        text = "".join(str(message["content"]) for message in messages)
         plain = {"add_special_tokens": False, "split_special_tokens": True}
-        return self.tokenizer(texts, **plain).input_ids if texts else []
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            return self.tokenizer(texts, **plain).input_ids
+
+        if not text:
+            return []
+        ids = ids_behind(text, encode)
+        return encode([text])[0] if ids is None else ids
 
     def of_row(self, options: Mapping[str, Any]) -> PlainText:
         return self  # rows of plain text have none

@@ -24,6 +24,7 @@ from lightppo.data.rows import (
     template_options,
 )
 from lightppo.errors import BadRowError, DataError
+from lightppo.plugins.supervised.assistant_turns import Span, assistant_turns, differs
 from lightppo.plugins.supervised.example_rows import (
     read_example,
     resolve_example_fields,
@@ -48,6 +49,7 @@ class Example(NamedTuple):
     written: str = ""  # the answer, as the row has it
     answer: str = ""  # after the template
     answer_ids: Sequence[int] = ()
+    learned: Sequence[bool] = ()  # which of them
 
 
 def examples_of(rows: PreparedDataset, position: int) -> list[Example]:
@@ -67,6 +69,7 @@ class SFTDataset(PreparedDataset):
         pretrain_mode: rows are text to model as a whole; ``input_key`` is then the column of the text.
         output_key: column of the completion; None tries the known names.
         truncation: ``error`` (default), cut on the ``right`` (default with ``pretrain_mode``) or ``drop``.
+        multiturn: learn every turn of the assistant in a chat, not the last alone.
         overlong_cure: what the message about a longer row says to do.
     """
 
@@ -87,12 +90,15 @@ class SFTDataset(PreparedDataset):
         truncation: SFTTruncation | None = None,
         on_bad_row: BadRowPolicy | None = None,
         padding_side: PaddingSide = "right",
+        multiturn: bool = False,
         num_workers: int | None = None,
         ranks: Ranks | None = None,
         fields: Mapping[str, Any] = {},
         overlong_cure: str = "raise --max_len, or set --truncation right (where the prompt leaves room) or drop",
     ) -> None:
-        self.overlong_cure = overlong_cure
+        if multiturn and pretrain_mode:
+            raise DataError("multiturn needs chats, so no pretrain_mode")
+        self.overlong_cure, self.multiturn = overlong_cure, multiturn
         self.max_len, self.pretrain_mode, self.padding_side = (
             int(max_len),
             pretrain_mode,
@@ -133,7 +139,7 @@ class SFTDataset(PreparedDataset):
         position = range(len(self))[position]
         input_ids = torch.tensor(self._rows.token_ids(position), dtype=torch.long)
         labels = input_ids.clone()
-        labels[: int(self._rows.prompt_lengths[position])] = IGNORE_INDEX
+        labels[~torch.from_numpy(self._rows.learned(position))] = IGNORE_INDEX
         return {"input_ids": input_ids, "labels": labels}
 
     def collate_fn(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -162,11 +168,13 @@ class SFTDataset(PreparedDataset):
         rendered, prompt = self._render_row(self.row(number)), self.prompt_ids_of(position)
         rest, found = ids[len(prompt) :], []
         answers = [rest[:first], rest[first:]] if first else [rest]
-        for (start, whole), answer in zip(rendered if first else [rendered], answers):
+        learned = self._rows.learned(position)[len(prompt) :]
+        for (start, whole, *_), answer in zip(rendered if first else [rendered], answers):
             text = whole.text[len(start.text) :]
             last = text if whole.messages is None else whole.messages[-1].get("content") or ""
             asked = Prompt(start.text, prompt, index=number, messages=start.messages)
-            found.append(Example(asked, last, text, answer))
+            flags = learned.tolist() if self.multiturn else [True] * len(answer)
+            found.append(Example(asked, last, text, answer, flags))
         return found
 
     def _pad_id(self) -> int:
@@ -174,8 +182,23 @@ class SFTDataset(PreparedDataset):
         tokenizer = self.tokenizer
         return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
-    def _render_row(self, row: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
-        return self._rendered(*read_example(row, self.fields), template_options(row))
+    def _render_row(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Prompt and whole, as of :meth:`_rendered`; with ``multiturn`` also where its turns are."""
+        prompt, completion = read_example(row, self.fields)
+        options = template_options(row)
+        if not self.multiturn:
+            return self._rendered(prompt, completion, options)
+        if completion is None:
+            raise BadRowError("missing", "no completion: the chat ends without an answer")
+        chat = as_chat(prompt, "user") + as_chat(completion, "assistant")
+        is_text = isinstance(prompt, str) and isinstance(completion, str)
+        if is_text and not self.template.apply_chat_template:
+            raise BadRowError(
+                "wrong_type", "--multiturn: the row is no chat; set --apply_chat_template for texts"
+            )
+        text, spans = assistant_turns(self.template, chat, options)
+        start = Rendered(text[: spans[0][0]], is_chat=True, messages=chat[:1])
+        return start, Rendered(text, is_chat=True, messages=chat), spans
 
     def _rendered(
         self,
@@ -217,11 +240,39 @@ class SFTDataset(PreparedDataset):
             if message["role"] == "assistant":
                 check_answer(message, whole.text[shared:])
         if shared < len(start.text):
-            raise BadRowError("template", _differs(start.text, whole.text, shared))
+            raise BadRowError("template", differs(start.text, whole.text, shared))
         return start, whole
 
     def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
-        return (self._fit_example(ids, prompt_length) for ids, prompt_length in self._ids(rendered))
+        if not self.multiturn:
+            for ids, prompt_length in self._ids(rendered):
+                yield self._fit_example(ids, prompt_length)
+            return
+        for _, whole, spans in rendered:
+            ids, learned = self._ids_of_turns(whole.text, spans)
+            fitted = self._fit_example(ids, learned.index(True))
+            yield fitted._replace(learned=learned) if isinstance(fitted, Encoded) else fitted
+
+    def _ids_of_turns(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+        """Ids of a chat, and which are learned. No token spans the end of a prompt: none does in a rollout."""
+        ids, learned, place = [], [], 0
+        for begin, end in spans:
+            for piece, is_learned in ((text[place:begin], False), (text[begin:end], True)):
+                new = self._ids_of_piece(piece, is_first=not ids)
+                ids += new
+                learned += [is_learned] * len(new)
+            place = end
+        rest = self._ids_of_piece(text[place:], is_first=False)
+        ids, learned = ids + rest, learned + [False] * len(rest)
+        ends = ids[-1:] != [self.tokenizer.eos_token_id]
+        return ids + [self.tokenizer.eos_token_id] * ends, learned + [True] * ends
+
+    def _ids_of_piece(self, text: str, is_first: bool) -> list[int]:
+        if not text:
+            return []
+        if is_first:
+            return self.template.encode([text], special_tokens=False)[0]
+        return self.template.encode_behind(text)
 
     def _ids(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[tuple[list[int], int]]:
         """Ids, which end with the end-of-text, and how many of them are the prompt's."""
@@ -232,12 +283,7 @@ class SFTDataset(PreparedDataset):
         for (prompt, whole), prompt_ids, ids in zip(rendered, prompts, wholes):
             if ids[: len(prompt_ids)] != prompt_ids:
                 # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
-                ids = (
-                    prompt_ids
-                    + self.template.encode([whole.text[len(prompt.text) :]], special_tokens=False)[
-                        0
-                    ]
-                )
+                ids = prompt_ids + self.template.encode_behind(whole.text[len(prompt.text) :])
             ends = [self.tokenizer.eos_token_id] * (ids[-1:] != [self.tokenizer.eos_token_id])
             yield (ids + ends if len(ids) > len(prompt_ids) else ids), len(prompt_ids)
 
@@ -252,14 +298,6 @@ class SFTDataset(PreparedDataset):
         return self._cut(
             ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong
         )
-
-
-def _differs(asked: str, answered: str, at: int) -> str:
-    """Where a chat template writes a prompt in another way once it is answered."""
-    return (
-        f"the chat template writes the prompt differently once it is answered ({asked[at : at + 40]!r} becomes "
-        f"{answered[at : at + 40]!r}); no loss can be placed"
-    )
 
 
 def _settings(strategy: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,9 @@ class Objective:
             "on_bad_row",
         )
         names += tuple(
-            name for name in ("output_key", "chosen_key", "rejected_key") if hasattr(data, name)
+            name
+            for name in ("output_key", "multiturn", "chosen_key", "rejected_key")
+            if hasattr(data, name)
         )
         return {name: getattr(data, name) for name in names} | {
             "num_workers": data.data_num_workers,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightppo.data.rows import (
-    Chat,
     Encoded,
     Outcome,
     Rendered,
@@ -18,7 +17,6 @@ from lightppo.data.rows import (
 )
 from lightppo.errors import BadRowError, DataError
 from lightppo.plugins.supervised import examples
-from lightppo.plugins.supervised.lm_loss import IGNORE_INDEX
 from lightppo.plugins.supervised.pairs import ReferencedPairs
 from lightppo.plugins.supervised.script_options import setting
 
@@ -91,11 +89,6 @@ class SFTDataset(_ScriptRows, examples.SFTDataset):
         # This is pretrain_mode, in the place that it has in examples.SFTDataset.
         if isinstance(input_template, bool):
             input_template, pretrain_mode = None, input_template
-        if multiturn and (pretrain_mode or not getattr(tokenizer, "is_fast", False)):
-            raise DataError(
-                "multiturn needs chats, so no pretrain_mode, and a fast tokenizer, which tells turns apart"
-            )
-        self.multiturn = multiturn
         args = _script_args(strategy, tokenizer, multiple_of)
         self.of_script = args is not None
         if self.of_script:
@@ -111,54 +104,10 @@ class SFTDataset(_ScriptRows, examples.SFTDataset):
             _changed(args, input_template=template),
             pretrain_mode,
             input_template=template,
+            multiturn=multiturn,
             num_workers=options.pop("num_workers", num_processors),
             **options,
         )
-
-    def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
-        row = super().__getitem__(position)
-        if self.multiturn:
-            (number,) = self.numbers([range(len(self))[position]])
-            _, learnt = self._of_turns(self._render_row(self.row(number))[1].messages)
-            learnt = torch.tensor(learnt)[: len(row["input_ids"])]
-            row["labels"] = row["input_ids"].where(learnt, IGNORE_INDEX)
-        return row
-
-    def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
-        if not self.multiturn:
-            yield from super()._encode(rendered)
-            return
-        for _, whole in rendered:
-            if whole.messages is None:
-                yield BadRowError(
-                    "wrong_type", "multiturn: the row is no chat; set apply_chat_template for texts"
-                )
-                continue
-            try:
-                ids, learnt = self._of_turns(whole.messages)
-            except BadRowError as error:
-                yield error
-            else:
-                yield self._fit_example(ids, learnt.index(True))
-
-    def _of_turns(self, messages: Chat) -> tuple[list[int], list[bool]]:
-        """Ids of a whole chat, which end with the end-of-text, and whether each is of an assistant turn."""
-        text, spans = self.template.chat_text(messages).rstrip("\n"), []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            start = self.template.chat_text(messages[:i], add_generation_prompt=True)
-            turn = self.template.chat_text(messages[: i + 1]).rstrip("\n")
-            if not (text.startswith(turn) and turn.startswith(start)):
-                raise BadRowError(
-                    "template", "the chat template writes a turn differently once it is answered"
-                )
-            spans.append((len(start), len(turn)))
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, begins = list(found["input_ids"]), [begin for begin, _ in found["offset_mapping"]]
-        learnt = [any(start <= begin < end for start, end in spans) for begin in begins]
-        ends = ids[-1:] != [self.tokenizer.eos_token_id]
-        return ids + [self.tokenizer.eos_token_id] * ends, learnt + [True] * ends
 
 
 class RewardDataset(_ScriptRows, ReferencedPairs):

@@ -144,6 +144,9 @@ class SFTDataConfig(SupervisedDataConfig):
     """Data: demonstrations, and held-out ones; docs/supervised.md."""
 
     output_key: str | None = option(None, "Column with the completion. None: try the usual names.")
+    multiturn: bool = option(
+        False, "Learn every turn of the assistant in a chat. Off: the last turn alone."
+    )
 
 
 class PairDataConfig(SupervisedDataConfig):

@@ -461,7 +461,7 @@ DEMONSTRATED = {
     ),
     "sft: a template that drops the reasoning": Mistake(
         lambda b: b.chats(NO_REASONING, **b.demonstrations([{"input": "1+1?", "output": "so 1+1=2"}])),
-        ("1 of 1 answers are not in what the chat template writes of them", "such as the reasoning"), refused=False,
+        ("rows.jsonl:1: the chat template drops or changes text of the answer: str 'so 1+1=2'",),
     ),
     "sft: a template that rewrites the prompt": Mistake(
         lambda b: b.chats("{{ messages | length }}" + CHAT), ("the chat template writes the prompt differently",)

@@ -150,6 +150,34 @@ def test_bad_rows_and_options(tokenizer, make_tokenizer, write_jsonl) -> None:
         SFTDataset(Dataset.from_dict({"text": []}), tokenizer, 9)
 
 
+@pytest.fixture
+def sentence_piece():
+    """A tokenizer that puts a blank before each text, as those of Llama 2 and Mistral do."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["~", "?", "▁", *"▁Q ▁4 ▁A :4QA.a12".replace(" ", "")]
+    pieces += ["▁Q", "▁4", "▁A", "\n"]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [("▁", "Q"), ("▁", "4"), ("▁", "A")]
+    model = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="?"))
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    model.decoder = decoders.Metaspace(prepend_scheme="first")
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="~", unk_token="?")
+
+
+@pytest.mark.parametrize("prompt", ["Q: ", "Q:"])
+@pytest.mark.parametrize("answer", ["4", "412", " 4"])
+def test_no_blank_is_put_before_an_answer(sentence_piece, prompt, answer) -> None:
+    rows = Dataset.from_list([{"prompt": prompt, "completion": answer}])
+    item = SFTDataset(rows, sentence_piece, 20)[0]
+    ids = item["input_ids"].tolist()
+    asked = PromptDataset(rows, sentence_piece)[0].token_ids
+    assert ids[: len(asked)] == asked
+    assert sentence_piece.decode(ids[:-1]) == prompt + answer
+    assert sentence_piece.decode(ids[:-1]).count(" ") == (prompt + answer).count(" ")
+
+
 def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer) -> None:
     tokenizer.chat_template = (
         "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}"
