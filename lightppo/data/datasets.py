@@ -59,7 +59,7 @@ class PreparedDataset(TorchDataset):
         read = ", ".join(f"{part} {' or '.join(keys)}" for part, keys in parts.items() if keys)
         logger.info("columns that are read: %s", read)
         columns = fields.columns_in(dataset.column_names)
-        self._features = {name: dataset.features[name] for name in fields.rendered_in(columns)}
+        self._rendered_columns = fields.rendered_in(columns)
         self._rows = prepare_rows(dataset, columns, self._encode_chunk, **options)
         self.report: DatasetReport = self._rows.report
 
@@ -78,8 +78,9 @@ class PreparedDataset(TorchDataset):
 
     def _without_nulls(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A row as it was written: a table has fields in it that only other rows have."""
+        features = self.dataset.features
         written = {
-            name: chat_without_nulls(row[name], feature) for name, feature in self._features.items()
+            name: chat_without_nulls(row[name], features[name]) for name in self._rendered_columns
         }
         return {**row, **written}
 

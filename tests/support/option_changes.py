@@ -574,6 +574,7 @@ ELSEWHERE = {
     "logp_diff_tolerance": "plugins/vllm/test_rollout_check.py",
     "num_examine": "trainer/test_options_act.py",  # what is printed
     "mlflow_experiment": "plugins/records/test_loggers.py",
+    "multiturn": "plugins/supervised/test_examples.py",  # of chats with several answers
     "reshape_ckpt": "trainer/test_checkpointing.py",
     "resume": "trainer/test_resume.py",
     "rollout_check": "plugins/vllm/test_rollout_check.py",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout
-from lightppo.data.rows import PromptTemplate, Rendered
+from lightppo.data.rows import PromptTemplate, Rendered, template_options
 from lightppo.errors import BadRowError, ConfigError, DataError, RewardError
 from lightppo.files import files_in_use
 from lightppo.rewards.source import describe_sample
@@ -91,10 +91,13 @@ class Retemplated(PlainText):
     def _text(self, rollouts: list[Rollout], i: int) -> str:
         rollout = rollouts[i]
         messages = rollout.prompt.messages or [{"role": "user", "content": rollout.prompt.text}]
+        # What the row says to the actor's template, as far as this one reads it, too.
+        options = template_options(rollout.prompt.extra)
+        options = {name: value for name, value in options.items() if self._template.reads(name)}
         try:
             if rollout.truncated:  # an unfinished answer must stay open
-                return self._template.render(messages).text + rollout.response_text
-            return self._template.chat_text(_answered(messages, rollout.response_text))
+                return self._template.render(messages, options).text + rollout.response_text
+            return self._template.chat_text(_answered(messages, rollout.response_text), options)
         except (BadRowError, DataError) as error:
             raise RewardError(
                 f"--reward_input_tokenizer: {describe_sample(rollouts, i)}: {error}"

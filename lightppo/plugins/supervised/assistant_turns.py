@@ -30,10 +30,8 @@ def assistant_turns(
             begin, end = _span(template, messages, i, text, options)
             check_answer(message, text[begin:end])
         except BadRowError as error:
-            raise BadRowError(
-                error.reason,
-                f"message {i + 1}: {error}; without --multiturn the last turn alone is learned",
-            ) from error
+            cure = "; without --multiturn the last turn alone is learned" * (i + 1 < len(messages))
+            raise BadRowError(error.reason, f"message {i + 1}: {error}{cure}") from error
         spans.append((begin, end))
     if not spans:
         raise BadRowError("missing", "no turn of the assistant answers anything")

@@ -152,8 +152,15 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str 
     """Common beginning, and the rest of both: messages, or texts in the form of hh-rlhf."""
     if isinstance(chosen, list) and isinstance(rejected, list):
         cut = shared_length(chosen, rejected)
-        if 0 < cut < len(chosen):
+        if 0 < cut < min(len(chosen), len(rejected)):
             return chosen[:cut], chosen[cut:], rejected[cut:]
+        if cut:  # one has no message of its own
+            both = ("chosen", "rejected") if cut == len(chosen) else ("rejected", "chosen")
+            raise BadRowError(
+                "missing",
+                f"{both[0]!r} is the beginning of {both[1]!r}, so it has no answer of its own: end both at the answers "
+                "that differ",
+            )
     elif isinstance(chosen, str) and isinstance(rejected, str):
         turn = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
         start = chosen.rfind(turn, 0, shared_length(chosen, rejected))

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightppo.config import RolloutConfig, StrategyConfig
 from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.rules import template_kwargs
 from lightppo.errors import ConfigError, UserError
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.sources.folders import check_model
@@ -49,6 +50,7 @@ def main(argv: Sequence[str], prog: str = "lightppo chat") -> None:
                 setattr(args, name, options[name].conform(getattr(args, name)))
             except ValueError as error:
                 raise ConfigError(str(error)) from error
+        template_kwargs(args.chat_template_kwargs, "--chat_template_kwargs")
         if args.base is not None:
             check_model(args.base, "--base")
         if not Path(args.model).expanduser().is_dir():
@@ -109,11 +111,12 @@ def template_of(args: argparse.Namespace, options: Mapping[str, Any], tokenizer:
 
     chat, text = args.apply_chat_template, args.input_template
     system = args.system_prompt or options.get("system_prompt")
+    kwargs = args.chat_template_kwargs or options.get("chat_template_kwargs")
     if not chat and text is None:
         text = options.get("input_template")
         chat = options.get("apply_chat_template", bool(tokenizer.chat_template and not options))
-        chat = chat or (system is not None and text is None)  # the rows of such a run were chats
-    kwargs = args.chat_template_kwargs or options.get("chat_template_kwargs")
+        # the rows of such a run were chats
+        chat = chat or ((system is not None or bool(kwargs)) and text is None)
     return PromptTemplate(tokenizer, chat, text, system, kwargs)
 
 

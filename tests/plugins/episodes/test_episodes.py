@@ -14,7 +14,7 @@ from support.fakes import FakeStrategy
 from support.puppet import Puppet, prompt_of
 
 from lightppo import EnvFailure, Reply, Step, ToolError
-from lightppo.errors import RolloutError
+from lightppo.errors import ConfigError, RolloutError
 from lightppo.plugins.episodes import episode_engine
 from lightppo.plugins.episodes.chat_format import ChatFormat
 from lightppo.plugins.episodes.environments import Environments
@@ -98,6 +98,23 @@ def build(tokenizer):
 def spoken(texts: list[str]):
     """Every conversation says these texts, one a turn."""
     return lambda turn: texts[turn.number]
+
+
+def test_options_of_a_row_reach_the_template(build, tokenizer):
+    """Its tools stand in place of the environment's, whose calls are played all the same."""
+    engine = build(Guess, spoken([call(42)]))
+    shown = {"name": "guess", "description": "Only once!", "parameters": {"type": "object"}}
+    prompt = prompt_of("Which?", tokenizer, n=42, tools=[shown])
+    (rollout,) = engine.generate([prompt], SamplingParams(max_new_tokens=300))
+    text = tokenizer.decode(rollout.prompt.token_ids)
+    assert "Only once!" in text
+    assert "your number" not in text
+    assert rollout.extras["found"] == 1.0
+    prompt = prompt_of("Which?", tokenizer, n=42, tools=[shown | {"name": "sing"}])
+    with pytest.raises(
+        ConfigError, match="a row's tools have 'sing', which its environment has not"
+    ):
+        engine.generate([prompt], SamplingParams(max_new_tokens=300))
 
 
 def test_it_is_a_rollout_engine(build):

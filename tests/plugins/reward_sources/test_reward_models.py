@@ -340,6 +340,15 @@ def test_the_text_is_that_of_the_models_template(other, asked):
     )
 
 
+def test_what_rows_say_to_a_template_is_said_to_the_models_too(other, asked, monkeypatch):
+    """As far as this template reads it: the row's options are for the actor's."""
+    tools = [{"name": "kind", "parameters": {}}]
+    asked[2].prompt.extra = {"tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    assert other.decode(Retemplated(other).encode([asked[2]])[0]) == TEXTS[2]
+    monkeypatch.setattr(other, "chat_template", "{{ tools[0].name }}" + other.chat_template)
+    assert other.decode(Retemplated(other).encode([asked[2]])[0]).startswith("kind")
+
+
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_scores_are_those_of_the_text_scored_directly(judge, other, asked, micro_batch_size):
     expected = scored_directly(judge, TEXTS)

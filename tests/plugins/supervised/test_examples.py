@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
+from support.chats import CHATML, FORGETFUL, TOOLS
 
 from lightppo.data.datasets import PromptDataset
 from lightppo.errors import DataError
@@ -148,6 +150,110 @@ def test_bad_rows_and_options(tokenizer, make_tokenizer, write_jsonl) -> None:
             SFTDataset(rows, tokenizer, **{"max_len": 9, **options})
     with pytest.raises(DataError, match="dataset is empty"):
         SFTDataset(Dataset.from_dict({"text": []}), tokenizer, 9)
+
+
+def learned(tokenizer, row: dict, max_len: int = 400, **options) -> str:
+    """The text that is learned, with a bar where one piece ends."""
+    item = SFTDataset(Dataset.from_list([row]), tokenizer, max_len, **options)[0]
+    parts = itertools.groupby(zip(item["input_ids"], item["labels"]), lambda pair: pair[1] >= 0)
+    return "|".join(tokenizer.decode([int(i) for i, _ in part]) for is_so, part in parts if is_so)
+
+
+LAST = {"role": "assistant", "content": "last"}
+TALK = [{"role": "system", "content": "be"}, HI, ANSWER, HI, LAST]
+
+
+def test_multiturn_learns_every_answer(tokenizer) -> None:
+    assert learned(tokenizer, {"messages": TALK}) == "last~"
+    assert learned(tokenizer, {"messages": TALK}, multiturn=True) == "yo~|last~"
+    row = {"prompt": TALK[:-1], "completion": [LAST]}
+    assert learned(tokenizer, row, multiturn=True) == "yo~|last~"
+    row = {"prompt": "hi", "completion": "yo"}
+    assert learned(tokenizer, row, multiturn=True, apply_chat_template=True) == "yo~"
+    # a greeting answers nothing
+    assert learned(tokenizer, {"messages": [ANSWER, HI, LAST]}, multiturn=True) == "last~"
+    whole = len("<s>be~\n<u>hi~\n<a>yo~\n<u>hi~\n<a>last~")
+    cut = {"max_len": whole - 3, "truncation": "right", "multiturn": True}
+    assert learned(tokenizer, {"messages": TALK}, **cut) == "yo~|la"
+    dataset = SFTDataset(Dataset.from_list([{"messages": TALK}] * 2), tokenizer, 99, multiturn=True)
+    (example,) = dataset.examples(1)
+    assert "".join(t for t, is_so in zip(example.answer, example.learned) if is_so) == "yo~last~"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        # Turns that are not the last are written without the thought that is switched off, as Qwen3's are.
+        (
+            CHATML.replace(
+                "(message.content or '')",
+                "('<think>\\n\\n</think>\\n\\n' if loop.last else '') + (message.content or '')",
+            ),
+            "yo<|im_end|>|<think>\n\n</think>\n\nlast<|im_end|>~",
+        ),
+        (CHATML, "yo<|im_end|>|last<|im_end|>~"),
+    ],
+)
+def test_multiturn_with_chat_templates(tokenizer, template, expected) -> None:
+    tokenizer.chat_template = template
+    # a character that the vocabulary lacks is shown as "?"
+    assert learned(tokenizer, {"messages": TALK}, multiturn=True) == expected
+
+
+def test_multiturn_with_tools(tokenizer) -> None:
+    tokenizer.chat_template = CHATML
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{}"}]}
+    call["tool_calls"] = [{"function": one} for one in call["tool_calls"]]
+    rows = {"messages": [HI, call, {"role": "tool", "content": "7"}, LAST], "tools": TOOLS}
+    found = learned(tokenizer, rows, max_len=2000, multiturn=True)
+    assert found == (
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>|last<|im_end|>~'
+    )
+
+
+THOUGHT = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyo"}
+
+
+@pytest.mark.parametrize(
+    ("chat", "options", "message"),
+    [
+        (
+            [HI, THOUGHT, HI, LAST],
+            {"multiturn": True},
+            "message 2: the chat template .*without --multi",
+        ),
+        ([HI, THOUGHT], {}, "drops or changes thinking of the answer: str '.nhm.n'"),
+        ([HI, LAST | {"reasoning_content": "hm"}], {}, "does not write 'reasoning_content' of the"),
+        ([HI, LAST], {}, "writes the prompt differently once it is answered .'<think>"),
+        (
+            [HI, {"role": "human", "content": "h"}, LAST],
+            {},
+            "drops the text of messages of the role",
+        ),
+    ],
+)
+def test_what_a_template_drops_of_what_is_learned(tokenizer, chat, options, message) -> None:
+    """A template that opens the thinking of a new turn, and writes no thinking of turns that are there."""
+    tokenizer.chat_template = FORGETFUL
+    with pytest.raises(DataError, match=message) as refused:
+        learned(tokenizer, {"messages": chat}, **options)
+    assert "mend the row" not in str(refused.value)
+    assert "give the tokenizer another chat_template" in str(refused.value)
+
+
+def test_a_thought_that_is_switched_off_is_of_the_prompt(tokenizer) -> None:
+    tokenizer.chat_template = CHATML.replace(
+        "(message.content or '')",
+        "('<think>\\n\\n</think>\\n\\n' if loop.last else '') + (message.content or '')",
+    ).replace(
+        "{{ '<|im_start|>assistant\\n' }}",
+        "{{ '<|im_start|>assistant\\n' + ('' if enable_thinking else '<think>\\n\\n</think>\\n\\n') }}",
+    )
+    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert learned(tokenizer, {"messages": TALK}, **options) == "last<|im_end|>~"
+    assert learned(tokenizer, {"messages": TALK}, multiturn=True, **options) == (
+        "yo<|im_end|>|last<|im_end|>~"
+    )
 
 
 @pytest.fixture

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from datasets import Dataset
+from support.chats import CHATML, TOOLS
 
 from lightppo.errors import BadRowError, DataError
 from lightppo.plugins.supervised.example_rows import resolve_example_fields
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 from lightppo.plugins.supervised.pairs import PairDataset
+
+
+def test_tools_of_a_row_and_a_last_turn_of_calls(tokenizer):
+    tokenizer.chat_template = CHATML
+    call = {"function": {"name": "guess", "arguments": '{"x": 4}'}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    row = {"prompt": [USER], "chosen": [calls], "rejected": [WRONG | {"tool_calls": None}]}
+    (pair,) = PairDataset(Dataset.from_list([row | {"tools": json.dumps(TOOLS)}]), tokenizer, 2000)
+    assert '"name": "look_up"' in tokenizer.decode(pair["prompt"])
+    assert '"arguments": {"x": 4}}' in tokenizer.decode(pair["chosen"])
+
 
 # -- rows ------------------------------------------------------------------------------------------------------------
 
@@ -62,6 +76,16 @@ def test_pairs(row, prompt, chosen, rejected):
             "one of 'chosen' and 'rejected' is text",
         ),
         ({"chosen": "a", "rejected": "b"}, "missing", "share no prompt"),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER, WRONG]},
+            "missing",
+            "'chosen' is the beginning of 'rejected', so it has no answer of its own",
+        ),
+        (
+            {"prompt": "2+2?", "chosen": [USER, ANSWER, USER, WRONG], "rejected": [USER, ANSWER]},
+            "missing",
+            "'rejected' is the beginning of 'chosen'",
+        ),
     ],
 )
 def test_bad_pairs(row, reason, message):

@@ -12,7 +12,7 @@ import torch
 
 from lightppo.__main__ import main
 
-TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }} {% endfor %}"
+TEMPLATE = "{{ note }}{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }} {% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}a{% endif %}"
 GREEDY = ("--temperature", "0", "--generate_max_len", "6")
 
@@ -68,9 +68,13 @@ def test_turns_of_a_chat(chat_model, say):
     assert say([chat_model, *GREEDY, "--system_prompt", "be"], "2+2\n") == [
         greedy(chat_model, "sbe u2+2 a")
     ]
+    noted = greedy(chat_model, "xu2+2 a")
+    assert say([chat_model, *GREEDY, "--chat_template_kwargs", '{"note": "x"}'], "2+2\n") == [noted]
     options = Path(chat_model, "run_config.resolved.yaml")  # of a run whose rows were chats
     options.write_text("{apply_chat_template: false, input_template: null, system_prompt: be}")
     assert say([chat_model, *GREEDY], "2+2\n") == [greedy(chat_model, "sbe u2+2 a")]
+    options.write_text('{apply_chat_template: false, chat_template_kwargs: \'{"note": "x"}\'}')
+    assert say([chat_model, *GREEDY], "2+2\n") == [noted]
 
 
 def test_plain_prompts_stand_alone(chat_model, tiny_model, say):
@@ -123,6 +127,7 @@ def test_an_adapter(tiny_model, tmp_path, say):
             "--apply_chat_template: the tokenizer .* has no chat template",
         ),
         (["MODEL", "--input_template", "none"], "", "--input_template 'none' needs one {}"),
+        (["MODEL", "--chat_template_kwargs", "x"], "", "--chat_template_kwargs is not JSON"),
         (["MODEL"], "1" * 64, "64 tokens so far, and the model has 64 positions: /reset"),
     ],
 )
