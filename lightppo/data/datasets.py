@@ -11,6 +11,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from lightppo.data.records import Prompt
 from lightppo.data.rows import (
+    TEMPLATE_KEYS,
     BadRowPolicy,
     DatasetReport,
     Encoded,
@@ -56,9 +57,10 @@ class PreparedDataset(TorchDataset):
         self.dataset, self.template, self.fields = dataset, template, fields
         self.tokenizer = template.tokenizer
         parts = {part: getattr(fields, part, ()) for part in ("prompt", "completion", "label")}
-        read = ", ".join(f"{part} {' or '.join(keys)}" for part, keys in parts.items() if keys)
-        logger.info("columns that are read: %s", read)
         columns = fields.columns_in(dataset.column_names)
+        read = [f"{part} {' or '.join(keys)}" for part, keys in parts.items() if keys]
+        read += [name for name in TEMPLATE_KEYS if name in columns]
+        logger.info("columns that are read: %s", ", ".join(read))
         self._rendered_columns = fields.rendered_in(columns)
         self._rows = prepare_rows(dataset, columns, self._encode_chunk, **options)
         self.report: DatasetReport = self._rows.report

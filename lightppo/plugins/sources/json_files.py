@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lightppo.data.rows import ORIGIN_COLUMN
+from lightppo.data.rows import ORIGIN_COLUMN, chat_without_nulls
 from lightppo.errors import DataError
 
 if TYPE_CHECKING:
@@ -168,6 +168,11 @@ def concatenate(parts: list[Dataset], names: list[str]) -> Dataset:
     return exactly_read(concatenate_datasets(parts))
 
 
+def _written(value: Any, feature: Any) -> Any:
+    """A chat or a list of tools as it was before a table put nulls into it; other values as they are."""
+    return chat_without_nulls(value, feature) if isinstance(value, list) else value
+
+
 def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:
     from datasets import Dataset, Features, Json, concatenate_datasets
 
@@ -176,7 +181,8 @@ def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:
     for column in columns:
         if not isinstance(dataset.features.get(column, Json()), Json):
             try:
-                texts = json_texts(list(dataset[column]))
+                feature = dataset.features[column]
+                texts = json_texts([_written(value, feature) for value in dataset[column]])
                 converted = Dataset.from_dict(
                     {column: texts}, features=Features({column: ExactJson()})
                 )

@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 from support.chats import CHATML, chat_tokenizer
 from support.fakes import FakeStrategy
+from support.fixtures.data_rows import build_sentence_piece
 from support.puppet import Puppet, prompt_of
 
 from lightppo import EnvFailure, Reply, Step, ToolError
@@ -98,6 +99,14 @@ def build(tokenizer):
 def spoken(texts: list[str]):
     """Every conversation says these texts, one a turn."""
     return lambda turn: texts[turn.number]
+
+
+def test_no_blank_is_put_before_an_observation():
+    tokenizer = build_sentence_piece()
+    said = tokenizer("Q: ", add_special_tokens=False).input_ids
+    for text in ("4", "A4", " 4"):
+        ids = PlainText(tokenizer).ids_of([{"role": "user", "content": text}])
+        assert tokenizer.decode(said + ids) == "Q: " + text
 
 
 def test_options_of_a_row_reach_the_template(build, tokenizer):

@@ -111,6 +111,17 @@ def test_sources_of_different_forms(write_jsonl, tmp_path: Path, tokenizer) -> N
     assert [p.extra["extra_info"] for p in prompts] == [{"i": 1}, "none", None]
 
 
+def test_nulls_that_a_table_put_into_a_chat(write_jsonl, tmp_path: Path) -> None:
+    """Behind a source of JSON, where a null was written, they are not there any more."""
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": None}}]
+    chats = [{"prompt": [{"role": "assistant", "content": "", "tool_calls": [c]}]} for c in calls]
+    Dataset.from_list([*chats, {"prompt": []}]).to_parquet(tmp_path / "x.parquet")
+    path = write_jsonl([*chats, {"prompt": "text"}])
+    of_table, _, _, of_json, second, _ = blending_datasets(f"{tmp_path}/x.parquet,{path}")["prompt"]
+    assert of_table[0]["tool_calls"] == of_json[0]["tool_calls"] == calls[:1]
+    assert second[0]["tool_calls"] == calls[1:]
+
+
 def test_columns_that_json_cannot_hold(tmp_path: Path, write_jsonl) -> None:
     path = tmp_path / "x.parquet"
     Dataset.from_list([{"input": "a", "raw": b"\x00"}]).to_parquet(path)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 from support.chats import CHATML, FORGETFUL, TOOLS
+from support.fixtures.data_rows import build_sentence_piece
 
 from lightppo.data.datasets import PromptDataset
 from lightppo.errors import DataError
@@ -258,18 +259,7 @@ def test_a_thought_that_is_switched_off_is_of_the_prompt(tokenizer) -> None:
 
 @pytest.fixture
 def sentence_piece():
-    """A tokenizer that puts a blank before each text, as those of Llama 2 and Mistral do."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    pieces = ["~", "?", "▁", *"▁Q ▁4 ▁A :4QA.a12".replace(" ", "")]
-    pieces += ["▁Q", "▁4", "▁A", "\n"]
-    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
-    merges = [("▁", "Q"), ("▁", "4"), ("▁", "A")]
-    model = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="?"))
-    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    model.decoder = decoders.Metaspace(prepend_scheme="first")
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="~", unk_token="?")
+    return build_sentence_piece()
 
 
 @pytest.mark.parametrize("prompt", ["Q: ", "Q:"])
