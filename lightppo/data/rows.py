@@ -556,8 +556,9 @@ def with_calls(messages: Chat, written: Written) -> str:
     except ValueError as error:
         refusal = error
     objects = [each for call in calls if isinstance(each := call.get("arguments"), Mapping)]
-    as_python = any(str(each) in text and str(each) != json.dumps(each) for each in objects if each)
-    if objects and (refusal or as_python):
+    said = "\n".join(message.get("content") or "" for message in messages)
+    in_python = (str(each) for each in objects if str(each) != json.dumps(each))
+    if objects and (refusal or any(each in text and each not in said for each in in_python)):
         try:
             return written(_with_texts(messages))
         except ValueError as error:

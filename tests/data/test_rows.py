@@ -262,6 +262,12 @@ def test_a_template_that_would_write_python(tokenizer) -> None:
     assert '"arguments": {"x": 7, "why": null}}' in text
 
 
+def test_a_message_that_quotes_arguments_as_python_does(chatml) -> None:
+    quoted = [*PLAYED[:2], {"role": "tool", "content": "guess got {'x': 7, 'why': None}"}]
+    text = PromptTemplate(chatml).render(checked_chat(quoted, "'prompt'")).text
+    assert '"arguments": {"x": 7, "why": null}}' in text
+
+
 def test_fields_that_only_other_rows_have_are_not_written(chatml) -> None:
     call = {"type": "function", "id": "2", "function": {"name": "look_up"}}
     call["function"]["arguments"] = {"word": "a"}
