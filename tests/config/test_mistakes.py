@@ -206,6 +206,15 @@ REQUIRED = ["--pretrain", "m", "--prompt_data", "p.jsonl", "--reward_fn", "r.py"
             "--seed must be a whole number ≥0 <2^63, not '99999999999999999999'",
         ),
         ("ppo --seed -1", "--seed must be a whole number ≥0 <2^63, not '-1'"),
+        ("ppo --chat_template_kwargs x", "--chat_template_kwargs is not JSON: Expecting value"),
+        (
+            "eval --eval_data e --chat_template_kwargs [1]",
+            "--chat_template_kwargs must be a JSON object",
+        ),
+        (
+            'ppo --chat_template_kwargs {"tokenize":false}',
+            "--chat_template_kwargs has 'tokenize', which is no variable of a chat template",
+        ),
         (
             "eval --eval_data e --temperature 0.5",
             "--temperature has no effect on an evaluation: set --eval_temperature",
