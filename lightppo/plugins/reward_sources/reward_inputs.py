@@ -91,10 +91,10 @@ class Retemplated(PlainText):
     def _text(self, rollouts: list[Rollout], i: int) -> str:
         rollout = rollouts[i]
         messages = rollout.prompt.messages or [{"role": "user", "content": rollout.prompt.text}]
-        # What the row says to the actor's template, as far as this one reads it, too.
-        options = template_options(rollout.prompt.extra)
-        options = {name: value for name, value in options.items() if self._template.reads(name)}
         try:
+            # What the row says to the actor's template, as far as this one reads it, too.
+            given = template_options(rollout.prompt.extra)
+            options = {name: value for name, value in given.items() if self._template.reads(name)}
             if rollout.truncated:  # an unfinished answer must stay open
                 return self._template.render(messages, options).text + rollout.response_text
             return self._template.chat_text(_answered(messages, rollout.response_text), options)

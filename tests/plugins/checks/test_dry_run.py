@@ -457,7 +457,7 @@ DEMONSTRATED = {
         ("all 5 answers are 'math': is the right column named (--output_key)?",), refused=False,
     ),
     "sft: a template that drops the answer": Mistake(
-        lambda b: b.chats(NO_ANSWER), ("rows.jsonl:1: the tokenizer makes no tokens of the completion",)
+        lambda b: b.chats(NO_ANSWER), ("rows.jsonl:1: the chat template drops the text of messages of the role 'assistant'",)
     ),
     "sft: a template that drops the reasoning": Mistake(
         lambda b: b.chats(NO_REASONING, **b.demonstrations([{"input": "1+1?", "output": "so 1+1=2"}])),
