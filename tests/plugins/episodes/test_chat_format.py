@@ -576,7 +576,7 @@ def test_a_system_prompt_goes_before_messages_without_one():
 def test_a_role_that_the_template_drops(role, observed):
     chat = chat_of(CHATML)
     messages = [*QUESTION, {"role": role, "content": "o"}]  # a letter of the question
-    with pytest.raises(ConfigError, match=f"drops the text of messages of the role '{role}'"):
+    with pytest.raises(ValueError, match=f"drops the text of messages of the role '{role}'"):
         chat.opening(messages, observed=observed)
 
 
