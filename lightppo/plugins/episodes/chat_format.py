@@ -31,19 +31,7 @@ from lightppo.plugins.episodes.tool_formats import (
     find_format,
     vllm_formats,
 )
-
-_CHANNELS = ("<|channel|>analysis<|message|>", "<|end|>")
-_CHANNEL_HEADER = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>[^<]*<\|message\|>")
-
-THINKING = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    _CHANNELS,
-    ("<|channel>thought", "<channel|>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<seed:think>", "</seed:think>"),
-)
-"""What stands around thinking, by families. The first pair is for templates and vocabularies that have none of them."""
+from lightppo.plugins.verifiers.thinking import CHANNEL_HEADER, CHANNELS, THINKING
 
 _SENTINEL = "qzsentinel"
 _PROBE = "qzprobe"
@@ -198,8 +186,8 @@ class ChatFormat:
             observed: how many of the last messages come from an environment; they are made harmless.
 
         Raises:
-            ConfigError: the template refuses them.
-            ObservationError: an observed message without text.
+            ConfigError: the template refuses the row's messages.
+            ObservationError: it refuses those of the environment, or one of them has no text.
         """
         first = len(messages) - observed
         harmless = [
@@ -213,10 +201,17 @@ class ChatFormat:
             return self.control.encode(self._render(messages))
         except _Refused as refusal:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ConfigError(
+            kind = ObservationError if observed and self._takes(messages[:first]) else ConfigError
+            raise kind(
                 f"the chat template refuses messages of the roles {roles}"
                 f"{' with tools' if self.tools else ''}: {refusal}"
             ) from None
+
+    def _takes(self, messages: Sequence[dict]) -> bool:
+        try:
+            return not messages or bool(self._render(messages))
+        except _Refused:
+            return False
 
     def parse(
         self, ids: Sequence[int], *, stopped: bool, prompt: Sequence[int] | None = None
@@ -236,8 +231,8 @@ class ChatFormat:
         if complete and self.tools:
             end = self.control.decode(ids[-1:])
             text, calls = self.format.fn(text, tools=self.tools, tokenizer=self.tokenizer, end=end)
-        if self._thinking == _CHANNELS:
-            text = _CHANNEL_HEADER.sub("", text)
+        if self._thinking == CHANNELS:
+            text = CHANNEL_HEADER.sub("", text)
         return AssistantTurn(
             text=without_marks(self.control.without_special(text)).strip(),
             thinking=None if thinking is None else without_marks(thinking).strip(),
@@ -545,7 +540,7 @@ class ChatFormat:
                 raise ObservationError(
                     f"an observation has the role {role!r}; it may have: {', '.join(roles)}"
                 )
-            text, escapes = self._breaker(_text_of(message.get("content")))
+            text, escapes = self._breaker(text_of(message.get("content")))
             self._count(escapes)
             found.append({"role": role, "content": text})
         return found
@@ -722,7 +717,7 @@ class ChatFormats:
         return tuple(sorted({*self.of([]).stop_ids, *with_calls}))
 
 
-def _text_of(content: Any) -> str:
+def text_of(content: Any) -> str:
     """The content of a message as one text, so that nothing forms where its parts meet."""
     if content is None:
         return ""
