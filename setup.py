@@ -67,6 +67,7 @@ setup(
     extras_require={
         "dev": [
             "bitsandbytes>=0.49",
+            "math-verify>=0.9",
             "peft>=0.18",
             "playwright",
             "pytest>=8",
@@ -78,7 +79,7 @@ setup(
         "lora": ["peft>=0.18"],
         "qlora": ["peft>=0.18", "bitsandbytes>=0.49"],
         "plots": ["matplotlib", "plotly>=6"],
-        "math": ["math-verify>=0.8"],
+        "math": ["latex2sympy2_extended>=1.11"],
         "serve": ["fastapi>=0.132", "uvicorn>=0.30", "uvloop"],
         "wandb": ["wandb"],
         "trackio": ["trackio>=0.39"],

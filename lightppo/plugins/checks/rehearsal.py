@@ -47,6 +47,7 @@ _RIGHT = (
     "<think>\nso\n</think>\n<answer>{}</answer>",
 )
 _WRONG = ("", "I do not know.")
+_LONGEST_IN_FORMS = 100  # characters of a label that stands in "The answer is …"
 _MARK = re.compile(r"<\|[^|<>\s]{1,30}\|>|<(?:start|end)_of_turn>")  # as templates write tokens
 
 
@@ -374,14 +375,13 @@ def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[s
             f"take {whole / 60:.0f} minutes: make it faster, or --async_rewards, or --reward_manager prime"
         )
     scored = [rollout for rollout in everything if rollout.reward is not None]
-    if len({rollout.reward for rollout in scored}) == 1:
+    labelled = [both for both in made if both[0] and everything]
+    if labelled and len({rollout.reward for rollout in scored}) == 1:
         yield (
             f"{source.name} gave {scored[0].reward:g} to all of {len(scored)} made-up answers, right and wrong: does "
             "it read the answer, and in the form in which models give it?"
         )
-    elif (labelled := [both for both in made if both[0] and everything]) and not any(
-        map(_tells, labelled)
-    ):
+    elif labelled and not any(map(_tells, labelled)):
         right = max(labelled[0][0], key=lambda rollout: rollout.reward or 0)
         yield (
             f"{source.name} scores labels as answers no higher than {_WRONG[0]!r} and {_WRONG[1]!r}, such as "
@@ -390,16 +390,27 @@ def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[s
 
 
 def _made_up(tokenizer: Any, prompt: Prompt) -> tuple[list[Rollout], list[Rollout]]:
-    """Answers with the label in usual forms, where it is short, and without it."""
+    """Answers with the label and without it. One that is long, such as a worked solution, is an answer as it is."""
 
     def rollout(number: int, text: str) -> Rollout:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return Rollout(prompt, number, [*ids, tokenizer.eos_token_id], text, "stop")
 
-    is_short = isinstance(prompt.label, (str, int, float)) and 0 < len(str(prompt.label)) <= 100
-    texts = [form.format(prompt.label) for form in _RIGHT] if is_short else []
+    label = _answer_of(prompt.label)
+    forms = _RIGHT if len(label) <= _LONGEST_IN_FORMS else _RIGHT[:1]
+    texts = [form.format(label) for form in forms] if label else []
     right = [rollout(number, text) for number, text in enumerate(texts)]
     return right, [rollout(number, text) for number, text in enumerate(_WRONG, start=len(right))]
+
+
+def _answer_of(label: Any) -> str:
+    """The label as a text that may be an answer; empty where it is none, such as the tests of a program."""
+    first = label[0] if isinstance(label, (list, tuple)) and label else label
+    text = str(first).strip() if isinstance(first, (str, int, float)) else ""
+    try:
+        return "" if isinstance(json.loads(text), dict) else text
+    except (ValueError, RecursionError):
+        return text
 
 
 def _tells(answers: tuple[Sequence[Rollout], Sequence[Rollout]]) -> bool:

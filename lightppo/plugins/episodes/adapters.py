@@ -171,7 +171,9 @@ class ReasoningGymEnvironment:
 
     def reset(self, seed: int, **row: Any) -> str:
         """A question; a column ``config`` has options of the data set."""
-        options = row.get("config") or {}
+        options = dict(row.get("config") or {})
+        if self._name == "composite":
+            options["datasets"] = self._parts(options.get("datasets"))
         self._dataset = self._package.create_dataset(
             self._name, size=1, seed=seed % _MOST_SEED, **options
         )
@@ -182,8 +184,29 @@ class ReasoningGymEnvironment:
         """The answer: what stands in the last tag, else the whole text."""
         answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
         answer = (answers[-1] if answers else text).strip()
-        score = self._dataset.score_answer(answer, entry=self._entry)
-        return Step(None, float(score), done=True, metrics={"tagged": float(bool(answers))})
+        score = self._score(answer)
+        metrics = {"tagged": float(bool(answers)), "unreadable": float(score is None)}
+        return Step(None, score or 0.0, done=True, metrics=metrics)
+
+    def _score(self, answer: str) -> float | None:
+        """``None``: the scorer, which works for the right answer, cannot read this one; some raise then."""
+        try:
+            return float(self._dataset.score_answer(answer, entry=self._entry))
+        except Exception:
+            self._dataset.score_answer(str(self._entry["answer"]), entry=self._entry)
+            return None
+
+    def _parts(self, datasets: Any) -> list[Any]:
+        """The data sets of ``composite``: names, or objects with ``name``, ``weight`` and ``config``."""
+        if not isinstance(datasets, (list, tuple)) or not datasets:
+            raise ValueError(
+                'composite needs a column config such as {"datasets": [{"name": "chain_sum", "weight": 2}, "gcd"]}'
+            )
+        parts = [{"name": one} if isinstance(one, str) else dict(one) for one in datasets]
+        spec = self._package.composite.DatasetSpec
+        return [
+            spec(part["name"], part.get("weight") or 1, part.get("config") or {}) for part in parts
+        ]
 
 
 def _reasoning_gym(name: str) -> Adapted:

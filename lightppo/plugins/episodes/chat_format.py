@@ -32,19 +32,7 @@ from lightppo.plugins.episodes.tool_formats import (
     find_format,
     vllm_formats,
 )
-
-_CHANNELS = ("<|channel|>analysis<|message|>", "<|end|>")
-_CHANNEL_HEADER = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>[^<]*<\|message\|>")
-
-THINKING = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    _CHANNELS,
-    ("<|channel>thought", "<channel|>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<seed:think>", "</seed:think>"),
-)
-"""What stands around thinking, by families. The first pair is for templates and vocabularies that have none of them."""
+from lightppo.plugins.verifiers.thinking import CHANNEL_HEADER, CHANNELS, THINKING
 
 _SENTINEL = "qzsentinel"
 _PROBE = "qzprobe"
@@ -209,8 +197,8 @@ class ChatFormat:
             observed: how many of the last messages come from an environment; they are made harmless.
 
         Raises:
-            ConfigError: the template refuses them.
-            ObservationError: an observed message without text.
+            ConfigError: the template refuses the row's messages.
+            ObservationError: it refuses those of the environment, or one of them has no text.
         """
         first = len(messages) - observed
         harmless = [
@@ -219,7 +207,7 @@ class ChatFormat:
             else message
             for message in self._harmless(messages[first:], roles=None)
         ]
-        messages = [*messages[:first], *harmless]
+        own, messages = messages[:first], [*messages[:first], *harmless]
         if self.system_prompt is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
@@ -228,12 +216,14 @@ class ChatFormat:
             check_shown(messages, text)
         except _Refused as refusal:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ConfigError(
+            kind = ObservationError if observed and self._takes(own) else ConfigError
+            raise kind(
                 f"the chat template refuses messages of the roles {roles}"
                 f"{' with tools' if self.tools else ''}: {refusal}"
             ) from None
         except BadRowError as error:
-            raise ConfigError(f"an episode's first messages: {error}") from None
+            kind = ObservationError if observed and self._takes(own) else ConfigError
+            raise kind(f"an episode's first messages: {error}") from None
         self._check_tools_are_shown(text)
         return self.control.encode(text)
 
@@ -268,6 +258,16 @@ class ChatFormat:
             self._of_rows[key] = made
         return self._of_rows[key]
 
+    def _takes(self, messages: Sequence[dict]) -> bool:
+        """Whether the template writes these messages alone, each with its text."""
+        try:
+            if messages:
+                check_roles(messages, self._render, self._known_shapes)
+                check_shown(messages, with_calls(messages, self._render))
+        except (_Refused, BadRowError):
+            return False
+        return True
+
     def parse(
         self, ids: Sequence[int], *, stopped: bool, prompt: Sequence[int] | None = None
     ) -> AssistantTurn:
@@ -286,8 +286,8 @@ class ChatFormat:
         if complete and self.tools:
             end = self.control.decode(ids[-1:])
             text, calls = self.format.fn(text, tools=self.tools, tokenizer=self.tokenizer, end=end)
-        if self._thinking == _CHANNELS:
-            text = _CHANNEL_HEADER.sub("", text)
+        if self._thinking == CHANNELS:
+            text = CHANNEL_HEADER.sub("", text)
         return AssistantTurn(
             text=without_marks(self.control.without_special(text)).strip(),
             thinking=None if thinking is None else without_marks(thinking).strip(),
@@ -595,7 +595,7 @@ class ChatFormat:
                 raise ObservationError(
                     f"an observation has the role {role!r}; it may have: {', '.join(roles)}"
                 )
-            text, escapes = self._breaker(_text_of(message.get("content")))
+            text, escapes = self._breaker(text_of(message.get("content")))
             self._count(escapes)
             found.append({"role": role, "content": text})
         return found
@@ -786,7 +786,7 @@ def _harmless_values(value: Any, breaker: Breaker) -> Any:
     return [_harmless_values(each, breaker) for each in value] if isinstance(value, list) else value
 
 
-def _text_of(content: Any) -> str:
+def text_of(content: Any) -> str:
     """The content of a message as one text, so that nothing forms where its parts meet."""
     if content is None:
         return ""

@@ -15,7 +15,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import ids_behind, template_options
 from lightppo.errors import RolloutError
 from lightppo.plugins.episodes.calls import Call, Direct, Sample
-from lightppo.plugins.episodes.chat_format import AssistantTurn, ObservationError
+from lightppo.plugins.episodes.chat_format import AssistantTurn, ObservationError, text_of
 from lightppo.plugins.episodes.contract import EnvironmentFailed, Place
 from lightppo.plugins.episodes.environments import Environments, Session, opening_messages
 from lightppo.plugins.episodes.turns import Turn
@@ -61,7 +61,7 @@ class PlainText:
 
     def ids_of(self, messages: list[dict[str, Any]]) -> list[int]:
         """The texts of messages behind others; what is written like a special token is text."""
-        text = "".join(str(message["content"]) for message in messages)
+        text = "".join(text_of(message["content"]) for message in messages)
         plain = {"add_special_tokens": False, "split_special_tokens": True}
 
         def encode(texts: list[str]) -> list[list[int]]:
@@ -205,12 +205,8 @@ class Episode:
             added, escapes = self.spoken.harmless(added)
             self.transcript.escapes += escapes
         messages = opening_messages(messages_of(self.prompt), added or None, session.contract)
-        if isinstance(self.format, PlainText):
-            ids = self.prompt.token_ids + self.format.ids_of(as_messages(added, "user"))
-        else:
-            observed = len(added) if isinstance(added, list) else 0
-            ids = self.spoken.opening(messages, observed=observed)
-        return self._opened(ids, messages)
+        observed = len(added) if isinstance(added, list) else 0
+        return self._opened(self._opening_ids(self.spoken, messages, observed, added), messages)
 
     def _open_agent(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
@@ -220,8 +216,18 @@ class Episode:
         self.spoken = self.format.of(tools, {k: v for k, v in options.items() if k != "tools"})
         for message in messages:
             self.transcript.escapes += self.spoken.harmless(message["content"])[1]
-        ids = self.spoken.opening(messages, observed=len(messages))
+        ids = self._opening_ids(self.spoken, messages, len(messages))
         return self._opened(ids, messages)
+
+    def _opening_ids(
+        self, spoken: Format, messages: list[dict[str, Any]], observed: int, added: Any = None
+    ) -> list[int]:
+        try:
+            if isinstance(spoken, PlainText):
+                return self.prompt.token_ids + spoken.ids_of(as_messages(added, "user"))
+            return spoken.opening(messages, observed=observed)
+        except ObservationError as error:
+            raise EnvironmentFailed("exception", "reset", f"the first messages: {error}") from error
 
     def _opened(self, ids: list[int], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if len(ids) > self.limits.max_opening:

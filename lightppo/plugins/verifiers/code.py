@@ -1,4 +1,4 @@
-"""Rewards for programs: the last fenced block of a response runs on the test cases of its row.
+"""Rewards for programs: the last fenced block of Python in a response runs on the test cases of its row.
 
 The sandbox or a service (:mod:`lightppo.plugins.verifiers.services`) runs it. Outputs are compared here, so that no
 program sees the expected ones.
@@ -23,6 +23,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.plugins.reward_sources.tries import OnFailure, check_failure_options
 from lightppo.plugins.verifiers.sandbox import ProgramRun, SandboxPool
+from lightppo.plugins.verifiers.thinking import Thinking, after_thinking
 from lightppo.ranks import heartbeat
 from lightppo.rewards.source import RewardOutput, describe_sample, shown
 
@@ -36,6 +37,7 @@ _PYTHON_TAGS = ("", "python", "py", "python3")
 # digits; longer integers, which Python may refuse to convert, are compared as text
 _LONGEST_INT = 4000
 _VALUE = '{"value":'  # the start of an answer to a call
+_SET = "lightppo.set"  # the key of what a sandbox answers for a set
 _FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)$")
 
 
@@ -138,22 +140,26 @@ def _call_case(given: Any, expected: Any) -> CodeCase:
 
 
 def last_program(response: str) -> str | None:
-    """The last closed fenced block outside ``<think>…</think>`` that is tagged as Python or untagged, if any."""
-    program = None
+    """The last closed fenced block outside ``<think>…</think>`` that is tagged as Python, or else that is untagged.
+
+    A block without a tag behind the program is often what it prints.
+    """
+    programs: dict[bool, str] = {}  # the last one with a tag, the last one without
     block: list[str] | None = None
     fence, indent, tag = "", "", ""
-    for line in response.rpartition("</think>")[2].replace("\r\n", "\n").split("\n"):
+    for line in (after_thinking(response) or "").replace("\r\n", "\n").split("\n"):
         match = _FENCE.fullmatch(line.rstrip())
         if block is None:
             if match:
                 (indent, fence, tag), block = match.groups(), []
         elif match and len(match[2]) >= len(fence) and not match[3].strip():
-            if tag.strip().lower().split(" ")[0] in _PYTHON_TAGS:
-                program = textwrap.dedent("\n".join(block)) if indent else "\n".join(block)
+            name, text = tag.strip().lower().split(" ")[0], "\n".join(block)
+            if name in _PYTHON_TAGS and text.strip():
+                programs[name != ""] = textwrap.dedent(text) if indent else text
             block = None
         else:
             block.append(line)
-    return program if program and program.strip() else None
+    return programs.get(True) or programs.get(False)
 
 
 @dataclass(frozen=True)
@@ -236,6 +242,8 @@ class Comparison:
         )
 
     def _equal(self, ours: Any, theirs: Any) -> bool:
+        if isinstance(ours, dict) and ours.keys() == {_SET} and self._allows("set"):
+            ours = ours[_SET]  # without it, a set is no list, as in Python
         if ours == theirs or (self._allows("float") and self._close_values(ours, theirs)):
             return True
         if not self._allows("set") or not (isinstance(ours, list) and isinstance(theirs, list)):
@@ -377,6 +385,7 @@ class CodeReward:
     name: str = "code"
     # Takes the program out of a response, if there is one.
     extract: Callable[[str], str | None] = last_program
+    thinking: Thinking = field(default_factory=Thinking)
 
     def __post_init__(self) -> None:
         if self.code_score not in get_args(CodeScore):
@@ -390,7 +399,7 @@ class CodeReward:
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples, as many at a time as the verifier allows."""
         tests = self._find_tests(rollouts)
-        programs = [self.extract(rollout.response_text) for rollout in rollouts]
+        programs = [self.extract(self.thinking.shown(rollout)) for rollout in rollouts]
         work = [i for i, program in enumerate(programs) if program is not None]
         outcomes: dict[int, CodeVerdict | RewardError] = {}
         if work:

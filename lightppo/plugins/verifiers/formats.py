@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
+from lightppo.plugins.verifiers.thinking import Thinking
 from lightppo.rewards.source import RewardOutput, RewardSource, check_output, close_source
 
 if TYPE_CHECKING:
@@ -53,18 +54,25 @@ class FormatReward:
     minimum = 0.0
 
     def __init__(
-        self, reward_format: str | Callable[[str], bool] = "think_answer", *, name: str = "format"
+        self,
+        reward_format: str | Callable[[str], bool] = "think_answer",
+        *,
+        thinking: Thinking | None = None,
+        name: str = "format",
     ) -> None:
         if isinstance(reward_format, str) and reward_format not in FORMATS:
             raise ValueError(
                 f"--reward_format must be one of {', '.join(FORMATS)}, got {reward_format!r}"
             )
+        self._by_name = isinstance(reward_format, str)
         self.check = FORMATS[reward_format] if isinstance(reward_format, str) else reward_format
         self.name = name
+        self._thinking = thinking or Thinking()
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples."""
-        return RewardOutput([float(self.check(rollout.response_text)) for rollout in rollouts])
+        texts = [self._thinking.shown(r) if self._by_name else r.response_text for r in rollouts]
+        return RewardOutput([float(self.check(text)) for text in texts])
 
 
 class XmlFormatCheck:
@@ -76,8 +84,15 @@ class XmlFormatCheck:
 
     minimum = -1.0
 
-    def __init__(self, source: RewardSource, *, minimum: float | None = None) -> None:
+    def __init__(
+        self,
+        source: RewardSource,
+        *,
+        minimum: float | None = None,
+        thinking: Thinking | None = None,
+    ) -> None:
         self.source, self.name = source, source.name
+        self._thinking = thinking or Thinking()
         wrong = getattr(source, "minimum", None) if minimum is None else minimum
         if wrong is None:
             raise ValueError(
@@ -96,7 +111,7 @@ class XmlFormatCheck:
             raise RewardError(
                 f"{self.name} has a metric 'xml_format', which --check_xml_format writes"
             )
-        good = [has_think_answer(rollout.response_text) for rollout in rollouts]
+        good = [has_think_answer(self._thinking.shown(rollout)) for rollout in rollouts]
         for i, score in enumerate(output.scores):
             if score is not None and score <= self.wrong:
                 output.scores[i] = -0.8 if good[i] else self.minimum
@@ -106,14 +121,14 @@ class XmlFormatCheck:
 
 def format_reward(request: RewardRequest) -> FormatReward:
     """``--reward_source format``."""
-    return FormatReward(**request.options_of(FormatReward))
+    return FormatReward(**request.options_of(FormatReward), thinking=Thinking(request.tokenizer))
 
 
 def with_xml_format(source: RewardSource, request: RewardRequest) -> RewardSource:
     """``--check_xml_format``."""
     options = request.config.verifier
     return (
-        XmlFormatCheck(source, minimum=options.reward_minimum)
+        XmlFormatCheck(source, minimum=options.reward_minimum, thinking=Thinking(request.tokenizer))
         if options.check_xml_format
         else source
     )

@@ -5,12 +5,17 @@ from __future__ import annotations
 from lightppo.plugins.verifiers.code import CodeReward, CodeVerifier, Comparison, SandboxVerifier
 from lightppo.plugins.verifiers.sandbox import SandboxLimits, SandboxPool
 from lightppo.plugins.verifiers.services import FunctionCallVerifier, SandboxFusionVerifier
+from lightppo.plugins.verifiers.thinking import Thinking
 from lightppo.rewards.registry import RewardRequest
 
 
 def code_reward(request: RewardRequest) -> CodeReward:
     """``--reward_source code``."""
-    return CodeReward(verifier=_verifier(request), **request.options_of(CodeReward))
+    return CodeReward(
+        verifier=_verifier(request),
+        thinking=Thinking(request.tokenizer),
+        **request.options_of(CodeReward),
+    )
 
 
 def _verifier(request: RewardRequest) -> CodeVerifier:

@@ -19,6 +19,7 @@ from lightppo.plugins.verifiers.sandbox.supervisor import (
     PRELUDE_MODULES,
     find_function,
     make_prelude,
+    plain_value,
 )
 
 T = TypeVar("T")
@@ -60,12 +61,13 @@ class _Service:
 def _caller(code: str, function: str, mark: str) -> str:
     """Source that calls a function as the sandbox does. All that it prints is the value, behind the mark."""
     return f"""\
-import importlib, json, site, sys
+import collections, importlib, json, site, sys
 from collections.abc import Callable
 from typing import Any
 PRELUDE_MODULES = {PRELUDE_MODULES}
 {inspect.getsource(make_prelude)}
 {inspect.getsource(find_function)}
+{inspect.getsource(plain_value)}
 sys.setrecursionlimit(200000)
 getattr(sys, "set_int_max_str_digits", int)(0)
 arguments = json.loads(sys.stdin.read())
@@ -74,7 +76,7 @@ prelude = make_prelude()
 names = prelude | {{"__name__": "solution"}}
 exec(compile({code!r}, "<program>", "exec"), names)
 value = find_function(names, {function!r}, prelude)(*arguments)
-print({mark!r} + json.dumps(value), file=output, flush=True)
+print({mark!r} + json.dumps(value, default=plain_value), file=output, flush=True)
 """
 
 

@@ -4,6 +4,7 @@ with the same calls; OpenRLHF's agents are classes as its examples have them."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import sys
 import types
@@ -11,6 +12,7 @@ import types
 import pytest
 
 from lightppo.errors import ConfigError
+from lightppo.plugins.episodes.adapters import ReasoningGymEnvironment
 from lightppo.plugins.episodes.environments import EnvironmentFailed, Environments
 
 # gymnasium's protocol, for machines without it
@@ -173,8 +175,32 @@ def reasoning(monkeypatch):
         def score_answer(self, answer, entry):
             return 1.0 if answer == entry["answer"] else 0.0
 
-    package.create_dataset = lambda name, **options: {"chain_sum": Sums}[name](**options)
-    package.factory = types.SimpleNamespace(DATASETS={"chain_sum": Sums})
+    class Factors(Sums):
+        def score_answer(self, answer, entry):
+            return 1.0 if int(answer) == int(entry["answer"]) else 0.0
+
+    class Composite:
+        def __init__(self, seed, size, datasets):
+            self.parts = [kinds[one.name](seed, size, **one.config) for one in datasets]
+            assert all(one.weight > 0 for one in datasets)
+
+        def __getitem__(self, index):
+            return self.parts[-1][index]
+
+        def score_answer(self, answer, entry):
+            return self.parts[-1].score_answer(answer, entry)
+
+    kinds = {"chain_sum": Sums, "prime_factorization": Factors, "composite": Composite}
+    package.create_dataset = lambda name, **options: kinds[name](**options)
+    package.factory = types.SimpleNamespace(DATASETS=kinds)
+
+    @dataclasses.dataclass
+    class DatasetSpec:
+        name: str
+        weight: float
+        config: dict
+
+    package.composite = types.SimpleNamespace(DatasetSpec=DatasetSpec)
     monkeypatch.setitem(sys.modules, "reasoning_gym", package)
 
 
@@ -188,12 +214,51 @@ def test_reasoning_gym(reasoning):
     opening, (step,) = asyncio.run(play(environments, row, right))
     assert opening.startswith(entry["question"])
     assert "<answer>" in opening
-    assert (step.reward, step.done, step.metrics) == (1.0, True, {"tagged": 1.0})
+    assert (step.reward, step.done, step.metrics) == (
+        1.0,
+        True,
+        {"tagged": 1.0, "unreadable": 0.0},
+    )
     assert asyncio.run(play(environments, row, entry["answer"]))[1][0].reward == 1.0
     assert asyncio.run(play(environments, row, "<answer>none</answer>"))[1][0].reward < 1
     assert asyncio.run(play(environments, row, seed=8))[0] != opening
     with pytest.raises(ConfigError, match=r"no such data set; it has .*chain_sum"):
         Environments("reasoning_gym:nothing")
+
+
+def test_an_answer_that_the_scorer_cannot_read_is_wrong(reasoning):
+    environments = Environments("reasoning_gym:prime_factorization", timeout=60)
+    _, (step,) = asyncio.run(play(environments, {}, "<answer>banana</answer>"))
+    assert (step.reward, step.metrics["unreadable"]) == (0.0, 1.0)
+
+
+def test_a_scorer_that_fails_for_the_right_answer_too_is_a_failure():
+    class Broken:
+        def __getitem__(self, index):
+            return {"question": "2 + 2 =", "answer": "4"}
+
+        def score_answer(self, answer, entry):
+            return 1 / 0
+
+    package = types.SimpleNamespace(create_dataset=lambda name, **options: Broken())
+    environment = ReasoningGymEnvironment(package, "broken")
+    environment.reset(seed=1)
+    with pytest.raises(ZeroDivisionError):
+        environment.step("5")
+
+
+def test_reasoning_gym_composite(reasoning):
+    environments = Environments("reasoning_gym:composite", timeout=60)
+    parts = [
+        "prime_factorization",
+        {"name": "chain_sum", "weight": 1e9, "config": {"max_terms": 3}},
+    ]
+    opening, _ = asyncio.run(play(environments, {"config": {"datasets": parts}}, "0"))
+    assert opening.startswith("State the final answer")
+    with pytest.raises(
+        EnvironmentFailed, match=r'composite needs a column config such as {"datasets"'
+    ):
+        asyncio.run(play(environments, {}, "0"))
 
 
 AGENT = """

@@ -642,6 +642,17 @@ def test_openings_that_the_template_refuses():
         chat.continuation(AssistantTurn("", None, (), True), QUESTION * 2)
 
 
+def test_first_messages_of_an_environment_that_the_template_refuses():
+    chat = chat_of(BRACKETS)
+    odd = {"role": "narrator", "content": "It is dark."}
+    with pytest.raises(
+        ObservationError, match=r"roles user, narrator with tools: .*no messages of"
+    ):
+        chat.opening([*QUESTION, odd], observed=1)
+    with pytest.raises(ConfigError, match=r"roles narrator, user with tools"):  # the row's
+        chat.opening([odd, *QUESTION], observed=1)
+
+
 def test_one_object_serves_several_threads():
     chat, alone = chat_of(FORGETFUL), chat_of(FORGETFUL)
     calls = (Call("guess", {"x": 5}),) * 3

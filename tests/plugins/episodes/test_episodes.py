@@ -473,6 +473,19 @@ class TestFailures:
         again = [one.prompt.messages[-1]["content"] for one in engine.generate(prompts, SAMPLING)]
         assert again == texts
 
+    def test_first_messages_that_cannot_be_shown_fail_their_episode_alone(self, build, tokenizer):
+        class Pictures(Guess):
+            def reset(self, n: int, **row: object) -> list[dict]:
+                super().reset(n)
+                content = "Guess." if n == 42 else [{"type": "image", "url": "x"}]
+                return [{"role": "user", "content": content}]
+
+        engine = build(Pictures, spoken([call(42)]), failure_limit=0.9)
+        prompts = [prompt_of("Which?", tokenizer, index=n, n=n) for n in (42, 7)]
+        rollouts = engine.generate(prompts, SAMPLING)
+        assert [bool(one.response_ids) for one in rollouts] == [True, True, False, False]
+        assert "the first messages: an observation is no text" in rollouts[2].texts["failure"]
+
     def test_what_is_no_failure_of_an_environment_ends_the_call(self, build, tokenizer):
         engine = build(Guess, spoken([call(1)]))  # a second turn has no text
         with pytest.raises(IndexError):

@@ -54,7 +54,11 @@ def fenced(code: str, tag: str = "python") -> str:
         ("```\na\n```", "a"),
         ("```py\na\n```\ntext\n```python3\nb\n```", "b"),
         ("```python\na\n```\nIt prints\n```text\n42\n```", "a"),  # another language is no program
-        ("```python\na\n```\n```\nb\n```", "b"),
+        ("```python\na\n```\nIt prints\n```\n42\n```", "a"),  # without a tag, behind the program
+        ("```\nx\n```\n```python\na\n```", "a"),
+        ("```\na\n```\n```\nb\n```", "b"),
+        ("```python\n\n```\n```\nb\n```", "b"),
+        ("<think>```python\na\n```", None),  # still thinking
         ("```python\na\n```\n```python\ncut off", "a"),
         ("1. First\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),
         ("````python\na = '''\n```\n'''\n````", "a = '''\n```\n'''"),
@@ -231,6 +235,8 @@ def test_printed(printed, expected, least):
         ('{"a":1}', {"b": 1}, None),
         ("1e400", 1.5, None),
         ("Infinity", 10**400, None),
+        ('{"lightppo.set":[2,1]}', [1, 2], "set"),  # a set is no list
+        ('[{"lightppo.set":[2]}]', [[2]], None),
         ("", 3, None),
         ("[", [], None),
         ("[" * 5000, [], None),
@@ -297,6 +303,15 @@ def test_scripts(pool, name):
     code, passed = SCRIPTS[name]
     verdict = verdict_of(pool, code, ADD)
     assert (verdict.passed, verdict.timeouts, verdict.compile_error) == (passed, 0, False)
+
+
+@pytest.mark.parametrize(("compare", "passed"), [("float", [False, True]), ("set", [True, True])])
+def test_a_returned_set_is_no_list(pool, compare, passed):
+    tests = {"fn_name": "f", "inputs": ["true", "false"], "outputs": ["[2, 1]", "[2, 1]"]}
+    code = "def f(a): return {1, 2} if a else (2, 1)"
+    verifier = SandboxVerifier(pool, Comparison(code_compare=compare))
+    verdict = verifier.verify(code, find_tests(make_prompt(tests)), first_failure_ends=False)
+    assert verdict.passed == passed
 
 
 FUNCTIONS = {

@@ -12,13 +12,8 @@ import pytest
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.plugins.verifiers.math import (
-    MathReward,
-    as_number,
-    compare,
-    find_answer,
-    gold_answers,
-)
+from lightppo.plugins.verifiers.math import MathReward, find_answer, gold_answers
+from lightppo.plugins.verifiers.math_numbers import as_number, compare
 from lightppo.rewards.source import RewardSource, score_rollouts
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
@@ -47,6 +42,9 @@ Make = Callable[..., Rollout]
         ("3 * 24 = 72\n#### 72\n", "72"),
         ("####\n\n 1,000 apples\nbye", "1,000 apples"),
         ("#### 5 no, #### **6**", "6"),
+        ("####: 55", "55"),
+        ("It costs 25 000 euros", "25 000"),
+        ("The answer is 25 000 euros.", "25 000 euros"),
         ("The answer is 18 dollars because 3*6=18. Bye 7", "18"),
         ("The final answer is: $x = \\frac{1}{2}$.", r"x = \frac{1}{2}"),
         ("Thus the answer is\n$$\\frac{3}{4}$$", r"\frac{3}{4}"),
@@ -107,79 +105,6 @@ def test_what_is_no_label(label: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gold", "answer", "equal"),
-    [
-        ("72", "72", True),
-        ("72", "72.00", True),
-        ("72", "73", False),
-        ("1,234", "1234", True),
-        ("1{,}234.5", "1234.50", True),
-        ("1,234", "1,235", False),
-        ("10000", r"10,\!000", True),
-        (r"10,\! 000", "10{,}000", True),
-        (r"1\,000\,000", "1000000", True),
-        ("10000", r"10,\!001", False),
-        ("(1, 2)", r"(1,\,2)", True),
-        ("2516_8", "2516_{8}", True),
-        ("2516_8", r"x = \text{2516}_{8}", True),
-        ("2516_8", "2516", True),  # the question names the base
-        ("2516_8", "2516_7", False),
-        ("2516_8", "1358", False),
-        ("1001_2", "9", False),  # the same number is not the answer
-        ("A2_{16}", "A3_{16}", False),
-        ("A_1", "A_2", None),  # a name
-        ("2", r"x \le 2", False),
-        (r"x \geq 2", "2", False),
-        ("2", r"\left(x\right)", None),
-        ("1000001", "1000000", False),  # integers are equal or not, however large
-        ("$18", "18 dollars", True),
-        (r"\$18", "-$18", False),
-        ("-5", "−5", True),
-        (r"\frac{1}{2}", "0.5", True),
-        (r"\frac12", r"\dfrac{2}{4}", True),
-        (r"-\frac{1}{2}", r"\frac{-1}{2}", True),
-        (r"1\frac{1}{2}", "1 1/2", True),
-        ("3/4", r"\tfrac34", True),
-        ("1/3", "0.333333", True),  # six significant digits, rounded
-        ("1/3", "0.33333", False),  # five
-        ("2/3", "0.666666", False),  # cut off, not rounded
-        ("0.333333", "1/3", True),
-        ("0.3", "0.30000000000000004", True),  # a float's noise
-        ("50%", r"50\%", True),
-        ("50", r"50\%", True),  # the sign may be a unit
-        ("0.5", "50 percent", True),  # or a division by 100
-        ("50%", "0.5", True),
-        ("50%", "5", False),
-        ("50", "0.5", False),  # no sign, no division
-        ("5", r"5 \text{ meters}", True),
-        ("5", r"5\text{ m}^2", True),
-        ("5", "5cm", True),
-        ("60 miles per hour", "60", True),
-        ("60 miles/hour", "61", False),
-        (r"90^\circ", "90", True),
-        ("2 million", "2,000,000 dollars", True),
-        (r"1.5 \times 10^3", "1500", True),
-        ("1e3", "1000", True),
-        ("5", "x = 5", True),
-        (r"\text{Monday}", "monday", True),
-        ("A", r"(\text{A})", True),
-        (r"\left( 1, 2 \right)", "(1,2)", True),
-        ("5", "5xy", None),  # a product, no unit
-        ("144", "12^2", None),
-        ("2", "2 x", None),
-        ("5", "5 and 6", None),
-        ("5", "2 sin x", None),
-        ("300", "3 hundred thousand", None),
-        ("1", r"\frac{1}{0}", None),
-        ("two", "2", None),
-        ("9" * 5000, "8" * 5000, None),  # longer than Python reads integers
-    ],
-)
-def test_equal_without_algebra(gold: str, answer: str, equal: bool | None) -> None:
-    assert compare(gold, answer) is equal
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "\\(" * 50_000,
@@ -229,7 +154,7 @@ def test_gsm8k_gold_answers_are_right_and_changed_ones_wrong() -> None:
         assert compare(gold, find_answer(changed) or "") is False, changed
 
 
-math_verify = pytest.importorskip("math_verify")
+pytest.importorskip("latex2sympy2_extended")
 
 
 @pytest.fixture(scope="module")

@@ -476,7 +476,7 @@ def test_calls_are_answered_one_by_one(pool):
     run = pool.run(code, function="f", calls=["[[5, 6], 1]", "[[5], 1]", '[{"3": 4}, 3]'])
     loaded, first, second, third = map(json.loads, run.answers)
     assert loaded == {"loaded": True}
-    assert first == {"value": [6, [1, 2], {"k": 1}, [1]]}
+    assert first == {"value": [6, {"lightppo.set": [1, 2]}, {"k": 1}, [1]]}
     assert second == {"error": "IndexError: list index out of range"}
     assert third["value"][0] == 4  # keys that are numbers are numbers again
 

@@ -16,6 +16,7 @@ from lightppo.plugins.verifiers.code import CodeReward, find_tests
 from lightppo.plugins.verifiers.services import FunctionCallVerifier, SandboxFusionVerifier
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+PAIR_CALLS = {"fn_name": "f", "inputs": ["1"], "outputs": ["[2, 1]"]}
 ADD_CALLS = {"fn_name": "add", "inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"]}
 
 
@@ -109,6 +110,8 @@ def test_fusion_keeps_a_path(serve):
         (ADD_CALLS, "print('noise')\ndef add(a, b):\n    print(a)\n    return 3", [True, False]),
         (ADD_CALLS, "def add(a, b): return a / 0", [False, False]),
         (ADD_CALLS, "def sub(a, b): return a - b", [False, False]),
+        (PAIR_CALLS, "import collections\ndef f(a): return collections.deque([2, a])", [True]),
+        (PAIR_CALLS, "def f(a): return {1, 2}", [False]),
         (ADD_CALLS, "import sys\nsys.exit(0)", [False, False]),
         (ADD_CALLS, "print('SANDBOX_FUSION_MARK3')\nimport os\nos._exit(0)", [False, False]),
     ],

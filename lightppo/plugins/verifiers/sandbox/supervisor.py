@@ -458,17 +458,14 @@ def _described(error: BaseException) -> str:
 def _answer(content: dict[str, Any]) -> None:
     sys.set_int_max_str_digits(0)  # the program may have set it
     _write_all(
-        _ANSWERS, json.dumps(content, default=_plain, separators=(",", ":")).encode() + b"\n"
+        _ANSWERS, json.dumps(content, default=plain_value, separators=(",", ":")).encode() + b"\n"
     )
 
 
-def _plain(value: Any) -> Any:
-    """Turns values that JSON lacks into lists: sorted sets, queues, views, arrays."""
+def plain_value(value: Any) -> Any:
+    """Turns values that JSON lacks into lists: queues, views, arrays; a set into an object that says so."""
     if isinstance(value, (set, frozenset)):
-        try:
-            return sorted(value)
-        except TypeError:
-            return list(value)
+        return {"lightppo.set": list(value)}
     if isinstance(
         value, (collections.deque, range, type({}.keys()), type({}.values()), type({}.items()))
     ):
