@@ -261,11 +261,12 @@ def load_merged(
     adapter: str | os.PathLike[str],
     base: str | None = None,
     flag: str = "--base",
-    trust_remote_code: bool = False,
+    **loading: Any,
 ) -> PreTrainedModel:
     """The base model of an adapter's folder with the adapter in its weights: summed in float32, in the weights' dtype.
 
-    ``base`` None: what the adapter's config names. Any adapter that peft can merge.
+    ``base`` None: what the adapter's config names. Any adapter that peft can merge. ``loading``: how the base is
+    loaded, fields of :class:`lightppo.models.loading.LoadOptions`.
     """
     check_peft()
     from peft import PeftConfig, PeftModel
@@ -275,7 +276,7 @@ def load_merged(
         raise ModelLoadError(
             f"{adapter}: adapter_config.json does not name the base model: set {flag}"
         )
-    options = {"flag": flag, "trust_remote_code": trust_remote_code}
+    options = {"flag": flag, **loading}
     if getattr(load_config(base, **options), "quantization_config", None) is not None:
         raise ModelLoadError(
             f"{flag} {base} is quantised, and cannot hold a merged adapter: name the dense model"
