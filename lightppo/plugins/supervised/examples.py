@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +18,9 @@ from lightppo.data.rows import (
     Rendered,
     as_chat,
     check_choice,
+    closed,
     columns_of,
+    ended,
 )
 from lightppo.errors import BadRowError, DataError
 from lightppo.plugins.supervised.example_rows import read_example, resolve_example_fields
@@ -184,10 +185,8 @@ class SFTDataset(PreparedDataset):
             return start, Rendered(start.text + completion, is_chat=False, messages=None)
         chat = as_chat(prompt, "user")
         messages = chat if completion is None else chat + as_chat(completion, "assistant")
-        # The line break that templates put after the last turn is not part of the answer.
-        whole = Rendered(
-            self.template.chat_text(messages).rstrip("\n"), is_chat=True, messages=messages
-        )
+        text = closed(self.template.chat_text(messages))
+        whole = Rendered(text, is_chat=True, messages=messages)
         if self.pretrain_mode:
             return whole, whole
         start = Rendered(
@@ -203,21 +202,13 @@ class SFTDataset(PreparedDataset):
 
     def _ids(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[tuple[list[int], int]]:
         """Ids, which end with the end-of-text, and how many of them are the prompt's."""
-        wholes = self.template.encode_rendered([whole for _, whole in rendered])
-        prompts: Iterable[list[int]] = repeat([])
-        if not self.pretrain_mode:
-            prompts = self.template.encode_rendered([prompt for prompt, _ in rendered])
-        for (prompt, whole), prompt_ids, ids in zip(rendered, prompts, wholes):
-            if ids[: len(prompt_ids)] != prompt_ids:
-                # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
-                ids = (
-                    prompt_ids
-                    + self.template.encode([whole.text[len(prompt.text) :]], special_tokens=False)[
-                        0
-                    ]
-                )
-            ends = [self.tokenizer.eos_token_id] * (ids[-1:] != [self.tokenizer.eos_token_id])
-            yield (ids + ends if len(ids) > len(prompt_ids) else ids), len(prompt_ids)
+        if self.pretrain_mode:
+            wholes = self.template.encode_rendered([whole for _, whole in rendered])
+            answered = ((ids, 0) for ids in wholes)
+        else:
+            answered = self.template.encode_answered(rendered)
+        for ids, start in answered:
+            yield ended(ids, self.tokenizer.eos_token_id) if len(ids) > start else ids, start
 
     def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
         if len(ids) <= prompt_length:

@@ -10,6 +10,7 @@ import torch
 
 from lightppo.data.rows import Encoded, Outcome, Rendered
 from lightppo.errors import BadRowError
+from lightppo.models.critic import RowForm
 from lightppo.plugins.supervised.examples import SFTDataset
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 
@@ -52,6 +53,13 @@ class PairDataset(SFTDataset):
         """Of the prompt with the longer answer. (N,)"""
         prompts, first = self._rows.prompt_lengths, self._rows.first_answers
         return prompts + np.maximum(first, super().lengths - prompts - first)
+
+    @property
+    def row_form(self) -> RowForm:
+        """How the rows are written, for whoever scores answers by a model that was trained on them."""
+        (number,) = self.numbers([0])
+        _, whole = self._render_row(self.dataset[number])[0]
+        return RowForm(self.tokenizer.eos_token_id, whole.is_chat, self.template.system_prompt)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         """``prompt``, ``chosen`` and ``rejected``, ids (S,) long; ``margin`` where there are margins."""

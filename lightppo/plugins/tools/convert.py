@@ -218,16 +218,21 @@ def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) ->
     )
 
 
-def checkpoint_options(folder: Path) -> dict[str, Any]:
-    """The options of the run that saved a checkpoint; none if it does not say them."""
+def checkpoint_state(folder: Path) -> dict[str, Any]:
+    """What a run kept in a checkpoint beside its models; empty if nothing says it."""
     from lightppo.strategy.checkpoint import read_client_state
 
-    # The actor's part knows the options, the other parts do not.
+    # The actor's part has it, the other parts do not.
     of_actor = folder.absolute().parent.parent / "_actor" / folder.name
     states = [
         read_client_state(one) for one in (folder, of_actor) if (one / "client_state.pt").is_file()
     ]
-    return next((state["config"] for state in states if "config" in state), {})
+    return next((state for state in states if "config" in state), {})
+
+
+def checkpoint_options(folder: Path) -> dict[str, Any]:
+    """The options of the run that saved a checkpoint."""
+    return checkpoint_state(folder).get("config", {})
 
 
 # -- models out of them ----------------------------------------------------------------------------------------------
@@ -236,6 +241,7 @@ def checkpoint_options(folder: Path) -> dict[str, Any]:
 def open_checkpoint(folder: Path, given: Base) -> tuple[Any, Any]:
     """Model (an actor or a critic) and tokenizer of a checkpoint, whose manifest is checked before."""
     from lightppo.files import stage_to_local
+    from lightppo.models.critic import ROWS_ENTRY
     from lightppo.models.loading import get_tokenizer
     from lightppo.plugins.reshape.checkpoints import load_weights, saved_names
     from lightppo.plugins.towers.recognised import check_trainable
@@ -245,7 +251,8 @@ def open_checkpoint(folder: Path, given: Base) -> tuple[Any, Any]:
     meta = read_meta(folder)
     if found := damage(Alone(), folder):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}")
-    options = checkpoint_options(folder)
+    state = checkpoint_state(folder)
+    options = state.get("config", {})
     _check_repeated(folder, options, given)
     # Value heads of transformers' classifiers, in our wrapper. They always train.
     heads = ("model.score.", "model.classifier.")
@@ -260,6 +267,8 @@ def open_checkpoint(folder: Path, given: Base) -> tuple[Any, Any]:
         has_towers = check_trainable(stage_to_local(start), flag="--base", **given.loading)
     model = _model_for(meta, options, stage_to_local(start), has_value_head, given, has_towers)
     load_weights(model, folder, meta)
+    if has_value_head and state.get(ROWS_ENTRY):
+        setattr(model.hf_model.config, ROWS_ENTRY, state[ROWS_ENTRY])
     return model, get_tokenizer(
         stage_to_local(words), model, trust_remote_code=given.trust_remote_code, flag="--base"
     )

@@ -13,7 +13,9 @@ from support.ranks import REPO, run_ranks
 from support.tiny import read_jsonl, write_jsonl
 
 from lightppo.config import PPOConfig
+from lightppo.data.records import Prompt, Rollout
 from lightppo.plugins.supervised.sections import RMConfig
+from lightppo.rewards import RewardModelSource
 
 SCRIPT = REPO / "examples" / "train_reward_model.py"
 TRAIN, HELD_OUT = 160, 48
@@ -155,6 +157,17 @@ class TestRewardModel:
             (found[0, 3].item() - saved["mean"]) / saved["std"], rel=1e-4, abs=1e-5
         )
         assert values[0, -1].item() == pytest.approx(found[0, 3].item(), rel=1e-4, abs=1e-5)
+        # answers that a stop string has ended, without the end-of-text that training scored
+        rollouts = [
+            Rollout(Prompt("", row["prompt"].tolist()), 0, row[name].tolist()[:-1], "", "stop")
+            for name in ("chosen", "rejected")
+            for row in rows
+        ]
+        scored = torch.tensor(
+            RewardModelSource(models.reward_models, pad_token_id=0).score(rollouts).scores
+        )
+        assert scored.mean().item() == pytest.approx(0, abs=1e-3)
+        assert scored.std(unbiased=False).item() == pytest.approx(1, rel=1e-3)
 
     def test_goes_on_from_a_reward_model_with_its_head(self, trained, run):
         path = trained.config.checkpoint.save_path

@@ -175,6 +175,12 @@ def test_a_checkpoint_of_training_on_data(command, recorded, tmp_path):
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     assert ("score.weight" in found) == (command == "rm")
+    forms = [
+        json.loads((tmp_path / folder / "config.json").read_text()).get("reward_rows")
+        for folder in ("out", "run")
+    ]
+    assert forms[0] == forms[1]
+    assert (forms[0] is not None) == (command == "rm")
 
 
 def fails(*words: str, capsys) -> str:
