@@ -12,6 +12,7 @@ import pickle
 import re
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -298,11 +299,13 @@ def load_merged(
         except (UserWarning, RuntimeError, ValueError) as error:
             reason = textwrap.shorten(str(error), 500, placeholder=" …")
             raise ModelLoadError(f"{adapter} does not fit {flag} {base}: {reason}") from error
-    for layer in [
+    layers = [
         module
         for module in wrapped.modules()
         if hasattr(module, "lora_A") and hasattr(module, "merge")
-    ]:
+    ]
+    _untie(model, layers, f"{adapter} changes")
+    for layer in layers:
         dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
         layer.float().merge(safe_merge=True)
         for name, dtype in dtypes.items():
@@ -311,6 +314,29 @@ def load_merged(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")
         return wrapped.merge_and_unload()
+
+
+def _untie(model: PreTrainedModel, layers: list[Any], what: str) -> None:
+    """Layers with an adapter get copies of weights that another layer uses, too, as a tied head and embedding do."""
+    owners = Counter(
+        weight for module in model.modules() for weight in module.parameters(recurse=False)
+    )
+    shared = [
+        (layer.get_base_layer(), name)
+        for layer in layers
+        for name, weight in layer.get_base_layer().named_parameters(recurse=False)
+        if owners[weight] > 1
+    ]
+    if shared and find_whole(model) is not None:
+        raise ModelLoadError(
+            f"{what} a tied head or embedding, and this checkpoint with towers has one weight for both: merge it by peft"
+        )
+    for module, name in shared:
+        setattr(module, name, nn.Parameter(module.get_parameter(name).detach().clone()))
+    if shared:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}
 
 
 def _names_inside(model: PreTrainedModel, adapter: str | os.PathLike[str]) -> dict[str, str] | None:

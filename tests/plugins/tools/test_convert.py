@@ -148,6 +148,36 @@ def test_a_merged_adapter_computes_as_beside_its_base(tiny_model, tmp_path):
             assert (adapted(ids).logits - expected).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("places", "stays_tied"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, False),
+        ({"target_modules": ["embed_tokens"]}, False),
+        ({"target_modules": ["embed_tokens", "lm_head"]}, False),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, False),
+        ({"target_modules": ["q_proj"]}, True),
+    ],
+)
+def test_an_adapter_of_a_tied_head_or_embedding(places, stays_tied, tmp_path):
+    """The other one stays as it is, as beside the base."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = save_causal_lm(tmp_path / "base", tie_word_embeddings=True)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, **places))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter))
+    adapted.eval().save_pretrained(tmp_path / "adapter")
+    main(["merge", str(tmp_path / "adapter"), str(tmp_path / "out")])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.config.tie_word_embeddings == stays_tied
+    ids = torch.arange(4, 24)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("command", ["sft", "rm"])
 def test_a_checkpoint_of_training_on_data(command, recorded, tmp_path):
     """Whose checkpoints are in another folder; a reward model has a head."""
