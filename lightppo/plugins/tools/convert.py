@@ -59,7 +59,7 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
         folder = find_checkpoint(
             Path(stage_to_local(args.checkpoint)).expanduser(), args.part, args.step
         )
-        start = args.base or checkpoint_options(folder).get("pretrain")
+        start = args.base or checkpoint_options(folder).get(_base_option(folder))
         check_output(args.output, {"CHECKPOINT": str(folder), "--base": start})
         print(plain(f"reading {folder}; base: {start}"), flush=True)
         return open_checkpoint(folder, Base.of(args))
@@ -257,8 +257,7 @@ def open_checkpoint(folder: Path, given: Base) -> tuple[Any, Any]:
     # Value heads of transformers' classifiers, in our wrapper. They always train.
     heads = ("model.score.", "model.classifier.")
     has_value_head = any(name.startswith(heads) for name in saved_names(folder, meta))
-    is_critic = folder.absolute().parent.name == "_critic"
-    start = given.base or _named(folder, options, "critic_pretrain" if is_critic else "pretrain")
+    start = given.base or _named(folder, options, _base_option(folder))
     if start is None:
         raise CheckpointError(f"{folder} does not name the model that it started from: set --base")
     words = given.base or _named(folder, options, "tokenizer_path") or start
@@ -287,6 +286,11 @@ def _check_repeated(folder: Path, options: Mapping[str, Any], given: Base) -> No
             f"{folder}: its run had {' '.join(missing)}, which could run somebody else's code and is not taken from a "
             "checkpoint: repeat it here if you trust it"
         )
+
+
+def _base_option(folder: Path) -> str:
+    """Which option of the run names the base of a checkpoint's part."""
+    return "critic_pretrain" if folder.absolute().parent.name == "_critic" else "pretrain"
 
 
 def _named(folder: Path, options: Mapping[str, Any], name: str) -> str | None:
