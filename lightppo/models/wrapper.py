@@ -263,6 +263,11 @@ def takes(module: nn.Module, name: str) -> bool:
     return name in inspect.signature(module.forward).parameters
 
 
+def recomputes(module: nn.Module) -> bool:
+    """Whether layers run again in the backward pass: gradient checkpointing, a word that transformers has renamed."""
+    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+
+
 def cache_argument(module: nn.Module) -> str | None:
     """What the module's forward, and its output, call the cache: transformers renamed it in 5.24. None: it takes none."""
     return next((name for name in ("past_key_values", "cache") if takes(module, name)), None)

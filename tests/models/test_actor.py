@@ -185,12 +185,15 @@ def test_gradient_checkpointing_changes_memory_only(
     assert len(calls) == 1
 
 
-def test_gradient_checkpointing_calls_nothing_deprecated(causal_lm: MakeModel) -> None:
+def test_gradient_checkpointing_calls_nothing_deprecated(
+    causal_lm: MakeModel, ragged: Batch
+) -> None:
     """transformers 5.23 renamed the methods, and warns at each call by the old names."""
-    actor = Actor(causal_lm())
+    actor = Actor(causal_lm(), packing_samples=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", FutureWarning)
         actor.gradient_checkpointing_enable()
+        loss_and_gradients(actor, ragged)
         actor.gradient_checkpointing_disable()
 
 
