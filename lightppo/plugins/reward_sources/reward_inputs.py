@@ -101,23 +101,24 @@ class Retemplated(PlainText):
             return self._template.encode_rendered([whole for _, whole in pairs])
         return self._ended(rollouts, (ids for ids, _ in self._template.encode_answered(pairs)))
 
-    def _texts(self, rollouts: list[Rollout], i: int) -> tuple[Rendered, Rendered]:
-        """The prompt, and the prompt with its answer."""
+    def _texts(self, rollouts: list[Rollout], i: int) -> tuple[Rendered | None, Rendered]:
+        """The prompt, where rows are written as in training, and the prompt with its answer."""
         rollout = rollouts[i]
         messages = rollout.prompt.messages or [{"role": "user", "content": rollout.prompt.text}]
         try:
-            answered = _answered(messages, rollout.response_text)
-            start = self._template.render(messages)
+            reads_prompt = rollout.truncated or self._form is not None
+            start = self._template.render(messages) if reads_prompt else None
             if rollout.truncated:  # an unfinished answer must stay open
-                text = start.text + rollout.response_text
+                whole = start.text + rollout.response_text
             else:
-                text = self._template.chat_text(answered)
-                text = text if self._form is None else closed(text)
+                answered = _answered(messages, rollout.response_text)
+                whole = self._template.chat_text(answered)
+                whole = whole if self._form is None else closed(whole)
         except (BadRowError, DataError) as error:
             raise RewardError(
                 f"--reward_input_tokenizer: {describe_sample(rollouts, i)}: {error}"
             ) from error
-        return start, Rendered(text, is_chat=True, messages=messages)
+        return start, Rendered(whole, is_chat=True, messages=messages)
 
 
 def check_same_ids(
