@@ -521,10 +521,32 @@ class PromptTemplate:
             ids += self.encode([one.text for one in group], special_tokens=is_bare)
         return ids
 
+    def encode_answered(
+        self, rendered: list[tuple[Rendered, Rendered]]
+    ) -> Iterator[tuple[list[int], int]]:
+        """Ids of prompts with their answers, from pairs of prompt and whole, and how many of them are the prompt's."""
+        prompts = self.encode_rendered([prompt for prompt, _ in rendered])
+        wholes = self.encode_rendered([whole for _, whole in rendered])
+        for (prompt, whole), prompt_ids, ids in zip(rendered, prompts, wholes):
+            if ids[: len(prompt_ids)] != prompt_ids and whole.text.startswith(prompt.text):
+                # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
+                ids = prompt_ids + self.encode_behind(whole.text[len(prompt.text) :])
+            yield ids, len(prompt_ids)
+
     def _is_bare(self, rendered: Rendered) -> bool:
         """Whether a begin-of-text is missing: chats and texts that have it get no second one."""
         bos = self.tokenizer.bos_token
         return not rendered.is_chat and not (bos and rendered.text.startswith(bos))
+
+
+def ended(ids: list[int], end_id: int) -> list[int]:
+    """The ids of a finished answer, of which ``end_id`` is the last."""
+    return ids if ids[-1:] == [end_id] else [*ids, end_id]
+
+
+def closed(chat_text: str) -> str:
+    """A chat without the line break that templates put after the last turn: it is not part of the answer."""
+    return chat_text.rstrip("\n")
 
 
 def ids_behind(text: str, encode: Callable[[list[str]], list[list[int]]]) -> list[int] | None:

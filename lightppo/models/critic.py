@@ -3,17 +3,54 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.loading import load_sequence_classifier, value_head
 from lightppo.models.wrapper import Batch, PretrainedWrapper, check_num_actions, on_cpu
+
+ROWS_ENTRY = "reward_rows"  # of a model's config, and of the state in a checkpoint
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """How the rows of a reward model were written in its training; its config keeps it."""
+
+    end_id: int  # the last token of every finished answer, at which the score is read
+    is_chat: bool  # the rows were chats
+    system_prompt: str | None = None  # in front of chats without one
+    chat_template_kwargs: str | None = None  # further variables of the chat template, as JSON
+
+    @property
+    def template_options(self) -> dict[str, str | None]:
+        """What a :class:`lightppo.data.rows.PromptTemplate` is told."""
+        return {
+            "system_prompt": self.system_prompt,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> RowForm | None:
+        """The form that a config keeps; None: whoever trained the model kept none."""
+        kept = getattr(config, ROWS_ENTRY, None)
+        try:
+            return None if kept is None else cls(**kept)
+        except TypeError as error:
+            raise ModelLoadError(
+                f"{config.name_or_path}: {ROWS_ENTRY} in config.json is {kept!r}, which this version does not know: "
+                "train the reward model again, or take the entry out"
+            ) from error
+
+    def keep(self, config: PretrainedConfig) -> None:
+        """Put it into a config."""
+        setattr(config, ROWS_ENTRY, asdict(self))
 
 
 class SequenceRegressor(PretrainedWrapper):
@@ -121,6 +158,11 @@ class RewardModel(SequenceRegressor):
     """
 
     kind = "reward"
+
+    @property
+    def row_form(self) -> RowForm | None:
+        """How rows must be written for it; None: as they are."""
+        return RowForm.of(self.hf_model.config)
 
     def forward(
         self,

@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import deepspeed as hf_deepspeed
+from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
 from lightppo import tensor_file
@@ -247,6 +248,10 @@ def read_config(path: str, flag: str, options: LoadOptions) -> tuple[str, Pretra
         _import_modules(options.external_lib)
     with errors_name(path, flag):
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    # transformers would add it to the weights, in which it may be already
+    if not options.init_from_scratch and find_adapter_config_file(path) is not None:
+        _look_at(path, flag)
+        raise ModelLoadError(f"{flag} {path} has an adapter beside its weights")
     for part in (config, config.get_text_config()):
         _zero_dropout(part)
     for name, value in options.config_changes.items():

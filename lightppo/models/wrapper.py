@@ -216,11 +216,11 @@ class PretrainedWrapper(nn.Module):
                 f"{type(self.hf_model).__name__} does not support --gradient_checkpointing"
             )
         kwargs = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
-        self.hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        _checkpointing_method(self.hf_model, "enable")(kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep activations again."""
-        self.hf_model.gradient_checkpointing_disable()
+        _checkpointing_method(self.hf_model, "disable")()
 
     def run_rows(self, batch: Batch) -> Tensor:
         """Logits or hidden states (B, S, ·) of all places."""
@@ -231,6 +231,13 @@ class PretrainedWrapper(nn.Module):
         if self.around_pass is None or not torch.is_grad_enabled():
             return nullcontext()
         return self.around_pass(self.hf_model.parameters(), device)
+
+
+def _checkpointing_method(model: PreTrainedModel, end: Literal["enable", "disable"]) -> Callable:
+    """Transformers' own, which it renamed in 5.23."""
+    return getattr(model, f"activation_checkpointing_{end}", None) or getattr(
+        model, f"gradient_checkpointing_{end}"
+    )
 
 
 def _built(model: PreTrainedModel, given: Sequence[str]) -> PreTrainedModel:
@@ -254,6 +261,16 @@ def is_plain_linear(module: nn.Module) -> bool:
 def takes(module: nn.Module, name: str) -> bool:
     """Whether the module's forward has a parameter of this name."""
     return name in inspect.signature(module.forward).parameters
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether layers run again in the backward pass: gradient checkpointing, a word that transformers has renamed."""
+    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """What the module's forward, and its output, call the cache: transformers renamed it in 5.24. None: it takes none."""
+    return next((name for name in ("past_key_values", "cache") if takes(module, name)), None)
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
+from lightppo.data.rows import ended
 from lightppo.errors import RewardError
+from lightppo.models.critic import RowForm
 from lightppo.models.wrapper import micro_batches, to_device
 from lightppo.ranks import Ranks, heartbeat, level
 from lightppo.rewards.source import RewardOutput
@@ -37,7 +39,7 @@ class RewardModelSource:
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples. Collective: a rank without samples takes part too."""
-        rows = [rollout.prompt.token_ids + rollout.response_ids for rollout in rollouts]
+        rows = rows_of_ids(rollouts, form_of(self.model))
         scores = score_rows(
             self.model,
             rows,
@@ -48,6 +50,22 @@ class RewardModelSource:
             whose=self.name,
         )
         return RewardOutput(scores.tolist())
+
+
+def form_of(model: ScoreModel) -> RowForm | None:
+    """How rows must be written for a model; None: it is no :class:`RewardModel`, or its config does not say it."""
+    return getattr(model, "row_form", None)
+
+
+def rows_of_ids(rollouts: list[Rollout], form: RowForm | None) -> Rows:
+    """The actor's ids; a finished answer ends as the model's rows did in its training, at the turn's end or behind it."""
+    rows = [rollout.prompt.token_ids + rollout.response_ids for rollout in rollouts]
+    if form is None:
+        return rows
+    return [
+        row if rollout.truncated else ended(row, form.end_id)
+        for rollout, row in zip(rollouts, rows)
+    ]
 
 
 @torch.no_grad()

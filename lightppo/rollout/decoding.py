@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from lightppo.models.wrapper import cache_argument
 from lightppo.ranks import heartbeat
 from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 
@@ -28,7 +29,8 @@ class CachedForward:
         parameters = inspect.signature(model.forward).parameters
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(f"HF rollouts need a decoder-only model; {name} is an encoder-decoder")
-        if "past_key_values" not in parameters or not model._supports_default_dynamic_cache():
+        self._cache = cache_argument(model)
+        if self._cache is None or not model._supports_default_dynamic_cache():
             raise ValueError(f"HF rollouts need a model that takes a DynamicCache; {name} does not")
         self.model = model
         self.config = model.config
@@ -60,9 +62,8 @@ class CachedForward:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._keep}
         if self.takes_position_ids:
             inputs["position_ids"] = position_ids
-        return self.model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).logits[
-            :, -1
-        ]
+        inputs |= {self._cache: cache, "use_cache": True, "return_dict": True}
+        return self.model(**inputs).logits[:, -1]
 
 
 def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import os
 import shutil
@@ -46,10 +47,34 @@ tags:
 A `{architecture}` saved by lightppo.
 
 ```python
-from transformers import {auto_class}
-
-model = {auto_class}.from_pretrained("{name}")
+{code}
 ```
+{note}"""
+_LOAD = """from transformers import {auto_class}
+
+model = {auto_class}.from_pretrained("{name}")"""
+_SCORE = """import torch
+from transformers import {auto_class}, AutoTokenizer
+
+model = {auto_class}.from_pretrained("{name}").eval()
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+{text}
+with torch.no_grad():
+    score = model(torch.tensor([ids])).logits[0, 0].item()"""
+_TEXT = """ids = tokenizer("a prompt and an answer")["input_ids"]"""
+_CHAT = """messages = [{system}{{"role": "user", "content": "2+2="}}, {{"role": "assistant", "content": "4"}}]
+text = tokenizer.apply_chat_template(messages, tokenize=False{options}).rstrip("\\n")
+ids = tokenizer(text, add_special_tokens=False)["input_ids"]"""
+_END = """
+if ids[-1] != {end}:  # the last token in training
+    ids.append({end})"""
+_PADDED = """
+The score is that of the last token. transformers takes the last one that is not the pad token, so pad batches with
+`{pad}`, on either side.
+"""
+_UNPADDED = """
+The score is that of the last token. Score texts one by one: the tokenizer has no token that could pad a batch, and
+transformers takes the last token that is not the pad token.
 """
 
 
@@ -81,9 +106,10 @@ def save_model(
             if name.startswith(prefix)
         }
         with use.explained(local, needed), _place_of(local) as staging:
-            _write(hf_model, own, tokenizer, staging)
-            names = {"name": local.name, **_class_of(hf_model)}
-            for name, text in {"README.md": _MODEL_CARD.format(**names), **files}.items():
+            with _with_pad_of_scores(hf_model, tokenizer) as words:
+                _write(hf_model, own, words, staging)
+                card = _card(hf_model, words, local.name)
+            for name, text in {"README.md": card, **files}.items():
                 (staging / name).write_text(text)
             use.seal(staging, **facts)
             written = [path.name for path in staging.iterdir()]
@@ -136,6 +162,62 @@ def _class_of(hf_model: Any) -> dict[str, str]:
         return {"architecture": around.architecture, "auto_class": around.auto_class}
     task = "CausalLM" if hf_model.can_generate() else "SequenceClassification"
     return {"architecture": type(hf_model).__name__, "auto_class": f"AutoModelFor{task}"}
+
+
+def _card(hf_model: Any, tokenizer: Any | None, name: str) -> str:
+    """The README: how transformers reads the model, and where the score of a reward model or a critic is."""
+    names = {"name": name, **_class_of(hf_model)}
+    if hf_model.can_generate() or tokenizer is None or find_whole(hf_model) is not None:
+        return _MODEL_CARD.format(**names, code=_LOAD.format(**names), note="")
+    rows = getattr(hf_model.config, "reward_rows", None) or {}
+    told = rows.get("system_prompt")
+    system = "" if told is None else f'{{"role": "system", "content": {json.dumps(told)}}}, '
+    kwargs = rows.get("chat_template_kwargs")
+    options = "" if kwargs is None else f", **{json.loads(kwargs)!r}"
+    text = _CHAT.format(system=system, options=options) if rows.get("is_chat") else _TEXT
+    text += _END.format(end=rows["end_id"]) if rows else ""
+    pad = tokenizer.pad_token
+    note = _UNPADDED if pad is None else _PADDED.format(pad=pad)
+    return _MODEL_CARD.format(**names, code=_SCORE.format(**names, text=text), note=note)
+
+
+@contextlib.contextmanager
+def _with_pad_of_scores(hf_model: Any, tokenizer: Any | None) -> Iterator[Any | None]:
+    """The tokenizer to save; a classifier's config and tokenizer have a pad token that no text ends with, or none.
+
+    transformers' classifiers score the last token that is not the pad token, whatever the mask says: where the
+    end-of-text pads, the token before it.
+    """
+    if tokenizer is None or hf_model.can_generate() or find_whole(hf_model) is not None:
+        yield tokenizer
+        return
+    config, words = hf_model.config.get_text_config(), copy.deepcopy(tokenizer)
+    before = config.pad_token_id
+    ends = {tokenizer.eos_token_id, (getattr(config, "reward_rows", None) or {}).get("end_id")}
+    eos = config.eos_token_id
+    ends |= set(eos) if isinstance(eos, list | tuple) else {eos}
+    if words.pad_token_id in ends | {None}:
+        words.pad_token = _pad_for(tokenizer, ends)
+    config.pad_token_id = words.pad_token_id
+    try:
+        yield words
+    finally:
+        config.pad_token_id = before
+
+
+def _pad_for(tokenizer: Any, ends: set[int | None]) -> str | None:
+    """A token of the vocabulary that no text ends with: one made for padding, one that nothing becomes, or the first."""
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    found = [token for token in special if "pad" in token.lower()]
+    unknown = tokenizer.unk_token_id
+    if (
+        unknown is not None and unknown not in tokenizer("\ue000")["input_ids"]
+    ):  # bytes stand for it
+        found.append(tokenizer.unk_token)
+    found += [token for token in (tokenizer.bos_token,) if token is not None]
+    return next(
+        (token for token in found if tokenizer.convert_tokens_to_ids(token) not in ends), None
+    )
 
 
 def _is_export(folder: Path) -> bool:

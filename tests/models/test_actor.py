@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,6 +183,18 @@ def test_gradient_checkpointing_changes_memory_only(
     calls.clear()
     loss_and_gradients(recomputed, ragged)
     assert len(calls) == 1
+
+
+def test_gradient_checkpointing_calls_nothing_deprecated(
+    causal_lm: MakeModel, ragged: Batch
+) -> None:
+    """transformers 5.23 renamed the methods, and warns at each call by the old names."""
+    actor = Actor(causal_lm(), packing_samples=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        actor.gradient_checkpointing_enable()
+        loss_and_gradients(actor, ragged)
+        actor.gradient_checkpointing_disable()
 
 
 def test_bfloat16_forward_gives_float32_log_probs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from lightppo.data.records import Prompt
 from lightppo.models.actor import Actor
+from lightppo.models.wrapper import cache_argument
 from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters
 from lightppo.plugins.vllm.weights import full_weights
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
@@ -101,6 +103,28 @@ class TestAgainstTheModel:
         # some end early, so that rows leave the batch
         assert len({len(r.response_ids) for r in rollouts}) > 1
         check_greedy(model, rollouts, new_tokens=12)
+
+    @pytest.mark.parametrize("name", ["past_key_values", "cache"])
+    def test_whatever_the_model_calls_its_cache(self, name, llama, engine_of, prompts):
+        """transformers 5.24 renamed the argument; a model with code of its own has either name."""
+        sampling = SamplingParams(max_new_tokens=12, temperature=0.0)
+        expected = [r.response_ids for r in engine_of(llama, 4).generate(prompts, sampling)]
+        forward, own, given = llama.forward, cache_argument(llama), []
+
+        def renamed(**kwargs):
+            given.append(kwargs.pop(name))
+            return forward(**kwargs, **{own: given[-1]})
+
+        taken = inspect.signature(forward)
+        parameters = [
+            parameter.replace(name=name if parameter.name == own else parameter.name)
+            for parameter in taken.parameters.values()
+        ]
+        renamed.__signature__ = taken.replace(parameters=parameters)
+        llama.forward = renamed
+        got = [r.response_ids for r in engine_of(llama, 4).generate(prompts, sampling)]
+        assert got == expected
+        assert all(cache is not None for cache in given)
 
     def test_log_probs_equal_a_full_forward(self, model, engine_of, prompts):
         sampling = SamplingParams(

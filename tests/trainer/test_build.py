@@ -15,6 +15,7 @@ from torch import nn
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.models.loading import get_tokenizer
+from lightppo.models.wrapper import recomputes
 from lightppo.plugins.decoding.graphs import CUDAGraphs
 from lightppo.plugins.evaluation.held_out import held_out_prompts
 from lightppo.plugins.records import run_folder
@@ -674,9 +675,7 @@ def test_the_critic_may_have_another_largest_gradient_and_checkpointing(world, m
     config = make_config(**options).resolved()
     strategy = build.build_strategy(config)
     models = build.build_models(config, strategy)
-    checkpointing = [
-        model.hf_model.is_gradient_checkpointing for model in (models.actor, models.critic)
-    ]
+    checkpointing = [recomputes(model.hf_model) for model in (models.actor, models.critic)]
     assert checkpointing == [False, True]
     assert models.actor.ds_config["gradient_clipping"] == 8
     critic, optimizer, _ = strategy.prepare(

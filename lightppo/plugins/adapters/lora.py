@@ -12,6 +12,7 @@ import pickle
 import re
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -261,11 +262,12 @@ def load_merged(
     adapter: str | os.PathLike[str],
     base: str | None = None,
     flag: str = "--base",
-    trust_remote_code: bool = False,
+    **loading: Any,
 ) -> PreTrainedModel:
     """The base model of an adapter's folder with the adapter in its weights: summed in float32, in the weights' dtype.
 
-    ``base`` None: what the adapter's config names. Any adapter that peft can merge.
+    ``base`` None: what the adapter's config names. Any adapter that peft can merge. ``loading``: how the base is
+    loaded, fields of :class:`lightppo.models.loading.LoadOptions`.
     """
     check_peft()
     from peft import PeftConfig, PeftModel
@@ -275,7 +277,7 @@ def load_merged(
         raise ModelLoadError(
             f"{adapter}: adapter_config.json does not name the base model: set {flag}"
         )
-    options = {"flag": flag, "trust_remote_code": trust_remote_code}
+    options = {"flag": flag, **loading}
     if getattr(load_config(base, **options), "quantization_config", None) is not None:
         raise ModelLoadError(
             f"{flag} {base} is quantised, and cannot hold a merged adapter: name the dense model"
@@ -297,11 +299,13 @@ def load_merged(
         except (UserWarning, RuntimeError, ValueError) as error:
             reason = textwrap.shorten(str(error), 500, placeholder=" …")
             raise ModelLoadError(f"{adapter} does not fit {flag} {base}: {reason}") from error
-    for layer in [
+    layers = [
         module
         for module in wrapped.modules()
         if hasattr(module, "lora_A") and hasattr(module, "merge")
-    ]:
+    ]
+    _untie(model, layers, f"{adapter} changes")
+    for layer in layers:
         dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
         layer.float().merge(safe_merge=True)
         for name, dtype in dtypes.items():
@@ -310,6 +314,29 @@ def load_merged(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")
         return wrapped.merge_and_unload()
+
+
+def _untie(model: PreTrainedModel, layers: list[Any], what: str) -> None:
+    """Layers with an adapter get copies of weights that another layer uses, too, as a tied head and embedding do."""
+    owners = Counter(
+        weight for module in model.modules() for weight in module.parameters(recurse=False)
+    )
+    shared = [
+        (layer.get_base_layer(), name)
+        for layer in layers
+        for name, weight in layer.get_base_layer().named_parameters(recurse=False)
+        if owners[weight] > 1
+    ]
+    if shared and find_whole(model) is not None:
+        raise ModelLoadError(
+            f"{what} a tied head or embedding, and this checkpoint with towers has one weight for both: merge it by peft"
+        )
+    for module, name in shared:
+        setattr(module, name, nn.Parameter(module.get_parameter(name).detach().clone()))
+    if shared:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}
 
 
 def _names_inside(model: PreTrainedModel, adapter: str | os.PathLike[str]) -> dict[str, str] | None:

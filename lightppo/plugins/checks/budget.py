@@ -29,7 +29,7 @@ from lightppo.files import stage_to_local
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.wrapper import takes
+from lightppo.models.wrapper import cache_argument, takes
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.plugins.adapters.quantised import fitting_layers
 from lightppo.plugins.families.attention_choice import caps_scores
@@ -345,7 +345,7 @@ def _scores(
         inputs["logits_to_keep"] = places
     if kind == "cache":
         output = model(**inputs)
-        return output.logits, _cache_bytes(output.past_key_values.layers)
+        return output.logits, _cache_bytes(output[cache_argument(model)].layers)
     labels, trains = torch.zeros(rows.read, dtype=torch.long), torch.is_grad_enabled()
 
     def select(hidden: Tensor) -> Tensor:

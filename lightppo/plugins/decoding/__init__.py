@@ -4,7 +4,10 @@ from lightppo.option import register_section
 from lightppo.plugin import CHECKS, DECODERS, DECODING_RUNNERS, Check
 from lightppo.table import Entry, Table
 
-SLOT_LAYERS: Table = Table("cache layer in decoding slots")
+SLOT_LAYERS: Table = Table(
+    "cache layer in decoding slots",
+    {"DummyLayer": Entry("lightppo.plugins.decoding.slots:NoSlots")},
+)
 """What decodes in slots beside layers of keys and values: under the name of the class of transformers' cache layer a
 function of such a layer and the :class:`lightppo.plugins.decoding.slots.Span` of the slots. It returns what has the
 methods of :class:`lightppo.plugins.decoding.slots.SlotLayer`."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConfig
+from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -234,6 +234,23 @@ class SlotLayer(DynamicLayer):
 
     def see_rows(self) -> None:
         """Called when the number of rows has changed, or the buffers."""
+
+
+class NoSlots(getattr(cache_utils, "DummyLayer", object)):
+    """In place of a layer of transformers' cache that is empty: of experts, or of attention to another layer's keys."""
+
+    is_sliding = False
+    sliding_window = None
+    keeps_tokens = True
+
+    def __init__(self, layer: Any, span: Span) -> None:
+        super().__init__()
+        self.buffers: list[Tensor] = []
+
+    def append(self, *_: Any) -> None:
+        """There is nothing."""
+
+    move_rows = make_room = see_rows = append
 
 
 class SlotCache(DynamicCache):

@@ -116,11 +116,12 @@ def reward_model(args: argparse.Namespace) -> Any:
         raise ValueError(
             f"--apply_chat_template: the tokenizer of {args.reward_pretrain} has no chat template"
         )
+    reads = Retemplated if args.apply_chat_template else PlainText
     return RewardModelSource(
         [model.to(device)],
         device=device,
         micro_batch_size=args.micro_batch_size,
-        inputs=[Retemplated(tokenizer) if args.apply_chat_template else PlainText(tokenizer)],
+        inputs=[reads(tokenizer, model.row_form)],
         reward_max_length=args.reward_max_length,
         reward_truncation=args.reward_truncation,
     )

@@ -7,16 +7,18 @@ Once differentiable. While torch compiles, the model's own code is compiled.
 from __future__ import annotations
 
 from functools import cache
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.models.llama import modeling_llama as llama
+from transformers.utils import deprecation
 
 from lightppo.algorithms.masking import at_least_float32
 
+ROTARY = "apply_rotary_pos_emb"  # where an attention looks for its rotary embedding
 # As transformers has them: Liger puts others in their places.
 _NORM = llama.LlamaRMSNorm.forward
 _ROTATE = llama.apply_rotary_pos_emb
@@ -130,14 +132,44 @@ def fuse(model: nn.Module) -> None:
 def _mixin_for(forward: Any) -> type | None:
     if same_code(forward, _NORM):
         return _FusedRMSNorm
-    rotates = (
-        isinstance(forward, FunctionType) and "apply_rotary_pos_emb" in forward.__code__.co_names
-    )
-    if rotates and not forward.__closure__ and forward.__kwdefaults__ is None:
-        parts = {"apply_rotary_pos_emb": _ROTATE, "rotate_half": _ROTATE_HALF}
-        if all(same_code(forward.__globals__.get(name), part) for name, part in parts.items()):
+    inner = own_code(forward)
+    rotates = isinstance(inner, FunctionType) and ROTARY in inner.__code__.co_names
+    if rotates and not inner.__closure__ and inner.__kwdefaults__ is None:
+        parts = {ROTARY: _ROTATE, "rotate_half": _ROTATE_HALF}
+        if all(same_code(inner.__globals__.get(name), part) for name, part in parts.items()):
             return _with_rotary(forward)
     return None
+
+
+def own_code(forward: Any) -> Any:
+    """The function, without the wrapper by which transformers takes an argument's old name, too."""
+    is_wrapper = getattr(forward, "__globals__", {}).get("__name__") == deprecation.__name__
+    return getattr(forward, "__wrapped__", forward) if is_wrapper else forward
+
+
+@cache
+def rotating_by(function: Any, forward: FunctionType) -> FunctionType:
+    """The forward of an attention that finds ``function`` where it looks for its own rotary embedding."""
+    inner = own_code(forward)
+    turning = _copy(inner, inner.__closure__, **{ROTARY: function})
+    if inner is forward:
+        return turning
+    cells = (
+        CellType(turning) if cell.cell_contents is inner else cell for cell in forward.__closure__
+    )
+    return _copy(forward, tuple(cells))
+
+
+def _copy(function: FunctionType, closure: Any, **names: Any) -> FunctionType:
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        closure,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def same_code(function: Any, other: Any) -> bool:
@@ -174,8 +206,7 @@ class _FusedRMSNorm(nn.Module):
 @cache
 def _with_rotary(forward: FunctionType) -> type:
     """The forward of an attention that finds :func:`rotary` where it looks for its own function."""
-    names = {**forward.__globals__, "apply_rotary_pos_emb": rotary}
-    turning = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+    turning = rotating_by(rotary, forward)
 
     class _FusedRotary(nn.Module):
         def forward(self, *args: Any, **kwargs: Any) -> Any:

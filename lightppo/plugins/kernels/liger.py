@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.wrapper import PretrainedWrapper, Role
+from lightppo.plugins.kernels.fused import ROTARY, own_code, rotating_by
 from lightppo.plugins.kernels.layers import POLICIES_AND_CRITIC
 from lightppo.plugins.packing.trials import is_models_own, one_line
 
 logger = logging.getLogger(__name__)
 
-_ROTARY = "apply_rotary_pos_emb"
 _VOCABULARY = 64  # of the model that is tried
 _LAYERS = 2  # so that gradients also pass by a layer
 _EXPERTS = 16
@@ -143,13 +143,13 @@ def put_kernels_in(model: PreTrainedModel) -> None:
     finally:
         for name, own in before.items():
             names = vars(sys.modules[name])
-            if names.get(_ROTARY) is not own.get(_ROTARY):
-                rotary[name] = names[_ROTARY]
+            if names.get(ROTARY) is not own.get(ROTARY):
+                rotary[name] = names[ROTARY]
             names.update(own)
     for module in model.modules():
         forward = _rotating(type(module))
         if forward is not None and forward.__module__ in rotary:
-            turning = _with_rotary(forward, rotary[forward.__module__])
+            turning = rotating_by(rotary[forward.__module__], forward)
             module.forward = MethodType(turning, module)
 
 
@@ -160,21 +160,10 @@ def _rotating(kind: type[nn.Module]) -> FunctionType | None:
         (
             each
             for each in forwards
-            if isinstance(each, FunctionType) and _ROTARY in each.__code__.co_names
+            if isinstance(each, FunctionType) and ROTARY in own_code(each).__code__.co_names
         ),
         None,
     )
-
-
-@cache
-def _with_rotary(forward: FunctionType, rotary: Callable[..., Any]) -> FunctionType:
-    """The forward of an attention that finds ``rotary`` where it looks for its own function."""
-    names = {**forward.__globals__, _ROTARY: rotary}
-    turning = FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    turning.__kwdefaults__ = forward.__kwdefaults__
-    return turning
 
 
 # -- are the numbers the same? ----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from lightppo.models.wrapper import (
     Batch,
     PaddedLayout,
     PretrainedWrapper,
+    recomputes,
     takes,
     to_device,
 )
@@ -88,9 +89,7 @@ class PackedBatch(Batch):
         model = self.layout.hf_model
         worth_it = 0 < len(self.read_at) < READ_SHARE * self.ids.shape[1]
         # A checkpointed layer runs again in the backward pass, which is outside of this context.
-        if not worth_it or (
-            torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)
-        ):
+        if not worth_it or (torch.is_grad_enabled() and recomputes(model)):
             return nullcontext()
         return only_at(self.layout.last_layer_parts, self.read_at)
 

@@ -14,7 +14,7 @@ from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.plugins.reward_sources.reward_inputs import RewardInputs, SameIds, reward_inputs
 from lightppo.ranks import Alone, Ranks
-from lightppo.rewards.model import Rows, ScoreModel, checked_scores, score_rows
+from lightppo.rewards.model import Rows, ScoreModel, checked_scores, form_of, score_rows
 from lightppo.rewards.registry import RewardRequest
 from lightppo.rewards.source import RewardOutput, RewardSource, describe_sample
 from lightppo.user_code import load_python_function
@@ -68,7 +68,9 @@ class RewardModelSource:
         if self.inputs is None:
             if self.pad_token_id is None:
                 raise ValueError("RewardModelSource needs pad_token_id or inputs")
-            self.inputs = [SameIds(self.pad_token_id)]
+            self.inputs = [
+                SameIds(self.pad_token_id, form=form) for form in map(form_of, self.models)
+            ]
         if len(self.inputs) not in (1, count):
             raise ValueError(
                 f"{len(self.inputs)} inputs for {count} reward models: give one for all, or one for each"
@@ -146,7 +148,9 @@ def model_reward(request: RewardRequest) -> RewardSource:
         "micro_batch_size": micro_batch_spec(request.config, "reward"),
         "reward_max_length": reward.reward_max_length,
         "reward_truncation": reward.reward_truncation,
-        "inputs": reward_inputs(request.config, request.tokenizer),
+        "inputs": reward_inputs(
+            request.config, request.tokenizer, [*map(form_of, request.reward_models)]
+        ),
     }
     combine = None if "function" in request.names else reward.reward_fn
     return source_of_models(request.reward_models, combine, options)

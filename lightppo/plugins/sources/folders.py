@@ -63,6 +63,11 @@ def check_model(
         raise ModelLoadError(
             f"{flag} {path} has no config.json: it is no Hugging Face model; it has {content}"
         )
+    if weights and (folder / "adapter_config.json").is_file():
+        raise ModelLoadError(
+            f"{flag} {path} has an adapter (adapter_config.json) beside its weights, which would be added to them: if it "
+            "is merged already, remove its files, else move them to a folder of their own and run `lightppo merge`"
+        )
     if weights and (problem := weights_problem(folder)):
         raise ModelLoadError(f"{flag} {path}: {problem}")
     if tokenizer:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -20,7 +19,9 @@ from lightppo.data.rows import (
     as_chat,
     check_answer,
     check_choice,
+    closed,
     columns_of,
+    ended,
     template_options,
 )
 from lightppo.errors import BadRowError, DataError
@@ -221,12 +222,8 @@ class SFTDataset(PreparedDataset):
             return start, Rendered(start.text + completion, is_chat=False, messages=None)
         chat = as_chat(prompt, "user")
         answer = [] if completion is None else as_chat(completion, "assistant")
-        # The line break that templates put after the last turn is not part of the answer.
-        whole = Rendered(
-            self.template.chat_text(chat + answer, options).rstrip("\n"),
-            is_chat=True,
-            messages=chat + answer,
-        )
+        text = closed(self.template.chat_text(chat + answer, options))
+        whole = Rendered(text, is_chat=True, messages=chat + answer)
         if self.pretrain_mode:
             check_answer((chat + answer)[-1], whole.text)
             return whole, whole
@@ -276,16 +273,13 @@ class SFTDataset(PreparedDataset):
 
     def _ids(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[tuple[list[int], int]]:
         """Ids, which end with the end-of-text, and how many of them are the prompt's."""
-        wholes = self.template.encode_rendered([whole for _, whole in rendered])
-        prompts: Iterable[list[int]] = repeat([])
-        if not self.pretrain_mode:
-            prompts = self.template.encode_rendered([prompt for prompt, _ in rendered])
-        for (prompt, whole), prompt_ids, ids in zip(rendered, prompts, wholes):
-            if ids[: len(prompt_ids)] != prompt_ids:
-                # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
-                ids = prompt_ids + self.template.encode_behind(whole.text[len(prompt.text) :])
-            ends = [self.tokenizer.eos_token_id] * (ids[-1:] != [self.tokenizer.eos_token_id])
-            yield (ids + ends if len(ids) > len(prompt_ids) else ids), len(prompt_ids)
+        if self.pretrain_mode:
+            wholes = self.template.encode_rendered([whole for _, whole in rendered])
+            answered = ((ids, 0) for ids in wholes)
+        else:
+            answered = self.template.encode_answered(rendered)
+        for ids, start in answered:
+            yield ended(ids, self.tokenizer.eos_token_id) if len(ids) > start else ids, start
 
     def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
         if len(ids) <= prompt_length:

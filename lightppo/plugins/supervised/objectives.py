@@ -12,7 +12,7 @@ from torch import Tensor
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.files import stage_to_local
 from lightppo.models.actor import Actor
-from lightppo.models.critic import NewRewardModel
+from lightppo.models.critic import ROWS_ENTRY, NewRewardModel
 from lightppo.models.loading import value_head
 from lightppo.models.wrapper import on_cpu, to_device
 from lightppo.plugins.supervised.examples import SFTDataset
@@ -83,6 +83,10 @@ class Objective:
         The same for training and evaluation: ``train/<name>`` and ``eval/<name>``.
         """
         raise NotImplementedError
+
+    def kept(self, model: Any) -> dict[str, Any]:
+        """Of the model's config, what a checkpoint must have: it has weights, and no config."""
+        return {}
 
     def finish(self, model: Any, batches: Iterator[tuple[Batch, bool]]) -> None:
         """With all rows after an evaluation, and of training at the end; see ``HeldOut.batches``. Collective."""
@@ -176,6 +180,14 @@ class RewardModelling(Objective):
         head, _ = value_head(find_hf_model(model)[0])
         self.next += f" --value_head_prefix {head}" * (head != "score")
         return [model]
+
+    def begin(self, model: Any, datasets: Iterable[PairDataset]) -> None:
+        """The model's config says how its rows are written: scores of other rows would be of another kind."""
+        rows = next(iter(datasets))
+        rows.row_form.keep(find_hf_model(model)[0].config)
+
+    def kept(self, model: Any) -> dict[str, Any]:
+        return {ROWS_ENTRY: getattr(find_hf_model(model)[0].config, ROWS_ENTRY, None)}
 
     def count(self, batch: Batch) -> int:
         return len(batch["sequences"]) // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 
 from lightppo.data.rows import Encoded, Outcome, Rendered, template_options
 from lightppo.errors import BadRowError
+from lightppo.models.critic import RowForm
 from lightppo.plugins.supervised.examples import SFTDataset
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 
@@ -52,6 +54,17 @@ class PairDataset(SFTDataset):
         """Of the prompt with the longer answer. (N,)"""
         prompts, first = self._rows.prompt_lengths, self._rows.first_answers
         return prompts + np.maximum(first, super().lengths - prompts - first)
+
+    @property
+    def row_form(self) -> RowForm:
+        """How the rows are written, for whoever scores answers by a model that was trained on them."""
+        (number,) = self.numbers([0])
+        _, whole = self._render_row(self.row(number))[0]
+        template = self.template
+        kwargs = (
+            json.dumps(template.chat_template_kwargs) if template.chat_template_kwargs else None
+        )
+        return RowForm(self.tokenizer.eos_token_id, whole.is_chat, template.system_prompt, kwargs)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         """``prompt``, ``chosen`` and ``rejected``, ids (S,) long; ``margin`` where there are margins."""

@@ -345,6 +345,9 @@ class RewardModelTrainer(ScriptTrainer):
         if self.margin_loss and loss != "sigmoid":
             strategy.print(f"without effect here: --margin_loss needs --loss sigmoid, not {loss}")
 
+    def _before_training(self) -> None:
+        self.objective.begin(self.model, [self.train_dataloader.dataset])
+
 
 class DPOTrainer(ScriptTrainer):
     """DPO, cDPO and IPO, with OpenRLHF's constructor. Arguments as of :class:`SFTTrainer`.

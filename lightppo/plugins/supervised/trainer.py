@@ -206,6 +206,9 @@ class SupervisedTrainer(TrainingLoop):
             left -= len(micro_batches)
             yield micro_batches, left == 0
 
+    def client_state(self) -> dict[str, Any]:
+        return super().client_state() | self.objective.kept(self.model)
+
     def count_steps(self) -> int:
         """Optimizer steps of the whole run."""
         limit = self.config.training.benchmark_steps

@@ -14,7 +14,7 @@ from lightppo.config.rules import template_kwargs
 from lightppo.errors import ConfigError, UserError
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.sources.folders import check_model
-from lightppo.plugins.tools.convert import add_base, open_model
+from lightppo.plugins.tools.convert import Base, add_base, add_override, open_model
 from lightppo.shown import plain
 
 SAMPLING = ("temperature", "top_p", "generate_max_len")
@@ -42,6 +42,7 @@ def main(argv: Sequence[str], prog: str = "lightppo chat") -> None:
         )
     parser.add_argument("--seed", default=42, help="sampling seed; default: 42")
     add_base(parser, "base model of an adapter or a checkpoint; default: the one that it names")
+    add_override(parser)
     args = parser.parse_args(argv)
     with exit_on_mistakes(prog, UserError):
         options = StrategyConfig.options() | RolloutConfig.options()
@@ -62,7 +63,7 @@ def talk(args: argparse.Namespace) -> None:
     """Load the model and answer turn after turn."""
     import torch
 
-    model, tokenizer, options = open_model(args.model, args.base, args.trust_remote_code)
+    model, tokenizer, options = open_model(args.model, Base.of(args))
     torch.manual_seed(args.seed)
     model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
     template, past = template_of(args, options, tokenizer), []

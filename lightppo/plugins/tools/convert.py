@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from lightppo.plugins.records.places import check_output
 from lightppo.plugins.report.page import options_of, recorded_path
 from lightppo.plugins.sources.folders import check_model
 from lightppo.plugins.sources.hub import mistyped_path
+from lightppo.shown import plain
 
 _BASE_KEY = "base_model_name_or_path"  # of an adapter's config
 PARTS = ("actor", "critic", "ema", "reference")
@@ -43,7 +46,8 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
         help="model, if CHECKPOINT is a run; default: actor",
     )
     add_base(parser, "initial model of training, for config and tokenizer, with LoRA also for weights; "
-             "default: the one that the checkpoint names")  # fmt: skip
+             "default: the one that the checkpoint names, if it is no URL")  # fmt: skip
+    add_override(parser)
     args = parser.parse_args(argv)
     with exit_on_mistakes(prog, UserError):  # before anything heavy is imported
         if "://" not in args.checkpoint and not Path(args.checkpoint).expanduser().is_dir():
@@ -55,10 +59,10 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
         folder = find_checkpoint(
             Path(stage_to_local(args.checkpoint)).expanduser(), args.part, args.step
         )
-        start = args.base or checkpoint_options(folder).get("pretrain")
+        start = args.base or checkpoint_options(folder).get(_base_option(folder))
         check_output(args.output, {"CHECKPOINT": str(folder), "--base": start})
-        print(f"reading {folder}", flush=True)
-        return open_checkpoint(folder, args.base, args.trust_remote_code)
+        print(plain(f"reading {folder}; base: {start}"), flush=True)
+        return open_checkpoint(folder, Base.of(args))
 
     _write(args.output, model_and_tokenizer, prog)
 
@@ -90,7 +94,7 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
         if options_of(run).get("load_in_4bit"):
             note = "trained beside weights in 4 bits: merged into the dense ones it is not quite the trained model"
             print(f"note: this adapter was {note}, which {run} is", flush=True)
-        model, tokenizer = open_adapter(args.adapter, args.base, args.trust_remote_code)
+        model, tokenizer = open_adapter(args.adapter, Base.of(args))
         if model.untrainable is not None:  # it may lack a tower
             raise ModelLoadError(model.untrainable)
         return model, tokenizer
@@ -110,12 +114,56 @@ def _check_adapter(folder: Path) -> None:
     raise ConfigError(f"{folder} has no adapter_config.json: {what}")
 
 
+@dataclass(frozen=True)
+class Base:
+    """What the command line says of the model that a checkpoint or an adapter belongs to.
+
+    A checkpoint may be somebody else's: what can run code is taken from here alone.
+    """
+
+    base: str | None = None
+    trust_remote_code: bool = False
+    external_lib: str | None = None
+    override_config: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Base:
+        """Of :func:`add_base` and :func:`add_override`."""
+        return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Options of :class:`lightppo.models.loading.LoadOptions`."""
+        return {"trust_remote_code": self.trust_remote_code, "external_lib": self.external_lib}
+
+
 def add_base(parser: argparse.ArgumentParser, meaning: str) -> None:
     """The options of what a checkpoint or an adapter belongs to."""
     parser.add_argument("--base", metavar="MODEL", help=meaning)
     parser.add_argument(
         "--trust_remote_code", action="store_true", help="run Python code that comes with the base"
     )
+    parser.add_argument(
+        "--external_lib",
+        metavar="MODULE",
+        help="Python module to import before the model; default: none",
+    )
+
+
+def add_override(parser: argparse.ArgumentParser) -> None:
+    """The option of a base whose config the run has changed."""
+    parser.add_argument("--override_config", metavar="JSON", type=_json_object,
+                        help="changes of the base's config, as in the run; default: none")  # fmt: skip
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
 
 
 def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None:
@@ -170,24 +218,30 @@ def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) ->
     )
 
 
-def checkpoint_options(folder: Path) -> dict[str, Any]:
-    """The options of the run that saved a checkpoint; none if it does not say them."""
+def checkpoint_state(folder: Path) -> dict[str, Any]:
+    """What a run kept in a checkpoint beside its models; empty if nothing says it."""
     from lightppo.strategy.checkpoint import read_client_state
 
-    # The actor's part knows the options, the other parts do not.
+    # The actor's part has it, the other parts do not.
     of_actor = folder.absolute().parent.parent / "_actor" / folder.name
     states = [
         read_client_state(one) for one in (folder, of_actor) if (one / "client_state.pt").is_file()
     ]
-    return next((state["config"] for state in states if "config" in state), {})
+    return next((state for state in states if "config" in state), {})
+
+
+def checkpoint_options(folder: Path) -> dict[str, Any]:
+    """The options of the run that saved a checkpoint."""
+    return checkpoint_state(folder).get("config", {})
 
 
 # -- models out of them ----------------------------------------------------------------------------------------------
 
 
-def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
+def open_checkpoint(folder: Path, given: Base) -> tuple[Any, Any]:
     """Model (an actor or a critic) and tokenizer of a checkpoint, whose manifest is checked before."""
     from lightppo.files import stage_to_local
+    from lightppo.models.critic import ROWS_ENTRY
     from lightppo.models.loading import get_tokenizer
     from lightppo.plugins.reshape.checkpoints import load_weights, saved_names
     from lightppo.plugins.towers.recognised import check_trainable
@@ -197,30 +251,56 @@ def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> 
     meta = read_meta(folder)
     if found := damage(Alone(), folder):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}")
-    options = checkpoint_options(folder)
+    state = checkpoint_state(folder)
+    options = state.get("config", {})
+    _check_repeated(folder, options, given)
     # Value heads of transformers' classifiers, in our wrapper. They always train.
     heads = ("model.score.", "model.classifier.")
     has_value_head = any(name.startswith(heads) for name in saved_names(folder, meta))
-    start = base or options.get(
-        "critic_pretrain" if folder.absolute().parent.name == "_critic" else "pretrain"
-    )
+    start = given.base or _named(folder, options, _base_option(folder))
     if start is None:
         raise CheckpointError(f"{folder} does not name the model that it started from: set --base")
+    words = given.base or _named(folder, options, "tokenizer_path") or start
     has_towers = False
     if not options.get("init_from_scratch"):
-        loading = {
-            "trust_remote_code": trust_remote_code,
-            "external_lib": options.get("external_lib"),
-        }
-        has_towers = check_trainable(stage_to_local(start), flag="--base", **loading)
-    model = _model_for(
-        meta, options, stage_to_local(start), has_value_head, trust_remote_code, has_towers
-    )
+        has_towers = check_trainable(stage_to_local(start), flag="--base", **given.loading)
+    model = _model_for(meta, options, stage_to_local(start), has_value_head, given, has_towers)
     load_weights(model, folder, meta)
-    words = base or options.get("tokenizer_path") or start
+    if has_value_head and state.get(ROWS_ENTRY):
+        setattr(model.hf_model.config, ROWS_ENTRY, state[ROWS_ENTRY])
     return model, get_tokenizer(
-        stage_to_local(words), model, trust_remote_code=trust_remote_code, flag="--base"
+        stage_to_local(words), model, trust_remote_code=given.trust_remote_code, flag="--base"
     )
+
+
+def _check_repeated(folder: Path, options: Mapping[str, Any], given: Base) -> None:
+    """ConfigError for what the run imported or changed in the config, unless the command line repeats it."""
+    kept = {name: options.get(name) for name in ("external_lib", "override_config")}
+    missing = [
+        f"--{name} {shlex.quote(str(value))}"
+        for name, value in kept.items()
+        if value and getattr(given, name) is None
+    ]
+    if missing:
+        raise ConfigError(
+            f"{folder}: its run had {' '.join(missing)}, which could run somebody else's code and is not taken from a "
+            "checkpoint: repeat it here if you trust it"
+        )
+
+
+def _base_option(folder: Path) -> str:
+    """Which option of the run names the base of a checkpoint's part."""
+    return "critic_pretrain" if folder.absolute().parent.name == "_critic" else "pretrain"
+
+
+def _named(folder: Path, options: Mapping[str, Any], name: str) -> str | None:
+    """The folder or hub id that the options of a checkpoint name; it fetches nothing from elsewhere."""
+    path = options.get(name)
+    if path is not None and "://" in path:
+        raise CheckpointError(
+            f"{folder}: its run had --{name} {path}; a checkpoint fetches from no URL: give it by --base if you trust it"
+        )
+    return path
 
 
 def _model_for(
@@ -228,7 +308,7 @@ def _model_for(
     options: Mapping[str, Any],
     start: str,
     has_value_head: bool,
-    trust_remote_code: bool,
+    given: Base,
     has_towers: bool,
 ) -> Any:
     """A model that a checkpoint's weights fit; its own are the base's under adapters and beside towers, else of no
@@ -243,16 +323,12 @@ def _model_for(
     from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 
     dtype = torch.bfloat16 if meta["bf16"] else torch.float16 if meta.get("fp16") else torch.float32
-    settings = {"dtype": dtype, "flag": "--base", "trust_remote_code": trust_remote_code}
-    settings |= {
-        name: options[name]
-        for name in ("external_lib", "init_from_scratch", "seed")
-        if name in options
-    }
+    settings = {"dtype": dtype, "flag": "--base", **given.loading}
+    settings |= {name: options[name] for name in ("init_from_scratch", "seed") if name in options}
     reads_weights = bool(meta["adapters"]) or has_towers
     if not reads_weights:
         settings["init_from_scratch"] = True
-    settings["override_config"] = options.get("override_config")
+    settings["override_config"] = given.override_config
     if has_value_head:
         settings["init_value_head"] = True  # the trained head is in the checkpoint
     if meta["adapters"]:
@@ -265,22 +341,20 @@ def _model_for(
     return model
 
 
-def open_adapter(
-    folder: Path, base: str | None, trust_remote_code: bool = False
-) -> tuple[Any, Any]:
+def open_adapter(folder: Path, given: Base) -> tuple[Any, Any]:
     """Merged model and tokenizer; the tokenizer is the base's if the folder has none."""
     from lightppo.models.loading import get_tokenizer
     from lightppo.plugins.adapters.lora import load_merged
 
-    model = load_merged(folder, base, trust_remote_code=trust_remote_code)
+    model = load_merged(folder, given.base, **given.loading)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     path = str(folder) if has_tokenizer else model.config.name_or_path
-    return model, get_tokenizer(path, model, trust_remote_code=trust_remote_code, flag="--base")
+    return model, get_tokenizer(
+        path, model, trust_remote_code=given.trust_remote_code, flag="--base"
+    )
 
 
-def open_model(
-    name: str, base: str | None, trust_remote_code: bool
-) -> tuple[Any, Any, dict[str, Any]]:
+def open_model(name: str, given: Base) -> tuple[Any, Any, dict[str, Any]]:
     """Causal LM, tokenizer, and options of the run that it is of, out of whatever a run has left, or the hub has."""
     from lightppo.files import stage_to_local
     from lightppo.models.loading import get_tokenizer, load_causal_lm
@@ -288,19 +362,22 @@ def open_model(
 
     path, options = Path(name).expanduser(), {}
     if is_adapter(path):
-        return *open_adapter(path, base, trust_remote_code), options_of(path.absolute().parent)
+        return *open_adapter(path, given), options_of(path.absolute().parent)
     if path.is_dir() and not (path / "config.json").is_file():
         folder = find_checkpoint(path)
         # What --save_hf_ckpt wrote.
         path, options = folder.parent.parent / f"{folder.name}_hf", checkpoint_options(folder)
         if not (path / "config.json").is_file():
-            model, tokenizer = open_checkpoint(folder, base, trust_remote_code)
+            model, tokenizer = open_checkpoint(folder, given)
             return model.hf_model, tokenizer, options
         name = str(path)
-    if base is not None:
-        raise ConfigError(
-            f"--base {base}: {name} is a whole model, and needs none: leave --base out"
-        )
-    loading = {"flag": "MODEL", "trust_remote_code": trust_remote_code}
-    model = load_causal_lm(local := stage_to_local(name), dtype="auto", **loading)
-    return model, get_tokenizer(local, model, **loading), options or options_of(path)
+    for flag in ("base", "override_config"):
+        if (value := getattr(given, flag)) is not None:
+            raise ConfigError(
+                f"--{flag} {value}: {name} is a whole model, and needs none: leave --{flag} out"
+            )
+    model = load_causal_lm(
+        local := stage_to_local(name), dtype="auto", flag="MODEL", **given.loading
+    )
+    tokenizer = get_tokenizer(local, model, flag="MODEL", trust_remote_code=given.trust_remote_code)
+    return model, tokenizer, options or options_of(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+
+from lightppo.models.wrapper import cache_argument
 
 
 def know(config: PretrainedConfig) -> bool:
@@ -46,36 +49,26 @@ def causal_class(body: type[PreTrainedModel], kind: type[PretrainedConfig]) -> t
             return self.model.get_input_embeddings()
 
         def forward(
-            self,
-            input_ids: Tensor | None = None,
-            attention_mask: Tensor | None = None,
-            position_ids: Tensor | None = None,
-            past_key_values: Any | None = None,
-            inputs_embeds: Tensor | None = None,
-            use_cache: bool | None = None,
-            logits_to_keep: int | Tensor = 0,
-            **kwargs: Any,
+            self, *args: Any, logits_to_keep: int | Tensor = 0, **kwargs: Any
         ) -> CausalLMOutputWithPast:
             """As of transformers' classes; no labels."""
-            output = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **kwargs,
-            )
+            output = self.model(*args, **kwargs)
             hidden = output.last_hidden_state  # (B, S, H)
             last = isinstance(logits_to_keep, int)
             kept = slice(-logits_to_keep, None) if last else logits_to_keep
+            cache = cache_argument(self)
             return CausalLMOutputWithPast(
                 logits=self.lm_head(hidden[:, kept]),
-                past_key_values=output.past_key_values,
                 hidden_states=output.get("hidden_states"),
                 attentions=output.get("attentions"),
+                **{cache: output.get(cache)},
             )
 
+    # whoever asks what the model takes gets the body's parameters, as this version of transformers calls them
+    of_body, own = inspect.signature(body.forward), inspect.signature(ForCausalLM.forward)
+    parameters = of_body.parameters | {"logits_to_keep": own.parameters["logits_to_keep"]}
+    order = sorted(parameters.values(), key=lambda parameter: parameter.kind)
+    ForCausalLM.forward.__signature__ = of_body.replace(parameters=order)
     name = body.__name__.removesuffix("Model") + "ForCausalLM"
     ForCausalLM.__name__ = ForCausalLM.__qualname__ = name
     return ForCausalLM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +125,18 @@ def test_a_folder_without_a_model(run, tmp_path):
     )
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
     assert "is an adapter: `lightppo merge " in refusal(run(pretrain=str(tmp_path / "empty")))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["pretrain", "ref_pretrain", "critic_pretrain", "reward_pretrain", "teacher_pretrain"],
+)
+def test_an_adapter_beside_weights(run, tmp_path, flag):
+    folder = shutil.copytree(tmp_path / "model", tmp_path / "beside")
+    (folder / "adapter_config.json").write_text("{}")
+    given = {flag: (str(folder),) if flag == "reward_pretrain" else str(folder)}
+    told = refusal(run(**given, init_kl_coef=0.1))
+    assert f"--{flag} {folder} has an adapter (adapter_config.json) beside its weights" in told
 
 
 def _with(tmp_path: Path) -> str:

@@ -21,6 +21,7 @@ from lightppo.algorithms import losses
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
+from lightppo.models.wrapper import recomputes
 from lightppo.plugins.compat.seed import PromptText, seed_means
 from lightppo.plugins.ops import signals
 
@@ -468,9 +469,9 @@ def test_switches_that_are_set_act(made, tmp_path):
     trainer = made(PPOTrainer)
     trainer.save_hf_ckpt, trainer.disable_ds_ckpt = True, True
     trainer.gradient_checkpointing = True
-    assert trainer.actor.hf_model.is_gradient_checkpointing
+    assert recomputes(trainer.actor.hf_model)
     trainer.gradient_checkpointing = False
-    assert not trainer.actor.hf_model.is_gradient_checkpointing
+    assert not recomputes(trainer.actor.hf_model)
     trainer.kl_target = 0.5
     trainer.dataloader_pin_memory = False
     trainer.aux_loss = True

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from lightppo.data.records import Prompt
+from lightppo.models.wrapper import cache_argument
 from lightppo.plugin import DECODERS
 from lightppo.plugins.decoding import slots as cache_module
 from lightppo.plugins.decoding.slots import (
@@ -407,7 +408,7 @@ class TestWork:
         prompts, steps = [], []
 
         def hook(_, args, kwargs):
-            counted = steps if isinstance(kwargs["past_key_values"], SlotCache) else prompts
+            counted = steps if isinstance(kwargs[cache_argument(model)], SlotCache) else prompts
             counted.append(kwargs["input_ids"].numel())
 
         model.register_forward_pre_hook(hook, with_kwargs=True)

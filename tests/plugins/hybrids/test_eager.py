@@ -134,6 +134,9 @@ def test_what_does_not_pack_is_padded_and_says_so_in_one_line(
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)
         reason = actor.layout.try_packing(CPU)
-        assert reason
-        assert "\n" not in reason
-        assert torch.equal(actor(sequences, num_actions, mask), before)
+        after = actor(sequences, num_actions, mask)
+    if reason is None:  # from transformers 5.24 on
+        torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+        pytest.skip(f"this transformers packs {config.model_type}")
+    assert "\n" not in reason
+    assert torch.equal(after, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.utils.deprecation import deprecate_kwarg
 
 from lightppo.models.actor import Actor
 from lightppo.plugin import MODULES
-from lightppo.plugins.kernels.fused import fuse, rms_norm, rotary, same_code
+from lightppo.plugins.kernels.fused import fuse, own_code, rms_norm, rotary, same_code
 from lightppo.plugins.kernels.layers import compile_layers
 from lightppo.table import Entry
 
@@ -208,6 +210,26 @@ def test_only_what_is_known(causal_lm: Callable[..., PreTrainedModel]) -> None:
     before = [type(module) for module in model.modules()]
     fuse(model)  # twice is once
     assert [type(module) for module in model.modules()] == before
+
+
+def test_an_argument_with_an_old_name_beside_its_new_one(
+    causal_lm: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.24 has put such a wrapper around every attention."""
+    attention = modeling_llama.LlamaAttention
+    renames = deprecate_kwarg("old_angles", "99.0.0", new_name="position_embeddings")
+    monkeypatch.setattr(attention, "forward", renames(own_code(attention.forward)))
+    model, seen = causal_lm("llama").eval(), []
+    layer = model.model.layers[0].self_attn
+    layer.register_forward_hook(lambda *call: seen.append(call), with_kwargs=True)
+    model(torch.tensor([[4, 5, 6]]))
+    _, args, kwargs, (expected, _) = seen[0]
+    fuse(model)
+    assert fused_kinds(layer) == {"Rotary"}
+    kwargs["old_angles"] = kwargs.pop("position_embeddings")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(layer(*args, **kwargs)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_norm_with_other_constants_stays() -> None:

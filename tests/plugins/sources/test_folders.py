@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.loading import get_tokenizer, load_causal_lm
+from lightppo.models.loading import get_tokenizer, load_causal_lm, load_sequence_classifier
 from lightppo.plugins.sources.folders import (
     check_model,
     check_tokenizer,
@@ -87,6 +90,26 @@ def test_what_is_no_folder_of_a_model(model, tmp_path):
     assert "is a file: give the folder of a Hugging Face model" in refusal(tmp_path / "notes.txt")
     assert "has no config.json, but folders in it have one: name one of model" in refusal(tmp_path)
     assert f"; there is {tmp_path / 'model'}" in refusal(tmp_path / "modle")
+
+
+def test_an_adapter_beside_weights_is_not_added_to_them(model, tmp_path):
+    """Whoever merged it may have left its files there: transformers would add it once more."""
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), LoraConfig(target_modules=["v_proj"])
+    )
+    adapted.save_pretrained(model)
+    told = "has an adapter (adapter_config.json) beside its weights, which would be added to them"
+    assert told in refusal(model)
+    check_model(str(model), "--pretrain", weights=False)
+    heads = load_causal_lm, partial(load_sequence_classifier, kind="reward")
+    for load in (*heads, partial(load_sequence_classifier, kind="critic")):
+        with pytest.raises(ModelLoadError, match=r"--\w+ .* beside its weights"):
+            load(str(model))
+    load_causal_lm(str(model), init_from_scratch=True)
+    (model / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (model / name).rename(model / "adapter" / name)  # where an export has it
+    load_causal_lm(str(model))
 
 
 def test_a_folder_without_the_files_of_a_tokenizer(model):

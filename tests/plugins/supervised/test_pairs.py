@@ -8,8 +8,13 @@ import pytest
 import torch
 from datasets import Dataset
 from support.chats import CHATML, TOOLS
+from transformers import LlamaConfig
 
-from lightppo.errors import BadRowError, DataError
+from lightppo.data.records import Prompt, Rollout
+from lightppo.data.rows import PromptTemplate
+from lightppo.errors import BadRowError, DataError, ModelLoadError
+from lightppo.models.critic import RowForm
+from lightppo.plugins.reward_sources.reward_inputs import Retemplated, SameIds
 from lightppo.plugins.supervised.example_rows import resolve_example_fields
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 from lightppo.plugins.supervised.pairs import PairDataset
@@ -169,3 +174,77 @@ def test_pairs_that_a_cut_makes_equal_are_bad_rows(tiny_tokenizer) -> None:
     assert PairDataset(
         rows, tiny_tokenizer, 3, truncation="right", on_bad_row="skip"
     ).report.dropped == {"equal": 1}
+
+
+# -- the same rows in the hands of PPO ---------------------------------------------------------------------------------
+
+CHAT = (
+    "{% for m in messages %}{{ '<begin>' + m.role + '\n' + m.content + '<end>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<begin>assistant\n' }}{% endif %}"
+)
+
+
+def tokenizer_with_turns(eos: str):
+    """A turn ends with ``<end>``, behind which the template breaks the line, as ChatML and Gemma have it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<begin>", "<end>"]
+    letters = [chr(i) for i in (10, *range(32, 127))]
+    backend = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(special + letters)}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token=eos,
+        unk_token="<unk>",
+        additional_special_tokens=special[-2:],
+    )
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+@pytest.mark.parametrize("eos", ["<end>", "</s>"])  # the turn's end is the end-of-text, or is not
+@pytest.mark.parametrize(("chat", "system_prompt"), [(True, None), (True, "be"), (False, None)])
+def test_ppo_reads_the_rows_that_a_reward_model_was_trained_on(chat, eos, system_prompt):
+    tokenizer = tokenizer_with_turns(eos)
+    pairs = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": f"{i}."} for i in range(3)]
+    rows = PairDataset(
+        Dataset.from_list(pairs),
+        tokenizer,
+        64,
+        apply_chat_template=chat,
+        system_prompt=system_prompt,
+    )
+    config = LlamaConfig()
+    rows.row_form.keep(config)
+    form = RowForm.of(LlamaConfig.from_dict(config.to_dict()))
+    prompts = PromptTemplate(tokenizer, apply_chat_template=chat, system_prompt=system_prompt)
+    finished, cut = [], []
+    for pair in pairs:
+        asked = prompts.render(pair["prompt"])
+        prompt = Prompt(asked.text, prompts.encode_rendered([asked])[0], messages=asked.messages)
+        answer = tokenizer.encode(pair["chosen"], add_special_tokens=False)
+        stop = [tokenizer.convert_tokens_to_ids("<end>" if chat else eos)]  # what decoding stops at
+        finished.append(Rollout(prompt, 0, answer + stop, pair["chosen"], "stop"))
+        cut.append(Rollout(prompt, 0, answer, pair["chosen"], "length"))
+    trained = [torch.cat([row["prompt"], row["chosen"]]).tolist() for row in rows]
+    for reads in (SameIds(0, form=form), Retemplated(tokenizer, form)):
+        assert reads.encode(finished) == trained
+        opened = [rollout.prompt.token_ids + rollout.response_ids for rollout in cut]
+        assert reads.encode(cut) == opened
+    # a stop string leaves no token behind it
+    cut[0].finish_reason = "stop"
+    assert SameIds(0, form=form).encode(cut[:1]) == [[*opened[0], tokenizer.eos_token_id]]
+    if chat:  # nobody says how another model was trained
+        text = tokenizer.decode(Retemplated(tokenizer).encode(finished[:1])[0])
+        assert text.endswith("1<end>\n")
+
+
+def test_a_form_of_another_version_is_named():
+    config = LlamaConfig(reward_rows={"end_id": 2, "is_chat": True, "more": 1})
+    with pytest.raises(ModelLoadError, match=r"reward_rows in config\.json is .*'more'"):
+        RowForm.of(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,17 @@ import pytest
 import torch
 from support.ranks import REPO, run_ranks
 from support.tiny import read_jsonl, write_jsonl
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from lightppo.__main__ import main
 from lightppo.config import PPOConfig
+from lightppo.data.records import Prompt, Rollout
+from lightppo.models.critic import Critic, RewardModel
+from lightppo.models.loading import get_tokenizer
 from lightppo.plugins.supervised.sections import RMConfig
+from lightppo.ranks import Alone
+from lightppo.rewards import RewardModelSource
+from lightppo.strategy.export import save_model
 
 SCRIPT = REPO / "examples" / "train_reward_model.py"
 TRAIN, HELD_OUT = 160, 48
@@ -106,6 +115,76 @@ def scores(trainer: Any, rows: Any) -> torch.Tensor:
         )
 
 
+@pytest.fixture(params=["own", "eos", "none"])
+def padded_by(request, tiny_model, tmp_path):
+    """A model whose tokenizer pads with a token of its own, with the end-of-text, or has no pad token."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if request.param != "own":
+        tokenizer.pad_token = tokenizer.eos_token if request.param == "eos" else None
+        tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def assert_plain_transformers_reads(folder: Path, ours: Any, monkeypatch) -> None:
+    """One by one, in batches padded on either side, and by the code of the README: the score of the last token."""
+    texts = ["1+", "12+34", "7"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    rows = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    with torch.no_grad():
+        expected = [ours(torch.tensor([row])).flatten()[-1].item() for row in rows]
+        alone = [plain(torch.tensor([row])).logits.item() for row in rows]
+        assert alone == pytest.approx(expected, abs=1e-5)
+        for side in ("left", "right"):
+            batch = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt")
+            assert plain(**batch).logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+    code = Path(folder, "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    monkeypatch.chdir(Path(folder).parent)
+    exec(code, names)
+    with torch.no_grad():
+        score = ours(torch.tensor([names["ids"]])).flatten()[-1].item()
+    assert names["score"] == pytest.approx(score, abs=1e-5)
+
+
+def test_plain_transformers_reads_what_is_exported(run, padded_by, tmp_path, monkeypatch):
+    trainer = run(
+        pretrain=padded_by, folder=tmp_path / "rm", num_epochs=None, max_steps=2, save_steps=2
+    )
+    reward_model = RewardModel(str(tmp_path / "rm"))
+    assert_plain_transformers_reads(tmp_path / "rm", reward_model, monkeypatch)
+
+    critic = Critic(padded_by)
+    tokenizer = get_tokenizer(padded_by, critic)
+    save_model(Alone(), critic, tokenizer, tmp_path / "critic")
+    assert_plain_transformers_reads(tmp_path / "critic", critic, monkeypatch)
+    assert tokenizer.pad_token_id == critic.hf_model.config.pad_token_id  # as before
+
+    main(["convert", trainer.config.checkpoint.ckpt_path, str(tmp_path / "converted")])
+    assert_plain_transformers_reads(tmp_path / "converted", reward_model, monkeypatch)
+
+
+def test_without_a_token_that_could_pad_batches_are_refused(tiny_model, tmp_path):
+    """As GPT-2's tokenizer is: its one special token ends texts."""
+    critic, tokenizer = Critic(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    for name in ("pad", "bos", "unk"):
+        setattr(tokenizer, f"{name}_token", tokenizer.eos_token)
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["added_tokens"] = [one for one in backend["added_tokens"] if one["id"] == 2]
+    tokenizer._tokenizer = tokenizer.backend_tokenizer.from_str(json.dumps(backend))
+    save_model(Alone(), critic, tokenizer, tmp_path / "critic")
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic").eval()
+    assert plain.config.pad_token_id is None
+    assert "Score texts one by one" in (tmp_path / "critic" / "README.md").read_text()
+    row = torch.tensor([[5, 6, 2]])
+    with torch.no_grad():
+        expected = critic(row)[0, -1].item()
+        assert plain(row).logits.item() == pytest.approx(expected, abs=1e-5)
+        with pytest.raises(ValueError, match="no padding token"):
+            plain(row.repeat(2, 1))
+
+
 class TestRewardModel:
     def test_learns_the_rule_of_the_pairs(self, trained):
         before, *_, after = logged(trained, "eval/")
@@ -155,6 +234,17 @@ class TestRewardModel:
             (found[0, 3].item() - saved["mean"]) / saved["std"], rel=1e-4, abs=1e-5
         )
         assert values[0, -1].item() == pytest.approx(found[0, 3].item(), rel=1e-4, abs=1e-5)
+        # answers that a stop string has ended, without the end-of-text that training scored
+        rollouts = [
+            Rollout(Prompt("", row["prompt"].tolist()), 0, row[name].tolist()[:-1], "", "stop")
+            for name in ("chosen", "rejected")
+            for row in rows
+        ]
+        scored = torch.tensor(
+            RewardModelSource(models.reward_models, pad_token_id=0).score(rollouts).scores
+        )
+        assert scored.mean().item() == pytest.approx(0, abs=1e-3)
+        assert scored.std(unbiased=False).item() == pytest.approx(1, rel=1e-3)
 
     def test_goes_on_from_a_reward_model_with_its_head(self, trained, run):
         path = trained.config.checkpoint.save_path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,36 @@ def test_a_merged_adapter_computes_as_beside_its_base(tiny_model, tmp_path):
             assert (adapted(ids).logits - expected).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("places", "stays_tied"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, False),
+        ({"target_modules": ["embed_tokens"]}, False),
+        ({"target_modules": ["embed_tokens", "lm_head"]}, False),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, False),
+        ({"target_modules": ["q_proj"]}, True),
+    ],
+)
+def test_an_adapter_of_a_tied_head_or_embedding(places, stays_tied, tmp_path):
+    """The other one stays as it is, as beside the base."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = save_causal_lm(tmp_path / "base", tie_word_embeddings=True)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, **places))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter))
+    adapted.eval().save_pretrained(tmp_path / "adapter")
+    main(["merge", str(tmp_path / "adapter"), str(tmp_path / "out")])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.config.tie_word_embeddings == stays_tied
+    ids = torch.arange(4, 24)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("command", ["sft", "rm"])
 def test_a_checkpoint_of_training_on_data(command, recorded, tmp_path):
     """Whose checkpoints are in another folder; a reward model has a head."""
@@ -174,6 +205,12 @@ def test_a_checkpoint_of_training_on_data(command, recorded, tmp_path):
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     assert ("score.weight" in found) == (command == "rm")
+    forms = [
+        json.loads((tmp_path / folder / "config.json").read_text()).get("reward_rows")
+        for folder in ("out", "run")
+    ]
+    assert forms[0] == forms[1]
+    assert (forms[0] is not None) == (command == "rm")
 
 
 def fails(*words: str, capsys) -> str:
@@ -238,6 +275,72 @@ def test_nothing_in_a_checkpoint_is_run(name, copied, tmp_path, capsys):
             seen.add(file.name.split("_")[0])
     assert seen == ({"mp", "client"} if name == "one" else {"zero", "client"})
     assert not mark.exists()
+
+
+@pytest.fixture
+def altered(copied, tmp_path, monkeypatch):
+    """``altered(option=value)``: a checkpoint that says so of its run, sealed again; ``evil`` leaves a file."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "evil", raising=False)
+    checkpoint = copied("one") / "checkpoints_ppo" / "_actor" / "global_step4"
+    shutil.rmtree(checkpoint.parent.parent / "global_step4_hf", ignore_errors=True)
+
+    def alter(**options) -> Path:
+        file = checkpoint / "client_state.pt"
+        state = torch.load(file, weights_only=False)
+        state["config"] |= options
+        torch.save(state, file)
+        durable.seal(checkpoint)
+        return checkpoint
+
+    return alter
+
+
+@pytest.mark.parametrize("command", ["convert", "chat"])
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("external_lib", "evil", "its run had --external_lib evil, which could run somebody"),
+        (
+            "override_config",
+            '{"bos_token_id": 3}',
+            "its run had --override_config '{\"bos_token_id",
+        ),
+        (
+            "pretrain",
+            "memory://evil/model",
+            "had --pretrain memory://evil/model; a checkpoint fetches",
+        ),
+        (
+            "tokenizer_path",
+            "memory://evil/words",
+            "had --tokenizer_path memory://evil/words; a chec",
+        ),
+    ],
+)
+def test_options_in_a_checkpoint_run_nothing(
+    command, option, value, told, altered, tmp_path, capsys
+):
+    words = [altered(**{option: value})] + [tmp_path / "out"] * (command == "convert")
+    assert told in fails(command, *words, capsys=capsys)
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_the_command_line_hold(altered, recorded, tmp_path, capsys):
+    checkpoint = altered(
+        external_lib="json", override_config='{"bos_token_id": 3}', pretrain="memory://evil"
+    )
+    out, base = tmp_path / "out", recorded / "model"
+    changed = ["--override_config", '{"bos_token_id": 4}', "--external_lib", "evil"]
+    assert "is no JSON object" in fails(
+        "convert", checkpoint, out, "--override_config", "[]", capsys=capsys
+    )
+    main(["convert", str(checkpoint), str(out), "--base", str(base), *changed])
+    assert f"base: {base}" in capsys.readouterr().out
+    assert json.loads((out / "config.json").read_text())["bos_token_id"] == 4
+    assert (tmp_path / "ran").exists()
 
 
 def test_nothing_in_an_adapter_is_run(adapted, recorded, tmp_path, capsys):

@@ -11,14 +11,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.towers import KINDS, save_with_tower, sums_of, sums_of_tower
+from transformers import DynamicCache
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.loading import load_causal_lm, load_config
+from lightppo.models.wrapper import cache_argument
 from lightppo.plugin import LANGUAGE_MODELS
 from lightppo.plugins.towers.recognised import check_trainable
 from lightppo.ranks import Alone
+from lightppo.rollout.decoding import CachedForward
 from lightppo.strategy.export import save_model
 
 IDS = torch.tensor([[6, 7, 8, 9, 10, 11]])
@@ -252,6 +255,21 @@ def test_a_weight_that_the_model_lacks_is_refused(gemma, tmp_path):
 def test_configs_are_of_the_language_model(whole):
     assert load_config(whole).model_type == load_causal_lm(whole).config.model_type
     assert check_trainable(whole)
+
+
+def test_decoding_with_a_cache_is_decoding_without(whole):
+    """Whatever this transformers calls the cache; of some kinds the class of the language model is lightppo's."""
+    model = load_causal_lm(whole)
+    assert cache_argument(model) == cache_argument(model.base_model)
+    forward, ids = CachedForward(model), IDS
+    cache, tokens = DynamicCache(config=model.config), IDS
+    for _ in range(3):
+        seen = ids.shape[1]
+        positions = torch.arange(seen - tokens.shape[1], seen)[None]
+        logits = forward(tokens, torch.ones_like(ids), positions, cache)
+        torch.testing.assert_close(logits, model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
+        tokens = logits.argmax(-1, keepdim=True)
+        ids = torch.cat([ids, tokens], 1)
 
 
 def test_a_model_that_was_built_with_its_towers_is_refused(gemma, monkeypatch):
