@@ -355,7 +355,7 @@ def test_rows_template_betas_and_warm_up_reach_the_run(train, rows, tmp_path):
         train(name, **warm_up, **more)
     of = lambda name, metric: [row[f"train/{metric}"] for row in logged(tmp_path / name)]  # noqa: E731
     assert of("chosen", "loss") == of("written", "loss")
-    assert of("betas", "loss")[:2] == of("written", "loss")[:2]
+    assert of("betas", "loss")[:1] == of("written", "loss")[:1]
     assert of("betas", "loss")[3] != of("written", "loss")[3]
     assert of("written", "lr") == pytest.approx([RATE / 3, 2 * RATE / 3, RATE, RATE / 2])
 
