@@ -99,9 +99,7 @@ def best_loop(tmp_path):
         saver = RunCheckpointer(KeepingStrategy(), changed.checkpoint, {"actor": "actor"}, None)
         saver.run, saver.saved = run, []
         saver.save = lambda root, step, state: saver.saved.append((root, step, state))
-        return IdleLoop(
-            changed, checkpointer=saver, evaluator=evaluated, start_step=step, **own
-        )
+        return IdleLoop(changed, checkpointer=saver, evaluator=evaluated, start_step=step, **own)
 
     return make
 
