@@ -49,6 +49,8 @@ def rows(masked: bool = False) -> list[Experience]:
     batch.info |= {
         "reward/format": torch.tensor([NAN, 1.0]),
         "prompt_clip_ratio": torch.tensor([0.0, 1.0]),
+        "reward_clip_ratio": torch.tensor([0.0, 1.0]),
+        "equal_groups": torch.tensor([1.0, 1.0]),
     }
     if masked:
         batch.action_mask[0, 1] = False
@@ -106,6 +108,8 @@ def test_status_of_a_rollout_by_hand():
         "prompt_length_max": 3.0,
         "prompt_length_min": 1.0,
         "prompt_clip_ratio": 0.5,
+        "reward_clip_ratio": 0.5,
+        "equal_groups": 1.0,
         "response_clip_ratio": 0.5,
         "reward/format": 1.0,  # of the one sample that has it
         "samples": 2,
