@@ -68,6 +68,21 @@ SHOWN = {
     "entropy": "train/entropy",
 }
 
+# What progress bars show of a status, by the names that LightRFT and OpenRLHF have there.
+ON_BARS = {
+    "pg": "policy_loss",
+    "rm": "reward",
+    "ret": "return",
+    "glen": "response_length",
+    "tlen": "total_length",
+    "kl": "kl",
+    "act_lr": "actor_lr",
+    "cri": "critic_loss",
+    "vals": "values",
+    "cri_lr": "critic_lr",
+    "ptx": "ptx_loss",
+}
+
 
 _ROLLOUT = {
     "reward": "mean score per sample, before clipping",

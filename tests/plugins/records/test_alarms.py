@@ -223,8 +223,11 @@ def test_a_resumed_run_knows_what_rang():
     resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
     middle = {"rollout/reward": 0.35}  # would not begin to ring, but goes on
     assert resumed.look(middle, 26)[0] == alarms.look(middle, 26)[0] == {"alarm/reward_falls": 1.0}
-    assert resumed.summary() == alarms.summary() == "ALARMS: reward_falls in 5 steps (22 to 26): " + (
-        "the log says at the first of them what to do, and so does the report"
+    assert (
+        resumed.summary()
+        == alarms.summary()
+        == "ALARMS: reward_falls in 5 steps (22 to 26): "
+        + ("the log says at the first of them what to do, and so does the report")
     )
     older = Alarms()
     older.load_state_dict({"rollout/reward": rewards})
