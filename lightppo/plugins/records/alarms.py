@@ -104,7 +104,7 @@ ALARMS = {
         "--reward_clip_range with bounds that hold your scores, or None; or --reward_scaling",
         lasting(lambda share: share > 0.1, steps=1),
     ),
-    "tool_errors": Alarm(
+    "failing_tools": Alarm(
         ("episode/tool_errors", "episode/tool_calls"),
         f"more than half of the calls of tools fail in {LASTING} steps: wrong names, wrong arguments or a ToolError",
         "read conversations (--num_examine 3): does the model know the tools' names and arguments, and write calls as "

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightppo.config.options import LoggingConfig
 from lightppo.errors import ConfigError
-from lightppo.plugins.records.metric_names import STEPS, global_steps
+from lightppo.plugins.records.metric_names import OWN_AXES, STEPS, global_steps
 from lightppo.shown import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ NAMESPACES = {  # by --metric_names
     "lightppo": _NAMESPACES,
     "verl": (*_NAMESPACES, *_OF_VERL, "val-core", "val-aux"),
     "openrlhf": (*_NAMESPACES, "reward_metrics"),
+    "lightrft": _NAMESPACES,
 }
 
 
@@ -79,7 +80,7 @@ class WandbSink:
         )
         self.run_id, self.names = self.run.id, config.metric_names
         self.run.define_metric("global_step")
-        own_axes = STEPS["openrlhf"] if self.names == "openrlhf" else ()
+        own_axes = STEPS[self.names] if self.names in OWN_AXES else ()
         for namespace in NAMESPACES[self.names]:
             axis = "global_step"
             if namespace in own_axes:

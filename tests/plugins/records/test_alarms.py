@@ -66,7 +66,7 @@ def test_a_good_run_has_no_alarm():
         ("zero_gradient", {"train/actor_grad_norm": 0.0}, 3),
         ("truncated", {"rollout/response_clip_ratio": 0.51}, 3),
         ("clipped_scores", {"rollout/reward_clip_ratio": 0.11}, 1),
-        ("tool_errors", {"episode/tool_errors": 1.0}, 3),
+        ("failing_tools", {"episode/tool_errors": 1.0}, 3),
         ("loss_not_finite", {"train/skipped": 1.0}, 1),
         ("loss_not_finite", {"train/loss": math.nan}, 1),
         ("not_finite", {"train/actor_skipped": 0.5}, 1),

@@ -290,6 +290,15 @@ class FakeRun:
             },
             {"rollout/global_step": 3.0},
         ),
+        (
+            "lightrft",
+            {
+                "rollout/*": "rollout/global_step",
+                "train/*": "train/global_step",
+                "eval/*": "global_step",
+            },
+            {"rollout/global_step": 3.0},
+        ),
     ],
 )
 def test_wandbs_axes_are_those_of_the_other_trainer(monkeypatch, names, axes, row):
