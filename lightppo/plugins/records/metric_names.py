@@ -183,7 +183,8 @@ def page_section() -> str:
         "names in place of ours; a metric that is not in the table keeps its name. Where the other trainer counts a "
         "little differently, the number is ours. `metrics.jsonl` keeps our names, so that `lightppo report`, `watch`, "
         "`diff` and `replay` read every run. Weights & Biases also gets the step as `training/global_step` (verl), or "
-        "as `rollout/global_step`, `train/global_step` and `eval/global_step`, which are the x axes (openrlhf; lightrft without the last).\n"
+        "as `rollout/global_step`, `train/global_step` and `eval/global_step`, which are the x axes (openrlhf; lightrft "
+        "without the last).\n"
     ]
     tables = NAMES | {
         "openrlhf and lightrft, of `lightppo sft`": OF_EXAMPLES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -13,6 +14,8 @@ from lightppo.errors import BadRowError, DataError
 from lightppo.plugins.supervised.example_rows import resolve_example_fields
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 from lightppo.plugins.supervised.pairs import PairDataset
+from lightppo.plugins.supervised.sections import DPOConfig
+from lightppo.plugins.supervised.trainer import prompt_flags
 
 
 def test_tools_of_a_row_and_a_last_turn_of_calls(tokenizer):
@@ -169,3 +172,20 @@ def test_pairs_that_a_cut_makes_equal_are_bad_rows(tiny_tokenizer) -> None:
     assert PairDataset(
         rows, tiny_tokenizer, 3, truncation="right", on_bad_row="skip"
     ).report.dropped == {"equal": 1}
+
+
+def test_the_next_command_renders_prompts_as_the_pairs_were(tiny_tokenizer) -> None:
+    def flags(rows: list[dict], **options) -> str:
+        data = DPOConfig.from_flat(**options).data
+        form = {name: getattr(data, name) for name in ("apply_chat_template", "input_template")}
+        dataset = PairDataset(Dataset.from_list(rows), tokenizer, 20, **form)
+        return prompt_flags(data, dataset)
+
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    texts = [{"prompt": "1+", "chosen": "2", "rejected": "3"}]
+    assert flags(texts) == ""
+    assert flags(texts, apply_chat_template=True) == " --apply_chat_template"
+    assert flags(texts, input_template="a {}") == " --input_template 'a {}'"
+    chats = [{"prompt": [USER | {"content": "1+"}], "chosen": "2", "rejected": "3"}]
+    assert flags(chats) == " --apply_chat_template"
