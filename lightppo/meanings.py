@@ -68,9 +68,27 @@ SHOWN = {
     "entropy": "train/entropy",
 }
 
+# What progress bars show of a status, by the names that LightRFT and OpenRLHF have there.
+ON_BARS = {
+    "pg": "policy_loss",
+    "rm": "reward",
+    "ret": "return",
+    "glen": "response_length",
+    "tlen": "total_length",
+    "kl": "kl",
+    "act_lr": "actor_lr",
+    "cri": "critic_loss",
+    "vals": "values",
+    "cri_lr": "critic_lr",
+    "ptx": "ptx_loss",
+}
+
 
 _ROLLOUT = {
     "reward": "mean score per sample, before clipping",
+    "reward_clip_ratio": "share of samples whose score, after shaping, is outside of --reward_clip_range",
+    "equal_groups": "share of samples all of whose group have the same score, after shaping and clipping: estimators "
+    "that compare the samples of a prompt learn nothing from them",
     "response_length": "mean tokens per response",
     "response_clip_ratio": "share of responses truncated by --generate_max_len",
     "prompt_clip_ratio": "share of samples whose prompt has --prompt_max_len tokens, truncated or not",

@@ -307,7 +307,7 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
     )
     freezing_actor_steps: int = critic(
         -1,
-        "Train only the critic up to and including this step; -1: never.",
+        "Train only the critic up to and including this step; -1: never. The actor's schedule begins behind it.",
         "PPO steps",
         ge=-1,
         off=(0,),
@@ -407,7 +407,10 @@ class TrainingConfig(Section, of="training"):
         "cosine_with_min_lr", "Learning rate schedule over all optimizer steps, after the warm-up."
     )
     lr_warmup_ratio: float = per_role(
-        0.03, "Share of the optimizer steps used for warm-up.", ge=0, le=1
+        0.03,
+        "Share of the optimizer steps used for warm-up, rounded up. Step k of W has k/(W+1) of the peak.",
+        ge=0,
+        le=1,
     )
     lr_warmup_steps: int | None = per_role(
         None, "Optimizer steps used for warm-up. None: by --lr_warmup_ratio.", ge=0

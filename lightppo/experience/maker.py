@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -76,13 +76,33 @@ class ScoreShaper:
 
     def shape(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
         """The score of each response (B,); with rewards of tokens, what is added at its end. ``learn``: collective."""
+        scores = self._unclipped(rollouts, learn)
+        return scores if self.clip_range is None else scores.clamp(*self.clip_range)
+
+    def _unclipped(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
         rewards = [rollout.reward for rollout in rollouts]
         scores = torch.tensor(rewards, dtype=torch.float32, device=self.device)
         for step in self.steps.values():
             if learn:
                 step.learn(scores)
             scores = step(scores, rollouts)
-        return scores if self.clip_range is None else scores.clamp(*self.clip_range)
+        return scores
+
+    def numbers(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+        """What is logged of each sample (B,), beside the numbers of the steps."""
+        numbers = {}
+        if self.clip_range is not None:
+            scores = self._unclipped(rollouts)
+            numbers["reward_clip_ratio"] = (scores != scores.clamp(*self.clip_range)).float()
+        found: dict[int, list[float]] = defaultdict(list)  # by prompt
+        for rollout, score in zip(rollouts, self.final_scores(rollouts).tolist()):
+            found[rollout.prompt.index].append(score)
+        if any(len(scores) > 1 for scores in found.values()):
+            # Not by the standard deviation: for equal values, rounding may put it above 0.
+            are_equal = {prompt: min(scores) == max(scores) for prompt, scores in found.items()}
+            of_samples = [float(are_equal[rollout.prompt.index]) for rollout in rollouts]
+            numbers["equal_groups"] = torch.tensor(of_samples, device=self.device)
+        return numbers
 
     def token_scores(
         self, rollouts: Sequence[Rollout], action_mask: Tensor | None = None
@@ -469,5 +489,7 @@ class ExperienceMaker:
             )
         for step in self.shaper.steps.values():
             batch.info |= step.numbers(rollouts)
+        if self.rewarded:
+            batch.info |= self.shaper.numbers(rollouts)
         kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl
         batch.info["kl"] = masked_mean(kl, batch.action_mask)

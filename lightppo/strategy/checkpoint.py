@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightppo import tensor_file
 from lightppo.errors import CheckpointError
@@ -181,10 +182,20 @@ def load_checkpoint(
         if loaded is None:
             raise CheckpointError(f"{path} has no file for rank {ranks.get_rank()}")
     if has_optimizer(engine) and engine.lr_scheduler is not None:
-        rates = engine.lr_scheduler.get_last_lr()
+        rates = _coming_rates(engine.lr_scheduler)
         for group, lr in zip(engine.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
     return str(path), read_client_state(path)
+
+
+def _coming_rates(scheduler: LRScheduler) -> list[float]:
+    """Of the next step; by this run's schedule, which may be longer than that of the run that saved."""
+    if isinstance(scheduler, LambdaLR):  # others may know no step but the one after the last
+        shares = (of_step(scheduler.last_epoch) for of_step in scheduler.lr_lambdas)
+        scheduler._last_lr = [
+            peak * share for peak, share in zip(scheduler.base_lrs, shares, strict=True)
+        ]
+    return scheduler.get_last_lr()
 
 
 def check_notes(ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any]) -> None:

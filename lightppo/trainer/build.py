@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import get_scheduler
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import make_kl_controller
@@ -598,17 +599,31 @@ def with_optimizer(
     warmup = asked.lr_warmup_steps
     if warmup is None:
         warmup = math.ceil(steps * asked.lr_warmup_ratio)
-    name = "constant_with_warmup" if asked.lr_scheduler == "constant" else asked.lr_scheduler
-    scheduler = get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=steps,
-        scheduler_specific_kwargs={"min_lr_rate": asked.min_lr_ratio}
-        if name == "cosine_with_min_lr"
-        else {},
+    of_step = partial(
+        share_of_peak_rate,
+        kind=asked.lr_scheduler,
+        steps=steps,
+        warmup=warmup,
+        least=asked.min_lr_ratio,
     )
-    return model, optimizer, scheduler
+    return model, optimizer, LambdaLR(optimizer, of_step)
+
+
+def share_of_peak_rate(step: int, kind: str, steps: int, warmup: int, least: float) -> float:
+    """The learning rate of an optimizer step, counted from 0, as a share of the highest one.
+
+    The warm-up is ``(step + 1) / (warmup + 1)``, so that its first step trains too; behind it the rates are those of
+    ``transformers.get_scheduler``, and behind the last step the last one's.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if kind == "constant":
+        return 1.0
+    if kind == "linear":
+        return max(0, steps - step) / max(1, steps - warmup)
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return cosine if kind == "cosine" else cosine * (1 - least) + least
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -688,6 +703,9 @@ def optimizer_steps(
     rollout, training = config.rollout, config.training
     epochs = of_role(config, role).max_epochs or 0  # None: there is no critic
     rollouts = training.total_training_steps or training.num_episodes * rollouts_per_episode
+    if role == "actor":
+        frozen = max(0, config.algorithm.freezing_actor_steps)
+        rollouts = max(0, rollouts - frozen)
     return (
         rollouts
         * math.ceil(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from lightppo.errors import ConfigError
+from lightppo.errors import ConfigError, UserError
 from lightppo.user_code import load_python_object
 
 if TYPE_CHECKING:
@@ -149,6 +149,8 @@ class Callbacks:
         """End one of several callbacks for an error, which a further error must not hide."""
         try:
             callback.on_end(run, error)
+        except UserError as further:
+            logger.error("%s", further)
         except Exception:
             logger.exception(
                 "%s.on_end failed after %s", type(callback).__name__, type(error).__name__

@@ -27,7 +27,7 @@ from lightppo.shown import shown_value
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.callbacks import Callback, Callbacks
 from lightppo.trainer.checkpointing import RunCheckpointer
-from lightppo.trainer.metrics import Phases, with_namespace
+from lightppo.trainer.metrics import Phases, on_bar, with_namespace
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ class TrainingLoop:
     unit = "step"
     why_untrained = "there was none"  # where no optimizer step was taken, and none was skipped
     only_evaluates = False  # no step is trained
+    bar: Any = None  # of the steps
     samples_tokens = False  # it has an experience maker, whose rollouts its callbacks get
 
     def __init__(
@@ -366,6 +367,8 @@ class TrainingLoop:
         """
         status = dict(status) | self.timer.reset() | self.saving.reset()
         metrics = with_namespace(status, self.full_names)
+        if self.bar is not None:
+            self.bar.set_postfix(on_bar(status), refresh=False)
         if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
             self.strategy.print(self.line(step, self.total_steps, metrics))
         self.callbacks.on_step_end(self, step, metrics)

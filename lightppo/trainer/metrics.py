@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightppo.experience.experience import Experience
-from lightppo.meanings import METRICS, SHOWN
+from lightppo.meanings import METRICS, ON_BARS, SHOWN
 from lightppo.ranks import Ranks, heartbeat
 
 
@@ -166,6 +167,28 @@ def optimizer_status(
 
 
 # -- what a run tells ------------------------------------------------------------------------------------------------
+
+
+def on_bar(status: Mapping[str, float]) -> dict[str, float]:
+    """What a progress bar shows of a status, by the names there."""
+    return {short: status[name] for short, name in ON_BARS.items() if name in status}
+
+
+def minibatch_on_bar(
+    samples: Sequence[Experience], statuses: Iterable[Mapping[str, float]]
+) -> dict[str, float]:
+    """The same of one optimizer step on this rank alone; a KL is the mean over tokens."""
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for status in statuses:
+        for name, value in status.items():
+            numbers[name].append(value)
+    means = {name: fmean(values) for name, values in numbers.items()}
+    lengths = [experience.response_lengths.double() for experience in samples]
+    for name in set(ON_BARS.values()) & set.intersection(*(set(e.info) for e in samples)):
+        weights = torch.cat([n if name == "kl" else torch.ones_like(n) for n in lengths])
+        values = torch.cat([experience.info[name].double() for experience in samples])
+        means[name] = (values @ weights / weights.sum()).item()
+    return on_bar(means)
 
 
 class Phases:

@@ -35,7 +35,13 @@ from lightppo.models.actor import ActionScores
 from lightppo.models.wrapper import layout_of_all
 from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, MEASURING, SCORE_TERMS
 from lightppo.trainer.loop import SkippedSteps, TrainerState
-from lightppo.trainer.metrics import Phases, checked_status, micro_batch_status, optimizer_status
+from lightppo.trainer.metrics import (
+    Phases,
+    checked_status,
+    micro_batch_status,
+    minibatch_on_bar,
+    optimizer_status,
+)
 
 Metrics = dict[str, Tensor]
 # numbers by name, or tensors of one number that are read at the end of a step
@@ -180,8 +186,13 @@ class Update:
                 self.epoch = epoch
                 plan = self.minibatches(step, epoch)
                 text = f"train, epoch {epoch + 1}/{epochs}"
-                for minibatch in self.around_batches(plan, text, self.strategy):
+                bar = self.around_batches(plan, text, self.strategy)
+                for minibatch in bar:
                     trained.append(self.train_minibatch(minibatch, step))
+                    samples = [e for e in minibatch.micro_batches if e.part.has_samples]
+                    # Not where there is none to see it: the numbers are a wait for a GPU.
+                    if samples and not getattr(bar, "disable", True):
+                        bar.set_postfix(minibatch_on_bar(samples, trained[-1]))
         self.epoch = 0
         status = optimizer_status(trained, self.strategy) | self.samples.status()
         self.skipped.end_step()

@@ -360,7 +360,6 @@ CONTRADICTIONS = [
         "reward_input_tokenizer reward_pretrain",
     ),
     ({**NO_REWARD, **FUNCTION, "reward_manager": "prime"}, "reward_manager reward_timeout"),
-    ({**NO_REWARD, **FUNCTION, "reward_manager": "dapo"}, "reward_manager overlong_buffer_len"),
     ({"reward_scaling": 0.0}, "reward_scaling"),
     ({"min_p": 0.1, "temperature": 0.0}, "min_p temperature"),
     (
@@ -894,6 +893,7 @@ REMOTE = {**SERVERS, "vllm_server_url": (LOCAL[0], "http://192.0.2.1:8000")}
         ({**EVAL, **URL, "eval_reward_source": ["math", "format=0.1"], "math_unmarked": False}, 1),
         ({**EVAL, **URL, "eval_reward_fn": "judge.py", "reward_timeout": 3.0}, 1),
         ({**EVAL, "eval_n_samples": 4, "eval_top_k": 5}, 1),
+        ({"reward_manager": "dapo", "reward_scaling": -1.0}, 1),
         ({"reward_manager": "dapo", "overlong_buffer_len": 8, "reward_scaling": -1.0}, 1),
         (
             {

@@ -59,6 +59,24 @@ def test_scores_are_clipped_for_training_and_logged_as_they_were():
     assert experience.info["return"].tolist() == [-1, 4]
     # A2 = score - 0.2
     assert experience.advantages[:, 2] == approx([-1.2, 3.8])
+    assert experience.info["reward_clip_ratio"].tolist() == [1, 1]
+    at_the_bounds = [answer(-1.0), answer(4.0, index=1)]
+    experience = make_one(maker(reward_clip_range=(-1.0, 4.0)), *at_the_bounds)
+    assert experience.info["reward_clip_ratio"].tolist() == [0, 0]
+    experience = make_one(maker(reward_clip_range=None, coef=0.0), low, high)
+    assert experience.advantages[:, 2] == approx([-7.2, 8.8])
+    assert "reward_clip_ratio" not in experience.info
+
+
+def test_groups_whose_scores_are_the_same_after_clipping_are_counted():
+    scores = {0: (0.0, 0.0), 1: (0.0, 1.0), 2: (20.0, 90.0)}
+    samples = [answer(score, index=index) for index, both in scores.items() for score in both]
+    experience = make_one(maker(reward_clip_range=(-10.0, 10.0), coef=0.0), *samples)
+    assert experience.info["equal_groups"].tolist() == [1, 1, 0, 0, 1, 1]
+    experience = make_one(maker(reward_clip_range=None, coef=0.0), *samples)
+    assert experience.info["equal_groups"].tolist() == [1, 1, 0, 0, 0, 0]
+    # without groups there is nothing to count
+    assert "equal_groups" not in make_one(maker(), answer(), answer(index=1)).info
 
 
 def test_kl_estimator_and_its_mean_over_real_tokens():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.tiny import save_causal_lm, save_reward_model, tiny_config, write_jsonl
 from torch import nn
+from transformers import get_scheduler
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, DataError, ModelLoadError
@@ -580,6 +581,16 @@ def test_optimizer_steps_of_a_run(make_config, options, expected):
     ]
 
 
+def test_frozen_steps_are_not_in_the_schedule_of_the_actor(make_config):
+    config = make_config(
+        n_samples_per_prompt=2, train_batch_size=4, num_episodes=5, freezing_actor_steps=6
+    ).resolved()
+    steps = {role: build.optimizer_steps(config, 3, role) for role in ("actor", "critic")}
+    assert steps == {"actor": 2 * (15 - 6), "critic": 2 * 15}
+    never_trains = config.with_options(freezing_actor_steps=99)
+    assert build.optimizer_steps(never_trains, 3) == 0
+
+
 def rates(config: PPOConfig, steps: int = 10, role: str = "actor") -> list[float]:
     """Learning rate of each optimizer step."""
     _, optimizer, scheduler = build.with_optimizer(
@@ -598,11 +609,11 @@ def test_warm_up(make_config):
     assert rates(make_config(**constant, lr_warmup_ratio=0))[:3] == [1, 1, 1]
     # a share of 0.35 of 10 steps, rounded up: 4
     assert rates(make_config(**constant, lr_warmup_ratio=0.35))[:6] == pytest.approx(
-        [0, 0.25, 0.5, 0.75, 1, 1]
+        [0.2, 0.4, 0.6, 0.8, 1, 1]
     )
     # steps win over the share
     config = make_config(**constant, lr_warmup_ratio=0.5, lr_warmup_steps=2)
-    assert rates(config)[:4] == pytest.approx([0, 0.5, 1, 1])
+    assert rates(config)[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
     assert rates(make_config(**constant, lr_warmup_ratio=0.5, lr_warmup_steps=0))[0] == 1
 
 
@@ -623,6 +634,25 @@ def test_schedules(make_config, options, middle, end):
     assert (seen[0], seen[5], seen[10]) == pytest.approx((1, middle, end))
 
 
+def test_a_run_of_one_step_trains(make_config):
+    assert rates(make_config(), steps=1)[0] == 0.5
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "cosine_with_min_lr"])
+@pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (10, 3), (97, 3), (4, 4), (3, 5)])
+def test_behind_the_warm_up_rates_are_those_of_transformers(make_config, kind, steps, warmup):
+    config = make_config(lr_scheduler=kind, lr_warmup_steps=warmup)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    theirs = get_scheduler(
+        "constant_with_warmup" if kind == "constant" else kind,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=steps,
+        scheduler_specific_kwargs={"min_lr_rate": 0.1} if kind == "cosine_with_min_lr" else {},
+    ).lr_lambdas[0]
+    assert rates(config, steps)[warmup:] == [theirs(step) for step in range(warmup, steps + 1)]
+
+
 def test_adamw(make_config):
     model = nn.Linear(2, 2)
     config = make_config(adam_betas=(0.5, 0.6), l2=0.125)
@@ -638,7 +668,7 @@ def test_the_critic_may_have_a_schedule_and_an_optimizer_of_its_own(make_config)
     config = make_config(
         lr_warmup_steps=2, lr_scheduler="constant", l2=0.125, adam_betas=(0.5, 0.6)
     ).resolved()
-    assert rates(config, role="critic") == rates(config) == pytest.approx([0, 0.5] + [1] * 9)
+    assert rates(config, role="critic") == rates(config) == pytest.approx([1 / 3, 2 / 3] + [1] * 9)
     own = config.with_options(
         critic_lr_scheduler="cosine_with_min_lr", critic_min_lr_ratio=0.4, critic_lr_warmup_steps=0
     )
@@ -649,7 +679,7 @@ def test_the_critic_may_have_a_schedule_and_an_optimizer_of_its_own(make_config)
         lr_warmup_steps=2, critic_lr_warmup_ratio=0.35, lr_scheduler="constant"
     ).resolved()
     # the actor's steps do not win
-    assert rates(share, role="critic")[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    assert rates(share, role="critic")[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1])
 
     def optimizer(role: str, **options: Any) -> tuple[Any, Any]:
         config_ = config.with_options(**options)

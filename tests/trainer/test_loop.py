@@ -13,6 +13,7 @@ from support.fakes import FakeStrategy, on_ranks
 from support.loops import idle_loop
 from support.runs import logged
 
+from lightppo.errors import StorageError
 from lightppo.plugins.cadence.times import Cadence, TimedSaves
 from lightppo.trainer.callbacks import Callback
 
@@ -291,6 +292,18 @@ def test_the_end_comes_to_all_callbacks_also_after_an_error(tmp_path):
     with pytest.raises(KeyError, match="of the step"), mine.running():
         raise KeyError("of the step")
     assert ends == ["KeyError", "KeyError"]
+
+
+def test_a_further_error_that_a_user_can_mend_is_one_line(tmp_path, caplog):
+    class Ends(Callback):
+        def on_end(self, run: Any, error: BaseException | None) -> None:
+            raise StorageError("/run: the disk is full")
+
+    mine = idle_loop(tmp_path, callbacks=[Ends()])
+    with pytest.raises(KeyError, match="of the step"), mine.running():
+        raise KeyError("of the step")
+    (told,) = [record for record in caplog.records if record.name == "lightppo.trainer.callbacks"]
+    assert (told.getMessage(), told.exc_info) == ("/run: the disk is full", None)
 
 
 def test_the_end_saves_what_is_not_saved_yet(tmp_path):

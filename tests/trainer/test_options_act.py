@@ -307,6 +307,17 @@ def test_runs_end_early_and_the_schedule_knows_or_does_not(make_config, tmp_path
     )
 
 
+def test_a_run_that_goes_on_with_more_episodes_follows_the_longer_schedule(make_config):
+    def rates(**options: Any) -> list[float]:
+        config = make_config(lr_scheduler="linear", lr_warmup_steps=0, save_steps=3, **options)
+        fitted(config)
+        return [row["train/actor_lr"] for row in logged(config)]
+
+    assert rates(num_episodes=1)[-1] == pytest.approx(0.01 / 3)
+    # the fourth step of six, not the end of the schedule of three
+    assert rates(num_episodes=2)[3:] == pytest.approx([0.03 / 6, 0.02 / 6, 0.01 / 6])
+
+
 @pytest.fixture
 def eval_data(tmp_path) -> str:
     return write_jsonl(tmp_path / "eval.jsonl", sums(6))

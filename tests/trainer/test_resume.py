@@ -97,7 +97,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, caplog, zero
     assert resumed.state == straight.state
     # of all four steps
     assert resumed.states["alarms"].state_dict() == straight.states["alarms"].state_dict()
-    assert len(resumed.states["alarms"].state_dict()["rollout/reward"]) == 4
+    assert len(resumed.states["alarms"].series["rollout/reward"]) == 4
     assert resumed.state.episode == 1
     # 4 steps × 2 epochs × 2 optimizer steps × 2 micro batches
     assert resumed.update.loss_terms["pretraining"].taken == 32

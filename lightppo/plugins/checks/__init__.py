@@ -37,6 +37,9 @@ def register() -> None:
     RESUMES.register("options", Entry("lightppo.plugins.checks.resumed:check_same_run"))
     CHECKS.register("files", Check("lightppo.plugins.checks.building:check_files"))
     CHECKS.register("advice", Check("lightppo.plugins.checks.advice:tell_advice"))
+    CHECKS.register(
+        "masters", Check("lightppo.plugins.checks.advice:tell_second_masters", when="models")
+    )
     CHECKS.register("positions", Check("lightppo.plugins.checks.fits:check_positions_of"))
     CHECKS.register(
         "memory", Check("lightppo.plugins.checks.building:tell_memory_of", when="folders")

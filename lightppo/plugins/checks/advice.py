@@ -7,12 +7,46 @@ from typing import Any
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import Options
+from lightppo.config.rules import needs_critic
+
+SPARED = 100_000_000  # bytes that are worth a note
 
 
 def tell_advice(building: Any) -> Iterator[str]:
     """What is printed of it."""
     if isinstance(building.config, PPOConfig):
         yield from (f"note: {line}" for line in advice(building.config))
+
+
+def tell_second_masters(building: Any) -> Iterator[str]:
+    """Where ZeRO keeps masters that one rank does not need: by the sizes of the models."""
+    roles = with_second_masters(building.config, building.strategy.world_size)
+    spared = 4 * sum(building.sizes.get(role, 0) for role in roles)
+    if spared >= SPARED:
+        yield f"note: {second_masters(building.config)} about {spared / 1e9:.1f} GB less"
+
+
+def second_masters(config: Options) -> str:
+    """The note, up to how much it is."""
+    return (
+        f"--zero_stage {config.strategy.zero_stage} with one rank in float32 shards nothing, and keeps the weights that "
+        "train twice: --zero_stage 0 needs"
+    )
+
+
+def with_second_masters(config: Options, ranks: int) -> list[str]:
+    """The models that train with weights in float32, which DeepSpeed's ZeRO 1 and 2 copy, on one rank."""
+    given = config.flat()
+    if ranks > 1 or given["bf16"] or given["fp16"] or given["overlap_comm"]:
+        return []
+    stages = {"actor": given["zero_stage"]}
+    if isinstance(config, PPOConfig):
+        if config.evaluation.val_only:
+            return []
+        if needs_critic(config):
+            stages["critic"] = given["critic_zero_stage"]
+    offloads = {"actor": given["adam_offload"], "critic": given.get("critic_adam_offload")}
+    return [role for role, stage in stages.items() if stage in (1, 2) and not offloads[role]]
 
 
 def advice(config: Options) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from lightppo.config import ModelConfig, parse_args
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.errors import ConfigError, UserError
+from lightppo.plugins.checks.advice import second_masters, with_second_masters
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.sources.folders import check_model
 
@@ -72,6 +73,13 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
         print(json.dumps(shown, default=sorted, indent=1))
     else:
         print("\n".join(budget.table(found)))
+        if roles := with_second_masters(config.resolved(), machine.world_size):
+            flags = {"actor": "zero_stage", "critic": "critic_zero_stage"}
+            whole = config.resolved().with_options(**{flags[role]: 0 for role in roles})
+            of_host = not machine.gpus
+            spared = found.peak(of_host=of_host)[1]
+            spared -= budget.estimate(whole.resolved(), machine).peak(of_host=of_host)[1]
+            print(f"note: {second_masters(config)} {budget.gigabytes(spared)} less")
         if advice:
             print("\n".join([f"this does not fit into {budget.gigabytes(size)}:", *advice]))
     raise SystemExit(0 if found.fits else 1)

@@ -145,6 +145,9 @@ def config_from_options(
         values |= {"eps_clip_low": None, "eps_clip_high": None}
     elif {"policy_loss", "advantage_estimator", "eps_clip_low", "eps_clip_high"} & values.keys():
         values["eps_clip"] = None  # then what belongs to the loss: 0.2 for PPO's
+    if values.get("advantage_estimator") == "rloo" and values.get("adv_norm") is None:
+        # The seed's fit whitens whatever is not group_norm; so does OpenRLHF's of that time.
+        values["adv_norm"] = True
     config = _with_options(PPOConfig(), values | options, tokenizer)
     if idle := idle_options(config):
         say(

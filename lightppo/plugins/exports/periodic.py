@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,17 @@ _HF_EXPORT = re.compile(r"global_step\d+_hf")
 
 
 class Exports(Callback):
-    """Exports what is due, keeps the best, and after a resume makes what an interrupted run lacks."""
+    """Exports what is due, keeps the best, and after a resume makes what an interrupted run lacks.
+
+    A checkpoint keeps the value to pass. ``best_hf`` may be of a later step, or of another run.
+    """
 
     def __init__(self, run: Any) -> None:
+        self.run = run
         self.cadence: Cadence | None = None  # from the start of the run on
         self.best: float | None = None  # value of --best_metric
+        self.knows_best = False  # a checkpoint of this run has said it
+        run.register_state("best", self)
 
     def on_start(self, run: Any) -> None:
         """Clocks begin when the run does."""
@@ -46,12 +54,25 @@ class Exports(Callback):
         if step == 0:
             return
         if metric is not None:
-            self.best = best_value(run.checkpointer, checkpoint.ckpt_path, metric)
+            self._look_at_kept(run, step, metric)
         if run.owns_parts and not run.only_evaluates:
             if run.evaluation.step == step and run.evaluation.result and metric is not None:
                 self._keep_best(run, step, metric)
             due = checkpoint.save_hf_ckpt or self.cadence.due(step, run.finished_episodes)
             catch_up(run.checkpointer, run.ckpt_path, step, due and checkpoint.resume == "auto")
+
+    def _look_at_kept(self, run: Any, step: int, metric: str) -> None:
+        """After a resume. Collective."""
+        folder = join(run.ckpt_path, "best_hf")
+        note = best_note(run.checkpointer, folder)
+        if note is None or note.get("run", run.checkpointer.run) != run.checkpointer.run:
+            return
+        if not self.knows_best and note["metric"] == metric:  # of an older lightppo
+            self.best = note["value"]
+        elif note["step"] > step:
+            run.strategy.print(
+                f"{folder} is of step {note['step']}, which this run does again: it stays until a step is the best"
+            )
 
     def on_step_end(self, run: Any, step: int, metrics: Any) -> None:
         if self.cadence.due(step, run.finished_episodes):
@@ -70,12 +91,25 @@ class Exports(Callback):
                 f"--best_metric {metric} is not among the evaluation's metrics: {known}"
             )
         sign = -1 if metric.endswith("loss") else 1
+        if not math.isfinite(result[metric]):
+            return
         if self.best is not None and sign * result[metric] <= sign * self.best:
             return
         self.best = result[metric]
         if step > 0:  # the start is the bar to pass, not a result
             with run.saving("save"):
                 save_best(run.checkpointer, run.ckpt_path, step, metric, self.best)
+
+    # -- what a checkpoint keeps -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self.run.checkpointer.run, "metric": _metric(self.run), "value": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.knows_best = True
+        # With --resume PATH another run goes on, whose best_hf is another one.
+        if (state["run"], state["metric"]) == (self.run.checkpointer.run, _metric(self.run)):
+            self.best = state["value"]
 
 
 def _metric(run: Any) -> str | None:
@@ -115,7 +149,7 @@ def save_best(
 ) -> None:
     """Export the actor as ``root/best_hf``, in place of an older best; rotation leaves it alone. Collective."""
     checkpointer.require_finite(step)
-    note = json.dumps({"step": step, "metric": metric, "value": value})
+    note = json.dumps({"run": checkpointer.run, "step": step, "metric": metric, "value": value})
     folder = join(root, "best_hf")
     checkpointer.strategy.save_model(
         checkpointer.models["actor"], checkpointer.tokenizer, folder, files={_BEST: note}
@@ -140,9 +174,9 @@ def catch_up(checkpointer: RunCheckpointer, root: str | Path, step: int, due: bo
         save_hf(checkpointer, root, step)
 
 
-def best_value(checkpointer: RunCheckpointer, root: str | Path, metric: str) -> float | None:
-    """The metric's value of ``root/best_hf``; ``None`` without one, or with one by another metric. Collective."""
-    path, note = local_folder(root) / "best_hf" / _BEST, None
+def best_note(checkpointer: RunCheckpointer, folder: str | Path) -> dict[str, Any] | None:
+    """What ``best.json`` says of the export in this folder; ``None`` without one. Collective."""
+    path, note = local_folder(folder) / _BEST, None
     if checkpointer.strategy.is_rank_0() and path.is_file():
         try:
             note = json.loads(path.read_text())
@@ -150,8 +184,7 @@ def best_value(checkpointer: RunCheckpointer, root: str | Path, metric: str) -> 
             raise CheckpointError(
                 f"{path} is damaged: remove {path.parent}, and the next best is kept"
             ) from error
-    note = checkpointer.strategy.broadcast_object(note)
-    return note["value"] if note is not None and note["metric"] == metric else None
+    return checkpointer.strategy.broadcast_object(note)
 
 
 def clear_exports(root: Path) -> list[str]:

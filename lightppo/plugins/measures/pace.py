@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from shutil import get_terminal_size
 from typing import Any
 
 from tqdm import tqdm
@@ -52,10 +53,16 @@ class Pace:
 
 
 def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **options: Any) -> tqdm:
-    """A bar of at most 80 columns on a terminal; silent elsewhere."""
-    layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}"
+    """A bar as wide as the terminal, with numbers behind it; silent elsewhere."""
+    layout = "{desc} {n_fmt}/{total_fmt} |{bar:10}| {elapsed}<{remaining}{postfix}"
+    columns = get_terminal_size().columns
     return tqdm(
-        items, desc=desc, ncols=80, bar_format=layout, disable=None if shown else True, **options
+        items,
+        desc=desc,
+        ncols=columns,
+        bar_format=layout,
+        disable=None if shown else True,
+        **options,
     )
 
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
@@ -16,7 +17,9 @@ Series = Mapping[str, Sequence[float]]  # name of a metric → its values, step 
 
 LASTING = 3  # steps in a row that are bad, where one alone may be chance
 WINDOW = 5  # steps whose median is compared with earlier ones
+# What a run knows beside its metrics.
 SHARE = "the entropy as a share of that of random tokens"
+PROMPTS = "the prompts of a step"
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Alarm:
     remedy: str
     rings: Callable[..., bool]  # gets the values so far of each of the metrics
     unless_solved: bool = False  # no alarm where scores are as good as they get
+    # Whether it goes on once it rings, so that it does not come and go; None: as long as ``rings`` says.
+    goes_on: Callable[..., bool] | None = None
 
 
 def lasting(bad: Callable[..., bool], steps: int = LASTING) -> Callable[..., bool]:
@@ -37,15 +42,42 @@ def lasting(bad: Callable[..., bool], steps: int = LASTING) -> Callable[..., boo
     )
 
 
-def falling(values: Sequence[float]) -> bool:
-    """Whether the median of the last steps is below the best such median, by half of the rise before it, and by more
-    than three times what usually lies between two steps. The last step of an episode may be a small, odd one."""
+def falling(values: Sequence[float], already: bool = False) -> bool:
+    """Whether the medians of the last steps, as many in a row, are below the best one, by half of the rise before it
+    and by more than four times what usually lies between two steps; ``already``: whether the last one is, by half of
+    that. The last step of an episode may be a small, odd one."""
     middles = [median(values[i : i + WINDOW]) for i in range(len(values) - WINDOW + 1)]
     if len(middles) <= WINDOW:
         return False
     best = max(middles)
     usual = median(abs(a - b) for a, b in pairwise(values))
-    return best - middles[-1] > max((best - middles[0]) / 2, 3 * usual)
+    lost = max((best - middles[0]) / 2, 4 * usual)
+    if already:
+        return best - middles[-1] > lost / 2
+    return best - max(middles[-WINDOW:]) > lost
+
+
+LIKELIHOOD = 1e-6  # of what is no chance
+
+
+def at_its_worst(
+    means: Sequence[float],
+    highest: Sequence[float],
+    lowest: Sequence[float],
+    prompts: Sequence[float],
+) -> bool:
+    """Whether scores were better, and the last steps' means are within 5% of the worst score so far: in more steps and
+    prompts than chance explains, if the scores of a prompt were as before or the worst."""
+    best, worst = max(highest), min(lowest)
+    if not best > worst:
+        return False
+    near = worst + 0.05 * (best - worst)
+    last = next((i for i, mean in enumerate(reversed(means)) if not mean <= near), len(means))
+    before = means[: len(means) - last][-LASTING:]
+    if not last or not before:
+        return False
+    share = min(1 - 1e-9, (fmean(before) - worst) / (best - worst))
+    return math.log1p(-share) * sum(prompts[-last:]) < math.log(LIKELIHOOD)
 
 
 SCORES = ("rollout/reward", "rollout/reward_max", "rollout/reward_min")
@@ -59,6 +91,26 @@ def solved(means: Sequence[float], highest: Sequence[float], lowest: Sequence[fl
 
 LESS = "lower --actor_learning_rate or --max_epochs"
 ALARMS = {
+    "reward_collapse": Alarm(
+        (*SCORES, PROMPTS),
+        "at the worst score of the run, and was better: an update has broken the policy",
+        "start again, or from a checkpoint before, with a lower --actor_learning_rate, at first a tenth",
+        at_its_worst,
+    ),
+    "clipped_scores": Alarm(
+        ("rollout/reward_clip_ratio",),
+        "more than a tenth of the scores are beyond --reward_clip_range, and count as its bounds: what differs between "
+        "them is lost",
+        "--reward_clip_range with bounds that hold your scores, or None; or --reward_scaling",
+        lasting(lambda share: share > 0.1, steps=1),
+    ),
+    "failing_tools": Alarm(
+        ("episode/tool_errors", "episode/tool_calls"),
+        f"more than half of the calls of tools fail in {LASTING} steps: wrong names, wrong arguments or a ToolError",
+        "read conversations (--num_examine 3): does the model know the tools' names and arguments, and write calls as "
+        "--tool_format reads them? Does a tool raise whatever it gets?",
+        lasting(lambda errors, calls: errors > 0.5 and calls > 0),
+    ),
     "kl_explosion": Alarm(
         ("rollout/policy_kl",),
         "above 1 nat per token: the policy is far from the reference",
@@ -97,8 +149,8 @@ ALARMS = {
     "zero_gradient": Alarm(
         ("train/actor_grad_norm",),
         f"0 in {LASTING} steps, and scores are not at their best: the actor does not change",
-        "where groups have equal scores, --dynamic_sampling or more --n_samples_per_prompt; far too high a rate breaks "
-        "a policy so, too: lower --actor_learning_rate",
+        "where groups have equal scores (rollout/equal_groups), --dynamic_sampling or more --n_samples_per_prompt; far "
+        "too high a rate breaks a policy so, too: lower --actor_learning_rate",
         lasting(lambda norm: norm == 0),
         unless_solved=True,
     ),
@@ -134,18 +186,21 @@ ALARMS = {
         f"its median of {WINDOW} steps has lost more than half of what it had gained",
         "lower --learning_rate, or raise --lr_warmup_ratio",
         lambda losses: falling([-loss for loss in losses]),
+        goes_on=lambda losses: falling([-loss for loss in losses], already=True),
     ),
     "reward_falls": Alarm(
         ("rollout/reward",),
         f"its median of {WINDOW} steps has lost more than half of what it had gained",
         f"{LESS}; go on from the best checkpoint (--best_metric, --save_steps)",
         falling,
+        goes_on=partial(falling, already=True),
     ),
     "accuracy_falls": Alarm(
         ("reward/accuracy",),
         f"its median of {WINDOW} steps has lost more than half of what it had gained",
         "if the reward rises meanwhile, it is not what you want: read answers (--num_examine 3); else as reward_falls",
         falling,
+        goes_on=partial(falling, already=True),
     ),
 }
 ALARMS |= {
@@ -172,17 +227,22 @@ class Alarms:
 
     Args:
         vocabulary: number of tokens, for what is uniform; ``None``: nothing is.
+        prompts: of a step; ``None``: there are none.
     """
 
-    def __init__(self, vocabulary: int | None = None) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, vocabulary: int | None = None, prompts: int | None = None) -> None:
+        self.vocabulary, self.prompts = vocabulary, prompts
         self.series: dict[str, list[float]] = defaultdict(list)
         self.ringing: set[str] = set()
+        self.told: set[str] = set()  # of those that ring
+        self.rang: dict[str, list[int]] = defaultdict(list)  # in which steps
 
-    def look(self, status: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+    def look(self, status: Mapping[str, float], step: int) -> tuple[dict[str, float], list[str]]:
         """``alarm/<name>``, 1 or 0, of what the step has numbers for; and a line for each alarm that begins."""
         if self.vocabulary and "train/entropy" in status:
             status = {**status, SHARE: status["train/entropy"] / math.log(self.vocabulary)}
+        if self.prompts and SCORES[0] in status:
+            status = {**status, PROMPTS: self.prompts}
         for name in {name for alarm in ALARMS.values() for name in alarm.metrics if name in status}:
             self.series[name].append(status[name])
         is_solved = solved(*(self.series[name] for name in SCORES))
@@ -190,35 +250,66 @@ class Alarms:
         for name, alarm in ALARMS.items():
             if not all(metric in status for metric in alarm.metrics):
                 continue
+            is_one = (name in self.ringing and alarm.goes_on) or alarm.rings
             rings = not (alarm.unless_solved and is_solved)
-            rings = rings and alarm.rings(*(self.series[metric] for metric in alarm.metrics))
+            rings = rings and is_one(*(self.series[metric] for metric in alarm.metrics))
             seen[f"alarm/{name}"] = float(rings)
-            if rings and name not in self.ringing:
+            if rings and name not in self.told:
                 value = status[alarm.metrics[0]]
                 lines.append(
                     f"ALARM {name}: {alarm.metrics[0]} is {value:.3g}, {alarm.condition}. Try: {alarm.remedy}"
                 )
-            (self.ringing.add if rings else self.ringing.discard)(name)
+            for names in (self.ringing, self.told):
+                (names.add if rings else names.discard)(name)
+            if rings:
+                self.rang[name].append(step)
         return seen, lines
 
-    def state_dict(self) -> dict[str, list[float]]:
-        """The numbers of all steps so far: a resumed run rings as an uninterrupted one."""
-        return dict(self.series)
+    def summary(self) -> str:
+        """Which have rung, and when; empty if none has."""
+        told = [
+            f"{name} in {len(steps)} steps ({steps[0]} to {steps[-1]})"
+            if len(steps) > 1
+            else f"{name} in step {steps[0]}"
+            for name, steps in sorted(self.rang.items(), key=lambda item: item[1][0])
+        ]
+        more = "the log says at the first of them what to do, and so does the report"
+        return f"ALARMS: {', '.join(told)}: {more}" if told else ""
 
-    def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers of all steps so far: a resumed run rings as an uninterrupted one."""
+        return {
+            "series": dict(self.series),
+            "ringing": sorted(self.ringing),
+            "rang": dict(self.rang),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; what rings then is told again."""
-        self.series = defaultdict(list, state)
+        if "series" not in state:  # of an older lightppo
+            state = {"series": state, "ringing": [], "rang": {}}
+        self.series = defaultdict(list, state["series"])
+        self.ringing, self.rang = set(state["ringing"]), defaultdict(list, state["rang"])
+        self.told.clear()
 
 
 class AlarmBell(Callback):
     """Rings the alarms of a run."""
 
     def __init__(self, run: Any) -> None:
-        self.alarms = Alarms(len(run.tokenizer) if run.samples_tokens else None)
+        samples = run.samples_tokens
+        self.alarms = Alarms(
+            len(run.tokenizer) if samples else None,
+            run.config.rollout.rollout_batch_size if samples else None,
+        )
         run.register_state("alarms", self.alarms)
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        seen, lines = self.alarms.look(metrics)
+        seen, lines = self.alarms.look(metrics, step)
         for line in lines:
             run.strategy.print(f"[step {step}] {line}")
         return seen
+
+    def on_end(self, run: Any, error: BaseException | None) -> None:
+        if (error is None or isinstance(error, SystemExit)) and (summary := self.alarms.summary()):
+            run.strategy.print(summary)

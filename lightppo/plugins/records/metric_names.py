@@ -45,6 +45,7 @@ VERL: dict[str, tuple[str, ...]] = {
     "rollout/mismatch_chi2_token": ("rollout_corr/chi2_token",),
     "rollout/mismatch_chi2_seq": ("rollout_corr/chi2_seq",),
     "rollout/mismatch_ess_token": ("rollout_corr/rollout_is_eff_sample_size",),
+    "rollout/num_gen_batches": ("train/num_gen_batches",),
     "train/kl_coef": ("actor/reward_kl_penalty_coeff", "actor/kl_coef"),
     "train/policy_loss": ("actor/pg_loss",),
     "train/clip_ratio": ("actor/pg_clipfrac",),
@@ -104,6 +105,12 @@ OPENRLHF: dict[str, tuple[str, ...]] = {
     "perf/time_experience": ("perf/experience_maker/actor_value_rm_time",),
     "perf/time_reward": ("perf/experience_maker/wait_time",),
 }
+# It tells rewards and lengths once.
+LIGHTRFT: dict[str, tuple[str, ...]] = {
+    "rollout/kl": ("train/kl",),
+    "reward/<name>": ("rollout/<name>",),
+    **{ours: theirs for ours, theirs in OPENRLHF.items() if ours.startswith("perf/")},
+}
 # Of sft, rm and dpo; a row of pairs has other names for the loss.
 OF_EXAMPLES = {
     "train/loss": ("train/gpt_loss", "train/loss_mean"),
@@ -116,9 +123,14 @@ OF_PAIRS = {
     "eval/loss": ("eval/eval_loss",),
     "eval/accuracy": ("eval/acc_mean",),
 }
-NAMES = {"verl": VERL, "openrlhf": OPENRLHF}
+NAMES = {"verl": VERL, "openrlhf": OPENRLHF, "lightrft": LIGHTRFT}
 # that log a global_step of their own
-STEPS = {"verl": ("training",), "openrlhf": ("rollout", "train", "eval")}
+STEPS = {
+    "verl": ("training",),
+    "openrlhf": ("rollout", "train", "eval"),
+    "lightrft": ("rollout", "train"),
+}
+OWN_AXES = ("openrlhf", "lightrft")  # of each namespace
 
 
 def renamed(metrics: Mapping[str, float], names: str) -> dict[str, float]:
@@ -126,7 +138,7 @@ def renamed(metrics: Mapping[str, float], names: str) -> dict[str, float]:
     if names == OURS:
         return dict(metrics)
     table = NAMES[names]
-    if names == "openrlhf":
+    if names in OWN_AXES:
         pairs = any(f"{namespace}/pairs" in metrics for namespace in ("train", "eval"))
         examples = any(f"{namespace}/tokens" in metrics for namespace in ("train", "eval"))
         table = table | (OF_PAIRS if pairs else OF_EXAMPLES if examples else {})
@@ -159,7 +171,7 @@ def _filled(name: str, values: Mapping[str, str]) -> str:
 def global_steps(row: Mapping[str, float], step: int, names: str) -> dict[str, float]:
     """The step under the names that ``--metric_names`` has for it, for Weights & Biases."""
     namespaces = STEPS.get(names, ())
-    if names == "openrlhf":
+    if names in OWN_AXES:
         namespaces = [one for one in namespaces if any(name.startswith(f"{one}/") for name in row)]
     return {f"{namespace}/global_step": float(step) for namespace in namespaces}
 
@@ -167,16 +179,16 @@ def global_steps(row: Mapping[str, float], step: int, names: str) -> dict[str, f
 def page_section() -> str:
     """The tables for docs/metrics.md."""
     parts = [
-        "## Names of other trainers\n\n`--metric_names verl` or `openrlhf` (with LightRFT's) gives trackers these "
+        "## Names of other trainers\n\n`--metric_names verl`, `openrlhf` or `lightrft` gives trackers these "
         "names in place of ours; a metric that is not in the table keeps its name. Where the other trainer counts a "
         "little differently, the number is ours. `metrics.jsonl` keeps our names, so that `lightppo report`, `watch`, "
         "`diff` and `replay` read every run. Weights & Biases also gets the step as `training/global_step` (verl), or "
-        "as `rollout/global_step`, `train/global_step` and `eval/global_step`, which are the x axes (openrlhf).\n"
+        "as `rollout/global_step`, `train/global_step` and `eval/global_step`, which are the x axes (openrlhf; lightrft "
+        "without the last).\n"
     ]
-    tables = {"verl": VERL, "openrlhf": OPENRLHF}
-    tables |= {
-        "openrlhf, of `lightppo sft`": OF_EXAMPLES,
-        "openrlhf, of `lightppo rm` and `dpo`": OF_PAIRS,
+    tables = NAMES | {
+        "openrlhf and lightrft, of `lightppo sft`": OF_EXAMPLES,
+        "openrlhf and lightrft, of `lightppo rm` and `dpo`": OF_PAIRS,
     }
     for title, table in tables.items():
         rows = "".join(

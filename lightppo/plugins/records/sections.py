@@ -39,7 +39,7 @@ class TrackerConfig(Section, adds_to="logging", resume_safe=True):
         None, "Where MLflow logs: a folder, or a server address. Log in with MLflow's variables."
     )
     mlflow_experiment: str = option("lightppo", "MLflow experiment.", needs="use_mlflow")
-    metric_names: Literal["lightppo", "verl", "openrlhf"] = option(
+    metric_names: Literal["lightppo", "verl", "openrlhf", "lightrft"] = option(
         "lightppo",
         "Names of the metrics in trackers; see docs/metrics.md. metrics.jsonl always uses lightppo's.",
         needs="use_wandb or use_tensorboard or use_trackio or use_mlflow",

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
+from lightppo.data.datasets import PromptDataset
 from lightppo.files import local_folder
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.callbacks import Callback
@@ -86,6 +87,12 @@ def places(config: OptionSet) -> str:
     return ", ".join(found)
 
 
+def has_chats(prompts_dataloader: Any) -> bool:
+    """Whether prompts are rendered by the chat template though no option says so, as rows that are chats are."""
+    dataset = getattr(prompts_dataloader, "dataset", None)
+    return isinstance(dataset, PromptDataset) and dataset[0].messages is not None
+
+
 class ClosingLines(Callback):
     """Where everything is, and what to do next."""
 
@@ -104,10 +111,13 @@ def closing_lines(run: Any) -> Iterator[str]:
     yield f"files: {places(config)}"
     if not isinstance(config, PPOConfig):
         return
-    yield (
-        f"""generate: python -c "from transformers import pipeline; print(pipeline('text-generation', """
-        f"""'{folder}')('PROMPT'))\""""
-    )
+    if config.data.apply_chat_template or config.data.input_template or has_chats(run.prompts):
+        yield f"chat, with the template of the run: lightppo chat {folder}"
+    else:
+        yield (
+            f"""generate: python -c "from transformers import pipeline; print(pipeline('text-generation', """
+            f"""'{folder}')('PROMPT'))\""""
+        )
     if config.data.eval_data:
         where = f"--pretrain {folder} --save_path {folder}_eval"
         yield f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {where} --resume never"

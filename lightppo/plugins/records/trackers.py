@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any
 
 from lightppo.config.options import LoggingConfig
 from lightppo.errors import ConfigError
-from lightppo.plugins.records.metric_names import STEPS, global_steps
+from lightppo.plugins.records.metric_names import OWN_AXES, STEPS, global_steps
 from lightppo.shown import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ NAMESPACES = {  # by --metric_names
     "lightppo": _NAMESPACES,
     "verl": (*_NAMESPACES, *_OF_VERL, "val-core", "val-aux"),
     "openrlhf": (*_NAMESPACES, "reward_metrics"),
+    "lightrft": _NAMESPACES,
 }
 
 
@@ -78,7 +80,7 @@ class WandbSink:
         )
         self.run_id, self.names = self.run.id, config.metric_names
         self.run.define_metric("global_step")
-        own_axes = STEPS["openrlhf"] if self.names == "openrlhf" else ()
+        own_axes = STEPS[self.names] if self.names in OWN_AXES else ()
         for namespace in NAMESPACES[self.names]:
             axis = "global_step"
             if namespace in own_axes:
@@ -116,10 +118,7 @@ class TrackioSink:
 
 
 class MlflowSink:
-    """A run of MLflow; rows that a server does not take wait for a later one. Options are its parameters at the start.
-
-    Characters that MLflow has not in names, such as ``@``, become ``_``.
-    """
+    """A run of MLflow; rows that a server does not take wait for a later one. Options are its parameters at the start."""
 
     name = "mlflow"
 
@@ -128,6 +127,7 @@ class MlflowSink:
     ) -> None:
         self.client, found = open_mlflow(config)
         self.mlflow, self.waiting, self.next_try = import_module("mlflow"), [], 0.0
+        self.refused: set[str] = set()  # names that it cannot hold
         if run_id is not None:
             self.client.update_run(run_id, status="RUNNING")
             self.run_id = run_id
@@ -145,20 +145,43 @@ class MlflowSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now, metric = int(1000 * time.time()), self.mlflow.entities.Metric
+        named = {mlflow_name(name): float(value) for name, value in metrics.items()}
         self.waiting += [
-            metric(re.sub(r"[^\w\-. :/]", "_", n), float(v), now, step) for n, v in metrics.items()
+            metric(name, value, now, step)
+            for name, value in named.items()
+            if name not in self.refused
         ]
         if time.monotonic() < self.next_try:
             return
         try:
             while self.waiting:
-                # MLflow takes at most 1,000 metrics in one call.
-                self.client.log_batch(self.run_id, metrics=self.waiting[:1000])
+                self._send(self.waiting[:1000])  # it takes at most so many in one call
                 del self.waiting[:1000]
         except self.mlflow.MlflowException as error:
             self.next_try = time.monotonic() + MLFLOW_PAUSE
             text = "step %d: MLflow did not take the metrics, which wait; next try in %g s: %s"
             logger.warning(text, step, MLFLOW_PAUSE, error)
+
+    def _send(self, metrics: list[Any]) -> None:
+        """MlflowException: it takes none of them."""
+        try:
+            self.client.log_batch(self.run_id, metrics=metrics)
+        except self.mlflow.MlflowException:
+            if len(names := {one.key for one in metrics}) == 1:
+                raise
+            self.client.get_run(self.run_id)  # fails where the server is away
+            refused: dict[str, Exception] = {}
+            for one in metrics:  # a name that it cannot hold does not keep the others out
+                try:
+                    self.client.log_batch(self.run_id, metrics=[one])
+                except self.mlflow.MlflowException as error:
+                    refused[one.key] = error
+            if refused.keys() == names:
+                raise
+            self.refused |= refused.keys()
+            for name, error in refused.items():
+                text = "MLflow cannot hold the metric %s, metrics.jsonl has it: %s"
+                logger.warning(text, name, error)
 
     def close(self) -> None:
         self.next_try = 0.0
@@ -171,6 +194,15 @@ class MlflowSink:
             logger.warning(
                 "MLflow did not take %d numbers; metrics.jsonl has them", len(self.waiting)
             )
+
+
+def mlflow_name(metric: str) -> str:
+    """A name as MLflow can hold it: it has fewer characters, 250 at most, and takes names for paths."""
+    parts = re.sub(r"[^\w\-. :/]", "_", metric).split("/")
+    name = "/".join(re.sub(r"^\.", "_", part) or "_" for part in parts)
+    if len(name) <= 250:
+        return name
+    return f"{name[:241]}_{hashlib.sha256(metric.encode()).hexdigest()[:8]}"
 
 
 Tracker = TensorBoardSink | WandbSink | TrackioSink | MlflowSink

@@ -352,6 +352,11 @@ CHARTS = {
         "rollout/response_clip_ratio": "training",
         "eval/truncated": "held out",
     },
+    "Groups with equal scores, share": {"rollout/equal_groups": "training"},
+    "Tool calls that failed, share": {
+        "episode/tool_errors": "training",
+        "eval/episode/tool_errors": "held out",
+    },
     "Loss": {
         **{
             f"train/{n}": n.removesuffix("_loss")

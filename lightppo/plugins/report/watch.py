@@ -34,6 +34,8 @@ CURVES = {  # title: metrics, each a line where it is there
     "margin": ("train/margin", "eval/margin"),
     "entropy": ("train/entropy",),
     "gradient norm": ("train/actor_grad_norm", "train/grad_norm"),
+    "equal groups": ("rollout/equal_groups",),
+    "tool errors": ("episode/tool_errors", "eval/episode/tool_errors"),
 }
 _OF_RUNS = ("metrics.jsonl", "run_config.yaml", "run_metadata.jsonl", ".lock")
 PHASES = ("rollout", "reward", "experience", "train", "sync", "step")

@@ -48,7 +48,8 @@ class FunctionReward:
         "auto"  # a name in REWARD_STYLES; auto: told by the names of the parameters
     )
     # naive: one call per sample, in threads or, of coroutines, in one event loop; batch: one call with all samples;
-    # prime: calls in processes that are killed at their limit; auto: naive or batch, as the function takes it
+    # prime: calls in processes that are killed at their limit; auto: naive or batch, as the function takes it; dapo:
+    # as auto, and scores without further numbers are also logged as reward/acc
     reward_manager: str = "auto"  # a name in lightppo.plugin.REWARD_MANAGERS
     reward_workers: int | None = None  # calls at a time; None: 16, or one process per core
     # Wall-clock seconds per call. A thread that takes longer is left behind.
@@ -106,6 +107,8 @@ class FunctionReward:
             for state, part in zip(settled, parts)
         ]
         output = join_outputs([answer.output for answer in answers])
+        if self.reward_manager == "dapo" and not output.metrics:
+            output.metrics["acc"] = list(output.scores)  # before any penalty, as in verl
         if self.on_reward_failure == "unscored" or self.reward_retries:
             if taken := sorted({"failures", "timeouts"} & output.metrics.keys()):
                 raise RewardError(

@@ -47,7 +47,7 @@ class FunctionConfig(Section, adds_to="verifier"):
     reward_manager: str = safe(
         "auto",
         "How --reward_fn is called. naive: in threads; batch: one call; prime: processes killed at "
-        "--reward_timeout; auto: by signature; dapo: auto, with --overlong_buffer_len.",
+        "--reward_timeout; auto: by signature; dapo: auto, and a bare score is its acc, too.",
         needs="function",
         names=REWARD_MANAGERS,
     )

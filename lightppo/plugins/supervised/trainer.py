@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightppo.plugin import ROWS
 from lightppo.plugins.measures.speeds import perf_metrics
 from lightppo.plugins.measures.timer import PhaseTimer
 from lightppo.plugins.packing.settle import settle_packing
+from lightppo.plugins.supervised.examples import SFTDataset
 from lightppo.plugins.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.plugins.supervised.sections import SupervisedConfig
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -69,6 +71,18 @@ class HeldOut:
         return {f"eval/{name}": x / total for name, x in means.items()} | {
             f"eval/{objective.unit}": total
         }
+
+
+def prompt_flags(data: Any, dataset: Any) -> str:
+    """The options by which another command renders prompts as these rows were; rows that are chats need none here."""
+    flags = ""
+    are_chats = isinstance(dataset, SFTDataset) and dataset.examples(0)[0].prompt.messages
+    if data.apply_chat_template or are_chats:
+        flags += " --apply_chat_template"
+    for name in ("input_template", "system_prompt"):
+        if (value := getattr(data, name)) is not None:
+            flags += f" --{name} {shlex.quote(value)}"
+    return flags
 
 
 class SupervisedTrainer(TrainingLoop):
@@ -230,7 +244,8 @@ class SupervisedTrainer(TrainingLoop):
         super().finish()
         if self.keeps:
             path = self.config.checkpoint.save_path
-            self.strategy.print(f"next: {self.objective.next.format(path=path)}")
+            flags = prompt_flags(self.config.data, self.train_dataloader.dataset)
+            self.strategy.print(f"next: {self.objective.next.format(path=path)}{flags}")
 
     def save_model(self) -> None:
         """The model at ``save_path``, with what the objective finds out of it at the end. Collective."""

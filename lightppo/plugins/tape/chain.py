@@ -113,8 +113,11 @@ def _hash(before: str, body: bytes) -> str:
 # -- read ------------------------------------------------------------------------------------------------------------
 
 
-def read_strip(path: Path) -> Strip:
+def read_strip(path: Path, whole: bool = True) -> Strip:
     """A file whose hashes are checked. A line that a crash tore, at the end, is left out.
+
+    Args:
+        whole: False: of the entries, only the first one.
 
     Raises:
         TapeError: it names the line that was altered, and which reply it holds.
@@ -128,7 +131,8 @@ def read_strip(path: Path) -> Strip:
         if tail is None or _hash(before, body) != tail[1].decode():
             raise TapeError(_altered(path, number, line, strip.entries))
         before = tail[1].decode()
-        strip.entries.append(json.loads(body))
+        if whole or not strip.entries:
+            strip.entries.append(json.loads(body))
         strip.hashes.append(before)
     strip.size = len(data) - strip.torn
     _check_header(strip)
@@ -180,3 +184,32 @@ def check_head(strip: Strip, head: Head, where: str) -> None:
         raise TapeError(
             f"{strip.path}: one of its first {head.records} lines is not as {where} knows it: restore the file"
         )
+
+
+def missing_files(folder: Path, rank: int, ranks: int, last: int) -> list[str]:
+    """Read a rank's files up to the step ``last``; where files are missing between them, in words.
+
+    Raises:
+        TapeError: it names the line that was altered.
+    """
+    others = {
+        step
+        for number in numbers_of_ranks(folder) - {ranks}
+        for step in files_of(folder, 0, number)
+    }
+    missing: list[str] = []
+    earlier: Strip | None = None
+    at = -1  # its step
+    for step, path in files_of(folder, rank, ranks).items():
+        strip = read_strip(path, whole=False) if step <= last else None
+        if strip is None or not strip.entries:
+            continue
+        end = None if earlier is None else earlier.hashes[-1]
+        # Between two numbers of ranks a file begins with the ends of all.
+        if strip.before not in (None, end) and not any(at < other < step for other in others):
+            if earlier is not None and at == step - 1:
+                check_follows(strip, end)
+            since = "" if earlier is None else f"behind step {at} and "
+            missing.append(f"{since}before step {step}")
+        earlier, at = strip, step
+    return missing

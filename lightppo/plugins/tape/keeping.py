@@ -72,6 +72,8 @@ class Keeper(Callback):
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """TapeError: files of the tape are not as the checkpoint knows them. Collective."""
         self.tape.go_on(state, "the checkpoint")
+        if not self.tape.plays:
+            self.tape.check_past(self.run.state.global_step)
         if state is None or self.tape.plays or state["ranks"] == self.tape.ranks:
             return
         step, ranks = self.run.state.global_step, state["ranks"]

@@ -14,12 +14,13 @@ import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
+from lightppo.errors import StorageError
 from lightppo.files import files_in_use, local_folder
 from lightppo.plugins.tape.chain import (
     FOLDER,
@@ -35,6 +36,8 @@ from lightppo.plugins.tape.chain import (
     described,
     file_name,
     files_of,
+    missing_files,
+    numbers_of_ranks,
     read_strip,
 )
 from lightppo.ranks import Ranks
@@ -237,17 +240,35 @@ class Tape:
                 f"the tape cannot hold {described(entries[0])}: {error}; let it return plain values, or set "
                 "--tape off"
             ) from error
-        with files_in_use().explained(self.folder):
+        try:
             self._file.write(lines)
             self._file.flush()
+        except OSError as error:
+            self._break_off()
+            raise self._unwritable(error) from error
         count = self.head.records if self._strip else 0
         self.head = Head(self.step, count + len(entries), hashes[-1])
 
+    def _break_off(self) -> None:
+        """A line may be torn: nothing follows it."""
+        with suppress(OSError):  # it writes once more what could not be written
+            self._file.close()
+        self._file = self.step = None
+
+    def _unwritable(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"{self.folder}: the tape cannot be written ({error.strerror}): make room and run the same command "
+            "again, or with --tape off; or choose another disk with --save_path"
+        )
+
     def _open(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / file_name(self.step, self.rank, self.ranks)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+        except OSError as error:
+            raise self._unwritable(error) from error
         self._unsynced.add(path)
-        self._file = path.open("ab")
         if self._strip is not None:
             return
         header = {"kind": HEADER, "version": VERSION, "run": self.run, "step": self.step}
@@ -267,11 +288,13 @@ class Tape:
 
     def settle(self) -> dict[str, Any] | None:
         """All that was written is on disk; the end of the tape, for a checkpoint."""
-        with self._lock, files_in_use().explained(self.folder):
+        with self._lock:
             for path in (*self._unsynced, *{path.parent for path in self._unsynced}):
                 handle = os.open(path, os.O_RDONLY)
                 try:
                     os.fsync(handle)
+                except OSError as error:
+                    raise self._unwritable(error) from error
                 finally:
                     os.close(handle)
             self._unsynced.clear()
@@ -307,6 +330,24 @@ class Tape:
         strip = read_strip(path)
         check_head(strip, self.head, where)
         self.head = strip.head
+
+    def check_past(self, last: int) -> None:
+        """Read all files of steps that are done, up to ``last``; those that are missing are named in a warning.
+
+        Raises:
+            TapeError: it names the line that was altered.
+        """
+        for number in numbers_of_ranks(self.folder):
+            # Files of another number of ranks are shared out.
+            for rank in range(self.rank, number, self.ranks):
+                for where in missing_files(self.folder, rank, number, last):
+                    logger.warning(
+                        "%s: files of rank %d of %d are missing %s: these steps cannot be replayed",
+                        self.folder,
+                        rank,
+                        number,
+                        where,
+                    )
 
     def share_out(self, ends: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
         """What the files of another number of ranks end with, as one hash that each new rank begins with."""

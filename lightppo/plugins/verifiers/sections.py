@@ -124,7 +124,5 @@ class BuiltInConfig(Section, adds_to="verifier"):
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
-        if options.config.verifier.reward_manager == "dapo" and options.overlong_buffer_len is None:
-            yield "--reward_manager dapo punishes long responses: set --overlong_buffer_len"
         if options.reward_manager == "prime" and options.reward_timeout is None:
             yield "--reward_manager prime kills a call at its limit: set --reward_timeout"

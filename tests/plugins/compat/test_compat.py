@@ -175,6 +175,22 @@ def test_args_fill_in_what_the_constructor_does_not_speak_of():
     assert (config.algorithm.use_kl_loss, config.algorithm.use_kl_in_reward) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("options", "whitened"),
+    [
+        ({"advantage_estimator": "rloo"}, True),
+        ({"advantage_estimator": "rloo", "adv_norm": False}, False),
+        ({"advantage_estimator": "group_norm"}, False),
+        ({"advantage_estimator": "gae"}, True),
+    ],
+)
+def test_advantages_are_whitened_as_in_the_seeds_fit(options, whitened):
+    args = args_of(n_samples_per_prompt=2, rollout_batch_size=8, train_batch_size=4, **options)
+    assert config_from_options(args, {}).algorithm.adv_norm == whitened
+    # lightppo's own rloo has no whitening
+    assert not PPOConfig.from_flat(advantage_estimator="rloo").resolved().algorithm.adv_norm
+
+
 def test_options_win_over_defaults_and_defaults_over_args():
     """As in the seed: an option of the constructor comes from the constructor, whatever args hold."""
     args = args_of(eps_clip=0.3, max_epochs=4, temperature=0.5, generate_max_len=9)

@@ -20,7 +20,7 @@ from lightppo.plugins.measures.measured import ROLLOUT
 from lightppo.plugins.measures.speeds import perf_metrics
 from lightppo.plugins.measures.summaries import SampleSummaries, Summary
 from lightppo.plugins.measures.timer import PhaseTimer
-from lightppo.trainer.metrics import SampleMeans, with_namespace
+from lightppo.trainer.metrics import SampleMeans, minibatch_on_bar, with_namespace
 
 NAN = math.nan
 
@@ -49,6 +49,8 @@ def rows(masked: bool = False) -> list[Experience]:
     batch.info |= {
         "reward/format": torch.tensor([NAN, 1.0]),
         "prompt_clip_ratio": torch.tensor([0.0, 1.0]),
+        "reward_clip_ratio": torch.tensor([0.0, 1.0]),
+        "equal_groups": torch.tensor([1.0, 1.0]),
     }
     if masked:
         batch.action_mask[0, 1] = False
@@ -106,6 +108,8 @@ def test_status_of_a_rollout_by_hand():
         "prompt_length_max": 3.0,
         "prompt_length_min": 1.0,
         "prompt_clip_ratio": 0.5,
+        "reward_clip_ratio": 0.5,
+        "equal_groups": 1.0,
         "response_clip_ratio": 0.5,
         "reward/format": 1.0,  # of the one sample that has it
         "samples": 2,
@@ -361,12 +365,28 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_bars_are_for_terminals_and_fit_80_columns(monkeypatch):
+def test_a_bar_shows_numbers_by_the_names_of_the_seed(monkeypatch):
+    monkeypatch.setattr(paces.tqdm, "monitor_interval", 0)
+    monkeypatch.setenv("COLUMNS", "200")
+    first, second = rows()
+    statuses = [
+        {"policy_loss": 0.5, "actor_lr": 1e-6, "entropy": 1.0},
+        {"critic_loss": 0.25, "values": 0.1, "critic_lr": 9e-6},
+    ]
+    with paces.progress_bar(None, "train", total=2, file=(file := Terminal())) as bar:
+        bar.set_postfix(minibatch_on_bar([first, second], statuses))
+    shown = "pg=0.5, rm=2, ret=1.5, glen=1.5, tlen=3.5, kl=0, act_lr=1e-6, cri=0.25, vals=0.1, cri_lr=9e-6"
+    assert shown in file.getvalue()
+
+
+def test_bars_are_for_terminals_and_fit_them(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(paces.tqdm, "monitor_interval", 0)
     for file, shown in ((Terminal(), True), (Terminal(), False), (io.StringIO(), True)):
         with paces.progress_bar(
             None, "step", shown=shown, total=123456, initial=123, file=file
         ) as bar:
+            bar.set_postfix(dict.fromkeys(map(str, range(30)), 0.5), refresh=False)
             bar.update()
         lines = re.split(r"[\r\n]+", file.getvalue())
         assert max(map(len, lines)) <= 80

@@ -18,7 +18,13 @@ from support.tiny import read_jsonl
 from lightppo.config import LoggingConfig, PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.plugins.records.recorder import JsonlSink, open_sinks
-from lightppo.plugins.records.trackers import WandbSink, check_trackers, open_trackers
+from lightppo.plugins.records.trackers import (
+    MlflowSink,
+    WandbSink,
+    check_trackers,
+    mlflow_name,
+    open_trackers,
+)
 
 
 def rows(path: Path) -> list[dict]:
@@ -284,6 +290,15 @@ class FakeRun:
             },
             {"rollout/global_step": 3.0},
         ),
+        (
+            "lightrft",
+            {
+                "rollout/*": "rollout/global_step",
+                "train/*": "train/global_step",
+                "eval/*": "global_step",
+            },
+            {"rollout/global_step": 3.0},
+        ),
     ],
 )
 def test_wandbs_axes_are_those_of_the_other_trainer(monkeypatch, names, axes, row):
@@ -438,6 +453,42 @@ def test_what_mlflow_does_not_take_waits_and_is_not_sent_again_at_once(
     assert len(calls) == 3
     assert "MLflow did not take 1 numbers; metrics.jsonl has them" in caplog.text
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("metric", "name"),
+    [
+        ("eval/pass@4", "eval/pass_4"),
+        ("reward/[x]", "reward/_x_"),
+        ("reward/a//b", "reward/a/_/b"),
+        ("/reward/", "_/reward/_"),
+        ("reward/../x", "reward/_./x"),
+        ("reward/.", "reward/_"),
+        ("reward/a.b", "reward/a.b"),
+        ("", "_"),
+        ("ä" * 250, "ä" * 250),
+        ("ä" * 251, "ä" * 241 + "_e2667593"),
+    ],
+)
+def test_names_as_mlflow_can_hold_them(mlflow, metric, name):
+    from mlflow.utils.validation import _validate_metric
+
+    assert mlflow_name(metric) == name
+    _validate_metric(name, 1.0, 0, 0)
+
+
+def test_a_metric_that_mlflow_cannot_hold_does_not_keep_the_others_out(tmp_path, mlflow, caplog):
+    sinks = Sinks(tmp_path / "run", use_mlflow=str(tmp_path / "mlruns"))
+    sink = next(one for one in sinks.sinks if isinstance(one, MlflowSink))
+    # A folder of MLflow's own kind keeps reward/a as a file, and so has no reward/a/b.
+    for step in (1, 2):
+        sink.log(step, {"reward/a": 1.0 * step, "reward/a/b": 5.0, "train/loss": 2.0 * step})
+    sink.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert "MLflow cannot hold the metric reward/a/b, metrics.jsonl has it: " in told[0]
+    points = mlflow_points(sink.client, sink.run_id, "train/loss")
+    assert points == [(1, 2.0), (2, 4.0)]
 
 
 def test_mlflow_over_http_until_the_server_takes_nothing(mlflow, monkeypatch, caplog):

@@ -38,10 +38,12 @@ OF_OTHERS |= {f"train/{name}" for name in SUPERVISED | PAIRS} | {"eval/loss", "e
 OF_OTHERS |= {"rollout/teacher_kl", "rollout/teacher_log_prob", "train/distill_loss"}
 OF_OTHERS |= {"train/teacher_top_mass"}
 OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
+# Of groups; tests/experience/test_experience_maker.py has it.
+OF_OTHERS |= {"rollout/equal_groups"}
 # Of vLLM; tests/plugins/vllm/test_train_vllm.py has it.
 OF_OTHERS |= {"perf/sync_megabytes"}
 # Of episodes; tests/plugins/episodes/test_training.py has them.
-OF_OTHERS |= {f"episode/{name}" for name in tally.NAMES}
+OF_OTHERS |= {f"episode/{name}" for name in tally.NAMES} | {"alarm/failing_tools"}
 OF_OTHERS |= {f"perf/{name}" for name in tally.clocked_names()}
 # Of remax and of --profile_steps; tests/experience/test_sampling.py and tests/trainer/test_metrics.py have them.
 OF_OTHERS |= {"perf/time_greedy", "perf/time_start_profile", "perf/time_stop_profile"}
@@ -143,6 +145,7 @@ ROW = {
     "perf/time_experience": 13.0,
     "reward/format": 14.0,
     "eval/math/mean@4": 15.0,
+    "rollout/num_gen_batches": 16.0,
 }
 
 
@@ -164,12 +167,19 @@ def test_names_of_verl():
         "timing_s/experience": 13.0,
         "reward/format": 14.0,
         "val-core/math/reward/mean@4": 15.0,
+        "train/num_gen_batches": 16.0,
     }
 
 
 def test_names_of_openrlhf_and_lightrft():
     replaced = {"rollout/kl", "perf/time_rollout", "perf/time_experience", "reward/format"}
     kept = {name: value for name, value in ROW.items() if name not in replaced}
+    assert metric_names.renamed(ROW, "lightrft") == kept | {
+        "train/kl": 3.0,
+        "perf/experience_maker/generate_time": 10.0,
+        "perf/experience_maker/actor_value_rm_time": 13.0,
+        "rollout/format": 14.0,
+    }
     assert metric_names.renamed(ROW, "openrlhf") == kept | {
         "train/reward": 1.0,
         "train/kl": 3.0,
@@ -214,6 +224,7 @@ def test_names_of_openrlhf_and_lightrft():
 )
 def test_names_of_openrlhfs_supervised_trainers(row, expected):
     assert metric_names.renamed(row, "openrlhf").keys() == expected
+    assert metric_names.renamed(row, "lightrft").keys() == expected
 
 
 def test_our_names_are_the_default():

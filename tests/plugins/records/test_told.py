@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from lightppo.config import PPOConfig
+from lightppo.data.datasets import PromptDataset
 from lightppo.plugins.records import told
 from lightppo.strategy.zero3 import parameter_count
 
@@ -62,3 +66,25 @@ def test_a_run_says_where_its_checkpoints_are(tmp_path):
     (tmp_path / "checkpoints_ppo" / "_actor" / "global_step2").mkdir(parents=True)
     assert f"checkpoints in {tmp_path}/checkpoints_ppo" in told.places(config)
     assert "no checkpoints" in told.places(config.with_options(resume="never"))
+
+
+def closing(config: PPOConfig, prompts: Any = None) -> str:
+    run = SimpleNamespace(config=config, prompts=prompts, saves=False)
+    return "\n".join(told.closing_lines(run))
+
+
+def test_a_model_that_was_trained_on_chats_is_not_asked_without_its_template(
+    tmp_path, tiny_tokenizer
+):
+    config = PPOConfig.from_flat(save_path=f"{tmp_path}/run").resolved()
+    assert f"pipeline('text-generation', '{tmp_path}/run')('PROMPT')" in closing(config)
+    for options in ({"apply_chat_template": True}, {"input_template": "Q: {}"}):
+        lines = closing(config.with_options(**options))
+        assert f"chat, with the template of the run: lightppo chat {tmp_path}/run" in lines
+        assert "pipeline" not in lines
+    # chats are rendered as such without an option
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    chats = [{"input": [{"role": "user", "content": "1+1="}]}]
+    prompts = PromptDataset(Dataset.from_list(chats), tokenizer, input_key="input")
+    assert "lightppo chat" in closing(config, SimpleNamespace(dataset=prompts))

@@ -160,6 +160,20 @@ def test_a_score_that_cannot_be_read_is_a_failure_of_its_sample(rollouts, rows, 
         assert output.metrics["failures"] == [float(score is None) for score in scores]
 
 
+def test_under_dapo_a_bare_score_is_the_accuracy_too(rollouts):
+    def bare(q, p, labels):
+        return [1.0, None, 0.0, 1.0, 0.5]
+
+    def with_numbers(q, p, labels):
+        return {"rewards": [1.0] * 5, "extra_logs": {"format": [0.0] * 5}}
+
+    output = FunctionReward(bare, reward_manager="dapo").score(rollouts)
+    assert output.metrics == {"acc": [1.0, None, 0.0, 1.0, 0.5]}
+    assert FunctionReward(bare).score(rollouts).metrics == {}
+    output = FunctionReward(with_numbers, reward_manager="dapo").score(rollouts)
+    assert output.metrics == {"format": [0.0] * 5}
+
+
 def test_a_number_is_what_its_float_says(rollouts):
     with pytest.raises(NonFiniteRewardError, match="score of sample 0"):
         FunctionReward(lambda q, p, labels: [NAN_INSIDE(1.0)] * 5, "f").score(rollouts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -18,6 +19,8 @@ from lightppo.plugins.reward_sources.reward_inputs import Retemplated, SameIds
 from lightppo.plugins.supervised.example_rows import resolve_example_fields
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 from lightppo.plugins.supervised.pairs import PairDataset
+from lightppo.plugins.supervised.sections import DPOConfig
+from lightppo.plugins.supervised.trainer import prompt_flags
 
 
 def test_tools_of_a_row_and_a_last_turn_of_calls(tokenizer):
@@ -248,3 +251,20 @@ def test_a_form_of_another_version_is_named():
     config = LlamaConfig(reward_rows={"end_id": 2, "is_chat": True, "more": 1})
     with pytest.raises(ModelLoadError, match=r"reward_rows in config\.json is .*'more'"):
         RowForm.of(config)
+
+
+def test_the_next_command_renders_prompts_as_the_pairs_were(tiny_tokenizer) -> None:
+    def flags(rows: list[dict], **options) -> str:
+        data = DPOConfig.from_flat(**options).data
+        form = {name: getattr(data, name) for name in ("apply_chat_template", "input_template")}
+        dataset = PairDataset(Dataset.from_list(rows), tokenizer, 20, **form)
+        return prompt_flags(data, dataset)
+
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    texts = [{"prompt": "1+", "chosen": "2", "rejected": "3"}]
+    assert flags(texts) == ""
+    assert flags(texts, apply_chat_template=True) == " --apply_chat_template"
+    assert flags(texts, input_template="a {}") == " --input_template 'a {}'"
+    chats = [{"prompt": [USER | {"content": "1+"}], "chosen": "2", "rejected": "3"}]
+    assert flags(chats) == " --apply_chat_template"

@@ -211,6 +211,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(train, dataset, tmp_path, capsys
     assert {row["eval/tokens"] for row in evaluated} == {65}
     best = min(evaluated[1:], key=lambda row: row["eval/loss"])
     note = json.loads((tmp_path / "straight/model/checkpoints/best_hf/best.json").read_text())
+    assert note.pop("run") == straight.checkpointer.run
     assert note == {"step": best["step"], "metric": "eval/loss", "value": best["eval/loss"]}
 
     def look() -> dict[Path, tuple]:
@@ -354,9 +355,9 @@ def test_rows_template_betas_and_warm_up_reach_the_run(train, rows, tmp_path):
         train(name, **warm_up, **more)
     of = lambda name, metric: [row[f"train/{metric}"] for row in logged(tmp_path / name)]  # noqa: E731
     assert of("chosen", "loss") == of("written", "loss")
-    assert of("betas", "loss")[:2] == of("written", "loss")[:2]
+    assert of("betas", "loss")[:1] == of("written", "loss")[:1]
     assert of("betas", "loss")[3] != of("written", "loss")[3]
-    assert of("written", "lr") == pytest.approx([0, RATE / 2, RATE, RATE / 2])
+    assert of("written", "lr") == pytest.approx([RATE / 3, 2 * RATE / 3, RATE, RATE / 2])
 
 
 class TestBadInput:

@@ -230,6 +230,15 @@ def test_what_was_altered_is_named(late, tmp_path, pattern, kind):
         fitted(late(save_steps=1, benchmark_steps=3))  # goes on
 
 
+def test_a_resume_reads_the_files_of_all_steps(late):
+    fitted(late(save_steps=1, benchmark_steps=2))
+    path = tape_files(late())[0]
+    assert path.name == "step1_rank0of1.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"reward":', b'"reword":', 1))
+    with pytest.raises(TapeError, match=r"step1_rank0of1.jsonl:\d+ was altered"):
+        fitted(late(save_steps=1, benchmark_steps=3))
+
+
 def test_a_tape_that_was_made_anew_does_not_fit_the_checkpoints(late, tmp_path):
     fitted(late(save_steps=1, benchmark_steps=2))
     other = late("other", save_steps=1, benchmark_steps=2, seed=7)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from lightppo.errors import StorageError
 from lightppo.plugins.tape.chain import Head, TapeError, file_name, read_strip
 from lightppo.plugins.tape.reel import Reel, packed, unpacked
 from lightppo.plugins.tape.tape import REWARD, KnownEnd, Tape, first_difference
@@ -202,6 +203,86 @@ def test_a_torn_line_is_told_and_cut(folder, caplog):
     assert not Reel(tape, KEY, 1).answers
     play(tape, word="ho")
     assert [entry.get("take") for entry in read_strip(path).entries] == [None, 1, 1, 2, 2, 2]
+
+
+def ended(folder, last: int, rank: int = 0, ranks: int = 1, before: str | None = None) -> dict:
+    """What a checkpoint keeps of a rank that was told something in each step to this one."""
+    tape = Tape(folder, rank, ranks)
+    tape._before = before
+    for step in range(1, last + 1):
+        tape.go_to(step, "train")
+        play(tape)
+    return tape.settle()
+
+
+def gone_on(folder, end: dict, step: int, rank: int = 0, ranks: int = 1) -> Tape:
+    tape = Tape(folder, rank, ranks)
+    tape.go_on(end, "the checkpoint")
+    tape.check_past(step)
+    return tape
+
+
+def test_a_line_of_a_step_that_is_done_is_read_on_resume(folder):
+    end = ended(folder, 4)
+    gone_on(folder, end, 4)
+    path = folder / file_name(2, 0, 1)
+    path.write_bytes(path.read_bytes().replace(b'"hi"', b'"ho"'))
+    with pytest.raises(TapeError, match=r"step2_rank0of1.jsonl:3 was altered.*turn of .*step 2"):
+        gone_on(folder, end, 4)
+
+
+def test_lines_that_are_missing_at_the_end_of_a_step_that_is_done(folder):
+    end = ended(folder, 3)
+    path = folder / file_name(1, 0, 1)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(TapeError, match=r"step2_rank0of1.jsonl:1 does not follow the end"):
+        gone_on(folder, end, 3)
+
+
+@pytest.mark.parametrize(
+    ("gone", "where"),
+    [
+        ((2, 3), "of rank 0 of 1 are missing behind step 1 and before step 4"),
+        ((1,), "of rank 0 of 1 are missing before step 2"),
+    ],
+)
+def test_files_that_are_missing_are_named(folder, caplog, gone, where):
+    end = ended(folder, 4)
+    for step in gone:
+        (folder / file_name(step, 0, 1)).unlink()
+    gone_on(folder, end, 4)
+    assert [record.getMessage() for record in caplog.records if where in record.getMessage()]
+
+
+def test_with_another_number_of_ranks_nothing_is_missing(folder, caplog):
+    ends = [ended(folder, 2, rank, 2) for rank in (0, 1)]
+    tape = Tape(folder, 0, 1)
+    tape.go_on(tape.share_out(ends), "the checkpoint")
+    tape.check_past(2)
+    for step in (3, 4):
+        tape.go_to(step, "train")
+        play(tape)
+    gone_on(folder, tape.settle(), 4)
+    assert caplog.records == []
+    path = folder / file_name(1, 1, 2)
+    path.write_bytes(path.read_bytes().replace(b'"hi"', b'"ho"'))
+    with pytest.raises(TapeError, match=r"step1_rank1of2.jsonl:3 was altered"):
+        gone_on(folder, tape.settle(), 4)
+
+
+def test_a_full_disk_is_one_error_and_nothing_follows_a_torn_line(folder):
+    tape = tape_at(folder)
+    play(tape)
+    tape._file.close()
+    tape._file = open("/dev/full", "ab")  # noqa: SIM115
+    with pytest.raises(
+        StorageError, match=r"tape cannot be written \(No space.*--tape off"
+    ) as full:
+        play(tape, (0, 5, 2))
+    assert "ckpt" not in str(full.value)
+    tape.give_up()
+    tape.close()  # no second error
+    assert len(read_strip(folder / file_name(1, 0, 1)).entries) == 4
 
 
 def test_what_json_cannot_hold_is_named(folder):
