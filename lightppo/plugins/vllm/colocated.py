@@ -244,10 +244,10 @@ class Requests:
             "stop_token_ids": self._stop.ids,
             "ignore_eos": True,
             "logprobs": 0,  # of the sampled token alone
-            "detokenize": bool(sampling.stop),
+            "detokenize": bool(self._stop.strings),
         }
-        if sampling.stop:
-            parameters["stop"] = list(sampling.stop)
+        if self._stop.strings:
+            parameters["stop"] = list(self._stop.strings)
         if sampling.bad_words:
             parameters["bad_words"] = [word.strip() for word in sampling.bad_words]
         return parameters

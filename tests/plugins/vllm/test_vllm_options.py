@@ -163,12 +163,12 @@ PROMPT = Prompt("ab", [3, 4], index=5)
 
 def test_sampling_parameters(requests_of):
     sampling = SamplingParams(
-        max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.1, stop=("x",),
+        max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.1, stop=("x", "<unk>"),
         stop_token_ids=(7,), n=2, min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5,
     )  # fmt: skip
     assert requests_of(sampling, PROMPT).parameters(1) == {
         "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1,
-        "seed": request_seed(0, 5, 1), "stop_token_ids": [1, 7], "ignore_eos": True, "logprobs": 0, "detokenize": True,
+        "seed": request_seed(0, 5, 1), "stop_token_ids": [1, 2, 7], "ignore_eos": True, "logprobs": 0, "detokenize": True,
         "stop": ["x"], "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
     }  # fmt: skip
     for greedy in (
