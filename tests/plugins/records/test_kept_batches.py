@@ -57,7 +57,7 @@ def test_rollouts_are_kept_without_the_episodes_that_failed(tmp_path):
     for rollout in (scored, failed):
         rollout.reward = math.nan
     path = tmp_path / "step1_rank0.pt"
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(str(int(i)) for i in ids))
     assert write_batch(tokenizer, path, [failed, scored], {"step": 1}) == {"score": 1}
     assert load_batch(path)[1] == [("3 4", "5 6")]
     assert write_batch(tokenizer, path, [failed], {"step": 1}) == {}
