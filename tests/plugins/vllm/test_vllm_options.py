@@ -14,6 +14,7 @@ from transformers import Gemma4TextConfig, LlamaConfig, MambaConfig
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
+from lightppo.plugins.vllm import colocated
 from lightppo.plugins.vllm.colocated import (
     Requests,
     VLLMRolloutEngine,
@@ -295,3 +296,19 @@ def test_each_response_has_a_seed_of_its_own_by_default_on_a_cpu(asked, on_gpu, 
     config = PPOConfig.from_flat(vllm_request_seeds=asked)
     engine = SimpleNamespace(config=config, on_gpu=on_gpu)
     assert VLLMRolloutEngine._seeds_each_response.fget(engine) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (NotImplementedError("No MoE backend supports the configuration."), True),
+        (AssertionError(), True),
+        (RuntimeError("shape '[-1, 2, 32]' is invalid"), True),
+        (MemoryError(), False),
+        (torch.OutOfMemoryError(), False),
+        (ConfigError("--lora_rank"), False),
+    ],
+)
+def test_which_errors_of_vllm_are_of_its_code_for_a_model(error, expected):
+    """These are told in one line, when vLLM loads a model and when it first samples; others as they are."""
+    assert colocated._lacks_the_model(error) is expected
