@@ -26,6 +26,8 @@ def split_stops(
     Raises:
         ValueError: a string has a special token and more.
     """
+    if not strings:
+        return (), []
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids))
     for i, token in tokenizer.added_tokens_decoder.items():
         if token.special:
