@@ -268,16 +268,9 @@ LAYOUTS: Table[LayoutEntry] = Table(
 :class:`lightppo.models.wrapper.PaddedLayout`, or one of a subclass, of a
 :class:`~lightppo.models.wrapper.PretrainedWrapper`. The last entry counts."""
 
-KERNELS: Table = Table(
-    "kernel",
-    {
-        "draw": Entry("lightppo.rollout.sampling:inverse_cdf"),
-        "decoding": Entry("contextlib:nullcontext"),
-    },
-)
-"""How tokens are drawn, and a context of a model that decodes; and with the plugin ``kernels``, how log probs multiply
-hidden states and head, as torch's functions do, and how many rows of the head. A plugin may put another entry in the
-place of each."""
+KERNELS: Table = Table("kernel", {"decoding": Entry("contextlib:nullcontext")})
+"""A context of a model that decodes; and with the plugin ``kernels``, how log probs multiply hidden states and head, as
+torch's functions do, and how many rows of the head. A plugin may put another entry in the place of each."""
 
 HEAD_SCORES: Table = Table("scoring without logits")
 """How an actor's log probs are made without its logits. An entry's function ``(actor, batch, actions, *, entropy,

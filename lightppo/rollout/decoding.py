@@ -86,7 +86,7 @@ class DecodedBatch:
     stopped: Tensor  # (B,) bool: ended by a stop id or string, not by the token limit
 
 
-Uniforms = Callable[[list[int]], Tensor]  # numbers of requests -> (k, max_new_tokens) float64
+Seeds = Callable[[list[int]], Tensor]  # numbers of requests -> (k, max_new_tokens) long
 Decoded = Iterator[tuple[list[int], DecodedBatch]]  # numbers of requests and their responses
 
 
@@ -136,7 +136,7 @@ class RequestQueue:
 class Decoder:
     """Decodes many requests with one model, at most ``slots`` at a time.
 
-    ``run(queue, uniforms)`` yields the numbers of some requests and their responses, until all of a queue of
+    ``run(queue, seeds)`` yields the numbers of some requests and their responses, until all of a queue of
     ``queue_kind`` are done.
     """
 
@@ -154,7 +154,7 @@ class BatchDecoder(Decoder):
     """Decodes one micro batch after the other, with the cache that transformers makes for the model."""
 
     @torch.no_grad()
-    def run(self, queue: RequestQueue, uniforms: Uniforms) -> Decoded:
+    def run(self, queue: RequestQueue, seeds: Seeds) -> Decoded:
         """See :class:`Decoder`."""
         while queue.look(idle=True) or queue.waiting:
             if not queue.waiting:
@@ -162,11 +162,11 @@ class BatchDecoder(Decoder):
             numbers = queue.take_in_order(self.slots)
             prompts = [queue.prompts[number] for number in numbers]
             limits = torch.tensor(queue.limits(numbers), device=self.device)
-            yield numbers, self._decode(prompts, uniforms(numbers), limits)
+            yield numbers, self._decode(prompts, seeds(numbers), limits)
 
-    def _decode(self, prompts: list[list[int]], uniforms: Tensor, limits: Tensor) -> DecodedBatch:
+    def _decode(self, prompts: list[list[int]], seeds: Tensor, limits: Tensor) -> DecodedBatch:
         """Decodes until every row has ended or has its limit of new tokens, ``limits`` (B,)."""
-        batch_size, most = uniforms.shape
+        batch_size, most = seeds.shape
         prompt_ids, mask, positions = left_pad(prompts, self.device)  # (B, P)
         prompt_width = prompt_ids.shape[1]
         ids = pad(prompt_ids, (0, most))  # (B, P + max_new)
@@ -186,7 +186,7 @@ class BatchDecoder(Decoder):
             width = prompt_width + step
             logits = self.forward(inputs, mask[:, :width], positions, cache)  # (b, V)
             history = ids[rows, :width] if self.sampler.needs_history else None
-            tokens, log_probs[rows, step] = self.sampler(logits, uniforms[:, step], step, history)
+            tokens, log_probs[rows, step] = self.sampler(logits, seeds[:, step], step, history)
             responses[rows, step] = tokens
 
             ended = self.stop.ended(responses, rows, step + 1) & ~done
@@ -201,8 +201,8 @@ class BatchDecoder(Decoder):
             if running <= COMPACT_BELOW * len(rows) and _can_drop_rows(cache):
                 kept = (~done).nonzero().squeeze(1)
                 cache.batch_select_indices(kept)
-                rows, mask, inputs, positions, uniforms = (
-                    x[kept] for x in (rows, mask, inputs, positions, uniforms)
+                rows, mask, inputs, positions, seeds = (
+                    x[kept] for x in (rows, mask, inputs, positions, seeds)
                 )
                 done = done.new_zeros(running)
         return DecodedBatch(responses, log_probs, lengths, stopped)

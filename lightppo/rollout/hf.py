@@ -26,7 +26,7 @@ from lightppo.rollout.sampling import (
     TokenSampler,
     end_of_text_ids,
     in_any_order,
-    request_uniforms,
+    token_seeds,
 )
 
 if TYPE_CHECKING:
@@ -71,9 +71,10 @@ class HFRolloutEngine:
 
     Requests take ``micro_rollout_batch_size`` slots; when a response ends, the next request takes its slot. A prompt
     goes through the model once for all its samples. The random numbers of a response depend only on (``sampling.seed``,
-    ``prompt.index``, sample number), so in float32 a response does not depend on the micro batch size, the other
-    prompts, their order or the number of ranks. ``last_stats`` counts tokens, forward passes, positions computed in
-    them (padding included) and seconds.
+    ``prompt.index``, sample number), and decide between tokens as ``draw_tokens`` says. So in float32 a response does
+    not depend on the micro batch size, the other prompts, their order or the number of ranks, unless rounding decides
+    between two tokens that arrive together. ``last_stats`` counts tokens, forward passes, positions computed in them
+    (padding included) and seconds.
     """
 
     capabilities: ClassVar = Capabilities(
@@ -138,14 +139,14 @@ class HFRolloutEngine:
         with bar, self.decoding(forward, sampling) as decoder:
             most = sampling.max_new_tokens
 
-            def uniforms(numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
-                table = [request_uniforms(sampling.seed, *streams[order[i]], most) for i in numbers]
+            def seeds(numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
+                table = [token_seeds(sampling.seed, *streams[order[i]], most) for i in numbers]
                 return torch.from_numpy(np.stack(table)).to(decoder.device)
 
             finished: list[Rollout] = []
             in_order = [requests[number][0].token_ids for number in order]
             queue = decoder.queue_kind(forward, in_order, most, decoder.device)
-            for numbers, decoded in decoder.run(queue, uniforms):
+            for numbers, decoded in decoder.run(queue, seeds):
                 asked = [requests[order[i]] for i in numbers]
                 ended = self.to_rollouts(asked, decoded, decoder.stop)
                 for i, rollout in zip(numbers, ended):

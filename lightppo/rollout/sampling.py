@@ -17,13 +17,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lightppo.plugin import KERNELS
 from lightppo.rollout.engine import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_TOKEN = -1  # fills left padding in token histories: no filter takes it for a token
+_BLOCK = 128  # tokens of a large vocabulary that race together
+_TO_UNIT = -(2.0**-63) * (1 - 2.0**-24)  # of 1 … 2^63 to -u, above -1 in float32
 
 # -- drawing tokens ---------------------------------------------------------------------------------------------------
 
@@ -45,30 +46,54 @@ def in_any_order() -> Iterator[None]:
             torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
-def request_uniforms(
+def token_seeds(
     seed: int,
     prompt_index: int,
     sample_index: int,
     count: int,
 ) -> np.ndarray:
-    """The uniforms of one request, (count,) float64 in [0, 1); a longer request begins with the same numbers."""
-    # SHAKE-128 of the key is the same on every machine and version, unlike a seeded generator.
-    stream = hashlib.shake_128(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest(
-        8 * count
-    )
-    # 52 bits, not 53: u * total < total then holds after rounding, for any total.
-    return (np.frombuffer(stream, dtype="<u8") >> 12) * 2.0**-52
+    """The seeds of one request's tokens, (count,) odd int64; a longer request begins with the same seeds."""
+    return _random_words(f"lightppo/{seed}/{prompt_index}/{sample_index}", count)
 
 
-def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token of each row whose cumulated probability exceeds u · total; never one of probability 0.
+def runner_factors(vocab_size: int) -> Tensor:
+    """A random odd number for each runner of :func:`draw_tokens`, (N,) int64: tokens, then blocks if there are any."""
+    blocks = -(-vocab_size // _BLOCK)
+    count = vocab_size if blocks == 1 else _BLOCK + blocks
+    return torch.from_numpy(_random_words("lightppo/runners", count))
 
-    ``probs`` (B, V), whose rows need not sum to 1, and ``uniforms`` (B,) float64 in [0, 1) -> (B,) token ids, long.
+
+def draw_tokens(probs: Tensor, seeds: Tensor, factors: Tensor) -> Tensor:
+    """One token per row of ``probs`` (B, V), whose rows need not sum to 1, by ``seeds`` (B,): (B,) ids, long.
+
+    Tokens race: token i arrives at E_i / prob_i, where the E_i are exponential, and the first one wins. E_i depends on
+    the row's seed and on i alone, so rounding changes the winner only where two arrive together, while it shifts every
+    border of a cumulated sum. Of a large vocabulary, blocks race first (by their sums), then the tokens of the winner:
+    one pass over ``probs``, and few random numbers. A token of probability 0 never wins.
     """
-    # In float32 the tail of a large vocabulary would fall below the rounding of the sum.
-    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cdf, uniforms.unsqueeze(1) * cdf[:, -1:], right=True).squeeze(1)
-    return tokens.clamp_(max=probs.shape[-1] - 1)  # only rows of NaN end beyond the vocabulary
+    # Seed times factor modulo 2^64 is uniform for each runner; random factors make runners independent of each other.
+    products = seeds.unsqueeze(1) * factors  # (B, N)
+    # Small times decide, so u is in (0, 1) with float32's relative precision near 0: E = -log1p(-u).
+    minus_times = products.bitwise_and_(2**63 - 1).float().mul_(_TO_UNIT).log1p_()
+    vocab_size = probs.shape[-1]
+    if vocab_size <= _BLOCK:
+        return (probs / minus_times).min(dim=-1).indices
+    sums = probs.unfold(1, _BLOCK, _BLOCK).sum(dim=-1)
+    rest = vocab_size % _BLOCK
+    if rest:
+        sums = torch.cat([sums, probs[:, -rest:].sum(dim=-1, keepdim=True)], dim=1)
+    blocks = (sums / minus_times[:, _BLOCK:]).min(dim=-1, keepdim=True).indices
+    tokens = torch.arange(_BLOCK, device=probs.device) + blocks * _BLOCK  # (B, block)
+    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1))
+    if rest:
+        inside.masked_fill_(tokens >= vocab_size, 0)
+    first = (inside / minus_times[:, :_BLOCK]).min(dim=-1, keepdim=True).indices
+    return tokens.gather(1, first).squeeze(1)
+
+
+def _random_words(name: str, count: int) -> np.ndarray:
+    """Odd int64, (count,): the same on every machine and version, unlike a seeded generator's."""
+    return np.frombuffer(hashlib.shake_128(name.encode()).digest(8 * count), dtype="<i8") | 1
 
 
 # of raw logits (B, V), the number of tokens that each response has, and the tokens so far
@@ -103,9 +128,9 @@ class TokenSampler:
         self.log_prob_vocab_size = log_prob_vocab_size
         self._suppressed = torch.zeros(valid_vocab_size, dtype=torch.bool)
         self._suppressed[[i for i in suppressed_ids if i < valid_vocab_size]] = True
+        self._factors = runner_factors(valid_vocab_size)
         self._changes = changes
         self.needs_history = bool(changes)
-        self._draw = KERNELS["draw"].fn
         self._filters = LogitsProcessorList()
         if sampling.min_p > 0:
             self._filters.append(MinPLogitsWarper(sampling.min_p))
@@ -117,7 +142,7 @@ class TokenSampler:
     def __call__(
         self,
         logits: Tensor,
-        uniforms: Tensor,
+        seeds: Tensor,
         step: int | Tensor,
         history: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -127,7 +152,7 @@ class TokenSampler:
         can be drawn (logits NaN or +inf, or every token banned).
 
         Args:
-            uniforms: (B,) float64 in [0, 1); unused if greedy.
+            seeds: (B,) of :func:`token_seeds`; unused if greedy.
             step: number of tokens that each response already has; (B,), all >= 1, if they differ.
             history: (B, S) prompt and response so far, left padding ``NO_TOKEN``; None unless ``needs_history``.
         """
@@ -143,10 +168,9 @@ class TokenSampler:
             scores = banned if temperature == 1.0 else banned / temperature
             if self._needs_rows and len(scores) == 1:
                 scores = scores.expand(2, -1)
-                uniforms = uniforms.expand(2)
-            scores = self._filters(history, scores)
-            tokens = self._draw(scores.softmax(dim=-1), uniforms)[: len(logits)]
-            scores = scores[: len(logits)]
+            scores = self._filters(history, scores)[: len(logits)]
+            self._factors = self._factors.to(scores.device)  # once
+            tokens = draw_tokens(scores.softmax(dim=-1), seeds, self._factors)
         # Computed as in training, so that they are equal to the last bit.
         log_probs = scaled.log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens, log_probs.masked_fill(scores.amax(dim=-1) == -torch.inf, torch.nan)

@@ -22,7 +22,7 @@ def main(folder: str, texts: list[str], splits: list[int]) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     engine, optimizer, _ = strategy.prepare(
-        (model, strategy.create_optimizer(model, lr=1e-2), None)
+        (model, strategy.create_optimizer(model, lr=5e-2), None)
     )
     rollouts = HFRolloutEngine(
         SimpleNamespace(model=engine),

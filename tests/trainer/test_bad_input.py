@@ -415,6 +415,12 @@ def test_a_missing_model_ends_the_script_with_2_and_one_line(assets, tmp_path):
 # -- what was taken in silence, or ended with a traceback ------------------------------------------------------------
 
 
+def test_a_stop_string_of_a_special_token_and_text(refused):
+    refused(
+        "--stop '<eos>=' has the special token '<eos>'", "give the token alone", stop=["<eos>="]
+    )
+
+
 def test_a_stop_token_beyond_the_vocabulary(refused):
     refused(
         "--stop_token_ids 43 99999: the tokenizer has no such id, its largest is 42",

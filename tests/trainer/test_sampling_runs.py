@@ -122,7 +122,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(config_of, options):
     options = options | {"num_episodes": 2, "save_steps": 1}
     straight = fitted(config_of("straight", **options))
     steps = straight.state.global_step
-    assert steps >= 4
+    assert steps >= 3
     waited = []
     for stop in range(1, steps + 1):  # stopped after every step
         torch.rand(5)

@@ -26,7 +26,10 @@ class CorrectionConfig(Section, of="training"):
     """Correction: differences between rollout engine and trainer."""
 
     rollout_correction: str = option(
-        "none", "How to weight tokens by π_old / π_rollout (trainer / engine).", names=CORRECTIONS
+        "none",
+        "How to weight tokens by π_old / π_rollout (trainer / engine). With --env the last digits depend on the time of "
+        "replies, except with --batch_invariant.",
+        names=CORRECTIONS,
     )
     correction_low: float | None = corrected(
         None,

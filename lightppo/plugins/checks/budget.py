@@ -688,7 +688,9 @@ def _micro_batches(config: PPOConfig, rows: Rows, machine: Machine) -> int:
 def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """The largest pass without gradients."""
     calls = {name: name for name in ("critic", "reference", *rules.frozen_models(config))}
-    exact = config.engine.rollout_engine == "hf"
+    flat = config.flat()
+    plays = (flat.get("env") or flat.get("tools")) and not flat.get("batch_invariant")
+    exact = config.engine.rollout_engine == "hf" and not plays
     if not config.evaluation.val_only and rules.old_log_probs_from(config, exact) == "forward":
         calls["actor"] = "actor"
     found = []

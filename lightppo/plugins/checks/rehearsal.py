@@ -342,7 +342,10 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
     if tail and not stops & set(ids) and not any(stop in tail for stop in rollout.stop):
         ends = f"the chat template ends an answer with {tail!r}, at which sampling goes on"
-        yield f"{ends}: --stop {tail!r}, or the right eos_token in tokenizer_config.json"
+        # Sampling cannot wait for a special token and text behind it.
+        first = tokenizer.decode(ids[:1])
+        stop = tail if tokenizer.decode(ids[:1], skip_special_tokens=True) else first
+        yield f"{ends}: --stop {stop!r}, or the right eos_token in tokenizer_config.json"
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ class StaticDecoder(SlotDecoder):
         history = (
             rows.history(active, rows.ids.shape[1] - 1) if self.sampler.needs_history else None
         )
-        drawn = self.sampler(logits, rows.uniforms[active].gather(1, at).squeeze(1), ages, history)
+        drawn = self.sampler(logits, rows.seeds[active].gather(1, at).squeeze(1), ages, history)
         for kept, new in zip((tokens, log_probs), drawn):
             kept.scatter_(1, at, torch.where(runs, new, kept.gather(1, at).squeeze(1)).unsqueeze(1))
         rows.ages[active] += runs

@@ -29,7 +29,7 @@ from lightppo.rollout.decoding import (
     DecodedBatch,
     Decoder,
     RequestQueue,
-    Uniforms,
+    Seeds,
     left_pad,
 )
 from lightppo.rollout.sampling import NO_TOKEN
@@ -528,7 +528,7 @@ class Rows:
         self.ids = torch.full((slots, 1 + prompt_width + max_new_tokens), NO_TOKEN, device=device)
         self.tokens = self.ids[:, 1 + prompt_width :]  # a view: what is written here is seen in ids
         self.log_probs = torch.zeros(slots, max_new_tokens, device=device)
-        self.uniforms = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=device)
+        self.seeds = torch.zeros(slots, max_new_tokens, dtype=torch.long, device=device)
         self.ages = torch.zeros(slots, dtype=torch.long, device=device)  # tokens so far
         # The most tokens of each row. Entries beyond the rows in use mean nothing.
         self.limits = torch.full((slots,), max_new_tokens, device=device)
@@ -543,7 +543,7 @@ class Rows:
         numbers: list[int],
         starts: list[int],
         positions: Tensor,
-        uniforms: Tensor,
+        seeds: Tensor,
         prompts: Tensor | None,
         limits: Tensor,
     ) -> slice:
@@ -551,7 +551,7 @@ class Rows:
         new = slice(len(self), len(self) + len(numbers))
         self.numbers += numbers
         self.starts += starts
-        self.uniforms[new], self.ages[new], self.positions[new] = uniforms, 0, positions
+        self.seeds[new], self.ages[new], self.positions[new] = seeds, 0, positions
         self.limits[new] = limits
         if prompts is not None:
             width = self.ids.shape[1] - self.tokens.shape[1]
@@ -585,7 +585,7 @@ class Rows:
             for x in (
                 self.ids,
                 self.log_probs,
-                self.uniforms,
+                self.seeds,
                 self.ages,
                 self.limits,
                 self.positions,
@@ -602,7 +602,7 @@ class SlotDecoder(Decoder):
     attention: ClassVar[str] = SLOT_SDPA  # what steps attend by
 
     @torch.no_grad()
-    def run(self, queue: PromptQueue, uniforms: Uniforms) -> Decoded:
+    def run(self, queue: PromptQueue, seeds: Seeds) -> Decoded:
         """See :class:`Decoder`."""
         self._start(queue)
         while True:
@@ -610,7 +610,7 @@ class SlotDecoder(Decoder):
             goes_on = queue.look(idle=not len(self.rows))
             free = self.slots - len(self.rows)
             if queue.is_ready(free, self.slots):
-                self._admit(*queue.take(free), uniforms)
+                self._admit(*queue.take(free), seeds)
             elif len(self.rows):
                 self._step()
             elif goes_on:
@@ -651,10 +651,10 @@ class SlotDecoder(Decoder):
         block: Prefilled,
         rows: list[int],
         numbers: list[int],
-        uniforms_of: Uniforms,
+        seeds_of: Seeds,
     ) -> None:
         """Gives requests a slot and their first token."""
-        uniforms = uniforms_of(numbers)
+        seeds = seeds_of(numbers)
         prompts = [block.prompts[row] for row in rows]
         lengths = [len(prompt) for prompt in prompts]
         if max(lengths) > self.cache.span.end:  # it came after the others
@@ -666,13 +666,13 @@ class SlotDecoder(Decoder):
             numbers,
             [end - length for length in lengths],
             index[1] - 1,
-            uniforms,
+            seeds,
             history,
             torch.tensor(self.queue.limits(numbers), device=self.device),
         )
         self.queue.give_way(range(new.start, new.stop))
         self.cache.append(block.cache, rows, max(lengths))
-        self.rows.write(new, *self.sampler(block.logits[index[0]], uniforms[:, 0], 0, history))
+        self.rows.write(new, *self.sampler(block.logits[index[0]], seeds[:, 0], 0, history))
         self._see_starts()
 
     def _step(self) -> None:
@@ -689,11 +689,11 @@ class SlotDecoder(Decoder):
                 newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache
             )
         span.end += 1
-        uniforms = rows.uniforms[active].gather(1, ages.unsqueeze(1)).squeeze(1)
+        seeds = rows.seeds[active].gather(1, ages.unsqueeze(1)).squeeze(1)
         history = (
             rows.history(active, span.end - span.first) if self.sampler.needs_history else None
         )
-        rows.write(active, *self.sampler(logits, uniforms, ages, history))
+        rows.write(active, *self.sampler(logits, seeds, ages, history))
 
     def _make_room(self) -> None:
         """A free column, if there is none."""

@@ -59,6 +59,7 @@ def around(engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any) ->
         failure_limit=0.0 if asked.on_env_failure == "error" else asked.env_failure_limit,
         keeps_rewards=asked.env_reward != "none",
         tape=tape,
+        batch_invariant=config.flat().get("batch_invariant", False),
     )
 
 

@@ -68,7 +68,9 @@ class EpisodeEngine:
         failure_limit: float = 1.0,
         keeps_rewards: bool = True,
         tape: Tape | None = None,
+        batch_invariant: bool = False,
     ) -> None:
+        """``batch_invariant``: log probs do not depend on the turns that went through the model together."""
         self.engine = engine
         self._generate_turns = turn_sampler(engine)
         self.tokenizer = tokenizer
@@ -80,6 +82,7 @@ class EpisodeEngine:
         self.failure_limit = failure_limit
         self.keeps_rewards = keeps_rewards
         self.tape = tape
+        self.batch_invariant = batch_invariant
         self.tally = Tally()  # of episodes since it was last asked
         # Sessions whose objects reward functions may ask, of the last two calls: a greedy baseline is
         # sampled before the samples are scored.
@@ -90,9 +93,16 @@ class EpisodeEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the engine within."""
+        """Those of the engine within.
+
+        Turns go through the model as they come, so the last digits of their log probs depend on the time that
+        environments take: the trainer makes its own.
+        """
         of_engine = capabilities_of(self.engine)
-        return replace(of_engine, reports_finished=True, heats_first_token=False)
+        exact = of_engine.exact_log_probs and self.batch_invariant
+        return replace(
+            of_engine, exact_log_probs=exact, reports_finished=True, heats_first_token=False
+        )
 
     @property
     def last_stats(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from lightppo.plugins.episodes.turns import Turn, TurnSource
 from lightppo.rollout.decoding import CachedForward
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine, check_length
-from lightppo.rollout.sampling import request_uniforms
+from lightppo.rollout.sampling import token_seeds
 
 # steps that turns which come while others decode wait for further ones: they go through the model together
 GATHER_STEPS = 4
@@ -37,7 +37,7 @@ def generate_turns(engine: HFRolloutEngine, turns: TurnSource, sampling: Samplin
     generated = 0
     with engine.decoding(forward, sampling) as decoder:
         queue = TurnQueue(forward, turns, sampling, engine.positions, decoder.device)
-        for numbers, decoded in decoder.run(queue, queue.uniforms):
+        for numbers, decoded in decoder.run(queue, queue.seeds):
             ended = [queue.turns[number] for number in numbers]
             samples = [(turn.prompt, turn.sample_index) for turn in ended]
             # Without texts: an episode decodes the ids of its turns itself.
@@ -116,13 +116,13 @@ class TurnQueue(PromptQueue):
         )
         self._source.ended(turn, rollout)
 
-    def uniforms(self, numbers: list[int]) -> Tensor:
-        """The random numbers of turns, (B, max_new_tokens)."""
-        table = np.zeros((len(numbers), self.max_new_tokens))
+    def seeds(self, numbers: list[int]) -> Tensor:
+        """The seeds of turns' tokens, (B, max_new_tokens)."""
+        table = np.ones((len(numbers), self.max_new_tokens), dtype=np.int64)
         for row, turn in zip(table, (self.turns[number] for number in numbers)):
             end = turn.sampled + turn.max_new_tokens
             key = (self._seed, turn.prompt.index, turn.sample_index)
-            row[: turn.max_new_tokens] = request_uniforms(*key, end)[turn.sampled :]
+            row[: turn.max_new_tokens] = token_seeds(*key, end)[turn.sampled :]
         return torch.from_numpy(table).to(self.device)
 
     def limits(self, numbers: list[int]) -> list[int]:

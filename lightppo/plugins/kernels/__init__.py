@@ -19,7 +19,6 @@ def register() -> None:
     RANK_START.register("host", Entry("lightppo.plugins.kernels.cores:host_shared"))
     MODULES.register("cpu_linear", Entry("lightppo.plugins.kernels.cpu:accelerate_on_cpu"))
     MODULES.register("fused", Entry("lightppo.plugins.kernels.fused:fuse"))
-    KERNELS["draw"] = Entry("lightppo.plugins.kernels.drawing:inverse_cdf_by_blocks")
     HEAD_SCORES.register("head", Entry("lightppo.plugins.kernels.scoring_head:scores_by_head"))
     ENTROPY_SAMPLES.register("stride", Entry("lightppo.plugins.kernels.entropy_sample:sampling"))
     KERNELS.register("linear", Entry("lightppo.plugins.kernels.matmul:linear"))

@@ -11,7 +11,8 @@ class KernelConfig(Section, adds_to="engine", resume_safe=True):
 
     batch_invariant: bool = option(
         False,
-        "CPU only: sum in one order, so that sampling and training give the same log probs to the bit. Takes time.",
+        "CPU only: sum in one order, so that sampling and training give the same log probs to the bit, whatever time "
+        "environments take. Takes time.",
         needs="rollout_engine=hf",
     )
 

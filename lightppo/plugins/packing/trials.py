@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+import traceback
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,8 +25,11 @@ def is_models_own(error: Exception) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """Its type and message, shortened."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
+    """Its type and message, shortened; without a message the line of code that raised it."""
+    text = str(error)
+    if not text and (frames := traceback.extract_tb(error.__traceback__)):
+        text = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line}"
+    return textwrap.shorten(f"{type(error).__name__}: {text}", 200, placeholder=" …")
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

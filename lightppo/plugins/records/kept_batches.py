@@ -85,6 +85,7 @@ def _experience(batch: Experience | Sequence[Rollout]) -> Experience:
     """What a step that was left out was to train on: experience, or rollouts with their scores."""
     if isinstance(batch, Experience):
         return batch
+    batch = [rollout for rollout in batch if rollout.response_ids]  # a failed episode has none
     made = Experience.from_rollouts(batch) if batch else Experience.placeholder()
     made.info["reward"] = torch.tensor([rollout.reward for rollout in batch])
     return made

@@ -11,6 +11,7 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 from lightppo.errors import ConfigError
 from lightppo.models.loading import valid_vocab_size
+from lightppo.plugins.sampling_rules.stop_strings import split_stops
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import NO_TOKEN
 
@@ -95,5 +96,6 @@ def check_sampled_tokens(building: Building) -> None:
         )
     try:
         bad_word_ids(building.tokenizer, options.get("bad_words", ()))
+        split_stops(building.tokenizer, options.get("stop", ()))
     except ValueError as error:
         raise ConfigError(f"--{error}") from error

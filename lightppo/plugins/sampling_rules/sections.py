@@ -18,7 +18,9 @@ class SamplingRulesConfig(Section, adds_to="rollout"):
     frequency_penalty: float = option(
         0.0, "The same for each occurrence of a token in the response.", ge=-2, le=2
     )
-    stop: tuple[str, ...] = option((), "Strings that end a response and are removed from its text.")
+    stop: tuple[str, ...] = option(
+        (), "Strings or special tokens that end a response and are removed from its text."
+    )
     bad_words: tuple[str, ...] = option((), "Words that are never sampled.")
 
     @staticmethod

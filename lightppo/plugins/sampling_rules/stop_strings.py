@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +18,38 @@ if TYPE_CHECKING:
 _TAIL_MARGIN = 4  # tokens without text (skipped special tokens) that may lie inside a stop string
 
 
+def split_stops(
+    tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]
+) -> tuple[tuple[str, ...], list[int]]:
+    """The strings that a text can have, and the ids of those that are special tokens, which texts leave out.
+
+    Raises:
+        ValueError: a string has a special token and more.
+    """
+    if not strings:
+        return (), []
+    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids))
+    for i, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special[token.content] = i
+    for string in strings:
+        inside = [token for token in special if token in string]
+        if inside and string not in special:
+            raise ValueError(
+                f"stop {string!r} has the special token {inside[0]!r}, which texts leave out, and more: give the token "
+                "alone, or text without it"
+            )
+    return (
+        tuple(string for string in strings if string not in special),
+        [special[string] for string in strings if string in special],
+    )
+
+
 class StopStrings(StopCriteria):
-    """Also ends responses at stop strings, and cuts these off; they count behind ``min_new_tokens`` tokens."""
+    """Also ends responses at stop strings, and cuts these off; they count behind ``min_new_tokens`` tokens.
+
+    A string that is a special token is a stop id.
+    """
 
     def __init__(
         self,
@@ -27,8 +59,9 @@ class StopStrings(StopCriteria):
         eos_ids: list[int],
         vocab_size: int,
     ) -> None:
+        self.strings, ids = split_stops(tokenizer, sampling.stop)
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ids))
         super().__init__(tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
-        self.strings = sampling.stop
         self._offset = sampling.min_new_tokens
         self._tokenizer = tokenizer
         # A token that is not special has at least one byte of text.

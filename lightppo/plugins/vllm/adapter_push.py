@@ -16,12 +16,17 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's slots
 NO_EXPERTS = "vLLM takes no adapters for a mixture of experts without a GPU"
 
 
-def chosen(asked: str, obstacle: str | None, strategy: Any) -> bool:
-    """Whether adapters travel alone; rank 0 says what vLLM gets. A ConfigError where that was asked and cannot be."""
+def chosen(asked: str, obstacle: str | None, strategy: Any, remedy: str = "") -> bool:
+    """Whether adapters travel alone; rank 0 says what vLLM gets. A ConfigError where that was asked and cannot be.
+
+    ``remedy`` says what would take the obstacle away, if anything would.
+    """
     if asked == "adapter" and obstacle:
-        raise ConfigError(f"--vllm_lora_push adapter: {obstacle}; set --vllm_lora_push merged")
+        remedies = [*([remedy] if remedy else []), "set --vllm_lora_push merged"]
+        raise ConfigError(f"--vllm_lora_push adapter: {obstacle}; {', or '.join(remedies)}")
+    why = f"{obstacle}; {remedy}" if remedy else obstacle
     strategy.print(
-        f"LoRA: vLLM gets all weights after every step, with the adapter merged: {obstacle}"
+        f"LoRA: vLLM gets all weights after every step, with the adapter merged: {why}"
         if obstacle
         else "LoRA: vLLM gets the adapter alone after every step"
     )

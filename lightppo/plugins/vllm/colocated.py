@@ -244,10 +244,10 @@ class Requests:
             "stop_token_ids": self._stop.ids,
             "ignore_eos": True,
             "logprobs": 0,  # of the sampled token alone
-            "detokenize": bool(sampling.stop),
+            "detokenize": bool(self._stop.strings),
         }
-        if sampling.stop:
-            parameters["stop"] = list(sampling.stop)
+        if self._stop.strings:
+            parameters["stop"] = list(self._stop.strings)
         if sampling.bad_words:
             parameters["bad_words"] = [word.strip() for word in sampling.bad_words]
         return parameters
@@ -335,6 +335,11 @@ def vocabulary_limits(
 # -- in process --------------------------------------------------------------------------------------------------------
 
 
+def _lacks_the_model(error: Exception) -> bool:
+    """Whether an error says that vLLM cannot run a model, in its words or by its code's failure."""
+    return isinstance(error, NotImplementedError) or is_models_own(error)
+
+
 class VLLMRolloutEngine(VLLMEngine):
     """``vllm.LLM`` in this process. With ``--tensor_parallel_size`` T, T neighbouring ranks share one engine: each
     brings its prompts, all sample all of them, each gets back the rollouts of its own.
@@ -394,7 +399,7 @@ class VLLMRolloutEngine(VLLMEngine):
                 SamplingParams(max_new_tokens=1, temperature=0),
             )
         except Exception as error:
-            if not isinstance(error, NotImplementedError) and not is_models_own(error):
+            if not _lacks_the_model(error):
                 raise
             raise ConfigError(
                 f"--rollout_engine vllm: vLLM cannot run this model here: {one_line(error)}; set --rollout_engine hf"
@@ -449,8 +454,8 @@ class VLLMRolloutEngine(VLLMEngine):
             except ImportError as error:
                 advice = f"vLLM is installed but cannot be imported: {error}. Without a GPU, {_UNINSTALL} may mend it"
                 raise ConfigError(f"--rollout_engine vllm: {advice}") from error
-            except Exception as error:  # of vLLM's code for this model
-                if not is_models_own(error):
+            except Exception as error:
+                if not _lacks_the_model(error):
                     raise
                 raise ConfigError(
                     f"--rollout_engine vllm: vLLM cannot run this model: {one_line(error)}; set --rollout_engine hf"

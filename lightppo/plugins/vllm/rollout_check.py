@@ -80,8 +80,12 @@ class RolloutCheck:
         is_first, is_new = self.pending, self.checks_adapters and adapter != self.checked
         if not is_first and not is_new:
             return
+        # An episode whose environment failed has none.
+        with_tokens = [rollout for rollout in rollouts if rollout.response_ids]
+        mean, largest, tokens = self.difference(with_tokens[: self.rows])
+        if not tokens:
+            return  # on any rank: the next batch is compared
         self.pending, self.checked = False, adapter
-        mean, largest = self.difference(rollouts[: self.rows])
         if mean <= self.tolerance:
             if is_first:
                 self.strategy.print(
@@ -98,8 +102,9 @@ class RolloutCheck:
         if self.strategy.is_rank_0():
             logger.warning("%s", message)
 
-    def difference(self, rollouts: Sequence[Rollout]) -> tuple[float, float]:
-        r"""(mean, max) of \|engine's log prob - trainer's\| over the tokens of all ranks, in nats. Collective."""
+    def difference(self, rollouts: Sequence[Rollout]) -> tuple[float, float, int]:
+        r"""(mean, max) of \|engine's log prob - trainer's\| over the tokens of all ranks, in nats, and their number.
+        Collective."""
         batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
         batch.to_device(self.strategy.device)
         temperature, training = self.actor.temperature, self.actor.training
@@ -119,7 +124,8 @@ class RolloutCheck:
         diff = diff[batch.action_mask].double()
         sums = self.strategy.all_reduce({"total": diff.sum().item(), "count": diff.numel()}, "sum")
         largest = self.strategy.all_reduce(diff.max().item() if rollouts else 0.0, "max")
-        return (sums["total"] / sums["count"] if sums["count"] else 0.0), largest
+        tokens = int(sums["count"])
+        return (sums["total"] / tokens if tokens else 0.0), largest, tokens
 
     def _suspects(self) -> str:
         """Says which weights differ. Collective."""

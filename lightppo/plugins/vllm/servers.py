@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 import queue
+import resource
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,8 +65,23 @@ _QUICK_SECONDS = 30.0  # for what needs no computing
 _START_TRY_SECONDS = 2.0  # between two looks at a server that is still starting
 _START = "start it by `lightppo serve-vllm`"
 _NO_LOG_PROB = -9999.0  # what vLLM sends in place of NaN
-_THREADS = 1024  # requests of this process at a time
+_CONNECTIONS = 1024  # requests of this process at a time, each in a thread
+_OTHER_FILES = 512  # that a process has open beside them
 _LOOK_SECONDS = 0.01  # between two looks for turns that came, while others are under way
+
+
+def connections_at_a_time() -> int:
+    """Of this process. Each is an open file: the soft limit of these is raised where it is too low for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    endless = resource.RLIM_INFINITY
+    if soft == endless:
+        return _CONNECTIONS
+    wanted = _CONNECTIONS + _OTHER_FILES
+    possible = wanted if hard == endless else min(wanted, hard)
+    if soft < possible:
+        soft = possible
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(_CONNECTIONS, max(soft - _OTHER_FILES, soft // 2)))
 
 
 class VLLMServerRolloutEngine(VLLMEngine):
@@ -97,6 +113,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         }
         limits = vocabulary_limits(tokenizer, actor, self.hf_model)
         self.servers = [VLLMServer(url, limits, **options) for url in asked.vllm_server_url]
+        self._connections = connections_at_a_time()
         self.lost: dict[int, str] = {}  # server → why it is not used, the same on every rank
         self.version: str | None = None  # of the weights that were pushed last, beside adapters
         self.sync_weights(actor)
@@ -172,10 +189,10 @@ class VLLMServerRolloutEngine(VLLMEngine):
             _Conversations(self, Requests(self, [], sampling)).run(turns)
 
     def requests_at_a_time(self) -> int:
-        """Of one server: this rank's share."""
+        """Of one server: this rank's share, so that the process has files enough for all."""
         world_size, rank = self.strategy.world_size, self.strategy.get_rank()
         each, more = divmod(self.config.engine.vllm_server_concurrency, world_size)
-        return max(1, each + (rank < more))
+        return max(1, min(each + (rank < more), self._connections // max(1, len(self.live))))
 
     def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
         """The dearest requests first, each to the server with the least under way."""
@@ -183,7 +200,6 @@ class VLLMServerRolloutEngine(VLLMEngine):
         vocab_size = vocab_size_of(self.hf_model)
         rank = self.strategy.get_rank()
         parameters = requests.parameters
-        most = self.requests_at_a_time()
         costs = [
             len(prompt.token_ids) + requests.sampling.max_new_tokens
             for prompt, _ in requests.samples
@@ -194,7 +210,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         rollouts: list[Rollout | None] = [None] * len(costs)
 
         def room(server: int) -> bool:
-            return len(under_way[server]) < most and sum(map(len, under_way.values())) < _THREADS
+            return len(under_way[server]) < self.requests_at_a_time()
 
         def begin(server: int, request: int) -> None:
             under_way[server].add(request)
@@ -296,15 +312,15 @@ class VLLMServerRolloutEngine(VLLMEngine):
             told = (obstacles, lacking)
         obstacles, lacking = self.strategy.broadcast_object(told)
         if first:
-            obstacle = next(iter(obstacles.values()), None)
+            obstacle, remedy = next(iter(obstacles.values()), (None, ""))
             asked = self.config.engine.vllm_lora_push
-            self.pushes_adapters = chosen(asked, obstacle, self.strategy)
+            self.pushes_adapters = chosen(asked, obstacle, self.strategy, remedy)
             return everybody
-        lost |= obstacles
+        lost |= {i: "; ".join(filter(None, why)) for i, why in obstacles.items()}
         return lacking
 
-    def _obstacles(self, among: Iterable[int]) -> dict[int, str]:
-        """On rank 0: servers that cannot take adapters, and why."""
+    def _obstacles(self, among: Iterable[int]) -> dict[int, tuple[str, str]]:
+        """On rank 0: servers that cannot take adapters, why, and what would help ("": who knows)."""
         rank = self.exporter.config.r
         found = {}
         for i in among:
@@ -316,9 +332,10 @@ class VLLMServerRolloutEngine(VLLMEngine):
             try:
                 reason = server.adapter_obstacle(list(names), rank)
             except RequestError as error:
-                reason = str(error)
+                found[i] = str(error), ""
+                continue
             if reason:
-                found[i] = f"{server.name}: {reason}; {_START} --lora_rank {rank}"
+                found[i] = f"{server.name}: {reason}", f"{_START} --lora_rank {rank}"
         return found
 
     def _send(
@@ -428,9 +445,16 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 f"{server.name} takes {served['max_model_len']} tokens, prompt and response may have {longest}: "
                 f"start it with --max-model-len {longest}, or lower --prompt_max_len or --generate_max_len"
             )
-        if first and served["dtype"] != self.dtype:
-            message = "%s computes in %s, the actor in %s: log probs will differ"
-            logger.warning(message, server.name, served["dtype"], self.dtype)
+        if first:
+            server.dtype = served["dtype"]
+            if server.dtype != self.dtype:
+                message = "%s computes in %s, the actor in %s: log probs will differ"
+                logger.warning(message, server.name, server.dtype, self.dtype)
+        elif served["dtype"] != server.dtype:
+            raise RequestError(
+                f"{server.name} computes in {served['dtype']}, in {server.dtype} when the run started: start it with "
+                f"--dtype {server.dtype}"
+            )
 
     def _named(
         self, weights: Iterator[tuple[str, Any]], opened: list[int]
@@ -530,7 +554,6 @@ class _Conversations:
         self.engine = engine
         self.requests = requests
         self.vocab_size = vocab_size_of(engine.hf_model)
-        self.most = engine.requests_at_a_time()
         self.server_of: dict[tuple[int, int], int] = {}  # conversation → where it is
         self.under_way: dict[int, int] = dict.fromkeys(engine.live, 0)  # server → turns
         self.answers: queue.SimpleQueue[tuple[int, Turn, Future]] = queue.SimpleQueue()
@@ -559,7 +582,7 @@ class _Conversations:
         server = self.server_of.get(key)
         if server not in self.engine.live:
             server = min(self.engine.live, key=lambda i: self.under_way[i])
-        if self.under_way[server] >= self.most:
+        if self.under_way[server] >= self.engine.requests_at_a_time():
             return False
         self.server_of[key] = server
         self.under_way[server] += 1
@@ -618,6 +641,7 @@ class VLLMServer:
         self._control = client(retries=0)
         self.name = self._control.name
         self.described: dict[str, Any] = {}  # what it serves, by WorkerExtension.lightppo_admit
+        self.dtype = ""  # in which it computed at the start of the run
         self.gpus: list[str | None] = []  # of each of its workers
         self.is_paused = False  # for a push
         self._limits = list(limits)

@@ -301,6 +301,11 @@ TEMPLATE = {
                    "prompt_max_len": 40},
         ("the chat template ends an answer with 'z', at which sampling goes on: --stop 'z'",), refused=False,
     ),
+    "turns that end with a special token which stops nothing": Mistake(
+        lambda b: {"pretrain": b.chat_model(CHAT.replace("{{ eos_token }}", "<unk>z")), "apply_chat_template": True,
+                   "prompt_max_len": 40},
+        ("the chat template ends an answer with '<unk>z', at which sampling goes on: --stop '<unk>'",), refused=False,
+    ),
     "the template of another model": Mistake(
         lambda b: {"pretrain": b.chat_model("<|im_start|>" + CHAT), "apply_chat_template": True, "prompt_max_len": 60,
                    "generate_max_len": 4},

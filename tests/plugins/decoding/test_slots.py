@@ -395,9 +395,9 @@ def test_distribution_of_whole_responses_with_slots_filled_again(generate, token
         counts[responses.index(tuple(rollout.response_ids))] += 1
     statistic, bound = chi_square(counts, expected)
     assert statistic < bound
-    uneven = expected * torch.linspace(0.9, 1.1, len(expected))
+    uneven = expected * torch.linspace(0.8, 1.2, len(expected))
     statistic, bound = chi_square(counts, uneven / uneven.sum() * n)
-    assert statistic > bound  # the test would see probabilities that are off by up to a tenth
+    assert statistic > bound  # the test would see probabilities that are off by up to a fifth
 
 
 class TestWork:

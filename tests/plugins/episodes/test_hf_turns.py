@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from lightppo.plugins.episodes import hf_turns
 from lightppo.plugins.episodes.hf_turns import TurnQueue, generate_turns
 from lightppo.plugins.episodes.kept_rows import KeptRows
 from lightppo.plugins.episodes.turns import Turn
+from lightppo.plugins.kernels.invariant import InvariantSteps, make_invariant
 from lightppo.rollout.engine import SamplingParams
 
 
@@ -59,6 +61,24 @@ class TestTurns:
                 log_probs = trainer_log_probs(model, rollout, 0.9)
                 got = torch.tensor(answer.log_probs)
                 torch.testing.assert_close(got, log_probs, atol=1e-4, rtol=0)
+
+    def test_with_batch_invariant_log_probs_do_not_depend_on_when_turns_come(
+        self, llama, engine_of, prompts
+    ):
+        """To the last bit; without it the last digits are those of the batch."""
+        log_probs = {}
+        for invariant in (False, True):
+            model = copy.deepcopy(llama)
+            if invariant:
+                make_invariant(model, torch.device("cpu"))
+            for slots, late in ((8, False), (3, True)):
+                engine = engine_of(model, slots, runner=InvariantSteps() if invariant else None)
+                played = self.played(engine, prompts[:4], late=late)
+                log_probs[invariant, late] = [
+                    answer.log_probs for one in played.all for answer in one.answers
+                ]
+        assert log_probs[True, False] == log_probs[True, True]
+        assert log_probs[False, False] != log_probs[False, True]
 
     def test_first_turns_are_responses_and_later_ones_go_on_in_their_random_numbers(
         self, llama, engine_of, prompts

@@ -21,6 +21,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
+from lightppo.plugins.episodes.episode_engine import _Stage
 from lightppo.plugins.episodes.rewards import EnvironmentReward
 from lightppo.plugins.episodes.tally import NAMES
 from lightppo.trainer.update import actor_loss, build_policy_loss
@@ -283,6 +284,35 @@ def test_a_resumed_run_is_the_uninterrupted_run(world, make_episodes, tmp_path):
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
+def one_turn_at_a_time(stage, wait, take=_Stage.take):
+    """As if each reply of an environment came after the one before had been sampled from."""
+    held = vars(stage).setdefault("held", [])
+    if not held:
+        came = take(stage, wait)
+        if came is None:
+            return None
+        held += came
+    return [held.pop(0)] if held else []
+
+
+def test_weights_do_not_depend_on_when_replies_come(world, make_episodes, tmp_path, monkeypatch):
+    """With two optimizer steps per rollout: the log probs before them are of a pass, not of the sampled turns."""
+    found = []
+    for name in ("together", "apart"):
+        if name == "apart":
+            monkeypatch.setattr(_Stage, "take", one_turn_at_a_time)
+        folder = {"save_path": str(tmp_path / name), "ckpt_path": str(tmp_path / f"{name}_ckpt")}
+        config = make_episodes(**GROUPED | folder, benchmark_steps=2, max_epochs=2)
+        trainer = fitted(config, Seen)
+        log_probs = [one.log_probs for one in trainer.seen]
+        ids = [one.response_ids for one in trainer.seen]
+        found.append((ids, log_probs, whole_weights(trainer)))
+    (ids, log_probs, weights), (other_ids, other_log_probs, other_weights) = found
+    assert ids == other_ids
+    assert log_probs != other_log_probs  # rounding: other turns went through the model together
+    assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items())
+
+
 class Shouts:
     """Its own environment, given from Python."""
 
@@ -296,7 +326,7 @@ class Shouts:
 
 
 def louder() -> Shouts:
-    return Shouts(0.75)
+    return Shouts(0.7)  # no sum of Counting
 
 
 def test_environments_given_as_objects(world, make_episodes, tmp_path):
@@ -317,8 +347,8 @@ def test_environments_given_as_objects(world, make_episodes, tmp_path):
     both = [louder, f"{COUNTING}:Counting"]
     trainer = fitted(make_episodes(**GROUPED, **paths, env=both, benchmark_steps=1), Seen)
     scores = {one.prompt.extra["environment"]: one.reward for one in trainer.seen}
-    assert scores["louder"] == 0.75
-    assert scores["Counting"] != 0.75
+    assert scores["louder"] == 0.7
+    assert scores["Counting"] != 0.7
     written = yaml.safe_load((tmp_path / "two" / "run_config.yaml").read_text())["env"]
     assert written == [f"<louder of {__name__}>", f"{COUNTING}:Counting"]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import torch
 from support.fakes import FakeStrategy, make_rollout
 
 from lightppo.experience.batching import Minibatch, plan_step
 from lightppo.experience.experience import Experience
-from lightppo.plugins.records.kept_batches import load_batch, save_batch
+from lightppo.plugins.records.kept_batches import load_batch, save_batch, write_batch
 
 
 def experience_of(length: int) -> Experience:
@@ -48,3 +49,15 @@ def test_a_saved_batch_comes_back_whole(tmp_path):
         assert other.part == one.part
     assert [part.non_finite() for part in loaded.micro_batches] == [{"advantages": 1}, {}]
     assert loaded.micro_batches[0].select([0]).non_finite() == {"advantages": 1}
+
+
+def test_rollouts_are_kept_without_the_episodes_that_failed(tmp_path):
+    """Of a step whose scores are not finite; a rank may have nothing else."""
+    scored, failed = make_rollout([3, 4], [5, 6]), make_rollout([3, 4], [], turns=[])
+    for rollout in (scored, failed):
+        rollout.reward = math.nan
+    path = tmp_path / "step1_rank0.pt"
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(str(int(i)) for i in ids))
+    assert write_batch(tokenizer, path, [failed, scored], {"step": 1}) == {"score": 1}
+    assert load_batch(path)[1] == [("3 4", "5 6")]
+    assert write_batch(tokenizer, path, [failed], {"step": 1}) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lightppo.plugins.sampling_rules.stop_strings import StopStrings
@@ -26,6 +27,24 @@ def test_stop_string_ends_with_its_last_character_and_is_cut(tokenizer):
     assert lengths_until_end(stop, ids) == 5
     assert stop.trim(ids[:5], "aabcd") == "aa"  # the earliest string counts: bcd begins before cd
     assert stop.trim(ids[:2], "aa") == "aa"
+
+
+def test_a_special_token_is_a_stop_id(tokenizer):
+    """Texts leave it out, so no string could be found there."""
+    unknown = tokenizer.unk_token_id
+    stop = criteria(tokenizer, stop=(tokenizer.unk_token, "c"), stop_token_ids=(9,))
+    assert (stop.ids, stop.strings) == ([1, unknown, 9], ("c",))
+    assert lengths_until_end(stop, [5, 4, unknown, 3]) == 1  # "c"
+    assert lengths_until_end(stop, [4, 4, unknown, 3]) == 3
+    assert stop.trim([4, 4, unknown], "bb") == "bb"
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)  # without a name of its own
+    stop = StopStrings(tokenizer, SamplingParams(stop=("<|im_end|>",)), eos_ids=[1], vocab_size=31)
+    assert (stop.ids, stop.strings) == ([1, 30], ())
+
+
+def test_a_special_token_and_text_in_one_string_are_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"stop '<unk>a' has the special token '<unk>'.*alone"):
+        criteria(tokenizer, stop=("b", tokenizer.unk_token + "a"))
 
 
 def test_stop_string_longer_than_one_step_back_is_found_in_a_long_text(tokenizer):

@@ -1,5 +1,6 @@
 """The engine's log probs against the trainer's: what is compared, who hears of it, and when."""
 
+import contextlib
 import copy
 import logging
 import math
@@ -55,9 +56,10 @@ def sampled(actor, shift=0.0, temperature=0.5):
 
 
 def test_difference_is_over_the_tokens_of_all_ranks(actor):
-    mean, largest = RolloutCheck(actor, Copy(), FakeStrategy(), config()).difference(
+    mean, largest, tokens = RolloutCheck(actor, Copy(), FakeStrategy(), config()).difference(
         sampled(actor, shift=0.5)
     )
+    assert tokens == 5
     assert mean == pytest.approx(0.5 / 5, abs=1e-6)
     assert largest == pytest.approx(0.5, abs=1e-5)
 
@@ -66,7 +68,8 @@ def test_difference_is_over_the_tokens_of_all_ranks(actor):
         rollouts = [] if strategy.rank else sampled(own, shift=-0.5)
         return RolloutCheck(own, Copy(), strategy, config()).difference(rollouts)
 
-    for mean, largest in on_ranks(2, rank):
+    for mean, largest, tokens in on_ranks(2, rank):
+        assert tokens == 5
         assert mean == pytest.approx(0.1, abs=1e-6)
         assert largest == pytest.approx(0.5, abs=1e-5)
 
@@ -173,6 +176,43 @@ def test_only_the_first_rollouts_are_compared(actor):
     check = RolloutCheck(actor, Copy(), FakeStrategy(), config())
     check.first(sampled(actor))
     check.first(sampled(actor, shift=0.5))
+
+
+def failed(count):
+    """Episodes whose environments failed."""
+    return [make_rollout([5, 6], [], log_probs=[], turns=[]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("mode", ["error", "warn"])
+def test_failed_episodes_are_passed_over(actor, caplog, mode):
+    """Also where a step begins with more of them than rows are compared."""
+    for count in (1, 8):
+        strategy = FakeStrategy()
+        check = RolloutCheck(actor, Copy(), strategy, config(rollout_check=mode))
+        check.first(failed(count) + sampled(actor))
+        assert len(strategy.printed) == 1
+    wrong = RolloutCheck(actor, Copy(), FakeStrategy(), config(rollout_check=mode))
+    with pytest.raises(RolloutMismatchError) if mode == "error" else contextlib.nullcontext():
+        wrong.first(failed(8) + sampled(actor, shift=0.5))
+    assert ("not the trainer's" in caplog.text) == (mode == "warn")
+
+
+def test_where_all_episodes_failed_the_next_batch_is_compared(actor):
+    engine, strategy = Copy(), FakeStrategy()
+    check = RolloutCheck(actor, engine, strategy, config())
+    engine.adapter = "run-1"
+    check.first(failed(3))
+    assert not strategy.printed
+    with pytest.raises(RolloutMismatchError):
+        check.first(sampled(actor, shift=0.5))
+
+    def rank(strategy):  # one rank's episodes all failed: both ranks have compared, and only once
+        own = copy.deepcopy(actor)
+        check = RolloutCheck(own, Copy(), strategy, config())
+        check.first(failed(2) if strategy.rank else sampled(own))
+        check.first(sampled(own, shift=0.5))
+
+    on_ranks(2, rank)
 
 
 def test_engines_that_sample_with_the_actor_are_not_compared(actor):

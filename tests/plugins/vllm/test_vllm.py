@@ -273,7 +273,7 @@ def test_only_tokens_are_sampled(ranks):
 def test_a_corrupted_weight_is_found_and_named(ranks, two_ranks):
     shared = ranks[0] is two_ranks[0][1]  # each rank holds a part of every weight, and only says so
     for rank in ranks:
-        message, (mean, largest) = rank["corrupted"]["message"], rank["corrupted"]["mended"]
+        message, (mean, largest, _) = rank["corrupted"]["message"], rank["corrupted"]["mended"]
         assert "--logp_diff_tolerance is 0.001" in message
         assert 0 < mean < largest < 1e-4
         named = "Weights that differ: model.layers.1.self_attn.v_proj.weight. "

@@ -14,6 +14,7 @@ from transformers import Gemma4TextConfig, LlamaConfig, MambaConfig
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
+from lightppo.plugins.vllm import colocated
 from lightppo.plugins.vllm.colocated import (
     Requests,
     VLLMRolloutEngine,
@@ -163,12 +164,12 @@ PROMPT = Prompt("ab", [3, 4], index=5)
 
 def test_sampling_parameters(requests_of):
     sampling = SamplingParams(
-        max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.1, stop=("x",),
+        max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.1, stop=("x", "<unk>"),
         stop_token_ids=(7,), n=2, min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5,
     )  # fmt: skip
     assert requests_of(sampling, PROMPT).parameters(1) == {
         "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1,
-        "seed": request_seed(0, 5, 1), "stop_token_ids": [1, 7], "ignore_eos": True, "logprobs": 0, "detokenize": True,
+        "seed": request_seed(0, 5, 1), "stop_token_ids": [1, 2, 7], "ignore_eos": True, "logprobs": 0, "detokenize": True,
         "stop": ["x"], "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
     }  # fmt: skip
     for greedy in (
@@ -295,3 +296,19 @@ def test_each_response_has_a_seed_of_its_own_by_default_on_a_cpu(asked, on_gpu, 
     config = PPOConfig.from_flat(vllm_request_seeds=asked)
     engine = SimpleNamespace(config=config, on_gpu=on_gpu)
     assert VLLMRolloutEngine._seeds_each_response.fget(engine) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (NotImplementedError("No MoE backend supports the configuration."), True),
+        (AssertionError(), True),
+        (RuntimeError("shape '[-1, 2, 32]' is invalid"), True),
+        (MemoryError(), False),
+        (torch.OutOfMemoryError(), False),
+        (ConfigError("--lora_rank"), False),
+    ],
+)
+def test_which_errors_of_vllm_are_of_its_code_for_a_model(error, expected):
+    """These are told in one line, when vLLM loads a model and when it first samples; others as they are."""
+    assert colocated._lacks_the_model(error) is expected

@@ -5,9 +5,9 @@ import json
 import logging
 import math
 import os
+import resource
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -466,8 +466,11 @@ class TestAdaptersAlone:
 
     def test_what_was_asked_is_not_changed(self, build, fakes):
         fakes[0].obstacle = "vLLM has no adapters for GPT2LMHeadModel"
-        with pytest.raises(ConfigError, match=r"--vllm_lora_push adapter: .*no adapters for GPT2"):
+        with pytest.raises(ConfigError) as caught:
             build(vllm_lora_push="adapter")
+        server = f"vLLM server {fakes[0].url}: vLLM has no adapters for GPT2LMHeadModel"
+        remedies = "start it by `lightppo serve-vllm` --lora_rank 2, or set --vllm_lora_push merged"
+        assert str(caught.value) == f"--vllm_lora_push adapter: {server}; {remedies}"
 
     def test_dropped_weights_are_sent_again(self, build, fakes, adapted):
         for server in fakes:
@@ -772,6 +775,18 @@ class TestStart:
         build()
         assert f"{fakes[0].url} computes in bfloat16, the actor in float32" in caplog.text
 
+    def test_one_that_was_started_anew_in_another_type_is_lost(self, build, fakes, llama, caplog):
+        """Until the next push of weights, at which it may be right again."""
+        engine = build()
+        fakes[1].described["dtype"] = "bfloat16"
+        engine.sync_weights(llama)
+        lost = f"{fakes[1].url} computes in bfloat16, in float32 when the run started: start it with --dtype float32"
+        assert list(engine.lost) == [1]
+        assert lost in engine.lost[1]
+        fakes[1].described["dtype"] = "float32"
+        engine.sync_weights(llama)
+        assert engine.lost == {}
+
     def test_the_key_comes_from_a_variable_and_is_never_shown(
         self, build, fakes, monkeypatch, caplog
     ):
@@ -784,6 +799,27 @@ class TestStart:
         assert "s3cret" not in str(caught.value) + caplog.text
         with pytest.raises(ValueError, match=r"--vllm_server_api_key_env: .*NO_KEY"):
             build(vllm_server_api_key_env="NO_KEY")
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "connections"),
+    [
+        ((1024, 524_288), (1536, 524_288), 1024),
+        ((256, resource.RLIM_INFINITY), (1536, resource.RLIM_INFINITY), 1024),
+        ((1024, 1024), None, 512),
+        ((256, 300), (300, 300), 150),
+        ((20_000, 20_000), None, 1024),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, 1024),
+    ],
+)
+def test_connections_leave_files_for_the_rest_of_the_process(
+    monkeypatch, limits, raised, connections
+):
+    told = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: told.append(limit))
+    assert vllm_server.connections_at_a_time() == connections
+    assert told == ([] if raised is None else [raised])
 
 
 class TestSleep:
@@ -895,22 +931,33 @@ class TestSharingOut:
         )
         assert most == [expected]
 
-    def test_a_process_has_so_many_threads_at_most(self, build, fakes, prompts, monkeypatch):
-        monkeypatch.setattr(vllm_server, "_THREADS", 1)
-        lock, now, most = threading.Lock(), [0], [0]
+    @pytest.mark.parametrize(("connections", "each"), [(5, 2), (1, 1)])
+    def test_servers_share_the_connections_of_a_process(
+        self, build, fakes, prompts, monkeypatch, connections, each
+    ):
+        monkeypatch.setattr(vllm_server, "connections_at_a_time", lambda: connections)
+        lock, now, most = threading.Lock(), [0, 0], [0, 0]
+        # as many at a time are reached: all must be inside to get on
+        everybody = threading.Barrier(2 * each)
 
-        def reply(body, n):
-            with lock:
-                now[0] += 1
-                most[0] = max(most[0], now[0])
-            time.sleep(0.01)
-            with lock:
-                now[0] -= 1
+        def reply_of(i):
+            def reply(body, n):
+                with lock:
+                    now[i] += 1
+                    most[i] = max(most[i], now[i])
+                everybody.wait(60)
+                with lock:
+                    now[i] -= 1
 
-        for fake in fakes:
-            fake.replies[GENERATE] = reply
-        build().generate(prompts, GREEDY)
-        assert most == [1]
+            return reply
+
+        for i, fake in enumerate(fakes):
+            fake.replies[GENERATE] = reply_of(i)
+        engine = build()
+        engine.generate(prompts[: len(prompts) // 4 * 4], GREEDY)
+        assert most == [each, each]
+        engine.lose({1: "gone"})
+        assert engine.requests_at_a_time() == connections  # of the server that is left
 
     def test_ranks_prefer_different_servers(self, build, fakes, prompts):
         strategy = FakeStrategy()
