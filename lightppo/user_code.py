@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
+import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
@@ -92,6 +94,19 @@ def error_text(error: BaseException) -> str:
     except Exception as another:
         text = f" (and {type(another).__name__} while its text was made)"
     return plain(f"{type(error).__name__}{text[:2000]}{error_place(error)}")
+
+
+@contextlib.contextmanager
+def without_copies(what: str) -> Iterator[None]:
+    """End a process that the user's code forks within, when it comes back: it would go on as a second one of this."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            told = f"{what}: a process that it has forked came back, and is ended: end it with os._exit\n"
+            os.write(2, plain(told).encode())
+            os._exit(1)
 
 
 def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:

@@ -1,11 +1,17 @@
 """Files of the user's own: found, run anew, and refused by what was found instead."""
 
+import os
 import pickle
 import sys
 
 import pytest
 
-from lightppo.user_code import error_place, load_python_function, load_python_objects
+from lightppo.user_code import (
+    error_place,
+    load_python_function,
+    load_python_objects,
+    without_copies,
+)
 
 MODULE = """
 from dataclasses import dataclass
@@ -176,3 +182,16 @@ def test_several_objects_of_a_file_that_runs_once(tmp_path):
     assert (kind.__name__, function()) == ("A", [1])
     with pytest.raises(ValueError, match=r"--env: .*own.py has no 'B'; it has A, f"):
         load_python_objects(path, ["A", "B"], option="--env")
+
+
+@pytest.mark.parametrize("ending", [None, ValueError("the child"), SystemExit(0)])
+def test_a_forked_process_ends_where_the_users_code_does(ending, capfd):
+    with without_copies("reward.py:f"):
+        child = os.fork()
+        if not child and ending is not None:
+            raise ending
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    told = (
+        "reward.py:f: a process that it has forked came back, and is ended: end it with os._exit\n"
+    )
+    assert capfd.readouterr().err == told

@@ -20,7 +20,7 @@ from typing import Any
 from lightppo.plugins.episodes import contract
 from lightppo.plugins.episodes.contract import EnvFailure, Opening, Step
 from lightppo.plugins.episodes.conversation import Conversation, History
-from lightppo.user_code import error_text
+from lightppo.user_code import error_text, without_copies
 
 _GIVEN = ("base_url", "api_key")
 _LAST_WORDS = 500  # characters of a program's output in an error
@@ -164,7 +164,8 @@ def _called(function: Callable[..., Any], **given: Any) -> Awaitable[Any]:
 
     def work() -> None:
         try:
-            value, tell = function(**given), result.set_result
+            with without_copies("the agent program"):
+                value, tell = function(**given), result.set_result
         except Exception as error:
             value, tell = error, result.set_exception
         except BaseException as error:
@@ -178,7 +179,8 @@ def _called(function: Callable[..., Any], **given: Any) -> Awaitable[Any]:
 
 async def _as_failure(running: Awaitable[Any]) -> Any:
     try:
-        return await running
+        with without_copies("the agent program"):
+            return await running
     except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop
         raise _ended_by(error) from error
 
