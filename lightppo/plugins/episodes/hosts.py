@@ -21,6 +21,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, Protocol
 
+from lightppo.plugins.episodes.agents import AgentEnvironment
 from lightppo.plugins.episodes.contract import (
     EnvFailure,
     EnvironmentFailed,
@@ -638,6 +639,8 @@ class LocalSeat:
     def _abandon(self, future: Future[Any] | None = None) -> None:
         """What hangs is cancelled where it can be. Its object is closed when the call has come back."""
         self.is_lost = True
+        if isinstance(self.environment, AgentEnvironment):  # a blocked loop may never close it
+            self.environment.let_nobody_in()
         if self._loop is not None:
             if future is not None:
                 future.cancel()
