@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -18,22 +19,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lightppo.errors import ConfigError
 from lightppo.shown import plain
 
 # Frames above the user's: what calls it, parses or runs its file, or its coroutine.
 _CALLERS = (
     str(Path(__file__).parent),
     str(Path(sysconfig.get_path("stdlib"), "asyncio")),
+    str(Path(sysconfig.get_path("stdlib"), "importlib")),
     ast.__file__,
     "<frozen",
 )
 _MOST_FRAMES = 4
+_ROOT = "lightppo_file_"  # what the names of modules of the user's files begin with
 
 
 def load_python_function(spec: str, default_name: str, *, option: str = "") -> Callable[..., Any]:
     """Loads a function from ``path.py`` or ``path.py:name``; runs the file anew, from exactly that path.
 
-    A ``ValueError`` names the flag ``option``, and says what is missing and what is there, or how the file failed.
+    A ConfigError names the flag ``option``, and says what is missing and what is there, or how the file failed.
     """
     value = load_python_object(spec, default_name, option=option)
     if not callable(value):
@@ -90,10 +94,73 @@ def error_place(error: BaseException) -> str:
 def error_text(error: BaseException) -> str:
     """Type, text and place of an error of the user's code; its ``__str__`` is the user's code too, and may raise."""
     try:
-        text = f": {error}"
-    except Exception as another:
+        text = f"{error}"
+        text = text and f": {text}"
+    except BaseException as another:  # SystemExit, too: it would end what tells the error
         text = f" (and {type(another).__name__} while its text was made)"
     return plain(f"{type(error).__name__}{text[:2000]}{error_place(error)}")
+
+
+def is_users_fault(error: BaseException) -> bool:
+    """Whether the user's code raised it: ``sys.exit`` is its own, Ctrl-C and what a signal's handler raises are not."""
+    if isinstance(error, SystemExit):
+        return type(error) is SystemExit
+    return not isinstance(error, KeyboardInterrupt)
+
+
+def is_from_users_file(error: BaseException) -> bool:
+    """Whether code in a file of the user's raised it, or called what did."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(f.f_globals.get("__name__", "").startswith(_ROOT) for f, _ in frames)
+
+
+def is_of_lightppo(function: Any) -> bool:
+    """Whether a function or an object is lightppo's own, and not the user's."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return str(named.__module__).partition(".")[0] == __package__
+
+
+def place_of(function: Any) -> str:
+    """Name, file and line of a function, or of the class of an object."""
+    function = inspect.unwrap(function)
+    named = function if hasattr(function, "__qualname__") else type(function)
+    try:
+        file, line = inspect.getsourcefile(named), inspect.getsourcelines(named)[1]
+    except (OSError, TypeError):
+        return f"{named.__qualname__} of {named.__module__}"
+    return f"{named.__qualname__} ({file}:{line})"
+
+
+class Checked:
+    """A function of the user's, whose call and whose first result are looked at: a ConfigError says what is wrong.
+
+    Args:
+        option: the flag that names it.
+        problem_of: what is wrong with a result, of the result and of the arguments by name; empty if nothing.
+        called_with: the advice where the function does not take the arguments.
+    """
+
+    def __init__(
+        self, function: Callable, option: str, problem_of: Callable[..., str], called_with: str
+    ) -> None:
+        self.function, self.option = function, option
+        self.problem_of, self.called_with = problem_of, called_with
+        self.is_known = False
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        try:
+            result = self.function(*args, **given)
+        except TypeError as error:
+            if error.__traceback__.tb_next is not None:  # it began, and failed later
+                raise
+            raise ConfigError(
+                f"{self.option}: {place_of(self.function)} cannot be called: {error}; {self.called_with}"
+            ) from error
+        if not self.is_known:
+            if problem := self.problem_of(result, *args, **given):
+                raise ConfigError(f"{self.option}: {place_of(self.function)} {problem}")
+            self.is_known = True
+        return result
 
 
 @contextlib.contextmanager
@@ -110,7 +177,7 @@ def without_copies(what: str) -> Iterator[None]:
 
 
 def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:
-    """Splits ``path.py[:name]`` and checks that the file exists; a ``ValueError`` names its neighbours if not."""
+    """Splits ``path.py[:name]`` and checks that the file exists; a ConfigError names its neighbours if not."""
     head, colon, name = spec.rpartition(":")
     if not colon or spec.endswith(".py"):
         head, name = spec, default_name
@@ -128,7 +195,7 @@ def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tupl
 def _run_file(path: Path, option: str) -> ModuleType:
     # a name of its own, so that a file called math.py hides nothing; in sys.modules, for dataclasses and pickle
     stem, top = re.sub(r"\W", "_", path.stem), path.parent
-    root = f"lightppo_file_{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    root = f"{_ROOT}{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     packages = []
     while (top / "__init__.py").is_file() and top.name.isidentifier():
         packages, top = [top.name, *packages], top.parent
@@ -143,8 +210,10 @@ def _run_file(path: Path, option: str) -> ModuleType:
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         _forget(root)
+        if not is_users_fault(error):
+            raise
         raise fails_when_run(path, error, option) from error
     return module
 
@@ -155,12 +224,12 @@ def _forget(root: str) -> None:
         del sys.modules[name]
 
 
-def fails_when_run(path: Path, error: BaseException, option: str) -> ValueError:
+def fails_when_run(path: Path, error: BaseException, option: str) -> ConfigError:
     """What to raise for a file that raises."""
     return _error(option, f"{path} fails when run: {error_text(error)}")
 
 
-def no_such_name(path: Path, name: str, own: list[str], option: str) -> ValueError:
+def no_such_name(path: Path, name: str, own: list[str], option: str) -> ConfigError:
     """What to raise for a file that lacks a name, and has others of its ``own``."""
     return _error(
         option,
@@ -168,5 +237,5 @@ def no_such_name(path: Path, name: str, own: list[str], option: str) -> ValueErr
     )
 
 
-def _error(option: str, text: str) -> ValueError:
-    return ValueError(f"{option}: {text}" if option else text)
+def _error(option: str, text: str) -> ConfigError:
+    return ConfigError(f"{option}: {text}" if option else text)

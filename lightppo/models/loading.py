@@ -43,6 +43,7 @@ from lightppo.plugin import (
     UNTRAINABLE,
     VALUE_HEADS,
 )
+from lightppo.user_code import error_text, is_users_fault
 
 logger = logging.getLogger(__name__)
 
@@ -262,6 +263,10 @@ def _import_modules(names: str) -> None:
             raise ModelLoadError(
                 f"--external_lib {name}: {error}: install it, or set PYTHONPATH"
             ) from error
+        except BaseException as error:
+            if not is_users_fault(error):
+                raise
+            raise ModelLoadError(f"--external_lib {name}: {error_text(error)}") from error
 
 
 def _model_path(path: str, flag: str, kind: str = "model") -> str:
