@@ -132,6 +132,7 @@ def load_callbacks(specs: Iterable[str]) -> list[Callback]:
             raise ConfigError(
                 f"--callback {spec}: {loaded!r} is no lightppo.Callback: write class NAME(Callback)"
             )
+        _check_methods(callback)  # now, and not when the models have been loaded
         callbacks.append(callback)
     return callbacks
 
