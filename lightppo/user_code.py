@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from itertools import dropwhile
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from lightppo.errors import ConfigError
@@ -77,13 +77,15 @@ def _object_of(module: ModuleType, path: Path, name: str, option: str) -> Any:
 def error_place(error: BaseException) -> str:
     """File, line and code of the user's own file that an error came from, as `` (reward.py:3 in f: code)``; else empty.
 
-    Its file is the first one below the frames that called it; the last calls inside it are named, outermost first.
+    Its file is the first one that a flag names, or else the first one below the frames that called it; the last calls inside it are named, outermost first.
     """
-    frames = list(
-        dropwhile(
-            lambda f: f.filename.startswith(_CALLERS), traceback.extract_tb(error.__traceback__)
-        )
-    )
+    frames = traceback.extract_tb(error.__traceback__)
+    loaded = (_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
+    first = next((i for i, is_users in enumerate(loaded) if is_users), None)
+    if first is None:
+        frames = list(dropwhile(lambda f: f.filename.startswith(_CALLERS), frames))
+    else:
+        frames = frames[first:]
     own = [f for f in frames if f.filename == frames[0].filename][-_MOST_FRAMES:]
     places = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in own]
     if isinstance(error, SyntaxError) and error.filename and error.text:
@@ -110,8 +112,11 @@ def is_users_fault(error: BaseException) -> bool:
 
 def is_from_users_file(error: BaseException) -> bool:
     """Whether code in a file of the user's raised it, or called what did."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(f.f_globals.get("__name__", "").startswith(_ROOT) for f, _ in frames)
+    return any(_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _is_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(_ROOT)
 
 
 def is_of_lightppo(function: Any) -> bool:
