@@ -77,7 +77,8 @@ def _object_of(module: ModuleType, path: Path, name: str, option: str) -> Any:
 def error_place(error: BaseException) -> str:
     """File, line and code of the user's own file that an error came from, as `` (reward.py:3 in f: code)``; else empty.
 
-    Its file is the first one that a flag names, or else the first one below the frames that called it; the last calls inside it are named, outermost first.
+    Its file is the first one that a flag names, or else the first one below the frames that called it. The last calls
+    inside it are named, outermost first.
     """
     frames = traceback.extract_tb(error.__traceback__)
     loaded = (_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
