@@ -732,7 +732,7 @@ class TestStart:
             run(lambda: build(urls=[url]))
         assert caught.value.code == 1
         assert (
-            f"error: --vllm_server_url: vLLM server {url}: /collective_rpc: ConnectionError"
+            f"error: --vllm_server_url: vLLM server {url}: /collective_rpc: Connection refused"
             in capsys.readouterr().err
         )
 
