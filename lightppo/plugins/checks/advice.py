@@ -11,6 +11,8 @@ from lightppo.config.options import Options
 
 def tell_advice(building: Any) -> Iterator[str]:
     """What is printed of it."""
+    if "\\n" in (getattr(building.config.data, "input_template", None) or ""):
+        yield "note: --input_template has a backslash and an n, not a line break: in bash write $'\\n'"
     if isinstance(building.config, PPOConfig):
         yield from (f"note: {line}" for line in advice(building.config))
 

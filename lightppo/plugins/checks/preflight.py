@@ -186,10 +186,15 @@ def preflight_supervised(config: SupervisedConfig) -> None:
 
 def look(config: OptionSet, prog: str) -> None:
     """What a command looks at before it imports anything heavy."""
-    is_ppo = isinstance(config, PPOConfig)
-    before_imports(
-        lambda: preflight(config.resolved()) if is_ppo else preflight_supervised(config), prog
-    )
+    if not isinstance(config, PPOConfig):
+        return before_imports(lambda: preflight_supervised(config), prog)
+    resolved = config.resolved()
+    before_imports(lambda: preflight(resolved), prog)
+    looked_at.append(resolved.flat())
+
+
+looked_at: list[dict[str, Any]] = []
+"""What the command of this process has looked at: the run that it builds need not do it again, nor warn again."""
 
 
 def before_imports(check: Callable[[], None], prog: str) -> None:

@@ -10,14 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.fakes import FakeStrategy
 from support.tiny import write_jsonl
 
 from lightppo.config import PPOConfig
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError
+from lightppo.plugins.checks.advice import tell_advice
+from lightppo.plugins.checks.building import check_files
 from lightppo.plugins.checks.preflight import (
     before_imports,
     dry_run_config,
+    look,
     preflight,
     preflight_supervised,
 )
@@ -522,3 +526,25 @@ def test_a_dry_run_of_a_small_run_is_as_small(run):
     assert [
         flat[n] for n in ("rollout_batch_size", "n_samples_per_prompt", "generate_max_len")
     ] == [1, 1, 3]
+
+
+def test_what_the_command_has_looked_at_is_not_looked_at_again(run, monkeypatch):
+    """Nor warned of again; a run that a script builds is."""
+    config, looks = run(), []
+    monkeypatch.setattr("lightppo.plugins.checks.preflight.preflight", looks.append)
+    monkeypatch.setattr("lightppo.plugins.checks.building.preflight", looks.append)
+    resolved = config.resolved()
+    building = SimpleNamespace(asked=resolved, config=resolved, strategy=FakeStrategy())
+    look(config, "lightppo ppo")
+    check_files(building)
+    assert looks == [resolved]
+    check_files(building)
+    assert looks == [resolved] * 2
+
+
+def test_a_template_that_has_no_line_break_is_told_of_once(run):
+    building = SimpleNamespace(config=run(input_template="{}\\nA:").resolved())
+    told = [line for line in tell_advice(building) if "--input_template" in line]
+    assert told == [
+        "note: --input_template has a backslash and an n, not a line break: in bash write $'\\n'"
+    ]
