@@ -548,3 +548,18 @@ def test_a_template_that_has_no_line_break_is_told_of_once(run):
     assert told == [
         "note: --input_template has a backslash and an n, not a line break: in bash write $'\\n'"
     ]
+
+
+def test_more_steps_than_the_files_have_rows_are_refused_before_they_are_read(run, tmp_path):
+    first, second = (
+        write_jsonl(tmp_path / name, [{"input": "1+1=", "label": "2"}] * 5)
+        for name in ("a.jsonl", "b.jsonl")
+    )
+    batch = {"rollout_batch_size": 4, "train_batch_size": 4}
+    options = {"prompt_data": f"{first},{second}", "num_episodes": 2, **batch}
+    assert (
+        "--total_training_steps 7 is more than the 6 steps of --num_episodes 2 (10 prompts, --rollout_batch_size 4): "
+        "set at most 6, or --num_episodes 3"
+    ) in refusal(run(total_training_steps=7, **options).resolved())
+    preflight(run(total_training_steps=6, **options).resolved())
+    preflight(run(total_training_steps=7, dry_run=True, **options).resolved())
