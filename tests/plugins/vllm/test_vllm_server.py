@@ -1017,7 +1017,7 @@ class TestOneServer:
 
     def test_a_closed_port_is_unreachable(self):
         server = VLLMServer(f"http://127.0.0.1:{free_port()}", (None, None), timeout=5.0, retries=0)
-        with pytest.raises(UnreachableError, match="/inference/v1/generate: ConnectionError"):
+        with pytest.raises(UnreachableError, match="/inference/v1/generate: Connection refused"):
             self.complete(server)
 
     @pytest.mark.parametrize(
