@@ -7,7 +7,9 @@ group ``lightppo.plugins``; they come after those in ``lightppo/plugins``, witho
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,8 +18,10 @@ from typing import Any, Literal
 
 from lightppo.errors import UserError
 from lightppo.meanings import METRICS as METRICS
+from lightppo.shown import without_secrets
 from lightppo.table import FILE_ENTRIES as FILE_ENTRIES
 from lightppo.table import Entry, Table, load
+from lightppo.user_code import error_text, is_users_fault
 
 GROUP = "lightppo.plugins"
 
@@ -501,16 +505,28 @@ def load_plugins() -> None:
     """Register every plugin that is installed: those beside the core first, then other distributions' by their names.
 
     Raises:
-        PluginError: another distribution's plugin fails; it names the distribution.
+        PluginError: another distribution's plugin fails; it names the distribution. Where nobody catches it, as in every
+            command, this line is all that is shown.
     """
     if Path(__file__).with_name("plugins").is_dir():
         importlib.import_module(GROUP).register()
     for entry_point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
         try:
             entry_point.load()()
-        except Exception as error:
+        except BaseException as error:
+            if not is_users_fault(error):
+                raise
             owner = entry_point.dist.name if entry_point.dist else entry_point.value
+            sys.excepthook = functools.partial(_tell_in_one_line, sys.excepthook)
+            why = " ".join(without_secrets(error_text(error)).split())
             raise PluginError(
-                f"the plugin {entry_point.name!r} of the package {owner} cannot be registered: "
-                f"{type(error).__name__}: {error}: mend it, or uninstall {owner}"
+                f"the plugin {entry_point.name!r} of the package {owner} cannot be registered: {why}: mend it, or "
+                f"uninstall {owner}"
             ) from error
+
+
+def _tell_in_one_line(before: Callable, kind: type[BaseException], error: Any, trace: Any) -> None:
+    """As ``sys.excepthook``: nothing of lightppo is imported, so that no command can tell the error."""
+    if kind is not PluginError:
+        return before(kind, error, trace)
+    print(f"lightppo: error: {error}", file=sys.stderr)

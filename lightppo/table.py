@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from lightppo.errors import ConfigError
 from lightppo.option import Option, out_of_order
 from lightppo.suggestions import nearest
-from lightppo.user_code import load_python_function
+from lightppo.user_code import error_text, is_users_fault, load_python_function
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,14 @@ def load(function: str | Callable) -> Callable:
     where, _, name = function.rpartition(":")
     if where.endswith(".py"):
         return load_python_function(function, name)
-    return getattr(importlib.import_module(where), name)
+    try:
+        return getattr(importlib.import_module(where), name)
+    except BaseException as error:
+        if where.startswith(f"{__package__}.") or not is_users_fault(error):
+            raise
+        raise ConfigError(
+            f"{function}, of a plugin, cannot be loaded: {error_text(error)}"
+        ) from error
 
 
 FILE_ENTRIES: Table = Table("entry of a file", {"run": Entry("lightppo.table:run_entry")})

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
+import inspect
+import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import dropwhile
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
+from lightppo.errors import ConfigError
 from lightppo.shown import plain
 
 # Frames above the user's: what calls it, parses or runs its file, or its coroutine.
 _CALLERS = (
     str(Path(__file__).parent),
     str(Path(sysconfig.get_path("stdlib"), "asyncio")),
+    str(Path(sysconfig.get_path("stdlib"), "importlib")),
     ast.__file__,
     "<frozen",
 )
 _MOST_FRAMES = 4
+_ROOT = "lightppo_file_"  # what the names of modules of the user's files begin with
 
 
 def load_python_function(spec: str, default_name: str, *, option: str = "") -> Callable[..., Any]:
     """Loads a function from ``path.py`` or ``path.py:name``; runs the file anew, from exactly that path.
 
-    A ``ValueError`` names the flag ``option``, and says what is missing and what is there, or how the file failed.
+    A ConfigError names the flag ``option``, and says what is missing and what is there, or how the file failed.
     """
     value = load_python_object(spec, default_name, option=option)
     if not callable(value):
@@ -71,13 +77,16 @@ def _object_of(module: ModuleType, path: Path, name: str, option: str) -> Any:
 def error_place(error: BaseException) -> str:
     """File, line and code of the user's own file that an error came from, as `` (reward.py:3 in f: code)``; else empty.
 
-    Its file is the first one below the frames that called it; the last calls inside it are named, outermost first.
+    Its file is the first one that a flag names, or else the first one below the frames that called it. The last calls
+    inside it are named, outermost first.
     """
-    frames = list(
-        dropwhile(
-            lambda f: f.filename.startswith(_CALLERS), traceback.extract_tb(error.__traceback__)
-        )
-    )
+    frames = traceback.extract_tb(error.__traceback__)
+    loaded = (_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
+    first = next((i for i, is_users in enumerate(loaded) if is_users), None)
+    if first is None:
+        frames = list(dropwhile(lambda f: f.filename.startswith(_CALLERS), frames))
+    else:
+        frames = frames[first:]
     own = [f for f in frames if f.filename == frames[0].filename][-_MOST_FRAMES:]
     places = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in own]
     if isinstance(error, SyntaxError) and error.filename and error.text:
@@ -88,14 +97,93 @@ def error_place(error: BaseException) -> str:
 def error_text(error: BaseException) -> str:
     """Type, text and place of an error of the user's code; its ``__str__`` is the user's code too, and may raise."""
     try:
-        text = f": {error}"
-    except Exception as another:
+        text = f"{error}"
+        text = text and f": {text}"
+    except BaseException as another:  # SystemExit, too: it would end what tells the error
         text = f" (and {type(another).__name__} while its text was made)"
     return plain(f"{type(error).__name__}{text[:2000]}{error_place(error)}")
 
 
+def is_users_fault(error: BaseException) -> bool:
+    """Whether the user's code raised it: ``sys.exit`` is its own, Ctrl-C and what a signal's handler raises are not."""
+    if isinstance(error, SystemExit):
+        return type(error) is SystemExit
+    return not isinstance(error, KeyboardInterrupt)
+
+
+def is_from_users_file(error: BaseException) -> bool:
+    """Whether code in a file of the user's raised it, or called what did."""
+    return any(_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _is_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(_ROOT)
+
+
+def is_of_lightppo(function: Any) -> bool:
+    """Whether a function or an object is lightppo's own, and not the user's."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return str(named.__module__).partition(".")[0] == __package__
+
+
+def place_of(function: Any) -> str:
+    """Name, file and line of a function, or of the class of an object."""
+    function = inspect.unwrap(function)
+    named = function if hasattr(function, "__qualname__") else type(function)
+    try:
+        file, line = inspect.getsourcefile(named), inspect.getsourcelines(named)[1]
+    except (OSError, TypeError):
+        return f"{named.__qualname__} of {named.__module__}"
+    return f"{named.__qualname__} ({file}:{line})"
+
+
+class Checked:
+    """A function of the user's, whose call and whose first result are looked at: a ConfigError says what is wrong.
+
+    Args:
+        option: the flag that names it.
+        problem_of: what is wrong with a result, of the result and of the arguments by name; empty if nothing.
+        called_with: the advice where the function does not take the arguments.
+    """
+
+    def __init__(
+        self, function: Callable, option: str, problem_of: Callable[..., str], called_with: str
+    ) -> None:
+        self.function, self.option = function, option
+        self.problem_of, self.called_with = problem_of, called_with
+        self.is_known = False
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        try:
+            result = self.function(*args, **given)
+        except TypeError as error:
+            if error.__traceback__.tb_next is not None:  # it began, and failed later
+                raise
+            raise ConfigError(
+                f"{self.option}: {place_of(self.function)} cannot be called: {error}; {self.called_with}"
+            ) from error
+        if not self.is_known:
+            if problem := self.problem_of(result, *args, **given):
+                raise ConfigError(f"{self.option}: {place_of(self.function)} {problem}")
+            self.is_known = True
+        return result
+
+
+@contextlib.contextmanager
+def without_copies(what: str) -> Iterator[None]:
+    """End a process that the user's code forks within, when it comes back: it would go on as a second one of this."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            told = f"{what}: a process that it has forked came back, and is ended: end it with os._exit\n"
+            os.write(2, plain(told).encode())
+            os._exit(1)
+
+
 def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:
-    """Splits ``path.py[:name]`` and checks that the file exists; a ``ValueError`` names its neighbours if not."""
+    """Splits ``path.py[:name]`` and checks that the file exists; a ConfigError names its neighbours if not."""
     head, colon, name = spec.rpartition(":")
     if not colon or spec.endswith(".py"):
         head, name = spec, default_name
@@ -113,7 +201,7 @@ def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tupl
 def _run_file(path: Path, option: str) -> ModuleType:
     # a name of its own, so that a file called math.py hides nothing; in sys.modules, for dataclasses and pickle
     stem, top = re.sub(r"\W", "_", path.stem), path.parent
-    root = f"lightppo_file_{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    root = f"{_ROOT}{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     packages = []
     while (top / "__init__.py").is_file() and top.name.isidentifier():
         packages, top = [top.name, *packages], top.parent
@@ -128,8 +216,10 @@ def _run_file(path: Path, option: str) -> ModuleType:
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         _forget(root)
+        if not is_users_fault(error):
+            raise
         raise fails_when_run(path, error, option) from error
     return module
 
@@ -140,12 +230,12 @@ def _forget(root: str) -> None:
         del sys.modules[name]
 
 
-def fails_when_run(path: Path, error: BaseException, option: str) -> ValueError:
+def fails_when_run(path: Path, error: BaseException, option: str) -> ConfigError:
     """What to raise for a file that raises."""
     return _error(option, f"{path} fails when run: {error_text(error)}")
 
 
-def no_such_name(path: Path, name: str, own: list[str], option: str) -> ValueError:
+def no_such_name(path: Path, name: str, own: list[str], option: str) -> ConfigError:
     """What to raise for a file that lacks a name, and has others of its ``own``."""
     return _error(
         option,
@@ -153,5 +243,5 @@ def no_such_name(path: Path, name: str, own: list[str], option: str) -> ValueErr
     )
 
 
-def _error(option: str, text: str) -> ValueError:
-    return ValueError(f"{option}: {text}" if option else text)
+def _error(option: str, text: str) -> ConfigError:
+    return ConfigError(f"{option}: {text}" if option else text)

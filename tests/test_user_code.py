@@ -1,11 +1,18 @@
 """Files of the user's own: found, run anew, and refused by what was found instead."""
 
+import os
 import pickle
 import sys
 
 import pytest
 
-from lightppo.user_code import error_place, load_python_function, load_python_objects
+from lightppo.user_code import (
+    error_place,
+    error_text,
+    load_python_function,
+    load_python_objects,
+    without_copies,
+)
 
 MODULE = """
 from dataclasses import dataclass
@@ -176,3 +183,39 @@ def test_several_objects_of_a_file_that_runs_once(tmp_path):
     assert (kind.__name__, function()) == ("A", [1])
     with pytest.raises(ValueError, match=r"--env: .*own.py has no 'B'; it has A, f"):
         load_python_objects(path, ["A", "B"], option="--env")
+
+
+@pytest.mark.parametrize("ending", ["sys.exit()", "sys.exit(0)", "raise BaseException('no')"])
+def test_a_file_that_ends_the_program_is_an_error(tmp_path, ending):
+    (tmp_path / "ends.py").write_text(f"import sys\n{ending}\n")
+    with pytest.raises(ValueError, match=r"--reward_fn: .*ends.py fails when run: .*ends.py:2 in"):
+        load_python_function(str(tmp_path / "ends.py"), "f", option="--reward_fn")
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, type("Stopped", (SystemExit,), {})])
+def test_a_signal_while_a_file_is_run_ends_the_program(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(sys, "handler_of_the_test", kind, raising=False)
+    (tmp_path / "slow.py").write_text("import sys\nraise sys.handler_of_the_test")
+    with pytest.raises(kind):
+        load_python_function(str(tmp_path / "slow.py"), "f")
+
+
+def test_the_text_of_an_error_ends_nothing():
+    class Ends(Exception):
+        def __str__(self):
+            raise SystemExit
+
+    assert error_text(Ends()) == "Ends (and SystemExit while its text was made)"
+
+
+@pytest.mark.parametrize("ending", [None, ValueError("the child"), SystemExit(0)])
+def test_a_forked_process_ends_where_the_users_code_does(ending, capfd):
+    with without_copies("reward.py:f"):
+        child = os.fork()
+        if not child and ending is not None:
+            raise ending
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    told = (
+        "reward.py:f: a process that it has forked came back, and is ended: end it with os._exit\n"
+    )
+    assert capfd.readouterr().err == told

@@ -244,3 +244,41 @@ def group_norm(
 def reinforce_baseline(groups: ScoreGroups, **_) -> Tensor:
     """REINFORCE++ with baseline (arXiv:2501.03262v9, §3.2): A = s - mean_G, whitened over the batch later; γ = 1."""
     return groups.advantage
+
+
+# -- functions of the user's ------------------------------------------------------------------------------------------
+
+
+def problem_of_tensor(value: Any, shape: tuple[int, ...], what: str, meaning: str) -> str:
+    """What is wrong with a tensor that a function of the user's gives; empty if nothing."""
+    if not isinstance(value, Tensor):
+        return f"must return {what}, a tensor of shape {shape}, {meaning}, not {_named(value)}"
+    if tuple(value.shape) != shape:
+        return f"must return {what} of shape {shape}, {meaning}, not {tuple(value.shape)}"
+    if not value.is_floating_point():
+        return f"must return {what} as floating point numbers, not {value.dtype}"
+    return ""
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+def problem_of_samples(result: Any, groups: ScoreGroups, **_: Any) -> str:
+    """Of an estimator that gives one number per sample."""
+    return problem_of_tensor(result, tuple(groups.scores.shape), "advantages", "one per sample")
+
+
+def problem_of_tokens(result: Any, *, action_mask: Tensor, **_: Any) -> str:
+    """Of an :data:`AdvantageFn`."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        got = _named(result) if not isinstance(result, tuple) else f"{len(result)} values"
+        return f"must return a pair (advantages, returns), not {got}"
+    for value, what in zip(result, ("advantages", "returns"), strict=True):
+        if problem := problem_of_tensor(
+            value, tuple(action_mask.shape), what, "one number per token"
+        ):
+            return problem
+        if value.requires_grad:
+            return f"returns {what} with a gradient: compute them under torch.no_grad()"
+    return ""

@@ -80,14 +80,22 @@ def metric_names() -> dict[str, str]:
 # -- files of the user's own -----------------------------------------------------------------------------------------
 
 
-def estimator(**traits: Any) -> Callable[[F], F]:
+def estimator(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
     """What an estimator of your own asks of a run: attributes of :class:`EstimatorEntry`; in a file, as literals."""
+    if without_brackets:
+        raise TypeError(
+            "write @estimator() with brackets: @estimator(per_sample=True), for example"
+        )
     EstimatorEntry("", **traits)  # a misspelt one is an error here
     return partial(_with_traits, traits)
 
 
-def policy_loss(**traits: Any) -> Callable[[F], F]:
+def policy_loss(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
     """The same for ``--policy_loss`` and :class:`PolicyLossEntry`."""
+    if without_brackets:
+        raise TypeError(
+            "write @policy_loss() with brackets: @policy_loss(eps_clip=None), for example"
+        )
     PolicyLossEntry("", **traits)
     return partial(_with_traits, traits)
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.advantages import problem_of_tensor
 from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, PolicyLossEntry
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
 from lightppo.algorithms.masking import (
@@ -23,6 +25,7 @@ from lightppo.algorithms.masking import (
     zero_where_masked,
 )
 from lightppo.option import shown_object
+from lightppo.user_code import Checked, is_of_lightppo
 
 Metrics = dict[str, Tensor]
 TokenLoss = tuple[Tensor, Metrics]
@@ -112,6 +115,27 @@ def ppo_policy_loss(inputs: LossInputs, *, dual_clip: float | None = None) -> To
     return inputs.with_dual_clip(loss, lost | inputs.beyond_limit(inputs.log_ratio), dual_clip)
 
 
+def problem_of_loss(result: Any, inputs: LossInputs, **_: Any) -> str:
+    """What is wrong with what a policy loss of the user's returns; empty if nothing."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        got = type(result).__name__ if not isinstance(result, tuple) else f"{len(result)} values"
+        return (
+            f"must return a pair (loss of each token, metrics), as (loss, x.metrics()), not {got}"
+        )
+    (loss, metrics), shape = result, tuple(inputs.log_probs.shape)
+    if problem := problem_of_tensor(loss, shape, "losses", "one per token: without a mean"):
+        return problem
+    if inputs.log_probs.requires_grad and not loss.requires_grad:
+        return "returns losses without a gradient: compute them from x.log_probs or x.ratio"
+    if not isinstance(metrics, Mapping):
+        return f"must return metrics by name, as x.metrics() does, not {type(metrics).__name__}"
+    for name, value in metrics.items():
+        if problem := problem_of_tensor(value, shape, f"the metric {name!r}", "one per token"):
+            return problem
+    missing = {"clip_ratio", "ratio", "approx_kl"} - metrics.keys()
+    return f"returns no metric {min(missing)!r}: begin with x.metrics()" if missing else ""
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """The policy loss of one micro batch. Refuses unknown names and values out of range."""
@@ -144,7 +168,11 @@ class PolicyLoss:
         object.__setattr__(self, "clip_eps_low", low)
         object.__setattr__(self, "clip_eps_high", high)
         object.__setattr__(self, "options", entry.completed(self.options, f"--policy_loss {name}"))
-        object.__setattr__(self, "of_tokens", entry.fn)
+        of_tokens = entry.fn
+        if not is_of_lightppo(of_tokens):
+            called_with = "it is called with lightppo.algorithms.losses.LossInputs alone"
+            of_tokens = Checked(of_tokens, "--policy_loss", problem_of_loss, called_with)
+        object.__setattr__(self, "of_tokens", of_tokens)
         object.__setattr__(self, "aggregate", aggregate)
 
     @cached_property

@@ -24,6 +24,7 @@ from lightppo.files import join
 from lightppo.option import out_of_order
 from lightppo.plugin import (
     ADVANTAGE_TERMS,
+    COLLECTORS,
     FOLLOWERS,
     FROZEN_MODELS,
     MICRO_BATCHES,
@@ -187,6 +188,13 @@ def given_sources(config: Options) -> list[str]:
     """The sources whose flags are set. The last one scores: beside models, ``--reward_fn`` combines their scores."""
     flat = config.flat()
     return [name for name, entry in REWARDS.items() if entry.flag and flat[entry.flag]]
+
+
+def generation_batch(config: Options) -> int:
+    """How many prompts are sampled at once, over all ranks."""
+    given = config.flat()
+    sizes = (given[entry.batch_size] for entry in COLLECTORS.values() if entry.batch_size)
+    return next(filter(None, sizes), config.rollout.rollout_batch_size)
 
 
 def reward_sources(config: Options) -> list[str]:

@@ -398,10 +398,6 @@ class PromptTemplate:
             raise DataError(
                 f"--input_template {template!r} needs one {{}}, and no --apply_chat_template beside it"
             )
-        if "\\n" in template:
-            logger.warning(
-                "--input_template has a backslash and an n, not a line break: in bash write $'\\n'"
-            )
 
     def _check_chat_template(self, reason: str) -> None:
         if not getattr(self.tokenizer, "chat_template", None):

@@ -15,7 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.advantages import AdvantageFn, OnEveryToken
+from lightppo.algorithms.advantages import (
+    AdvantageFn,
+    OnEveryToken,
+    problem_of_samples,
+    problem_of_tokens,
+)
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, EstimatorEntry
 from lightppo.algorithms.kl import KLController, KLEstimate
 from lightppo.algorithms.logprobs import score_norms
@@ -40,6 +45,7 @@ from lightppo.option import shown_object
 from lightppo.plugin import BUFFER_STEPS, NORMALISATIONS, ROLLOUT_PASSES, SCORE_STEPS, TOKEN_WEIGHTS
 from lightppo.ranks import Ranks, heartbeat, level
 from lightppo.table import load
+from lightppo.user_code import Checked, is_of_lightppo
 
 
 class ScoreStep:
@@ -130,7 +136,17 @@ class RolloutPass:
 
 def advantage_fn(estimator: EstimatorEntry) -> AdvantageFn:
     """The function of an estimator, of token rewards, whether it is one of tokens or of samples."""
-    return OnEveryToken(estimator.fn) if estimator.per_sample else estimator.fn
+    function = estimator.fn
+    if not is_of_lightppo(function):
+        problem_of = problem_of_samples if estimator.per_sample else problem_of_tokens
+        called_with = (
+            "it is called with ScoreGroups and named arguments: take the rest as **_"
+            if estimator.per_sample
+            else "it is called with token_rewards, action_mask and others by name: take the rest as **_. For a function "
+            "of ScoreGroups, write @estimator(per_sample=True)"
+        )
+        function = Checked(function, "--advantage_estimator", problem_of, called_with)
+    return OnEveryToken(function) if estimator.per_sample else function
 
 
 # what the times of passes are called, where not as in --micro_batch_specs

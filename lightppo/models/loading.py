@@ -9,6 +9,7 @@ import importlib
 import logging
 import math
 import pickle
+import re
 import textwrap
 from collections.abc import Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import deepspeed as hf_deepspeed
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
@@ -44,6 +46,7 @@ from lightppo.plugin import (
     UNTRAINABLE,
     VALUE_HEADS,
 )
+from lightppo.user_code import error_text, is_users_fault
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +148,9 @@ def _load(
     config, reason = (config, None) if part is None else (part.config, part.untrainable)
     model_class = auto_class._model_mapping.get(type(config), None)
     if model_class is None and not hasattr(config, "auto_map"):
-        raise ModelLoadError(reason or _no_class(auto_class, config, f"{flag} {path}"))
+        raise ModelLoadError(reason or _no_class(auto_class, config, flag, path))
+    if auto_class is AutoModelForCausalLM:
+        check_language_model(config, flag, path, is_new=how.init_from_scratch)
     attention = ATTENTION.last(how.attn_implementation, how.dtype, model_class, config)
     kwargs: dict[str, Any] = {
         "attn_implementation": attention,
@@ -200,14 +205,35 @@ def untrainable(model: PreTrainedModel, name: str) -> str | None:
     return UNTRAINABLE.first(model.config, tensors, name)
 
 
-def _no_class(auto_class: Any, config: PretrainedConfig, name: str) -> str:
-    kind = f"{name}: transformers has no {auto_class.__name__.replace('Auto', '', 1)}"
-    if auto_class is AutoModelForCausalLM:
-        return f"{kind} of model type {config.model_type!r}: choose another model"
-    return (
-        f"{kind} of model type {config.model_type!r}, which a critic or a reward model is: choose another model for it, "
-        "or an --advantage_estimator without a critic"
-    )
+def _no_class(auto_class: Any, config: PretrainedConfig, flag: str, path: str) -> str:
+    what = auto_class.__name__.replace("Auto", "", 1)
+    text = f"{flag} {path}: transformers has no {what} of model type {config.model_type!r}"
+    if flag == "--critic_pretrain":
+        return f"{text}, which a critic is: choose another model for it, or an --advantage_estimator without a critic"
+    return f"{text}: choose another model"
+
+
+_OTHER_HEADS = re.compile(
+    r"For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)$"
+)
+
+
+def check_language_model(
+    config: PretrainedConfig, flag: str, path: str, *, is_new: bool = False
+) -> None:
+    """ModelLoadError for a model that does not say one word after the other; ``is_new``: it has no weights."""
+    heads = [name for name in config.architectures or () if _OTHER_HEADS.search(name)]
+    if heads and not is_new:
+        raise ModelLoadError(
+            f"{flag} {path}: it is a {heads[0]}, which gives scores and no text: give a language model here, and this one "
+            "as --reward_pretrain or --critic_pretrain"
+        )
+    reads_both_sides = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    if reads_both_sides and getattr(config, "is_decoder", None) is False:
+        raise ModelLoadError(
+            f"{flag} {path}: a model of type {config.model_type!r} reads a text from both sides, and cannot continue "
+            "one: give a language model"
+        )
 
 
 def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, any_head: bool) -> bool:
@@ -267,6 +293,10 @@ def _import_modules(names: str) -> None:
             raise ModelLoadError(
                 f"--external_lib {name}: {error}: install it, or set PYTHONPATH"
             ) from error
+        except BaseException as error:
+            if not is_users_fault(error):
+                raise
+            raise ModelLoadError(f"--external_lib {name}: {error_text(error)}") from error
 
 
 def _model_path(path: str, flag: str, kind: str = "model") -> str:

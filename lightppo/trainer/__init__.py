@@ -17,6 +17,7 @@ from typing import Any
 from lightppo.errors import UserError
 from lightppo.plugin import AROUND
 from lightppo.shown import log_to_terminal, plain, without_secrets
+from lightppo.user_code import error_text, is_from_users_file
 
 _ALIKE = timedelta(seconds=2)  # between errors of ranks that are one
 
@@ -53,9 +54,12 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
             tell(f"{name}: error: {error}")
         _tell_torchrun(str(error))
         raise SystemExit(error.exit_code) from error
-    except Exception:
+    except Exception as error:
         _tell_torchrun(traceback.format_exc())
-        raise
+        if debug or not is_from_users_file(error):
+            raise
+        tell(f"{name}: error: your code failed: {error_text(error)}; --debug shows all calls")
+        raise SystemExit(1) from error
 
 
 def tell(text: str) -> None:

@@ -20,6 +20,7 @@ from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     followers,
     frozen_models,
+    generation_batch,
     moves_reference,
     needs_critic,
     needs_reference,
@@ -673,13 +674,6 @@ def prompts_dataloader(
     return DataLoader(
         prompts, batch_sampler=sampler, collate_fn=PromptDataset.collate_fn, generator=generator
     )
-
-
-def generation_batch(config: PPOConfig) -> int:
-    """How many prompts are sampled at once, over all ranks."""
-    given = config.flat()
-    sizes = (given[entry.batch_size] for entry in COLLECTORS.values() if entry.batch_size)
-    return next(filter(None, sizes), config.rollout.rollout_batch_size)
 
 
 def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int = 0) -> int:

@@ -6,14 +6,24 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from lightppo.errors import ConfigError, UserError
-from lightppo.user_code import load_python_object
+from lightppo.rewards.source import finite, is_non_finite
+from lightppo.suggestions import nearest
+from lightppo.user_code import (
+    error_text,
+    is_of_lightppo,
+    is_users_fault,
+    load_python_object,
+    place_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,17 +119,85 @@ def load_callbacks(specs: Iterable[str]) -> list[Callback]:
     """``--callback``: a class of a file, made without arguments, or an object; ConfigError says what is wrong."""
     callbacks = []
     for spec in specs:
+        loaded = load_python_object(spec, "callback", option=f"--callback {spec}")
         try:
-            loaded = load_python_object(spec, "callback", option="--callback")
             callback = loaded() if isinstance(loaded, type) else loaded
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"--callback {spec}: {error}") from error
+        except BaseException as error:
+            if not is_users_fault(error):
+                raise
+            raise ConfigError(
+                f"--callback {spec}: {loaded.__name__}() fails: {error_text(error)}"
+            ) from error
         if not isinstance(callback, Callback):
             raise ConfigError(
                 f"--callback {spec}: {loaded!r} is no lightppo.Callback: write class NAME(Callback)"
             )
+        _check_methods(callback)  # now, and not when the models have been loaded
         callbacks.append(callback)
     return callbacks
+
+
+def _check_methods(callback: Callback) -> None:
+    """ConfigError: a method that no run calls, or that cannot be called."""
+    kind, where = type(callback), f"the callback {place_of(callback)}"
+    for name in dir(kind):
+        if name.startswith("_") or name in _OWN or not callable(getattr(kind, name)):
+            continue
+        meant = get_close_matches(name, _TIMES, n=1, cutoff=0.88)
+        if meant or name.startswith("on_"):
+            known = f"did you mean {meant[0]!r}?" if meant else f"known: {', '.join(_TIMES)}"
+            raise ConfigError(f"{where} has a method {name!r}, which no run calls ({known})")
+    for name in _TIMES:
+        method = getattr(callback, name)
+        if getattr(kind, name, None) is getattr(Callback, name):
+            continue
+        asked = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
+        try:
+            inspect.signature(method).bind(*asked)
+        except TypeError as error:
+            raise ConfigError(f"{where}: {name}({', '.join(asked)}): {error}") from error
+        if inspect.iscoroutinefunction(method):
+            raise ConfigError(f"{where}: {name} is async, and nothing would await it: write def")
+        if inspect.isgeneratorfunction(method):
+            more = ": put @contextmanager above it" if name == "around_step" else ""
+            raise ConfigError(f"{where}: {name} has a yield, so its lines would never run{more}")
+
+
+_OWN = frozenset(dir(Callback))
+_TIMES = [name for name in vars(Callback) if not name.startswith("_")]
+
+
+def numbers_of(callback: Callback, method: str, result: Any) -> Mapping[str, float]:
+    """What a callback gives to be logged; ConfigError where it is not numbers by name."""
+    if result is None or is_of_lightppo(callback):
+        return result or {}
+    where = f"the callback {place_of(callback)}: {method}"
+    if not isinstance(result, Mapping):
+        got = type(result).__name__
+        raise ConfigError(f"{where} must return numbers by name, or None, not {got}")
+    for name, value in result.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{where} returns {name!r}, which is no text, as a name")
+        if finite(value) is None and not is_non_finite(value):
+            raise ConfigError(f"{where} returns {value!r:.100}, which is no number, as {name!r}")
+    return {name: _number(value) for name, value in result.items()}
+
+
+def _number(value: Any) -> float:
+    """A number of Python as it is; one of numpy, or a tensor of one, as Python's."""
+    return value if isinstance(value, (int, float)) else float(value)
+
+
+def _votes_of(callback: Callback, run: Any) -> Mapping[str, float]:
+    votes = numbers_of(callback, "votes", callback.votes(run))
+    reads_them = type(callback).on_votes is not Callback.on_votes
+    if not reads_them and (unknown := votes.keys() - set(VOTES)):
+        name = min(unknown)
+        raise ConfigError(
+            f"the callback {place_of(callback)}: votes returns {name!r}{nearest(name, VOTES)}; known: "
+            f"{', '.join(VOTES)}, and names that its own on_votes reads"
+        )
+    return votes
 
 
 class Callbacks:
@@ -127,6 +205,9 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self.all = list(callbacks)
+        for callback in self.all:
+            if not is_of_lightppo(callback):
+                _check_methods(callback)
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self.all)
@@ -160,7 +241,13 @@ class Callbacks:
     def around_step(self, run: Any, step: int) -> Iterator[None]:
         with ExitStack() as contexts:
             for callback in self.all:
-                contexts.enter_context(callback.around_step(run, step))
+                around = callback.around_step(run, step)
+                if not hasattr(around, "__enter__"):
+                    raise ConfigError(
+                        f"the callback {place_of(callback)}: around_step must return a context, not "
+                        f"{type(around).__name__}: put @contextmanager above it, and yield"
+                    )
+                contexts.enter_context(around)
             yield
 
     def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
@@ -189,12 +276,12 @@ class Callbacks:
         """The metrics with what the callbacks add; each gets those of the ones before it."""
         metrics = dict(metrics)
         for callback in self.all:
-            metrics |= callback.on_step_end(run, step, metrics) or {}
+            metrics |= numbers_of(callback, "on_step_end", callback.on_step_end(run, step, metrics))
         return metrics
 
     def votes(self, run: Any) -> dict[str, float]:
         """The sum of this rank's votes, with all of ``VOTES``."""
         sums: Counter[str] = Counter(dict.fromkeys(VOTES, 0.0))
         for callback in self.all:
-            sums.update(callback.votes(run))
+            sums.update(_votes_of(callback, run))
         return dict(sums)

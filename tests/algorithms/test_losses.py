@@ -11,7 +11,9 @@ from torch import Tensor
 from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.losses import LossInputs, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
+from lightppo.errors import ConfigError
 from lightppo.plugins.algorithms.policy_losses import binary_kl
+from lightppo.user_code import is_from_users_file
 
 NAN = float("nan")
 
@@ -855,3 +857,94 @@ def test_gradients_in_closed_form(kind):
     _, gradient, metrics = step(loss_fn, d, advantages, selected=nothing)
     check(gradient, SLOPES[kind](d, advantages, d.mean(1, keepdim=True)) / 4)
     assert metrics["clip_ratio"] == 0.0
+
+
+OWN_LOSS = """
+import torch
+from lightppo.algorithms.entries import policy_loss
+
+def loss(x):
+    return -x.ratio * x.advantages
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (
+            "loss(x)",
+            "must return a pair (loss of each token, metrics), as (loss, x.metrics()), not Tensor",
+        ),
+        (
+            "(loss(x), x.metrics(), 1)",
+            "must return a pair (loss of each token, metrics), as (loss, x.metrics()), not 3 values",
+        ),
+        (
+            "(loss(x).mean(), x.metrics())",
+            "must return losses of shape (2, 3), one per token: without a mean, not ()",
+        ),
+        (
+            "(loss(x).sum(1), x.metrics())",
+            "must return losses of shape (2, 3), one per token: without a mean, not (2,)",
+        ),
+        (
+            "(None, x.metrics())",
+            "must return losses, a tensor of shape (2, 3), one per token: without a mean, not None",
+        ),
+        (
+            "(loss(x).detach(), x.metrics())",
+            "returns losses without a gradient: compute them from x.log_probs or x.ratio",
+        ),
+        ("(loss(x), None)", "must return metrics by name, as x.metrics() does, not NoneType"),
+        ("(loss(x), {'ratio': x.ratio})", "returns no metric 'approx_kl': begin with x.metrics()"),
+        (
+            "(loss(x), x.metrics() | {'mine': 'good'})",
+            "must return the metric 'mine', a tensor of shape (2, 3), one per token, not str",
+        ),
+        (
+            "(loss(x), x.metrics() | {'mine': loss(x).mean()})",
+            "must return the metric 'mine' of shape (2, 3), one per token, not ()",
+        ),
+    ],
+)
+def test_what_a_loss_of_the_users_gives_is_looked_at(tmp_path, returned, says):
+    path = tmp_path / "mine.py"
+    path.write_text(f"{OWN_LOSS}\ndef mine(x):\n    return {returned}\n")
+    loss = PolicyLoss(policy_loss=f"{path}:mine")
+    log_probs = torch.zeros(2, 3, requires_grad=True)
+    with pytest.raises(ConfigError) as caught:
+        loss(log_probs, torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
+    assert str(caught.value) == f"--policy_loss: mine ({path}:8) {says}"
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            "def mine(x, beta): return x",
+            "{place} cannot be called: mine() missing 1 required positional argument: 'beta'; it is called with",
+        ),
+        ("@policy_loss\ndef mine(x): return x", "{path}:8: write @policy_loss() with brackets"),
+        (
+            "import sys\nsys.exit()\ndef mine(x): return x",
+            "fails when run: SystemExit ({path}:9 in",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_called_is_named(tmp_path, code, says):
+    path = tmp_path / "mine.py"
+    path.write_text(f"{OWN_LOSS}\n{code}\n")
+    ones = torch.ones(2, 3)
+    with pytest.raises(ConfigError) as caught:
+        PolicyLoss(policy_loss=f"{path}:mine")(ones, ones, ones, ones)
+    assert says.format(path=path, place=f"mine ({path}:8)") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_within_a_loss_keeps_its_type(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def mine(x):\n    return x.log_prob\n")
+    ones = torch.ones(2, 3)
+    with pytest.raises(AttributeError) as caught:
+        PolicyLoss(policy_loss=f"{path}:mine")(ones, ones, ones, ones)
+    assert is_from_users_file(caught.value)

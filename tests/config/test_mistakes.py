@@ -152,6 +152,10 @@ def test_a_wrong_command(told, name, meant):
             "sft --dataset=a.jsonl b.jsonl",
             "unexpected argument 'b.jsonl': separate several with commas: --dataset a.jsonl,b.jsonl",
         ),
+        (
+            "eval runs/a",
+            "unexpected argument 'runs/a': a path needs its flag, such as --pretrain runs/a",
+        ),
     ],
 )
 def test_how_a_flag_is_written(told, words, message):
@@ -344,6 +348,14 @@ def test_folders_and_names_of_small_commands(told, tmp_path, monkeypatch, words,
     long = "x" * 300  # no file system takes it
     (line,) = told(words.replace("LONG", long).split())
     assert line.startswith(f"lightppo {words.split()[0]}: error: {message.replace('LONG', long)}")
+
+
+def test_the_folder_of_a_run_needs_flags(told, tmp_path):
+    (tmp_path / "run_config.yaml").write_text("")
+    assert told(f"eval {tmp_path}") == [
+        f"lightppo eval: error: unexpected argument '{tmp_path}': of a run, --config {tmp_path}/run_config.yaml names "
+        f"the options and --pretrain {tmp_path} the model"
+    ]
 
 
 def test_the_report_of_an_evaluation_has_its_numbers():

@@ -14,9 +14,10 @@ from torch import Tensor
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.data.records import Rollout
-from lightppo.errors import NonFiniteError
+from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.experience import Experience
+from lightppo.experience.maker import advantage_fn
 from lightppo.models.actor import ActionScores
 from lightppo.plugins.algorithms.tables import CORRECTIONS
 from lightppo.plugins.shaping.running import ValueNorm
@@ -488,3 +489,94 @@ def test_every_correction_runs(name):
     experience = make_one(maker(rollout_correction=name), answer(log_probs=ENGINE))
     assert (experience.loss_weights is None) == (name == "none")
     assert SimpleNamespace(reward=experience.info["reward"]).reward.tolist() == [2.0]
+
+
+OWN_ESTIMATOR = """
+from lightppo.algorithms.entries import estimator
+
+"""
+OF_SAMPLES = "@estimator(per_sample=True)\ndef mine(groups, **_): return "
+OF_TOKENS = "def mine(*, token_rewards, action_mask, **_): return "
+
+
+def estimated(tmp_path, code: str, name: str = "mine.py") -> tuple[Tensor, Tensor]:
+    path = tmp_path / name
+    path.write_text(f"{OWN_ESTIMATOR}{code}\n")
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    estimator = advantage_fn(ADVANTAGE_ESTIMATORS.find(f"{path}:mine"))
+    return estimator(
+        token_rewards=torch.ones(4, 3),
+        action_mask=mask,
+        scores=torch.ones(4),
+        group_ids=torch.tensor([7, 7, 8, 8]),
+        gamma=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            f"{OF_SAMPLES}groups.advantage.mean()",
+            "must return advantages of shape (4,), one per sample, not ()",
+        ),
+        (
+            f"{OF_SAMPLES}(groups.advantage, groups.advantage)",
+            "must return advantages, a tensor of shape (4,), one per sample, not tuple",
+        ),
+        (
+            f"{OF_SAMPLES}None",
+            "must return advantages, a tensor of shape (4,), one per sample, not None",
+        ),
+        (
+            f"{OF_SAMPLES}groups.scores.long()",
+            "must return advantages as floating point numbers, not torch.int64",
+        ),
+        (f"{OF_TOKENS}token_rewards", "must return a pair (advantages, returns), not Tensor"),
+        (
+            f"{OF_TOKENS}(token_rewards.sum(1), token_rewards)",
+            "must return advantages of shape (4, 3), one number per token, not (4,)",
+        ),
+        (
+            f"{OF_TOKENS}(token_rewards, None)",
+            "must return returns, a tensor of shape (4, 3), one number per token, not None",
+        ),
+        (
+            f"{OF_TOKENS}(token_rewards.requires_grad_(), token_rewards)",
+            "returns advantages with a gradient: compute them under torch.no_grad()",
+        ),
+        (
+            "def mine(groups, **_): return groups.advantage",
+            "cannot be called: mine() missing 1 required positional argument: 'groups'; it is "
+            "called with token_rewards, action_mask and others by name: take the rest as **_. For a "
+            "function of ScoreGroups, write @estimator(per_sample=True)",
+        ),
+        (
+            "def mine(token_rewards, action_mask): return token_rewards",
+            "cannot be called: mine() got an unexpected keyword argument 'scores'; it is called with",
+        ),
+        (
+            "@estimator(per_sample=True)\ndef mine(groups): return groups.advantage",
+            "cannot be called: mine() got an unexpected keyword argument 'gamma'; it is called with ScoreGroups",
+        ),
+    ],
+)
+def test_what_an_estimator_of_the_users_gives_is_looked_at(tmp_path, code, says):
+    with pytest.raises(ConfigError) as caught:
+        estimated(tmp_path, code)
+    assert str(caught.value).startswith(f"--advantage_estimator: mine ({tmp_path / 'mine.py'}:4) ")
+    assert says in str(caught.value)
+
+
+def test_an_estimator_without_brackets_is_refused_before_it_is_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"mine.py:4: write @estimator\(\) with brackets"):
+        estimated(tmp_path, "@estimator\ndef mine(groups, **_): return groups.advantage")
+
+
+def test_right_estimators_of_the_users(tmp_path):
+    advantages, _ = estimated(tmp_path, f"{OF_SAMPLES}groups.scores * 2")
+    assert advantages.tolist() == [[2.0] * 3] * 4
+    advantages, returns = estimated(
+        tmp_path, f"{OF_TOKENS}(token_rewards, token_rewards)", "other.py"
+    )
+    assert advantages.tolist() == returns.tolist() == [[1.0] * 3] * 4

@@ -17,6 +17,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from transformers import (
+    AutoConfig,
     BertConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -92,9 +93,35 @@ def test_missing_weights_are_not_made_up(causal_lm: MakeModel, tmp_path: Path) -
 
 
 def test_a_classifier_is_not_an_actor(classifier: MakeModel, tmp_path: Path) -> None:
-    classifier().save_pretrained(tmp_path)  # untied Llama: no lm_head
-    with pytest.raises(ModelLoadError, match=r"--pretrain .*lm_head\.weight"):
-        Actor(str(tmp_path))
+    """Also where its embedding would be taken for the head."""
+    model = classifier()
+    for tied in (False, True):
+        model.config.tie_word_embeddings = tied
+        model.save_pretrained(tmp_path)
+        with pytest.raises(ModelLoadError, match="a LlamaForSequenceClassification, which gives"):
+            Actor(str(tmp_path))
+    assert Actor(str(tmp_path), init_from_scratch=True).model.get_output_embeddings() is not None
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
+def test_a_model_that_reads_both_sides_is_not_an_actor(kind: str, tmp_path: Path) -> None:
+    """transformers has a language model of each, whose tokens would see those behind them."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=rf"--ref_pretrain .*type '{kind}' reads .* both"):
+        load_causal_lm(str(tmp_path), flag="--ref_pretrain", init_from_scratch=True)
+    AutoConfig.for_model(kind, is_decoder=True, **sizes).save_pretrained(tmp_path)
+    load_causal_lm(str(tmp_path), init_from_scratch=True)
+
+
+def test_only_a_critic_is_told_of_estimators(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    for flag, told in (("--pretrain", False), ("--critic_pretrain", True)):
+        with pytest.raises(ModelLoadError) as caught:
+            load_sequence_classifier(
+                str(tmp_path), kind="critic", flag=flag, init_from_scratch=True
+            )
+        assert ("critic is" in str(caught.value)) is told
 
 
 def test_a_family_without_a_classifier_or_lm_is_an_error(tmp_path: Path) -> None:

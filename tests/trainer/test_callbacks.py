@@ -9,6 +9,7 @@ from support.runs import logged, trained_rows
 
 from lightppo import Callback, PPOTrainer
 from lightppo.errors import ConfigError
+from lightppo.trainer.callbacks import Callbacks, load_callbacks
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -120,3 +121,135 @@ def test_a_wrong_callback_is_refused_before_anything_loads(
     monkeypatch.setattr("lightppo.trainer.build.begin", lambda *_: pytest.fail("it is built"))
     with pytest.raises(ConfigError, match=rf"--callback .*{says}"):
         PPOTrainer.from_config(make_config(callback=(f"{tmp_path}/{spec}",)))
+
+
+BASE = "from contextlib import contextmanager\nfrom lightppo import Callback\n\nclass Mine(Callback):\n"
+METRICS = {"rollout/reward": 1.0}
+
+
+def loaded(tmp_path, methods: str) -> Callbacks:
+    lines = "".join(f"    {line}\n" for line in methods.splitlines())
+    (tmp_path / "mine.py").write_text(BASE + lines)
+    return Callbacks(load_callbacks([f"{tmp_path}/mine.py:Mine"]))
+
+
+@pytest.mark.parametrize(
+    ("methods", "says"),
+    [
+        (
+            "def on_step_ends(self, run, step, metrics): pass",
+            "'on_step_ends', which no run calls (did you mean 'on_step_end'?)",
+        ),
+        (
+            "def on_log(self, run): pass",
+            "'on_log', which no run calls (known: on_start, before_steps, ",
+        ),
+        ("def vote(self, run): pass", "(did you mean 'votes'?)"),
+        (
+            "def on_step_end(self, run, step): pass",
+            "on_step_end(run, step, metrics): too many positional arguments",
+        ),
+        ("def votes(self, run, step): pass", "votes(run): missing a required argument: 'step'"),
+        (
+            "async def on_start(self, run): pass",
+            "on_start is async, and nothing would await it: write def",
+        ),
+        ("def on_start(self, run): yield", "on_start has a yield, so its lines would never run"),
+        (
+            "def around_step(self, run, step): yield",
+            "would never run: put @contextmanager above it",
+        ),
+    ],
+)
+def test_a_method_that_no_run_can_call_is_refused(tmp_path, methods, says):
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, methods)
+    text = str(caught.value)
+    assert text.startswith(f"the callback Mine ({tmp_path}/mine.py:4)")
+    assert says in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("methods", "says"),
+    [
+        (
+            "def __init__(self, rate): pass",
+            "Mine() fails: TypeError: Mine.__init__() missing 1 required",
+        ),
+        ("def __init__(self): {}['x']", "Mine() fails: KeyError: 'x' ({path}:5 in __init__: "),
+        ("def __init__(self): raise SystemExit(0)", "Mine() fails: SystemExit: 0 ({path}:5 in"),
+    ],
+)
+def test_a_callback_that_cannot_be_made_is_refused(tmp_path, methods, says):
+    path = f"{tmp_path}/mine.py"
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, methods)
+    assert str(caught.value).startswith(f"--callback {path}:Mine: {says.format(path=path)}")
+
+
+@pytest.mark.parametrize(
+    ("methods", "says"),
+    [
+        (
+            "def on_step_end(self, run, step, metrics): return {'mine': 'good'}",
+            "on_step_end returns 'good', which is no number, as 'mine'",
+        ),
+        (
+            "def on_step_end(self, run, step, metrics): return {1: 2.0}",
+            "on_step_end returns 1, which is no text, as a name",
+        ),
+        (
+            "def on_step_end(self, run, step, metrics): return 0.5",
+            "on_step_end must return numbers by name, or None, not float",
+        ),
+        ("def votes(self, run): return {'halt': 1}", "votes returns 'halt'"),
+        (
+            "def votes(self, run): return {'halt': 1}",
+            "known: stop, save, evaluate, and names that its own on_votes reads",
+        ),
+        (
+            "def votes(self, run): return 'stop'",
+            "votes must return numbers by name, or None, not str",
+        ),
+        (
+            "def votes(self, run): return ['stop']",
+            "votes must return numbers by name, or None, not list",
+        ),
+        (
+            "def votes(self, run): return {'stop': 'yes'}",
+            "votes returns 'yes', which is no number, as 'stop'",
+        ),
+        (
+            "def around_step(self, run, step): pass",
+            "around_step must return a context, not NoneType",
+        ),
+    ],
+)
+def test_what_a_callback_gives_is_looked_at(tmp_path, methods, says):
+    callbacks = loaded(tmp_path, methods)
+    with pytest.raises(ConfigError) as caught, callbacks.around_step(None, 1):  # noqa: PT012
+        callbacks.on_step_end(None, 1, METRICS)
+        callbacks.votes(None)
+    assert str(caught.value).startswith(f"the callback Mine ({tmp_path}/mine.py:4): ")
+    assert says in str(caught.value)
+
+
+def test_what_a_callback_may_give(tmp_path):
+    callbacks = loaded(
+        tmp_path,
+        """@contextmanager
+def around_step(self, run, step): yield
+def on_step_end(self, run, step, metrics):
+    import torch
+    return {"mine/tensor": torch.tensor(2.0), "mine/nan": float("nan"), "mine/count": 3}
+def votes(self, run): return {"stop": True, "mine": 2}
+def on_votes(self, run, step, votes): pass
+def helper(self): pass""",
+    )
+    with callbacks.around_step(None, 1):
+        metrics = callbacks.on_step_end(None, 1, METRICS)
+    assert metrics["mine/tensor"] == 2.0
+    assert isinstance(metrics["mine/tensor"], float)
+    assert metrics["mine/count"] == 3
+    assert callbacks.votes(None) == {"stop": 1, "save": 0, "evaluate": 0, "mine": 2}

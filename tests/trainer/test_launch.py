@@ -10,6 +10,7 @@ from support.ranks import run_ranks
 
 from lightppo.errors import RolloutError
 from lightppo.trainer import run
+from lightppo.user_code import load_python_function
 
 
 @pytest.fixture
@@ -56,6 +57,22 @@ def test_debug_shows_the_whole_trace(capsys, debug):
     said = capsys.readouterr().err
     assert said.splitlines()[-1].endswith("error: no answer")
     assert ("Traceback" in said, '{}["gold"]' in said) == (debug, debug)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_error_of_the_users_file_is_one_line(capsys, tmp_path, debug):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(x):\n    return [][x]\n")
+    function = load_python_function(str(path), "f")
+    with pytest.raises(IndexError if debug else SystemExit) as caught:
+        run(lambda: function(3), "lightppo ppo", debug=debug)
+    if not debug:
+        assert caught.value.code == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(
+            "lightppo ppo: error: your code failed: IndexError: list index out of range "
+            f"({path}:2 in f: return [][x]); --debug shows all calls"
+        )
 
 
 def test_without_a_process_group_there_is_nothing_to_end(events, monkeypatch):

@@ -37,6 +37,10 @@ def _read(spec: str, flag: str, decorator: str | None, kind: type[Entry]) -> Any
         )
     traits: dict[str, Any] = {}
     for node in functions[name].decorator_list:
+        if ast.unparse(node).rpartition(".")[2] == decorator:
+            raise ConfigError(
+                f"{flag} {spec}: {path}:{node.lineno}: write @{decorator}() with brackets"
+            )
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == decorator:
             try:
                 traits = {

@@ -14,6 +14,8 @@ SPARED = 100_000_000  # bytes that are worth a note
 
 def tell_advice(building: Any) -> Iterator[str]:
     """What is printed of it."""
+    if "\\n" in (getattr(building.config.data, "input_template", None) or ""):
+        yield "note: --input_template has a backslash and an n, not a line break: in bash write $'\\n'"
     if isinstance(building.config, PPOConfig):
         yield from (f"note: {line}" for line in advice(building.config))
 

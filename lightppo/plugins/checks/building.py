@@ -19,7 +19,7 @@ from lightppo.config.options import OptionSet
 from lightppo.config.rules import compute_dtype
 from lightppo.errors import CheckpointError, ConfigError
 from lightppo.files import local_folder
-from lightppo.plugins.checks.preflight import NOTHING_KEPT, dry_run_config, preflight
+from lightppo.plugins.checks.preflight import NOTHING_KEPT, dry_run_config, looked_at, preflight
 from lightppo.plugins.checks.probes import check_decoding, check_padding, check_training
 from lightppo.plugins.checks.rehearsal import after_step, fewer_rows, rehearse
 from lightppo.plugins.evaluation.held_out import held_out_prompts
@@ -35,8 +35,10 @@ from lightppo.trainer.callbacks import Callback
 
 def check_files(building: Building) -> None:
     """Files, folders, first rows and logins, as rank 0 sees them. Collective."""
-    if not isinstance(building.config, PPOConfig):
-        return  # the command has looked
+    has_looked = building.asked.flat() in looked_at
+    looked_at.clear()
+    if not isinstance(building.config, PPOConfig) or building.strategy.broadcast_object(has_looked):
+        return  # the command has
     problem = _refusal(building.config) if building.strategy.is_rank_0() else None
     if problem := building.strategy.broadcast_object(problem):
         raise ConfigError(problem)

@@ -10,13 +10,21 @@ from lightppo.errors import ConfigError
 from lightppo.files import stage_to_local
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from lightppo.trainer.build import Building
 
 
 def check_positions_of(building: Building) -> None:
-    """Prompt and response fit the positions of ``--pretrain``, as transformers' config of it says."""
-    if isinstance(building.config, PPOConfig):  # else rows say how long they are
-        check_positions(building.config, positions_of(building.config))
+    """``--pretrain`` is a language model whose positions hold prompt and response, as transformers' config of it says."""
+    config = building.config
+    if isinstance(config, PPOConfig):  # else rows say how long they are
+        from lightppo.models.loading import check_language_model
+
+        loaded, model = _config_of_pretrain(config), config.model
+        is_new = model.init_from_scratch
+        check_language_model(loaded, "--pretrain", model.pretrain, is_new=is_new)
+        check_positions(config, _positions_in(loaded))
 
 
 def check_rows(building: Building) -> None:
@@ -32,10 +40,17 @@ def check_rows(building: Building) -> None:
 
 def positions_of(config: Any) -> int | None:
     """How many ``--pretrain`` has; ``None``: no limit."""
+    return _positions_in(_config_of_pretrain(config))
+
+
+def _config_of_pretrain(config: Any) -> PretrainedConfig:
     from lightppo.models.loading import load_config
     from lightppo.trainer.build import loading_options
 
-    loaded = load_config(stage_to_local(config.model.pretrain), **loading_options(config))
+    return load_config(stage_to_local(config.model.pretrain), **loading_options(config))
+
+
+def _positions_in(loaded: PretrainedConfig) -> int | None:
     return getattr(loaded.get_text_config(decoder=True), "max_position_embeddings", None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,7 @@ from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     estimator_entry,
     frozen_models,
+    generation_batch,
     needs_critic,
     needs_reference,
 )
@@ -37,7 +39,7 @@ from lightppo.data.rows import (
 )
 from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
 from lightppo.plugin import REWARDS
-from lightppo.plugins.checks.fits import check_positions
+from lightppo.plugins.checks.fits import check_positions, check_total_steps
 from lightppo.plugins.evaluation.sections import evaluation_config
 from lightppo.plugins.ops.durable import check_writable
 from lightppo.plugins.records.places import WORLDS, check_places, file_of_world
@@ -114,6 +116,7 @@ def preflight(config: PPOConfig) -> None:
         partial(_check_lengths, config),
         partial(_check_resume, checkpoint.resume),
         partial(_check_shape, config),
+        partial(_check_steps, config),
     ]
     used = {"--prompt_data": data.prompt_data, "--eval_data": data.eval_data}
     checks.append(partial(_check_splits, config, SPLITS))
@@ -187,10 +190,15 @@ def preflight_supervised(config: SupervisedConfig) -> None:
 
 def look(config: OptionSet, prog: str) -> None:
     """What a command looks at before it imports anything heavy."""
-    is_ppo = isinstance(config, PPOConfig)
-    before_imports(
-        lambda: preflight(config.resolved()) if is_ppo else preflight_supervised(config), prog
-    )
+    if not isinstance(config, PPOConfig):
+        return before_imports(lambda: preflight_supervised(config), prog)
+    resolved = config.resolved()
+    before_imports(lambda: preflight(resolved), prog)
+    looked_at.append(resolved.flat())
+
+
+looked_at: list[dict[str, Any]] = []
+"""What the command of this process has looked at: the run that it builds need not do it again, nor warn again."""
 
 
 def before_imports(check: Callable[[], None], prog: str) -> None:
@@ -288,6 +296,27 @@ def _check_worlds(config: PPOConfig) -> None:
         for file in filter(None, map(file_of_world, flat.get(flag, ()))):
             if not Path(file).expanduser().is_file():
                 raise ConfigError(f"--{flag}: no file {file}")
+
+
+def _check_steps(config: PPOConfig) -> None:
+    """The rows of JSONL files hold ``--total_training_steps``. What is dropped of them is seen when they are read."""
+    training, data = config.training, config.data
+    files = [Path(path).expanduser() for path in _sources(data.prompt_data)]
+    if (
+        training.total_training_steps is None
+        or training.dry_run
+        or config.evaluation.val_only
+        or data.prompt_data_probs
+        or not all(file.suffix == ".jsonl" and file.is_file() for file in files)
+    ):
+        return
+    rows = 0
+    for file in files:
+        with file.open("rb") as lines:
+            rows += sum(1 for line in lines if line.strip())
+    sampled, batch = generation_batch(config), config.rollout.rollout_batch_size
+    # the last prompts of an episode count as many as are sampled at once
+    check_total_steps(config, math.ceil(math.ceil(rows / sampled) * sampled / batch), rows)
 
 
 def _check_resume(resume: str) -> None:

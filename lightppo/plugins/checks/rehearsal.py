@@ -23,6 +23,7 @@ import numpy as np
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
+from lightppo.config.rules import reward_sources
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.files import stage_to_local
@@ -71,7 +72,11 @@ def rehearse(
     told = _settings(config, rows), _prompts(rows, some), _answers(rows, some), _pairs(rows, some)
     for line in chain(*told, _chats(config, rows), _repeated(config, rows, held_out)):
         ranks.print(plain(f"look at this: {line}"))
-    if source is not None and not isinstance(source, NoReward):
+    if isinstance(config, PPOConfig) and "environment" in reward_sources(config):
+        ranks.print(
+            "--reward_source environment scores episodes, so no answers are made up to try it: see the score of the step"
+        )
+    elif source is not None and not isinstance(source, NoReward):
         found = list(_scores(config, rows, source)) if ranks.is_rank_0() else []
         for line in found:
             ranks.print(plain(f"look at this: {line}"))
@@ -297,13 +302,25 @@ def _pairs(rows: Any, pairs: Sequence[Sequence[Example]]) -> Iterator[str]:
 
 def _repeated(config: OptionSet, rows: Any, held_out: Any) -> Iterator[str]:
     *_, data, eval_data, what = _names(config)
-    seen = Counter(tuple(rows.ids_of(position)) for position in range(len(rows)))
+    plays = isinstance(config, PPOConfig) and config.episodes.env
+
+    def row_of(dataset: Any, position: int, ids: list[int]) -> tuple:
+        """What makes a row another one: an environment reads its columns, too."""
+        if not plays:
+            return tuple(ids)
+        prompt = dataset[position]
+        return (*ids, json.dumps([prompt.label, prompt.extra], sort_keys=True, default=repr))
+
+    seen = Counter(row_of(rows, position, rows.ids_of(position)) for position in range(len(rows)))
     if (more := len(rows) - len(seen)) > 0:
         yield f"{more} of {len(rows)} {what} of --{data} are there before: they count as often"
-    prompts = (
-        {tuple(rows.prompt_ids_of(position)) for position in range(len(rows))} if held_out else ()
-    )
-    both = [at for at in range(len(held_out or ())) if tuple(held_out.prompt_ids_of(at)) in prompts]
+    known = range(len(rows)) if held_out else ()
+    prompts = {row_of(rows, position, rows.prompt_ids_of(position)) for position in known}
+    both = [
+        at
+        for at in range(len(held_out or ()))
+        if row_of(held_out, at, held_out.prompt_ids_of(at)) in prompts
+    ]
     if both:
         which = f"{len(both)} of {len(held_out)} prompts of --{eval_data} are in --{data} too"
         yield f"{which}, first {held_out.origin(both[0])}: evaluations measure what was learned by heart; remove them"

@@ -27,7 +27,7 @@ from lightppo.plugins.episodes.agents import environment_of, is_program
 from lightppo.plugins.episodes.contract import Step
 from lightppo.plugins.episodes.openenv import served
 from lightppo.plugins.episodes.verifiers_env import verifiers
-from lightppo.user_code import error_text, load_python_object
+from lightppo.user_code import error_text, is_users_fault, load_python_object
 
 Adapted = tuple[Callable[[], Any], type, str]
 
@@ -151,7 +151,9 @@ def _gym(name: str) -> Adapted:
         creator = spec.entry_point
         if not callable(creator):
             creator = gymnasium.envs.registration.load_env_creator(creator)
-    except Exception as error:
+    except BaseException as error:
+        if not is_users_fault(error):
+            raise
         raise ConfigError(f"{option}: {error_text(error)}") from error
     options = {}
     if "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ()):
@@ -274,7 +276,9 @@ def _skyrl_gym(name: str) -> Adapted:
         if module:
             importlib.import_module(module)
         package.spec(own)
-    except Exception as error:
+    except BaseException as error:
+        if not is_users_fault(error):
+            raise
         raise ConfigError(f"{option}: {error_text(error)}") from error
     return partial(SkyRLEnvironment, partial(package.make, own)), SkyRLEnvironment, own
 

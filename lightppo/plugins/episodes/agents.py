@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -20,9 +21,10 @@ from typing import Any
 from lightppo.plugins.episodes import contract
 from lightppo.plugins.episodes.contract import EnvFailure, Opening, Step
 from lightppo.plugins.episodes.conversation import Conversation, History
-from lightppo.user_code import error_text
+from lightppo.user_code import error_text, without_copies
 
 _GIVEN = ("base_url", "api_key")
+_MOST_OUTPUT = 16 << 20  # bytes that a program may write
 _LAST_WORDS = 500  # characters of a program's output in an error
 
 
@@ -88,7 +90,11 @@ class AgentEnvironment:
         given = {"base_url": base_url, "api_key": self._key} | dict(row)
         self._running = asyncio.ensure_future(_called(self._program.run, **given))
         self._running.add_done_callback(self._conversation.program_ended)
-        request = await self._conversation.next()
+        try:
+            request = await self._conversation.next()
+        except asyncio.CancelledError:  # then nobody may be there to close it
+            self.let_nobody_in()
+            raise
         if request is None:
             raise EnvFailure("the agent program ended before it asked the model")
         with self._conversation.refusing():
@@ -98,49 +104,57 @@ class AgentEnvironment:
         await self._stop()  # where a limit has ended the episode, it waits for the model
         return await _called(self._program.get_reward)
 
-    async def _stop(self) -> None:
-        if not self._key:
+    def let_nobody_in(self) -> None:
+        """The program's key and its requests count no more. May be called in any thread, and again."""
+        key, self._key = self._key, ""
+        if not key:
             return
         from lightppo.plugins.episodes.door import the_door
 
-        the_door().close(self._key)
-        self._key = ""
+        the_door().close(key)
         self._conversation.end()
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
+
+    async def _stop(self) -> None:
+        self.let_nobody_in()
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.wait({running})
 
 
 async def run_program(
     command: Sequence[str], *, base_url: str, api_key: str, **variables: str
 ) -> str:
-    """For ``run``: start a program, wait until it ends, and return what it wrote.
+    """For ``run``: start a program, wait until it ends, and return what it wrote, at most 16 MiB.
 
     It gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``variables`` as environment variables. It is
-    killed with all that it has started when the episode ends before it does.
+    killed with all that it has started when the episode ends before it does, or when the trainer does.
 
     Raises:
-        EnvFailure: its exit code is not 0; the text has the end of what it wrote.
+        EnvFailure: its exit code is not 0, and the text has the end of what it wrote; or it wrote more.
     """
     given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    # Within a worker it stays in the worker's process group, with which it is killed.
+    guard = [] if contract.in_worker else [sys.executable, "-I", "-S", "-c", _GUARD]
     start = asyncio.create_subprocess_exec(
+        *guard,
         *command,
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=asyncio.subprocess.PIPE if guard else asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | given | variables,
-        # Within a worker it stays in the worker's process group, with which it is killed.
-        start_new_session=not contract.in_worker,
+        start_new_session=bool(guard),
     )
     starting = asyncio.ensure_future(start)
     try:
         # If this were cancelled, asyncio would kill the program, but not what it has started by then.
         process = await asyncio.shield(starting)
-        written, _ = await process.communicate()
+        written = await _read(process.stdout, command[0])
+        await process.wait()
     finally:
         process = await starting
         if process.returncode is None:
-            kill = process.kill if contract.in_worker else _killing_group(process.pid)
+            kill = _killing_group(process.pid) if guard else process.kill
             with contextlib.suppress(ProcessLookupError):
                 kill()
             await process.wait()
@@ -149,6 +163,47 @@ async def run_program(
         end = text.strip()[-_LAST_WORDS:]
         raise EnvFailure(f"{command[0]} ended with code {process.returncode}: {end}")
     return text
+
+
+# Runs a command until this process, which holds the other end of the standard input, or the command has ended; in the
+# first case it kills all of the command's process group.
+_GUARD = """
+import _thread, os, signal, sys
+
+def watch():
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+command = os.fork()
+if not command:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+        signal.signal(ignored, signal.SIG_DFL)
+    try:
+        os.execvp(sys.argv[1], sys.argv[1:])
+    except OSError as error:
+        os.write(2, f"it cannot be started: {error}".encode())
+        os._exit(127)
+_thread.start_new_thread(watch, ())
+code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
+if code < 0:
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+async def _read(stream: asyncio.StreamReader, name: str) -> bytes:
+    written = bytearray()
+    while part := await stream.read(1 << 16):
+        written += part
+        if len(written) > _MOST_OUTPUT:
+            raise EnvFailure(
+                f"{name} wrote more than {_MOST_OUTPUT >> 20} MiB: let it write into a file"
+            )
+    return bytes(written)
 
 
 def _killing_group(pid: int) -> Callable[[], None]:
@@ -164,7 +219,8 @@ def _called(function: Callable[..., Any], **given: Any) -> Awaitable[Any]:
 
     def work() -> None:
         try:
-            value, tell = function(**given), result.set_result
+            with without_copies("the agent program"):
+                value, tell = function(**given), result.set_result
         except Exception as error:
             value, tell = error, result.set_exception
         except BaseException as error:
@@ -178,7 +234,8 @@ def _called(function: Callable[..., Any], **given: Any) -> Awaitable[Any]:
 
 async def _as_failure(running: Awaitable[Any]) -> Any:
     try:
-        return await running
+        with without_copies("the agent program"):
+            return await running
     except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop
         raise _ended_by(error) from error
 

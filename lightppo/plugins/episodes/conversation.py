@@ -167,6 +167,33 @@ class Conversation:
             self._loop.call_soon_threadsafe(self._came.put_nowait, came)
 
 
+def problem_of(request: Request) -> str:
+    """What of a request cannot be read as a conversation; empty if all can."""
+    messages = request.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return "messages must be a list of messages, and not empty"
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return f"message {i} must be an object with a text as its role"
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        is_readable = content is None or isinstance(content, (str, list))
+        if not is_readable or not all(isinstance(part, Mapping) for part in parts):
+            return f"message {i}: its content must be a text or a list of objects"
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+            return f"message {i}: tool_calls must be a list of objects with a function's name and arguments"
+    tools = request.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        return "tools must be a list of objects"
+    return ""
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
 def plain_message(message: Mapping[str, Any]) -> Message:
     """Role and text, calls as names and values, and the id that a tool's answer has; EnvFailure if it is no text."""
     plain: Message = {"role": message["role"], "content": _text_of(message)}
@@ -182,10 +209,11 @@ def plain_message(message: Mapping[str, Any]) -> Message:
 
 def _call(call: Mapping[str, Any]) -> tuple[str, Any]:
     function = call["function"]
+    arguments = function.get("arguments")
     try:
-        return function["name"], json.loads(function["arguments"])
-    except ValueError:
-        return function["name"], function["arguments"]
+        return function["name"], json.loads(arguments)
+    except (TypeError, ValueError):  # no text, or not JSON
+        return function["name"], arguments
 
 
 def _text_of(message: Mapping[str, Any]) -> str:

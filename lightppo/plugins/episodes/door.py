@@ -13,11 +13,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lightppo.plugins.episodes.contract import EnvFailure
-from lightppo.plugins.episodes.conversation import HAS_ENDED, Conversation
+from lightppo.plugins.episodes.conversation import HAS_ENDED, Conversation, problem_of
 
 MODEL = "policy"  # a program may ask for any other name, too
 # of a request: what makes the model say something else than it would
@@ -32,6 +33,11 @@ _CONSTRAINTS = (
 )
 _KEY = re.compile(r"\bs[0-9a-f]{24}\b")
 _END_SECONDS = 10.0
+_MOST_BYTES = 16 << 20  # of a request
+_REQUEST_SECONDS = 60.0  # until a request has come as a whole; its answer has all the time
+_CONNECTIONS = 16  # of one episode
+_STRANGERS = 100  # connections that have shown no key yet
+_STRANGER_SECONDS = 10.0
 
 
 class Door:
@@ -40,8 +46,10 @@ class Door:
     def __init__(self) -> None:
         import uvicorn
         from openenv.core.harness.capture.server import UpstreamPool, create_app
-        from openenv.core.harness.capture.sessions import Upstream
+        from openenv.core.harness.capture.sessions import Upstream, extract_api_key
         from openenv.core.harness.capture.upstream import UpstreamHTTPError
+
+        from lightppo.plugins.http.gate import Connections, Gate, GatedConnection
 
         engines: dict[str, Engine] = {}
 
@@ -63,10 +71,23 @@ class Door:
         app.state.inference = Models()
         app.state.upstreams = Engines(default_client=app.state.inference, default_level="tokens")
         self.registry = app.state.registry
+        self._connections = Connections(_STRANGERS, _STRANGER_SECONDS, _CONNECTIONS)
+        app.add_middleware(
+            Gate,
+            connections=self._connections,
+            key_of=partial(_key_of, self.registry, extract_api_key),
+            unknown="no key of an episode that runs",
+            max_bytes=_MOST_BYTES,
+            too_long=f"the request is longer than {_MOST_BYTES >> 20} MiB",
+            seconds=_REQUEST_SECONDS,
+            error=_error,
+        )
         logging.getLogger("intercept").addFilter(_worth_reading)  # openenv's
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        http = partial(GatedConnection, self._connections)
+        config = uvicorn.Config(app, http=http, ws="none", log_level="warning")
+        self._server = uvicorn.Server(config)
         serving = {"sockets": [listening]}
         self._thread = threading.Thread(
             target=self._server.run, kwargs=serving, name="agent door", daemon=True
@@ -82,16 +103,32 @@ class Door:
         return self.url, session.session_id
 
     def close(self, key: str) -> None:
-        """Its key is not let in any more."""
+        """Its key is not let in any more. May be called in any thread, and again."""
         session = self.registry.get(key)
-        if session is not None:
-            self.registry.delete(key)
+        if session is not None and self.registry.delete(key):
             del self._engines[session.upstream.llm_url]
+            self._connections.forget(key)
 
     def end(self) -> None:
         """Stop the server."""
         self._server.should_exit = True
         self._thread.join(_END_SECONDS)
+
+
+def _key_of(
+    registry: Any, key_in: Callable[[dict[str, str]], str | None], headers: Mapping[bytes, bytes]
+) -> str | None:
+    """The key of an episode that a request shows, in whichever of the headers that openenv reads."""
+    key = key_in(
+        {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+    )
+    return key if registry.get(key) is not None else None
+
+
+def _error(status: int, message: str) -> Any:
+    from fastapi.responses import JSONResponse
+
+    return JSONResponse(_refusal(message), status)
 
 
 def _worth_reading(record: logging.LogRecord) -> bool:
@@ -127,6 +164,8 @@ class Engine:
         """A chat completion, with the token ids that the model read and said."""
         if constraint := constraint_of(request):
             raise self._error(400, _refusal(f"{constraint} cannot be trained: leave it out"))
+        if problem := problem_of(request):
+            raise self._error(400, _refusal(problem))
         asked = {"messages": request["messages"], "tools": request.get("tools") or []}
         try:
             return completion_of(await self._conversation.ask(asked))
@@ -139,7 +178,8 @@ def constraint_of(request: Mapping[str, Any]) -> str | None:
     found = next((name for name in _CONSTRAINTS if request.get(name)), None)
     if found is not None:
         return found
-    if (request.get("response_format") or {}).get("type", "text") != "text":
+    form = request.get("response_format") or {"type": "text"}
+    if not isinstance(form, Mapping) or form.get("type", "text") != "text":
         return "response_format"
     return "tool_choice" if request.get("tool_choice") not in (None, "auto") else None
 

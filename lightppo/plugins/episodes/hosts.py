@@ -21,6 +21,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, Protocol
 
+from lightppo.plugins.episodes.agents import AgentEnvironment
 from lightppo.plugins.episodes.contract import (
     EnvFailure,
     EnvironmentFailed,
@@ -35,7 +36,7 @@ from lightppo.plugins.episodes.specs import EnvironmentSpec
 from lightppo.plugins.episodes.tools import BadCall, text_of
 from lightppo.rewards.source import finite
 from lightppo.shown import plain, without_secrets
-from lightppo.user_code import error_text
+from lightppo.user_code import error_text, without_copies
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +85,25 @@ class Host:
         """In TRL's contract an object is made once and reset often."""
         return self.spec.contract == "trl" and self.environment is not None and not self._spoilt
 
+    async def _called(self, function: Callable[[], Any]) -> Any:
+        """What a function of the user's gives; a process that it forks does not come back."""
+
+        def call() -> Any:
+            with without_copies(self.spec.where):
+                result = function()
+            return awaited(result) if inspect.isawaitable(result) else result
+
+        async def awaited(result: Awaitable[Any]) -> Any:
+            with without_copies(self.spec.where):
+                return await result
+
+        return await self._invoke(call)
+
     async def _constructor(self, seed: int) -> None:
         if self.is_reusable or self.spec.make is None:
             return
         self._seed(seed)
-        self.environment, self._spoilt = await self._invoke(self.spec.make), False
+        self.environment, self._spoilt = await self._called(self.spec.make), False
         if self.spec.kind is None:
             self.spec.look_at(type(self.environment))
 
@@ -99,7 +114,7 @@ class Host:
         arguments = self.spec.reset_arguments(row, seed)
         if not self._own_process:  # the other samples of the prompt have the same row
             arguments = {name: _own(value) for name, value in arguments.items()}
-        return self._opening(await self._invoke(partial(self.environment.reset, **arguments)))
+        return self._opening(await self._called(partial(self.environment.reset, **arguments)))
 
     async def _tool(self, name: str, arguments: Any) -> dict[str, Any]:
         as_trl = self.spec.contract == "trl"
@@ -112,7 +127,7 @@ class Host:
             function = getattr(self.environment, name) if own else tool.function
             # TRL hands arguments over as they are
             checked = dict(arguments) if as_trl else tool.check(arguments)
-            result = await self._invoke(partial(function, **checked))
+            result = await self._called(partial(function, **checked))
         except (BadCall, ToolError) as error:
             return self._refusal(error)
         except EnvFailure:
@@ -128,7 +143,7 @@ class Host:
 
     async def _step(self, said: str | dict[str, Any]) -> dict[str, Any]:
         try:
-            result = await self._invoke(partial(self.environment.step, said))
+            result = await self._called(partial(self.environment.step, said))
         except ToolError as error:
             result = Step(str(error), metrics={"tool_error": 1.0})
         step = asdict_of(_as_step(result))
@@ -136,13 +151,13 @@ class Host:
         return _checked_numbers(step, "the Step")
 
     async def _get_reward(self) -> float | None:
-        reward = await self._invoke(self.environment.get_reward)
+        reward = await self._called(self.environment.get_reward)
         if reward is None and self.spec.contract == "trl":  # not scored by the environment
             return None
         return _number(reward, "the reward")
 
     async def _close(self) -> None:
-        await self._invoke(self.environment.close)
+        await self._called(self.environment.close)
 
     def _refusal(self, error: Exception) -> dict[str, Any]:
         text = str(error)
@@ -624,6 +639,8 @@ class LocalSeat:
     def _abandon(self, future: Future[Any] | None = None) -> None:
         """What hangs is cancelled where it can be. Its object is closed when the call has come back."""
         self.is_lost = True
+        if isinstance(self.environment, AgentEnvironment):  # a blocked loop may never close it
+            self.environment.let_nobody_in()
         if self._loop is not None:
             if future is not None:
                 future.cancel()

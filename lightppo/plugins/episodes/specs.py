@@ -14,7 +14,7 @@ from typing import Any
 from lightppo.errors import ConfigError
 from lightppo.plugins.episodes.contract import Contract
 from lightppo.plugins.episodes.tools import Tool
-from lightppo.user_code import error_text, load_python_objects, split_python_spec
+from lightppo.user_code import error_text, is_users_fault, load_python_objects, split_python_spec
 
 # No tools of a class, in our style and in TRL's.
 RESERVED = {"lightppo": ("reset", "step", "get_reward", "close"), "trl": ("reset", "get_reward")}
@@ -253,7 +253,9 @@ def _from_module(spec: str, option: str) -> Any:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever importing it raises
+    except BaseException as error:  # whatever importing it raises
+        if not is_users_fault(error):
+            raise
         raise ConfigError(f"{option} {spec}: {error_text(error)}") from error
     return found
 

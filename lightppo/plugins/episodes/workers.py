@@ -57,7 +57,8 @@ _SETTLE = 0.1  # seconds for an answer on its way
 _LAST_WORDS = 5.0  # seconds in which the server says how a worker ended
 _MOST_BYTES = 16 << 20  # of an answer
 _PR_SET_PDEATHSIG = 1
-_LENGTH = struct.Struct("!Q")
+_QUESTION = struct.Struct("!QQ")  # its length and number
+_ANSWER = struct.Struct("!QQQ")  # its length, the question's number, the process that answers
 _STARTER = (
     "import json, sys; orders = json.loads(sys.argv[2]); sys.path[:] = orders['path']; "
     "from lightppo.plugins.episodes.workers import serve; serve(int(sys.argv[1]), orders)"
@@ -303,6 +304,8 @@ class _Worker:
         self.number = number
         self.names: set[str] = set()  # environments that it had
         self.pid = 0  # as yet unknown
+        self._process = 0  # that answers; the first one to do so is the worker
+        self._asked = 0  # questions so far
         self.ended = Once()  # how
         self.is_ending = False
         self._socket = channel
@@ -357,18 +360,30 @@ class _Worker:
         if not task.done() and not ended.done():
             return {"kind": "timeout", "text": f"no answer within {timeout:g} s"}
         await asyncio.wait({ended}, timeout=_LAST_WORDS)
-        text = ended.result() if ended.done() else f"it broke off: {error_text(task.exception())}"
+        broke_off = task.exception() if task.done() else None
+        nonsense = isinstance(broke_off, ValueError)  # then its end says only that it was killed
+        if ended.done() and not nonsense:
+            text = ended.result()
+        else:
+            text = f"it broke off: {error_text(broke_off)}"
         return {"kind": "lost", "text": text}
 
     async def _ask(self, question: bytes) -> Answer:
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._socket, _LENGTH.pack(len(question)) + question)
+        self._asked += 1
+        head = _QUESTION.pack(len(question), self._asked)
+        await asyncio.get_running_loop().sock_sendall(self._socket, head + question)
         return await self._receive()
 
     async def _receive(self) -> Answer:
-        (length,) = _LENGTH.unpack(await self._read(_LENGTH.size))
+        length, number, pid = _ANSWER.unpack(await self._read(_ANSWER.size))
         if length > 2 * _MOST_BYTES:
             raise ValueError(f"an answer of {length} bytes")
+        self._process = self._process or pid
+        if (number, pid) != (self._asked, self._process):
+            raise ValueError(
+                f"process {pid} answered question {number}, where process {self._process} is to answer question "
+                f"{self._asked}: a process that the environment forks must end with os._exit"
+            )
         return json.loads(await self._read(length))
 
     async def _read(self, length: int) -> bytes:
@@ -607,7 +622,7 @@ def work(
     problem = ""
     if specs is None:
         specs, problem = _load(orders)
-    _send(channel, {"value": problem})
+    _send(channel, 0, {"value": problem})
     loops: list[UserLoop] = []
 
     def loop() -> UserLoop:
@@ -617,21 +632,27 @@ def work(
 
     hosts: dict[str, Host] = {}
     while question := _receive(channel):
-        name, place, given = pickle.loads(question)
+        number, data = question
+        name, place, given = pickle.loads(data)
         spec = specs[name]
         if place == "constructor" and not (name in hosts and hosts[name].is_reusable):
             invoke = in_loop if spec.is_async else InThread(loop)
             hosts[name] = Host(spec, invoke, own_process=True)
         answer = hosts[name].handle(place, given)
         done = loop().submit(answer).result() if spec.is_async else drive(answer)
-        _send(channel, done)
+        _send(channel, number, done)
         if place == "close":
             hosts.pop(name)
 
 
-def _receive(channel: socket.socket) -> bytes:
-    head = _read(channel, _LENGTH.size)
-    return _read(channel, _LENGTH.unpack(head)[0]) if head else b""
+def _receive(channel: socket.socket) -> tuple[int, bytes] | None:
+    """The number of a question, and what it is."""
+    head = _read(channel, _QUESTION.size)
+    if not head:
+        return None
+    length, number = _QUESTION.unpack(head)
+    question = _read(channel, length)
+    return (number, question) if question else None
 
 
 def _read(channel: socket.socket, length: int) -> bytes:
@@ -644,7 +665,7 @@ def _read(channel: socket.socket, length: int) -> bytes:
     return bytes(data)
 
 
-def _send(channel: socket.socket, answer: Answer) -> None:
+def _send(channel: socket.socket, number: int, answer: Answer) -> None:
     """As JSON: the trainer unpickles nothing that comes from an environment."""
     try:
         data = json.dumps(answer, default=_plain).encode()
@@ -652,7 +673,7 @@ def _send(channel: socket.socket, answer: Answer) -> None:
             raise ValueError(f"the answer has {len(data)} bytes")
     except Exception as error:  # an object of the user's among the messages
         data = json.dumps({"kind": "exception", "text": error_text(error)}).encode()
-    channel.sendall(_LENGTH.pack(len(data)) + data)
+    channel.sendall(_ANSWER.pack(len(data), number, os.getpid()) + data)
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from lightppo.errors import NonFiniteError
 from lightppo.plugins.cadence.times import Cadence
 from lightppo.plugins.measures.timer import PhaseTimer
-from lightppo.trainer.callbacks import Callback
+from lightppo.trainer.callbacks import Callback, numbers_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,8 @@ class Evaluation(Callback):
         """What the callbacks add; each gets what those before it have added, too."""
         added: dict[str, float] = {}
         for callback in self.run.callbacks:
-            added |= callback.on_evaluation(self.run, self.step, {**result, **added}) or {}
+            given = callback.on_evaluation(self.run, self.step, {**result, **added})
+            added |= numbers_of(callback, "on_evaluation", given)
         return added
 
     # -- what a checkpoint keeps -------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def head_from_checkpoint(
             raise ModelLoadError(
                 f"{flag} {path} has no {prefix}.weight: train it as a reward model first"
             )
-        logger.info("%s has no %s.weight; the critic's value head is new", path, prefix)
+        logger.info("%s has no %s.weight; its value head is new", path, prefix)
         return None
     _, read = open_tensors(cached_file(path, files[fitting[0]]))
     weight = read(fitting[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any, get_args
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
@@ -76,7 +77,16 @@ def _word(word: str, flags: Collection[str]) -> str:
         return (
             f": write {flag}, with two dashes" if flag in flags else nearest(flag, flags, "option")
         )
-    return _hint(name) or ": write --NAME VALUE" * bool(equals)
+    return _hint(name) or ": write --NAME VALUE" * bool(equals) or _path(word, flags)
+
+
+def _path(word: str, flags: Collection[str]) -> str:
+    """Of a path without a flag."""
+    if "--pretrain" not in flags or not ("/" in word or Path(word).exists()):
+        return ""
+    if (options := Path(word, "run_config.yaml")).is_file():
+        return f": of a run, --config {options} names the options and --pretrain {word} the model"
+    return f": a path needs its flag, such as --pretrain {word}"
 
 
 def _algorithm(name: str, commands: Collection[str]) -> str:

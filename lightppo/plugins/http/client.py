@@ -153,9 +153,11 @@ class HTTPClient:
             if 300 <= status < 500 and status not in _PASSING_STATUS:
                 kind = RefusedError
         except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
-            reason, timed_out = f"{type(error).__name__}: {error}", _by_time_out(error)
+            reason, timed_out = _said(error), _by_time_out(error)
             kind = UnreachableError if isinstance(error, requests.ConnectionError) else kind
-            if timed_out and not isinstance(error, requests.ConnectTimeout):
+            if isinstance(error, requests.ConnectTimeout):
+                reason = f"no connection within {min(self.connect_timeout, timeout):g} s"
+            elif timed_out:
                 kind, reason = SlowServerError, f"the answer was not complete after {timeout:g} s"
         except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:
             reason = f"its answer cannot be used: {'it lacks ' if isinstance(error, KeyError) else ''}{error}"
@@ -237,6 +239,16 @@ class HTTPClient:
         logger.log(
             logging.DEBUG if quiet else logging.WARNING, "%s; next try in %.0f s", error, wait
         )
+
+
+def _said(error: BaseException) -> str:
+    """What the network says: requests and urllib3 wrap it in the names of their own objects."""
+    first = error
+    while (deeper := error.__cause__ or error.__context__) is not None:
+        error = deeper
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{error}" if error is first and f"{error}" else f"{type(error).__name__}: {error}"
 
 
 def _by_time_out(error: BaseException | None) -> bool:

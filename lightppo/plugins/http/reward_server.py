@@ -11,9 +11,9 @@ import logging
 import socket
 import time
 import traceback
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -23,20 +23,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
 from starlette.exceptions import HTTPException
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.plugins.http.client import check_bind, check_token, cleaned, secret_texts
+from lightppo.plugins.http.gate import Connections, Gate, GatedConnection
 from lightppo.plugins.reward_sources.tries import in_daemon_thread
 from lightppo.rewards.source import RewardSource, check_output, close_source
 
 logger = logging.getLogger(__name__)
 
 _CLIENT_GONE = 499  # only for the log, as the client has left
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
 
 
 class ScoreRequest(BaseModel):
@@ -71,54 +68,6 @@ class ScoreRequest(BaseModel):
         ]
 
 
-@dataclass(eq=False)
-class _Door:
-    """Connections whose present request has not shown the token: a new one is always taken in, the oldest has to go."""
-
-    most: int
-    seconds: float
-    # By the client's address.
-    _waiting: dict[Any, tuple[asyncio.TimerHandle, asyncio.Transport]] = field(default_factory=dict)
-
-    def wait(self, connection: H11Protocol) -> None:
-        """Ends the connection after some seconds, unless it is let in."""
-        transport = connection.transport
-        self.let_in(connection.client)
-        self._waiting[connection.client] = (
-            connection.loop.call_later(self.seconds, transport.abort),
-            transport,
-        )
-        if len(self._waiting) > self.most:
-            oldest = next(iter(self._waiting))
-            self._waiting[oldest][1].abort()
-            self.let_in(oldest)
-
-    def let_in(self, client: Any) -> None:
-        if client in self._waiting:
-            self._waiting.pop(client)[0].cancel()
-
-
-class _Connection(H11Protocol):
-    """uvicorn's, which has neither a time limit nor a limit on number for requests that never end."""
-
-    def __init__(self, door: _Door, **options: Any) -> None:
-        super().__init__(**options)
-        self._door = door
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._door.wait(self)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if not self.transport.is_closing():
-            self._door.wait(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._door.let_in(self.client)
-        super().connection_lost(exc)
-
-
 @dataclass(eq=False, repr=False)
 class RewardApp:
     """Answers requests with the scores of one source; ``app`` is the FastAPI application."""
@@ -145,16 +94,29 @@ class RewardApp:
         self._secrets = secret_texts(self.token)
         self._turns = asyncio.Semaphore(self.max_concurrent)
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
-        self.door = _Door(self.max_strangers, self.stranger_timeout)
-        seconds = {"seconds": self.body_timeout, "stranger_seconds": self.stranger_timeout / 2}
+        self.connections = Connections(self.max_strangers, self.stranger_timeout)
         self.app.add_middleware(
-            _Gate, token=self.token, max_bytes=self.max_bytes, door=self.door, **seconds
+            Gate,
+            connections=self.connections,
+            key_of=self._key_of,
+            unknown="the bearer token is missing or wrong",
+            max_bytes=self.max_bytes,
+            too_long=f"the request is longer than --max_bytes {self.max_bytes}",
+            seconds=self.body_timeout,
+            error=_error,
+            open_paths=("/health",),
         )
         self.app.add_api_route("/health", self._health, methods=["GET"])
         for path in ("/", "/get_reward"):
             self.app.add_api_route(path, self._score, methods=["POST"], response_model=None)
         self.app.add_exception_handler(RequestValidationError, _explain_request)
         self.app.add_exception_handler(HTTPException, _explain_http)
+
+    def _key_of(self, headers: Mapping[bytes, bytes]) -> str | None:
+        if self.token is None:
+            return ""
+        shown = headers.get(b"authorization", b"")
+        return "" if hmac.compare_digest(shown, f"Bearer {self.token}".encode()) else None
 
     async def _health(self) -> dict[str, str]:
         return {"status": "ok", "source": self.source.name}
@@ -231,7 +193,7 @@ def serve(
     check_bind(host, reward_app.token is not None)
     config = uvicorn.Config(
         reward_app.app,
-        http=partial(_Connection, reward_app.door),
+        http=partial(GatedConnection, reward_app.connections),
         ws="none",
         access_log=False,  # it would show the query part of URLs
         server_header=False,
@@ -246,76 +208,6 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         started(f"http://{shown}:{listener.getsockname()[1]}/get_reward")
         uvicorn.Server(config).run([listener])
-
-
-class _Gate:
-    """Checks the token before anything is read, and length and time while the body is read."""
-
-    def __init__(
-        self,
-        app: Any,
-        *,
-        token: str | None,
-        max_bytes: int,
-        door: _Door,
-        seconds: float,
-        stranger_seconds: float,
-    ) -> None:
-        self._app, self._door, self._seconds, self._stranger_seconds = (
-            app,
-            door,
-            seconds,
-            stranger_seconds,
-        )
-        self._expected = None if token is None else f"Bearer {token}".encode()
-        self._max_bytes = max_bytes
-        self._too_long = f"the request is longer than --max_bytes {max_bytes}"
-
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
-            await self._app(scope, receive, send)
-            return
-        headers, refusal, read, ended, end = (
-            dict(scope["headers"]),
-            None,
-            0,
-            False,
-            time.monotonic() + self._seconds,
-        )
-        if self._expected is not None and not hmac.compare_digest(
-            headers.get(b"authorization", b""), self._expected
-        ):
-            logger.warning("a request without the right token was refused")
-            refusal = _error(401, "the bearer token is missing or wrong")
-            refusal.headers["WWW-Authenticate"] = "Bearer"
-            end = time.monotonic() + self._stranger_seconds
-        else:
-            self._door.let_in(scope["client"])
-        if refusal is None and int(headers.get(b"content-length", b"0")) > self._max_bytes:
-            refusal = _error(413, self._too_long)
-
-        async def counted() -> _Message:
-            nonlocal read, ended
-            try:
-                async with asyncio.timeout(None if ended else end - time.monotonic()):
-                    message = await receive()
-            except TimeoutError:
-                late = f"the request did not end within {self._seconds:g} s"
-                raise HTTPException(408, late, {"Connection": "close"}) from None
-            read, ended = read + len(message.get("body", b"")), not message.get("more_body", False)
-            if read > self._max_bytes:  # the client sent no content-length
-                raise HTTPException(413, self._too_long)
-            return message
-
-        if refusal is None:
-            await self._app(scope, counted, send)
-            return
-        # a client that is cut off while it sends may never read the answer
-        with suppress(HTTPException):
-            while (await counted()).get("more_body", False):
-                pass
-        refusal.headers["Connection"] = "close"
-        await refusal(scope, receive, send)
 
 
 def _error(status: int, message: str) -> JSONResponse:

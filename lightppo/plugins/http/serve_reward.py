@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightppo.config.cli import exit_on_mistakes
+from lightppo.errors import ConfigError
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.shown import log_to_terminal
 
@@ -150,10 +151,13 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> None:
         signal.signal(number, lambda *_: sys.exit(0))
 
     from lightppo.plugins.http.client import check_bind, read_token
-    from lightppo.plugins.http.reward_server import RewardApp, serve
     from lightppo.plugins.sources.folders import check_model
 
     with exit_on_mistakes(prog, (ValueError, OSError)):
+        try:
+            from lightppo.plugins.http.reward_server import RewardApp, serve
+        except ImportError as error:
+            raise ConfigError(f"{error}: pip install 'lightppo[serve]'") from error
         token = read_token(env=args.token_env, option="--token_env")
         check_bind(args.host, token is not None, port=args.port)  # before a model is loaded
         if args.reward_pretrain:

@@ -55,7 +55,7 @@ def hint(name: str, value: Any = None) -> str:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"\[(\S+)\]\(\S+\)", r"docs/\1", text).replace("`", "")
+    return re.sub(r"\[([^]\s]+)\]\([^)\s]+\)", r"docs/\1", text).replace("`", "")
 
 
 # -- docs/migrating.md -----------------------------------------------------------------------------------------------

@@ -157,7 +157,41 @@ class _Watch:
             os.write(2, f"[rank {os.environ.get('RANK', '0')}] {text}\n".encode())
 
 
-_watch: _Watch | None = None
+class _NotebookWatch:
+    """Interrupts of a notebook's cell: the first one waits for the end of the step, a second one is Python's own."""
+
+    def __init__(self) -> None:
+        self.number, self.saved, self.deferred = 0, False, True
+        self._before = signal.signal(signal.SIGINT, self._interrupted)
+
+    def restore(self) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    close = restore
+
+    def _interrupted(self, number: int, frame: Any) -> None:
+        if self.number:
+            raise KeyboardInterrupt
+        self.ask(number)
+
+    def ask(self, number: int) -> None:
+        self.number = self.number or number
+        with contextlib.suppress(RuntimeError):  # in the midst of another print
+            print(
+                "interrupted: stopping when the step under way is done; another interrupt ends at once",
+                file=sys.stderr,
+            )
+
+
+def _is_notebook() -> bool:
+    """Whether this is IPython, where a SystemExit ends the cell and not the session."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT)
+    return shell is not None and is_main and handler is signal.default_int_handler
+
+
+_watch: _Watch | _NotebookWatch | None = None
 
 
 @contextlib.contextmanager
@@ -197,8 +231,17 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def safe_points(grace: float = GRACE) -> Iterator[None]:
-    """Meanwhile a signal waits for the main thread to look, ``grace`` seconds at most."""
+    """Meanwhile a signal waits for the main thread to look, ``grace`` seconds at most; in a notebook an interrupt does."""
+    global _watch
     with watched():
+        if _watch is None and _is_notebook():
+            _watch = _NotebookWatch()
+            try:
+                yield
+            finally:
+                _watch.close()
+                _watch = None
+            return
         if (watch := _watch) is None:
             yield
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import inspect
@@ -13,7 +14,7 @@ import platform
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -142,11 +143,26 @@ def _warn_of_memory(folders: Mapping[str, str]) -> None:
 def _claim(flag: str, folder: str) -> str | None:
     """Make a folder and lock it; what is in the way."""
     local = local_folder(folder)
+    made = [path for path in (local, *local.parents) if not path.exists()]
     try:
         local.mkdir(parents=True, exist_ok=True)
-        return _lock((local / _LOCK).open("a+"), f"{flag} {folder}")
+        problem = _lock((local / _LOCK).open("a+"), f"{flag} {folder}")
     except OSError as error:
         return f"{flag} {folder}: cannot be written ({error.strerror})"
+    if made and not problem:
+        atexit.register(_leave_nothing, made, os.getpid())
+    return problem
+
+
+def _leave_nothing(made: Sequence[Path], owner: int) -> None:
+    """A run that was refused before it wrote a file takes the folders back that it has made, the deepest one first."""
+    if os.getpid() != owner:
+        return
+    with suppress(OSError):  # others write there, too
+        if [path.name for path in made[0].iterdir()] == [_LOCK]:
+            (made[0] / _LOCK).unlink()
+            for path in made:
+                path.rmdir()
 
 
 def _prepare(flag: str, folder: str) -> str | None:

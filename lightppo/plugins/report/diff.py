@@ -13,6 +13,7 @@ from lightppo.errors import ReportError
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.report.page import (
     facts_of,
+    named_run,
     options_of,
     read_jsonl,
     read_metrics,
@@ -43,7 +44,13 @@ def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
     parser = CommandParser(
         prog, description=f"{__doc__.partition(': ')[2]} Exit code 0: equal; 1: different."
     )
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs=2, help="the --save_path of a run")
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        type=lambda path: Path(named_run(path)),
+        nargs=2,
+        help="the --save_path of a run",
+    )
     parser.add_argument("--tolerance", type=float, default=0.0, help="largest difference, relative to the larger "
                         "number or to 1, that counts as equal; default: 0")  # fmt: skip
     args = parser.parse_args(argv)

@@ -518,6 +518,12 @@ def _block(name: str, content: bytes) -> str:
 # -- lightppo report ---------------------------------------------------------------------------------------------------
 
 
+def named_run(path: str) -> str:
+    """The folder of a run, also where somebody names its file of metrics."""
+    folder, _, name = path.rpartition("/")
+    return folder or "." if name == "metrics.jsonl" else path
+
+
 def brought(run: str) -> Path:
     """The folder of a run; of a URL its records, brought to a folder that goes at the end."""
     if is_url(run):
@@ -542,6 +548,7 @@ def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
     parser.add_argument(
         "runs",
         metavar="RUN",
+        type=named_run,
         nargs="+",
         help="--save_path of a run (folder or URL) with metrics.jsonl; several are compared",
     )

@@ -33,7 +33,7 @@ from lightppo.plugins.evaluation.sections import EvaluationConfig
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.ops.storage import is_url, local_folder, read_apart
 from lightppo.plugins.report.diff import differences, first_sample, steps_of
-from lightppo.plugins.report.page import KINDS, command_of, recorded_path, starts_of
+from lightppo.plugins.report.page import KINDS, command_of, named_run, recorded_path, starts_of
 from lightppo.plugins.sources.shown_urls import GIVE_WHOLE, cut_urls
 from lightppo.shown import plain, shown_url
 
@@ -55,7 +55,10 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
         prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "run", metavar="RUN", type=Path, help="folder of the run; you may have moved it"
+        "run",
+        metavar="RUN",
+        type=lambda path: Path(named_run(path)),
+        help="folder of the run; you may have moved it",
     )
     parser.add_argument(
         "--step",

@@ -18,6 +18,7 @@ import yaml
 
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.records.alarms import ALARMS
+from lightppo.plugins.report.page import named_run
 from lightppo.plugins.sources.hub import mistyped_path
 from lightppo.shown import plain
 
@@ -282,7 +283,11 @@ def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
     """Show the runs until Ctrl-C; exit code 2 where there is none, or a package is missing."""
     parser = CommandParser(prog, description="Watch runs in the terminal, from their files.")
     parser.add_argument(
-        "runs", metavar="RUN", type=Path, nargs="+", help="the --save_path of a run"
+        "runs",
+        metavar="RUN",
+        type=lambda path: Path(named_run(path)),
+        nargs="+",
+        help="the --save_path of a run",
     )
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     args = parser.parse_args(argv)

@@ -26,6 +26,7 @@ from lightppo.plugins.reward_sources.tries import (
     raised,
 )
 from lightppo.ranks import heartbeat
+from lightppo.user_code import without_copies
 
 _CALLS_AT_A_TIME = 16
 _MAX_STUCK = 64  # abandoned threads at most
@@ -125,7 +126,7 @@ class ThreadRunner:
         return [outcomes[i] for i in range(len(calls))]
 
     def _call(self, call: Call) -> Outcome:
-        with _without_timers():
+        with without_copies("the reward function"), _without_timers():
             try:
                 return Outcome(awaited(self.fn(*call.args, **call.kwargs)))
             except (Exception, SystemExit) as error:
@@ -193,7 +194,7 @@ class LoopRunner:
         return await asyncio.gather(*(one(call) for call in calls))
 
     async def _call(self, call: Call) -> Outcome:
-        with _without_timers():
+        with without_copies("the reward function"), _without_timers():
             try:
                 return Outcome(await self.fn(*call.args, **call.kwargs))
             except (Exception, SystemExit) as error:

@@ -79,7 +79,7 @@ def prompt_flags(data: Any, dataset: Any) -> str:
     are_chats = isinstance(dataset, SFTDataset) and dataset.examples(0)[0].prompt.messages
     if data.apply_chat_template or are_chats:
         flags += " --apply_chat_template"
-    for name in ("input_template", "system_prompt"):
+    for name in ("input_template", "system_prompt", "chat_template_kwargs"):
         if (value := getattr(data, name)) is not None:
             flags += f" --{name} {shlex.quote(value)}"
     return flags

@@ -35,7 +35,7 @@ from lightppo.plugins.reward_sources.tries import (
     in_daemon_thread,
 )
 from lightppo.ranks import heartbeat
-from lightppo.user_code import error_text
+from lightppo.user_code import error_text, without_copies
 
 _START_TRIES = 3
 _START_SECONDS = 120  # until a worker has loaded its target; imports are slow on a busy machine
@@ -347,12 +347,17 @@ def _answer(payload: bytes) -> str:
     """One call in a worker. It answers in JSON, so that the trainer never unpickles what a function returns."""
     if isinstance(_loaded, str):
         return json.dumps({"unloadable": _loaded})
+    with without_copies("the reward function"):
+        return _called(_loaded, payload)
+
+
+def _called(target: Callable[..., Any], payload: bytes) -> str:
     if _cpu_seconds is not None:
         # The kernel ends the process even in the midst of C code.
         signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)
     try:
         args, kwargs = pickle.loads(payload)
-        answer = json.dumps({"value": awaited(_loaded(*args, **kwargs))}, default=_plain)
+        answer = json.dumps({"value": awaited(target(*args, **kwargs))}, default=_plain)
         if len(answer) > _MAX_ANSWER:
             raise ValueError(f"the answer has {len(answer)} bytes")
         return answer

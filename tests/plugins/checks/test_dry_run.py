@@ -658,3 +658,26 @@ def test_there_are_as_many_as_promised():
     ] == [True] * 4
     assert len(ON_DATA) >= 15
     assert ALL.keys() > SAMPLE
+
+
+ENVIRONMENT = """
+class Env:
+    def reset(self, level, **row): self.level = level
+    def step(self, text): return None
+    def get_reward(self): return float(self.level)
+"""
+
+
+def test_an_environment_is_not_asked_about_made_up_answers(bench_of, capsys, monkeypatch):
+    """It reads the columns of a row, so rows with one prompt may be several."""
+    monkeypatch.setattr("lightppo.trainer.build.build_models", models_load)
+    bench = bench_of("ppo")
+    rows = [{"input": row["input"], "level": level} for row in sums(6) for level in (1, 2)]
+    flags = {"env": f"{bench.file('env.py', ENVIRONMENT)}:Env", "reward_fn": None}
+    flags |= {"reward_source": "environment", "prompt_data": bench.rows([*rows, rows[0]])}
+    with pytest.raises(ModelsLoad):
+        bench.run(**flags)
+    said = capsys.readouterr().out
+    assert "1 of 13 prompts of --prompt_data are there before" in said
+    assert "--reward_source environment scores episodes, so no answers are made up" in said
+    assert "the reward fails" not in said

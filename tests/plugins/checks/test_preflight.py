@@ -11,14 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.fakes import FakeStrategy
 from support.tiny import write_jsonl
 
 from lightppo.config import PPOConfig
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError
+from lightppo.plugins.checks.advice import tell_advice
+from lightppo.plugins.checks.building import check_files
 from lightppo.plugins.checks.preflight import (
     before_imports,
     dry_run_config,
+    look,
     preflight,
     preflight_supervised,
 )
@@ -535,3 +539,40 @@ def test_a_dry_run_of_a_small_run_is_as_small(run):
     assert [
         flat[n] for n in ("rollout_batch_size", "n_samples_per_prompt", "generate_max_len")
     ] == [1, 1, 3]
+
+
+def test_what_the_command_has_looked_at_is_not_looked_at_again(run, monkeypatch):
+    """Nor warned of again; a run that a script builds is."""
+    config, looks = run(), []
+    monkeypatch.setattr("lightppo.plugins.checks.preflight.preflight", looks.append)
+    monkeypatch.setattr("lightppo.plugins.checks.building.preflight", looks.append)
+    resolved = config.resolved()
+    building = SimpleNamespace(asked=resolved, config=resolved, strategy=FakeStrategy())
+    look(config, "lightppo ppo")
+    check_files(building)
+    assert looks == [resolved]
+    check_files(building)
+    assert looks == [resolved] * 2
+
+
+def test_a_template_that_has_no_line_break_is_told_of_once(run):
+    building = SimpleNamespace(config=run(input_template="{}\\nA:").resolved())
+    told = [line for line in tell_advice(building) if "--input_template" in line]
+    assert told == [
+        "note: --input_template has a backslash and an n, not a line break: in bash write $'\\n'"
+    ]
+
+
+def test_more_steps_than_the_files_have_rows_are_refused_before_they_are_read(run, tmp_path):
+    first, second = (
+        write_jsonl(tmp_path / name, [{"input": "1+1=", "label": "2"}] * 5)
+        for name in ("a.jsonl", "b.jsonl")
+    )
+    batch = {"rollout_batch_size": 4, "train_batch_size": 4}
+    options = {"prompt_data": f"{first},{second}", "num_episodes": 2, **batch}
+    assert (
+        "--total_training_steps 7 is more than the 6 steps of --num_episodes 2 (10 prompts, --rollout_batch_size 4): "
+        "set at most 6, or --num_episodes 3"
+    ) in refusal(run(total_training_steps=7, **options).resolved())
+    preflight(run(total_training_steps=6, **options).resolved())
+    preflight(run(total_training_steps=7, dry_run=True, **options).resolved())

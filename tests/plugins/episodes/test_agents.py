@@ -8,10 +8,13 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +26,7 @@ from support.runs import fitted
 
 from lightppo import EnvFailure, PPOTrainer, run_program
 from lightppo.errors import ConfigError, RolloutError
-from lightppo.plugins.episodes import door
+from lightppo.plugins.episodes import agents, door, hosts
 from lightppo.plugins.episodes.calls import AnsweredEnvironments, told_of
 from lightppo.plugins.episodes.chat_format import ChatFormats
 from lightppo.plugins.episodes.conversation import Conversation, History
@@ -642,6 +645,44 @@ def test_a_run_with_an_agent_program(opened, tokenizer, world, make_config, tmp_
         assert one.reward == sum(turn["reward"] for turn in one.turns)
 
 
+class Blocks:
+    """Blocks the loop of all programs after its first request was answered, until the test goes on."""
+
+    goes_on = threading.Event()
+    keys: list[str] = []
+
+    async def run(self, base_url: str, api_key: str, n: int) -> None:
+        self.keys.append(api_key)
+        await ask(base_url, api_key, [user("hi")])
+        self.goes_on.wait(60)
+
+
+def test_a_key_ends_with_its_episode_after_a_blocked_loop(opened, monkeypatch):
+    monkeypatch.setattr(hosts, "_PATIENCE", 0.1)
+    Blocks.goes_on.clear()
+    environments = Environments([Blocks], timeout=60)
+
+    async def run():
+        sessions = [await environments.open({"n": 1}, seed=1) for _ in range(2)]
+        environments.timeout = 1
+        turn = {"message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
+        turn |= {"prompt_ids": [1], "ids": [2], "log_probs": [-0.5]}
+        for session in sessions:
+            with pytest.raises(EnvironmentFailed):
+                await session.step(turn)
+            await session.close()
+
+    asyncio.run(run())
+    try:
+        known = opened.engines if isinstance(opened, StandIn) else opened.registry.list_ids()
+        assert len(Blocks.keys) == 2
+        assert not set(Blocks.keys) & set(known)
+    finally:
+        Blocks.goes_on.set()
+        Blocks.keys.clear()
+        environments.end()
+
+
 # -- the real one alone ------------------------------------------------------------------------------------------------
 
 
@@ -670,7 +711,103 @@ def test_only_the_key_of_an_episode_is_let_in(play, real):
         answer = requests.post(f"{real.url}/chat/completions", json=body, headers=headers)
         assert answer.status_code == 401
         assert requests.get(f"{real.url[:-3]}/sessions", headers=headers).status_code == 401
-    assert [one["id"] for one in requests.get(f"{real.url}/models").json()["data"]] == ["policy"]
+    for path in ("docs", "openapi.json", "health", "v1/models"):
+        assert requests.get(f"{real.url[:-2]}{path}").status_code == 401
+    for path in ("v1/messages/count_tokens", "v1beta/models/any:countTokens"):
+        assert requests.post(f"{real.url[:-2]}{path}", json=body).status_code == 401
+
+
+def request_of(url: str, key: str, length: int) -> socket.socket:
+    """A request that has sent only its head."""
+    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+    client = socket.create_connection((host, int(port)), timeout=60)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+    client.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode())
+    return client
+
+
+def status_of(client: socket.socket) -> str:
+    """That of the answer; empty where the server has hung up."""
+    with client:
+        try:
+            return client.recv(1 << 16).decode().partition("\r\n")[0].removeprefix("HTTP/1.1 ")
+        except ConnectionError:
+            return ""
+
+
+def test_a_request_has_limits(real, monkeypatch):
+    monkeypatch.setattr(real._connections, "seconds", 1.0)  # for what is refused
+
+    async def run():
+        conversation = Conversation()
+        url, key = real.open(conversation)
+        assert status_of(request_of(url, key, 17 << 20)).startswith("413")  # its body was not read
+        held = [request_of(url, key, 10) for _ in range(door._CONNECTIONS)]
+        for one in held:
+            one.sendall(b"{")
+        deadline = time.monotonic() + 60
+        while list(real._connections._keys.values()).count(key) < door._CONNECTIONS:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        last = request_of(url, key, 2)
+        last.sendall(b"{}")
+        assert status_of(last).startswith("429")
+        for one in held:
+            one.close()
+        real.close(key)
+        late = request_of(url, key, 2)
+        late.sendall(b"{}")
+        assert status_of(late).startswith("401")
+
+    asyncio.run(run())
+
+
+def test_strangers_give_way(real, monkeypatch):
+    monkeypatch.setattr(real._connections, "most_strangers", 3)
+    strangers = [request_of(real.url, "wrong", 10) for _ in range(8)]
+    assert [status_of(one) for one in strangers[:5]] == [""] * 5
+    for one in strangers[5:]:
+        one.close()
+
+
+def test_a_request_without_messages(real):
+    import requests
+
+    async def run():
+        url, key = real.open(Conversation())
+        headers = {"Authorization": f"Bearer {key}"}
+        for path in ("chat/completions", "messages", "models/any:generateContent"):
+            ask = partial(requests.post, f"{url}/{path}", json={}, headers=headers, timeout=60)
+            answer = await asyncio.to_thread(ask)
+            assert answer.status_code == 400
+            assert "messages must be a list" in answer.json()["error"]["message"]
+        real.close(key)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("request_", "problem"),
+    [
+        ({}, "messages must be a list of messages, and not empty"),
+        ({"messages": None}, "messages must be a list"),
+        ({"messages": "hi"}, "messages must be a list"),
+        ({"messages": ["hi"]}, "message 0 must be an object with a text as its role"),
+        ({"messages": [user("hi"), {"content": "hi"}]}, "message 1 must be an object"),
+        ({"messages": [user(3)]}, "message 0: its content must be a text or a list of objects"),
+        ({"messages": [user(["hi"])]}, "message 0: its content must be"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+            "message 0: tool_calls must be",
+        ),
+        ({"messages": [user("hi")], "tools": [1]}, "tools must be a list of objects"),
+        ({"messages": [user("hi")], "response_format": 5}, "response_format cannot be trained"),
+    ],
+)
+def test_a_request_that_is_no_conversation_is_refused(request_, problem):
+    engine = door.Engine(None, Refused)  # nobody is asked
+    with pytest.raises(Refused, match=f"400: {problem}"):
+        asyncio.run(engine.completion(request_))
 
 
 def test_other_dialects_and_streams(play, real):
@@ -783,6 +920,46 @@ def test_a_program_is_killed_with_what_it_has_started(tmp_path):
         return int((tmp_path / "pid").read_text())
 
     assert has_ended(asyncio.run(run()))
+
+
+WAITING = """
+import asyncio, sys
+from lightppo import run_program
+asyncio.run(run_program(["sh", "-c", sys.argv[1]], base_url="http://127.0.0.1:1/v1", api_key="k"))
+"""
+
+
+def test_a_program_does_not_outlive_a_killed_trainer(tmp_path):
+    pid = tmp_path / "pid"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", WAITING, f"sleep 1000 & echo $! > {pid}; wait"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    while not pid.exists() or not pid.read_text().strip():
+        assert trainer.poll() is None
+        time.sleep(0.01)
+    trainer.kill()
+    trainer.wait()
+    assert has_ended(int(pid.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ("exit 3", "sh ended with code 3: "),
+        ("echo why; kill -11 $$", "sh ended with code -11: why"),
+        ("yes", "sh wrote more than 0 MiB"),
+    ],
+)
+def test_ends_of_programs(script, text, monkeypatch):
+    monkeypatch.setattr(agents, "_MOST_OUTPUT", 1 << 16)
+    with pytest.raises(EnvFailure, match=re.escape(text)):
+        asyncio.run(run_program(["sh", "-c", script], base_url="", api_key=""))
+
+
+def test_a_program_that_is_not_there():
+    with pytest.raises(EnvFailure, match=r"/not/there ended with code 127: .*No such file"):
+        asyncio.run(run_program(["/not/there"], base_url="", api_key=""))
 
 
 def has_ended(pid: int) -> bool:

@@ -204,6 +204,82 @@ def test_large_answers_and_questions(environments):
     assert asyncio.run(run()) == 4 << 20
 
 
+FORKS = '''
+import asyncio, os
+
+class Forked:
+    def tolist(self):
+        """Where the answer is written. The child answers, too, and first."""
+        if child := os.fork():
+            os.waitpid(child, 0)
+        return os.getpid()
+
+class Env:
+    def reset(self, **row): return str(os.getpid())
+    def comes_back(self, raises: bool) -> str:
+        """Fork; the child comes back, or raises."""
+        if child := os.fork():
+            return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if raises:
+            raise SystemExit("the child")
+        return "the child"
+    async def comes_back_async(self) -> str:
+        """Fork in the loop of the environment's coroutines."""
+        await asyncio.sleep(0)
+        return self.comes_back(False)
+    def answer(self) -> int:
+        """Answer."""
+        return os.getpid()
+
+class Written:
+    def reset(self, **row): return [{"role": "user", "content": [Forked()]}]
+    def step(self, text): return None
+'''
+
+
+@pytest.mark.parametrize(
+    ("tool", "given"),
+    [
+        ("comes_back", {"raises": False}),
+        ("comes_back", {"raises": True}),
+        ("comes_back_async", {}),
+    ],
+)
+def test_a_forked_child_answers_nothing(path, tool, given, capfd):
+    path.write_text(FORKS)
+    environments = Environments(f"{path}:Env", timeout=60, workers=1)
+
+    async def run():
+        for _ in range(2):
+            session = await environments.open({}, seed=1)
+            assert (await session.call(tool, given)).text == "1"
+            assert (await session.call("answer", {})).text == session.opening
+            await session.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        environments.end()
+    assert environments.counts["lost_workers"] == 0
+    told = "env.py:Env: a process that it has forked came back, and is ended: end it with os._exit"
+    assert capfd.readouterr().err.count(told) == 2
+
+
+def test_an_answer_of_another_process_is_refused(path):
+    """A child that forks while an answer is written is not taken for the worker."""
+    path.write_text(FORKS)
+    environments = Environments(f"{path}:Written", timeout=60, workers=1)
+    try:
+        with pytest.raises(
+            EnvironmentFailed, match=r"process \d+ answered question 2, where"
+        ) as caught:
+            asyncio.run(environments.open({}, seed=1))
+    finally:
+        environments.end()
+    assert caught.value.kind == "lost"
+    assert environments.counts["lost_workers"] == 1
+
+
 def test_a_row_that_cannot_be_sent(environments):
     async def run():
         await environments.open({"function": lambda: None}, seed=1)

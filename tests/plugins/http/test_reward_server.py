@@ -488,6 +488,15 @@ def test_what_cannot_be_served_is_refused_at_once(args, message, command, capsys
     assert re.search(message, line)
 
 
+def test_without_its_packages_a_line_says_what_to_install(command, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightppo.plugins.http.reward_server", None)
+    with pytest.raises(SystemExit) as stopped:
+        command("main", "--reward_fn", "rewards.py")
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(": pip install 'lightppo[serve]'")
+
+
 def test_the_world_needs_a_token():
     class Source:
         name = "source"

@@ -129,6 +129,7 @@ def test_a_row_that_keeps_the_last_part_names_an_option_with_it():
         ("datasets", "here --prompt_data A,B, with --prompt_data_probs (TRL)"),
         ("value_clip", "0.5 there, 0.2 before 0.8.2, as here) (OpenRLHF)"),
         ("lambd", "0.95 before 0.5.7"),
+        ("load_in_8bit", "LoRA or QLoRA of linear layers in NF4 (docs/lora.md) (TRL)"),
     ],
 )
 def test_what_a_name_is_here(name, ours):

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+from lightppo import Callback, PPOTrainer
 from lightppo.plugins.ops import signals
 from lightppo.plugins.ops.signals import safe_points, watched
 
@@ -295,3 +298,47 @@ run(main)
     with started(launched("anything", source)) as program:
         program.kill()
         assert program.stdout.read() == "parent ended, asked: 0\n"
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """As in a cell, where Python's own handler takes interrupts."""
+    shell = SimpleNamespace(get_ipython=lambda: object())
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_of_a_notebook_waits_for_the_end_of_the_step(notebook, capsys):
+    with safe_points():
+        assert signals.asked() == 0
+        signal.raise_signal(signal.SIGINT)
+        assert signals.elected(signals.votes()) == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().err == (
+        "interrupted: stopping when the step under way is done; another interrupt ends at once\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupted_notebook_keeps_what_it_has_trained(
+    notebook, make_config, tmp_path, monkeypatch, world
+):
+    class Interrupts(Callback):
+        def on_rollouts(self, run: Any, step: int, collected: Any) -> None:
+            if step == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    config = make_config(total_training_steps=3, ckpt_path=str(tmp_path / "checkpoints"))
+    with pytest.raises(SystemExit) as caught:
+        PPOTrainer.from_config(config, callbacks=[Interrupts()]).fit()
+    assert caught.value.code == 130
+    again = PPOTrainer.from_config(config)
+    assert again.state.global_step == 2
+    again.fit()
+    assert again.state.global_step == 3

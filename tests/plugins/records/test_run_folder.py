@@ -655,3 +655,29 @@ def test_a_url_that_cannot_be_written_is_refused_before_models_load(
         ConfigError, match=r"--save_path memory://bucket/run: cannot be written .*read only"
     ):
         PPOTrainer.from_config(config)
+
+
+def test_a_run_that_is_refused_leaves_no_folders(tmp_path, monkeypatch):
+    at_the_end: list[Any] = []
+    monkeypatch.setattr(
+        "lightppo.plugins.records.run_folder.atexit.register",
+        lambda function, *given: at_the_end.append((function, given)),
+    )
+    (tmp_path / "there").mkdir()
+
+    def ended(*written: str) -> list[str]:
+        folders = {"--save_path": "new/run", "--ckpt_path": "new/run/ckpt", "--x": "there"}
+        folders = {flag: str(tmp_path / path) for flag, path in folders.items()}
+        claim(folders, FakeStrategy())
+        for path in written:
+            (tmp_path / path).write_text("")
+        release(folders.values())
+        while at_the_end:
+            function, given = at_the_end.pop()
+            function(*given)
+        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+
+    assert ended() == ["there", "there/.lock"]
+    assert ended("new/run/metrics.jsonl") == [
+        "new", "new/run", "new/run/.lock", "new/run/metrics.jsonl", "there", "there/.lock"
+    ]  # fmt: skip

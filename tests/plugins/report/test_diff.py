@@ -170,3 +170,10 @@ def test_rollout_files_of_a_moved_run_are_found(diff, recorded, copied):
     assert (code, f"first sample that differs: step 3, {which}, score: " in out) == (1, True)
     shutil.rmtree(run / "rollouts")  # then those at the place that the option names
     assert diff(recorded / "one", run)[0] == 0
+
+
+def test_a_runs_file_of_metrics_names_the_run(diff, run):
+    one = run("a", [{"step": 1, "rollout/reward": 0.5}])
+    code, said = diff(one / "metrics.jsonl", one)
+    assert code == 0
+    assert f"a: {one}, steps 1 to 1" in said

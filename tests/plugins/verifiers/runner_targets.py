@@ -31,6 +31,13 @@ def _grow(value: float) -> float:
         held.append(b"x" * (1 << 24))
 
 
+def _fork_and_come_back(value: float) -> float:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return value
+    return -1.0
+
+
 def _with_child(value: float) -> float:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with open(os.environ["CHILD_PID_FILE"], "w") as file:
@@ -80,6 +87,7 @@ BEHAVIOURS = {
     "modules": lambda value: sorted(sys.modules),
     "environment": lambda value: dict(os.environ),
     "pid": lambda value: os.getpid(),
+    "fork": _fork_and_come_back,
     "recurse": lambda value: BEHAVIOURS["recurse"](value),
 }
 

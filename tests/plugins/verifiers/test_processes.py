@@ -477,6 +477,10 @@ def test_a_worker_ends_its_call_after_a_sigterm(behave: Behave) -> None:
     assert behave("terminated")[0].value == 0.5
 
 
+def test_a_forked_child_answers_nothing(behave: Behave) -> None:
+    assert [outcome.value for outcome in behave(*["fork", "ok"] * 4)] == [0.5] * 8
+
+
 def test_values_of_numpy_come_as_pythons(behave: Behave) -> None:
     assert behave("numpy")[0].value == {"score": 0.5, "all": [0, 1, 2]}
 

@@ -735,7 +735,7 @@ class TestStart:
             run(lambda: build(urls=[url]))
         assert caught.value.code == 1
         assert (
-            f"error: --vllm_server_url: vLLM server {url}: /collective_rpc: ConnectionError"
+            f"error: --vllm_server_url: vLLM server {url}: /collective_rpc: Connection refused"
             in capsys.readouterr().err
         )
 
@@ -1064,7 +1064,7 @@ class TestOneServer:
 
     def test_a_closed_port_is_unreachable(self):
         server = VLLMServer(f"http://127.0.0.1:{free_port()}", (None, None), timeout=5.0, retries=0)
-        with pytest.raises(UnreachableError, match="/inference/v1/generate: ConnectionError"):
+        with pytest.raises(UnreachableError, match="/inference/v1/generate: Connection refused"):
             self.complete(server)
 
     @pytest.mark.parametrize(
