@@ -53,14 +53,35 @@ def _hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:
 def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
     """Other trainers' names, what people mean, and whose option it is; ``of_commands``: of a command that trains."""
     name = flag.removeprefix("--")
-    others = [
-        command
-        for command, kind in trained_by().items()
-        if name in {one.name for one in kind.all_options()}
-    ]
-    whose = f": it is an option of lightppo {' and '.join(others)}, not of this command"
     told = _hint(name, flags=flags) or meant_names.meant(flag, flags, "flag")
-    return told or whose * bool(of_commands and others)
+    if told or not of_commands:
+        return told
+    for others in (_commands_with(flag), _commands_for(flag)):
+        if others:
+            first = next(iter(others.values()))
+            which = "it is" if first == flag else f"{first} is for that,"
+            return f": {which} an option of lightppo {' and '.join(others)}, not of this command"
+    return ""
+
+
+def _commands_with(flag: str) -> dict[str, str]:
+    """The commands that have this flag; each with the flag."""
+    kinds = trained_by().items()
+    return {name: flag for name, kind in kinds if flag in _flags(kind)}
+
+
+def _commands_for(flag: str) -> dict[str, str]:
+    """The commands that have what people mean by this flag; each with the flag that it has."""
+    answers = {
+        name: meant_names.answer_of(flag, _flags(kind), "flag")
+        for name, kind in trained_by().items()
+    }
+    first = next((answer for answer in answers.values() if answer), "")
+    return {name: answer for name, answer in answers.items() if first and answer == first}
+
+
+def _flags(kind: Any) -> set[str]:
+    return {f"--{one.name}" for one in kind.all_options()}
 
 
 def _word(word: str, flags: Collection[str]) -> str:
