@@ -28,7 +28,8 @@ reward_model rm rm_path reward_model_path reward_model_name | --reward_pretrain
 rm_model rm_pretrain rm_checkpoint reward_models reward_model_dir reward_checkpoint | --reward_pretrain
 reward reward_func reward_function reward_file reward_funcs reward_functions reward_path | --reward_fn
 reward_script reward_func_path reward_fn_path reward_function_path custom_reward custom_reward_function | --reward_fn
-rm_url reward_url reward_server remote_rm rm_server reward_server_url reward_api reward_api_url api_url | --remote_rm_url
+rm_url reward_url reward_server remote_rm rm_server reward_server_url reward_api reward_api_url | --remote_rm_url
+api_url | --remote_rm_url
 judge judge_model judge_url llm_judge | --reward_fn --remote_rm_url
 reward_type verifier verifiers verifier_type rule_based_reward rm_type scorer grader | --reward_source
 math_reward math_verify accuracy_reward | --reward_source math
@@ -50,14 +51,19 @@ max_epochs max_epoch max_train_epochs | --num_epochs
 ppo_epoch ppo_epochs n_ppo_epochs update_epochs inner_epochs epochs_per_rollout k_epochs mu reuse | --max_epochs
 steps num_steps train_steps total_steps max_steps | --total_training_steps | --max_steps
 training_steps total_training_steps | --total_training_steps | --max_steps
-n_steps iterations num_iters max_iters n_iter n_iters total_iterations num_updates n_updates | --total_training_steps | --max_steps
-num_train_steps max_train_steps max_training_steps train_iters num_training_steps | --total_training_steps | --max_steps
-total_timesteps rollouts num_rollouts n_rollouts_total num_steps_total max_iterations | --total_training_steps | --max_steps
+n_steps iterations num_iters max_iters n_iter n_iters total_iterations | --total_training_steps | --max_steps
+num_updates n_updates | --total_training_steps | --max_steps
+num_train_steps max_train_steps max_training_steps train_iters | --total_training_steps | --max_steps
+num_training_steps | --total_training_steps | --max_steps
+total_timesteps rollouts num_rollouts n_rollouts_total num_steps_total | --total_training_steps | --max_steps
+max_iterations | --total_training_steps | --max_steps
 n samples n_samples num_samples samples_per_prompt n_sample | --n_samples_per_prompt
 num_generations num_return_sequences n_rollouts num_return | --n_samples_per_prompt
 samples_per_group group_size num_group group n_responses num_responses responses_per_prompt | --n_samples_per_prompt
-rollouts_per_prompt rollouts_per_example rollout_n n_rollout n_generations completions_per_prompt | --n_samples_per_prompt
-n_completions num_completions num_samples_per_prompt n_samples_per_query num_return_sequences_per_prompt | --n_samples_per_prompt
+rollouts_per_prompt rollouts_per_example rollout_n n_rollout n_generations | --n_samples_per_prompt
+completions_per_prompt | --n_samples_per_prompt
+n_completions num_completions num_samples_per_prompt n_samples_per_query | --n_samples_per_prompt
+num_return_sequences_per_prompt | --n_samples_per_prompt
 best_of_n best_of bon | --generation_size
 advantage adv adv_estimator advantages estimator | --advantage_estimator
 algo algorithm alg method rl_algorithm | --advantage_estimator | --preference_loss
@@ -73,22 +79,30 @@ policy_loss_type pg_loss surrogate_loss | --policy_loss
 loss_agg loss_aggregation loss_reduction agg_mode | --loss_agg_mode
 max_length max_len max_seq_len max_seq_length max_tokens | --prompt_max_len --generate_max_len | --max_len
 max_sequence_length seq_len cutoff_len seq_length sequence_length | --prompt_max_len --generate_max_len | --max_len
-context_length context_len max_context_length max_context_len max_total_length | --prompt_max_len --generate_max_len | --max_len
-prompt_max_len max_prompt_len max_prompt_length prompt_length prompt_len max_input_length | --prompt_max_len | --max_len
-max_input_len max_prompt_tokens max_prompt_size prompt_tokens max_query_length input_max_len | --prompt_max_len | --max_len
+context_length context_len max_context_length max_context_len | --prompt_max_len --generate_max_len | --max_len
+max_total_length | --prompt_max_len --generate_max_len | --max_len
+prompt_max_len max_prompt_len max_prompt_length prompt_length prompt_len | --prompt_max_len | --max_len
+max_input_length | --prompt_max_len | --max_len
+max_input_len max_prompt_tokens max_prompt_size prompt_tokens max_query_length | --prompt_max_len | --max_len
+input_max_len | --prompt_max_len | --max_len
 generate_max_len max_new_tokens max_completion_length | --generate_max_len | --max_len
 response_length max_response_length gen_len | --generate_max_len | --max_len
 max_new_token new_tokens max_gen_len max_generation_length max_generate_len max_response_len | --generate_max_len
 response_max_len response_len output_len output_length max_output_tokens max_output_len | --generate_max_len
-max_completion_tokens max_completion_len completion_length gen_max_len generate_len generation_length | --generate_max_len
+max_completion_tokens max_completion_len completion_length gen_max_len generate_len | --generate_max_len
+generation_length | --generate_max_len
 generation_max_length gen_length max_gen_tokens max_generated_tokens | --generate_max_len
 data dataset dataset_name train_data train_dataset train_file data_path | --prompt_data | --dataset
-data_dir data_file data_files dataset_path dataset_dir dataset_file input_file input_data jsonl | --prompt_data | --dataset
-train_files train_path train_set train_dir training_data training_file training_dataset train_jsonl | --prompt_data | --dataset
+data_dir data_file data_files dataset_path dataset_dir dataset_file input_file input_data | --prompt_data | --dataset
+jsonl | --prompt_data | --dataset
+train_files train_path train_set train_dir training_data training_file training_dataset | --prompt_data | --dataset
+train_jsonl | --prompt_data | --dataset
 prompts prompt_data prompt_file | --prompt_data | --dataset
 prompts_file prompt_path prompts_path prompt_dataset prompt_dir train_prompts prompts_data | --prompt_data | --dataset
-eval_data eval_dataset eval_file test_data test_file val_data validation_data valid_data | --eval_data | --eval_dataset
-val_file val_files val_dataset val_path val_set eval_files eval_path eval_set valid_file | --eval_data | --eval_dataset
+eval_data eval_dataset eval_file test_data test_file val_data validation_data | --eval_data | --eval_dataset
+valid_data | --eval_data | --eval_dataset
+val_file val_files val_dataset val_path val_set eval_files eval_path eval_set | --eval_data | --eval_dataset
+valid_file | --eval_data | --eval_dataset
 eval_prompts eval_prompt_data test_files test_path test_dataset test_set | --eval_data | --eval_dataset
 validation_file validation_files validation_dataset validation_path dev_data dev_file | --eval_data | --eval_dataset
 split prompt_split dataset_split train_split | --prompt_split | --dataset_split
@@ -105,15 +119,19 @@ eval_limit max_eval_samples max_eval_examples num_eval_examples max_val_samples 
 shuffle_data shuffle_prompts shuffle_dataset no_shuffle dataset_shuffle | --data_shuffle
 random_seed rng_seed seed_data manual_seed random_state | --seed
 system system_message sys_prompt | --system_prompt
-num_proc n_workers num_workers dataloader_workers data_workers preprocessing_num_workers tokenize_workers | --data_num_workers
+num_proc n_workers num_workers dataloader_workers data_workers preprocessing_num_workers | --data_num_workers
+tokenize_workers | --data_num_workers
 lr learning_rate actor_lr policy_lr actor_learning_rate | --actor_learning_rate | --learning_rate
-lr_actor lr_policy policy_learning_rate learning_rate_actor base_lr peak_lr max_lr | --actor_learning_rate | --learning_rate
-critic_lr value_lr lr_critic lr_value value_learning_rate critic_learning learning_rate_critic vf_lr | --critic_learning_rate
+lr_actor lr_policy policy_learning_rate learning_rate_actor base_lr peak_lr | --actor_learning_rate | --learning_rate
+max_lr | --actor_learning_rate | --learning_rate
+critic_lr value_lr lr_critic lr_value value_learning_rate critic_learning | --critic_learning_rate
+learning_rate_critic vf_lr | --critic_learning_rate
 lr_schedule lr_scheduler_type scheduler schedule lr_decay lr_decay_style decay | --lr_scheduler
 learning_rate_schedule lr_schedule_type anneal_lr | --lr_scheduler
 min_lr lr_min min_learning_rate final_lr end_lr | --min_lr_ratio
 batch_size bs batch global_batch_size train_bs | --train_batch_size
-batchsize batch_sz global_bs train_batch ppo_batch_size optim_batch_size minibatch_size mini_batch_size | --train_batch_size
+batchsize batch_sz global_bs train_batch ppo_batch_size optim_batch_size minibatch_size | --train_batch_size
+mini_batch_size | --train_batch_size
 mini_bs ppo_mini_batch_size sgd_batch_size gradient_batch_size | --train_batch_size
 grad_accum grad_acc grad_accum_steps gradient_accumulation gradient_accumulation_steps | --train_batch_size
 accumulate_grad_batches accum_steps accumulation_steps grad_acc_steps accumulation | --train_batch_size
@@ -122,8 +140,10 @@ generation_batch_size sampling_batch_size prompt_batch_size prompts_per_batch | 
 mini_batches num_mini_batches num_minibatches n_mini_batches minibatches nminibatches | --ppo_n_minibatches
 micro_batch_size per_device_batch_size per_device_train_batch_size micro_bs | --micro_train_batch_size
 micro_batch micro_batchsize microbatch_size mbs per_gpu_batch_size per_gpu_train_batch_size | --micro_train_batch_size
-device_batch_size device_train_batch_size ppo_micro_batch_size local_batch_size batch_size_per_gpu | --micro_train_batch_size
-eval_batch_size eval_bs val_batch_size test_batch_size per_device_eval_batch_size | --micro_rollout_batch_size | --micro_train_batch_size
+device_batch_size device_train_batch_size ppo_micro_batch_size local_batch_size | --micro_train_batch_size
+batch_size_per_gpu | --micro_train_batch_size
+eval_batch_size eval_bs val_batch_size test_batch_size | --micro_rollout_batch_size | --micro_train_batch_size
+per_device_eval_batch_size | --micro_rollout_batch_size | --micro_train_batch_size
 token_budget tokens_per_batch max_tokens_per_batch max_tokens_per_gpu tokens_per_gpu | --max_tokens_per_micro_batch
 output output_dir out out_dir save save_dir | --save_path | --out | --output
 output_path output_folder save_folder save_to result_dir results_dir exp_dir experiment_dir | --save_path | --out
@@ -137,7 +157,8 @@ continue continue_from continue_training resume_training auto_resume no_resume i
 save_interval save_freq save_every save_frequency save_iters save_every_steps saving_steps | --save_steps
 checkpoint_interval checkpoint_every checkpoint_steps checkpoint_freq checkpointing_steps | --save_steps
 ckpt_interval ckpt_every ckpt_steps ckpt_freq save_strategy | --save_steps
-save_total_limit max_checkpoints keep_checkpoints keep_last keep_last_n keep_ckpts num_checkpoints max_ckpts | --max_ckpt_num
+save_total_limit max_checkpoints keep_checkpoints keep_last keep_last_n keep_ckpts num_checkpoints | --max_ckpt_num
+max_ckpts | --max_ckpt_num
 save_hf hf_save export_hf save_hf_model save_hf_format export_hf_model | --save_hf_ckpt
 hf_interval hf_save_interval hf_save_freq export_interval export_steps | --hf_save_steps
 save_merged merge_lora | : LoRA is merged in what a run writes at its end; the folder adapter has it alone
@@ -151,7 +172,8 @@ eval_temp val_temperature test_temperature | --eval_temperature
 eval_max_len eval_max_new_tokens eval_generate_max_len | --generate_max_len
 best_model save_best metric_for_best metric_for_best_model best_metric_key load_best_model | --best_metric
 patience early_stopping early_stopping_patience | : a run ends with its steps; --best_metric keeps the best model
-log_interval log_every log_freq log_steps logging_freq logging_interval print_every print_freq report_every | --logging_steps
+log_interval log_every log_freq log_steps logging_freq logging_interval print_every print_freq | --logging_steps
+report_every | --logging_steps
 kl kl_coef kl_coeff kl_weight kl_beta | --init_kl_coef
 kl_coefficient kl_loss_coef kl_penalty_coef kl_ctl kl_control kl_reward_coef init_kl no_kl kl_factor | --init_kl_coef
 kl_loss kl_in_loss use_kl | --use_kl_loss
@@ -164,7 +186,8 @@ clip_param clip_coef ppo_clip ppo_epsilon eps_clip_ratio ratio_clip policy_clip 
 clip_low eps_low epsilon_low clip_ratio_low clip_eps_low clip_range_low eps_min | --eps_clip_low
 clip_high eps_high epsilon_high clip_ratio_high clip_eps_high clip_range_high clip_higher eps_max | --eps_clip_high
 clip_ratio_c clip_c dual_clip_c c_clip | --dual_clip
-vf_clip value_clip_range clip_value clip_vloss value_clipping cliprange_value clip_range_vf vf_clip_param | --value_clip
+vf_clip value_clip_range clip_value clip_vloss value_clipping cliprange_value clip_range_vf | --value_clip
+vf_clip_param | --value_clip
 vf_coef value_coef value_loss_coef vf_loss_coef critic_coef critic_loss_coef | --critic_learning_rate
 discount discount_factor gamma_discount discounting | --gamma
 gae_lambda gae_lam lam lambda lambda_gae lmbda td_lambda gae lambda_ | --lambd
@@ -173,13 +196,16 @@ entropy_coeff entropy_coefficient ent_weight | --entropy_coef
 whiten whiten_advantages whiten_adv adv_whiten adv_whitening norm_adv normalize_adv norm_advantages | --adv_norm
 normalize_advantage normalize_advantages advantage_normalization adv_normalization advantage_norm | --adv_norm
 adv_clip clip_adv clip_advantage max_advantage | --advantage_clip
-normalize_rewards reward_norm norm_reward reward_normalization standardize_rewards | --normalize_reward --reward_running_norm
+normalize_rewards reward_norm norm_reward reward_normalization | --normalize_reward --reward_running_norm
+standardize_rewards | --normalize_reward --reward_running_norm
 whiten_rewards scale_rewards normalize_scores | --reward_running_norm
 reward_scale reward_coef reward_scaling_factor reward_multiplier rew_scale score_scale | --reward_scaling
-reward_clip clip_reward clip_rewards reward_clipping reward_clip_value max_reward rew_clip score_clip | --reward_clip_range
+reward_clip clip_reward clip_rewards reward_clipping reward_clip_value max_reward rew_clip | --reward_clip_range
+score_clip | --reward_clip_range
 reward_shift reward_offset reward_baseline | --reward_bias
 length_penalty overlong_penalty soft_overlong soft_overlong_punishment overlong_buffer | --overlong_buffer_len
-mask_truncated mask_overlong overlong_filter overlong_filtering filter_truncated mask_truncated_completions | --mask_too_long
+mask_truncated mask_overlong overlong_filter overlong_filtering filter_truncated | --mask_too_long
+mask_truncated_completions | --mask_too_long
 truncation_penalty no_eos_penalty missing_eos_penalty eos_penalty | --stop_properly_penalty
 dynamic_filter dynamic_filtering filter_groups filter_zero_std zero_std_filter oversampling | --dynamic_sampling
 skip_zero_std remove_zero_std drop_zero_std group_filter | --dynamic_sampling
@@ -187,7 +213,8 @@ accuracy_lower_bound accuracy_upper_bound accuracy_range difficulty_range | --fi
 over_sampling_batch_size oversampling_batch_size | --gen_batch_size
 tis importance_sampling is_correction truncated_is off_policy_correction importance_correction | --rollout_correction
 icepop use_icepop | --rollout_correction icepop
-critic_warmup critic_warmup_steps value_warmup value_pretrain_steps freeze_actor freeze_actor_steps | --freezing_actor_steps
+critic_warmup critic_warmup_steps value_warmup value_pretrain_steps freeze_actor | --freezing_actor_steps
+freeze_actor_steps | --freezing_actor_steps
 actor_freeze_steps freeze_steps critic_only_steps | --freezing_actor_steps
 ema use_ema moving_average | --enable_ema
 ema_decay ema_alpha ema_momentum | --ema_beta
@@ -196,9 +223,11 @@ weight_decay wd wdecay weight_decay_rate decay_rate | --l2
 warmup warmup_ratio warm_up warmup_proportion warmup_fraction warm_up_ratio | --lr_warmup_ratio
 warmup_steps warm_up_steps warmup_step warmup_iters num_warmup_steps n_warmup_steps | --lr_warmup_steps
 beta1 beta2 betas adam_beta adam_beta1 adam_beta2 adam_b1 adam_b2 | --adam_betas
-optim optimizer adamw adam adam_epsilon adam_eps optimizer_type | : AdamW alone; its options are --adam_betas, --l2 and --max_norm
+optim optimizer adamw adam adam_epsilon adam_eps | : AdamW alone; its options are --adam_betas, --l2 and --max_norm
+optimizer_type | : AdamW alone; its options are --adam_betas, --l2 and --max_norm
 grad_clip clip_grad gradient_clipping max_grad_norm | --max_norm
-max_grad grad_norm gradient_clip gradient_clip_val clip_grad_norm grad_clip_norm clip_norm max_gradient_norm | --max_norm
+max_grad grad_norm gradient_clip gradient_clip_val clip_grad_norm grad_clip_norm clip_norm | --max_norm
+max_gradient_norm | --max_norm
 dtype precision mixed_precision | --bf16 --fp16
 torch_dtype data_type model_dtype param_dtype train_dtype amp half_precision mixed use_amp | --bf16 --fp16
 bfloat16 bf use_bf16 bfloat | --bf16
@@ -210,26 +239,31 @@ lora_modules lora_target lora_target_modules lora_layers | --target_modules
 qlora use_4bit load_4bit load_in_4_bit bits quantize quantization quantization_bit | --load_in_4bit
 load_in_8bit load_8bit | : 4 bits alone: --load_in_4bit
 gradient_checkpoint grad_checkpoint grad_checkpointing grad_ckpt use_gradient_checkpointing | --gradient_checkpointing
-enable_gradient_checkpointing activation_checkpointing activation_checkpoint checkpoint_activations | --gradient_checkpointing
+enable_gradient_checkpointing activation_checkpointing activation_checkpoint | --gradient_checkpointing
+checkpoint_activations | --gradient_checkpointing
 recompute recompute_activations recomputation | --gradient_checkpointing
 offload cpu_offload offload_optimizer optimizer_offload optim_offload offload_adam | --adam_offload
 offload_params offload_param param_offloading | --param_offload
 offload_activations activation_offloading | --activation_offload
 flash_attention use_flash_attn use_flash_attention flash_attn_2 flash_attention_2 fa2 | --flash_attn
 attention attn attn_impl attention_implementation attention_backend sdpa eager | --attn_implementation
-pack packing pack_samples pack_sequences use_packing sample_packing sequence_packing remove_padding | --packing_samples
+pack packing pack_samples pack_sequences use_packing sample_packing sequence_packing | --packing_samples
+remove_padding | --packing_samples
 use_remove_padding remove_padding_tokens padding_free | --packing_samples
 compile use_compile torchcompile use_torch_compile | --torch_compile
 liger liger_kernel use_liger | --use_liger_kernel
 deterministic determinism full_deterministic cudnn_deterministic | --full_determinism
 zero stage deepspeed_stage ds_stage zero_opt_stage zero3 zero2 deepspeed_zero_stage | --zero_stage
-deepspeed deepspeed_config ds_config fsdp fsdp_config accelerate_config | : DeepSpeed's options are flags: --zero_stage, --adam_offload, --param_offload
+deepspeed deepspeed_config ds_config | : DeepSpeed's options are flags: --zero_stage, --adam_offload, --param_offload
+fsdp fsdp_config accelerate_config | : DeepSpeed's options are flags: --zero_stage, --adam_offload, --param_offload
 vllm use_vllm | --rollout_engine vllm
 engine backend inference_engine rollout_backend rollout_type generation_backend engine_type sampler | --rollout_engine
 vllm_server vllm_url server_url engine_url vllm_host inference_url | --vllm_server_url
-tp tp_size tensor_parallel vllm_tp vllm_tp_size rollout_tp tensor_model_parallel tensor_model_parallel_size | --tensor_parallel_size
+tp tp_size tensor_parallel vllm_tp vllm_tp_size rollout_tp tensor_model_parallel | --tensor_parallel_size
+tensor_model_parallel_size | --tensor_parallel_size
 tensor_parallel_degree num_gpus_per_engine | --tensor_parallel_size
-gpu_util gpu_mem gpu_mem_util gpu_memory gpu_utilization vllm_gpu_util vllm_gpu_memory mem_fraction | --gpu_memory_utilization
+gpu_util gpu_mem gpu_mem_util gpu_memory gpu_utilization vllm_gpu_util vllm_gpu_memory | --gpu_memory_utilization
+mem_fraction | --gpu_memory_utilization
 vllm_mem gpu_memory_fraction mem_fraction_static vllm_memory | --gpu_memory_utilization
 kv_cache kv_cache_size kv_cache_memory | --kv_cache_memory_bytes
 max_seqs max_num_sequences max_running_requests | --max_num_seqs
@@ -270,7 +304,8 @@ profiler profile profiling profile_step | --profile_steps
 dryrun test_run check smoke_test | --dry_run
 quiet silent disable_tqdm no_progress | : redirect what is printed; metrics are in SAVE_PATH/metrics.jsonl
 device devices cuda gpu gpus n_gpus num_gpus gpu_ids nodes num_nodes nnodes | {_DEVICE}
-num_processes nproc nproc_per_node n_gpus_per_node num_gpus_per_node world_size node_rank master_port master_addr | {_DEVICE}
+num_processes nproc nproc_per_node n_gpus_per_node num_gpus_per_node world_size node_rank master_port | {_DEVICE}
+master_addr | {_DEVICE}
 """,
     "command": f"""
 train training run start rlhf | ppo sft | ppo
@@ -413,7 +448,7 @@ def _is_typo(typed: str, known: str) -> bool:
 _SAME = {"length": "len", "maximum": "max", "number": "num", "coefficient": "coef", "coeff": "coef"}
 _SAME |= {"checkpoint": "ckpt", "normalize": "norm", "normalise": "norm", "gradient": "grad"}
 _SAME |= {"validation": "eval", "val": "eval", "evaluation": "eval", "log": "logg", "scale": "scal"}
-_SAME |= {word: "step" for word in ("interval", "freq", "frequency", "every")}
+_SAME |= dict.fromkeys(("interval", "freq", "frequency", "every"), "step")
 
 
 def _words(name: str) -> list[str]:
