@@ -64,7 +64,7 @@ class Meaning(NamedTuple):
 
 
 def meanings(name: str, parts: Collection[str]) -> list[Meaning]:
-    """What the closest patterns in these parts say of a name; none where it is the same here."""
+    """What the closest patterns in these parts say of a name; "=" where it is the same here."""
     found = [
         ((pattern == name, not pattern.startswith("*"), len(pattern)), title, row.text_of(pattern))
         for title in parts
@@ -76,7 +76,7 @@ def meanings(name: str, parts: Collection[str]) -> list[Meaning]:
     return [
         Meaning(title.split()[0], f"`--{name.rpartition('.')[2]}`" if text == LAST_PART else text)
         for closeness, title, text in found
-        if closeness == best and text != "="
+        if closeness == best
     ]
 
 
@@ -90,6 +90,7 @@ def hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:
     own = [title for title in parts if " " in title]
     found = [one for one in meanings(name, own) if _is_answer(one.text, flags)]
     found = found or [one for one in meanings(name, parts) if _is_answer(one.text, flags)]
+    found = [one for one in found if one.text != "="]
     found = found or _of_other_commands(meanings(name, parts) if flags else [])
     trainers_of: dict[str, list[str]] = {}  # what it is here → who calls it so
     for one in found:
@@ -98,7 +99,7 @@ def hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:
     texts = [
         f"{plain if plain.startswith('not here') else f'here {plain}'} ({', '.join(trainers)})"
         for text, trainers in trainers_of.items()
-        for plain in [_plain(text)]
+        for plain in [plain_text(text)]
     ]
     return ": " * bool(texts) + "; ".join(texts)
 
@@ -144,7 +145,7 @@ def _first_flag(text: str) -> str:
     return found[1] if found else ""
 
 
-def _plain(text: str) -> str:
+def plain_text(text: str) -> str:
     return re.sub(r"\[(\S+?)\]\([^)\s]+\)", r"docs/\1", text).replace("`", "")
 
 
