@@ -17,8 +17,16 @@ from lightppo.plugins.migration import (  # noqa: F401 - they add their rules
     rules_of_trl,
     rules_of_verl,
 )
+from lightppo.plugins.migration.conversion_rules import (
+    LOOK,
+    NOT_HERE,
+    RULES,
+    Their,
+    is_none,
+    items_of,
+    truth,
+)
 from lightppo.plugins.migration.names import meanings, parts_of
-from lightppo.plugins.migration.rules import LOOK, NOT_HERE, RULES, Their, is_none, items_of, truth
 from lightppo.plugins.migration.their_command import PROGRAMS, Program, Theirs
 
 

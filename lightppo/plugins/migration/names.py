@@ -65,19 +65,30 @@ class Meaning(NamedTuple):
 
 def meanings(name: str, parts: Collection[str]) -> list[Meaning]:
     """What the closest patterns in these parts say of a name; "=" where it is the same here."""
+    exact = [(title, _exact(title)[name]) for title in parts if name in _exact(title)]
+    if exact:
+        return [Meaning(title.split()[0], _text(row, name, name)) for title, row in exact]
     found = [
-        ((pattern == name, not pattern.startswith("*"), len(pattern)), title, row.text_of(pattern))
+        ((not pattern.startswith("*"), len(pattern)), title, _text(row, pattern, name))
         for title in parts
         for row in tables()[title]
         for pattern in row.names
-        if pattern == name or ("*" in pattern and fnmatchcase(name, pattern))
+        if "*" in pattern and fnmatchcase(name, pattern)
     ]
     best = max(found, default=((),))[0]
     return [
-        Meaning(title.split()[0], f"`--{name.rpartition('.')[2]}`" if text == LAST_PART else text)
-        for closeness, title, text in found
-        if closeness == best
+        Meaning(title.split()[0], text) for closeness, title, text in found if closeness == best
     ]
+
+
+@functools.cache
+def _exact(title: str) -> dict[str, Row]:
+    return {name: row for row in tables()[title] for name in row.names if "*" not in name}
+
+
+def _text(row: Row, pattern: str, name: str) -> str:
+    text = row.text_of(pattern)
+    return f"`--{name.rpartition('.')[2]}`" if text == LAST_PART else text
 
 
 def hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:

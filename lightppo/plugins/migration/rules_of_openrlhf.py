@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightppo.plugins.migration.rules import (
+from lightppo.plugins.migration.conversion_rules import (
     EVERY,
     LOOK,
     Their,

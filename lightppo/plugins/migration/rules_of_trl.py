@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from lightppo.plugins.migration.rules import (
+from lightppo.plugins.migration.conversion_rules import (
     EVERY,
     LOOK,
     SCHEDULES,

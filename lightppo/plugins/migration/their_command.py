@@ -25,17 +25,18 @@ class Program(NamedTuple):
     marks: str  # pattern of options that it alone has
     means: Mapping[str, Any] = {}  # our options that it alone asks for
 
-    @property
-    def remark(self) -> str:
-        """What its command does not say."""
-        return _REMARKS.get(self.trainer, "")
 
-
-_REMARKS = {
-    "TRL": "TRL renders chats by itself: add --apply_chat_template if a row holds messages.",
-    "verl": 'verl has scores by data_source: --reward_routes \'{"openai/gsm8k": {"math": 1}}\' names one for each.',
+# What a command does not say: by trainer, an option without which to say it, and the text.
+REMARKS = {
+    "TRL": (
+        "apply_chat_template",
+        "TRL renders chats by itself: add --apply_chat_template if a row holds messages.",
+    ),
+    "verl": (
+        "reward_fn",
+        'verl has scores by data_source: --reward_routes \'{"openai/gsm8k": {"math": 1}}\' names one for each.',
+    ),
 }
-
 
 _CHATS = {"apply_chat_template": True}  # it renders every prompt by the tokenizer's template
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.options import OptionSet
@@ -23,7 +23,7 @@ from lightppo.plugins.hints.option_words import shown_default
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.migration.conversions import Ours, convert, of_launcher
 from lightppo.plugins.migration.names import plain_text
-from lightppo.plugins.migration.their_command import PROGRAMS, Theirs, read
+from lightppo.plugins.migration.their_command import PROGRAMS, REMARKS, Theirs, read
 from lightppo.shown import plain, without_secrets
 
 
@@ -64,25 +64,33 @@ def main(argv: Sequence[str], prog: str = "lightppo translate") -> None:
     raise SystemExit(0 if is_whole else 1)
 
 
+class Defaults(NamedTuple):
+    """What a program of another trainer does where its command says nothing."""
+
+    version: str = ""  # such as TRL 1.16.0
+    values: Mapping[str, str] = {}  # by its own names
+
+
 @functools.cache
-def defaults() -> dict[str, dict[str, str]]:
-    """What programs of other trainers do where their command says nothing: by our names of them, then by theirs."""
+def defaults() -> dict[str, Defaults]:
+    """Of each program, by the names that --from takes."""
     text = Path(__file__).with_name("defaults.txt").read_text(encoding="utf-8")
-    parts = re.split(r"^\[([\w -]+)\].*\n", text, flags=re.MULTILINE)[1:]
-    found: dict[str, dict[str, str]] = {}
-    for titles, lines in zip(parts[::2], parts[1::2]):
+    parts = re.split(r"^\[([\w -]+)\] (.*)\n", text, flags=re.MULTILINE)[1:]
+    found: dict[str, Defaults] = {}
+    for titles, version, lines in zip(parts[::3], parts[1::3], parts[2::3]):
         pairs = (line.partition(" ") for line in lines.strip().split("\n"))
         values = {name: value for name, _, value in pairs}
         for title in titles.split():
-            found.setdefault(title, {}).update(values)
+            earlier = found.get(title, Defaults()).values
+            found[title] = Defaults(version, {**earlier, **values})
     return found
 
 
 def translated(theirs: Theirs) -> tuple[list[str], bool]:
     """The lines of our script, and whether all of the command is here."""
     kind = trained_by()[PROGRAMS[theirs.program].command]
-    known = defaults().get(theirs.program, {})
-    ours = convert(known | theirs.values, theirs, known)
+    known = defaults()[theirs.program]
+    ours = convert({**known.values, **theirs.values}, theirs, known.values)
     options = {one.name: one for one in kind.all_options()}
     ours.values |= PROGRAMS[theirs.program].means
     said = {name for name, used in ours.sources.items() if theirs.values.keys() & set(used)}
@@ -109,7 +117,8 @@ def translated(theirs: Theirs) -> tuple[list[str], bool]:
         if found:
             lines += ["", f"# {title}", *(line for text in found for line in _wrapped(text))]
     lines += _differences(kind, given, ours, said, known)
-    if remark := PROGRAMS[theirs.program].remark:
+    option, remark = REMARKS.get(PROGRAMS[theirs.program].trainer, ("", ""))
+    if remark and option not in given:
         lines += ["", f"# {remark}"]
     return lines, not any(parts.values())
 
@@ -207,7 +216,7 @@ def _differences(
     given: Mapping[str, Any],
     ours: Ours,
     said: set[str],
-    known: Mapping[str, str],
+    known: Defaults,
 ) -> list[str]:
     """Comments for defaults that differ, where the command says nothing: the option that makes them equal."""
     facts = _facts(_config(kind, given))
@@ -216,7 +225,9 @@ def _differences(
         if one.name not in ours.values or one.name in said:
             continue
         value, here = ours.values[one.name], facts[one.name]
-        if one.name.startswith("eval_") and not (facts.get("eval_data") or facts.get("eval_dataset")):
+        if one.name.startswith("eval_") and not (
+            facts.get("eval_data") or facts.get("eval_dataset")
+        ):
             continue
         if one.name == "eps_clip" and facts["eps_clip_low"] == facts["eps_clip_high"]:
             here = facts["eps_clip_low"]
@@ -224,12 +235,13 @@ def _differences(
             continue
         if any(not holds(need, facts | ours.values) for need in one.needs):
             continue
-        theirs = [f"{name} {known[name]}" for name in ours.sources[one.name] if name in known]
+        names = [name for name in ours.sources[one.name] if name in known.values]
+        theirs = [f"{name} {known.values[name]}" for name in names]
         more = ", …" * (len(theirs) > 2)
         lines.append(
             f"#   {_flag(one, value)}    # {', '.join(theirs[:2])}{more} there, {_shown(here)} here"
         )
-    title = "# Defaults that differ, where the command says nothing; to train as there, add:"
+    title = f"# Defaults of {known.version} that differ, where the command says nothing; to train as there, add:"
     return ["", title, *lines] if lines else []
 
 

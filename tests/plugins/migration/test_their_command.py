@@ -90,7 +90,9 @@ def test_a_script_with_variables_and_arrays(tmp_path):
 
 def test_a_yaml_file_with_references(tmp_path):
     path = tmp_path / "theirs.yaml"
-    path.write_text("actor: {path: m, optimizer: {lr: 1e-6}}\nref: {path: '${actor.path}'}\ngconfig: {n_samples: 4}\n")
+    path.write_text(
+        "actor: {path: m, optimizer: {lr: 1e-6}}\nref: {path: '${actor.path}'}\ngconfig: {n_samples: 4}\n"
+    )
     theirs = read(str(path))
     assert theirs.program == "areal"
     assert theirs.values == {
@@ -104,10 +106,16 @@ def test_a_yaml_file_with_references(tmp_path):
 def test_a_command_line_over_its_file(tmp_path):
     path = tmp_path / "grpo.yaml"
     path.write_text("beta: 0.1\nnum_generations: 4\n")
-    assert read(f"trl grpo --config {path} --beta 0.2").values == {"beta": "0.2", "num_generations": 4}
+    assert read(f"trl grpo --config {path} --beta 0.2").values == {
+        "beta": "0.2",
+        "num_generations": 4,
+    }
     theirs = read("trl grpo --config there.yaml --beta 0.2")
     assert theirs.values == {"beta": "0.2"}
-    assert theirs.notes == ["there.yaml cannot be read: No such file or directory: its options are missing here"]  # fmt: skip
+    (note,) = theirs.notes
+    assert (
+        note == "there.yaml cannot be read: No such file or directory: its options are missing here"
+    )
 
 
 def test_what_is_no_option_is_told():
