@@ -136,6 +136,14 @@ def _in_type(value: Any, one: Option) -> Any:
     return choices.get(str(value), value) if get_origin(one.kind) is Literal else value
 
 
+# What follows a flag in names.txt where a value has to be changed, or where more than this flag is meant.
+_CHANGES = re.compile(
+    r", (in (minutes|tokens|samples|prompts)|as |a (share|number)|one more|per rank|the (text|number)|PPO steps|"
+    r"which holds|off is)|: (of each rank|samples per|rows per|that|`)| (and|switches|above|for|takes|while|or)\b|"
+    r", (and )?`--| alone\b"
+)
+
+
 def _by_table(
     ours: Ours,
     program: Program,
@@ -149,37 +157,60 @@ def _by_table(
     own = [title for title in titles if " " in title]
     found = meanings(name, own) or meanings(name, titles)
     if not found and name.startswith("no_") and value is True:
-        return _by_table(ours, program, options, name.removeprefix("no_"), False, is_default)
+        name, value = name.removeprefix("no_"), False
+        return _by_table(ours, program, options, name, value, is_default)
     text = found[0].text if found else ""
-    flag = re.match(r"`--(no_)?(\w+)(?: ([^`]+))?`( for False)?", text)
     if text == "=" or text.startswith("the same") or (not text and name in options):
         _take(ours, program, options, name, value, (name,))
     elif not text:
         ours.look[name,] = f"no option of {program.trainer} that lightppo knows"
-    elif is_none(value) or text.startswith("not here"):
-        if (
-            not is_default
-            and not is_none(value)
-            and str(value).lower() not in ("false", "0", "{}", "[]")
+    elif text.startswith("not here"):
+        if not is_default and str(value).lower() not in (
+            "",
+            "none",
+            "null",
+            "false",
+            "0",
+            "{}",
+            "[]",
         ):
             ours.not_here[name,] = text.removeprefix("not here").removeprefix(": ")
-    elif flag is None or (
-        value is True and not flag[3] and _kind(options, flag[2]) not in (bool, None)
-    ):
+    elif not is_none(value):
+        _by_text(ours, program, options, name, value, text)
+
+
+def _by_text(
+    ours: Ours, program: Program, options: Mapping[str, Option], name: str, value: Any, text: str
+) -> None:
+    """By a text that begins with a flag: with the value there, with the flag's own, or for one value alone."""
+    flag = re.match(r"`--(no_)?(\w+)(?: ([^`]+))?`(?: for (False)\b| for `([^`]+)`)?", text)
+    kind = _kind(options, flag[2]) if flag else None
+    is_switch = str(value).lower() in ("true", "false", "0", "1")
+    if flag and flag[5]:  # for this value
+        if str(value) == flag[5] and (flag[3] or kind is bool):
+            _take(ours, program, options, flag[2], flag[3] or True, (name,))
+        elif str(value) != flag[5]:
+            ours.look[name,] = text
+    elif not flag or _CHANGES.match(text, flag.end()) or re.search(r"[A-Z=…]|--", flag[3] or ""):
+        if str(value).lower() != "false":
+            ours.look[name,] = text
+    elif flag[3]:
+        if (truth(value) or not is_switch) != bool(flag[4]):
+            _take(ours, program, options, flag[2], flag[3], (name,))
+    elif kind is bool and is_switch:
+        _take(
+            ours,
+            program,
+            options,
+            flag[2],
+            (truth(value) != bool(flag[1])) != bool(flag[4]),
+            (name,),
+        )
+    elif kind is bool or (value is True and kind is not None):
         ours.look[name,] = text
-    elif flag[3] is None:
-        if _kind(options, flag[2]) is bool:
-            value = (truth(value) != bool(flag[1])) != bool(flag[4])
+    else:
         _take(ours, program, options, flag[2], value, (name,))
-    elif re.search(r"[A-Z=…]", flag[3]):
-        ours.look[name,] = text
-    elif (truth(value) or not _is_switch(value)) != bool(flag[4]):
-        _take(ours, program, options, flag[2], flag[3], (name,))
 
 
 def _kind(options: Mapping[str, Option], name: str) -> Any:
     return options[name].kind if name in options else None
-
-
-def _is_switch(value: Any) -> bool:
-    return str(value).lower() in ("true", "false", "0", "1")

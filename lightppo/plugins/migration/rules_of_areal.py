@@ -218,3 +218,15 @@ def _areal_wandb(their: Their) -> Iterator[tuple[str, Any]]:
 def _areal_resume(their: Their) -> Iterator[tuple[str, Any]]:
     mode = their.text("recover.mode", "recover_mode")
     yield "resume", "never" if mode in ("disabled", "off") else "auto"
+
+
+@rule("AReaL", "actor.loss_type", "dpo")
+def _areal_pairs(their: Their) -> Iterator[tuple[str, Any]]:
+    name = their.text("actor.loss_type")
+    yield "preference_loss", "dpo" if name == "sigmoid" else name
+
+
+@rule("AReaL", "actor.use_lora actor.lora_rank")
+def _areal_lora(their: Their) -> Iterator[tuple[str, Any]]:
+    if their.on("actor.use_lora"):
+        yield "lora_rank", their.whole("actor.lora_rank", default=32)

@@ -206,3 +206,12 @@ def _lightrft_lists(their: Their) -> Iterator[tuple[str, Any]]:
     for name in ("reward_pretrain", "remote_rm_url"):
         if found := [one for one in their.items(name) if one not in ("{}", "")]:
             yield name, found
+
+
+@rule("OpenRLHF", "eval.steps eval_steps", EVERY)
+def _openrlhf_evaluation(their: Their) -> Iterator[tuple[str, Any]]:
+    count = their.number("eval.steps", "eval_steps")
+    if count is not None and count > 0:
+        yield "eval_steps", int(count)
+    elif count is not None and their.text("eval.dataset", "eval_dataset") is not None:
+        yield LOOK, "no evaluation while it trains there; here one per pass over the rows"

@@ -160,9 +160,11 @@ def _trl_lora(their: Their) -> Iterator[tuple[str, Any]]:
             yield "target_modules", names[0].split() if len(names) == 1 else names
 
 
-@rule("TRL", "report_to logging_dir project", EVERY)
+@rule("TRL", "report_to log_with logging_dir project", EVERY)
 def _trl_trackers(their: Their) -> Iterator[tuple[str, Any]]:
-    yield from trackers(their.items("report_to"), their.text("logging_dir"), their.text("project"))
+    yield from trackers(
+        their.items("report_to", "log_with"), their.text("logging_dir"), their.text("project")
+    )
 
 
 @rule("TRL", "beta use_bias_correction_kl")
@@ -325,3 +327,21 @@ def _trl_pairs(their: Their) -> Iterator[tuple[str, Any]]:
             yield "preference_loss", "dpo" if name == "sigmoid" else "ipo"
         else:
             yield LOOK, f"{name}: --preference_loss is dpo or ipo"
+
+
+@rule("TRL", "max_tool_calling_iterations")
+def _trl_turns(their: Their) -> Iterator[tuple[str, Any]]:
+    if (count := their.number("max_tool_calling_iterations")) is not None:
+        yield "max_turns", int(count) + 1  # the last answer is a turn
+
+
+@rule("TRL", "ddp_timeout", EVERY)
+def _trl_timeout(their: Their) -> Iterator[tuple[str, Any]]:
+    yield "dist_timeout", (their.number("ddp_timeout") or 1800) / 60
+
+
+@rule("TRL", "load_best_model_at_end metric_for_best_model", EVERY)
+def _trl_best(their: Their) -> Iterator[tuple[str, Any]]:
+    if their.on("load_best_model_at_end"):
+        name = their.text("metric_for_best_model") or "loss"
+        yield "best_metric", f"eval/{name.removeprefix('eval_')}"

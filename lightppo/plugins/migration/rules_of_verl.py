@@ -308,3 +308,16 @@ def _verl_filter(their: Their) -> Iterator[tuple[str, Any]]:
         yield "max_num_gen_batches", most
         if most:
             yield "on_exhausted", "raise"
+
+
+@rule("verl", f"{_ACTOR}.policy_loss.loss_mode")
+def _verl_loss(their: Their) -> Iterator[tuple[str, Any]]:
+    yield "policy_loss", their.text(f"{_ACTOR}.policy_loss.loss_mode")
+
+
+@rule("verl", "actor_rollout_ref.nccl_timeout trainer.nccl_timeout")
+def _verl_timeout(their: Their) -> Iterator[tuple[str, Any]]:
+    yield (
+        "dist_timeout",
+        (their.number("actor_rollout_ref.nccl_timeout", "trainer.nccl_timeout") or 600) / 60,
+    )

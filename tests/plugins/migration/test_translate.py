@@ -422,6 +422,66 @@ def test_what_cannot_be_translated(capsys, words, message):
     assert message in line
 
 
+@pytest.mark.parametrize(
+    ("program", "name", "value", "option", "ours"),
+    [
+        ("trl-grpo", "max_tool_calling_iterations", "4", "max_turns", 5),
+        ("trl-grpo", "ddp_timeout", "3600", "dist_timeout", 60),
+        ("trl-grpo", "top_k", "0", "top_k", -1),
+        ("trl-sft", "metric_for_best_model", "eval_loss", "best_metric", None),
+        ("verl", "trainer.critic_warmup", "5", "freezing_actor_steps", 4),
+        ("verl", "actor_rollout_ref.model.load_weight", "False", "init_from_scratch", True),
+        ("verl", "actor_rollout_ref.model.load_weight", "True", "init_from_scratch", False),
+        ("verl", "actor_rollout_ref.actor.policy_loss.loss_mode", "geo_mean", "policy_loss", "gmpo"),
+        ("verl", "actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla", "policy_loss", "ppo"),
+        ("verl", "algorithm.adv_estimator", "reinforce_plus_plus", "advantage_estimator", "reinforce++"),
+        ("verl", "actor_rollout_ref.rollout.val_kwargs.do_sample", "False", "eval_temperature", 0),
+        ("verl", "data.train_max_samples", "-1", "max_samples", None),
+        ("verl", "actor_rollout_ref.rollout.multi_turn.max_assistant_turns", "6", "max_turns", 6),
+        ("openrlhf", "no_advantage_std_norm", True, "adv_std_norm", False),
+        ("openrlhf", "reward.clip_range", ["-5", "5"], "reward_clip_range", (-5, 5)),
+        ("openrlhf", "disable_fast_tokenizer", True, "disable_fast_tokenizer", True),
+        ("areal", "rw_type", "dense", "use_dense_reward", True),
+        ("areal", "rw_type", "sparse", "use_dense_reward", None),
+        ("areal", "actor.importance_sampling_level", "sequence", "policy_loss", "gspo"),
+        ("areal", "actor.importance_sampling_level", "token", "policy_loss", None),
+        ("areal", "actor.reward_bias", "-0.5", "reward_bias", 0.5),
+        ("slime", "skip_eval_before_train", True, "val_before_train", False),
+        ("slime", "attention_backend", "flash", "attn_implementation", "flash_attention_2"),
+        ("lightrft", "reward_clip", "0.0", "reward_clip_range", None),
+    ],
+)  # fmt: skip
+def test_a_value(program, name, value, option, ours):
+    found = convert({name: value}, Theirs(program, {name: value}), {})
+    assert found.values.get(option) == ours
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "value"),
+    [
+        ("trl-grpo", "fraction", "0.5"),  # a number of rows here
+        ("trl-grpo", "gradient_accumulation_steps", "$STEPS"),
+        (
+            "verl",
+            "actor_rollout_ref.rollout.multi_turn.max_tool_response_length",
+            "256",
+        ),  # characters
+        ("verl", "data.tool_config_path", "tools.yaml"),
+        ("verl", "reward_model.sandbox_fusion.max_concurrent", "64"),  # of the whole run
+        ("verl", "actor_rollout_ref.rollout.name", "sglang"),
+        ("slime", "opd_type", "sglang"),
+        ("slime", "dynamic_sampling_filter_path", "a.b"),
+        ("areal", "task", "code"),
+        ("openrlhf", "made_up", "1"),
+    ],
+)
+def test_a_value_for_a_person(program, name, value):
+    """It is neither dropped nor copied as it is."""
+    found = convert({name: value}, Theirs(program, {name: value}), {})
+    assert [*found.look] == [(name,)]
+    assert found.values == {}
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_their_defaults_are_values_that_we_have(program):
     known = defaults()[program].values
