@@ -259,6 +259,19 @@ def test_what_was_taken_in_silence(capsys, words, message):
     assert line.startswith(f"lightppo {command}: error: {message}")
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--temperature 1.0", "--top_p 1", "--top_k -1", "--n_samples_per_prompt 1", "--do_sample"],
+)
+def test_a_default_is_never_an_error(capsys, words):
+    """An evaluation says that it has no effect."""
+    from lightppo.config import parse_args
+
+    assert parse_args([*REQUIRED, "--val_only", "--eval_data", "e", *words.split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"note: {words.split()[0]} has no effect on an evaluation: set --eval_" in line
+
+
 def test_the_file_of_a_run_may_say_how_its_training_samples(tmp_path, capsys):
     """``lightppo eval --config`` of a training."""
     from lightppo.config import parse_args

@@ -113,3 +113,9 @@ def _slime_model(their: Their) -> Iterator[tuple[str, Any]]:
 @rule("slime", "recompute_granularity recompute_method recompute_num_layers")
 def _slime_checkpointing(their: Their) -> Iterator[tuple[str, Any]]:
     yield "gradient_checkpointing", their.text("recompute_granularity") is not None
+
+
+@rule("slime", "attention_backend")
+def _slime_attention(their: Their) -> Iterator[tuple[str, Any]]:
+    if (name := their.text("attention_backend")) not in (None, "auto"):
+        yield "attn_implementation", "flash_attention_2" if name == "flash" else name
