@@ -58,7 +58,8 @@ def of_launcher(theirs: Theirs) -> None:
         if str(theirs.values.get(per_node, "")).isdigit():
             count = str(theirs.values.get(nodes, "1"))
             theirs.nodes = int(count) if count.isdigit() else 1
-            theirs.ranks = int(theirs.values[per_node]) * theirs.nodes
+            theirs.nodes = max(1, theirs.nodes)
+            theirs.ranks = max(1, int(theirs.values[per_node])) * theirs.nodes
 
 
 def convert(values: Mapping[str, Any], theirs: Theirs, defaults: Mapping[str, Any]) -> Ours:

@@ -179,7 +179,8 @@ _REJECTED = "actor.rejection_sampling"
 @rule(
     "AReaL",
     f"actor.use_decoupled_loss ppo.use_decoupled_loss {_REJECTED} {_REJECTED}.metric {_REJECTED}.upper {_REJECTED}.lower "
-    f"{_REJECTED}.level {_REJECTED}.action {_REJECTED}.agg actor.behav_imp_weight_cap ppo.behav_imp_weight_cap",
+    f"{_REJECTED}.level {_REJECTED}.action {_REJECTED}.agg actor.behav_imp_weight_cap "
+    f"actor.behave_imp_weight_cap ppo.behav_imp_weight_cap",
 )
 def _areal_correction(their: Their) -> Iterator[tuple[str, Any]]:
     metric, upper = their.text(f"{_REJECTED}.metric") or "ratio", their.number(f"{_REJECTED}.upper")
@@ -187,7 +188,9 @@ def _areal_correction(their: Their) -> Iterator[tuple[str, Any]]:
         their.text(f"{_REJECTED}.level") or "token",
         their.text(f"{_REJECTED}.action") or "mask",
     )
-    cap = their.number("actor.behav_imp_weight_cap", "ppo.behav_imp_weight_cap")
+    cap = their.number(
+        "actor.behav_imp_weight_cap", "actor.behave_imp_weight_cap", "ppo.behav_imp_weight_cap"
+    )
     if metric != "ratio":
         yield (
             LOOK,
@@ -230,3 +233,8 @@ def _areal_pairs(their: Their) -> Iterator[tuple[str, Any]]:
 def _areal_lora(their: Their) -> Iterator[tuple[str, Any]]:
     if their.on("actor.use_lora"):
         yield "lora_rank", their.whole("actor.lora_rank", default=32)
+
+
+@rule("AReaL", "gconfig.temperature actor.temperature")
+def _areal_temperature(their: Their) -> Iterator[tuple[str, Any]]:
+    yield "temperature", their.text("gconfig.temperature", "actor.temperature")

@@ -119,3 +119,12 @@ def _slime_checkpointing(their: Their) -> Iterator[tuple[str, Any]]:
 def _slime_attention(their: Their) -> Iterator[tuple[str, Any]]:
     if (name := their.text("attention_backend")) not in (None, "auto"):
         yield "attn_implementation", "flash_attention_2" if name == "flash" else name
+
+
+@rule("slime", "advantage_estimator")
+def _slime_estimator(their: Their) -> Iterator[tuple[str, Any]]:
+    name = their.text("advantage_estimator") or "grpo"
+    if name in ("gspo", "cispo"):  # losses here
+        yield "policy_loss", name
+    kinds = {"gspo": "grpo", "cispo": "grpo", "ppo": "gae"}
+    yield "advantage_estimator", kinds.get(name, name.replace("_plus_plus", "++"))

@@ -126,7 +126,11 @@ PROGRAMS = {
         r"gconfig\..*|actor\.(kl_ctl|eps_clip|ppo_n_minibatches)|ppo\..*",
         _CHATS,
     ),
-    "areal-sft": Program("AReaL", "sft", r"\bgsm8k_sft\.py", r"actor\.path", _CHATS),
+    "areal-dpo": Program(
+        "AReaL", "dpo", r"\bhhrlhf_dpo\.py", r"train_dataset\.type=dpo|actor\.beta", _CHATS
+    ),
+    "areal-rm": Program("AReaL", "rm", r"\bhhrlhf_rw\.py", r"train_dataset\.type=rw", _CHATS),
+    "areal-sft": Program("AReaL", "sft", r"\bgsm8k_sft\.py", r"train_dataset\.type=sft", _CHATS),
 }
 
 
@@ -184,15 +188,12 @@ def _first_argument(words: Sequence[str], called: str) -> int:
 
 
 def _program_by_marks(values: Mapping[str, Any]) -> str:
-    """The program that alone has one of these options; an empty text if there is none."""
-    return next(
-        (
-            name
-            for name, one in PROGRAMS.items()
-            if any(re.fullmatch(one.marks, key) for key in values)
-        ),
-        "",
-    )
+    """The program that alone has one of these options, or values; an empty text if there is none."""
+    said = [*values, *(f"{name}={value}" for name, value in values.items())]
+    for name, one in PROGRAMS.items():
+        if any(re.fullmatch(one.marks, text) for text in said):
+            return name
+    return ""
 
 
 def _unknown(text: str) -> str:
@@ -288,6 +289,8 @@ def _read_arguments(words: Sequence[str], theirs: Theirs) -> None:
             name = option[1].replace("-", "_")
             own[name] = True if option[2] is None else option[2]
             name = name if option[2] is None else ""
+        elif re.fullmatch(r"\$\{\w+\[[@*]\]\}", word):
+            theirs.notes.append(f"{word} is set elsewhere: its options are missing here")
         elif override and not (name and own[name] is True and "." not in override[1]):
             own[override[1]], name = override[2], ""
         elif name:

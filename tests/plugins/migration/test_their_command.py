@@ -156,3 +156,20 @@ def test_a_program_may_be_named():
 
 def test_programs_train_by_commands_of_ours():
     assert {one.command for one in PROGRAMS.values()} == {"ppo", "sft", "rm", "dpo"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "program"),
+    [("rl", "areal"), ("sft", "areal-sft"), ("rw", "areal-rm"), ("dpo", "areal-dpo")],
+)
+def test_files_of_areal_by_their_data(tmp_path, kind, program):
+    path = tmp_path / "x.yaml"
+    more = "gconfig: {n_samples: 4}" if kind == "rl" else ""
+    path.write_text(f"actor: {{path: m}}\ntrain_dataset: {{type: {kind}}}\n{more}\n")
+    assert read(str(path)).program == program
+
+
+def test_an_array_of_another_file_is_told():
+    theirs = read("python3 train.py --hf-checkpoint m ${MODEL_ARGS[@]} --seed 1")
+    assert theirs.values == {"hf_checkpoint": "m", "seed": "1"}
+    assert theirs.notes == ["${MODEL_ARGS[@]} is set elsewhere: its options are missing here"]

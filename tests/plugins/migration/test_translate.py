@@ -446,6 +446,8 @@ def test_what_cannot_be_translated(capsys, words, message):
         ("areal", "actor.importance_sampling_level", "sequence", "policy_loss", "gspo"),
         ("areal", "actor.importance_sampling_level", "token", "policy_loss", None),
         ("areal", "actor.reward_bias", "-0.5", "reward_bias", 0.5),
+        ("slime", "advantage_estimator", "gspo", "policy_loss", "gspo"),
+        ("slime", "advantage_estimator", "reinforce_plus_plus", "advantage_estimator", "reinforce++"),
         ("slime", "skip_eval_before_train", True, "val_before_train", False),
         ("slime", "attention_backend", "flash", "attn_implementation", "flash_attention_2"),
         ("lightrft", "reward_clip", "0.0", "reward_clip_range", None),
