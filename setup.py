@@ -40,7 +40,12 @@ setup(
     ],
     packages=find_packages(include=["lightppo", "lightppo.*"]),
     package_data={
-        "lightppo": ["py.typed", "plugins/migration/names.txt", "plugins/report/page.html"]
+        "lightppo": [
+            "py.typed",
+            "plugins/migration/names.txt",
+            "plugins/migration/defaults.txt",
+            "plugins/report/page.html",
+        ]
     },
     entry_points={"console_scripts": ["lightppo = lightppo.__main__:main"]},
     python_requires=">=3.11",

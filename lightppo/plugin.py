@@ -378,8 +378,8 @@ ARGUMENTS: Table = Table("look at arguments")
 are left. It must import nothing heavy."""
 
 HINTS: Table = Table("hint")
-"""What to say of a name that is no option, or of a value that an option does not take: functions of the name, or of
-name and value, that return the end of a message, or an empty text."""
+"""What to say of a name that is no option, or of a value that an option does not take: functions of the name, the value
+(None for a name) and the flags of the command, that return the end of a message, or an empty text."""
 
 HELP: Table = Table("text of --help", {"plain": Entry("lightppo.config.cli:plain_help")})
 """What ``--help`` prints, the last entry: a function ``(prog, everything, kind)``, which gets the class of a command's

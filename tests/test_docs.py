@@ -44,6 +44,9 @@ VLLM_FLAGS = {
     "ssl_keyfile",
     "ssl_certfile",
 }
+# of the command that lightppo translate shows
+TRL_FLAGS = {"model_name_or_path", "dataset_name", "reward_funcs", "num_generations", "fsdp"}
+TRL_FLAGS |= {"gradient_accumulation_steps", "max_completion_length", "num_train_epochs"}
 
 
 @pytest.fixture(params=PAGES, ids=NAMES)
@@ -114,6 +117,7 @@ def test_flags_exist(page):
     )
     others = OTHER_FLAGS if page.name in pages else set()
     others |= VLLM_FLAGS if page.name == "rollouts.md" else set()
+    others |= TRL_FLAGS if page.name == "commands.md" else set()
     others |= (
         PIP_FLAGS | flags_added(REPO / "benchmarks" / "gpu_check.py")
         if page.name == "performance.md"

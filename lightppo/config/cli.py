@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -18,7 +18,7 @@ import yaml
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.option import Option
+from lightppo.option import Option, Section
 from lightppo.plugin import ARGUMENTS, HELP, NOTES
 from lightppo.shown import plain, without_secrets
 from lightppo.suggestions import nearest
@@ -220,6 +220,7 @@ def _typed(value: str | list[str], option: Option) -> Any:
 
 def with_file(config: C, path: str, above: tuple[str, ...] = ()) -> C:
     """The config with the options of the ``--config`` file, over those of the file beside it that it names itself."""
+    values: dict[str, Any] = {}
     try:
         values = _read_yaml(path, config.sections())
         if (base := values.pop("config", None)) is not None:
@@ -228,12 +229,18 @@ def with_file(config: C, path: str, above: tuple[str, ...] = ()) -> C:
             config = with_file(config, str(Path(path).parent / str(base)), (*above, path))
         return config.with_options(**values)
     except ConfigError as error:
-        raise ConfigError(
-            "\n".join(f"--config {path}: {line}" for line in str(error).split("\n"))
-        ) from error
+        lines = str(error).split("\n")
+        if any("." in name for name in values):
+            more = f"{len(lines) - _MOST} more lines like these" if len(lines) > _MOST else ""
+            advice = f"nested keys are of another trainer: lightppo translate {path} says what they are here"
+            lines = [*lines[:_MOST], *filter(None, [more]), advice]
+        raise ConfigError("\n".join(f"--config {path}: {line}" for line in lines)) from error
 
 
-def _read_yaml(path: str, sections: Container[str]) -> dict[str, Any]:
+_MOST = 8  # lines about a file of another trainer, which may have hundreds of keys
+
+
+def _read_yaml(path: str, sections: Mapping[str, type[Section]]) -> dict[str, Any]:
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
@@ -244,13 +251,24 @@ def _read_yaml(path: str, sections: Container[str]) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"must be a mapping of option to value, not a {type(values).__name__}")
-    if nested := [
-        name for name, value in values.items() if isinstance(value, dict) and name in sections
-    ]:
-        raise ConfigError(
-            f"sections are not nested: write the options of {nested[0]!r} at the top level"
-        )
-    return {str(name): value for name, value in values.items()}
+    for name, value in values.items():
+        own = sections[name].options() if name in sections else {}
+        if isinstance(value, dict) and value and value.keys() <= own.keys():
+            raise ConfigError(
+                f"sections are not nested: write the options of {name!r} at the top level"
+            )
+    options = {name for kind in sections.values() for name in kind.options()}
+    mine = {str(name): value for name, value in values.items() if str(name) in options}
+    return mine | dotted({name: value for name, value in values.items() if str(name) not in mine})
+
+
+def dotted(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested keys, as other trainers' files have them, with dots between."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        is_nested = isinstance(value, dict) and value
+        flat |= dotted(value, f"{above}{name}.") if is_nested else {f"{above}{name}": value}
+    return flat
 
 
 class _Loader(yaml.SafeLoader):

@@ -42,7 +42,7 @@ def told(capsys):
             "ppo --max_length 9",
             "--max_length (did you mean '--prompt_max_len' or '--generate_max_len'?)",
         ),
-        ("sft --max_length 9", "--max_length (did you mean '--max_len'?)"),
+        ("sft --max_length 9", "--max_length: here --max_len (1024 there, 2048 here) (TRL)"),
         ("ppo --algo grpo", "--algo (did you mean '--advantage_estimator'?)"),
         ("dpo --algo ipo", "--algo (did you mean '--preference_loss'?)"),
         (
@@ -53,8 +53,11 @@ def told(capsys):
         ("sft --prompt_data x", "--prompt_data (did you mean '--dataset'?)"),
         ("ppo --dataset x", "--dataset (did you mean '--prompt_data'?)"),
         # not TRL's name of what PPO has
-        ("sft --dataset_name x", "--dataset_name (did you mean '--dataset'?)"),
-        ("sft --num_train_epochs 3", "--num_train_epochs (did you mean '--num_epochs'?)"),
+        ("sft --dataset_name x", "--dataset_name: here --dataset (TRL)"),
+        ("sft --num_train_epochs 3", "--num_train_epochs: here --num_epochs (3 there, 1 here)"),
+        ("sft --num_iterations 2", "--num_iterations: here --max_epochs of lightppo ppo (TRL)"),
+        ("rm --model.loss_type x", "--model.loss_type: not here: the loss of pairs is the Bradley"),
+        ("dpo --loss_type ipo", "--loss_type: here --preference_loss: dpo for sigmoid, ipo (TRL)"),
         (
             "sft --reward_fn f.py",
             "--reward_fn: it is an option of lightppo ppo, not of this command",
@@ -95,6 +98,32 @@ def test_a_wrong_value(told, words, meant):
     (line,) = told(f"ppo {words}")
     assert line.startswith(f"lightppo ppo: error: {words.split()[0]}")
     assert meant in line
+
+
+def test_nested_files_of_other_trainers_are_read_key_by_key(told, tmp_path):
+    path = tmp_path / "theirs.yaml"
+    path.write_text("actor: {model_name_or_path: m, adam: {lr: 1e-6}}\ndata: {max_len: 9}\n")
+    start = f"lightppo ppo: error: --config {path}: "
+    assert told(["ppo", "--config", str(path)]) == [
+        f"{start}unknown option 'actor.model_name_or_path': here --pretrain (OpenRLHF)",
+        f"{start}unknown option 'actor.adam.lr': here --actor_learning_rate (OpenRLHF)",
+        f"{start}unknown option 'data.max_len': here --prompt_max_len and --generate_max_len (OpenRLHF)",
+        f"{start}nested keys are of another trainer: lightppo translate {path} says what they are here",
+    ]
+    path.write_text("".join(f"data: {{x{i}: 1}}\n".replace("data", f"data{i}") for i in range(40)))
+    assert told(["ppo", "--config", str(path)])[-2:] == [
+        f"{start}32 more lines like these",
+        f"{start}nested keys are of another trainer: lightppo translate {path} says what they are here",
+    ]
+
+
+def test_nested_sections_of_ours_are_told(told, tmp_path):
+    path = tmp_path / "ours.yaml"
+    path.write_text("pretrain: m\ndata: {prompt_data: x}\n")
+    message = "sections are not nested: write the options of 'data' at the top level"
+    assert told(["ppo", "--config", str(path)]) == [
+        f"lightppo ppo: error: --config {path}: {message}"
+    ]
 
 
 def test_a_value_like_no_other_has_no_suggestion(told):
@@ -143,7 +172,7 @@ def test_a_wrong_command(told, name, meant):
             "ppo -train-batch-size 3",
             "unexpected argument '-train-batch-size': write --train_batch_size, with two dashes",
         ),
-        ("ppo -lr 3", "unexpected argument '-lr' (did you mean '--actor_learning_rate'?)"),
+        ("ppo -lr 3", "unexpected argument '-lr': here --actor_learning_rate (slime)"),
         (
             "ppo --prompt_data a.jsonl b.jsonl",
             "unexpected argument 'b.jsonl': separate several with commas: --prompt_data a.jsonl,b.jsonl",
@@ -249,6 +278,19 @@ def test_what_was_taken_in_silence(capsys, words, message):
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"lightppo {command}: error: {message}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--temperature 1.0", "--top_p 1", "--top_k -1", "--n_samples_per_prompt 1", "--do_sample"],
+)
+def test_a_default_is_never_an_error(capsys, words):
+    """An evaluation says that it has no effect."""
+    from lightppo.config import parse_args
+
+    assert parse_args([*REQUIRED, "--val_only", "--eval_data", "e", *words.split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"note: {words.split()[0]} has no effect on an evaluation: set --eval_" in line
 
 
 def test_the_file_of_a_run_may_say_how_its_training_samples(tmp_path, capsys):

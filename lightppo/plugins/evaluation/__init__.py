@@ -6,6 +6,7 @@ from lightppo.plugin import (
     CHECKS,
     COMMANDS,
     METRICS,
+    NOTES,
     PREPARATIONS,
     CallbackEntry,
     Check,
@@ -37,6 +38,7 @@ def register() -> None:
     register_section("evaluation", f"{here}.sections:EvaluationConfig")
     register_section("answers", f"{here}.sections:AnswersConfig", adds_to="evaluation")
     register_section("held_out", f"{here}.sections:HeldOutConfig", adds_to="data")
+    NOTES.register("evaluation", Entry(f"{here}.sections:notes"))
     COMMANDS.register(
         "eval", Command(f"{here}.eval_command:main", about="score its answers to held-out prompts")
     )

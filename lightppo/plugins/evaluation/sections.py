@@ -116,10 +116,24 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
     def without_effect(config: Any, given: Iterable[str]) -> Iterator[str]:
         """Only the rollouts of a training follow some options."""
         flat = config.flat()
-        for name in given if flat["val_only"] else ():
-            if name in _OF_EVALUATION:
+        for name, is_default in _of_rollouts(config, given).items():
+            if not is_default:
                 flag = f"--{'' if flat[name] is not False else 'no_'}{name}"
                 yield f"{flag} has no effect on an evaluation: set {_OF_EVALUATION[name]}"
+
+
+def notes(config: Any, given: Iterable[str]) -> Iterator[str]:
+    """A line for options of rollouts that an evaluation does not follow, where they are at their defaults."""
+    for name, is_default in _of_rollouts(config, given).items():
+        if is_default:
+            yield f"--{name} has no effect on an evaluation: set {_OF_EVALUATION[name]}"
+
+
+def _of_rollouts(config: Any, given: Iterable[str]) -> dict[str, bool]:
+    """Options of rollouts that were given for an evaluation; and whether each is at its default."""
+    flat, options = config.flat(), {one.name: one for one in config.all_options()}
+    names = [name for name in given if name in _OF_EVALUATION] if flat.get("val_only") else []
+    return {name: not options[name].is_set(flat[name]) for name in names}
 
 
 def _unscored(options: Any, judges: set[str]) -> Iterator[str]:

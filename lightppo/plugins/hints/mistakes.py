@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, get_args
@@ -46,27 +45,44 @@ def wrong_value(one: Option, value: Any, error: ValueError) -> str:
     return f"--{one.name} must be {wanted}, not {'another value' if one.secret else got}"
 
 
-def _hint(name: str, value: Any = None) -> str:
-    """What plugins say of a name that is no option, or of a value that an option does not take."""
-    texts = (entry.fn(name) if value is None else entry.fn(name, value) for entry in HINTS.values())
+def _hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:
+    """What plugins say of a name that is no option of a command with these flags, or of a value that one does not take."""
+    texts = (entry.fn(name, value, flags) for entry in HINTS.values())
     return next(filter(None, texts), "")
 
 
 def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
-    """Other trainers' names, and what people mean; ``of_commands``: and whose option it is."""
-    told = _hint(flag.removeprefix("--"))
-    named = re.findall(r"--(?:no_)?(\w+)", told)
-    if told and all(f"--{name}" in flags for name in named):
+    """Other trainers' names, what people mean, and whose option it is; ``of_commands``: of a command that trains."""
+    name = flag.removeprefix("--")
+    told = _hint(name, flags=flags) or meant_names.meant(flag, flags, "flag")
+    if told or not of_commands:
         return told
-    if (told := meant_names.meant(flag, flags, "flag")) or not of_commands:
-        return told
-    others = [
-        name
+    for others in (_commands_with(flag), _commands_for(flag)):
+        if others:
+            first = next(iter(others.values()))
+            which = "it is" if first == flag else f"{first} is for that,"
+            return f": {which} an option of lightppo {' and '.join(others)}, not of this command"
+    return ""
+
+
+def _commands_with(flag: str) -> dict[str, str]:
+    """The commands that have this flag; each with the flag."""
+    kinds = trained_by().items()
+    return {name: flag for name, kind in kinds if flag in _flags(kind)}
+
+
+def _commands_for(flag: str) -> dict[str, str]:
+    """The commands that have what people mean by this flag; each with the flag that it has."""
+    answers = {
+        name: meant_names.answer_of(flag, _flags(kind), "flag")
         for name, kind in trained_by().items()
-        if flag in {f"--{one.name}" for one in kind.all_options()}
-    ]
-    whose = f": it is an option of lightppo {' and '.join(others)}, not of this command"
-    return whose if others else ""
+    }
+    first = next((answer for answer in answers.values() if answer), "")
+    return {name: answer for name, answer in answers.items() if first and answer == first}
+
+
+def _flags(kind: Any) -> set[str]:
+    return {f"--{one.name}" for one in kind.all_options()}
 
 
 def _word(word: str, flags: Collection[str]) -> str:
@@ -77,7 +93,7 @@ def _word(word: str, flags: Collection[str]) -> str:
         return (
             f": write {flag}, with two dashes" if flag in flags else nearest(flag, flags, "option")
         )
-    return _hint(name) or ": write --NAME VALUE" * bool(equals) or _path(word, flags)
+    return _hint(name, flags=flags) or ": write --NAME VALUE" * bool(equals) or _path(word, flags)
 
 
 def _path(word: str, flags: Collection[str]) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from lightppo.config.rules import PPOConfig
+from lightppo.plugins.hints import mistakes
 from lightppo.plugins.hints.meant_names import (
     _MEANT,
     _table,
@@ -78,10 +81,8 @@ def test_every_answer_of_the_table_exists_somewhere(kind):
     for name, answers in _table(kind).items():
         for answer in answers:
             words = answer.split()
-            assert words[0] == ":" or {*words} <= known or words == ["--rollout_engine", "vllm"], (
-                name,
-                answer,
-            )
+            is_value = kind == "flag" and len(words) == 2 and words[0] in known
+            assert words[0] == ":" or {*words} <= known or is_value, (name, answer)
 
 
 def test_no_name_stands_twice_in_a_table():
@@ -97,3 +98,57 @@ def test_an_answer_that_is_not_here_leads_to_the_next():
     assert nearest("--epochs", FLAGS["sft"], "flag") == " (did you mean '--num_epochs'?)"
     assert nearest("--reward_model", FLAGS["sft"], "flag") == ""
     assert nearest("--vllm", FLAGS["ppo"], "flag") == " (did you mean '--rollout_engine vllm'?)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        # what pointed elsewhere
+        ("ppo", "n_sample", "did you mean '--n_samples_per_prompt'?"),
+        ("ppo", "discount", "did you mean '--gamma'?"),
+        ("ppo", "prompts_file", "did you mean '--prompt_data'?"),
+        ("ppo", "reward_server_url", "did you mean '--remote_rm_url'?"),
+        ("ppo", "max_prompts", "did you mean '--max_samples'?"),
+        ("ppo", "max_train_steps", "did you mean '--total_training_steps'?"),
+        ("ppo", "value_loss_coef", "did you mean '--critic_learning_rate'?"),
+        ("ppo", "model_name", "did you mean '--pretrain'?"),
+        ("ppo", "training_batch_size", "did you mean '--train_batch_size'?"),
+        # what had no answer
+        ("ppo", "gae_lambda", "did you mean '--lambd'?"),
+        ("ppo", "save_interval", ": here --save_steps (slime)"),
+        ("sft", "save_every", "did you mean '--save_steps'?"),
+        ("ppo", "batchsize", "did you mean '--train_batch_size'?"),
+        ("ppo", "gradient_checkpoint", "did you mean '--gradient_checkpointing'?"),
+        ("ppo", "reward_scale", "did you mean '--reward_scaling'?"),
+        ("ppo", "math_verify", "did you mean '--reward_source math'?"),
+        ("ppo", "optimizer_class", ""),
+        # what another command has
+        (
+            "sft",
+            "gae_lambda",
+            ": --lambd is for that, an option of lightppo ppo, not of this command",
+        ),
+        ("ppo", "margin_key", ": it is an option of lightppo rm, not of this command"),
+        ("rm", "dpo_beta", ": --beta is for that, an option of lightppo dpo"),
+    ],
+)
+def test_names_that_people_write(kind, name, meant):
+    told = mistakes.nearest(f"--{name}", FLAGS[kind], "option")
+    assert meant in told if meant else told == ""
+
+
+NAMES = Path(__file__).with_name("names_that_people_write.txt").read_text(encoding="utf-8").split()
+
+
+def test_few_names_that_people_write_have_no_answer():
+    assert len(NAMES) == len(set(NAMES)) > 650
+    unknown = [name for name in NAMES if f"--{name}" not in FLAGS["ppo"]]
+    assert [
+        name for name in unknown if not mistakes.nearest(f"--{name}", FLAGS["ppo"], "option")
+    ] == []
+
+
+def test_a_name_with_an_answer_has_at_most_three_flags():
+    for name in NAMES:
+        told = mistakes.nearest(f"--{name}", FLAGS["ppo"], "option")
+        assert "did you mean" not in told or told.count("--") <= 4, told

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from lightppo.config import PPOConfig
-from lightppo.config.options import all_options
 from lightppo.errors import ConfigError
+from lightppo.plugin import trained_by
+from lightppo.plugins.hints.mistakes import nearest
 from lightppo.plugins.migration import names as aliases
 
-OURS = {one.name for one in all_options()}
-OF_LAUNCHERS = {"num_gpus", "hostfile", "NAME"}
+OURS = {one.name for kind in trained_by().values() for one in kind.all_options()}
+OF_LAUNCHERS = {"num_gpus", "hostfile", "NAME", "for"}  # and of lightppo data
 NAMES = Path(__file__).with_name("names_of_other_trainers.txt")
 
 
@@ -32,17 +33,34 @@ def names_of(trainer: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("trainer", aliases.tables())
-def test_rows_name_options_that_exist(trainer):
-    rows = aliases.rows(trainer)
-    assert all(names and text for names, text in rows)
+@pytest.mark.parametrize("title", aliases.tables())
+def test_rows_name_options_that_exist(title):
+    rows = aliases.tables()[title]
+    assert all(names and all(texts) for names, texts in rows)
+    assert [names for names, texts in rows if len(texts) not in (1, len(names))] == []
     names = [name for names, _ in rows for name in names]
     assert {name for name in names if names.count(name) > 1} == set()
-    flags = {flag for _, text in rows for flag in re.findall(r"--(\w+)", text)} - OF_LAUNCHERS
+    texts = " ".join(text for _, texts in rows for text in texts)
+    flags = set(re.findall(r"--(\w+)", texts)) - OF_LAUNCHERS
     assert flags - OURS - {f"no_{name}" for name in OURS} == set()
-    assert {name for names, text in rows if text == "=" for name in names} <= OURS
+    assert {name for names, texts in rows if texts == ["="] for name in names} <= OURS
     of_values = {name.partition("=")[0] for name in names if "=" in name}
     assert of_values <= OURS
+
+
+@pytest.mark.parametrize("title", aliases.tables())
+def test_a_name_has_one_flag_of_its_own(title):
+    """A list of several flags for several names leaves the reader to guess which is whose."""
+    several = [
+        (names, texts)
+        for names, texts in aliases.tables()[title]
+        if len(names) > 1 and len(texts) == 1 and re.match(r"`--\w+`, `--\w+`(,|$|;)", texts[0])
+    ]
+    assert [names for names, _ in several] in (
+        [],
+        [["report_to", "log_with"]],
+        [["trainer.logger", "logger"]],
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,13 +82,29 @@ def test_rows_name_options_that_exist(trainer):
         ("--num_generations 8", "here --n_samples_per_prompt (TRL)"),
         ("--eval.dataset x", "here --eval_data (OpenRLHF)"),
         ("actor_rollout_ref.rollout.n=8", "here --n_samples_per_prompt (verl)"),
-        ("+algorithm.kl_ctrl.type=fixed", "here --init_kl_coef, --kl_target"),
-        ("critic.optim.lr=1e-5", "here --actor_learning_rate, --critic_learning_rate (verl)"),
+        ("+algorithm.kl_ctrl.type=fixed", "here --kl_target for adaptive (verl)"),
+        ("critic.optim.lr=1e-5", "here --critic_learning_rate (verl)"),
+        ("--critic.adam.weight_decay 0", "here --critic_l2 (OpenRLHF)"),
+        (
+            "--agent_func_path a.py",
+            "here --env openrlhf:FILE.py (docs/environments.md); a function",
+        ),
+        ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns=4", "here --max_turns (verl)"),
+        ("data.tool_config_path=t.yaml", "here --tools FILE.py:f,g, functions with type hints"),
+        ("--max_tool_calling_iterations 4", "here --max_turns, one more"),
+        ("teacher.path=m", "here --teacher_pretrain, or --teacher_url for servers (AReaL)"),
+        ("--ref.num_nodes 1", "not here: no Ray; the launcher sets the ranks (deepspeed"),
+        ("--critic_num_gpus_per_node 8", "(deepspeed --num_gpus, --hostfile) (slime)"),
+        ("--data.max_prompt_id_length 8", "ids of rows are in the column query_id or id"),
+        ("--max_steps 9", "with --num_episodes as large, because there it goes round"),
+        ("--hf-checkpoint m", "here --pretrain (slime)"),
+        ("--use-unbiased-kl", "here --kl_estimator k3_ratio (slime)"),
+        ("orchestrator.group_size=8", "here --n_samples_per_prompt (prime-rl)"),
         ("actor_rollout_ref.actor.fsdp_config.fsdp_size=8", "not here: DeepSpeed shards"),
         ("ppo.gen.max_new_tokens=8", "here --generate_max_len (AReaL)"),
         (
             "ppo.use_decoupled_loss=True",
-            "here --rollout_correction decoupled, --correction_high (AReaL)",
+            "here --rollout_correction decoupled (AReaL)",
         ),
         ("+trainer.x=y", "write --NAME VALUE"),
     ],
@@ -81,37 +115,60 @@ def test_names_of_other_trainers_are_refused_with_ours(refusal, flags, flag):
     assert "did you mean" not in line
 
 
-@pytest.mark.parametrize("trainer", aliases.tables())
-def test_every_option_of_theirs_is_in_the_table(trainer):
-    patterns = [pattern for names, _ in aliases.rows(trainer) for pattern in names]
-    names = names_of(trainer)
-    assert len(names) > 100
-    assert [
-        name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)
-    ] == []
+TITLES = ["OpenRLHF", "LightRFT", "TRL", "verl", "AReaL", "slime"]
+TITLES += ["OpenRLHF sft rm dpo", "TRL sft rm dpo", "verl sft"]
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_every_option_of_theirs_is_in_the_table(title):
+    trainer, *commands = title.split()
+    for command in commands or ["ppo"]:
+        titles = [title for title in aliases.parts_of(command) if title.split()[0] == trainer]
+        known = {one.name for one in trained_by()[command].all_options()}
+        patterns = [
+            name for title in titles for names, _ in aliases.tables()[title] for name in names
+        ]
+        names = names_of(title)
+        assert len(names) > 40
+        missing = [name for name in names if not any(fnmatchcase(name, one) for one in patterns)]
+        assert [name for name in missing if name not in known] == []
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_every_option_of_theirs_has_an_answer_of_the_command(title):
+    for command in title.split()[1:] or ["ppo"]:
+        flags = [f"--{one.name}" for one in trained_by()[command].all_options()]
+        assert [
+            name
+            for name in names_of(title)
+            if f"--{name}" not in flags
+            and not nearest(f"--{name}", flags, "option").startswith(": ")
+        ] == []
 
 
 def test_a_row_that_keeps_the_last_part_names_an_option_with_it():
-    rows = [
-        names
-        for trainer in aliases.tables()
-        for names, text in aliases.rows(trainer)
-        if text == aliases.LAST_PART
+    names = [
+        name
+        for rows in aliases.tables().values()
+        for names, texts in rows
+        if texts == [aliases.LAST_PART]
+        for name in names
     ]
-    assert len(rows) > 3
-    assert {name.rpartition(".")[2] for names in rows for name in names} <= OURS
+    assert len(names) > 3
+    every = {one.name for kind in trained_by().values() for one in kind.all_options()}
+    assert {name.rpartition(".")[2] for name in names} <= every
 
 
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
-        ("algorithm.filter_groups.enable", "here --dynamic_sampling, --filter_metric"),
+        ("algorithm.filter_groups.enable", "here --dynamic_sampling (verl)"),
         ("algorithm.filter_groups.metric", "--filter_metric"),
         ("algorithm.filter_groups.max_num_gen_batches", "verl ends the run: --on_exhausted raise"),
         ("data.gen_batch_size", "here --gen_batch_size"),
         (
             "reward_model.overlong_buffer.enable",
-            "here --overlong_buffer_len, which alone switches it on",
+            "--overlong_buffer_len alone switches it on",
         ),
         ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor", "--overlong_penalty_factor"),
         ("actor_rollout_ref.model.override_config.attention_dropout", "here --override_config"),
@@ -123,7 +180,7 @@ def test_a_row_that_keeps_the_last_part_names_an_option_with_it():
         ("rm_output_scaling", "here --reward_scaling (AReaL)"),
         ("REAL_CODE_METADATA_PATH", "here --prompt_metadata (AReaL)"),
         ("external_libs", "here --external_lib (AReaL)"),
-        ("prompt_id_key", "query_id or id (AReaL)"),
+        ("prompt_id_key", "query_id or id, of any length (AReaL)"),
         ("actor.optimizer.weight_decay", "0.01 in 1.x, 0.05 in 0.x, 0 here"),
         ("num_ppo_epochs", "here --max_epochs (4 there, 1 here) (TRL)"),
         ("datasets", "here --prompt_data A,B, with --prompt_data_probs (TRL)"),
@@ -137,7 +194,7 @@ def test_what_a_name_is_here(name, ours):
 
 
 def test_lightrft_clips_no_kl():
-    (text,) = [text for names, text in aliases.rows("LightRFT") if "kl_estimator" in names]
+    (text,) = [texts[0] for names, texts in aliases.tables()["LightRFT"] if "kl_estimator" in names]
     assert "kl_clip" not in text
     assert "nothing is clipped" in text
 
@@ -156,5 +213,7 @@ def test_keys_of_yaml_and_code_too():
 def test_the_page_has_the_tables():
     page = aliases.PAGE.read_text(encoding="utf-8")
     assert page == aliases.with_tables(page), "run `make docs`"
-    for trainer in aliases.tables():
-        assert f"\n{trainer} | lightppo\n---|---\n" in page
+    for title in aliases.tables():
+        assert (
+            f"<!-- {title}: generated by `make docs` -->\n{title.split()[0]} | lightppo\n" in page
+        )
