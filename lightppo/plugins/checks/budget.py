@@ -617,15 +617,9 @@ def _trained(
     again = 0 if apart and many else shard * accumulated
 
     def part(
-        what: str,
-        phases: Iterable[str],
-        size: float,
-        host: bool = False,
-        sure: bool = True,
-        small: int = 0,
+        what: str, phases: Iterable[str], size: float, host: bool = False, sure: bool = True
     ) -> Part:
-        on_gpu, on_host = (0, int(size)) if host else (int(size), 0)
-        return Part(role, what, frozenset(phases), on_gpu, on_host, sure, small)
+        return Part(role, what, frozenset(phases), int(size) * (not host), int(size) * host, sure)
 
     def beside(made: int) -> float:
         """Gradients and buffers when so many bytes of gradients have been made, beyond the parts below."""
@@ -660,11 +654,11 @@ def _trained(
     # Only the engine that is made last adds to the peak while models load.
     if stage > 0 and not whole and (critic or not rules.needs_critic(config)):
         yield part("first gradients", [LOADING], 4 * shard, offload, sure=False)
-    options = {"checkpoints": rules.of_role(config, role).gradient_checkpointing}
-    options["entropy"] = config.loss.entropy_coef > 0 and not critic
+    checkpoints = rules.of_role(config, role).gradient_checkpointing
+    options = {"checkpoints": checkpoints, "entropy": config.loss.entropy_coef > 0 and not critic}
     activations = pass_bytes(shape, rows, kind=kind, trains=True, **options)
-    size, small = activations.peak(beside), activations.small
-    yield part("activations, buckets", [train], size, sure=False, small=small)
+    held = part("activations, buckets", [train], activations.peak(beside), sure=False)
+    yield dataclasses.replace(held, small=activations.small)
 
 
 def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
