@@ -230,6 +230,8 @@ def predicted(options: dict[str, Any], ranks: int) -> dict[str, int]:
     found = budget.estimate(
         PPOConfig.from_flat(options).resolved(), budget.Machine(ranks, gpus=False)
     )
+    tensors = tuple(part for part in found.parts if part.owner != "process")
+    found = replace(found, parts=tensors)  # which is what ``measure`` counts
     sizes = {phase: found.of_phase(phase)[1] // ranks for phase in budget.PHASES}
     sizes[budget.ACTOR] = max(sizes[budget.ACTOR], sizes[budget.ACTOR_STEP])
     sizes[budget.CRITIC] = max(sizes[budget.CRITIC], sizes[budget.CRITIC_STEP])

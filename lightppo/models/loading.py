@@ -178,6 +178,7 @@ def _load(
         with errors_name(path, flag):
             part.belongs_to(model)
     disable_dropout(model, kept=_rates(config) if how.config_changes else ())
+    model.own_dropout = _own_dropout(path, how)
     for name in how.changed_by:
         LOADING[name].fn(model)
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
@@ -352,6 +353,19 @@ def _rates(config: PretrainedConfig) -> list[float]:
         for part in parts
         for name, value in part.items()
         if is_dropout(name) and isinstance(value, float)
+    ]
+
+
+def _own_dropout(path: str, how: LoadOptions) -> list[dict[str, float]]:
+    """The rates in the checkpoint's config, and in that of its text model: an export has them again."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=how.trust_remote_code)
+    return [
+        {
+            name: value
+            for name, value in vars(part).items()
+            if is_dropout(name) and isinstance(value, float)
+        }
+        for part in (config, config.get_text_config())
     ]
 
 

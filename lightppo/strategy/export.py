@@ -128,7 +128,7 @@ def _write(
     if (around := find_whole(hf_model)) is not None:
         around.write(hf_model, whole, folder)
     else:
-        with _savable(hf_model):
+        with _savable(hf_model), _dropout_of_checkpoint(hf_model):
             hf_model.save_pretrained(str(folder), state_dict=whole)
     if adapters is not None:
         adapters.write(state_dict, folder / ADAPTER)
@@ -268,6 +268,23 @@ def _savable(hf_model: Any) -> Iterator[None]:
             hf_model.generation_config = original
         if shown:
             hf_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _dropout_of_checkpoint(hf_model: Any) -> Iterator[None]:
+    """Inside, the config has the dropout of the checkpoint again, where loading has set it to 0 for training here."""
+    config, changed = hf_model.config, []
+    own = getattr(hf_model, "own_dropout", ())  # lightppo.models.loading
+    for part, rates in zip((config, config.get_text_config()), own):
+        for name, rate in rates.items():
+            if getattr(part, name, None) == 0.0:
+                changed.append((part, name))
+                setattr(part, name, rate)
+    try:
+        yield
+    finally:
+        for part, name in changed:
+            setattr(part, name, 0.0)
 
 
 def _move_files(staging: Path, output_dir: Path) -> None:

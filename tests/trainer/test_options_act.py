@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -623,6 +624,9 @@ def test_a_dry_run_trains_once_and_leaves_nothing(make_config, tmp_path, capsys)
     out = capsys.readouterr().out
     assert "dry run: one step of 2 prompts × 1 samples, ≤ 5 tokens, took" in out
     assert "nothing is kept" in out
+    held, peak = map(float, re.search(r"resident (\S+) GiB, peak (\S+) GiB", out).groups())
+    assert peak >= held > 0
+    assert "later steps need up to " in out  # of Adam
     assert "[step 1] " in out  # a sample with its reward
     assert "evaluation: " in out
     assert not [

@@ -60,6 +60,9 @@ GPU_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's own reduce_bucket_size
 LIVE_ELEMENTS = 1_000_000_000  # its stage3_max_live_parameters
 NF4_BYTES = 0.516  # of a weight in 4 bits, scales included
 CUDA_BYTES = 2_000_000_000  # assumed: CUDA's context, NCCL's buffers, gaps of the allocator
+KEPT_BLOCK = (
+    32 << 20
+)  # freed blocks below stay with a process on a CPU: glibc, see plugins/kernels/cores.py
 _COUNTED = "counted"  # the attention of models on the meta device
 
 
@@ -67,11 +70,15 @@ _COUNTED = "counted"  # the attention of models on the meta device
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of tensors on a device that operations inside have made and that still live: now, and at most."""
+    """Bytes of tensors on a device that operations inside have made and that still live: now, and at most.
+
+    ``small`` and ``most_small`` are those in blocks below ``KEPT_BLOCK``.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device, self.live, self.peak = device, 0, 0
+        self.small = self.most_small = 0
         # (bytes of finished gradients, the most bytes alive until then)
         self.curve: list[tuple[int, int]] = []
         self._holders: dict[int, weakref.ref] = {}
@@ -96,14 +103,18 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, key: int, x: Tensor) -> None:
         dense = x.layout is torch.strided
         size = x.untyped_storage().nbytes() if dense else x.nbytes
+        small = size if size < KEPT_BLOCK else 0
 
         def gone(_: Any) -> None:
             self.live -= size
+            self.small -= small
             del self._holders[key]
 
         self._holders[key] = weakref.ref(x.untyped_storage() if dense else x, gone)
         self.live += size
+        self.small += small
         self.peak = max(self.peak, self.live)
+        self.most_small = max(self.most_small, self.small)
 
     def finish(self, parameter: nn.Parameter | None = None) -> None:
         """A hook that takes a finished gradient away, as ZeRO does; without one the end of the pass."""
@@ -217,6 +228,7 @@ class PassBytes:
     """Bytes of a pass beside the weights."""
 
     curve: tuple[tuple[int, int], ...]  # see LiveBytes
+    small: int = 0  # the most in small blocks
     cache: int = 0  # keys and values
     states: int = 0  # of layers that have those instead, whatever the length
 
@@ -307,7 +319,7 @@ def pass_bytes(
     live.finish()
     for hook in hooks:
         hook.remove()
-    return PassBytes(tuple(live.curve), *cache)
+    return PassBytes(tuple(live.curve), live.most_small, *cache)
 
 
 def _cache_bytes(layers: Iterable[Any]) -> tuple[int, int]:
@@ -373,6 +385,13 @@ class Machine:
     gpus: bool = True  # else all is in the host's memory, and DeepSpeed's buffers are small
     per_node: int = 8  # ranks
     device_bytes: int | None = None  # of a GPU; None: only counted
+    host_bytes: int | None = None  # of a host whose ranks are on the CPU; None: only counted
+    library_bytes: int = 0  # of a process before it has a model: Python, torch, other libraries
+
+    @property
+    def limit(self) -> int | None:
+        """What the peak must fit into."""
+        return self.device_bytes if self.gpus else self.host_bytes
 
 
 @dataclass(frozen=True)
@@ -385,6 +404,9 @@ class Part:
     gpu: int = 0
     host: int = 0
     sure: bool = True  # depends neither on lengths nor on what a library does at a moment
+    small: int = (
+        0  # of a pass: its most in blocks that a process on a CPU keeps when they are freed
+    )
 
 
 @dataclass(frozen=True)
@@ -411,8 +433,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within a GPU."""
-        return self.machine.device_bytes is None or self.peak()[1] <= self.machine.device_bytes
+        """Whether the peak is within a GPU, or without GPUs within a host."""
+        return self.machine.limit is None or self.peak()[1] <= self.machine.limit
 
 
 def estimate(
@@ -431,7 +453,8 @@ def estimate(
             frozenset(PHASES),
             gpu=CUDA_BYTES * machine.gpus,
             sure=False,
-        )
+        ),
+        Part("process", "Python, torch, libraries", frozenset(PHASES), host=machine.library_bytes),
     ]
     for role, shape in roles.items():
         trains = role in ("actor", "critic") and not config.evaluation.val_only
@@ -459,10 +482,27 @@ def estimate(
                 sure=False,
             )
         ]
-    # Only rank 0 has a copy.
-    of_rank = sizes(roles["actor"]).bytes // min(machine.world_size, machine.per_node)
-    parts += [Part("actor", "copy for files", frozenset({SAVE}), host=of_rank)]
+    parts += _copies(roles["actor"], machine)
+    parts += () if machine.gpus else _kept(parts)
     return Estimate(machine, tuple(part for part in parts if part.gpu or part.host))
+
+
+def _copies(actor: Shape, machine: Machine) -> Iterator[Part]:
+    """What is copied for a file, and merged with adapters in another copy. Only rank 0 has them."""
+    ranks, saving = min(machine.world_size, machine.per_node), frozenset({SAVE})
+    named = built(actor).hf_model.named_parameters()
+    adapted = sum(p.numel() for name, p in named if name.endswith(".base_layer.weight"))
+    yield Part("actor", "copy for files", saving, host=sizes(actor).bytes // ranks)
+    yield Part("actor", "merged weights", saving, host=adapted * sizes(actor).width // ranks)
+
+
+def _kept(parts: Iterable[Part]) -> Iterator[Part]:
+    """What a process on a CPU has freed and keeps: where a phase has less in small blocks than the largest pass."""
+    used = {phase: sum(p.small for p in parts if phase in p.phases) for phase in PHASES}
+    apart = {phase: max(used.values()) - size for phase, size in used.items() if phase != LOADING}
+    for size in sorted(set(apart.values()) - {0}):
+        phases = frozenset(phase for phase, kept in apart.items() if kept == size)
+        yield Part("process", "freed blocks that it keeps", phases, host=size, sure=False)
 
 
 def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[str, Shape]:
@@ -579,8 +619,7 @@ def _trained(
     def part(
         what: str, phases: Iterable[str], size: float, host: bool = False, sure: bool = True
     ) -> Part:
-        on_gpu, on_host = (0, int(size)) if host else (int(size), 0)
-        return Part(role, what, frozenset(phases), on_gpu, on_host, sure)
+        return Part(role, what, frozenset(phases), int(size) * (not host), int(size) * host, sure)
 
     def beside(made: int) -> float:
         """Gradients and buffers when so many bytes of gradients have been made, beyond the parts below."""
@@ -615,10 +654,11 @@ def _trained(
     # Only the engine that is made last adds to the peak while models load.
     if stage > 0 and not whole and (critic or not rules.needs_critic(config)):
         yield part("first gradients", [LOADING], 4 * shard, offload, sure=False)
-    options = {"checkpoints": rules.of_role(config, role).gradient_checkpointing}
-    options["entropy"] = config.loss.entropy_coef > 0 and not critic
+    checkpoints = rules.of_role(config, role).gradient_checkpointing
+    options = {"checkpoints": checkpoints, "entropy": config.loss.entropy_coef > 0 and not critic}
     activations = pass_bytes(shape, rows, kind=kind, trains=True, **options)
-    yield part("activations, buckets", [train], activations.peak(beside), sure=False)
+    held = part("activations, buckets", [train], activations.peak(beside), sure=False)
+    yield dataclasses.replace(held, small=activations.small)
 
 
 def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
@@ -702,15 +742,12 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
                 * sizes(shape).width
                 * (_placed(role, config)[0] == 3)
             )
-            found.append((pass_bytes(shape, rows, kind=kind).peak() + gathered, role))
+            run = pass_bytes(shape, rows, kind=kind)
+            found.append((run.peak() + gathered, role, run.small))
     if found:
-        yield Part(
-            max(found)[1],
-            "pass without gradients",
-            frozenset({SCORING}),
-            gpu=max(found)[0],
-            sure=False,
-        )
+        size, role, small = max(found)
+        phases = frozenset({SCORING})
+        yield Part(role, "pass without gradients", phases, gpu=size, sure=False, small=small)
 
 
 def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
@@ -763,7 +800,8 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
             gpu=int(slots * (columns * of_token + run.states / prompts)),
             sure=False,
         )
-        yield Part("HF engine", "prompts", frozenset({ROLLOUT}), gpu=run.peak(), sure=False)
+        phases = frozenset({ROLLOUT})
+        yield Part("HF engine", "prompts", phases, gpu=run.peak(), sure=False, small=run.small)
         if engine.hf_cuda_graphs:  # what a step needs for a moment, they hold
             held = slots * SAMPLER_BYTES * shape.config.get_text_config().vocab_size
             yield Part("HF engine", "CUDA graphs", frozenset({ROLLOUT}), gpu=held, sure=False)
@@ -865,13 +903,13 @@ def advice(
         alone, changed = peak(config, remedy)
         if alone < 0.99 * start:
             lines.append(f"  {flags(changed)}: {gigabytes(start - alone)} less")
-        if best > 0.9 * machine.device_bytes:  # the estimate may be 10% off
+        if best > 0.9 * machine.limit:  # the estimate may be 10% off
             together, changed = peak(now, remedy)
             now, best = (changed, together) if together < 0.99 * best else (now, best)
     fits = (
         "fits"
-        if best <= machine.device_bytes
-        else "does not fit either: more GPUs, or a smaller model"
+        if best <= machine.limit
+        else f"does not fit either: more {'GPUs' if machine.gpus else 'memory'}, or a smaller model"
     )
     if now is config:
         return [*lines, f"  no option saves enough: {gigabytes(best)}, which {fits}"]
@@ -907,24 +945,27 @@ def table(found: Estimate) -> list[str]:
         )
     (phase, size), (host_phase, host) = found.peak(), found.peak(of_host=True)
     of_gpu = f"{gigabytes(size)} of a GPU ({phase}), " if gpus else ""
-    return [*lines, f"peak: {of_gpu}{gigabytes(host)} of a host ({host_phase})"]
+    limit = found.machine.host_bytes
+    told = f"; it has {gigabytes(limit)}, so the run fits" if limit and found.fits else ""
+    return [*lines, f"peak: {of_gpu}{gigabytes(host)} of a host ({host_phase}){told}"]
 
 
 def check_memory(
-    config: PPOConfig, world_size: int, device_bytes: int | None, per_node: int = 8
+    config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
 ) -> list[str]:
-    """What to print of a resolved config before anything loads; ``device_bytes`` None: ranks on a CPU.
+    """What to print of a resolved config before anything loads.
 
     Raises:
-        ConfigError: even what is certain does not fit into a GPU; the message says what would help.
+        ConfigError: even what is certain does not fit into a GPU, or a host; the message says what would help.
     """
-    machine = Machine(world_size, device_bytes is not None, per_node, device_bytes)
-    found = estimate(config, machine)
+    found = estimate(config, machine, configs)
     lines = table(found)
     if not found.fits:
-        lines += [f"this does not fit into {gigabytes(device_bytes)}:", *advice(config, machine)]
+        lines += [f"this does not fit into {gigabytes(machine.limit)}:"]
+        lines += advice(config, machine, configs)
         phase, certain = found.peak(sure=True)
-        if certain > device_bytes:
-            problem = f"{gigabytes(certain)} of a GPU are needed at least ({phase}), it has {gigabytes(device_bytes)}"
+        if certain > machine.limit:
+            place = "a GPU" if machine.gpus else "a host"
+            problem = f"{gigabytes(certain)} of {place} are needed at least ({phase}), it has {gigabytes(machine.limit)}"
             raise ConfigError("\n".join([problem, *lines]))
     return lines

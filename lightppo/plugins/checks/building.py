@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -19,6 +19,7 @@ from lightppo.config.options import OptionSet
 from lightppo.config.rules import compute_dtype
 from lightppo.errors import CheckpointError, ConfigError
 from lightppo.files import local_folder
+from lightppo.plugins.checks.memory import host_bytes, library_bytes, peak_of_process
 from lightppo.plugins.checks.preflight import NOTHING_KEPT, dry_run_config, looked_at, preflight
 from lightppo.plugins.checks.probes import check_decoding, check_padding, check_training
 from lightppo.plugins.checks.rehearsal import after_step, fewer_rows, rehearse
@@ -29,6 +30,9 @@ from lightppo.strategy.checkpoint import LATEST
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.build import Building
 from lightppo.trainer.callbacks import Callback
+
+if TYPE_CHECKING:
+    from lightppo.plugins.checks.budget import Machine
 
 # -- checks, in the order in which a run calls them ------------------------------------------------------------------
 
@@ -155,12 +159,10 @@ def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
     """
     from lightppo.plugins.checks.budget import check_memory
 
-    device, per_node = strategy.device, ranks_on_node(strategy.world_size)
-    size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    answer = None
+    machine, answer = _machine(strategy), None
     if strategy.is_rank_0():
         try:
-            answer = "\n".join(check_memory(config, strategy.world_size, size, per_node))
+            answer = "\n".join(check_memory(config, machine))
         except ConfigError as error:
             answer = error
         except Exception as error:  # of the model's own code, on a device that holds no data
@@ -170,6 +172,18 @@ def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
     if isinstance(answer := strategy.broadcast_object(answer), ConfigError):
         raise answer
     strategy.print(answer)
+
+
+def _machine(strategy: DeepspeedStrategy) -> Machine:
+    """Where this run is."""
+    from lightppo.plugins.checks.budget import Machine
+
+    device, ranks = strategy.device, strategy.world_size
+    is_gpu = device.type == "cuda"
+    size = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
+    per_node = ranks_on_node(ranks)
+    limit = None if is_gpu else host_bytes()
+    return Machine(ranks, is_gpu, per_node, size, limit, library_bytes(per_node))
 
 
 def check_disk_space(
@@ -242,6 +256,20 @@ class DryRun(Callback):
             run.strategy.print(line)
         took = _cost(run) if is_told else "no step"
         report_memory(run.strategy, f"dry run: {took}; nothing is kept; memory of rank 0")
+        if states := _optimizer_bytes(run.strategy):
+            run.strategy.print(
+                f"later steps need up to {durable.shown_size(states)} more: Adam's states, which the first step makes at "
+                "its end, are there during their passes"
+            )
+
+
+def _optimizer_bytes(strategy: Any) -> int:
+    """Of this rank's optimizer states where the models run."""
+    optimizers = [engine.optimizer for engine in strategy.trained_engines]
+    states = [getattr(one, "optimizer", one).state for one in optimizers]
+    tensors = [x for state in states for values in state.values() for x in values.values()]
+    device = strategy.device.type
+    return sum(x.nbytes for x in tensors if torch.is_tensor(x) and x.device.type == device)
 
 
 def dry_run(run: Any) -> DryRun | None:
@@ -250,14 +278,14 @@ def dry_run(run: Any) -> DryRun | None:
 
 
 def report_memory(strategy: Any, prefix: str) -> dict[str, float]:
-    """Memory of this process in GiB, printed on rank 0: allocated and peak on a GPU, resident on a CPU."""
+    """Memory of this process in GiB, printed on rank 0, and its peak: allocated on a GPU, resident on a CPU."""
     if strategy.device.type == "cuda":
         sizes = {
             "allocated": torch.cuda.memory_allocated(strategy.device),
             "peak": torch.cuda.max_memory_allocated(strategy.device),
         }
     else:
-        sizes = {"resident": psutil.Process().memory_info().rss}
+        sizes = {"resident": psutil.Process().memory_info().rss, "peak": peak_of_process()}
     memory = {name: size / 2**30 for name, size in sizes.items()}
     told = ", ".join(f"{name} {value:.2f} GiB" for name, value in memory.items())
     strategy.print(f"{prefix}: {told}")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
 
 from lightppo.config import ModelConfig, parse_args
 from lightppo.config.cli import exit_on_mistakes
@@ -35,6 +41,10 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
         help="memory per GPU, such as 80GB or 24GiB; default: as on this machine, or 80GB",
     )
     parser.add_argument(
+        "--host_memory",
+        help="memory per host of ranks on the CPU, such as 16GB; default: as on this machine",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="parts, phases and peak as JSON, in bytes"
     )
     args, flags = parser.parse_known_args(argv)
@@ -42,19 +52,20 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
         for name, least in {"gpus": 0, "nodes": 1}.items():
             if (given := getattr(args, name)) is not None and given < least:
                 raise ConfigError(f"--{name} {given}: must be at least {least}")
-        size = parse_size(args.gpu_memory)
-        import torch
-
-        here = torch.cuda.device_count()
-        gpus = here if args.gpus is None else args.gpus
-        if size is None:
-            size = torch.cuda.get_device_properties(0).total_memory if here else 80 * 10**9
-        ranks = (gpus or int(os.environ.get("WORLD_SIZE", "1"))) * args.nodes
-        config = parse_args(flags, prog, world_size=ranks, unfed=True)
+        place = _place(args)
+        config = parse_args(flags, prog, world_size=place["world_size"], unfed=True)
         _check_models(config.model)
-        from lightppo.plugins.checks import budget
+        # A rank has imported these before its models load; what that takes is counted.
+        import datasets  # noqa: F401
 
-        machine = budget.Machine(ranks, gpus > 0, ranks // args.nodes, size if gpus else None)
+        import lightppo.trainer.build  # noqa: F401
+        from lightppo.plugins.checks import budget
+        from lightppo.strategy.distributed import import_deepspeed, name_accelerator
+
+        name_accelerator()
+        import_deepspeed()
+
+        machine = budget.Machine(**place, library_bytes=library_bytes(place["per_node"]))
         try:
             found = budget.estimate(config.resolved(), machine)
             advice = [] if found.fits else budget.advice(config.resolved(), machine)
@@ -81,8 +92,30 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
             spared -= budget.estimate(whole.resolved(), machine).peak(of_host=of_host)[1]
             print(f"note: {second_masters(config)} {budget.gigabytes(spared)} less")
         if advice:
-            print("\n".join([f"this does not fit into {budget.gigabytes(size)}:", *advice]))
+            print(
+                "\n".join([f"this does not fit into {budget.gigabytes(machine.limit)}:", *advice])
+            )
     raise SystemExit(0 if found.fits else 1)
+
+
+def _place(args: argparse.Namespace) -> dict[str, Any]:
+    """Where the run is to go, by the command line and this machine: fields of ``budget.Machine``."""
+    size, host = (
+        parse_size(vars(args)[name], f"--{name}") for name in ("gpu_memory", "host_memory")
+    )
+    import torch
+
+    here = torch.cuda.device_count()
+    gpus = here if args.gpus is None else args.gpus
+    ranks = gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    place = {"world_size": ranks * args.nodes, "gpus": gpus > 0, "per_node": ranks}
+    if not gpus:
+        return place | {"host_bytes": host or host_bytes()}
+    if host is not None:
+        raise ConfigError("--host_memory is for ranks on the CPU: add --gpus 0, or leave it out")
+    if size is None:
+        size = torch.cuda.get_device_properties(0).total_memory if here else 80 * 10**9
+    return place | {"device_bytes": size}
 
 
 def _check_models(models: ModelConfig) -> None:
@@ -98,7 +131,40 @@ def _check_models(models: ModelConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def parse_size(text: str | None) -> int | None:
+def host_bytes() -> int:
+    """Of this machine, or of the container that this process is in."""
+    sizes = [psutil.virtual_memory().total]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups, version 2 and 1
+        try:
+            sizes.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+        except (OSError, ValueError):  # no such file; "max"
+            continue
+    return min(sizes)
+
+
+def library_bytes(ranks: int = 1) -> int:
+    """Of this process; ranks of a host share what is mapped from files."""
+    held = psutil.Process().memory_info()
+    shared = getattr(held, "shared", 0)
+    return held.rss - shared + shared // ranks
+
+
+def peak_of_process() -> int:
+    """The most bytes that this process has been resident with."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (
+        OSError,
+        StopIteration,
+    ):  # not Linux; there getrusage would count the process before, too
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+
+
+def parse_size(text: str | None, flag: str = "--gpu_memory") -> int | None:
     """Bytes of ``80GB`` (10^9) or ``24GiB`` (2^30)."""
     if text is None:
         return None
@@ -112,4 +178,4 @@ def parse_size(text: str | None) -> int | None:
         if is_number
         else "80GB, or 24GiB"
     )
-    raise ConfigError(f"--gpu_memory {text}: write {example}")
+    raise ConfigError(f"{flag} {text}: write {example}")

@@ -17,15 +17,17 @@ from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.plugins.checks.budget import (
     ACTOR,
+    LOADING,
     ROLLOUT,
+    SAVE,
     Machine,
     advice,
     check_memory,
     decoding_rows,
     estimate,
 )
-from lightppo.plugins.checks.building import tell_memory
-from lightppo.plugins.checks.memory import parse_size
+from lightppo.plugins.checks.building import report_memory, tell_memory
+from lightppo.plugins.checks.memory import host_bytes, parse_size, peak_of_process
 
 QWEN_7B = Qwen2Config(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
@@ -275,12 +277,17 @@ def test_the_command_prints_parts_and_peak(
         main(["memory", *run_options(tmp_path), *machine, *engine])
     found = json.loads(capsys.readouterr().out)
     assert done.value.code == 0
+    libraries = found["machine"].pop("library_bytes")
+    assert libraries > 10**8  # of this process
     assert found["machine"] == {
         "world_size": 8,
         "gpus": True,
         "per_node": 4,
         "device_bytes": 24 * 2**30,
+        "host_bytes": None,
     }
+    held = [part for part in found["parts"] if part["owner"] == "process"]
+    assert [(part["host"], len(part["phases"])) for part in held] == [(libraries, 9)]
     assert found["peak"][1] == max(phase["gpu"] for phase in found["phases"].values())
     with pytest.raises(SystemExit) as done:
         main(["memory", *run_options(tmp_path), "--gpus", "1", "--gpu_memory", "1GB"])
@@ -288,6 +295,69 @@ def test_the_command_prints_parts_and_peak(
     assert done.value.code == 1
     assert "this does not fit into 1.00 GB" in shown
     assert "does not fit either: more GPUs, or a smaller model" in shown
+
+
+def test_ranks_on_a_cpu_are_compared_with_the_memory_of_the_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*more: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as done:
+            main(["memory", *run_options(tmp_path), "--gpus", "0", *more])
+        return done.value.code, capsys.readouterr().out
+
+    code, shown = told("--host_memory", "1000GB")
+    assert code == 0
+    assert shown.splitlines()[-1].endswith("; it has 1000.00 GB, so the run fits")
+    code, shown = told("--host_memory", "50MB")
+    assert code == 1
+    assert "this does not fit into 0.05 GB:" in shown
+    assert shown.endswith("which does not fit either: more memory, or a smaller model\n")
+    assert f"; it has {host_bytes() / 1e9:.2f} GB, so the run fits" in told()[1]
+    with pytest.raises(SystemExit, match="2"):
+        main(["memory", *run_options(tmp_path), "--gpus", "1", "--host_memory", "1GB"])
+    assert "--host_memory is for ranks on the CPU: add --gpus 0" in capsys.readouterr().err
+
+
+def test_a_process_on_a_cpu_has_libraries_and_keeps_small_blocks_that_it_freed() -> None:
+    """A Llama of SmolLM2-135M's shape: seen as 4.44 GB at most in a run of GRPO, and 5.14 with micro batches of 16."""
+    model = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, tie_word_embeddings=True,
+    )  # fmt: skip
+    machine = Machine(1, gpus=False, library_bytes=690_000_000)
+    sizes = {"prompt_max_len": 64, "generate_max_len": 32, "rollout_batch_size": 4}
+    options = GRPO | sizes | {"init_kl_coef": 0, "train_batch_size": 16}
+    for rows, seen in ((4, 4.44e9), (16, 5.14e9)):
+        batches = {"micro_train_batch_size": rows, "micro_rollout_batch_size": 16}
+        found = estimate(config(bf16=False, **options, **batches), machine, {"model": model})
+        assert found.peak()[1] == pytest.approx(seen, rel=0.1)
+        kept = {part.phases: part.host for part in found.parts if "keeps" in part.what}
+        pass_of_actor = next(part.small for part in found.parts if "activations" in part.what)
+        phases = max(kept, key=len)
+        assert kept[phases] == pass_of_actor
+        assert SAVE in phases  # copies of weights do not fit into its gaps
+        assert not {ACTOR, LOADING} & phases
+    on_gpu = estimate(config(**options), Machine(1), {"model": model})
+    assert not any("keeps" in part.what for part in on_gpu.parts)
+
+
+def test_adapters_are_merged_in_a_copy_beside_the_one_for_files() -> None:
+    plain, adapted = (parts(tiny_config(), 1, **more) for more in ({}, {"lora_rank": 4}))
+    assert ("actor", "merged weights") not in plain
+    assert plain["actor", "copy for files"].host == plain["actor", "weights"].gpu
+    # all linear layers of two: queries and output, keys and values, the MLP; bf16
+    by_hand = 2 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert adapted["actor", "merged weights"].host == by_hand
+
+
+def test_the_peak_of_a_process_stays_when_its_memory_is_freed() -> None:
+    block = bytearray(b"1") * (200 << 20)
+    del block
+    strategy = FakeStrategy()
+    told = report_memory(strategy, "memory")
+    assert told["peak"] >= told["resident"] > 0
+    assert peak_of_process() / 2**30 == pytest.approx(told["peak"], rel=0.01)
+    assert strategy.printed[0].endswith(f", peak {told['peak']:.2f} GiB")
 
 
 @pytest.mark.parametrize(
@@ -348,9 +418,11 @@ def test_neither_prompts_nor_a_reward_are_asked_for(
 def test_what_certainly_does_not_fit_is_refused_before_anything_loads(tmp_path: Path) -> None:
     LlamaConfig(**tiny_config().to_dict() | {"vocab_size": 500_000}).save_pretrained(tmp_path)
     asked = config(pretrain=str(tmp_path), prompt_max_len=16, generate_max_len=16)
-    assert check_memory(asked, 2, None)[-1].startswith("peak: ")
+    assert check_memory(asked, Machine(2, gpus=False))[-1].startswith("peak: ")
     with pytest.raises(ConfigError, match="of a GPU are needed at least"):
-        check_memory(asked, 2, 10**8)
+        check_memory(asked, Machine(2, device_bytes=10**8))
+    with pytest.raises(ConfigError, match=r"of a host are needed at least .*, it has 0.10 GB"):
+        check_memory(asked, Machine(2, gpus=False, host_bytes=10**8))
 
 
 def test_a_model_that_cannot_be_counted_is_told_and_trains_all_the_same(
