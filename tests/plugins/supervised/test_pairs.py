@@ -266,5 +266,9 @@ def test_the_next_command_renders_prompts_as_the_pairs_were(tiny_tokenizer) -> N
     assert flags(texts) == ""
     assert flags(texts, apply_chat_template=True) == " --apply_chat_template"
     assert flags(texts, input_template="a {}") == " --input_template 'a {}'"
+    kwargs = {"apply_chat_template": True, "chat_template_kwargs": '{"x": false}'}
+    assert flags(texts, **kwargs) == (
+        " --apply_chat_template --chat_template_kwargs '{\"x\": false}'"
+    )
     chats = [{"prompt": [USER | {"content": "1+"}], "chosen": "2", "rejected": "3"}]
     assert flags(chats) == " --apply_chat_template"
