@@ -55,16 +55,9 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
         place = _place(args)
         config = parse_args(flags, prog, world_size=place["world_size"], unfed=True)
         _check_models(config.model)
-        # A rank has imported these before its models load; what that takes is counted.
-        import datasets  # noqa: F401
-
-        import lightppo.trainer.build  # noqa: F401
         from lightppo.plugins.checks import budget
-        from lightppo.strategy.distributed import import_deepspeed, name_accelerator
 
-        name_accelerator()
-        import_deepspeed()
-
+        _import_as_a_rank()
         machine = budget.Machine(**place, library_bytes=library_bytes(place["per_node"]))
         try:
             found = budget.estimate(config.resolved(), machine)
@@ -96,6 +89,17 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
                 "\n".join([f"this does not fit into {budget.gigabytes(machine.limit)}:", *advice])
             )
     raise SystemExit(0 if found.fits else 1)
+
+
+def _import_as_a_rank() -> None:
+    """What a rank has imported before its models load; what that takes is counted."""
+    import datasets  # noqa: F401
+
+    import lightppo.trainer.build  # noqa: F401
+    from lightppo.strategy.distributed import import_deepspeed, name_accelerator
+
+    name_accelerator()
+    import_deepspeed()
 
 
 def _place(args: argparse.Namespace) -> dict[str, Any]:
