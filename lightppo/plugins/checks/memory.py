@@ -7,19 +7,22 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from lightppo.config import ModelConfig, parse_args
+from lightppo.config import ModelConfig, PPOConfig, parse_args
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.errors import ConfigError, UserError
 from lightppo.plugins.checks.advice import second_masters, with_second_masters
 from lightppo.plugins.hints.small_commands import CommandParser
 from lightppo.plugins.sources.folders import check_model
+
+if TYPE_CHECKING:
+    from lightppo.plugins.checks.budget import Estimate, Machine
 
 _UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20}
 
@@ -77,13 +80,8 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
         print(json.dumps(shown, default=sorted, indent=1))
     else:
         print("\n".join(budget.table(found)))
-        if roles := with_second_masters(config.resolved(), machine.world_size):
-            flags = {"actor": "zero_stage", "critic": "critic_zero_stage"}
-            whole = config.resolved().with_options(**{flags[role]: 0 for role in roles})
-            of_host = not machine.gpus
-            spared = found.peak(of_host=of_host)[1]
-            spared -= budget.estimate(whole.resolved(), machine).peak(of_host=of_host)[1]
-            print(f"note: {second_masters(config)} {budget.gigabytes(spared)} less")
+        for line in masters_note(config.resolved(), machine, found):
+            print(line)
         if advice:
             print(
                 "\n".join([f"this does not fit into {budget.gigabytes(machine.limit)}:", *advice])
@@ -100,6 +98,18 @@ def _import_as_a_rank() -> None:
 
     name_accelerator()
     import_deepspeed()
+
+
+def masters_note(config: PPOConfig, machine: Machine, found: Estimate) -> Iterator[str]:
+    """A line where one rank keeps weights twice, with what the peak would be less without."""
+    from lightppo.plugins.checks import budget
+
+    if roles := with_second_masters(config, machine.world_size):
+        flags = {"actor": "zero_stage", "critic": "critic_zero_stage"}
+        whole = config.with_options(**{flags[role]: 0 for role in roles}).resolved()
+        there, of_host = budget.estimate(whole, machine), not machine.gpus
+        spared = found.peak(of_host=of_host)[1] - there.peak(of_host=of_host)[1]
+        yield f"note: {second_masters(config)} {budget.gigabytes(spared)} less"
 
 
 def _place(args: argparse.Namespace) -> dict[str, Any]:
