@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -82,7 +82,9 @@ class ScoreShaper:
 
     def shape(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
         """The score of each response (B,); with rewards of tokens, what is added at its end. ``learn``: collective."""
-        scores = self._unclipped(rollouts, learn)
+        return self._clipped(self._unclipped(rollouts, learn))
+
+    def _clipped(self, scores: Tensor) -> Tensor:
         return scores if self.clip_range is None else scores.clamp(*self.clip_range)
 
     def _unclipped(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
@@ -96,18 +98,24 @@ class ScoreShaper:
 
     def numbers(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         """What is logged of each sample (B,), beside the numbers of the steps."""
-        numbers = {}
+        numbers, unclipped = {}, self._unclipped(rollouts)
+        scores = self._clipped(unclipped)
         if self.clip_range is not None:
-            scores = self._unclipped(rollouts)
-            numbers["reward_clip_ratio"] = (scores != scores.clamp(*self.clip_range)).float()
-        found: dict[int, list[float]] = defaultdict(list)  # by prompt
-        for rollout, score in zip(rollouts, self.final_scores(rollouts).tolist()):
-            found[rollout.prompt.index].append(score)
-        if any(len(scores) > 1 for scores in found.values()):
+            numbers["reward_clip_ratio"] = (unclipped != scores).float()
+        if (token_scores := self.token_scores(rollouts)) is not None:
+            scores = scores + token_scores.sum(-1)
+        prompts = [rollout.prompt.index for rollout in rollouts]
+        groups = {prompt: group for group, prompt in enumerate(dict.fromkeys(prompts))}
+        if len(groups) < len(rollouts):
+            of_group = torch.tensor([groups[prompt] for prompt in prompts], device=self.device)
             # Not by the standard deviation: for equal values, rounding may put it above 0.
-            are_equal = {prompt: min(scores) == max(scores) for prompt, scores in found.items()}
-            of_samples = [float(are_equal[rollout.prompt.index]) for rollout in rollouts]
-            numbers["equal_groups"] = torch.tensor(of_samples, device=self.device)
+            least, most = (
+                scores.new_zeros(len(groups)).scatter_reduce(
+                    0, of_group, scores, how, include_self=False
+                )
+                for how in ("amin", "amax")
+            )
+            numbers["equal_groups"] = (least == most)[of_group].float()
         return numbers
 
     def token_scores(

@@ -16,6 +16,7 @@ HOME = (
     "lightppo.option.",
     "lightppo.plugin.",
     "lightppo.table.",
+    "lightppo.user_code.",
 )
 MODULES = sorted(Path(lightppo.algorithms.__file__).parent.glob("*.py"))
 

@@ -345,6 +345,7 @@ RAN: Changes = [
             "advantage_estimator": "gdpo",
             "reward_fn": "@rewards:in_parts",
             "gdpo_rewards": ("length", "ones"),
+            "seed": 1,  # both parts vary within a group
         },
         {"gdpo_rewards": ("length", "ones=5")},
     ),

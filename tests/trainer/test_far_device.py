@@ -193,7 +193,7 @@ def test_the_host_does_not_wait_between_micro_batches(
         status = run.ppo_train(step)
         record.write(step)
     assert run.strategy.between[-1] == {}
-    assert making <= 14  # whatever the number of micro batches
+    assert making <= 15, making  # whatever the number of micro batches
     assert all(isinstance(value, float | int) for value in status.values())
 
 

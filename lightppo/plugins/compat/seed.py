@@ -11,6 +11,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -247,7 +248,9 @@ def _refuse_unknown(
 ) -> None:
     for name in options:
         if name not in known:
-            flags = [f"--{one}" for one in (*known, *hints)]
+            # A slip in a name of the constructor itself comes before names that mean the same.
+            names = get_close_matches(name, known, cutoff=0.9) or [*known, *hints]
+            flags = [f"--{one}" for one in names]
             meant = nearest(f"--{name}", flags, "flag").replace("'--", "'")
             raise ConfigError(f"{who} got an unknown option {name!r}{meant}")
 

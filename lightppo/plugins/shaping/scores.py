@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightppo.algorithms.masking import at_least_float32, require_same_shape, zero_where_masked
 from lightppo.data.records import Rollout
@@ -135,9 +136,9 @@ class DenseRewards(ScoreStep):
 
     def of_tokens(self, rollouts: Sequence[Rollout], action_mask: Tensor | None) -> Tensor:
         if action_mask is None:
-            lengths = lengths_of(rollouts, self.device)
-            positions = torch.arange(int(lengths.max()), device=self.device)
-            action_mask = positions < lengths[:, None]  # (B, A)
+            trained = [rollout.trained or [True] * len(rollout.response_ids) for rollout in rollouts]
+            masks = [torch.tensor(mask, device=self.device) for mask in trained]
+            action_mask = pad_sequence(masks, batch_first=True)  # (B, A)
         rows = torch.zeros(action_mask.shape, device=self.device)  # (B, A)
         for row, rollout in zip(rows, rollouts):
             row[: len(rollout.token_rewards)] = torch.tensor(

@@ -144,7 +144,8 @@ def test_exports_are_merged_models_with_the_adapter_inside(
     make_config, tmp_path, assets, tiny_model
 ):
     config = make_config(
-        **LORA, eval_data=assets["prompt_data"], eval_steps=1, best_metric="eval/reward", hf_save_steps=2,
+        **LORA, eval_data=assets["prompt_data"], eval_steps=1, val_before_train=False, best_metric="eval/reward",
+        hf_save_steps=2,
         save_value_network=True, save_steps=3, save_hf_ckpt=True,
     )  # fmt: skip
     trainer = fitted(config)

@@ -106,6 +106,12 @@ class TestDenseRewards:
         assert shaping.token_scores(rollouts, mask).tolist() == [[1.0, 3.0, 0.0], [0.5, 0.25, 1.0]]
         assert shaping.shape(rollouts).tolist() == [0.0, 0.0]
 
+    def test_tokens_that_are_not_trained_have_places(self):
+        rollouts, _ = self.batch()
+        rollouts[1].trained = [True, False, True]  # the reply of a tool stands between
+        shaping = shaper(use_dense_reward=True)
+        assert shaping.final_scores(rollouts).tolist() == [4.0, 1.5]
+
     def test_differences(self):
         rollouts, mask = self.batch()
         got = shaper(use_dense_reward=True, reward_delta=True).token_scores(rollouts, mask)

@@ -413,7 +413,7 @@ def check_rollouts(strategy: DeepspeedStrategy, work_dir: Path) -> None:
         Prompt(text, tokenizer.encode(text), index=i)
         for i, text in enumerate(("1+2=", "abc", "7", "x=33"))
     ]
-    sampling = SamplingParams(max_new_tokens=6, n=2, seed=5)
+    sampling = SamplingParams(max_new_tokens=12, n=8, seed=5)
     mine = prompts[: 3 if strategy.is_rank_0() else 1]
     for stage in (0, 3):
         role = make_strategy(zero_stage=stage)
