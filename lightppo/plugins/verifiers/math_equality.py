@@ -34,7 +34,8 @@ from lightppo.plugins.verifiers.math_structure import (
 
 T = TypeVar("T")
 _CHOICE = re.compile(
-    r"(?:option |choice )?(?:\((?P<round>[A-J])\)|(?P<bare>[A-J])(?=[.):]|$)[.)]?(?P<colon>:)?)\s*(?P<rest>.*)",
+    r"(?:option |choice )?(?:\((?P<round>[A-J])\)|(?P<bare>[A-J])(?=[.):]|$)[.)]?(?P<colon>:)?)"
+    r"(?!\s*(?:,|;|\\text\{(?:and|or)\}))\s*(?P<rest>.*)",  # (A), (C) are two
     re.S,
 )
 
@@ -432,7 +433,9 @@ def _parsed(text: Any) -> Any:
     from sympy import Basic, I, MatrixBase, Symbol
     from sympy.core.function import AppliedUndef
 
-    if not isinstance(text, str) or not re.search(r"\w", text) or _UNREADABLE.search(text):
+    if not isinstance(text, str) or not re.search(r"\w", text):
+        return None
+    if _UNREADABLE.search(_RANGE.sub("", text)):
         return None
     try:
         found = latex2sympy(
@@ -455,6 +458,7 @@ def _parsed(text: Any) -> Any:
 _UNREADABLE = re.compile(
     r"\\text|'|\\ldots|\d \d|[=<>;]|\\mathbb|\\%$|(?<![A-Za-z])\\(?:le|ge|ne|in)(?![A-Za-z])"
 )
+_RANGE = re.compile(r"\\(?:sum|prod)_\{[^{}]*\}")  # k=1 below a sum
 _DECIMALS = re.compile(r"(\d*)\.(\d+)")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)")
 _CALL = re.compile(r"(?<![A-Za-z\\{])(?P<letter>[A-Za-eh-z])(?=\()")

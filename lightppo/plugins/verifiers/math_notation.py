@@ -183,6 +183,7 @@ _CANONICAL: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"\\(?:mathbb|Bbb|mathbf)\s*\{?\s*([RNZQC])\s*\}?"), r"\\mathbb{\1}"),
     (re.compile(r"\\(?:R|Reals?)(?![A-Za-z])"), r"\\mathbb{R}"),
     (re.compile(r"\\(?:vert|lvert|rvert)(?![A-Za-z])"), "|"),
+    (re.compile(r"\\pmod\s*\{?\s*(\w+)\s*\}?"), r" \\pmod{\1}"),
     (re.compile(r"\\(?:dots|cdots|dotsc)(?![A-Za-z])|\.\.\.+"), r"\\ldots "),
     (re.compile(r"\\(?:phantom|label|tag|mathstrut)\{[^{}]*\}|\\(?:limits|nolimits|\|)"), " "),
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),

@@ -79,10 +79,11 @@ _RELATION = re.compile(r"\\(?:le|ge|ne|in|notin|approx)(?![A-Za-z])|[<>=]")
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
 _CUP = re.compile(r"\\cup(?![A-Za-z])")
 _MINUS = re.compile(r"\\(?:setminus|backslash)(?![A-Za-z])|\\\\")
+_PLUS_MINUS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
 _SUCH_THAT = re.compile(r"\\mid(?![A-Za-z])|\||:")
 _NAME = re.compile(
     r"(?:\\(?:angle|triangle|overline|vec|bar|hat|text|mathbb|[a-z]*theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|"
-    r"sigma|rho|tau|psi|Delta|prime|frac)(?![a-z])|[A-Za-z]|_(?:\{\w+\}|\w+(?!\w))|[{}'|, /:])+"
+    r"sigma|rho|tau|psi|Delta|prime|frac)(?![a-z])|[A-Za-z]|\^\{-1\}|_(?:\{[^{}=<>]{1,40}\}|\w+(?!\w))|[{}'|, /:])+"
     r"(?:\([^()=<>]*\))?(?:\\text\{[^{}]*\}| )*"
 )
 _VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?")
@@ -187,11 +188,10 @@ def _listed(parts: list[str], joints: str) -> Any:
 
 def _both_signs(text: str) -> list[str]:
     r"""``2 \pm 1`` is ``2 + 1`` and ``2 - 1``."""
-    if r"\pm" not in text and r"\mp" not in text:
+    if _PLUS_MINUS.search(text) is None:
         return [text]
-    signs = re.compile(r"\\(pm|mp)(?![A-Za-z])")
     return [
-        signs.sub(lambda m, names=names: names[m[1]], text)
+        _PLUS_MINUS.sub(lambda m, names=names: names[m[1]], text)
         for names in ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"})
     ]
 

@@ -18,6 +18,13 @@ from lightppo.plugins.verifiers.math_equality import equal
 Make = Callable[..., Rollout]
 
 DIFFERENT = [
+    ("A", "(A), (C)"),
+    ("A", "(A) and (C)"),
+    ("B", r"\textbf{(B)}\text{ or }\textbf{(D)}"),
+    (r"f^{-1}(x)=x+1", "f(x)=x+1"),
+    (r"x_{\max} = 6", r"x_{\min} = 6"),
+    (r"3 \pmod{7}", r"4 \pmod{7}"),
+    (r"\sum_{k=1}^{10} k", r"\sum_{k=1}^{11} k"),
     (r"3\mathbf{i}+4\mathbf{j}", r"3\mathbf{i}-4\mathbf{j}"),
     (r"C\mathrm{e}^{-2x}", r"C\mathrm{e}^{2x}"),
     (r"2\text{ men}, 3\text{ women}", r"2\text{ men}, 5\text{ women}"),
@@ -146,6 +153,14 @@ DIFFERENT = [
 ]
 
 EQUAL = [
+    ("(A),(C)", "A, C"),
+    ("(A) and (C)", "C, A"),
+    (r"S_{\triangle ABC}=6", "6"),
+    (r"x_{\max} = 6", "6"),
+    (r"f^{-1}(x)=\frac{x-3}{2}", r"\frac{x-3}{2}"),
+    (r"\sum_{k=1}^{10} k", "55"),
+    (r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}"),
+    (r"x \equiv 3 \pmod 7", r"x\equiv3\pmod{7}"),
     ("25 000", "25,000"),
     ("25 000", "25000"),
     ("25000", "25 000 euros"),
@@ -345,7 +360,15 @@ def test_an_answer_equals_itself_and_not_one_with_another_number(gold: str) -> N
 
 @pytest.mark.parametrize(
     "text",
-    ["_ab" * 40 + "=1", "{" * 200, "(" * 200, r"\frac" * 100, "1:" * 200, r"\text{a} " * 200 + "!"],
+    [
+        "_ab" * 40 + "=1",
+        "{" * 200,
+        "(" * 200,
+        r"\frac" * 100,
+        "1:" * 200,
+        r"\text{a} " * 200 + "!",
+        r"\pmod 7",
+    ],
     ids=lambda text: text[:6],
 )
 def test_nothing_that_a_model_writes_is_an_error(text: str) -> None:
