@@ -146,7 +146,10 @@ def _check_methods(callback: Callback) -> None:
         meant = get_close_matches(name, _TIMES, n=1, cutoff=0.88)
         if meant or name.startswith("on_"):
             known = f"did you mean {meant[0]!r}?" if meant else f"known: {', '.join(_TIMES)}"
-            raise ConfigError(f"{where} has a method {name!r}, which no run calls ({known})")
+            raise ConfigError(
+                f"{where} has a method {name!r}, which no run calls ({known}); begin the name "
+                "of a helper with _"
+            )
     for name in _TIMES:
         method = getattr(callback, name)
         if getattr(kind, name, None) is getattr(Callback, name):

@@ -404,7 +404,7 @@ class TrainingLoop:
         if self.keeps:
             if self.owns_parts:
                 self.save_model()
-            self.strategy.print(f"finished: {step} steps")
+            self.strategy.print(f"finished: {step} step{'s' * (step != 1)}")
 
     def check_trained(self) -> None:
         """TrainingError where no model has changed: such a run is no success."""

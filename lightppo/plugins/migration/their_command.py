@@ -198,6 +198,8 @@ def _program_by_marks(values: Mapping[str, Any]) -> str:
 
 def _unknown(text: str) -> str:
     shown = " ".join(text.split())
+    if re.match(r"(python\S* -m )?lightppo\b", shown):
+        return f"{shown[:57]!r} is a command of lightppo: there is nothing to translate"
     shown = shown if len(shown) < 60 else f"{shown[:57]}..."
     return f"{shown!r} names no program that lightppo knows: say which it is by --from, one of {', '.join(PROGRAMS)}"
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str], prog: str = "lightppo translate") -> None:
     options = parser.parse_args(argv)
     if options.ranks is not None and options.ranks < 1:
         parser.error(f"--ranks {options.ranks}: must be at least 1")
-    if not options.command:
+    if not any(word.strip() for word in options.command):
         parser.error("a command is missing: give it in quotes, or a script or YAML file")
     text = options.command[0] if len(options.command) == 1 else shlex.join(options.command)
     with exit_on_mistakes(prog):

@@ -121,5 +121,5 @@ def closing_lines(run: Any) -> Iterator[str]:
     if config.data.eval_data:
         where = f"--pretrain {folder} --save_path {folder}_eval"
         yield f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {where} --resume never"
-    if run.saves:
-        yield "go on: the same command with a larger --num_episodes or --total_training_steps"
+    if run.saves and (limits := run.reached_limits()):
+        yield f"go on: the same command with larger limits than {limits}"

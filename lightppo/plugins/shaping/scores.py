@@ -136,7 +136,9 @@ class DenseRewards(ScoreStep):
 
     def of_tokens(self, rollouts: Sequence[Rollout], action_mask: Tensor | None) -> Tensor:
         if action_mask is None:
-            trained = [rollout.trained or [True] * len(rollout.response_ids) for rollout in rollouts]
+            trained = [
+                rollout.trained or [True] * len(rollout.response_ids) for rollout in rollouts
+            ]
             masks = [torch.tensor(mask, device=self.device) for mask in trained]
             action_mask = pad_sequence(masks, batch_first=True)  # (B, A)
         rows = torch.zeros(action_mask.shape, device=self.device)  # (B, A)
