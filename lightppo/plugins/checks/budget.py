@@ -211,6 +211,7 @@ class Sizes:
     trained: int
     bytes: int  # of all weights
     width: int  # bytes of a weight
+    trained_small: int = 0  # of those whose float32 gradients are blocks below KEPT_BLOCK
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,11 @@ def sizes(shape: Shape) -> Sizes:
             named[f"{name}.weight"].numel()
             for name in fitting_layers(bare, loading.head_names(bare))
         )
-    return Sizes(total, trained, int((total - small) * width + small * NF4_BYTES), width)
+    of_weights = int((total - small) * width + small * NF4_BYTES)
+    in_small = sum(
+        p.numel() for p in named.values() if p.requires_grad and 4 * p.numel() < KEPT_BLOCK
+    )
+    return Sizes(total, trained, of_weights, width, in_small)
 
 
 @lru_cache(maxsize=256)
@@ -604,17 +609,16 @@ def _trained(
     twice = bool(strategy.overlap_comm) and stage == 2  # stage 3 overlaps from one buffer
     bucket, total = counted.width * elements * (1 + twice), counted.width * counted.trained
     shard = counted.trained if stage == 0 else math.ceil(counted.trained / machine.world_size)
-    rows, kind = _rows(config, f"{role}_train", machine)
-    many = _micro_batches(config, rows, machine) > 1
+    many = _micro_batches(config, _rows(config, f"{role}_train", machine)[0], machine) > 1
     # From the first backward pass to the step; where there are several, the other model trains between them.
     until_step = TRAINING if many and _joint(config) else {train, step}
     # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
     whole = stage == 1 and shape.dtype is torch.bfloat16 and apart and not offload
     # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
-    copied = min(counted.trained, GPU_BUCKET_ELEMENTS) if machine.world_size > 1 else 0
-    copies = (1 + 0.5 * apart) * 4 * copied
-    # The shard of the present pass, beside the sum of earlier ones.
-    again = 0 if apart and many else shard * accumulated
+    copies = (4 + 2 * apart) * min(counted.trained, GPU_BUCKET_ELEMENTS) * (machine.world_size > 1)
+    again = (
+        0 if apart and many else shard * accumulated
+    )  # of this pass, beside the sum of earlier ones
 
     def part(
         what: str, phases: Iterable[str], size: float, host: bool = False, sure: bool = True
@@ -648,17 +652,44 @@ def _trained(
         yield part("gradients", always, 4 * counted.trained)
     else:
         size = 4 * counted.trained if stage == 0 else accumulated * shard
-        yield part("gradients", until_step if many else {step}, size, sure=many or stage > 0)
+        made = part("gradients", until_step if many else {step}, size, sure=many or stage > 0)
+        share = 0 if stage == 0 or machine.gpus else counted.trained_small / counted.trained
+        yield from _with_small_blocks(made, share, train)
     if stage > 0 and not offload and (stage == 3 or not apart):
         yield part("flat gradients", [step], 4 * shard, sure=False)
     # Only the engine that is made last adds to the peak while models load.
     if stage > 0 and not whole and (critic or not rules.needs_critic(config)):
         yield part("first gradients", [LOADING], 4 * shard, offload, sure=False)
-    checkpoints = rules.of_role(config, role).gradient_checkpointing
-    options = {"checkpoints": checkpoints, "entropy": config.loss.entropy_coef > 0 and not critic}
-    activations = pass_bytes(shape, rows, kind=kind, trains=True, **options)
+    activations = _training_pass(role, shape, config, machine)
     held = part("activations, buckets", [train], activations.peak(beside), sure=False)
     yield dataclasses.replace(held, small=activations.small)
+
+
+def _training_pass(role: str, shape: Shape, config: PPOConfig, machine: Machine) -> PassBytes:
+    """Forward and backward over a full micro batch of actor or critic."""
+    rows, kind = _rows(config, f"{role}_train", machine)
+    return pass_bytes(
+        shape,
+        rows,
+        kind=kind,
+        trains=True,
+        checkpoints=rules.of_role(config, role).gradient_checkpointing,
+        entropy=config.loss.entropy_coef > 0 and role == "actor",
+    )
+
+
+def _with_small_blocks(gradients: Part, share: float, train: str) -> Iterator[Part]:
+    """The sum of gradients, and those of a pass: they may find no room between the activations that it frees.
+
+    ZeRO copies a pass's gradients; where there is no sum of earlier passes, both are new.
+    """
+    small = int(share * gradients.gpu)
+    yield dataclasses.replace(gradients, small=small)
+    what, new = (
+        f"gradients of a pass ({gradients.owner})",
+        small * (1 + (train not in gradients.phases)),
+    )
+    yield Part("process", what, frozenset({train}), host=new, sure=False, small=new)
 
 
 def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:

@@ -319,7 +319,7 @@ def test_ranks_on_a_cpu_are_compared_with_the_memory_of_the_host(
 
 
 def test_a_process_on_a_cpu_has_libraries_and_keeps_small_blocks_that_it_freed() -> None:
-    """A Llama of SmolLM2-135M's shape: seen as 4.44 GB at most in a run of GRPO, and 5.14 with micro batches of 16."""
+    """A Llama of SmolLM2-135M's shape. Runs of GRPO reached 4.40 to 4.82 GB, with micro batches of 16 5.14 to 5.58."""
     model = LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49152, tie_word_embeddings=True,
@@ -327,14 +327,17 @@ def test_a_process_on_a_cpu_has_libraries_and_keeps_small_blocks_that_it_freed()
     machine = Machine(1, gpus=False, library_bytes=690_000_000)
     sizes = {"prompt_max_len": 64, "generate_max_len": 32, "rollout_batch_size": 4}
     options = GRPO | sizes | {"init_kl_coef": 0, "train_batch_size": 16}
-    for rows, seen in ((4, 4.44e9), (16, 5.14e9)):
+    for rows, seen in ((4, 4.40e9), (4, 4.82e9), (16, 5.14e9), (16, 5.58e9)):
         batches = {"micro_train_batch_size": rows, "micro_rollout_batch_size": 16}
         found = estimate(config(bf16=False, **options, **batches), machine, {"model": model})
         assert found.peak()[1] == pytest.approx(seen, rel=0.1)
         kept = {part.phases: part.host for part in found.parts if "keeps" in part.what}
-        pass_of_actor = next(part.small for part in found.parts if "activations" in part.what)
+        # Behind a pass: its activations, its gradients, and their copies or the sum with those of earlier passes.
+        activations = next(part.small for part in found.parts if "activations" in part.what)
+        # All but the embedding, whose block is not small.
+        gradients = 4 * (134_515_008 - 49152 * 576)
         phases = max(kept, key=len)
-        assert kept[phases] == pass_of_actor
+        assert kept[phases] == activations + 2 * gradients
         assert SAVE in phases  # copies of weights do not fit into its gaps
         assert not {ACTOR, LOADING} & phases
     on_gpu = estimate(config(**options), Machine(1), {"model": model})
