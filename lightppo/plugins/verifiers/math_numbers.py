@@ -45,6 +45,9 @@ _TEXT_COMMAND = re.compile(
 _NUMERAL = re.compile(
     r"\(?(?P<digits>(?=[A-Z]*\d)[\dA-Z]+(?:\.[\dA-Z]+)?)\)?(?:_\{?\(?(?P<base>\d{1,2})\)?\}?)?"
 )
+_ORDINAL = re.compile(  # 1st, 17^{\text{th}}
+    r"(?<=\d)\s?(?:\^\s?)?\{?\s?(?:\\(?:text|textrm|mathrm)\s?)?\{?(?:st|nd|rd|th)\}{0,2}$"
+)
 _LABEL = re.compile(r"^\\?[A-Za-z]\w*\s*=\s*")
 
 
@@ -74,7 +77,7 @@ class Number:
 
 def as_number(answer: str) -> Number | None:
     """Reads an answer that is one number in any notation, with currency, percent sign or unit; else None."""
-    text = _LABEL.sub("", tidy(answer))
+    text = _ORDINAL.sub("", _LABEL.sub("", tidy(answer)))
     match = (
         _NUMBER.fullmatch(_UNIT_TEXT.sub(_unit_or_text, text))
         if len(text) <= _LONGEST_NUMBER
@@ -176,7 +179,7 @@ def same_number(a: Number, b: Number) -> bool:
 
 def squeezed(answer: str) -> str:
     """The text without spaces, but those between digits, and without fonts; letters alone in lower case."""
-    text = _TEXT_COMMAND.sub(r"\1", tidy(answer))
+    text = _TEXT_COMMAND.sub(r"\1", tidy(answer)).replace("²", "^2").replace("³", "^3")
     text = re.sub(r"(?<![\d,]) +| +(?!\d)|(?<=,) +(?!\d{3}(?!\d))", "", text)
     text = re.sub(r"^\(([A-Za-z])\)$", r"\1", text)  # (A): a choice
     return text.casefold() if re.sub(r"[\s.,'-]", "", text).isalpha() else text

@@ -37,6 +37,11 @@ from lightppo.plugins.verifiers.math_numbers import as_number, compare
         ("1000001", "1000000", False),  # integers are equal or not, however large
         ("$18", "18 dollars", True),
         (r"\$18", "-$18", False),
+        ("1st", "1", True),
+        ("17", r"17^{\text{th}}", True),
+        ("1st", "2", False),
+        (r"2\text{ m}^2", "2 m²", True),
+        (r"2\text{ m}^2", "3 m²", None),
         ("-5", "−5", True),
         (r"\frac{1}{2}", "0.5", True),
         (r"\frac12", r"\dfrac{2}{4}", True),
