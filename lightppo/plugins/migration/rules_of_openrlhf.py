@@ -117,9 +117,7 @@ def _lightrft_resume(their: Their) -> Iterator[tuple[str, Any]]:
 
 @rule(
     "OpenRLHF",
-    "vllm.num_engines vllm_num_engines vllm.tensor_parallel_size vllm_tensor_parallel_size train.colocate_all "
-    "colocate_all_models train.colocate_actor_ref colocate_actor_ref train.colocate_critic_reward colocate_critic_reward "
-    "vllm.sync_backend vllm_sync_backend vllm.sync_with_ray vllm_sync_with_ray",
+    "vllm.num_engines vllm_num_engines vllm.tensor_parallel_size vllm_tensor_parallel_size",
 )
 def _openrlhf_engine(their: Their) -> Iterator[tuple[str, Any]]:
     if their.whole("vllm.num_engines", "vllm_num_engines", default=0) > 0:

@@ -239,7 +239,7 @@ def _differences(
         theirs = [f"{name} {known.values[name]}" for name in names]
         more = ", …" * (len(theirs) > 2)
         lines.append(
-            f"#   {_flag(one, value)}    # {', '.join(theirs[:2])}{more} there, {_shown(here)} here"
+            f"#   {_flag(one, value)}    # there {', '.join(theirs[:2])}{more}; the default here is {_shown(here)}"
         )
     title = f"# Defaults of {known.version} that differ, where the command says nothing; to train as there, add:"
     return ["", title, *lines] if lines else []

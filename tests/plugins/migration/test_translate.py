@@ -95,7 +95,7 @@ def test_trl_grpo(translate):
     assert "--bf16" in added
     assert "--lr_scheduler linear" in added
     assert "--adam_betas" not in added  # one of them is said
-    assert "beta 0.0, use_bias_correction_kl True there, 0.01 here" in text
+    assert "there beta 0.0, use_bias_correction_kl True; the default here is 0.01" in text
     _, _, _, whole = translate(GRPO, add=added)
     assert whole["lr_scheduler"] == "linear"
     assert whole["init_kl_coef"] == 0
@@ -184,7 +184,7 @@ def test_openrlhf(translate):
         "use_wandb": True,
     }
     assert {name: config[name] for name in expected} == expected
-    assert "--lambd 1.0    # algo.advantage.lambd 1 there, 0.95 here" in text
+    assert "--lambd 1.0    # there algo.advantage.lambd 1; the default here is 0.95" in text
     assert "--value_clip 0.5" in text
 
 
@@ -382,7 +382,7 @@ def test_lightrft(translate):
         "bf16": True,
     }
     assert {name: config[name] for name in expected} == expected
-    assert "--loss_agg_mode seq-mean-token-mean    # loss_agg_mode" in text
+    assert "--loss_agg_mode seq-mean-token-mean    # there loss_agg_mode" in text
 
 
 def test_several_nodes_and_ranks_by_hand(translate):
@@ -524,3 +524,13 @@ def test_no_value_is_too_odd(program, value):
              for row in tables()[title] for name in row.names if "*" not in name and "=" not in name}  # fmt: skip
     lines, _ = translated(Theirs(program, dict.fromkeys(sorted(names), value)))
     assert lines[0].startswith("# ")
+
+
+def test_what_openrlhf_places_is_told(translate):
+    _, text, _, config = translate(
+        "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data p --vllm_num_engines 4 --colocate_all_models "
+        "--vllm_sync_backend nccl --vllm_tensor_parallel_size 2"
+    )
+    assert "#   colocate_all_models: all models are always on all ranks" in text
+    assert "#   vllm_sync_backend: " in text
+    assert (config["rollout_engine"], config["tensor_parallel_size"]) == ("vllm", 2)
