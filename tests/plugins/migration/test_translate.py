@@ -529,7 +529,7 @@ def test_no_value_is_too_odd(program, value):
 def test_what_openrlhf_places_is_told(translate):
     _, text, _, config = translate(
         "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data p --vllm_num_engines 4 --colocate_all_models "
-        "--vllm_sync_backend nccl --vllm_tensor_parallel_size 2"
+        "--vllm_sync_backend nccl --vllm_tensor_parallel_size 2 --actor_num_gpus_per_node 8"
     )
     assert "#   colocate_all_models: all models are always on all ranks" in text
     assert "#   vllm_sync_backend: " in text
