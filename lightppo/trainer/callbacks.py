@@ -182,7 +182,7 @@ def numbers_of(callback: Callback, method: str, result: Any) -> Mapping[str, flo
         if not isinstance(name, str):
             raise ConfigError(f"{where} returns {name!r}, which is no text, as a name")
         if finite(value) is None and not is_non_finite(value):
-            raise ConfigError(f"{where} returns {value!r:.100}, which is no number, as {name!r}")
+            raise ConfigError(f"{where} returns {value!r:.100} as {name!r}: return a number")
     return {name: _number(value) for name, value in result.items()}
 
 

@@ -193,7 +193,7 @@ def test_a_callback_that_cannot_be_made_is_refused(tmp_path, methods, says):
     [
         (
             "def on_step_end(self, run, step, metrics): return {'mine': 'good'}",
-            "on_step_end returns 'good', which is no number, as 'mine'",
+            "on_step_end returns 'good' as 'mine': return a number",
         ),
         (
             "def on_step_end(self, run, step, metrics): return {1: 2.0}",
@@ -218,7 +218,7 @@ def test_a_callback_that_cannot_be_made_is_refused(tmp_path, methods, says):
         ),
         (
             "def votes(self, run): return {'stop': 'yes'}",
-            "votes returns 'yes', which is no number, as 'stop'",
+            "votes returns 'yes' as 'stop': return a number",
         ),
         (
             "def around_step(self, run, step): pass",

@@ -258,8 +258,8 @@ class DryRun(Callback):
         report_memory(run.strategy, f"dry run: {took}; nothing is kept; memory of rank 0")
         if states := _optimizer_bytes(run.strategy):
             run.strategy.print(
-                f"later steps need up to {durable.shown_size(states)} more: Adam's states, which the first step makes at "
-                "its end, are there during their passes"
+                f"later steps need up to {durable.shown_size(states)} more: they hold Adam's states during their passes; "
+                "the first step creates these at its end"
             )
 
 

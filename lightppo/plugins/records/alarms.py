@@ -273,7 +273,7 @@ class Alarms:
             else f"{name} in step {steps[0]}"
             for name, steps in sorted(self.rang.items(), key=lambda item: item[1][0])
         ]
-        more = "the log says at the first of them what to do, and so does the report"
+        more = "the log at the first of these steps says what to do, as does the report"
         return f"ALARMS: {', '.join(told)}: {more}" if told else ""
 
     def state_dict(self) -> dict[str, Any]:

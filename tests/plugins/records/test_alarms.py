@@ -227,7 +227,7 @@ def test_a_resumed_run_knows_what_rang():
         resumed.summary()
         == alarms.summary()
         == "ALARMS: reward_falls in 5 steps (22 to 26): "
-        + ("the log says at the first of them what to do, and so does the report")
+        + ("the log at the first of these steps says what to do, as does the report")
     )
     older = Alarms()
     older.load_state_dict({"rollout/reward": rewards})
