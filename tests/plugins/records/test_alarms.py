@@ -210,7 +210,7 @@ def test_it_is_told_when_it_begins_only_and_again_when_it_comes_back():
     assert "kl_explosion: rollout/policy_kl is 2.5" in line
     assert "--actor_learning_rate" in line
     summary = alarms.summary()
-    assert summary.startswith("ALARMS: kl_explosion in 3 steps (2 to 5): the log says")
+    assert summary.startswith("ALARMS: kl_explosion in 3 steps (2 to 5): the log at the first")
     assert Alarms().summary() == ""
 
 
