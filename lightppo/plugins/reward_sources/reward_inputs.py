@@ -95,6 +95,12 @@ class Retemplated(PlainText):
         is_chat = self._has_chats and (self._form is None or self._form.is_chat)
         if not is_chat and all(rollout.prompt.messages is None for rollout in rollouts):
             return super().encode(rollouts)
+        if self._form is not None and not self._form.is_chat:
+            raise RewardError(
+                "--reward_input_tokenizer: the prompts are chats, and the reward model was trained on text, as reward_rows "
+                "in its config.json says: train it with --apply_chat_template, or, if its texts were written by the chat "
+                "template already, set is_chat there to true"
+            )
         pairs = [self._texts(rollouts, i) for i in range(len(rollouts))]
         if self._form is None:
             return self._template.encode_rendered([whole for _, whole in pairs])

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import PromptTemplate
-from lightppo.errors import BadRowError, DataError, ModelLoadError
+from lightppo.errors import BadRowError, DataError, ModelLoadError, RewardError
 from lightppo.models.critic import RowForm
 from lightppo.plugins.reward_sources.reward_inputs import Retemplated, SameIds
 from lightppo.plugins.supervised.example_rows import resolve_example_fields
@@ -245,6 +245,13 @@ def test_ppo_reads_the_rows_that_a_reward_model_was_trained_on(chat, eos, system
     if chat:  # nobody says how another model was trained
         text = tokenizer.decode(Retemplated(tokenizer).encode(finished[:1])[0])
         assert text.endswith("1<end>\n")
+
+
+def test_chats_are_not_rendered_for_a_model_that_was_trained_on_text():
+    reads = Retemplated(tokenizer_with_turns("</s>"), RowForm(2, is_chat=False))
+    chat = Rollout(Prompt("2+2?", [4], messages=[USER]), 0, [5], "4", "stop")
+    with pytest.raises(RewardError, match="prompts are chats, and the reward model was trained"):
+        reads.encode([chat])
 
 
 def test_a_form_of_another_version_is_named():
