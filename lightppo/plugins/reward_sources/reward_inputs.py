@@ -52,7 +52,10 @@ class SameIds:
 
 
 class PlainText:
-    """Prompt + response as text, in the ids of another tokenizer, with end-of-text behind a finished answer."""
+    """Prompt + response as text, in the ids of another tokenizer, with end-of-text behind a finished answer.
+
+    For a model that was trained on chats the text is one, written by its template up to the answer.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, form: RowForm | None = None) -> None:
         if tokenizer.eos_token_id is None:
@@ -70,11 +73,23 @@ class PlainText:
         self._template = PromptTemplate(tokenizer, **told)
 
     def encode(self, rollouts: list[Rollout]) -> Rows:
-        texts = [
-            Rendered(r.prompt.text + r.response_text, is_chat=False, messages=None)
-            for r in rollouts
-        ]
+        is_chat = self._form is not None and self._form.is_chat
+        end = self._turn_end() if is_chat else ""
+        texts = []
+        for rollout in rollouts:
+            text = rollout.prompt.text + rollout.response_text
+            if not rollout.truncated and not text.endswith(end):
+                text += end
+            texts.append(Rendered(text, is_chat=is_chat, messages=None))
         return self._ended(rollouts, self._template.encode_rendered(texts))
+
+    def _turn_end(self) -> str:
+        """What the chat template writes behind an answer, of which texts of finished answers have nothing."""
+        if not self._has_chats:
+            return ""
+        answer = "qzprobe"
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        return closed(self._template.chat_text(chat)).rpartition(answer)[2]
 
     def _ended(self, rollouts: list[Rollout], rows: Iterable[list[int]]) -> Rows:
         return [
@@ -95,6 +110,12 @@ class Retemplated(PlainText):
         is_chat = self._has_chats and (self._form is None or self._form.is_chat)
         if not is_chat and all(rollout.prompt.messages is None for rollout in rollouts):
             return super().encode(rollouts)
+        if self._form is not None and not self._form.is_chat:
+            raise RewardError(
+                "--reward_input_tokenizer: the prompts are chats, and the reward model was trained on text, as reward_rows "
+                "in its config.json says: train it with --apply_chat_template, or, if its texts were written by the chat "
+                "template already, set is_chat there to true"
+            )
         pairs = [self._texts(rollouts, i) for i in range(len(rollouts))]
         if self._form is None:
             return self._template.encode_rendered([whole for _, whole in pairs])

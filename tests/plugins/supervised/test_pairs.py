@@ -13,9 +13,9 @@ from transformers import LlamaConfig
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import PromptTemplate
-from lightppo.errors import BadRowError, DataError, ModelLoadError
+from lightppo.errors import BadRowError, DataError, ModelLoadError, RewardError
 from lightppo.models.critic import RowForm
-from lightppo.plugins.reward_sources.reward_inputs import Retemplated, SameIds
+from lightppo.plugins.reward_sources.reward_inputs import PlainText, Retemplated, SameIds
 from lightppo.plugins.supervised.example_rows import resolve_example_fields
 from lightppo.plugins.supervised.pair_rows import read_margin, read_pair
 from lightppo.plugins.supervised.pairs import PairDataset
@@ -245,6 +245,28 @@ def test_ppo_reads_the_rows_that_a_reward_model_was_trained_on(chat, eos, system
     if chat:  # nobody says how another model was trained
         text = tokenizer.decode(Retemplated(tokenizer).encode(finished[:1])[0])
         assert text.endswith("1<end>\n")
+
+
+@pytest.mark.parametrize("eos", ["<end>", "</s>"])
+def test_a_server_reads_texts_of_chats_as_in_training(eos):
+    tokenizer = tokenizer_with_turns(eos)
+    pair = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    rows = PairDataset(Dataset.from_list([pair]), tokenizer, 64, apply_chat_template=True)
+    asked = PromptTemplate(tokenizer, apply_chat_template=True).render("2+2=")
+    reads = PlainText(tokenizer, rows.row_form)  # a request has no messages
+    trained = torch.cat([rows[0]["prompt"], rows[0]["chosen"]]).tolist()
+    for answer in ("4", "4<end>"):
+        rollout = Rollout(Prompt(asked.text, []), 0, [], answer, "stop")
+        assert reads.encode([rollout]) == [trained]
+        cut = Rollout(Prompt(asked.text, []), 0, [], answer, "length")
+        assert tokenizer.decode(reads.encode([cut])[0]) == asked.text + answer
+
+
+def test_chats_are_not_rendered_for_a_model_that_was_trained_on_text():
+    reads = Retemplated(tokenizer_with_turns("</s>"), RowForm(2, is_chat=False))
+    chat = Rollout(Prompt("2+2?", [4], messages=[USER]), 0, [5], "4", "stop")
+    with pytest.raises(RewardError, match="prompts are chats, and the reward model was trained"):
+        reads.encode([chat])
 
 
 def test_a_form_of_another_version_is_named():
