@@ -65,7 +65,10 @@ def test_the_calculator_says_how_much(tiny_model, capsys):
 @pytest.mark.parametrize(("frozen", "is_told"), [(-1, False), (2, False), (3, True)])
 def test_a_run_that_never_trains_its_actor_says_so(frozen, is_told):
     config = PPOConfig.from_flat(
-        freezing_actor_steps=frozen, total_training_steps=3, rollout_batch_size=8
+        freezing_actor_steps=frozen,
+        total_training_steps=3,
+        train_batch_size=8,
+        rollout_batch_size=8,
     )
     building = SimpleNamespace(config=config, prompts_dataloader=[None] * 8)
     told = list(tell_frozen(building))
