@@ -37,6 +37,7 @@ def register() -> None:
     RESUMES.register("options", Entry("lightppo.plugins.checks.resumed:check_same_run"))
     CHECKS.register("files", Check("lightppo.plugins.checks.building:check_files"))
     CHECKS.register("advice", Check("lightppo.plugins.checks.advice:tell_advice"))
+    CHECKS.register("frozen", Check("lightppo.plugins.checks.advice:tell_frozen", when="models"))
     CHECKS.register(
         "masters", Check("lightppo.plugins.checks.advice:tell_second_masters", when="models")
     )

@@ -28,6 +28,19 @@ def tell_second_masters(building: Any) -> Iterator[str]:
         yield f"note: {second_masters(building.config)} about {spared / 1e9:.1f} GB less"
 
 
+def tell_frozen(building: Any) -> Iterator[str]:
+    """Where the whole run trains the critic alone."""
+    from lightppo.trainer.build import optimizer_steps, steps_per_episode
+
+    config = building.config
+    if not isinstance(config, PPOConfig) or config.evaluation.val_only:
+        return
+    frozen = config.algorithm.freezing_actor_steps
+    steps = steps_per_episode(config, building.prompts_dataloader)
+    if frozen > 0 and not optimizer_steps(config, steps):
+        yield f"note: --freezing_actor_steps {frozen}: all steps of this run train the critic alone, the actor stays"
+
+
 def second_masters(config: Options) -> str:
     """The note, up to how much it is."""
     return (

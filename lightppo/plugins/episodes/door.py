@@ -72,6 +72,7 @@ class Door:
         app.state.upstreams = Engines(default_client=app.state.inference, default_level="tokens")
         self.registry = app.state.registry
         self._connections = Connections(_STRANGERS, _STRANGER_SECONDS, _CONNECTIONS)
+        app.add_middleware(Counting)
         app.add_middleware(
             Gate,
             connections=self._connections,
@@ -135,6 +136,23 @@ def _worth_reading(record: logging.LogRecord) -> bool:
     """A filter: openenv names a session by its key, and a program often asks once more when its episode has ended."""
     record.msg, record.args = _KEY.sub("an episode", record.getMessage()), ()
     return HAS_ENDED not in record.msg
+
+
+class Counting:
+    """Around openenv's routes that count tokens: they look at messages before anything has checked their form."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except (AttributeError, TypeError, KeyError, ValueError):
+            # No other route: what fails there is a fault of ours.
+            if not scope.get("path", "").endswith(("count_tokens", ":countTokens")):
+                raise
+            problem = "tokens cannot be counted: messages must be a list of messages"
+            await _error(400, problem)(scope, receive, send)
 
 
 class Models:

@@ -12,6 +12,7 @@ import math
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,11 @@ class Exports(Callback):
             with run.saving("save"):
                 save_best(run.checkpointer, run.ckpt_path, step, metric, self.best)
 
+    def on_end(self, run: Any, error: BaseException | None) -> None:
+        metric = _metric(run)
+        if error is None and metric is not None and run.owns_parts and not run.only_evaluates:
+            run.strategy.print(told_best(run.checkpointer, join(run.ckpt_path, "best_hf"), metric))
+
     # -- what a checkpoint keeps -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,6 +191,18 @@ def best_note(checkpointer: RunCheckpointer, folder: str | Path) -> dict[str, An
                 f"{path} is damaged: remove {path.parent}, and the next best is kept"
             ) from error
     return checkpointer.strategy.broadcast_object(note)
+
+
+def told_best(checkpointer: RunCheckpointer, folder: str | Path, metric: str) -> str:
+    """The line at the end of a run: where its best model is, and whether it is this run's. No collective."""
+    path, note = local_folder(folder) / _BEST, {}
+    if path.is_file():
+        with suppress(ValueError):  # damaged: of this run it is not, which has written it whole
+            note = json.loads(path.read_text())
+    if note.get("run") == checkpointer.run and note.get("metric") == metric:
+        return f"best: {metric} {note['value']:.4g} after step {note['step']}, in {folder}"
+    other = f"; {folder} is of another run or metric" if path.is_file() else ""
+    return f"best: none is kept, as no evaluation after the start had a better {metric}{other}"
 
 
 def clear_exports(root: Path) -> list[str]:

@@ -146,7 +146,8 @@ def _altered(path: Path, number: int, line: bytes, earlier: list[Entry]) -> str:
         what = f"it is no JSON; the line before: {described(earlier[-1])}" if earlier else "no JSON"
     return (
         f"{path}:{number} was altered, or a line before it is missing: {what}. Restore the file; a run that "
-        "goes on can also do without it: move it away, and its replies are asked for again"
+        "goes on can also do without it: move it away. Steps that are done then cannot be replayed; for others, "
+        "replies are asked for again"
     )
 
 

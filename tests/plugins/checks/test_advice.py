@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightppo.config import PPOConfig
-from lightppo.plugins.checks.advice import tell_second_masters, with_second_masters
+from lightppo.plugins.checks.advice import tell_frozen, tell_second_masters, with_second_masters
 from lightppo.plugins.checks.memory import main
 from lightppo.plugins.supervised.sections import SFTConfig
 
@@ -60,3 +60,19 @@ def test_the_calculator_says_how_much(tiny_model, capsys):
     with pytest.raises(SystemExit):
         main([*options, "--gpus", "0", "--zero_stage", "0"])
     assert "note" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("frozen", "is_told"), [(-1, False), (2, False), (3, True)])
+def test_a_run_that_never_trains_its_actor_says_so(frozen, is_told):
+    config = PPOConfig.from_flat(
+        freezing_actor_steps=frozen,
+        total_training_steps=3,
+        train_batch_size=8,
+        rollout_batch_size=8,
+    )
+    building = SimpleNamespace(config=config, prompts_dataloader=[None] * 8)
+    told = list(tell_frozen(building))
+    assert bool(told) == is_told
+    assert all(
+        "--freezing_actor_steps 3: all steps of this run train the critic" in t for t in told
+    )

@@ -4,6 +4,7 @@ with the real one, asked by the real ``openai`` client, where openenv is install
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -715,6 +716,25 @@ def test_only_the_key_of_an_episode_is_let_in(play, real):
         assert requests.get(f"{real.url[:-2]}{path}").status_code == 401
     for path in ("v1/messages/count_tokens", "v1beta/models/any:countTokens"):
         assert requests.post(f"{real.url[:-2]}{path}", json=body).status_code == 401
+
+
+@pytest.mark.parametrize(("path", "is_raised"), [("count_tokens", False), ("completions", True)])
+def test_messages_that_cannot_be_counted_are_refused(path, is_raised):
+    from lightppo.plugins.episodes.door import Counting
+
+    async def openenv(scope, receive, send):
+        raise AttributeError("'str' object has no attribute 'get'")
+
+    async def send(message):
+        sent.append(message)
+
+    sent: list[dict] = []
+    scope = {"type": "http", "path": f"/v1/messages/{path}"}
+    with pytest.raises(AttributeError) if is_raised else contextlib.nullcontext():
+        asyncio.run(Counting(openenv)(scope, None, send))
+    if not is_raised:
+        assert sent[0]["status"] == 400
+        assert b"messages must be a list of messages" in sent[1]["body"]
 
 
 def request_of(url: str, key: str, length: int) -> socket.socket:

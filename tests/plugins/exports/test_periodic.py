@@ -16,7 +16,7 @@ from support.loops import IdleLoop
 
 from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.plugins.exports.periodic import save_hf
+from lightppo.plugins.exports.periodic import save_hf, told_best
 from lightppo.trainer.checkpointing import RunCheckpointer
 
 ages = itertools.count(1)
@@ -183,3 +183,21 @@ def test_a_checkpoint_without_the_bar_has_it_from_the_export(best_loop):
     old = best_loop(evaluated, step=1)  # a checkpoint of an older lightppo
     old.evaluation.evaluate_step(2)
     assert note_of(old)["value"] == 0.8
+
+
+def test_the_end_of_a_run_says_whose_the_best_is(best_loop):
+    def told(loop: IdleLoop) -> str:
+        folder = Path(loop.ckpt_path, "best_hf")
+        return told_best(loop.checkpointer, folder, "eval/accuracy").replace(str(folder), "FOLDER")
+
+    none = "best: none is kept, as no evaluation after the start had a better eval/accuracy"
+    loop = best_loop(Evaluated(0.2, 0.5))
+    assert told(loop) == none
+    for step in (0, 1):
+        loop.evaluation.evaluate_step(step)
+    assert told(loop) == "best: eval/accuracy 0.5 after step 1, in FOLDER"
+
+    other = best_loop(Evaluated(0.2, 0.1), run="another run")
+    for step in (0, 1):
+        other.evaluation.evaluate_step(step)
+    assert told(other) == f"{none}; FOLDER is of another run or metric"
