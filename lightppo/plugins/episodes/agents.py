@@ -26,6 +26,7 @@ from lightppo.user_code import error_text, without_copies
 _GIVEN = ("base_url", "api_key")
 _MOST_OUTPUT = 16 << 20  # bytes that a program may write
 _LAST_WORDS = 500  # characters of a program's output in an error
+_LAST_WAIT = 10.0  # seconds for the pipe of a killed program to end
 
 
 def is_program(found: Any) -> bool:
@@ -157,7 +158,11 @@ async def run_program(
             kill = _killing_group(process.pid) if guard else process.kill
             with contextlib.suppress(ProcessLookupError):
                 kill()
-            await process.wait()
+            with contextlib.suppress(TimeoutError):  # what left the group may hold the pipe open
+                async with asyncio.timeout(_LAST_WAIT):
+                    while await process.stdout.read(1 << 16):  # asyncio waits for the pipe's end too
+                        pass
+                    await process.wait()
     text = written.decode("utf-8", "replace")
     if process.returncode:
         end = text.strip()[-_LAST_WORDS:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import re
@@ -975,6 +976,20 @@ def test_ends_of_programs(script, text, monkeypatch):
     monkeypatch.setattr(agents, "_MOST_OUTPUT", 1 << 16)
     with pytest.raises(EnvFailure, match=re.escape(text)):
         asyncio.run(run_program(["sh", "-c", script], base_url="", api_key=""))
+
+
+def test_a_program_that_is_stopped_while_it_writes_is_waited_for(monkeypatch):
+    """Output that nobody reads any more must not keep the wait for its end from ending."""
+    start = functools.partial(asyncio.create_subprocess_exec, limit=1024)  # soon full
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    monkeypatch.setattr(agents, "_MOST_OUTPUT", 1 << 12)
+
+    async def run() -> None:
+        async with asyncio.timeout(60):
+            await run_program(["yes"], base_url="", api_key="")
+
+    with pytest.raises(EnvFailure, match="yes wrote more than"):
+        asyncio.run(run())
 
 
 def test_a_program_that_is_not_there():
