@@ -101,9 +101,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 docs: $(INSTALLED)
-	$(BIN)/python -m lightppo.plugins.tools.flags_page
-	$(BIN)/python -c "from lightppo.plugins.migration import names; names.write_page()"
-	$(BIN)/python -m lightppo.plugins.records.metric_names > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+	$(BIN)/python -m lightppo.cli.flags_page
+	$(BIN)/python -c "from lightppo.cli import other_trainers as names; names.write_page()"
+	$(BIN)/python -m lightppo.logging.metrics_page > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python tests/faults/table.py
 	$(BIN)/python tests/families/table.py
 	$(BIN)/python benchmarks/house.py --store --no_run

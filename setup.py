@@ -42,9 +42,9 @@ setup(
     package_data={
         "lightppo": [
             "py.typed",
-            "plugins/migration/names.txt",
-            "plugins/migration/defaults.txt",
-            "plugins/report/page.html",
+            "cli/other_trainers.txt",
+            "cli/defaults_of_other_trainers.txt",
+            "logging/report_page.html",
         ]
     },
     entry_points={"console_scripts": ["lightppo = lightppo.__main__:main"]},

@@ -149,8 +149,9 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
     from deepspeed.accelerator import get_accelerator
 
     from lightppo import PPOConfig, PPOTrainer
+    from lightppo.distributed import deepspeed
     from lightppo.plugin import RANK_START
-    from lightppo.plugins.checks.budget import (
+    from lightppo.preflight.budget import (
         ACTOR,
         CRITIC,
         LOADING,
@@ -159,7 +160,6 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
         SCORING,
         LiveBytes,
     )
-    from lightppo.strategy import deepspeed
 
     live, peaks, now = LiveBytes("cpu"), {}, [LOADING]
     # its 20 MB are gone before a model loads
@@ -225,7 +225,7 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
 def predicted(options: dict[str, Any], ranks: int) -> dict[str, int]:
     """The same phases by the calculator, of a rank."""
     from lightppo import PPOConfig
-    from lightppo.plugins.checks import budget
+    from lightppo.preflight import budget
 
     found = budget.estimate(
         PPOConfig.from_flat(options).resolved(), budget.Machine(ranks, gpus=False)

@@ -22,10 +22,10 @@ from workloads import BOS, EOS, PAD, SCALES, SPECIAL_TOKENS, WORKLOADS, prompt_t
 
 from lightppo import HFRolloutEngine, Reply, SamplingParams, Step
 from lightppo.data.records import Prompt
-from lightppo.plugins.episodes.chat_format import ChatFormat
-from lightppo.plugins.episodes.environments import Environments
-from lightppo.plugins.episodes.episode import Limits, PlainText
-from lightppo.plugins.episodes.episode_engine import EpisodeEngine
+from lightppo.episodes.chat_format import ChatFormat
+from lightppo.episodes.environments import Environments
+from lightppo.episodes.episode import Limits, PlainText
+from lightppo.episodes.episode_engine import EpisodeEngine
 
 TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '</s>\\n' }}{% endif %}
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}

@@ -198,7 +198,7 @@ def lengths_of(tokens: int) -> list[int]:
 @contextmanager
 def by_sequence() -> Iterator[None]:
     """Without the kernel for packed rows."""
-    from lightppo.plugins.packing import row_attention
+    from lightppo.models.attention import row_attention
 
     before, row_attention.varlen_options = row_attention.varlen_options, lambda *_: None
     try:
@@ -211,8 +211,8 @@ def packed_attention(dtype: Any, how: str, device: str) -> dict[str, Any]:
     """A packed row in lightppo's attention; of shared prompts 8 responses each."""
     import torch
 
-    from lightppo.plugins.packing.packed_rows import pack, pack_shared
-    from lightppo.plugins.packing.row_attention import packed_attention as attend
+    from lightppo.models.attention.row_attention import packed_attention as attend
+    from lightppo.models.packing.packed_rows import pack, pack_shared
 
     longest, groups = (16, 2) if device == "cpu" else (1024, 2)  # GPU: 16 of about 1.5k
     ids = torch.randint(9, (groups, 2 * longest)).repeat_interleave(8, 0)
@@ -279,7 +279,7 @@ def head_once(
 ) -> dict[str, Any]:
     import torch
 
-    from lightppo.plugins.kernels.linear_log_probs import TokenPlaces, linear_log_probs
+    from lightppo.models.kernels.linear_log_probs import TokenPlaces, linear_log_probs
 
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = (0.02 * torch.randn(count, hidden, device=device)).bfloat16().requires_grad_()
@@ -404,11 +404,11 @@ def train_once(
     from transformers import AutoModelForCausalLM
 
     from lightppo.models.actor import Actor
+    from lightppo.models.kernels import layers
+    from lightppo.models.kernels.entropy_sample import systematic_sample
+    from lightppo.models.kernels.liger import use_liger_kernels
+    from lightppo.models.kernels.offload import offloading
     from lightppo.models.wrapper import on_cpu
-    from lightppo.plugins.kernels import layers
-    from lightppo.plugins.kernels.entropy_sample import systematic_sample
-    from lightppo.plugins.kernels.liger import use_liger_kernels
-    from lightppo.plugins.kernels.offload import offloading
 
     counters.clear()
     config = llama_config(scale)
@@ -494,7 +494,7 @@ def step_runner(way: str, device: str) -> Any:
     """What runs decoding steps; None: nothing, they change their shapes. On a CPU nothing is captured."""
     import torch
 
-    from lightppo.plugins.decoding.graphs import CUDAGraphs
+    from lightppo.rollout.cuda_graphs import CUDAGraphs
 
     class AsTheyAre(CUDAGraphs):
         def warm_up(self, step: Callable[[], None]) -> None:
@@ -524,7 +524,7 @@ def step_runner(way: str, device: str) -> Any:
 
 def decode_once(rows: Rows, count: int, way: str = "", one_width: bool = False) -> dict[str, Any]:
     from lightppo.data.records import Prompt
-    from lightppo.plugins.decoding import graphs
+    from lightppo.rollout import cuda_graphs as graphs
     from lightppo.rollout.engine import SamplingParams
     from lightppo.rollout.hf import HFRolloutEngine
 

@@ -68,16 +68,16 @@ def measure(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from lightppo.algorithms.ratios import mismatch_terms
     from lightppo.config import PPOConfig
     from lightppo.data.records import Prompt
+    from lightppo.distributed.deepspeed import DeepspeedStrategy
     from lightppo.experience.experience import Experience
+    from lightppo.logging.summaries import Summary, mismatch_metrics
     from lightppo.models.actor import Actor
+    from lightppo.models.kernels.invariant import make_invariant
     from lightppo.models.loading import valid_vocab_size
-    from lightppo.plugins.kernels.invariant import make_invariant
-    from lightppo.plugins.measures.ratios import mismatch_terms
-    from lightppo.plugins.measures.summaries import Summary, mismatch_metrics
     from lightppo.rollout.engine import SamplingParams
-    from lightppo.strategy.deepspeed import DeepspeedStrategy
     from lightppo.trainer.build import build_rollout_engine
 
     options: dict[str, Any] = {"prompt_max_len": prompt_tokens, "generate_max_len": new_tokens}

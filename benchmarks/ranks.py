@@ -31,22 +31,22 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch.distributed import distributed_c10d
 
+from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import Encoded, prepare_rows
-from lightppo.experience.sampler import SampledBatch
-from lightppo.plugins.algorithms.selection import top_share
-from lightppo.plugins.evaluation.evaluator import Evaluator
-from lightppo.plugins.measures.summaries import merge_summaries, rollout_summaries
-from lightppo.plugins.records.evaluations import write_evaluation
-from lightppo.plugins.records.samples import SampleRecord, write_step
-from lightppo.plugins.selection.balancing import balance_ranks
-from lightppo.plugins.selection.groups import GroupCollector, GroupFilter
-from lightppo.rewards.source import RewardOutput
+from lightppo.distributed.distributed import DistributedStrategy
+from lightppo.experience.selection import top_share
+from lightppo.logging.evaluations import write_evaluation
+from lightppo.logging.samples import SampleRecord, write_step
+from lightppo.logging.step_metrics import optimizer_status
+from lightppo.logging.summaries import merge_summaries, rollout_summaries
+from lightppo.rewards.reward_source import RewardOutput
+from lightppo.rollout.balancing import balance_ranks
+from lightppo.rollout.dynamic_sampling import GroupCollector, GroupFilter
 from lightppo.rollout.engine import SamplingParams
-from lightppo.strategy.distributed import DistributedStrategy
-from lightppo.trainer.checkpointing import RunCheckpointer
-from lightppo.trainer.metrics import optimizer_status
+from lightppo.rollout.sampler import SampledBatch
+from lightppo.trainer.evaluator import Evaluator
 
 PROMPTS, SAMPLES, RECORDED = 2, 8, 16  # of a rank; of a prompt; of all
 STEPS, NAMES, ROWS = 16, 20, 4096

@@ -57,9 +57,9 @@ def engine_and_prompts(options: argparse.Namespace) -> tuple[Any, Any, list[Any]
 
     from lightppo.config import PPOConfig
     from lightppo.data.records import Prompt
+    from lightppo.distributed.deepspeed import DeepspeedStrategy
     from lightppo.models.actor import Actor
     from lightppo.models.loading import valid_vocab_size
-    from lightppo.strategy.deepspeed import DeepspeedStrategy
     from lightppo.trainer.build import build_rollout_engine
 
     scale = replace(SCALES["cpu"], **MODELS[options.model])

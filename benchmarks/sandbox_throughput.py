@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lightppo.data.records import Prompt
 from lightppo.errors import SandboxRefusedError
-from lightppo.plugins.verifiers.code import CodeTests, SandboxVerifier, find_tests
-from lightppo.plugins.verifiers.sandbox import ISOLATIONS, SandboxLimits, SandboxPool
+from lightppo.verifiers.code import CodeTests, SandboxVerifier, find_tests
+from lightppo.verifiers.sandbox import ISOLATIONS, SandboxLimits, SandboxPool
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 PRIMES = "n = int(input())\nprint([k for k in range(2, n) if all(k % d for d in range(2, int(k**0.5) + 1))][-1])"

@@ -3,7 +3,7 @@
 Needs ``pip install lightppo[serve]``.
 """
 
-from lightppo.plugins.http.serve_reward import main
+from lightppo.cli.serve_reward import main
 
 if __name__ == "__main__":
     main(prog="serve_reward_model.py")

@@ -1,6 +1,6 @@
 """Serve rollouts by vLLM: ``lightppo serve-vllm``, as a script; ``--help`` shows how."""
 
-from lightppo.plugins.vllm.serve_vllm import main
+from lightppo.cli.serve_vllm import main
 
 if __name__ == "__main__":
     main(prog="serve_vllm.py")

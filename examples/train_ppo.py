@@ -8,7 +8,7 @@
 ``--help`` lists all options; ``--config FILE.yaml`` takes them from a file.
 """
 
-from lightppo.commands.ppo import main
+from lightppo.cli.ppo import main
 
 if __name__ == "__main__":
     main(prog="train_ppo.py")

@@ -8,7 +8,7 @@
 ``--help`` lists all options.
 """
 
-from lightppo.plugins.supervised.sft import main
+from lightppo.cli.sft import main
 
 if __name__ == "__main__":
     main(prog="train_sft.py")

@@ -19,7 +19,7 @@ from typing import Any
 
 from lightppo.errors import StagingError
 from lightppo.plugin import FILES
-from lightppo.shown import shown_url
+from lightppo.redaction import shown_url
 
 MANIFEST = "lightppo_manifest.json"
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightppo.errors import UserError
-from lightppo.meanings import METRICS as METRICS
-from lightppo.shown import without_secrets
+from lightppo.metric_names import METRICS as METRICS
+from lightppo.redaction import without_secrets
 from lightppo.table import FILE_ENTRIES as FILE_ENTRIES
 from lightppo.table import Entry, Table, load
 from lightppo.user_code import error_text, is_users_fault
@@ -51,7 +51,7 @@ class CollectorEntry(Entry):
 
     The entry's function gets the collector of the entries before it, the config and the
     :class:`lightppo.experience.maker.ExperienceMaker`, and returns it, or another
-    :class:`lightppo.experience.sampler.BatchCollector` in its place.
+    :class:`lightppo.rollout.sampler.BatchCollector` in its place.
     """
 
     batch_size: str = ""  # the option that says how many prompts are sampled at once
@@ -59,7 +59,7 @@ class CollectorEntry(Entry):
 
 @dataclass(frozen=True)
 class CallbackEntry(Entry):
-    """A callback of every run, see :class:`lightppo.trainer.callbacks.Callback`."""
+    """A callback of every run, see :class:`lightppo.callbacks.Callback`."""
 
     after_yours: bool = False  # it sees what the callbacks of the user add
 
@@ -141,7 +141,7 @@ COMMANDS: Table[Command] = Table(
     "command",
     {
         "ppo": Command(
-            "lightppo.commands.ppo:main",
+            "lightppo.cli.ppo:main",
             about="train a language model with PPO or a relative",
             config="lightppo.config.rules:PPOConfig",
         ),
@@ -152,14 +152,14 @@ COMMANDS: Table[Command] = Table(
 PUBLIC: dict[str, str] = {
     "PPOConfig": "lightppo.config",
     "PPOTrainer": "lightppo.trainer.ppo_trainer",
-    "Callback": "lightppo.trainer.callbacks",
+    "Callback": "lightppo.callbacks",
     "Experience": "lightppo.experience.experience",
     "ReplayBuffer": "lightppo.experience.batching",
     "ExperienceMaker": "lightppo.experience.maker",
     "Actor": "lightppo.models.actor",
     "Critic": "lightppo.models.critic",
     "RewardModel": "lightppo.models.critic",
-    "DeepspeedStrategy": "lightppo.strategy.deepspeed",
+    "DeepspeedStrategy": "lightppo.distributed.deepspeed",
     "Prompt": "lightppo.data.records",
     "Rollout": "lightppo.data.records",
     "PromptDataset": "lightppo.data.datasets",
@@ -336,11 +336,11 @@ what passes have made in ``extra``, to a term (B, A)."""
 MEASURING: Table = Table(
     "measuring",
     {
-        "samples": Entry("lightppo.trainer.metrics:SampleMeans"),
-        "timer": Entry("lightppo.trainer.metrics:Phases"),
-        "line": Entry("lightppo.trainer.metrics:plain_lines"),
-        "steps": Entry("lightppo.trainer.metrics:without_bar"),
-        "part": Entry("lightppo.trainer.metrics:without_bar"),
+        "samples": Entry("lightppo.logging.step_metrics:SampleMeans"),
+        "timer": Entry("lightppo.logging.step_metrics:Phases"),
+        "line": Entry("lightppo.logging.step_metrics:plain_lines"),
+        "steps": Entry("lightppo.logging.step_metrics:without_bar"),
+        "part": Entry("lightppo.logging.step_metrics:without_bar"),
     },
 )
 """What makes the numbers of a step's samples, of the :class:`lightppo.trainer.update.Update`; what times phases; what
@@ -370,7 +370,7 @@ RANK_START: Table = Table("what is around the meeting of the ranks")
 returns a context, in which the process group is made. It is called on all ranks together."""
 
 STRATEGY_METHODS: Table = Table("method of a strategy")
-"""What scripts may call of a :class:`lightppo.strategy.deepspeed.DeepspeedStrategy` beside its own methods: functions
+"""What scripts may call of a :class:`lightppo.distributed.deepspeed.DeepspeedStrategy` beside its own methods: functions
 whose first argument is the strategy."""
 
 ARGUMENTS: Table = Table("look at arguments")
@@ -439,7 +439,7 @@ of a run and returns the source, or None; the first one counts. :func:`lightppo.
 
 SCORERS: Table = Table("scorer")
 """What scores samples while others are generated: an entry's function gets the config, the engine and the source, and
-returns a :class:`lightppo.rewards.source.Scorer`, or None; the first one scores."""
+returns a :class:`lightppo.rewards.reward_source.Scorer`, or None; the first one scores."""
 
 SCORED: Table = Table("look at scored rollouts")
 """What looks at each scored batch of training before samples are selected: an entry's function gets the config, the
@@ -451,10 +451,10 @@ those that were registered last are in use."""
 
 WITH_CHECKPOINTS: Table = Table("what is saved with a checkpoint")
 """What is written when a checkpoint is: an entry's function ``(checkpointer, root, step)`` gets the
-:class:`lightppo.trainer.checkpointing.RunCheckpointer`. It is called on all ranks together."""
+:class:`lightppo.checkpoint.run_checkpointer.RunCheckpointer`. It is called on all ranks together."""
 
 CHECKPOINT_NOTES: Table = Table("what a checkpoint says of its model")
-"""Plain values that :func:`lightppo.strategy.checkpoint.read_meta` gives back: an entry's function ``(ranks, model)``
+"""Plain values that :func:`lightppo.checkpoint.engine_state.read_meta` gives back: an entry's function ``(ranks, model)``
 returns them by name. It is called on all ranks together; those of rank 0 are written."""
 
 CHECKPOINT_CHECKS: Table = Table("look at a checkpoint before it is loaded")
@@ -462,7 +462,7 @@ CHECKPOINT_CHECKS: Table = Table("look at a checkpoint before it is loaded")
 does not fit the model; ``meta`` is what it says about itself. It is called on all ranks together."""
 
 CHECKPOINT_CHOICES: Table = Table(
-    "choice of a checkpoint", {"last": Entry("lightppo.trainer.checkpointing:last_whole")}
+    "choice of a checkpoint", {"last": Entry("lightppo.checkpoint.run_checkpointer:last_whole")}
 )
 """Which checkpoint a run goes on from, the last entry: a function ``(checkpointer, root, is_held, before)`` returns a tag
 or None. It has looked at the files; where the run holds the folder, it may rename others. It is called on all ranks."""
@@ -473,13 +473,13 @@ state that return it, called in this order."""
 
 RESUMES: Table = Table("look at a run that goes on")
 """What looks at a run and the checkpoint that it goes on from: functions of a
-:class:`lightppo.trainer.checkpointing.Resumed`, called on all ranks together, which yield lines to print. ConfigError
+:class:`lightppo.checkpoint.run_checkpointer.Resumed`, called on all ranks together, which yield lines to print. ConfigError
 where it is another run."""
 
 CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
 """What loads a checkpoint of another number of ranks or another ZeRO stage, the last one: an entry's function
 ``(engine, path, meta, load_lr_scheduler_states)``, called on all ranks together; ``meta`` is what the checkpoint says
-about itself, :func:`lightppo.strategy.checkpoint.read_meta`."""
+about itself, :func:`lightppo.checkpoint.engine_state.read_meta`."""
 
 CHECKS: Table[Check] = Table(
     "check", {"combinations": Check("lightppo.trainer.build:check_options")}, kind=Check

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from lightppo.shown import without_secrets
+from lightppo.redaction import without_secrets
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 ASKED: dict[str, str] = {}
 """Where a plugin has a function that knows more: ``"module:name"`` for ``nearest`` and ``wrong_value``, and for
-``shown_url`` and ``without_secrets`` of :mod:`lightppo.shown`."""
+``shown_url`` and ``without_secrets`` of :mod:`lightppo.redaction`."""
 
 
 def nearest(name: str, known: Iterable[str], kind: str = "") -> str:

@@ -20,7 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from lightppo.errors import ConfigError
-from lightppo.shown import plain
+from lightppo.redaction import plain
 
 # Frames above the user's: what calls it, parses or runs its file, or its coroutine.
 _CALLERS = (

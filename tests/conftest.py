@@ -76,7 +76,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """None at the end of a run: drawing takes as long as the run. Tests of pictures override this."""
-    if report := sys.modules.get("lightppo.plugins.report.page"):
+    if report := sys.modules.get("lightppo.logging.report_page"):
         monkeypatch.setattr(report, "FEWEST_STEPS", math.inf)
 
 

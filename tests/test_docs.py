@@ -15,12 +15,12 @@ import pytest
 from support.ranks import REPO
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from lightppo.algorithms.more_entries import CORRECTIONS
+from lightppo.cli.data import RowsConfig
 from lightppo.config.options import all_options
+from lightppo.config.supervised_options import COMMANDS as SUPERVISED
+from lightppo.logging.step_metrics import METRICS
 from lightppo.plugin import COMMANDS
-from lightppo.plugins.algorithms.tables import CORRECTIONS
-from lightppo.plugins.supervised.sections import COMMANDS as SUPERVISED
-from lightppo.plugins.tools.data import RowsConfig
-from lightppo.trainer.metrics import METRICS
 
 PAGES = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
 NAMES = [page.name for page in PAGES]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lightppo.checkpoint.durable import seal_of
+from lightppo.checkpoint.run_files import KeptFiles
 from lightppo.errors import StagingError
 from lightppo.files import (
     MANIFEST,
@@ -16,8 +18,6 @@ from lightppo.files import (
     local_folder,
 )
 from lightppo.plugin import FILES
-from lightppo.plugins.ops.durable import seal_of
-from lightppo.plugins.ops.kept import KeptFiles
 from lightppo.ranks import Ranks
 from lightppo.table import Entry
 

@@ -15,12 +15,12 @@ from support.fakes import FakeEngine, FakeReward, FakeStrategy, on_ranks
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import Encoded, PreparedRows, prepare_rows
 from lightppo.errors import BadRowError, DataError
-from lightppo.plugins.evaluation.evaluator import Evaluator
-from lightppo.plugins.records.samples import SampleRecord, write_step
-from lightppo.plugins.selection.balancing import balance_ranks
-from lightppo.plugins.selection.groups import deal
+from lightppo.logging.samples import SampleRecord, write_step
+from lightppo.logging.step_metrics import optimizer_status
+from lightppo.rollout.balancing import balance_ranks
+from lightppo.rollout.dynamic_sampling import deal
 from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer.metrics import optimizer_status
+from lightppo.trainer.evaluator import Evaluator
 
 RANKS = 4
 

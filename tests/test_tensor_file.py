@@ -19,9 +19,9 @@ from lightppo.errors import CheckpointError
 PACKAGE = Path(__file__).parents[1] / "lightppo"
 # Between processes of one user, over pipes and torch's collectives: what comes was made by this program.
 OWN_PROCESSES = {
-    "plugins/episodes/workers.py",  # a worker, what the trainer sends; its answers are JSON
-    "plugins/verifiers/processes.py",
-    "strategy/distributed.py",
+    "episodes/workers.py",  # a worker, what the trainer sends; its answers are JSON
+    "verifiers/processes.py",
+    "distributed/distributed.py",
 }
 
 
@@ -119,10 +119,10 @@ def test_nothing_else_unpickles():
 
 def test_a_model_in_a_pickle_does_not_run(tmp_path):
     """``--pretrain`` and ``load_model`` with ``pytorch_model.bin``, whole and in shards."""
+    from lightppo.compat.script_strategy import load_model
     from lightppo.errors import UserError
     from lightppo.models.critic import Critic
     from lightppo.models.loading import load_causal_lm
-    from lightppo.plugins.compat.script_strategy import load_model
 
     folder, mark = Path(save_causal_lm(tmp_path / "model")), tmp_path / "ran"
     model = load_causal_lm(str(folder))

@@ -21,9 +21,9 @@ def write_task(
         output_dir: made if missing.
         characters: of all texts.
         seed: of the initial weights.
-        **sizes: of the model, see :func:`lightppo.plugins.tools.tiny_model.small_llama`.
+        **sizes: of the model, see :func:`lightppo.cli.tiny_model.small_llama`.
     """
-    from lightppo.plugins.tools.tiny_model import character_tokenizer, save, small_llama
+    from lightppo.cli.tiny_model import character_tokenizer, save, small_llama
 
     output_dir.mkdir(parents=True, exist_ok=True)
     for name, rows in data.items():

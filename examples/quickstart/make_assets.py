@@ -15,7 +15,7 @@ from pathlib import Path
 import task
 import tyro
 
-from lightppo.plugins.tools.tiny_model import character_tokenizer, save, small_llama
+from lightppo.cli.tiny_model import character_tokenizer, save, small_llama
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:

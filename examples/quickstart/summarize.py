@@ -14,7 +14,7 @@ from pathlib import Path
 import tyro
 
 from lightppo.errors import ReportError
-from lightppo.plugins.report.page import Row, evaluations, plot_training, read_jsonl, read_metrics
+from lightppo.logging.report_page import Row, evaluations, plot_training, read_jsonl, read_metrics
 
 PHASES = ("install", "sft", "ppo")
 TABLE = (  # metric of an evaluation, its name in the table and in summary.json

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import shop
 import tyro
 
-from lightppo.plugins.tools.tiny_model import BOS, EOS, PAD, UNKNOWN, save, small_llama
+from lightppo.cli.tiny_model import BOS, EOS, PAD, UNKNOWN, save, small_llama
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -20,7 +20,7 @@ from lightppo.config.rules import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
 from lightppo.plugin import ARGUMENTS, HELP, NOTES
-from lightppo.shown import plain, without_secrets
+from lightppo.redaction import plain, without_secrets
 from lightppo.suggestions import nearest
 
 C = TypeVar("C", bound=OptionSet)

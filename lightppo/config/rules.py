@@ -36,7 +36,7 @@ from lightppo.plugin import (
     TOKEN_WEIGHTS,
     FrozenModel,
 )
-from lightppo.shown import shown_value
+from lightppo.redaction import shown_value
 
 # -- facts -----------------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ from typing import Any
 
 PUBLIC = {
     "RewardError": "lightppo.errors",
-    "RewardOutput": "lightppo.rewards.source",
-    "RewardSource": "lightppo.rewards.source",
-    "check_output": "lightppo.rewards.source",
-    "score_rollouts": "lightppo.rewards.source",
+    "RewardOutput": "lightppo.rewards.reward_source",
+    "RewardSource": "lightppo.rewards.reward_source",
+    "check_output": "lightppo.rewards.reward_source",
+    "score_rollouts": "lightppo.rewards.reward_source",
     "FunctionReward": "lightppo.rewards.function",
     "load_python_function": "lightppo.user_code",
     "RewardModelSource": "lightppo.rewards.model",

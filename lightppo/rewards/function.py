@@ -10,7 +10,7 @@ from typing import Any
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.ranks import heartbeat
-from lightppo.rewards.source import (
+from lightppo.rewards.reward_source import (
     POSITIONAL,
     RewardOutput,
     check_output,

@@ -17,7 +17,7 @@ from lightppo.errors import RewardError
 from lightppo.models.critic import RowForm
 from lightppo.models.wrapper import micro_batches, to_device
 from lightppo.ranks import Ranks, heartbeat, level
-from lightppo.rewards.source import RewardOutput
+from lightppo.rewards.reward_source import RewardOutput
 
 # model(sequences (B, S), attention_mask (B, S)) -> (B,), for right-padded rows
 ScoreModel = Callable[[Tensor, Tensor], Tensor]

@@ -23,7 +23,7 @@ from lightppo.errors import ConfigError
 from lightppo.plugin import OUTSIDE, REWARD_SUMS, REWARD_WRAPPERS, REWARDS
 from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.function import FunctionReward
-from lightppo.rewards.source import NoReward, RewardSource
+from lightppo.rewards.reward_source import NoReward, RewardSource
 from lightppo.user_code import load_python_object, split_python_spec
 
 # that a file of a reward function is searched for: OpenRLHF's and verl's

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lightppo.config import PPOConfig
-    from lightppo.strategy.deepspeed import DeepspeedStrategy
+    from lightppo.distributed.deepspeed import DeepspeedStrategy
 
 # of the slots ended: ``on_finished`` is called then, because reward models like batches
 REPORT_SHARE = 1 / 8

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightppo.errors import UserError
 from lightppo.plugin import AROUND
-from lightppo.shown import log_to_terminal, plain, without_secrets
+from lightppo.redaction import log_to_terminal, plain, without_secrets
 from lightppo.user_code import error_text, is_from_users_file
 
 _ALIKE = timedelta(seconds=2)  # between errors of ranks that are one

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import make_kl_controller
+from lightppo.callbacks import Callback, load_callbacks
+from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
@@ -29,11 +31,12 @@ from lightppo.config.rules import (
     trains,
 )
 from lightppo.data.datasets import PromptDataset
+from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
-from lightppo.experience.sampler import BatchCollector, RolloutSampler
 from lightppo.files import stage_to_local
+from lightppo.logging.step_metrics import Phases
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
@@ -56,16 +59,13 @@ from lightppo.plugin import (
 )
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward
-from lightppo.rewards.source import NoReward, RewardSource
+from lightppo.rewards.reward_source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
-from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.zero3 import find_adapters, parameter_count
-from lightppo.trainer.callbacks import Callback, load_callbacks
-from lightppo.trainer.checkpointing import RunCheckpointer
+from lightppo.rollout.sampler import BatchCollector, RolloutSampler
 from lightppo.trainer.loop import SkippedSteps, TrainerState
-from lightppo.trainer.metrics import Phases
 from lightppo.trainer.prompts import RolloutBatchSampler
 from lightppo.trainer.update import LossTerm, Update
+from lightppo.zero3 import find_adapters, parameter_count
 
 T = TypeVar("T")
 

@@ -18,16 +18,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from lightppo.callbacks import Callback, Callbacks
+from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config.options import OptionSet
+from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.files import facts_of, files_in_use, local_folder
+from lightppo.logging.step_metrics import Phases, on_bar, with_namespace
 from lightppo.plugin import CALLBACKS, MEASURING, METRICS, OLDER_STATES
 from lightppo.ranks import Ranks, heartbeat
-from lightppo.shown import shown_value
-from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer.callbacks import Callback, Callbacks
-from lightppo.trainer.checkpointing import RunCheckpointer
-from lightppo.trainer.metrics import Phases, on_bar, with_namespace
+from lightppo.redaction import shown_value
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from lightppo.callbacks import Callback
 from lightppo.config import PPOConfig
 from lightppo.config.rules import trains
 from lightppo.errors import NonFiniteError
-from lightppo.experience.sampler import CollectedStep
-from lightppo.rewards.source import RewardSource, close_source
+from lightppo.rewards.reward_source import RewardSource, close_source
+from lightppo.rollout.sampler import CollectedStep
 from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build, steps_per_episode
-from lightppo.trainer.callbacks import Callback
 from lightppo.trainer.loop import TrainingLoop
 from lightppo.trainer.prompts import EpisodePrompts
 

@@ -31,17 +31,17 @@ from lightppo.experience.batching import (
 )
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
-from lightppo.models.actor import ActionScores
-from lightppo.models.wrapper import layout_of_all
-from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, MEASURING, SCORE_TERMS
-from lightppo.trainer.loop import SkippedSteps, TrainerState
-from lightppo.trainer.metrics import (
+from lightppo.logging.step_metrics import (
     Phases,
     checked_status,
     micro_batch_status,
     minibatch_on_bar,
     optimizer_status,
 )
+from lightppo.models.actor import ActionScores
+from lightppo.models.wrapper import layout_of_all
+from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, MEASURING, SCORE_TERMS
+from lightppo.trainer.loop import SkippedSteps, TrainerState
 
 Metrics = dict[str, Tensor]
 # numbers by name, or tensors of one number that are read at the end of a step

@@ -14,7 +14,7 @@ from lightppo.algorithms.advantages import (
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.masking import identity, whiten
 from lightppo.experience.maker import advantage_fn
-from lightppo.plugins.algorithms.normalisation import group_normalize
+from lightppo.experience.normalisation import group_normalize
 
 NAN = float("nan")
 CRITIC_FREE = [name for name, traits in ADVANTAGE_ESTIMATORS.items() if not traits.needs_critic]

@@ -33,13 +33,13 @@ from torch import Tensor
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import AdaptiveKLController, approx_kl
 from lightppo.algorithms.masking import whiten
+from lightppo.algorithms.more_entries import Norm
 from lightppo.algorithms.shaping import compute_token_rewards
 from lightppo.config import PPOConfig
 from lightppo.experience.maker import ScoreShaper, advantage_fn
-from lightppo.plugins.algorithms.normalisation import group_normalize, normalize_by
-from lightppo.plugins.algorithms.tables import Norm
-from lightppo.plugins.shaping.running import ValueNorm
-from lightppo.plugins.shaping.scores import (
+from lightppo.experience.normalisation import group_normalize, normalize_by
+from lightppo.experience.running import ValueNorm
+from lightppo.experience.scores import (
     dense_rewards,
     overlong_penalty,
     scale_scores,

@@ -227,9 +227,9 @@ def tables_as_they_were():
 
 @pytest.mark.usefixtures("tables_as_they_were")
 def test_an_entry_from_python_is_a_name_with_flags_checks_and_metrics():
+    from lightppo.cli.flags_page import flags_page
     from lightppo.config import PPOConfig, parse_args
     from lightppo.option import Option
-    from lightppo.plugins.tools.flags_page import flags_page
 
     power = Option("mine_power", float, 2.0, "exponent.", gt=0)
     POLICY_LOSSES["mine"] = entries.PolicyLossEntry(

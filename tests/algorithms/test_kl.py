@@ -18,7 +18,7 @@ from lightppo.algorithms.kl import (
     k2,
     make_kl_controller,
 )
-from lightppo.plugins.algorithms.kl_estimators import full_kl
+from lightppo.algorithms.more_kl import full_kl
 
 NAN, INF = float("nan"), float("inf")
 SAMPLED = [name for name, entry in KL_ESTIMATORS.items() if not entry.over_vocabulary]

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.losses import LossInputs, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
+from lightppo.algorithms.policy_losses import binary_kl
 from lightppo.errors import ConfigError
-from lightppo.plugins.algorithms.policy_losses import binary_kl
 from lightppo.user_code import is_from_users_file
 
 NAN = float("nan")

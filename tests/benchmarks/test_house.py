@@ -108,10 +108,10 @@ def test_core_and_plugins_are_counted_apart(house, tree):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("alarm = 1\n")
     parts = house.parts_of(tree)
-    assert [*parts] == ["core", "plugins/records", "plugins/vllm", "all"]
-    assert parts["plugins/records"]["tokens of code"] == 6
+    assert [*parts] == ["core", "logging", "rollout/vllm", "all"]
+    assert parts["logging"]["tokens of code"] == 6
     assert parts["all"]["files"] == parts["core"]["files"] + 3
-    assert "| plugins/vllm | 1 | 1 | 3 |" in house.parts_table(parts)
+    assert "| rollout/vllm | 1 | 1 | 3 |" in house.parts_table(parts)
 
 
 def test_what_can_be_read(house, tree):

@@ -306,7 +306,7 @@ def test_the_file_of_a_run_may_say_how_its_training_samples(tmp_path, capsys):
 
 def test_greedy_rollouts_are_told():
     from lightppo.config import PPOConfig
-    from lightppo.plugins.checks.advice import advice
+    from lightppo.preflight.advice import advice
 
     def told(**options):
         return " ".join(advice(PPOConfig.from_flat(pretrain="m", **options).resolved()))
@@ -401,7 +401,7 @@ def test_the_folder_of_a_run_needs_flags(told, tmp_path):
 
 
 def test_the_report_of_an_evaluation_has_its_numbers():
-    from lightppo.plugins.report.page import before_and_after
+    from lightppo.logging.report_page import before_and_after
 
     (line,) = before_and_after([{"step": 0, "time": 0.0, "eval/reward": 0.25}]).splitlines()
     assert line.split() == ["eval/reward", "0.25"]

@@ -9,8 +9,8 @@ from typing import Literal
 import pytest
 
 from lightppo.algorithms.entries import KL_ESTIMATORS, KLEntry, Table
+from lightppo.config.option_text import range_text, type_text
 from lightppo.option import Option, Section, option
-from lightppo.plugins.hints.option_words import range_text, type_text
 
 Stage = Literal[0, 3]
 

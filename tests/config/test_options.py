@@ -40,7 +40,7 @@ def back(tmp_path, monkeypatch):
     """``back(config)``: the options that --config reads from the run_config.yaml of this config."""
     # Combinations of arbitrary values contradict each other; how they are written does not depend on that.
     monkeypatch.setattr(rules, "contradictions", lambda config, world_size, by_hand, unfed: [])
-    from lightppo.plugins.records.run_folder import write_run_config
+    from lightppo.logging.run_folder import write_run_config
 
     def run(config: PPOConfig) -> dict[str, Any]:
         config = config.with_options(save_path=tmp_path / "run")
@@ -97,7 +97,7 @@ def test_numbers(back, name, value):
 
 
 def test_save_path_that_cannot_be_written(tmp_path):
-    from lightppo.plugins.records.run_folder import write_run_config
+    from lightppo.logging.run_folder import write_run_config
 
     (tmp_path / "file").write_text("")
     config = PPOConfig.from_flat(save_path=tmp_path / "file" / "run")

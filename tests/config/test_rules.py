@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from lightppo.algorithms.more_entries import CORRECTIONS
 from lightppo.config import PPOConfig
+from lightppo.config.adapters_options import reference_is_actor
 from lightppo.config.rules import (
     MicroBatchSpec,
     contradictions,
@@ -16,10 +18,8 @@ from lightppo.config.rules import (
     old_log_probs_from,
 )
 from lightppo.errors import ConfigError
-from lightppo.plugins.adapters.sections import reference_is_actor
-from lightppo.plugins.algorithms.tables import CORRECTIONS
-from lightppo.plugins.algorithms.token_weights import rejections_of
-from lightppo.plugins.checks.advice import advice
+from lightppo.experience.token_weights import rejections_of
+from lightppo.preflight.advice import advice
 
 PATHS = {"pretrain": "model", "prompt_data": "p.jsonl", "reward_fn": "r.py"}
 RLOO = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2}

@@ -8,12 +8,12 @@ import pytest
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
+from lightppo.data.blends import blending_datasets
 from lightppo.data.datasets import (
     PromptDataset,
     truncate_ids,
 )
 from lightppo.errors import DataError
-from lightppo.plugins.sources.blends import blending_datasets
 from lightppo.trainer.prompts import RolloutBatchSampler
 
 USER = {"role": "user", "content": "2+2?"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightppo import ToolError
-from lightppo.plugins.episodes.environments import Environments
+from lightppo.episodes.environments import Environments
 
 FOLDER = Path(__file__).parents[2] / "examples" / "environments"
 

@@ -14,7 +14,7 @@ from support.tiny import save_causal_lm, save_reward_model, save_tokenizer, writ
 from support.towers import save_with_tower
 
 from lightppo.config import PPOConfig, parse_args
-from lightppo.plugins.checks.advice import advice
+from lightppo.preflight.advice import advice
 
 FOLDER = REPO / "examples" / "recipes"
 RUNS = {path.stem: path for path in sorted(FOLDER.glob("runs/*.yaml")) if path.stem != "gsm8k"}

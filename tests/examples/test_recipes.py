@@ -16,7 +16,7 @@ from support.tiny import read_jsonl, sums, write_jsonl
 from lightppo.config import PPOConfig, parse_args
 from lightppo.config.options import all_options
 from lightppo.config.rules import needs_critic
-from lightppo.plugins.checks.advice import advice
+from lightppo.preflight.advice import advice
 
 FOLDER = REPO / "examples" / "recipes"
 PAGE = REPO / "docs" / "choosing.md"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.ranks import REPO
 
-from lightppo.plugins.tools.tiny_model import small_llama
+from lightppo.cli.tiny_model import small_llama
 
 PROMPT, LABEL = "Customer: Not a blue lamp, but a red chair, please. Assistant:", "red chair"
 

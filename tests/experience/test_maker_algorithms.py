@@ -13,14 +13,14 @@ from torch import Tensor
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.losses import PolicyLoss
+from lightppo.algorithms.more_entries import CORRECTIONS
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import advantage_fn
+from lightppo.experience.running import ValueNorm
 from lightppo.models.actor import ActionScores
-from lightppo.plugins.algorithms.tables import CORRECTIONS
-from lightppo.plugins.shaping.running import ValueNorm
 
 # The table policy's log probs of ids 10, 20, 30 are -1, -2, -3; the engine's here differ.
 ENGINE = [-1.0, -2.7, -3.7]  # π_old / π_rollout = 1, e^0.7 ≈ 2.01, e^0.7

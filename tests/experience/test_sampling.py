@@ -10,8 +10,8 @@ from support.fakes import FakeEngine, FakeReward
 
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
-from lightppo.experience.sampler import RolloutSampler, seed_of_step
 from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.sampler import RolloutSampler, seed_of_step
 
 PROMPTS = [Prompt(f"prompt {i}", [i + 1], index=i) for i in range(3)]
 

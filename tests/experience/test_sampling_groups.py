@@ -9,8 +9,8 @@ from support.fakes import FakeEngine, FakeReward, FakeStrategy, on_ranks
 
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
-from lightppo.experience.sampler import BatchCollector, RolloutSampler
 from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.sampler import BatchCollector, RolloutSampler
 
 
 def collector(scores, strategy=None, **options) -> BatchCollector:

@@ -22,20 +22,20 @@ from support.tiny import save_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightppo.checkpoint.export import save_model
 from lightppo.data.records import Prompt
+from lightppo.episodes.hf_turns import generate_turns
 from lightppo.errors import UserError
 from lightppo.models.actor import Actor
+from lightppo.models.adapters.lora import LoraOptions, adapters_off, add_adapters
+from lightppo.models.adapters.quantised import dense_weight, quantised_layers
+from lightppo.models.attention.attention_choice import resolve_attn_implementation
 from lightppo.models.critic import Critic
-from lightppo.plugins.adapters.lora import LoraOptions, adapters_off, add_adapters
-from lightppo.plugins.adapters.quantised import dense_weight, quantised_layers
-from lightppo.plugins.checks.probes import check_decoding, check_padding, check_training
-from lightppo.plugins.decoding.slots import can_use_slots
-from lightppo.plugins.episodes.hf_turns import generate_turns
-from lightppo.plugins.families.attention_choice import resolve_attn_implementation
+from lightppo.preflight.probes import check_decoding, check_padding, check_training
 from lightppo.ranks import Alone
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.strategy.export import save_model
+from lightppo.rollout.slots import can_use_slots
 
 CPU = torch.device("cpu")
 NATS = 1e-3  # float32 alone makes 1e-6 to 1e-4 of it in these models
@@ -348,8 +348,8 @@ def zero3(subject: Subject) -> None:
     """log probs, gradients and gathered tensors with those without it; every weight is sharded"""
     from deepspeed.utils import safe_get_full_grad
 
-    from lightppo.strategy.deepspeed import DeepspeedStrategy
-    from lightppo.strategy.zero3 import full_state_dict
+    from lightppo.distributed.deepspeed import DeepspeedStrategy
+    from lightppo.zero3 import full_state_dict
 
     strategy = DeepspeedStrategy(
         zero_stage=3, micro_train_batch_size=4, train_batch_size=4, max_norm=0.0
@@ -385,8 +385,8 @@ def export(subject: Subject) -> None:
 def vllm_push(subject: Subject) -> None:
     """vLLM's log probs with the trainer's, before and after all weights have changed"""
     from lightppo.config import PPOConfig
-    from lightppo.plugins.vllm.rollout_check import RolloutCheck
-    from lightppo.strategy.deepspeed import DeepspeedStrategy
+    from lightppo.distributed.deepspeed import DeepspeedStrategy
+    from lightppo.rollout.vllm.rollout_check import RolloutCheck
     from lightppo.trainer.build import build_rollout_engine
 
     strategy = DeepspeedStrategy(zero_stage=0, micro_train_batch_size=1, train_batch_size=5)

@@ -80,8 +80,8 @@ def imports(with_vllm: bool) -> None:
         import vllm.v1.engine.llm_engine
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
-        import lightppo.plugins.vllm.colocated
-        import lightppo.plugins.vllm.worker  # noqa: F401
+        import lightppo.rollout.vllm.colocated
+        import lightppo.rollout.vllm.worker  # noqa: F401
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

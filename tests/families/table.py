@@ -24,7 +24,7 @@ CAUSES = {
     "Doge with experts": "makes two halves of the router's numbers of a batch by `view`, so that a token's experts come "
     "from other tokens, also from later ones.",
     "Falcon with alibi": "has the alibi in its mask, and eager attention adds it once more. sdpa is right, as "
-    "[a test by hand](../tests/plugins/checks/test_padding.py) shows; `--attn_implementation eager` is refused.",
+    "[a test by hand](../tests/preflight/test_padding.py) shows; `--attn_implementation eager` is refused.",
     "PhiMoE": "draws its experts at random in training, and does not tell its attention of its sliding window.",
     "RecurrentGemma, RWKV": "run over the padding.",
     "Mamba's mixers": "take the weight of some layers past the layer, where nobody would see an adapter. Such layers get "

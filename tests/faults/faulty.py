@@ -28,7 +28,7 @@ HUGE = 1 << 40  # bytes
 
 
 def main() -> None:
-    """As commands/ppo.py, with the trainer below."""
+    """As cli/ppo.py, with the trainer below."""
     os.environ.update(SPEC.get("environment", {}))
     if "pids" in SPEC:
         Path(SPEC["pids"], str(RANK)).write_text(str(os.getpid()))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from support.two_machines import enter_network
 
-from lightppo.plugins.vllm.weights import Broadcasts, GlooGroup
+from lightppo.rollout.vllm.weights import Broadcasts, GlooGroup
 
 SECONDS = 60.0
 

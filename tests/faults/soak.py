@@ -44,7 +44,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def rank_main() -> None:
-    """As commands/ppo.py, with a trainer that meets faults and notes what it holds."""
+    """As cli/ppo.py, with a trainer that meets faults and notes what it holds."""
     from lightppo import PPOTrainer
     from lightppo.config import parse_args
     from lightppo.trainer import run

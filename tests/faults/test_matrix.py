@@ -179,10 +179,10 @@ def reward_server(tmp_path: Path, inputs: dict[str, str]) -> Iterator[Surroundin
 
 @contextmanager
 def vllm_server(tmp_path: Path, inputs: dict[str, str]) -> Iterator[Surroundings]:
-    """It computes nothing, so what it says is not compared. Real servers: plugins/vllm/test_vllm_server_real.py."""
+    """It computes nothing, so what it says is not compared. Real servers: rollout/vllm/test_vllm_server_real.py."""
     from transformers import AutoConfig
 
-    from lightppo.plugins.vllm.weights import architecture
+    from lightppo.rollout.vllm.weights import architecture
 
     def options(url: str) -> dict[str, Any]:
         engine = {"rollout_engine": "vllm_server", "vllm_server_url": url, "rollout_check": "off"}

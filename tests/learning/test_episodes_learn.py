@@ -13,8 +13,8 @@ from support.world import one_rank
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig, parse_args
-from lightppo.plugins.supervised.sections import SFTConfig
-from lightppo.plugins.supervised.trainer import SupervisedTrainer
+from lightppo.config.supervised_options import SFTConfig
+from lightppo.supervised.trainer import SupervisedTrainer
 
 ENVIRONMENTS = Path(__file__).parents[2] / "examples" / "environments"
 

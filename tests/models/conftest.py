@@ -21,3 +21,6 @@ __all__ = [
     "save_tokenizer",
     "scored",
 ]
+
+
+__all__ = ["causal_lm", "classifier", "configs", "family"]

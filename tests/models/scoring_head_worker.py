@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.models.actor import Actor
-from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 # qwen2 has tied embeddings; gemma2 changes the logits, so that its first forward is run again
 CASES = [

@@ -15,15 +15,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from lightppo.models.actor import Actor
-from lightppo.plugins.kernels.offload import (
+from lightppo.models.attention import row_attention
+from lightppo.models.kernels.offload import (
     ActivationOffload,
     CUDAStreams,
     is_exact,
     offload_of,
     offloading,
 )
-from lightppo.plugins.packing import row_attention
-from lightppo.plugins.packing.packed_rows import segments_as_mask
+from lightppo.models.packing.packed_rows import segments_as_mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -149,7 +149,7 @@ def test_copies_and_computation_wait_for_each_other(slow: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_in_4_bits_are_the_same_numbers_on_both_devices(dtype: torch.dtype) -> None:
-    from lightppo.plugins.adapters.quantised import dense_weight, quantise
+    from lightppo.models.adapters.quantised import dense_weight, quantise
 
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)

@@ -24,23 +24,23 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lightppo.compat.seed import get_llm_for_sequence_regression
 from lightppo.config import PPOConfig
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
+from lightppo.models.kernels.layers import compile_layers
+from lightppo.models.kernels.liger import use_liger_kernels
+from lightppo.models.kernels.offload import offloading
 from lightppo.models.loading import (
     get_tokenizer,
     load_causal_lm,
     load_sequence_classifier,
     valid_vocab_size,
 )
+from lightppo.models.packing.last_layer import decoder_layers
 from lightppo.models.wrapper import prepare_model
 from lightppo.plugin import MODULES
-from lightppo.plugins.compat.seed import get_llm_for_sequence_regression
-from lightppo.plugins.kernels.layers import compile_layers
-from lightppo.plugins.kernels.liger import use_liger_kernels
-from lightppo.plugins.kernels.offload import offloading
-from lightppo.plugins.packing.last_layer import decoder_layers
 
 MakeModel = Callable[..., PreTrainedModel]
 

@@ -1,5 +1,8 @@
-"""What tests of this room share with those of plugins."""
+"""What tests of this plugin share with those of other folders."""
 
 from support.fixtures.rollouts import _servers, make_rollout, make_server, rollouts, rows, server
+
+__all__ = ["_servers", "make_rollout", "make_server", "rollouts", "server"]
+
 
 __all__ = ["_servers", "make_rollout", "make_server", "rollouts", "rows", "server"]

@@ -12,14 +12,14 @@ from support.tiny import save_reward_model
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RewardError
-from lightppo.plugins.reward_sources.reward_inputs import Retemplated, SameIds
-from lightppo.plugins.verifiers.formats import has_think
 from lightppo.ranks import Alone
 from lightppo.rewards import (
     FunctionReward,
     RemoteReward,
 )
 from lightppo.rewards.registry import RewardRequest, build_reward
+from lightppo.rewards.reward_inputs import Retemplated, SameIds
+from lightppo.verifiers.formats import has_think
 
 # --- of a whole run
 

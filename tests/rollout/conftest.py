@@ -1,4 +1,4 @@
-"""What tests of this room share with those of plugins."""
+"""What tests of this plugin share with those of other folders."""
 
 from support.fixtures.character_models import (
     actor_of,
@@ -9,5 +9,11 @@ from support.fixtures.character_models import (
     prompts,
     tokenizer,
 )
+
+__all__ = ["actor_of", "llama", "make_llama", "model", "prompts", "tokenizer"]
+
+
+__all__ = ["tokenizer"]
+
 
 __all__ = ["actor_of", "engine_of", "llama", "make_llama", "model", "prompts", "tokenizer"]

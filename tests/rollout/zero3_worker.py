@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightppo.data.records import Prompt
+from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 
 def main(folder: str, texts: list[str], splits: list[int]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from lightppo.plugins.tools.tiny_model import character_tokenizer, small_llama
+from lightppo.cli.tiny_model import character_tokenizer, small_llama
 from support.ranks import REPO
 from support.scripts import beside
 from support.tiny import read_jsonl, write_jsonl

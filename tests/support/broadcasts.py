@@ -2,7 +2,7 @@
 
 import torch
 
-from lightppo.plugins.vllm.weights import GlooGroup
+from lightppo.rollout.vllm.weights import GlooGroup
 
 
 def worker(pipe, rank):

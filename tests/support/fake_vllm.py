@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from lightppo.plugins.vllm.weights import PROTOCOL, GlooGroup
+from lightppo.rollout.vllm.weights import PROTOCOL, GlooGroup
 from support.http_server import JsonServer
 
 Reply = tuple[int, bytes] | None

@@ -10,7 +10,7 @@ import torch
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import UserError
-from lightppo.rewards.source import RewardOutput
+from lightppo.rewards.reward_source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 
 T = TypeVar("T")

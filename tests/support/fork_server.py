@@ -62,7 +62,7 @@ def serve(listener: socket.socket, modules: list[str]) -> None:
     assert len(threads - {"jemalloc_bg_thd"}) == 1, (
         f"an import started threads, which forks would lack: {threads}"
     )
-    if report := sys.modules.get("lightppo.plugins.report.page"):
+    if report := sys.modules.get("lightppo.logging.report_page"):
         # no picture at the end of a run, which takes as long as the run
         report.FEWEST_STEPS = math.inf
     if memory := sys.modules.get("vllm.distributed.device_communicators.shm_broadcast"):

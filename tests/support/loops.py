@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lightppo.callbacks import Callback
 from lightppo.config import PPOConfig
-from lightppo.plugins.measures.timer import PhaseTimer
-from lightppo.plugins.ops.ending import StopAtSignal
-from lightppo.trainer.callbacks import Callback
+from lightppo.distributed.graceful_stop import StopAtSignal
+from lightppo.logging.phase_timer import PhaseTimer
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
 from support.fakes import FakeStrategy
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.plugins.episodes.turns import Turn, TurnSource
+from lightppo.episodes.turns import Turn, TurnSource
 from lightppo.rollout.engine import Capabilities, SamplingParams
 
 Script = Callable[[Turn], str]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.distributed.deepspeed import DeepspeedStrategy
 
 VOCAB = 61  # odd, so that shards of the embedding need padding
 LAYERS = 2

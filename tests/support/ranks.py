@@ -51,14 +51,14 @@ HEAVY = (
     "transformers.models.llama.modeling_llama",
     "matplotlib.backends.backend_agg",
 )
-NEEDS_VLLM = ("lightppo.plugins.vllm.adapter_shelf", "lightppo.plugins.vllm.worker")
+NEEDS_VLLM = ("lightppo.rollout.vllm.adapter_cache", "lightppo.rollout.vllm.worker")
 PRELOADED = tuple(
     name
     for path in sorted((REPO / "lightppo").rglob("[a-z]*.py"))
     if (name := ".".join(path.relative_to(REPO).with_suffix("").parts)) not in NEEDS_VLLM
 )
 WITH_VLLM = (
-    "lightppo.plugins.vllm.colocated",
+    "lightppo.rollout.vllm.colocated",
     "vllm",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",

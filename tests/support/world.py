@@ -16,8 +16,8 @@ def one_rank() -> Iterator[None]:
     from deepspeed import comm
     from deepspeed.utils import groups
 
-    from lightppo.strategy.checkpoint import restore_rng_state, rng_state
-    from lightppo.strategy.deepspeed import DeepspeedStrategy
+    from lightppo.checkpoint.engine_state import restore_rng_state, rng_state
+    from lightppo.distributed.deepspeed import DeepspeedStrategy
 
     generators = rng_state()
     remembered = {name: value for name, value in vars(groups).items() if name.startswith("_")}

@@ -21,12 +21,12 @@ from lightppo.algorithms.losses import PolicyLoss
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.experience import Experience
-from lightppo.experience.sampler import RolloutSampler
+from lightppo.experience.token_selection import select_tokens
+from lightppo.logging.step_metrics import METRICS, with_namespace
 from lightppo.models.actor import ActionScores
-from lightppo.plugins.algorithms.token_selection import select_tokens
-from lightppo.rewards.source import RewardOutput
+from lightppo.rewards.reward_source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer.metrics import METRICS, with_namespace
+from lightppo.rollout.sampler import RolloutSampler
 from lightppo.trainer.update import kl_to_reference
 from lightppo.user_code import load_python_function
 

@@ -17,9 +17,9 @@ from support.tiny import save_causal_lm, save_tokenizer, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig, parse_args
+from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, TrainingError, UserError
-from lightppo.plugins.checks.preflight import preflight
-from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.preflight.before_imports import preflight
 
 REPO = Path(__file__).parents[2]
 

@@ -14,16 +14,16 @@ from torch import nn
 from transformers import get_scheduler
 
 from lightppo.config import PPOConfig
+from lightppo.data import row_workers
+from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, DataError, ModelLoadError
+from lightppo.logging import run_folder
 from lightppo.models.loading import get_tokenizer
 from lightppo.models.wrapper import recomputes
-from lightppo.plugins.decoding.graphs import CUDAGraphs
-from lightppo.plugins.evaluation.held_out import held_out_prompts
-from lightppo.plugins.records import run_folder
-from lightppo.plugins.sources import row_workers
-from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.zero3 import find_engine
+from lightppo.rollout.cuda_graphs import CUDAGraphs
 from lightppo.trainer import build
+from lightppo.trainer.held_out import held_out_prompts
+from lightppo.zero3 import find_engine
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -7,9 +7,9 @@ import pytest
 from support.runs import fitted
 
 from lightppo.config import PPOConfig
+from lightppo.config.help_page import help_text
 from lightppo.errors import ConfigError
 from lightppo.plugin import ENGINES
-from lightppo.plugins.hints.help_page import help_text
 from lightppo.rollout.engine import Capabilities, RolloutEngine, capabilities_of
 from lightppo.table import Entry
 

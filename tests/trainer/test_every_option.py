@@ -41,14 +41,14 @@ from support.sampled import sample
 from lightppo import PPOTrainer
 from lightppo.config.options import TrainingConfig
 from lightppo.errors import UserError
+from lightppo.http_client import HTTPClient
 from lightppo.option import Option
 from lightppo.plugin import CHECKS
-from lightppo.plugins.http.client import HTTPClient
-from lightppo.plugins.supervised.trainer import SupervisedTrainer
-from lightppo.plugins.vllm.colocated import engine_arguments
 from lightppo.ranks import Alone
 from lightppo.rewards.registry import build_reward
-from lightppo.rewards.source import close_source
+from lightppo.rewards.reward_source import close_source
+from lightppo.rollout.vllm.colocated import engine_arguments
+from lightppo.supervised.trainer import SupervisedTrainer
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -60,7 +60,7 @@ ROOT = Path(__file__).parents[1]
 Look = Callable[..., Any]
 
 # Checks of a run that only refuse it, or say something: without them two runs can differ in less, never in more, and
-# what the options make of the run is seen in half of the time. tests/plugins/checks has all of them for each option.
+# what the options make of the run is seen in half of the time. tests/preflight has all of them for each option.
 LEFT_OUT = ("files", "told_options", "told_models", "padding", "decoding")
 
 

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from lightppo.algorithms.masking import token_mean
 from lightppo.config import PPOConfig
+from lightppo.config.micro_batch_specs import parse_specs
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import RolloutPass
+from lightppo.logging.skipped_batches import load_batch, save_batch
 from lightppo.plugin import (
     ADVANTAGE_TERMS,
     FROZEN_MODELS,
@@ -25,8 +27,6 @@ from lightppo.plugin import (
     FrozenModel,
     PassEntry,
 )
-from lightppo.plugins.checks.micro_batch_specs import parse_specs
-from lightppo.plugins.records.kept_batches import load_batch, save_batch
 from lightppo.table import Entry
 from lightppo.trainer.update import ScoreTerm
 

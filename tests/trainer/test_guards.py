@@ -10,8 +10,8 @@ import pytest
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.plugins.checks.building import check_disk_space
-from lightppo.plugins.http.client import check_tokens
+from lightppo.http_client import check_tokens
+from lightppo.preflight.run_checks import check_disk_space
 
 
 @pytest.fixture

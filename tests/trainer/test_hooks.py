@@ -15,7 +15,7 @@ from support.sampled import PROMPTS, sample
 
 from lightppo import PPOTrainer
 from lightppo.errors import ConfigError
-from lightppo.rewards.source import RewardOutput
+from lightppo.rewards.reward_source import RewardOutput
 
 # Of the seed's trainer, options and objects alike.
 SEED_ATTRIBUTES = (

@@ -13,9 +13,9 @@ from support.fakes import FakeStrategy, on_ranks
 from support.loops import idle_loop
 from support.runs import logged
 
+from lightppo.callbacks import Callback
 from lightppo.errors import StorageError
-from lightppo.plugins.cadence.times import Cadence, TimedSaves
-from lightppo.trainer.callbacks import Callback
+from lightppo.trainer.due_times import Cadence, TimedSaves
 
 
 def test_logs_have_namespaces_and_come_every_n_steps(tmp_path):
@@ -302,7 +302,7 @@ def test_a_further_error_that_a_user_can_mend_is_one_line(tmp_path, caplog):
     mine = idle_loop(tmp_path, callbacks=[Ends()])
     with pytest.raises(KeyError, match="of the step"), mine.running():
         raise KeyError("of the step")
-    (told,) = [record for record in caplog.records if record.name == "lightppo.trainer.callbacks"]
+    (told,) = [record for record in caplog.records if record.name == "lightppo.callbacks"]
     assert (told.getMessage(), told.exc_info) == ("/run: the disk is full", None)
 
 
@@ -347,7 +347,7 @@ def test_secrets_of_urls_do_not_reach_the_sinks(tmp_path, monkeypatch):
         seen.append(options)
         return []
 
-    monkeypatch.setattr("lightppo.plugins.records.recorder.open_sinks", sinks)
+    monkeypatch.setattr("lightppo.logging.recorder.open_sinks", sinks)
     idle_loop(tmp_path, remote_rm_url=["https://host/reward?key=SECRET"], eps_clip=0.1)
     assert "SECRET" not in str(seen)
     assert seen[0]["eps_clip"] == 0.1

@@ -17,7 +17,7 @@ from support.tiny import read_jsonl, sums, write_jsonl
 from lightppo import PPOTrainer
 from lightppo.data.records import Rollout
 from lightppo.errors import TrainingError
-from lightppo.plugins.records.kept_batches import load_batch
+from lightppo.logging.skipped_batches import load_batch
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -135,7 +135,7 @@ def test_where_all_steps_overflow_a_dry_run_ends_well_and_a_run_does_not(
         "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda _: True
     )
     # too large for any gradient
-    monkeypatch.setattr("lightppo.strategy.deepspeed.LOSS_SCALE_POWER", 40)
+    monkeypatch.setattr("lightppo.distributed.deepspeed.LOSS_SCALE_POWER", 40)
     options = {
         "fp16": True,
         "zero_stage": 2,

@@ -25,13 +25,12 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
 from lightppo.plugin import VALUE_NORMS
-from lightppo.plugins.cadence.times import TimedSaves
-from lightppo.plugins.evaluation import held_out
-from lightppo.plugins.evaluation.evaluator import Evaluator
-from lightppo.plugins.exports.periodic import Exports
-from lightppo.rewards.source import score_rollouts
+from lightppo.rewards.reward_source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.trainer import build
+from lightppo.trainer import build, held_out
+from lightppo.trainer.due_times import TimedSaves
+from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.exports import Exports
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -54,9 +54,7 @@ def test_the_way_has_at_most_15_files_and_names_functions_of_theirs():
 def test_a_run_enters_them_in_this_order(make_config, monkeypatch):
     # which go the way in small before the first step
     for probe in ("check_padding", "check_decoding"):
-        monkeypatch.setattr(
-            f"lightppo.plugins.checks.building.{probe}", lambda *args, **options: None
-        )
+        monkeypatch.setattr(f"lightppo.preflight.run_checks.{probe}", lambda *args, **options: None)
     entered: dict[tuple[str, str], None] = {}  # in the order of the first call
 
     def note(code: CodeType) -> None:

@@ -17,10 +17,10 @@ from support.runs import fitted, logged, trained_rows, whole_weights
 from support.tiny import write_jsonl
 
 from lightppo import PPOTrainer
+from lightppo.checkpoint import durable
 from lightppo.config import PPOConfig
 from lightppo.errors import CheckpointError, ConfigError, StorageError
-from lightppo.plugins.ops import durable
-from lightppo.plugins.records.run_folder import release
+from lightppo.logging.run_folder import release
 from lightppo.rollout.hf import HFRolloutEngine
 
 pytestmark = pytest.mark.usefixtures("world")

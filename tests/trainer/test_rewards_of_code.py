@@ -130,7 +130,7 @@ def test_options_of_a_plugin_name_the_sources(own_source, monkeypatch):
 
 
 def test_its_own_look_at_rows(own_source):
-    from lightppo.plugins.checks.preflight import check_label
+    from lightppo.preflight.before_imports import check_label
 
     config = PPOConfig.from_flat(reward_source=["five"])
     check_label(config, fakes.make_rollout(label="4").prompt)

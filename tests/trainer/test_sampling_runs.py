@@ -15,11 +15,11 @@ from support.tiny import read_jsonl, sums, write_jsonl
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RewardError, TrainingError
-from lightppo.plugins.algorithms.prompt_filter import PromptFilter
-from lightppo.plugins.evaluation.held_out import eval_sampling_params
-from lightppo.plugins.vllm.rollout_check import tolerance_of
+from lightppo.logging.step_metrics import METRICS
+from lightppo.rollout.vllm.rollout_check import tolerance_of
 from lightppo.trainer.build import sampling_params
-from lightppo.trainer.metrics import METRICS
+from lightppo.trainer.held_out import eval_sampling_params
+from lightppo.trainer.prompt_filter import PromptFilter
 from lightppo.trainer.prompts import EpisodePrompts
 
 pytestmark = pytest.mark.usefixtures("world")

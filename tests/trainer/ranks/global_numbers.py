@@ -18,15 +18,15 @@ from lightppo.algorithms.kl import AdaptiveKLController
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
+from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.experience.batching import Minibatch, ReplayBuffer, plan_step
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
+from lightppo.experience.running import ValueNorm
+from lightppo.experience.token_selection import select_tokens
+from lightppo.logging import step_metrics as m
+from lightppo.logging import summaries
 from lightppo.models.actor import ActionScores, Actor
-from lightppo.plugins.algorithms.token_selection import select_tokens
-from lightppo.plugins.measures import summaries
-from lightppo.plugins.shaping.running import ValueNorm
-from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer import metrics as m
 
 GROUPS, SAMPLES = 6, 3
 ESTIMATORS = ("gae", "reinforce", "reinforce++_baseline", "grpo", "gpg", "group_adv_norm")

@@ -14,17 +14,17 @@ import torch
 
 from lightppo import PPOTrainer
 from lightppo.algorithms.entries import POLICY_LOSSES
+from lightppo.algorithms.lm_loss import GPTLMLoss
 from lightppo.config import PPOConfig
 from lightppo.config.rules import MicroBatchSpec
+from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.experience.batching import Minibatch, ReplayBuffer, minibatches
 from lightppo.experience.experience import Experience
+from lightppo.logging import step_metrics as m
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.wrapper import PaddedLayout
-from lightppo.plugins.supervised.lm_loss import GPTLMLoss
-from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.zero3 import get_engine
-from lightppo.trainer import metrics as m
+from lightppo.zero3 import get_engine
 
 # lengths that differ a lot
 PROMPTS, RESPONSES = [2, 9, 5, 12, 3, 1, 7, 4], [1, 20, 3, 2, 14, 6, 1, 9]

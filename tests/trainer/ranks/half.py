@@ -10,9 +10,9 @@ from deepspeed.accelerator import get_accelerator
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
-from lightppo.plugins.supervised.sections import DPOConfig, RMConfig, SFTConfig
-from lightppo.plugins.supervised.trainer import SupervisedTrainer
-from lightppo.strategy import deepspeed
+from lightppo.config.supervised_options import DPOConfig, RMConfig, SFTConfig
+from lightppo.distributed import deepspeed
+from lightppo.supervised.trainer import SupervisedTrainer
 
 CONFIGS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}
 

@@ -1,0 +1,1 @@
+"""Files of a run: saving, resuming, other ranks, exports, storage."""

@@ -1,0 +1,448 @@
+"""Checkpoints of engines: weights, optimizer and scheduler, written whole or not at all.
+
+``DeepspeedStrategy`` offers these functions as ``save_ckpt`` and ``load_ckpt``. How files are kept, where a URL leads,
+and what is damaged, the files in use say (:mod:`lightppo.files`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from lightppo import tensor_file
+from lightppo.errors import CheckpointError
+from lightppo.files import Files, files_in_use, is_url, local_folder
+from lightppo.plugin import CHECKPOINT_CHECKS, CHECKPOINT_LOADERS, CHECKPOINT_NOTES
+from lightppo.ranks import Ranks
+from lightppo.zero3 import (
+    find_adapters,
+    forget_secondary_shard,
+    get_engine,
+    has_optimizer,
+    is_sharded,
+    own_part,
+    unwrap_model,
+    zero_stage_of,
+)
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+META = "lightppo_checkpoint.json"
+FROZEN = "frozen_rank{}.pt"  # weights of a model without optimizer; under ZeRO-3 a file per rank
+_CLIENT_STATE = "client_state.pt"
+DAMAGED = ".damaged"
+INCOMPLETE = ".incomplete"
+_OLD = f".old{INCOMPLETE}"
+_FORMAT = 1
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    ranks: Ranks,
+    model: Any,
+    save_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    max_num: int = 3,
+    max_mem: float = 1000,
+    client_state: dict[str, Any] | None = None,
+    protected_tags: Collection[str] = (),
+    facts: Mapping[str, Any] = {},
+) -> str:
+    """Saves weights, optimizer and scheduler to ``save_dir/tag``, marks it as the latest, returns the tag. Collective.
+
+    The directory gets its name once all ranks have written; older checkpoints are removed only then.
+
+    Args:
+        tag: name of this checkpoint; None is ``global_step{optimizer steps}``.
+        max_num: checkpoints to keep, including this one.
+        max_mem: GB (1e9 bytes) that all of them may take; the oldest are removed first, this one never.
+        client_state: plain values and tensors to get back from ``load_ckpt``; rank 0's is saved.
+        protected_tags: never removed.
+        facts: plain values to seal it with, see :func:`lightppo.files.facts_of`; rank 0's are saved.
+    """
+    engine = get_engine(model, "saving a checkpoint")
+    if max_num < 1:
+        raise ValueError(f"--max_ckpt_num must be at least 1, got {max_num}")
+    files, target, save_dir = files_in_use(), save_dir, local_folder(save_dir)
+    tag = tag or f"global_step{engine.global_steps}"
+    staging = save_dir / f"{tag}{INCOMPLETE}"
+    ranks.on_rank_0(lambda: _make_room(save_dir, staging), f"prepare {save_dir}")
+
+    meta = {"format": _FORMAT, "sealed": True, **_shape(engine)}
+    for note in CHECKPOINT_NOTES.values():
+        meta |= note.fn(ranks, model)
+    with files.written_together(ranks, engine, staging):
+        _write_engine(ranks, model, engine, files, staging)
+        if ranks.is_rank_0():
+            files.write(staging / _CLIENT_STATE, partial(torch.save, client_state or {}))
+            files.write(staging / META, lambda file: file.write(json.dumps(meta).encode()))
+
+    def commit() -> None:
+        with files.explained(save_dir):
+            files.seal(staging, **facts)
+            _replace(save_dir, tag, staging)
+            files.publish(target, tag, last=META)
+            files.publish(target, LATEST)
+            # Only now: the new checkpoint is complete before an old one is removed.
+            gone = _rotate(save_dir, keep={tag, *protected_tags}, max_num=max_num, max_mem=max_mem)
+            files.publish(target, *gone)
+
+    ranks.on_rank_0(commit, f"complete the checkpoint {save_dir / tag}")
+    return tag
+
+
+def _write_engine(ranks: Ranks, model: Any, engine: Any, files: Files, folder: Path) -> None:
+    """Weights, optimizer and scheduler; under adapters without the frozen weights. Collective."""
+    if not has_optimizer(engine):
+        # Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything.
+        if zero_stage_of(engine) == 3 or ranks.is_rank_0():
+            save = partial(torch.save, _local_tensors(engine))
+            files.write(folder / FROZEN.format(ranks.get_rank()), save)
+        return
+    adapters = find_adapters(model)
+    with (
+        contextlib.nullcontext({}) if adapters is None else adapters.saved_alone(engine) as options
+    ):
+        engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False, **options)
+
+
+def _replace(save_dir: Path, tag: str, staging: Path) -> None:
+    """Give a written checkpoint its name, in place of an older one, and mark it as the latest."""
+    files, replaced = files_in_use(), save_dir / f"{tag}{_OLD}"
+    if os.path.lexists(save_dir / tag):
+        files.rename(save_dir / tag, replaced)
+    files.rename(staging, save_dir / tag)
+    with contextlib.suppress(OSError):  # the next save tries again
+        files.remove(replaced)
+    files.write_text(save_dir / LATEST, tag)
+
+
+def load_checkpoint(
+    ranks: Ranks,
+    model: Any,
+    load_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    checked: bool = False,
+    reshape: bool = False,
+) -> tuple[str, dict[str, Any]]:
+    """Loads a checkpoint into a model prepared like the saved one, its optimizer and its scheduler. Collective.
+
+    Returns the checkpoint's path, and the ``client_state`` saved with it. ``tag`` None is the latest;
+    ``load_module_strict`` refuses weights whose names do not fit; ``checked`` says that :func:`damage` found nothing.
+    With ``reshape`` it may be of another number of ranks or another ZeRO stage, optimizer included.
+    """
+    engine = get_engine(model, "loading a checkpoint")
+    source, load_dir = load_dir, local_folder(load_dir)
+    if not checked:
+        bring(ranks, source, tag)
+    tag = tag or latest_tag(load_dir)
+    if tag is None:
+        raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
+    path = load_dir / tag
+    if not checked and (path / META).is_file() and (damaged := damage(ranks, path)):
+        raise CheckpointError(f"{path} is damaged: {'; '.join(damaged)}")
+    meta = read_meta(path)
+    _check_shape(engine, path, meta, load_optimizer_states, reshape)
+    check_notes(ranks, model, path, meta)
+    if any(meta[key] != value for key, value in _shape(engine).items()):
+        load_reshaped = next(reversed(CHECKPOINT_LOADERS.values())).fn
+        load_reshaped(engine, path, meta, load_lr_scheduler_states=load_lr_scheduler_states)
+    elif not has_optimizer(engine):
+        _load_without_optimizer(engine, path)
+    else:
+        adapters = find_adapters(model)
+        load = None if adapters is None else adapters.loader(load_module_strict, str(path))
+        with _read_safely(engine):
+            loaded, _ = engine.load_checkpoint(
+                str(load_dir),
+                tag=tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                custom_load_fn=load,
+            )
+        if loaded is None:
+            raise CheckpointError(f"{path} has no file for rank {ranks.get_rank()}")
+    if has_optimizer(engine) and engine.lr_scheduler is not None:
+        rates = _coming_rates(engine.lr_scheduler)
+        for group, lr in zip(engine.optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr
+    return str(path), read_client_state(path)
+
+
+def _coming_rates(scheduler: LRScheduler) -> list[float]:
+    """Of the next step; by this run's schedule, which may be longer than that of the run that saved."""
+    if isinstance(scheduler, LambdaLR):  # others may know no step but the one after the last
+        shares = (of_step(scheduler.last_epoch) for of_step in scheduler.lr_lambdas)
+        scheduler._last_lr = [
+            peak * share for peak, share in zip(scheduler.base_lrs, shares, strict=True)
+        ]
+    return scheduler.get_last_lr()
+
+
+def check_notes(ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any]) -> None:
+    """CheckpointError where plugins see that a checkpoint does not fit a model. Collective."""
+    for check in CHECKPOINT_CHECKS.values():
+        check.fn(ranks, model, path, meta)
+
+
+def deepspeed_classes() -> list[type]:
+    """What files of DeepSpeed hold beside tensors and plain values."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+@contextlib.contextmanager
+def _read_safely(engine: Any) -> Iterator[None]:
+    """DeepSpeed unpickles what a checkpoint holds; inside, it gets its files from our reader."""
+    reader, classes = engine.checkpoint_engine, deepspeed_classes()
+    reader.load = lambda path, map_location=None: tensor_file.read(path, classes)
+    try:
+        # At ZeRO-3, DeepSpeed does not use the engine's reader for weights that are loaded alone.
+        with tensor_file.others_read_safely(classes):
+            yield
+    finally:
+        del reader.load
+
+
+def read_client_state(path: Path) -> dict[str, Any]:
+    """What was saved with the checkpoint in this folder."""
+    return tensor_file.read(path / _CLIENT_STATE)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What a checkpoint says about itself: ranks, ZeRO stage, precision, :data:`lightppo.plugin.CHECKPOINT_NOTES`."""
+    try:
+        meta = {"fp16": False, **json.loads((path / META).read_bytes())}
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of lightppo: {META} is missing"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {META} has other content than was written"
+        ) from error
+    if meta.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}"
+        )
+    return meta
+
+
+def has_finite_weights(model: Any) -> bool:
+    """Of this rank, by their sums: one look at each."""
+    weights = [
+        own_part(weight)
+        for weight in unwrap_model(model).parameters()
+        if weight.is_floating_point()
+    ]
+    return bool(
+        torch.stack([weight.sum(dtype=torch.float32) for weight in weights]).isfinite().all()
+    )
+
+
+def bring(ranks: Ranks, source: str | os.PathLike[str], tag: str | None) -> None:
+    """A checkpoint at a URL to this node. Collective."""
+    if is_url(source):
+        marks = (LATEST, f"{tag}/")
+        fetch = partial(files_in_use().fetch, source, lambda name: name.startswith(marks))
+        ranks.on_rank_0(fetch, f"read {source}")
+
+
+def damage(ranks: Ranks, path: Path) -> list[str]:
+    """What is damaged in a checkpoint, a text per file; nothing if it is as it was saved. Collective.
+
+    Each rank looks at its share of the files.
+    """
+    damaged = files_in_use().damage(path, share=ranks.get_rank(), shares=ranks.world_size)
+    return sorted({text for texts in ranks.all_gather_object(damaged) for text in texts})
+
+
+def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
+    """The tag to resume from in ``load_dir``; None if there is no checkpoint."""
+    load_dir = Path(load_dir)
+    if not load_dir.is_dir():
+        raise CheckpointError(f"{load_dir} is not a directory")
+    if (tag := read_mark(load_dir)) is None:
+        return None
+    if not (load_dir / tag / META).is_file():
+        others = ", ".join(list_tags(load_dir)) or "none"
+        raise CheckpointError(
+            f"{load_dir / LATEST} names {tag!r}, which is not a whole checkpoint; whole ones here: {others}"
+        )
+    return tag
+
+
+def read_mark(folder: Path) -> str | None:
+    """What a folder's ``latest`` says, damaged bytes as ``\\xe2``; None without that file."""
+    marker = folder / LATEST
+    try:
+        return marker.read_bytes().decode(errors="backslashreplace").strip()
+    except FileNotFoundError:
+        return None
+    except IsADirectoryError as error:
+        raise CheckpointError(
+            f"{marker} is a folder, and must be a file with the name of the last checkpoint: remove it"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{marker} cannot be read ({error.strerror})") from error
+
+
+def list_tags(save_dir: str | os.PathLike[str]) -> list[str]:
+    """Tags of the complete checkpoints in a directory, oldest first."""
+    aside = (INCOMPLETE, DAMAGED)
+    whole = [
+        path
+        for path in Path(save_dir).iterdir()
+        if (path / META).is_file() and path.suffix not in aside
+    ]
+    return [
+        path.name
+        for path in sorted(whole, key=lambda path: ((path / META).stat().st_mtime_ns, path.name))
+    ]
+
+
+def rng_state() -> dict[str, Any]:
+    """States of this rank's random generators: Python, NumPy, torch and its CUDA device."""
+    name, keys, *rest = numpy.random.get_state()
+    # A tensor in place of the array, so that it loads with weights_only.
+    state = {"numpy": (name, torch.from_numpy(keys.astype(numpy.int64)), *rest)}
+    state |= {"python": random.getstate(), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Restores what ``rng_state`` returned on this rank."""
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _shape(engine: Any) -> dict[str, Any]:
+    """Properties that a run must share with the run that saved."""
+    return {
+        "world_size": dist.get_world_size(),
+        "zero_stage": zero_stage_of(engine),
+        "bf16": bool(engine.bfloat16_enabled()),
+        "fp16": bool(engine.fp16_enabled()),
+        "optimizer": has_optimizer(engine),
+    }
+
+
+def _check_shape(
+    engine: Any, path: Path, meta: Mapping[str, Any], load_optimizer_states: bool, reshape: bool
+) -> None:
+    """CheckpointError unless a checkpoint can be loaded into an engine of this run."""
+    shape = _shape(engine)
+    changed = {key for key in shape if meta[key] != shape[key]}
+    fixed = changed - {"world_size", "zero_stage"} if reshape else changed
+    if fixed:
+        also = "" if reshape or changed & {"bf16", "fp16", "optimizer"} else "set --reshape_ckpt, "
+        keys = [key for key in shape if key in fixed]
+        raise CheckpointError(
+            f"{path} was saved with {', '.join(f'{key}={meta[key]}' for key in keys)}, this run has "
+            f"{', '.join(f'{key}={shape[key]}' for key in keys)}: {also}resume with the same number of "
+            "processes, --zero_stage and --bf16 or --fp16, or start from its HF export with --pretrain"
+        )
+    if changed and not CHECKPOINT_LOADERS:
+        raise CheckpointError(
+            f"{path} has other ranks or another ZeRO stage: a plugin loads such checkpoints, "
+            "lightppo.plugins.reshape, which is not installed: resume with as many processes and the same --zero_stage"
+        )
+    if load_optimizer_states:
+        return
+    if changed:
+        raise CheckpointError(
+            f"{path} has other ranks or another ZeRO stage: its weights load with the optimizer only"
+        )
+    if shape["zero_stage"] == 3 and latest_tag(path.parent) != path.name:
+        # DeepSpeed rebuilds ZeRO-3 weights from the marker's tag, whatever tag we ask for.
+        raise CheckpointError(
+            f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it"
+        )
+
+
+@torch.no_grad()
+def _load_without_optimizer(engine: Any, directory: Path) -> None:
+    rank = dist.get_rank() if zero_stage_of(engine) == 3 else 0
+    saved = tensor_file.read(directory / FROZEN.format(rank))
+    tensors, local = unwrap_model(engine).state_dict(keep_vars=True), _local_tensors(engine)
+    if saved.keys() != local.keys():
+        odd = sorted(saved.keys() ^ local.keys())
+        raise CheckpointError(
+            f"{directory} holds another model: {len(odd)} weights differ, first {odd[0]!r}"
+        )
+    for name, tensor in local.items():
+        tensor.copy_(saved[name])
+        forget_secondary_shard(tensors[name])
+
+
+def _local_tensors(engine: Any) -> dict[str, torch.Tensor]:
+    tensors = unwrap_model(engine).state_dict(keep_vars=True)
+    return {
+        name: tensor.ds_tensor.data if is_sharded(tensor) else tensor.detach()
+        for name, tensor in tensors.items()
+    }
+
+
+def _make_room(save_dir: Path, staging: Path) -> None:
+    """A folder for a new checkpoint, without what an interrupted saving left."""
+    files = files_in_use()
+    with files.explained(save_dir):
+        save_dir.mkdir(parents=True, exist_ok=True)
+        for leftover in list(save_dir.glob(f"*{INCOMPLETE}")):
+            whole = save_dir / leftover.name.removesuffix(_OLD)
+            if leftover.name.endswith(_OLD) and not whole.exists():
+                files.rename(leftover, whole)  # the one that was to take its place did not come
+                continue
+            logger.warning("removing %s, a checkpoint whose saving was interrupted", leftover)
+            files.remove(leftover)
+        staging.mkdir()
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Whole or gone, whenever the process stops: the next save removes what has this name."""
+    aside = folder.with_name(f"{folder.name}{INCOMPLETE}")
+    files_in_use().rename(folder, aside)
+    files_in_use().remove(aside)
+
+
+def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> list[str]:
+    """Removes checkpoints, oldest first, until the others are within the limits; returns their tags."""
+    gone = []
+    sizes = {tag: _size_of(save_dir / tag) for tag in list_tags(save_dir)}
+    for tag in [tag for tag in sizes if tag not in keep]:
+        if len(sizes) <= max_num and sum(sizes.values()) <= max_mem * 1e9:
+            break
+        remove_checkpoint(save_dir / tag)
+        del sizes[tag]
+        gone.append(tag)
+    return gone
+
+
+def _size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

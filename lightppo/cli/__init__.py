@@ -1,0 +1,1 @@
+"""The commands, and what other trainers call our options."""

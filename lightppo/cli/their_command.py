@@ -1,0 +1,342 @@
+"""What a command line, a shell script or a YAML file of another trainer says: the program, its options, the ranks."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from lightppo.config.cli import dotted
+from lightppo.errors import ConfigError
+
+
+class Program(NamedTuple):
+    """A program of another trainer."""
+
+    trainer: str  # the first word of titles in other_trainers.txt
+    command: str  # ours that trains so
+    called: str  # pattern of its name on a command line
+    marks: str  # pattern of options that it alone has
+    means: Mapping[str, Any] = {}  # our options that it alone asks for
+
+
+# What a command does not say: by trainer, an option without which to say it, and the text.
+REMARKS = {
+    "TRL": (
+        "apply_chat_template",
+        "TRL renders chats by itself: add --apply_chat_template if a row holds messages.",
+    ),
+    "verl": (
+        "reward_fn",
+        'verl has scores by data_source: --reward_routes \'{"openai/gsm8k": {"math": 1}}\' names one for each.',
+    ),
+}
+
+_CHATS = {"apply_chat_template": True}  # it renders every prompt by the tokenizer's template
+
+# By the names that --from takes. Where several fit, the first one counts.
+PROGRAMS = {
+    "trl-grpo": Program(
+        "TRL",
+        "ppo",
+        r"trl grpo\b|\bgrpo\w*\.py",
+        "num_generations|scale_rewards|reward_funcs|num_iterations",
+        {"advantage_estimator": "grpo"},
+    ),
+    "trl-rloo": Program(
+        "TRL",
+        "ppo",
+        r"trl rloo\b|\brloo\w*\.py",
+        "rloo_k|normalize_advantages",
+        {"advantage_estimator": "rloo"},
+    ),
+    "trl-dpo": Program(
+        "TRL", "dpo", r"trl dpo\b|\bdpo\w*\.py", "precompute_ref_log_probs|f_divergence_type"
+    ),
+    "trl-reward": Program(
+        "TRL", "rm", r"trl reward\b|\breward(_modeling)?\.py", "center_rewards_coefficient"
+    ),
+    "trl-sft": Program(
+        "TRL",
+        "sft",
+        r"trl sft\b|\bsft\w*\.py",
+        "packing|completion_only_loss|assistant_only_loss|dataset_text_field",
+    ),
+    "verl-sft": Program(
+        "verl",
+        "sft",
+        r"verl\.trainer\.\w*sft\w*",
+        r"data\.(messages_key|pad_mode|response_key)",
+        _CHATS,
+    ),
+    "verl": Program(
+        "verl",
+        "ppo",
+        r"verl\.trainer\.main_ppo|\bmain_dapo\b",
+        r"actor_rollout_ref\..*|algorithm\.adv_estimator",
+        _CHATS,
+    ),
+    "openrlhf-sft": Program(
+        "OpenRLHF",
+        "sft",
+        r"openrlhf\.cli\.train_sft\b|\btrain_sft\.py",
+        r"data\.multiturn|(model\.)?pretrain_mode(_enable)?",
+    ),
+    "openrlhf-rm": Program(
+        "OpenRLHF",
+        "rm",
+        r"openrlhf\.cli\.train_rm\b|\btrain_rm\.py",
+        r"model\.margin_loss_enable|(model\.)?compute_fp32_loss(_enable)?",
+    ),
+    "openrlhf-dpo": Program(
+        "OpenRLHF",
+        "dpo",
+        r"openrlhf\.cli\.train_dpo\b|\btrain_dpo\.py",
+        r"model\.(ipo_enable|beta)|ipo",
+    ),
+    "slime": Program(
+        "slime",
+        "ppo",
+        r"\bslime\b.*\btrain(_async)?\.py",
+        "hf_checkpoint|rollout_max_response_len|num_rollout",
+    ),
+    "lightrft": Program(
+        "LightRFT",
+        "ppo",
+        r"\btrain_colocate\.py",
+        "engine_(type|tp_size|mem_util)|advantages_norm",
+    ),
+    "openrlhf": Program(
+        "OpenRLHF",
+        "ppo",
+        r"openrlhf\.cli\.train_ppo\w*|\btrain_ppo(_ray)?\.py",
+        r"algo\.(advantage|kl)\..*|rollout\.n_samples_per_prompt|vllm_num_engines|actor_num_nodes"
+        r"|(actor|critic)\.(model_name_or_path|adam\..*|num_nodes)",
+    ),
+    "areal": Program(
+        "AReaL",
+        "ppo",
+        r"\b(gsm8k|boba|countdown)_(rl|grpo|ppo)\.py",
+        r"gconfig\..*|actor\.(kl_ctl|eps_clip|ppo_n_minibatches)|ppo\..*",
+        _CHATS,
+    ),
+    "areal-dpo": Program(
+        "AReaL", "dpo", r"\bhhrlhf_dpo\.py", r"train_dataset\.type=dpo|actor\.beta", _CHATS
+    ),
+    "areal-rm": Program("AReaL", "rm", r"\bhhrlhf_rw\.py", r"train_dataset\.type=rw", _CHATS),
+    "areal-sft": Program("AReaL", "sft", r"\bgsm8k_sft\.py", r"train_dataset\.type=sft", _CHATS),
+}
+
+
+@dataclass
+class Theirs:
+    """The options of a program of another trainer, by their own names."""
+
+    program: str
+    values: dict[str, Any]
+    ranks: int = 1  # of the launcher
+    nodes: int = 1
+    notes: list[str] = field(default_factory=list)
+
+
+def read(text: str, program: str | None = None) -> Theirs:
+    """What a command line says, or the file of this name: YAML, or a script.
+
+    Raises:
+        ConfigError: it names no program that lightppo knows, and no options that one alone has.
+    """
+    path = Path(text)
+    if len(text) < 4096 and "\n" not in text and path.suffix and not re.search(r"\s", text):
+        content = _content(path)
+        if path.suffix in (".yaml", ".yml"):
+            values = file_values(path)
+            if name := program or _program_by_marks(values):
+                return Theirs(name, values)
+            raise ConfigError(_unknown(text))
+        text = content
+    found = [_read_command(words, program) for words in commands_of(text)]
+    if not any(theirs.program for theirs, _ in found):
+        raise ConfigError(_unknown(text))
+    return max(found, key=lambda one: (one[1], bool(one[0].program), len(one[0].values)))[0]
+
+
+def _read_command(words: Sequence[str], program: str | None) -> tuple[Theirs, bool]:
+    """What a command says; and whether it names the program, in place of options that one alone has."""
+    line = " ".join(words)
+    called = next((name for name, one in PROGRAMS.items() if re.search(one.called, line)), "")
+    start = _first_argument(words, PROGRAMS[called].called if called else "")
+    theirs = Theirs("", {})
+    _read_launcher(words[:start], theirs)
+    _read_arguments(words[start:], theirs)
+    theirs.program = program or called or _program_by_marks(theirs.values)
+    return theirs, bool(called)
+
+
+def _first_argument(words: Sequence[str], called: str) -> int:
+    """Where the options of the program begin: behind its name, else behind the last script."""
+    for i in range(len(words), 0, -1):
+        if called and re.search(f"({called})$", " ".join(words[max(0, i - 2) : i])):
+            return i
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+    return scripts[-1] + 1 if scripts else 0
+
+
+def _program_by_marks(values: Mapping[str, Any]) -> str:
+    """The program that alone has one of these options, or values; an empty text if there is none."""
+    said = [*values, *(f"{name}={value}" for name, value in values.items())]
+    for name, one in PROGRAMS.items():
+        if any(re.fullmatch(one.marks, text) for text in said):
+            return name
+    return ""
+
+
+def _unknown(text: str) -> str:
+    shown = " ".join(text.split())
+    if re.match(r"(python\S* -m )?lightppo\b", shown):
+        return f"{shown[:57]!r} is a command of lightppo: there is nothing to translate"
+    shown = shown if len(shown) < 60 else f"{shown[:57]}..."
+    return f"{shown!r} names no program that lightppo knows: say which it is by --from, one of {', '.join(PROGRAMS)}"
+
+
+# -- the words of a script -------------------------------------------------------------------------------------------
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """The words of each command, with the variables and arrays that the script sets; others stay as they are written."""
+    inserted: list[str] = []  # what the shell would run and put there
+
+    def kept(found: re.Match[str]) -> str:
+        inserted.append(found[0])
+        return f"\0{len(inserted) - 1}\0"
+
+    text = re.sub(r"\$\([^()]*\)|`[^`]*`", kept, re.sub(r"(?m)^\s*#.*$|\d?>&\d", "", text))
+    text = re.sub(r"(?m)(?<=\s)#[^'\"\n]*$", "", re.sub(r"\\\r?\n", " ", text))
+    known: dict[str, list[str]] = {}
+    for found in re.finditer(r"(?ms)^[ \t]*(\w+)\+?=\((.*?)\)[ \t]*$", text):
+        known.setdefault(found[1], []).extend(_split(found[2].replace("\n", " ")))
+    text = re.sub(r"(?ms)^[ \t]*\w+\+?=\(.*?\)[ \t]*$", "", text)
+    for is_end, group in groupby(_split(text), lambda word: not word.strip(";&|\n")):
+        words = [] if is_end else list(group)
+        words = words[words[:1] in (["export"], ["exec"]) :]
+        while words and (assigned := re.fullmatch(r"(?s)([A-Za-z_]\w*)=(.*)", words[0])):
+            if len(words) > 1 and not words[1].startswith("-") and "." in assigned[1]:
+                break
+            known[assigned[1]] = _expanded(assigned[2], known)
+            words = words[1:]
+        expanded = [one for word in words for one in _expanded(word, known)]
+        if words := [
+            re.sub(r"\0(\d+)\0", lambda m: inserted[int(m[1])], one)
+            for one in _without_files(expanded)
+        ]:
+            yield words
+
+
+def _without_files(words: Sequence[str]) -> Iterator[str]:
+    """The words without ``> file``."""
+    for before, word in zip(["", *words], words):
+        if not re.match(r"\d?[<>]", word) and not re.fullmatch(r"\d?[<>]+", before):
+            yield word
+
+
+def _split(text: str) -> list[str]:
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    try:
+        return list(lexer)
+    except ValueError as error:
+        raise ConfigError(f"the command cannot be read: {error}") from error
+
+
+def _expanded(word: str, known: Mapping[str, list[str]]) -> list[str]:
+    """A word with the variables that are known; an array alone is all of its words."""
+    array = re.fullmatch(r"\$\{?(\w+)(\[[@*]\])?\}?", word)
+    if array and array[1] in known:
+        return [one for part in known[array[1]] for one in _expanded(part, known)]
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found[1] or found[3], found[2]
+        return " ".join(known[name]) if name in known else default or found[0]
+
+    return [re.sub(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", value, word)]
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+_RANKS = {"num_processes", "nproc_per_node", "num_gpus", "nproc"}
+
+
+def _read_launcher(words: Sequence[str], theirs: Theirs) -> None:
+    """The number of ranks that torchrun, accelerate or deepspeed start."""
+    text = re.sub(r"(--[\w-]+)[= ]", r"\1 ", " ".join(words)).replace("-", "_")
+    given = {name: int(count) for name, count in re.findall(r"__(\w+) (\d+)", text)}
+    per_node = next((given[name] for name in _RANKS if name in given), 1)
+    theirs.nodes = given.get("nnodes", given.get("num_nodes", given.get("num_machines", 1)))
+    theirs.ranks = per_node if "num_processes" in given else per_node * theirs.nodes
+
+
+def _read_arguments(words: Sequence[str], theirs: Theirs) -> None:
+    """``--name value``, ``--name a b``, ``--name=value``, ``--name``, ``name=value`` and files of ``--config``."""
+    name = ""
+    own: dict[str, Any] = {}
+    for word in (one for one in words if one not in ("--", "$@", "${@}")):
+        option = re.fullmatch(r"(?s)--?([A-Za-z][\w.-]*)(?:=(.*))?", word)
+        override = re.fullmatch(r"(?s)[+~]{0,2}([A-Za-z_][\w.@/]*)=(.*)", word)
+        if option:
+            name = option[1].replace("-", "_")
+            own[name] = True if option[2] is None else option[2]
+            name = name if option[2] is None else ""
+        elif re.fullmatch(r"\$\{\w+\[[@*]\]\}", word):
+            theirs.notes.append(f"{word} is set elsewhere: its options are missing here")
+        elif override and not (name and own[name] is True and "." not in override[1]):
+            own[override[1]], name = override[2], ""
+        elif name:
+            held = own[name]
+            own[name] = (
+                word if held is True else [*(held if isinstance(held, list) else [held]), word]
+            )
+        else:
+            theirs.notes.append(f"{word!r} is no option: it was left out")
+    for key in ("config", "config_file"):
+        if isinstance(path := own.get(key), str) and path.endswith((".yaml", ".yml")):
+            del own[key]
+            try:
+                own = file_values(Path(path)) | own
+            except ConfigError as error:
+                theirs.notes.append(f"{error}: its options are missing here")
+    theirs.values = own
+
+
+def file_values(path: Path) -> dict[str, Any]:
+    """The options of a YAML file, nested keys with dots between, and ``${other.key}`` in place."""
+    try:
+        values = yaml.safe_load(_content(path))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no options: it must be a mapping")
+    flat = dotted(values)
+    for _ in range(5):  # a reference to a reference
+        flat = {name: _resolved(value, flat) for name, value in flat.items()}
+    return flat
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"{path} cannot be read: {reason}") from error
+
+
+def _resolved(value: Any, flat: Mapping[str, Any]) -> Any:
+    if isinstance(value, str) and (
+        whole := re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)(?:, *(.*))?\}", value)
+    ):
+        return flat.get(whole[1], value if whole[2] is None else whole[2])
+    return value

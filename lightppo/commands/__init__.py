@@ -1,1 +1,0 @@
-"""The commands of ``lightppo``, one module each; ``lightppo/__main__.py`` has their table."""

@@ -1,0 +1,1 @@
+"""Constructors and call forms of older scripts."""

@@ -1,0 +1,330 @@
+"""Rows of the hub, of URLs and of saved data sets; blends of several sources by probabilities; held-out rows.
+
+``--prompt_data a.jsonl,folder,owner/name`` becomes one dataset.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from lightppo.data.hub import check_on_hub, mistyped_path
+from lightppo.data.json_files import concatenate
+from lightppo.data.local_files import (
+    SPLIT_WORDS,
+    file_format,
+    known_format,
+    load_source,
+    split_named_by,
+    with_origins,
+)
+from lightppo.data.rows import ORIGIN_COLUMN, check_choice
+from lightppo.errors import DataError, StagingError
+from lightppo.files import check_file_url, is_url, stage_to_local
+from lightppo.redaction import shown_url
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
+
+_IDS = ("query_id", "id")  # by which rows of two files are joined; the first that both have
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.-]+)?")
+
+
+def rows_of(config: Any, name: str, split: str, strategy: Any) -> Dataset:
+    """The rows of an option, blended as ``--NAME_probs`` says; of prompts with their ``--prompt_metadata``."""
+    flat = config.flat()
+    probs, seed = flat.get(f"{name}_probs"), config.strategy.seed
+    rows = blending_datasets(flat[name], probs, strategy, seed, train_split=split, flag=f"--{name}")
+    if name not in ("prompt_data", "eval_data"):
+        return rows
+    rows = with_metadata(rows, flat["prompt_metadata"])
+    # Without such a column nothing would tell several files apart.
+    if name == "eval_data" and "," in flat[name] and flat["data_source_key"] not in rows.features:
+        names = [
+            Path(re.sub(r"(:\d+|, row \d+)$", "", origin)).stem for origin in rows[ORIGIN_COLUMN]
+        ]
+        rows = rows.add_column(flat["data_source_key"], names)
+    return rows
+
+
+# -- one dataset of several sources ----------------------------------------------------------------------------------
+
+
+def blending_datasets(
+    paths: str | list[str],
+    probs: str | list[float] | None = None,
+    strategy: Any = None,
+    seed: int = 42,
+    max_count: int | float = 5_000_000,
+    return_eval: bool | None = None,
+    stopping_strategy: StoppingStrategy = "all_exhausted",
+    train_split: str | None = None,
+    eval_split: str | None = None,
+    *,
+    flag: str | None = None,
+) -> Dataset | tuple[Dataset, Dataset]:
+    """Load one or several sources into one dataset; DataError names a bad source.
+
+    Args:
+        paths: comma separated: files (JSON, JSONL, CSV, TSV, parquet, arrow), folders of them, folders made by
+            ``save_to_disk``, fsspec URLs of these, hub names (``owner/name``, ``owner/name@config``).
+        probs: probability of each source, comma separated, sum 1. None: one source after the other, each row once.
+        max_count: most rows to take from each source.
+        return_eval: return ``(train, eval)``, see :func:`held_out_rows`. None: if ``eval_split`` is given, or if a
+            script in OpenRLHF's style (its strategy has ``args``) names neither split.
+        stopping_strategy: with ``probs``: stop when every source is used up (some rows repeat), or when the first is.
+        train_split: the split to read from sources with splits, by default ``train``; a single file has none.
+    """
+    if return_eval is None:
+        of_script = getattr(strategy, "args", None) is not None
+        return_eval = eval_split is not None or (of_script and train_split is None)
+    # Scripts that split a data set call its option so.
+    flag = flag or ("--dataset" if return_eval else "--prompt_data")
+    if max_count < 1:
+        raise DataError(f"max_count is {max_count}; at least 1")
+    check_choice("stopping_strategy", stopping_strategy, StoppingStrategy)
+    sources, weights = _checked_sources(paths, probs, flag)
+    train_split = train_split or "train"
+    parts = [_load_source(source, train_split, int(max_count), flag) for source in sources]
+    counts = [len(part) for part in parts]
+    blend = concatenate(parts, sources)
+    drawn = counts
+    if weights is not None:
+        indices, drawn = interleave_indices(counts, weights, seed, stopping_strategy)
+        blend = blend.select(indices)
+    for source, count, used in (
+        zip(sources, counts, drawn) if strategy is None or strategy.is_rank_0() else ()
+    ):
+        level = logging.INFO if used == count else logging.WARNING
+        logger.log(
+            level,
+            "%s %s: %d rows, %d used%s",
+            flag,
+            shown_url(source),
+            count,
+            used,
+            " (repeats)" * (used > count),
+        )
+    if return_eval:
+        return blend, held_out_rows(
+            sources, parts, strategy, int(max_count), eval_split or "test", flag
+        )
+    return blend
+
+
+def held_out_rows(
+    sources: list[str], train_rows: list[Dataset], strategy: Any, limit: int, split: str, flag: str
+) -> Dataset:
+    """Rows of ``split``, each once. Of a source without that split the first 3 % of its training rows, which is said:
+    the model is trained on them, too, as OpenRLHF does."""
+    parts = []
+    for source, rows in zip(sources, train_rows):
+        if has_split(source, split, flag):
+            parts.append(_load_source(source, split, limit, flag))
+            continue
+        parts.append(rows.select(range(max(1, int(len(rows) * 0.03)))))
+        if strategy is None or strategy.is_rank_0():
+            text = "%s %s has no split %r: evaluation is on %d of the rows that are trained on"
+            logger.warning(text, flag, shown_url(source), split, len(parts[-1]))
+    return concatenate(parts, sources)
+
+
+def has_split(source: str, split: str, flag: str) -> bool:
+    """Whether a source has rows of this split; a single file, and a folder of one saved dataset, have no splits."""
+    if _is_hub_name(source, flag):
+        import datasets
+
+        name, _, config = source.partition("@")
+        return split in datasets.get_dataset_split_names(name, config or None)
+    path = Path(stage_to_local(source)).expanduser()
+    if not path.is_dir() or (path / "state.json").exists():
+        return False
+    if (splits := path / "dataset_dict.json").exists():
+        return split in json.loads(splits.read_text())["splits"]
+    files = (
+        file.relative_to(path) for file in path.rglob("*") if file.is_file() and file_format(file)
+    )
+    wanted = SPLIT_WORDS.get(split.lower(), split.lower())
+    return any(split_named_by(file, split.lower()) == wanted for file in files)
+
+
+def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadata") -> Dataset:
+    """The rows with the further columns of the file's row of the same id (``_IDS``); DataError if one is missing."""
+    if path is None:
+        return rows
+    from datasets import concatenate_datasets
+
+    from lightppo.data.exact_json import exactly_read
+
+    more = _load_source(path, "train", sys.maxsize, flag)
+    ids = _joining_column(rows, more, f"{flag} {path}")
+    places: dict[str, int] = {}
+    for place, (key, origin) in enumerate(zip(more[ids], more[ORIGIN_COLUMN])):
+        if places.setdefault(str(key), place) != place:
+            raise DataError(f"{flag} {origin}: {ids} {key!r} is there twice")
+    for key, origin in zip(rows[ids], rows[ORIGIN_COLUMN]):
+        if str(key) not in places:
+            raise DataError(f"{origin}: {ids} {key!r} is not in {flag} {path}")
+    further = [name for name in more.column_names if name not in rows.column_names]
+    chosen = more.select_columns(further).select([places[str(key)] for key in rows[ids]])
+    return exactly_read(concatenate_datasets([rows, chosen], axis=1))
+
+
+def _joining_column(rows: Dataset, more: Dataset, what: str) -> str:
+    """The column by which the rows of ``--prompt_metadata`` are joined; DataError if there is none."""
+    for name in _IDS:
+        if name in rows.column_names and name in more.column_names:
+            return name
+    names = " or ".join(map(repr, _IDS))
+    for where, dataset in {"it": more, "the prompts": rows}.items():
+        if not set(_IDS) & set(dataset.column_names):
+            raise DataError(f"{what}: no column {names} in {where}, by which rows are joined")
+    raise DataError(
+        f"{what}: its ids and those of the prompts have different names: call both 'query_id', or both 'id'"
+    )
+
+
+def check_data_paths(
+    paths: str | list[str], probs: str | list[float] | None = None, *, flag: str = "--prompt_data"
+) -> None:
+    """Check sources before models load, without reading them: names that are not here are asked of the hub.
+
+    Raises:
+        DataError: names the source.
+    """
+    for source in _checked_sources(paths, probs, flag)[0]:
+        if _is_hub_name(source, flag):
+            check_on_hub(source.partition("@")[0], "dataset", flag)
+
+
+def _checked_sources(
+    paths: str | list[str], probs: str | list[float] | None, flag: str
+) -> tuple[list[str], list[float] | None]:
+    """The sources, and the probability of each; None if they have none."""
+    sources = [p.strip() for p in (paths.split(",") if isinstance(paths, str) else paths)]
+    if not all(sources) or not sources:
+        raise DataError(
+            f"{flag} {paths!r} has an empty item; give files, folders, URLs or hub names, comma separated"
+        )
+    if probs is None:
+        return sources, None
+    try:
+        values = [float(p) for p in (probs.split(",") if isinstance(probs, str) else probs)]
+    except ValueError as error:
+        raise DataError(
+            f"{flag}_probs {probs!r}: numbers are needed, comma separated, e.g. 0.7,0.3"
+        ) from error
+    if len(values) != len(sources):
+        problem = f"has {len(values)} numbers for {len(sources)} sources; give one for each"
+    elif not all(0 < v <= 1 for v in values):
+        problem = "has a number that is not over 0 and at most 1; leave a source out to not use it"
+    elif abs(sum(values) - 1) > 1e-6:
+        problem = f"sums to {sum(values):g}; it must be 1"
+    else:
+        return sources, values
+    raise DataError(f"{flag}_probs {probs!r} {problem}")
+
+
+def interleave_indices(
+    counts: list[int], probs: list[float], seed: int, stopping_strategy: StoppingStrategy
+) -> tuple[np.ndarray, list[int]]:
+    """Row numbers of a random blend in the concatenated sources, and how many rows of each source it drew."""
+    from datasets import Dataset, interleave_datasets
+
+    ends = np.cumsum(counts)
+    numbers = [
+        Dataset.from_dict({"row": np.arange(end - count, end)}) for count, end in zip(counts, ends)
+    ]
+    blend = interleave_datasets(numbers, probs, seed, stopping_strategy=stopping_strategy)
+    rows = blend.with_format("numpy")["row"][:]
+    return rows, np.bincount(
+        np.searchsorted(ends, rows, side="right"), minlength=len(counts)
+    ).tolist()
+
+
+# -- one source ------------------------------------------------------------------------------------------------------
+
+
+def _is_hub_name(source: str, flag: str) -> bool:
+    """False for URLs, and for files and folders of this machine; DataError if it is none of these. No network."""
+    if is_url(source):
+        check_file_url(source, flag)
+        return False
+    path = Path(source.split("://", 1)[-1]).expanduser()
+    if path.is_file():
+        known_format(path, f"{flag} {source}")
+    if not path.exists() and (
+        "://" in source or file_format(source) or not _HUB_NAME.fullmatch(source)
+    ):
+        several = source.split()
+        cure = mistyped_path(source)
+        if len(several) > 1 and all(Path(one).expanduser().exists() for one in several):
+            cure = f"; separate several sources with commas: {flag} {','.join(several)}"
+        raise DataError(f"{flag} {source}: no such file or folder (looked in {os.getcwd()}){cure}")
+    return not path.exists()
+
+
+def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
+    from lightppo.data.exact_json import exactly_read
+
+    if _is_hub_name(source, flag):
+        dataset = _load_hub(source, split, flag)
+    elif (dataset := _load_saved(source, split, flag)) is None:
+        dataset = load_source(source, split, flag, limit)
+    if len(dataset) == 0:
+        raise DataError(f"{flag} {shown_url(source)} is empty: no rows")
+    return exactly_read(dataset.select(range(min(limit, len(dataset)))))
+
+
+def first_rows(source: str, split: str, flag: str, count: int = 20) -> Dataset | None:
+    """The first rows of a file or folder of this machine; None for URLs and hub names, which would be copied whole."""
+    return (
+        None
+        if is_url(source) or _is_hub_name(source, flag)
+        else _load_source(source, split, count, flag)
+    )
+
+
+def _load_hub(source: str, split: str, flag: str) -> Dataset:
+    import datasets
+
+    name, _, config = source.partition("@")
+    check_on_hub(name, "dataset", flag)
+    try:
+        dataset = datasets.load_dataset(name, config or None, split=split)
+    except Exception as error:
+        # datasets, the hub client and the network raise errors without a common base
+        problem = (
+            f"no such file or folder here, and no hub dataset that can be loaded (split {split!r})"
+        )
+        raise DataError(f"{flag} {source}: {problem}: {type(error).__name__}: {error}") from error
+    return with_origins(dataset, f"{source}[{split}]")
+
+
+def _load_saved(source: str, split: str, flag: str) -> Dataset | None:
+    """What is in a folder made by ``save_to_disk``; None for any other source."""
+    try:
+        path = Path(stage_to_local(source)).expanduser()
+    except StagingError as error:
+        raise DataError(f"{flag}: {error}") from error
+    if not (path / "dataset_dict.json").exists() and not (path / "state.json").exists():
+        return None
+    from datasets import DatasetDict, load_from_disk
+
+    saved, shown = load_from_disk(str(path)), shown_url(source)
+    if not isinstance(saved, DatasetDict):
+        return with_origins(saved, shown)
+    if split not in saved:
+        raise DataError(f"{flag} {shown} has no split {split!r}; its splits: {', '.join(saved)}")
+    return with_origins(saved[split], f"{shown}[{split}]")

@@ -1,0 +1,298 @@
+"""Data sets of examples: ids of a prompt with its answer, or of a whole text, and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from lightppo.algorithms.lm_loss import IGNORE_INDEX
+from lightppo.data.assistant_turns import Span, assistant_turns, differs
+from lightppo.data.datasets import PreparedDataset
+from lightppo.data.example_rows import (
+    read_example,
+    resolve_example_fields,
+    shared_length,
+)
+from lightppo.data.records import Prompt
+from lightppo.data.rows import (
+    BadRowPolicy,
+    Chat,
+    Encoded,
+    Outcome,
+    PromptTemplate,
+    Rendered,
+    as_chat,
+    check_answer,
+    check_choice,
+    closed,
+    columns_of,
+    ended,
+    template_options,
+)
+from lightppo.errors import BadRowError, DataError
+from lightppo.ranks import Ranks
+from lightppo.supervised.script_options import setting
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+SFTTruncation = Literal["error", "right", "drop"]
+PaddingSide = Literal["left", "right"]
+
+
+class Example(NamedTuple):
+    """A prompt and an answer that is trained on; both are empty where a prompt is to be answered."""
+
+    prompt: Prompt
+    written: str = ""  # the answer, as the row has it
+    answer: str = ""  # after the template
+    answer_ids: Sequence[int] = ()
+    learned: Sequence[bool] = ()  # which of them
+
+
+def examples_of(rows: PreparedDataset, position: int) -> list[Example]:
+    """A row as texts and ids: its prompt with each of its answers, of which a prompt for rollouts has none."""
+    return rows.examples(position) if isinstance(rows, SFTDataset) else [Example(rows[position])]
+
+
+class SFTDataset(PreparedDataset):
+    """Map-style dataset of token ids and labels. All rows are checked and tokenised at construction.
+
+    Labels equal the ids, not shifted, or ``IGNORE_INDEX`` for no loss. The loss covers the completion and the
+    end-of-text after it, or everything with ``pretrain_mode``. Other arguments and errors as in
+    :class:`~lightppo.data.datasets.PromptDataset`.
+
+    Args:
+        max_len: limit of prompt and completion together, in tokens.
+        pretrain_mode: rows are text to model as a whole; ``input_key`` is then the column of the text.
+        output_key: column of the completion; None tries the known names.
+        truncation: ``error`` (default), cut on the ``right`` (default with ``pretrain_mode``) or ``drop``.
+        multiturn: learn every turn of the assistant in a chat, not the last alone.
+        overlong_cure: what the message about a longer row says to do.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        max_len: int,
+        strategy: Any = None,
+        pretrain_mode: bool = False,
+        *,
+        input_key: str | None = None,
+        output_key: str | None = None,
+        input_template: str | None = None,
+        apply_chat_template: bool | None = None,
+        system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | str | None = None,
+        truncation: SFTTruncation | None = None,
+        on_bad_row: BadRowPolicy | None = None,
+        padding_side: PaddingSide = "right",
+        multiturn: bool = False,
+        num_workers: int | None = None,
+        ranks: Ranks | None = None,
+        fields: Mapping[str, Any] = {},
+        overlong_cure: str = "raise --max_len, or set --truncation right (where the prompt leaves room) or drop",
+    ) -> None:
+        if multiturn and pretrain_mode:
+            raise DataError("multiturn needs chats, so no pretrain_mode")
+        self.overlong_cure, self.multiturn = overlong_cure, multiturn
+        self.max_len, self.pretrain_mode, self.padding_side = (
+            int(max_len),
+            pretrain_mode,
+            padding_side,
+        )
+        self.truncation = truncation or ("right" if pretrain_mode else "error")
+        if self.max_len < 2:
+            raise DataError(
+                f"max_len is {max_len}; at least 2, one token to see and one to predict"
+            )
+        check_choice("truncation", self.truncation, SFTTruncation)
+        check_choice("padding_side", padding_side, PaddingSide)
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                "the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one"
+            )
+        form = {
+            "apply_chat_template": apply_chat_template,
+            "input_template": input_template,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        # The system prompt of the run is for prompts, and documents have none.
+        if not pretrain_mode or system_prompt is not None:
+            form["system_prompt"] = system_prompt
+        of_row = {"input_key": input_key, "output_key": output_key, "documents": pretrain_mode}
+        of_row |= fields
+        super().__init__(
+            dataset,
+            PromptTemplate(tokenizer, **_settings(strategy, form)),
+            resolve_example_fields(columns_of(dataset), **_settings(strategy, of_row)),
+            on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
+            num_workers=setting(strategy, "data_num_workers", num_workers, 0),
+            ranks=ranks,
+        )
+
+    def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, both (S,) long."""
+        position = range(len(self))[position]
+        input_ids = torch.tensor(self._rows.token_ids(position), dtype=torch.long)
+        labels = input_ids.clone()
+        labels[~torch.from_numpy(self._rows.learned(position))] = IGNORE_INDEX
+        return {"input_ids": input_ids, "labels": labels}
+
+    def collate_fn(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Pad to the longest row: ``input_ids``, ``attention_mask`` (1 = real token), ``labels``, all (B, S) long."""
+        pad_id = self._pad_id()
+
+        def padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
+            return torch.nn.utils.rnn.pad_sequence(
+                tensors, True, value, padding_side=self.padding_side
+            )
+
+        ids = [row["input_ids"] for row in rows]
+        return {
+            "input_ids": padded(ids, pad_id),
+            "attention_mask": padded([torch.ones_like(x) for x in ids], 0),
+            "labels": padded([row["labels"] for row in rows], IGNORE_INDEX),
+        }
+
+    def examples(self, position: int) -> list[Example]:
+        """See :func:`examples_of`."""
+        (number,), ids, first = (
+            self.numbers([position]),
+            self.ids_of(position),
+            self._rows.first_answers[position],
+        )
+        rendered, prompt = self._render_row(self.row(number)), self.prompt_ids_of(position)
+        rest, found = ids[len(prompt) :], []
+        answers = [rest[:first], rest[first:]] if first else [rest]
+        learned = self._rows.learned(position)[len(prompt) :]
+        for (start, whole, *_), answer in zip(rendered if first else [rendered], answers):
+            text = whole.text[len(start.text) :]
+            last = text if whole.messages is None else whole.messages[-1].get("content") or ""
+            asked = Prompt(start.text, prompt, index=number, messages=start.messages)
+            flags = learned.tolist() if self.multiturn else [True] * len(answer)
+            found.append(Example(asked, last, text, answer, flags))
+        return found
+
+    def _pad_id(self) -> int:
+        """Any id will do for padding: it is masked and has no label."""
+        tokenizer = self.tokenizer
+        return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def _render_row(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Prompt and whole, as of :meth:`_rendered`; with ``multiturn`` also where its turns are."""
+        prompt, completion = read_example(row, self.fields)
+        options = template_options(row)
+        if not self.multiturn:
+            return self._rendered(prompt, completion, options)
+        if completion is None:
+            raise BadRowError("missing", "no completion: the chat ends without an answer")
+        chat = as_chat(prompt, "user") + as_chat(completion, "assistant")
+        is_text = isinstance(prompt, str) and isinstance(completion, str)
+        if is_text and not self.template.apply_chat_template:
+            raise BadRowError(
+                "wrong_type", "--multiturn: the row is no chat; set --apply_chat_template for texts"
+            )
+        text, spans = assistant_turns(self.template, chat, options)
+        start = Rendered(text[: spans[0][0]], is_chat=True, messages=chat[:1])
+        return start, Rendered(text, is_chat=True, messages=chat), spans
+
+    def _rendered(
+        self,
+        prompt: str | Chat,
+        completion: str | Chat | None,
+        options: Mapping[str, Any] = {},
+    ) -> tuple[Rendered, Rendered]:
+        """Prompt, and prompt with completion, as text; the first is a prefix of the second."""
+        is_text = isinstance(prompt, str) and not isinstance(completion, list)
+        if completion is None and not self.pretrain_mode:
+            raise BadRowError(
+                "missing",
+                "no completion: set --output_key, or pretrain_mode for text without a prompt",
+            )
+        if is_text and self.pretrain_mode:
+            text = Rendered(prompt + (completion or ""), is_chat=False, messages=None)
+            return text, text
+        if is_text and not self.template.apply_chat_template:
+            start = self.template.render(prompt, options)
+            return start, Rendered(start.text + completion, is_chat=False, messages=None)
+        chat = as_chat(prompt, "user")
+        answer = [] if completion is None else as_chat(completion, "assistant")
+        text = closed(self.template.chat_text(chat + answer, options))
+        whole = Rendered(text, is_chat=True, messages=chat + answer)
+        if self.pretrain_mode:
+            check_answer((chat + answer)[-1], whole.text)
+            return whole, whole
+        start = Rendered(
+            self.template.chat_text(chat, options, add_generation_prompt=True),
+            is_chat=True,
+            messages=chat,
+        )
+        shared = shared_length(start.text, whole.text)
+        for message in answer:
+            if message["role"] == "assistant":
+                check_answer(message, whole.text[shared:])
+        if shared < len(start.text):
+            raise BadRowError("template", differs(start.text, whole.text, shared))
+        return start, whole
+
+    def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
+        if not self.multiturn:
+            for ids, prompt_length in self._ids(rendered):
+                yield self._fit_example(ids, prompt_length)
+            return
+        for _, whole, spans in rendered:
+            ids, learned = self._ids_of_turns(whole.text, spans)
+            fitted = self._fit_example(ids, learned.index(True))
+            yield fitted._replace(learned=learned) if isinstance(fitted, Encoded) else fitted
+
+    def _ids_of_turns(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+        """Ids of a chat, and which are learned. No token spans the end of a prompt: none does in a rollout."""
+        ids, learned, place = [], [], 0
+        for begin, end in spans:
+            for piece, is_learned in ((text[place:begin], False), (text[begin:end], True)):
+                new = self._ids_of_piece(piece, is_first=not ids)
+                ids += new
+                learned += [is_learned] * len(new)
+            place = end
+        rest = self._ids_of_piece(text[place:], is_first=False)
+        ids, learned = ids + rest, learned + [False] * len(rest)
+        ends = ids[-1:] != [self.tokenizer.eos_token_id]
+        return ids + [self.tokenizer.eos_token_id] * ends, learned + [True] * ends
+
+    def _ids_of_piece(self, text: str, is_first: bool) -> list[int]:
+        if not text:
+            return []
+        if is_first:
+            return self.template.encode([text], special_tokens=False)[0]
+        return self.template.encode_behind(text)
+
+    def _ids(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[tuple[list[int], int]]:
+        """Ids, which end with the end-of-text, and how many of them are the prompt's."""
+        if self.pretrain_mode:
+            wholes = self.template.encode_rendered([whole for _, whole in rendered])
+            answered = ((ids, 0) for ids in wholes)
+        else:
+            answered = self.template.encode_answered(rendered)
+        for ids, start in answered:
+            yield ended(ids, self.tokenizer.eos_token_id) if len(ids) > start else ids, start
+
+    def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
+        if len(ids) <= prompt_length:
+            what = "completion" if prompt_length else "text"
+            return BadRowError("empty", f"the tokenizer makes no tokens of the {what}")
+        if len(ids) <= self.max_len:
+            return Encoded(ids, prompt_length, truncated=False)
+        overlong = f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: {self.overlong_cure}"
+        no_room = self.truncation == "right" and prompt_length >= self.max_len
+        return self._cut(
+            ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong
+        )
+
+
+def _settings(strategy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: setting(strategy, name, value) for name, value in given.items()}

@@ -1,0 +1,180 @@
+"""What must be in the folder of a model or a tokenizer, looked at before anything is loaded. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightppo.data.hub import check_on_hub, mistyped_path
+from lightppo.errors import ModelLoadError
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".ckpt")
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.*",
+)
+_TOKENIZER += ("*.tiktoken", "tiktoken.model", "tekken.json", "tokenization_*.py")
+_LFS = b"version https://git-lfs"
+
+
+def look(path: str, flag: str, kind: str) -> None:
+    """:func:`check_model` or :func:`check_tokenizer`."""
+    check = check_tokenizer if kind == "tokenizer" else check_model
+    check(path, flag)
+
+
+def check_model(
+    path: str,
+    flag: str,
+    *,
+    weights: bool = True,
+    tokenizer: bool = False,
+) -> None:
+    """Refuses what is no model: a missing folder or hub id, a file, an adapter, missing or incomplete files.
+
+    Args:
+        weights: it needs them; random ones need the config alone.
+        tokenizer: it needs one of its own.
+    """
+    folder = _local_folder(path, flag, "model")
+    if folder is None:
+        return
+    if not (folder / "config.json").is_file():
+        content = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
+        if (folder / "adapter_config.json").is_file():
+            raise ModelLoadError(
+                f"{flag} {path} is an adapter: `lightppo merge {path} OUT` makes a model of it"
+            )
+        if any(folder.glob("*/config.json")):
+            inner = ", ".join(
+                sorted(str(config.parent.name) for config in folder.glob("*/config.json"))[:3]
+            )
+            raise ModelLoadError(
+                f"{flag} {path} has no config.json, but folders in it have one: name one of {inner}"
+            )
+        raise ModelLoadError(
+            f"{flag} {path} has no config.json: it is no Hugging Face model; it has {content}"
+        )
+    if weights and (folder / "adapter_config.json").is_file():
+        raise ModelLoadError(
+            f"{flag} {path} has an adapter (adapter_config.json) beside its weights, which would be added to them: if it "
+            "is merged already, remove its files, else move them to a folder of their own and run `lightppo merge`"
+        )
+    if weights and (problem := weights_problem(folder)):
+        raise ModelLoadError(f"{flag} {path}: {problem}")
+    if tokenizer:
+        _check_tokenizer_files(folder, path, flag)
+
+
+def check_tokenizer(path: str, flag: str) -> None:
+    """Refuses a folder without the files of a tokenizer, and names that are neither here nor on the hub."""
+    folder = _local_folder(path, flag, "tokenizer")
+    if folder is not None:
+        _check_tokenizer_files(folder, path, flag)
+
+
+def _local_folder(path: str, flag: str, kind: str) -> Path | None:
+    """The folder; None for a URL, which is copied later, and for a hub id that can be loaded."""
+    if "://" in path:
+        return None
+    folder = Path(path).expanduser()
+    if path and folder.is_dir():
+        return folder
+    if folder.is_file():
+        parent = folder.parent
+        if (parent / "config.json").is_file() or (parent / "tokenizer_config.json").is_file():
+            raise ModelLoadError(f"{flag} {path} is a file: name its folder, {Path(path).parent}")
+        raise ModelLoadError(
+            f"{flag} {path} is a file: give the folder of a Hugging Face {kind}, or a hub id"
+        )
+    if not _HUB_ID.fullmatch(path):
+        raise ModelLoadError(
+            f"{flag} {path}: no such folder. Give a folder with a Hugging Face {kind}, or a hub id{mistyped_path(path)}"
+        )
+    check_on_hub(path, "model" if kind == "model" else "tokenizer", flag)
+    return None
+
+
+def _check_tokenizer_files(folder: Path, path: str, flag: str) -> None:
+    if not any(next(folder.glob(name), None) for name in _TOKENIZER):
+        elsewhere = "name another folder" if flag == "--tokenizer_path" else "set --tokenizer_path"
+        raise ModelLoadError(
+            f"{flag} {path} has no files of a tokenizer (tokenizer.json, tokenizer.model, vocab.json): copy them there "
+            f"from the model that it was made of, or {elsewhere}"
+        )
+
+
+# -- files of weights ------------------------------------------------------------------------------------------------
+
+
+def weights_problem(folder: Path) -> str | None:
+    """What is wrong with the files of weights in a folder, by their headers and sizes; None: nothing."""
+    try:
+        files = list(_weight_files(folder))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return f"its index of weights cannot be read ({error}): download it again"
+    if not files and not any(file.suffix in _WEIGHTS for file in folder.iterdir()):
+        return "it has config.json but no weights (model.safetensors): download the rest of it"
+    for file in files:
+        if not file.is_file():
+            return f"{file.name} is missing, which its index names: download it"
+        if problem := file_problem(file):
+            return f"{file.name} {problem}"
+    return None
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    """The files that a loader would read, as it chooses them."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            yield folder / name
+            return
+        if index.is_file():
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            yield from (folder / name for name in sorted(set(names)))
+            return
+
+
+def file_problem(file: Path) -> str | None:
+    """What is wrong with one file of weights; None: nothing that its header and size would show."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(len(_LFS))
+        if start == _LFS:
+            return "is only a pointer of Git LFS, not the weights: run `git lfs pull` in its folder"
+        if size == 0:
+            return "is empty: download it again"
+        if file.suffix != ".safetensors":
+            is_cut = start[:2] == b"PK" and not zipfile.is_zipfile(file)
+            return f"is not complete ({size:,} bytes): download it again" if is_cut else None
+        header_bytes = int.from_bytes(start[:8], "little")
+        if header_bytes > size - 8:
+            is_header = size > 8 and stream.seek(8) and stream.read(1) == b"{"
+            return f"is {'not complete' if is_header else 'no file of weights'} ({size:,} bytes): download it again"
+        stream.seek(8)
+        try:
+            tensors = json.loads(stream.read(header_bytes))
+            ends = [
+                entry["data_offsets"][1]
+                for name, entry in tensors.items()
+                if name != "__metadata__"
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return "is damaged (its header cannot be read): download it again"
+    whole = 8 + header_bytes + max(ends, default=0)
+    if size > whole:
+        return f"is damaged: it has {size:,} bytes, and by its header {whole:,}: download it again"
+    return (
+        None
+        if size == whole
+        else f"is not complete: {size:,} of {whole:,} bytes; download it again"
+    )

@@ -1,0 +1,1 @@
+"""Ranks: DeepSpeed, signals, the watchdog."""

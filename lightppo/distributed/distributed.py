@@ -1,0 +1,299 @@
+"""DistributedStrategy: one rank among others, however models are sharded: process group, collectives, data shares."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+import random
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from lightppo.errors import LaunchError, UserError
+from lightppo.plugin import RANK_START, STRATEGY_METHODS
+from lightppo.ranks import heartbeat
+from lightppo.redaction import without_secrets
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+REDUCE_OPS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+GATHERED_BYTES = 1 << 20
+"""Of each rank, on the device at a time."""
+
+# -- starting and ending a process -------------------------------------------------------------------------------------
+
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def ensure_launcher_variables() -> None:
+    """Makes a plain ``python script.py`` a world of one process; LaunchError if a launcher set only some variables."""
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+    if not missing:
+        return
+    # A cluster's shell may export an address of its own; only a rank proves that a launcher started this process.
+    if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise LaunchError(
+            f"the launcher set RANK or WORLD_SIZE but not {', '.join(missing)}; "
+            f"start with `deepspeed --num_gpus N`, `torchrun --nproc_per_node N` or plain `python`"
+        )
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind(("127.0.0.1", 0))  # a port that is free now
+        os.environ["MASTER_PORT"] = str(sock.getsockname()[1])
+
+
+def on_cuda() -> bool:
+    """True if engines run on GPUs: there is one, and DS_ACCELERATOR (DeepSpeed's own switch) does not say cpu."""
+    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+
+
+def name_accelerator() -> None:
+    """Tells DeepSpeed what it runs on; otherwise it warns on every machine without a GPU."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_cuda() else "cpu")
+
+
+def import_deepspeed() -> ModuleType:
+    """DeepSpeed without its autotuner's mlflow, which would cost a second of each start where it is installed."""
+    absent = sys.modules.setdefault("mlflow", None) is None
+    try:
+        import deepspeed
+    finally:
+        if absent:
+            del sys.modules["mlflow"]
+    return deepspeed
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class DistributedStrategy:
+    """The ranks of a run, as in :class:`lightppo.ranks.Ranks`."""
+
+    seed: int = 42  # of Python, NumPy and torch on every rank, and of samplers
+    # slower; nondeterministic operations raise
+    full_determinism: bool = field(default=False, kw_only=True)
+    timeout_minutes: float = field(default=30, kw_only=True)  # a longer collective ends the job
+    device: torch.device = field(default=torch.device("cpu"), init=False)
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def setup_distributed(self, timeout: timedelta | None = None) -> None:
+        """Seeds, joins the process group (nccl on CUDA, gloo on CPU) and picks this rank's device. Collective."""
+        self.set_seed(self.seed)
+        name_accelerator()
+        deepspeed = import_deepspeed()
+        # After the import, which takes seconds: the port that it picks must still be free later.
+        ensure_launcher_variables()
+        if timeout is not None:
+            self.timeout_minutes = timeout.total_seconds() / 60
+        if on_cuda():
+            local_rank = int(os.environ["LOCAL_RANK"])
+            if local_rank >= (count := torch.cuda.device_count()):
+                raise LaunchError(
+                    f"local rank {local_rank} has no GPU: this node shows {count}; start fewer processes (--num_gpus) "
+                    "or check CUDA_VISIBLE_DEVICES"
+                )
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+            # Joining gloo would compile this op for minutes, under a lock that a killed process leaves behind.
+            # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        with ExitStack() as around:
+            for entry in RANK_START.values():
+                around.enter_context(entry.fn(self))
+            timeout = timedelta(minutes=self.timeout_minutes)
+            deepspeed.init_distributed(timeout=timeout, verbose=False)
+
+    def set_seed(self, seed: int) -> None:
+        """Seeds Python, NumPy and torch, alike on every rank."""
+        import numpy
+
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        if self.full_determinism:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+            # transformers passes this on to flash-attn.
+            os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; 1 before ``setup_distributed``."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def get_rank(self) -> int:
+        """This rank; 0 before ``setup_distributed``."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    def is_rank_0(self) -> bool:
+        """True on the rank that prints, logs and writes."""
+        return self.get_rank() == 0
+
+    def __getattr__(self, name: str) -> Any:
+        """The methods of :data:`lightppo.plugin.STRATEGY_METHODS`."""
+        if name not in STRATEGY_METHODS:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        return partial(STRATEGY_METHODS[name].fn, self)
+
+    # -- communication -------------------------------------------------------------------------------------------
+
+    def all_reduce(self, data: Any, op: str = "mean") -> Any:
+        """Mean, sum, max or min of a tensor, a number, or a dictionary of these over all ranks. Collective.
+
+        Shapes and keys must be the same on all ranks. Tensors keep shape, device and dtype, but the mean of integers is
+        float32 and booleans count as int64. Numbers travel as float64; an int stays an int except under "mean".
+        """
+        if op not in REDUCE_OPS:
+            raise ValueError(f"op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
+        if isinstance(data, torch.Tensor):
+            return self._reduce(data, op)
+        if isinstance(data, int | float):
+            return self.all_reduce({"": data}, op)[""]
+        if not isinstance(data, dict):
+            raise TypeError(
+                f"all_reduce takes tensors, numbers and dictionaries of them, got {type(data).__name__}"
+            )
+        # Sorted, because ranks may have filled their dictionaries in different orders.
+        numbers = [key for key in sorted(data) if isinstance(data[key], int | float)]
+        reduced = {key: self.all_reduce(data[key], op) for key in sorted(data.keys() - {*numbers})}
+        if numbers:
+            row = torch.tensor([float(data[key]) for key in numbers], dtype=torch.float64)
+            reduced |= zip(numbers, self._reduce(row, op).tolist())
+        whole = {key for key in numbers if isinstance(data[key], int) and op != "mean"}
+        return {key: int(reduced[key]) if key in whole else reduced[key] for key in data}
+
+    def _reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        buffer = tensor.detach().to(self.device, copy=True)
+        if op == "mean":
+            buffer = buffer / dist.get_world_size()
+        elif buffer.dtype == torch.bool:
+            buffer = buffer.to(torch.int64)
+        dist.all_reduce(buffer, op=REDUCE_OPS[op])
+        heartbeat.beat()
+        return buffer.to(tensor.device)
+
+    def all_gather(self, data: Any) -> Any:
+        """Gathers tensors, numbers, or dictionaries of these (same keys everywhere) in rank order. Collective.
+
+        Tensors are concatenated along their first dimension, whose size may differ or be 0, in their dtype. A number or
+        0-d tensor becomes (world size,), a float in float64. A slice at a time passes through the device.
+        """
+        if isinstance(data, dict):
+            gathered = {key: self.all_gather(data[key]) for key in sorted(data)}
+            return {key: gathered[key] for key in data}
+        precise = torch.float64 if isinstance(data, float) else None
+        tensor = (
+            data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=precise)
+        )
+        local = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        sizes = self._each(torch.tensor([len(local)], device=self.device)).flatten().tolist()
+        everything = local.new_empty((sum(sizes), *(row := local.shape[1:])))
+        rows = max(1, GATHERED_BYTES // max(1, local.element_size() * math.prod(row)))
+        for start in range(0, max(sizes), rows):
+            own = local[start : start + rows]
+            padded = local.new_zeros((min(rows, max(sizes) - start), *row), device=self.device)
+            padded[: len(own)] = own
+            for part, of_rank in zip(self._each(padded), everything.split(sizes)):
+                of_rank[start : start + rows] = part[: max(0, len(of_rank) - start)]
+        return everything
+
+    def _each(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of every rank, where all have one shape. (ranks, …)"""
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor)
+        heartbeat.beat()
+        return torch.stack(parts)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """A picklable object from every rank, in rank order. Collective."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, obj)
+        heartbeat.beat()
+        return gathered
+
+    def gather_object(self, obj: Any) -> list[Any] | None:
+        """A picklable object from every rank, in rank order, on rank 0; ``None`` on the others. Collective."""
+        gathered = self.exchange_objects({0: obj})  # a gather pads to the longest
+        return gathered if self.is_rank_0() else None
+
+    def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
+        """Sends each rank (a key) its own picklable object; what came here, in the senders' order. Collective."""
+        ranks = range(dist.get_world_size())
+        sent = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in ranks]
+        sizes = torch.tensor([len(part) for part in sent], device=self.device)
+        coming = torch.empty_like(sizes)
+        dist.all_to_all_single(coming, sizes)
+        # torch makes no tensor of no bytes
+        data = torch.frombuffer(bytearray(b"".join(sent) + b"."), dtype=torch.uint8)
+        own = data[:-1].to(self.device)
+        found = own.new_empty(int(coming.sum()))
+        dist.all_to_all_single(found, own, coming.tolist(), sizes.tolist())
+        heartbeat.beat()
+        parts_of_ranks = found.cpu().split(coming.tolist())
+        return [pickle.loads(part.numpy()) for part in parts_of_ranks if len(part)]
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Rank ``src``'s picklable object on every rank. Collective."""
+        holder = [obj]
+        dist.broadcast_object_list(holder, src=src)
+        heartbeat.beat()
+        return holder[0]
+
+    def same_count(self, count: int) -> int:
+        """The largest count of all ranks: how often every rank has to run a collective. Collective."""
+        return self.all_reduce(int(count), op="max")
+
+    def on_rank_0(self, action: Callable[[], T], what: str) -> T:
+        """What ``action`` returns on rank 0, on every rank, or its failure. Collective.
+
+        Errors for users stay what they are, any other is a RuntimeError.
+        """
+        result = error = told = None
+        if self.is_rank_0():
+            try:
+                result = action()
+            except UserError as user_error:
+                told = error = user_error
+            except Exception as exception:
+                error = exception
+                told = "".join(traceback.format_exception_only(error)).strip()
+        told, result = self.broadcast_object((told, result))
+        if isinstance(told, UserError):
+            raise error or told
+        if told is not None:
+            raise RuntimeError(f"rank 0 could not {what}: {told}") from error
+        return result
+
+    def barrier(self) -> None:
+        """Waits for all ranks. Collective."""
+        dist.barrier()
+
+    def print(self, *msg: Any) -> None:
+        """Prints on rank 0, above progress bars."""
+        if self.is_rank_0():
+            with tqdm.external_write_mode():
+                print(*(without_secrets(str(part)) for part in msg), flush=True)

@@ -1,0 +1,151 @@
+"""The ranks of a run meet: quiet, by an interface that leads to the others; and they end when torch's threads rest."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightppo.distributed.distributed import on_cuda
+from lightppo.errors import LaunchError
+from lightppo.ranks import heartbeat, ranks_on_node
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def meeting(strategy: Any) -> Iterator[None]:
+    """What this plugin does before and after a rank joins the others; LaunchError where a port is in use."""
+    quiet_third_parties()
+    try:
+        choose_gloo_interface()
+    except LaunchError as error:
+        if not on_cuda():
+            raise
+        logger.warning("%s; NCCL does not need it, vLLM in the training processes does", error)
+    try:
+        yield
+    except RuntimeError as error:  # of older torch; a DistNetworkError of newer
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise LaunchError(
+            f"port {os.environ['MASTER_PORT']} is in use, by another run perhaps: choose one with --master_port, "
+            "before the script's name"
+        ) from error
+    seconds = 60 * strategy.timeout_minutes
+    heartbeat.limit = seconds - min(60.0, seconds / 10)  # before the collectives' own errors
+    atexit.unregister(wait_for_torch_threads)  # a process may join a second group
+    atexit.register(wait_for_torch_threads)
+
+
+def choose_gloo_interface() -> None:
+    """Lets nodes reach each other where a host's own name leads to 127.0.1.1, as Debian has it: gloo listens there.
+
+    LaunchError if the interface that leads to the other nodes is not plain to see.
+    """
+    import psutil
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    if "GLOO_SOCKET_IFNAME" in os.environ or ranks_on_node(otherwise=ranks) == ranks:
+        return
+    try:
+        host = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return
+    if not host.startswith("127."):
+        return
+    all_addresses = [
+        (a.address, name)
+        for name, of in psutil.net_if_addrs().items()
+        for a in of
+        if a.family == socket.AF_INET
+    ]
+    interfaces = {
+        address: name for address, name in all_addresses if not address.startswith("127.")
+    }
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        own = sock.getsockname()[0]
+    found = {interfaces[own]} if own in interfaces else set(interfaces.values())
+    if len(found) != 1:
+        raise LaunchError(
+            f"this host's name leads to {host}, where other nodes do not reach it, and it has the interfaces "
+            f"{', '.join(sorted(found)) or 'none'}: set GLOO_SOCKET_IFNAME to the one that leads to the other nodes"
+        )
+    os.environ["GLOO_SOCKET_IFNAME"] = found.pop()
+
+
+def quiet_third_parties() -> None:
+    """Drops the FutureWarnings that DeepSpeed raises at every ZeRO-3 hook (~74 a run), and its messages."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch)\b.*")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"deepspeed\b.*")
+    # A frozen embedding or a first layer gives backward hooks an input without gradient: harmless.
+    warnings.filterwarnings(
+        "ignore", message=r".*Full backward hook is firing when gradients are computed.*"
+    )
+    # Every rank has set its device before.
+    warnings.filterwarnings(
+        "ignore", message=r"barrier\(\): using the device under current context"
+    )
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").addFilter(_not_about_skipped_steps)
+
+
+def _not_about_skipped_steps(record: logging.LogRecord) -> bool:
+    # optimizer_step reports the skip, with the model's name.
+    return "OVERFLOW! Skipping step" not in record.getMessage()
+
+
+# torch's names of the threads that release tensors after a collective and after a backward pass.
+_TORCH_THREADS = ("pt_gloo_runloop", "pt_autograd")
+TASKS = Path("/proc/self/task")
+
+
+def wait_for_torch_threads(seconds: float = 10.0) -> bool:
+    """Waits until torch's own threads are idle, as the last thing before Python ends; False if ``seconds`` pass first.
+
+    gloo's thread releases a collective's tensors a moment after the caller has returned, and needs Python's lock for
+    it. If Python ends meanwhile, the process aborts after all its work is done: "terminate called without an active
+    exception". Destroying the group does not help: DeepSpeed's hooks keep it. Without /proc, threads get a moment.
+    """
+    deadline, before = time.monotonic() + seconds, None
+    while time.monotonic() <= deadline:
+        time.sleep(0.03)  # releases the lock; a waiting thread asks for it every 5 ms
+        now = _torch_threads()
+        if now == before and all(state == "S" for state, *_ in now.values()):
+            return True
+        before = now
+    return False
+
+
+def _torch_threads() -> dict[str, tuple[str, ...]]:
+    """Each torch thread's state (R, S, D, …) and how often it was taken off a core, by thread number.
+
+    Torch 2.6 names none of gloo's: without a GPU, whose libraries have threads that wake for ever, any that is not
+    Python's may be one, but for those that wait for sockets.
+    """
+    named_only = on_cuda()
+    threads, unnamed, python = {}, {}, {str(thread.native_id) for thread in threading.enumerate()}
+    for task in TASKS.iterdir() if TASKS.is_dir() else ():
+        try:
+            fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+            named = fields["Name"].strip().startswith(_TORCH_THREADS)
+            if not named and (
+                named_only or task.name in python or "epoll" in (task / "wchan").read_text()
+            ):
+                continue
+        except OSError:  # it has ended
+            continue
+        switches = (
+            fields[f"{kind}_ctxt_switches"].strip() for kind in ("voluntary", "nonvoluntary")
+        )
+        (threads if named else unnamed)[task.name] = (fields["State"].split()[0], *switches)
+    return threads or unnamed

@@ -1,0 +1,1 @@
+"""Environments and tools over several turns, and the tape."""

@@ -1,0 +1,478 @@
+"""Environments of other packages and trainers, as classes of our style.
+
+``gym:ID`` and subclasses of ``gymnasium.Env``, ``reasoning_gym:NAME``, ``skyrl_gym:ID`` and
+subclasses of its ``BaseTextEnv``, ``textworld:game.z8``, and OpenRLHF's agents as
+``openrlhf:file.py``. ``openenv:URL`` is in ``openenv.py``, ``verifiers:TASKSET@VENV`` in
+``verifiers_env.py``, agent programs are in ``agents.py``. Each package is imported where its prefix
+is given. A row's column ``config`` has options for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import inspect
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightppo.episodes.agents import environment_of, is_program
+from lightppo.episodes.env_failures import Step
+from lightppo.episodes.openenv import served
+from lightppo.episodes.verifiers_env import verifiers
+from lightppo.errors import ConfigError
+from lightppo.user_code import error_text, is_users_fault, load_python_object
+
+Adapted = tuple[Callable[[], Any], type, str]
+
+# What the texts of OpenRLHF's agents write by hand, and our templates write for them.
+_MARKUP = re.compile(
+    r"<\|im_start\|>(?:user|assistant|system|tool)?\n?|<\|im_end\|>\n?|</?s>|\n\n(?:Human|Assistant): ?"
+)
+_MOST_SEED = 2**31 - 1
+_GAME = re.compile(r"\.z[1-8]$|\.tw-pddl$")
+_GAME_PROMPT = re.compile(r"\n>[^\n]*\Z")  # where the game waits for a command, and its status line
+
+
+def adapted(prefix: str, rest: str) -> Adapted:
+    """What ``--env PREFIX:REST`` makes, its class and its name."""
+    makers = {
+        "gym": _gym,
+        "reasoning_gym": _reasoning_gym,
+        "skyrl_gym": _skyrl_gym,
+        "textworld": _textworld,
+        "openenv": _openenv,
+        "verifiers": verifiers,
+        "openrlhf": _openrlhf,
+    }
+    return makers[prefix](rest)
+
+
+def adapter_of(found: Any) -> Adapted | None:
+    """For a class of another style, given as ``file.py:Class``: its maker, the adapter, and the contract of that."""
+    if not isinstance(found, type):
+        return None
+    gymnasium = sys.modules.get("gymnasium")
+    if gymnasium is not None and issubclass(found, gymnasium.Env):
+        return partial(GymEnvironment, found), GymEnvironment, "lightppo"
+    base = getattr(sys.modules.get("skyrl_gym.envs.base_text_env"), "BaseTextEnv", None)
+    if base is not None and issubclass(found, base):
+        return partial(SkyRLEnvironment, found), SkyRLEnvironment, "lightppo"
+    if is_program(found):
+        name = f"--env {found.__name__}"
+        _installed(
+            "openenv.core.harness.capture", f"{name}: an agent program asks openenv's server"
+        )
+        return (kind := environment_of(found)), kind, "lightppo"
+    if _is_agent(found):
+        return partial(_make_agent, found), OpenRLHFAgent, "lightppo"
+    return None
+
+
+def _installed(name: str, option: str) -> Any:
+    """A package; ConfigError says how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0].replace("_", "-")
+        raise ConfigError(f"{option}: {error}; pip install {package}") from error
+
+
+def _numbers_of(info: Mapping[Any, Any]) -> dict[str, float]:
+    """Of what an environment tells beside the observation, the numbers."""
+    return {
+        str(key): float(value)
+        for key, value in info.items()
+        if isinstance(value, (bool, int, float))
+    }
+
+
+# --- gymnasium
+
+
+class GymEnvironment:
+    """An environment of gymnasium that is played by text: the model's turn is the action.
+
+    For a discrete action space the last whole number of the turn counts; without one the model is asked again.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._env = make()
+        kind = type(self._env.action_space).__name__
+        if kind not in ("Text", "Discrete"):
+            raise TypeError(
+                f"actions of the space {kind} cannot be told by text; use Text or Discrete"
+            )
+
+    def reset(self, seed: int, **row: Any) -> str:
+        """The first observation."""
+        return self._text(self._env.reset(seed=seed % _MOST_SEED)[0])
+
+    def step(self, text: str) -> Step:
+        """One action."""
+        space, action = self._env.action_space, text.strip()
+        if type(space).__name__ == "Discrete":
+            numbers = re.findall(r"-?\d+", text)
+            first, last = int(space.start), int(space.start + space.n) - 1
+            # Python may refuse to read a number of very many digits, and no action has 20.
+            number = numbers[-1] if numbers and len(numbers[-1]) < 20 else None
+            if number is None or not first <= int(number) <= last:
+                ask = f"Answer with a whole number from {first} to {last}."
+                return Step(ask, metrics={"invalid_action": 1.0})
+            action = int(number)
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        done = bool(terminated or truncated)
+        return Step(self._text(observation), reward, done, _numbers_of(info))
+
+    def close(self) -> None:
+        """End it."""
+        self._env.close()
+
+    def _text(self, observation: Any) -> str:
+        if not isinstance(observation, str) and self._env.render_mode == "ansi":
+            return self._env.render()
+        return str(observation)
+
+
+def _gym(name: str) -> Adapted:
+    option = f"--env gym:{name}"
+    gymnasium = _installed("gymnasium", option)
+    try:
+        module, _, own = name.rpartition(":")  # gymnasium's own MODULE:ID, which registers it
+        if module:
+            importlib.import_module(module)
+        spec = gymnasium.spec(own)
+        creator = spec.entry_point
+        if not callable(creator):
+            creator = gymnasium.envs.registration.load_env_creator(creator)
+    except BaseException as error:
+        if not is_users_fault(error):
+            raise
+        raise ConfigError(f"{option}: {error_text(error)}") from error
+    options = {}
+    if "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ()):
+        options["render_mode"] = "ansi"
+    return partial(GymEnvironment, partial(gymnasium.make, spec, **options)), GymEnvironment, own
+
+
+# --- reasoning-gym
+
+
+class ReasoningGymEnvironment:
+    """One question of reasoning-gym, made from the seed; the answer ends the episode, and is scored by its verifier."""
+
+    def __init__(self, package: Any, name: str) -> None:
+        self._package = package
+        self._name = name
+
+    def reset(self, seed: int, **row: Any) -> str:
+        """A question; a column ``config`` has options of the data set."""
+        options = dict(row.get("config") or {})
+        if self._name == "composite":
+            options["datasets"] = self._parts(options.get("datasets"))
+        self._dataset = self._package.create_dataset(
+            self._name, size=1, seed=seed % _MOST_SEED, **options
+        )
+        self._entry = self._dataset[0]
+        return f"{self._entry['question']}\n\nGive the final answer as <answer>…</answer>."
+
+    def step(self, text: str) -> Step:
+        """The answer: what stands in the last tag, else the whole text."""
+        answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+        answer = (answers[-1] if answers else text).strip()
+        score = self._score(answer)
+        metrics = {"tagged": float(bool(answers)), "unreadable": float(score is None)}
+        return Step(None, score or 0.0, done=True, metrics=metrics)
+
+    def _score(self, answer: str) -> float | None:
+        """``None``: the scorer, which works for the right answer, cannot read this one; some raise then."""
+        try:
+            return float(self._dataset.score_answer(answer, entry=self._entry))
+        except Exception:
+            self._dataset.score_answer(str(self._entry["answer"]), entry=self._entry)
+            return None
+
+    def _parts(self, datasets: Any) -> list[Any]:
+        """The data sets of ``composite``: names, or objects with ``name``, ``weight`` and ``config``."""
+        if not isinstance(datasets, (list, tuple)) or not datasets:
+            raise ValueError(
+                'composite needs a column config such as {"datasets": [{"name": "chain_sum", "weight": 2}, "gcd"]}'
+            )
+        parts = [{"name": one} if isinstance(one, str) else dict(one) for one in datasets]
+        spec = self._package.composite.DatasetSpec
+        return [
+            spec(part["name"], part.get("weight") or 1, part.get("config") or {}) for part in parts
+        ]
+
+
+def _reasoning_gym(name: str) -> Adapted:
+    package = _installed("reasoning_gym", f"--env reasoning_gym:{name}")
+    known = getattr(package.factory, "DATASETS", {name: None})
+    if name not in known:
+        raise ConfigError(
+            f"--env reasoning_gym:{name}: no such data set; it has {', '.join(sorted(known))}"
+        )
+    make = partial(ReasoningGymEnvironment, package, name)
+    return make, ReasoningGymEnvironment, name
+
+
+# --- skyrl-gym
+
+
+class SkyRLEnvironment:
+    """A ``BaseTextEnv`` of skyrl-gym.
+
+    Its constructor gets the column ``config`` as ``env_config``, and the row's other columns but
+    ``prompt`` as ``extras``. What ``init`` adds to the row's messages opens the episode.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self._env: Any = None
+
+    def reset(self, prompt: Any = None, config: Any = None, **row: Any) -> list[Any] | None:
+        """Make the environment of the row, and call its ``init``."""
+        from omegaconf import OmegaConf  # skyrl-gym needs it, too
+
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}] if prompt else []
+        self._env = self._make(env_config=OmegaConf.create(config or {}), extras=row)
+        opened, _ = self._env.init(copy.deepcopy(prompt or []))
+        shared = len(prompt or [])
+        if opened[:shared] != (prompt or []):
+            raise ValueError("init changes the row's messages; it may only add to them")
+        return opened[shared:] or None
+
+    def step(self, text: str) -> Step:
+        """One turn."""
+        output = self._env.step(text)
+        if output.get("postprocessed_action") not in (None, text):
+            raise ValueError(
+                "step replaces what the model said by postprocessed_action; only the tokens that "
+                "were sampled can be trained"
+            )
+        done, metrics = bool(output["done"]), _numbers_of(output.get("metadata") or {})
+        if done:
+            metrics |= _numbers_of(self._env.get_metrics())
+        return Step(output["observations"] or None, output["reward"], done, metrics)
+
+    def close(self) -> None:
+        """End it."""
+        if self._env is not None:
+            self._env.close()
+
+
+def _skyrl_gym(name: str) -> Adapted:
+    option = f"--env skyrl_gym:{name}"
+    package = _installed("skyrl_gym", option)
+    module, _, own = name.rpartition(":")  # MODULE:ID, as for gymnasium
+    try:
+        if module:
+            importlib.import_module(module)
+        package.spec(own)
+    except BaseException as error:
+        if not is_users_fault(error):
+            raise
+        raise ConfigError(f"{option}: {error_text(error)}") from error
+    return partial(SkyRLEnvironment, partial(package.make, own)), SkyRLEnvironment, own
+
+
+# --- TextWorld
+
+
+class TextWorldEnvironment:
+    """A game of TextWorld: the last line of the model's turn is the command.
+
+    The reward of a turn is the score that it gained, as a share of the highest score if the game
+    tells that. Of a folder of games, the column ``game`` names one. ``{"commands": true}`` in the
+    column ``config`` shows the commands that the game takes.
+    """
+
+    # Threads may play different games, but the package reads all of them with one parser.
+    _one_at_a_time = threading.Lock()
+
+    def __init__(self, package: Any, path: Path) -> None:
+        self._package = package
+        self._path = path
+        self._env: Any = None
+
+    def reset(self, seed: int, game: str = "", config: Any = None, **row: Any) -> str:
+        """The first observation."""
+        self._shows = bool((config or {}).get("commands"))
+        names = ("won", "lost", "score", "max_score", "objective")
+        asked = dict.fromkeys([*names, *["admissible_commands"] * self._shows], True)
+        if self._path.is_dir() and not game:
+            raise ValueError(f"{self._path} is a folder: the row's column game must name one in it")
+        path = self._path / game if self._path.is_dir() else self._path
+        with self._one_at_a_time:
+            self._env = self._package.start(str(path), self._package.EnvInfos(**asked))
+            self._env.seed(seed % _MOST_SEED)
+            state = self._env.reset()
+        self._score = state.score or 0
+        return self._told(state, state.feedback[self._begin(state) :], self._shows)
+
+    def step(self, text: str) -> Step:
+        """One command."""
+        lines = text.strip().splitlines() or [""]
+        with self._one_at_a_time:
+            state, score, done = self._env.step(lines[-1].removeprefix(">").strip())
+        if score is None:
+            raise ValueError("the game tells no score, which would be the reward")
+        reward, self._score = (score - self._score) / (state.max_score or 1), score
+        metrics = {name: float(bool(state[name])) for name in ("won", "lost") if name in state}
+        told = self._told(state, state.feedback, self._shows and not done)
+        return Step(told, reward, bool(done), metrics if done else {})
+
+    def close(self) -> None:
+        """End the game."""
+        if self._env is not None:
+            self._env.close()
+
+    @staticmethod
+    def _begin(state: Any) -> int:
+        """Where the text begins that says what to do: a picture of letters stands before it."""
+        return max(state.feedback.find(state.objective), 0) if state.objective else 0
+
+    @staticmethod
+    def _told(state: Any, text: str, with_commands: bool) -> str:
+        text = _GAME_PROMPT.sub("", text).strip()
+        if with_commands and state.admissible_commands:
+            text += f"\n\nCommands: {', '.join(state.admissible_commands)}"
+        return text
+
+
+def _textworld(name: str) -> Adapted:
+    option, path = f"--env textworld:{name}", Path(name)
+    package = _installed("textworld", option)
+    games = list(path.iterdir()) if path.is_dir() else [path]
+    if not any(game.is_file() and _GAME.search(game.name) for game in games):
+        raise ConfigError(
+            f"{option}: no game there; name a file .z1 to .z8 or .tw-pddl, or a folder of such "
+            "files (tw-make custom --output games/first.z8 makes one)"
+        )
+    return partial(TextWorldEnvironment, package, path), TextWorldEnvironment, path.stem
+
+
+# --- OpenEnv
+
+
+def _openenv(url: str) -> Adapted:
+    option = f"--env openenv:{url}"
+    if not re.match(r"(?:https?|wss?)://.", url):
+        raise ConfigError(f"{option}: give the server's address, such as http://127.0.0.1:8000")
+    return served(_installed("openenv.core", option), url, option)
+
+
+# --- OpenRLHF
+
+
+class OpenRLHFAgent:
+    """An ``AgentInstance`` of OpenRLHF's ``agent_func``.
+
+    It reads the columns ``prompt`` and ``label``. What its ``reset`` returns beyond the prompt opens the episode. Chat
+    markup in its feedback is left out: the feedback becomes a message of the user, by the model's own template.
+    ``sampling_params`` and images are not passed on.
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self._text = ""
+        self._label: Any = None
+
+    async def reset(self, **row: Any) -> str | None:
+        """Begin with the row's prompt."""
+        prompt, self._label = _plain_prompt(row.get("prompt")), row.get("label")
+        states = {"observation": prompt, "prompt": prompt, "label": self._label}
+        self._text = str((await _awaited(self._agent.reset(states)))["observation"])
+        new = self._text.removeprefix(prompt)
+        return _without_markup(new) or None
+
+    async def step(self, text: str) -> Step:
+        """One turn."""
+        states = {
+            "observation_text": self._text,
+            "action_text": text,
+            "label": self._label,
+            "sampling_params": None,
+        }
+        result = await _awaited(self._agent.step(states))
+        feedback = str(result["environment_feedback"])
+        self._text += text + feedback
+        metrics = {
+            str(key): number
+            for key, value in {
+                **(result.get("extra_logs") or {}),
+                "scores": result.get("scores"),
+            }.items()
+            if isinstance(number := _number(value), (int, float))
+        }
+        done, reward = bool(result["done"]), _number(result["rewards"])
+        return Step(_without_markup(feedback) or None, reward, done, metrics)
+
+
+def _openrlhf(spec: str) -> Adapted:
+    option = f"--env openrlhf:{spec}"
+    with _stand_in():
+        agent = load_python_object(spec, "AgentInstance", option=option)
+    if not _is_agent(agent):
+        raise ConfigError(f"{option}: {agent!r} is no subclass of AgentInstanceBase")
+    return partial(_make_agent, agent), OpenRLHFAgent, agent.__name__
+
+
+async def _make_agent(kind: type) -> OpenRLHFAgent:
+    """OpenRLHF's examples have ``async def __init__``."""
+    agent = kind.__new__(kind)
+    await _awaited(kind.__init__(agent))
+    return OpenRLHFAgent(agent)
+
+
+def _is_agent(found: Any) -> bool:
+    return isinstance(found, type) and any(
+        base.__name__ == "AgentInstanceBase" for base in found.__mro__[1:]
+    )
+
+
+@contextlib.contextmanager
+def _stand_in() -> Iterator[None]:
+    """What a file of an agent imports, where OpenRLHF is not installed."""
+    if importlib.util.find_spec("openrlhf") is not None:
+        yield
+        return
+    names = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
+    modules = {name: ModuleType(name) for name in names}
+    for name in ("AgentInstanceBase", "AgentExecutorBase"):
+        setattr(modules[names[2]], name, type(name, (), {}))
+    executor = type("MultiTurnAgentExecutor", (modules[names[2]].AgentExecutorBase,), {})
+    modules[names[2]].MultiTurnAgentExecutor = executor
+    modules[names[0]].utils, modules[names[1]].agent = modules[names[1]], modules[names[2]]
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _number(value: Any) -> Any:
+    """Of a tensor with one number, the number."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _plain_prompt(prompt: Any) -> str:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping):
+        prompt = prompt[-1].get("content")
+    return "" if prompt is None else str(prompt)
+
+
+def _without_markup(text: str) -> str:
+    return _MARKUP.sub("", text).strip()

@@ -1,0 +1,193 @@
+"""How an episode asks its environment and its engine: directly, or by way of the tape (``episodes``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightppo.data.records import Rollout
+from lightppo.episodes.env_failures import Contract, EnvironmentFailed, Place, Reply, Step
+from lightppo.episodes.environments import Environments, routed
+from lightppo.episodes.tape import digest_of
+from lightppo.episodes.tape_episode import Reel, packed, unpacked
+from lightppo.episodes.tape_files import TapeError
+from lightppo.episodes.turns import Turn
+from lightppo.redaction import without_secrets
+
+Call = Callable[[], Awaitable[Any]]
+Sample = Callable[[Turn], Awaitable[Rollout]]
+
+
+class Direct:
+    """Asks, and keeps nothing."""
+
+    seconds = 0.0  # that the last call took
+    tries: int | None = None  # how often the episode is tried; None: as the options say
+
+    def begin_try(self, number: int) -> None:
+        """The next calls are of this try, from 0."""
+
+    def end(self) -> None:
+        """The episode has ended, well or not."""
+
+    def flush(self) -> None:
+        """Nothing more comes."""
+
+    async def ask(self, place: Place, turn: int, call: Call, **given: Any) -> Any:
+        """What the environment answers to a call in a turn, from 1. EnvironmentFailed: it failed."""
+        begin = time.monotonic()
+        try:
+            return await call()
+        finally:
+            self.seconds = time.monotonic() - begin
+
+    async def sample(self, asked: Turn, sample: Sample) -> Rollout:
+        """What the engine samples."""
+        return await sample(asked)
+
+
+class Recording(Direct):
+    """Asks, and writes down what comes."""
+
+    def __init__(self, reel: Reel) -> None:
+        self.reel = reel
+
+    def begin_try(self, number: int) -> None:
+        self.reel.begin_try(number)
+
+    def end(self) -> None:
+        self.reel.end()
+
+    def flush(self) -> None:
+        self.reel.flush()
+
+    async def ask(self, place: Place, turn: int, call: Call, **given: Any) -> Any:
+        try:
+            result = await super().ask(place, turn, call)
+        except EnvironmentFailed as error:
+            text = without_secrets(error.text)
+            failure = {"kind": error.kind, "place": error.place, "text": text}
+            self._write(place, turn, given, failure=failure)
+            raise
+        self._write(place, turn, given, reply=_plain(place, result))
+        return result
+
+    def _write(self, place: Place, turn: int, given: Mapping[str, Any], **answer: Any) -> None:
+        self.reel.write("call", turn, place=place, **given, **answer, seconds=self.seconds)
+
+    async def sample(self, asked: Turn, sample: Sample) -> Rollout:
+        rollout = await sample(asked)
+        said = {"tokens": rollout.response_ids, "log_probs": packed(rollout.log_probs)}
+        said |= {"finish": rollout.finish_reason, "context": digest_of(asked.token_ids)}
+        self.reel.write("turn", asked.number + 1, **said)
+        return rollout
+
+
+class Answered(Direct):
+    """Neither the environment nor the engine is asked: the tape has what they said.
+
+    What the run asks must be what was asked then; TapeError names the first call that is not.
+    """
+
+    def __init__(self, reel: Reel) -> None:
+        self.reel = reel
+        self.tries = reel.tries
+
+    def begin_try(self, number: int) -> None:
+        self.reel.begin_try(number)
+
+    async def ask(self, place: Place, turn: int, call: Call, **given: Any) -> Any:
+        if place == "close" and not self.reel.is_next(kind="call", place=place):
+            return None  # the run broke the episode off, and an error is on its way
+        entry = self.reel.read("call", turn, place=place, **given)
+        self.seconds = entry["seconds"]
+        if "failure" in entry:
+            raise EnvironmentFailed(**entry["failure"])
+        return _restored(place, entry["reply"])
+
+    async def sample(self, asked: Turn, sample: Sample) -> Rollout:
+        context = digest_of(asked.token_ids)
+        entry = self.reel.read("turn", asked.number + 1, context=context)
+        log_probs = unpacked(entry["log_probs"])
+        place = (asked.prompt, asked.sample_index)
+        return Rollout(*place, entry["tokens"], "", entry["finish"], log_probs)
+
+
+def _plain(place: Place, result: Any) -> Any:
+    """What a call gave, as plain values."""
+    if place == "reset":
+        names = ("name", "contract", "has_step", "has_reward", "opening", "is_agent")
+        return {name: getattr(result, name) for name in names}
+    return asdict(result) if isinstance(result, Reply | Step) else result
+
+
+def _restored(place: Place, reply: Any) -> Any:
+    """Inverse of :func:`_plain`."""
+    if place == "reset":
+        return AnsweredSession(**reply)
+    kinds = {"tool": Reply, "step": Step}
+    return kinds[place](**reply) if place in kinds else reply
+
+
+@dataclass
+class AnsweredSession:
+    """What an episode reads of its session. Its calls never come: the tape answers them."""
+
+    name: str
+    contract: Contract
+    has_step: bool
+    has_reward: bool
+    opening: Any
+    environment: None = None
+    is_agent: bool = False  # tapes from before there were agent programs do not say it
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        raise TapeError(f"the tool {name} is asked, and there is no environment")
+
+    async def step(self, said: Any, *, then_reward: bool = False) -> Any:
+        raise TapeError("step is asked, and there is no environment")
+
+    async def get_reward(self) -> Any:
+        raise TapeError("get_reward is asked, and there is no environment")
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class AnsweredEnvironments:
+    """What a tape knows of environments that may be gone, in place of :class:`Environments`."""
+
+    timeout = 0.0  # seconds of a call: there are none
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.contract: Contract = told["contract"]
+        self._tools: dict[str, list[dict[str, Any]]] = told["tools"]
+        self._agents: list[str] = told.get("agents", [])
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._tools)
+
+    def tools(self, name: str) -> list[dict[str, Any]]:
+        return self._tools[name]
+
+    def is_agent(self, name: str) -> bool:
+        return name in self._agents
+
+    def route(self, row: Mapping[str, Any]) -> str:
+        return routed(row, self.names, self.contract)
+
+    async def open(self, row: Mapping[str, Any], *, seed: int) -> Any:
+        raise TapeError("an environment is opened, and there is none")
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def told_of(environments: Environments) -> dict[str, Any]:
+    """What a tape keeps of environments, for :class:`AnsweredEnvironments`."""
+    tools = {name: environments.tools(name) for name in environments.names}
+    agents = [name for name in environments.names if environments.is_agent(name)]
+    return {"contract": environments.contract, "tools": tools, "agents": agents}

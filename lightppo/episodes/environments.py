@@ -1,0 +1,406 @@
+"""The environments of a run, and the sessions in which episodes use them. docs/environments.md shows what a user writes.
+
+Every wait has a limit. Whatever the user's code does, a session raises :class:`EnvironmentFailed` and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from lightppo.episodes.env_failures import (
+    Contract,
+    EnvFailure,
+    EnvironmentFailed,
+    Place,
+    Reply,
+    Step,
+    ToolError,
+)
+from lightppo.episodes.hosts import (
+    Answer,
+    CallThread,
+    LocalRoom,
+    Seat,
+    failure_of,
+    opening_calls,
+)
+from lightppo.episodes.specs import PYTHON_TOOL, EnvironmentSpec, load_specs
+from lightppo.episodes.tools import BadCall
+from lightppo.errors import ConfigError
+from lightppo.user_code import error_text
+
+__all__ = [
+    "EnvFailure",
+    "EnvironmentFailed",
+    "Environments",
+    "Reply",
+    "Session",
+    "Step",
+    "ToolError",
+    "opening_messages",
+]
+
+logger = logging.getLogger(__name__)
+
+ROUTING_COLUMN = "environment"
+
+
+class Environments:
+    """The classes of ``--env``, the functions of ``--tools``, and the sessions made of them.
+
+    Args:
+        entries: ``file.py:Class``, ``NAME=file.py:Class``, ``package:Class``, a class, or TRL's dict of classes.
+        tools: ``file.py:f,g``, ``python``, or a function. Every environment has them beside its own.
+        contract: ``trl``: objects are made once and reset often, and any exception of a tool is text for the model.
+        timeout: seconds of each call of the user's code.
+        workers: 0: async code runs in one event loop, which has a thread of its own, sync code in a thread for each
+            session. Above: each session has one of so many processes, which is killed when it hangs.
+        sandbox: makes the pool of sandboxes that the tool ``python`` uses; default: one with default limits.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Any] | Any = (),
+        *,
+        tools: Sequence[Any] | Any = (),
+        contract: Contract = "lightppo",
+        timeout: float = 60.0,
+        workers: int = 0,
+        sandbox: Callable[[], Any] | None = None,
+    ) -> None:
+        if not timeout > 0 or workers < 0:
+            raise ConfigError(
+                f"--env_timeout must be > 0 and --env_workers ≥ 0, got {timeout} and {workers}"
+            )
+        entries, tools = _as_list(entries), _as_list(tools)
+        self.contract = contract
+        self.timeout = timeout
+        self.workers = workers
+        self._specs = load_specs(entries, tools, contract)
+        self._local = LocalRoom()
+        self._room: Any = self._local
+        if workers:
+            from lightppo.episodes.workers import WorkerRoom
+
+            self._room = WorkerRoom(
+                [_text_of(entry, "--env") for entry in entries],
+                [_text_of(tool, "--tools") for tool in tools],
+                contract,
+                workers,
+            )
+        self._probe()
+        self._python = self._python_tool(sandbox)
+        self._forgotten: deque[Seat] = deque()  # of sessions whose loop ended before them
+        self._schemas: dict[str, list[dict[str, Any]]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of all environments."""
+        return list(self._specs)
+
+    def tools(self, name: str) -> list[dict[str, Any]]:
+        """JSON schemas of the tools that the environment ``name`` has, for the chat template."""
+        if name not in self._schemas:
+            self._schemas[name] = [tool.schema() for tool in self._specs[name].tools.values()]
+        return self._schemas[name]
+
+    def has_step(self, name: str) -> bool:
+        """Whether the class answers turns by ``step``."""
+        return self._specs[name].method("step") is not None
+
+    def has_reset(self, name: str) -> bool:
+        """Whether the class may begin an episode with messages of its own."""
+        return self._specs[name].method("reset") is not None
+
+    def has_reward(self, name: str) -> bool:
+        """Whether the class has ``get_reward``."""
+        return self._specs[name].method("get_reward") is not None
+
+    def is_agent(self, name: str) -> bool:
+        """Whether the environment ``name`` is an agent program, which asks the model itself."""
+        return self._specs[name].is_agent
+
+    def route(self, row: Mapping[str, Any]) -> str:
+        """The environment of a row: its column ``environment``, or the only one."""
+        return routed(row, self.names, self.contract)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Before a run: that the row has an environment, and the columns that its ``reset`` takes."""
+        spec = self._specs[self.route(row)]
+        try:
+            spec.reset_arguments(self._columns(row), seed=0)
+        except TypeError as error:
+            raise ConfigError(f"--env {spec.where}: {error}") from error
+
+    async def open(self, row: Mapping[str, Any], *, seed: int) -> Session:
+        """Make and reset an environment for one episode, or TRL's: take one and reset it."""
+        spec = self._specs[self.route(row)]
+        seat = await self._take(spec)
+        session = Session(self, spec, seat)
+        await session._start(self._columns(row), seed)
+        return session
+
+    def warm_up(self) -> None:
+        """Start what worker processes come from, while something else happens."""
+        if self.workers:
+            self._room.start()
+
+    async def close(self) -> None:
+        """End all threads, loops and processes."""
+        self.end()
+
+    def end(self) -> None:
+        """:meth:`close` without an event loop."""
+        self._local.close()
+        if self._room is not self._local:
+            self._room.close()
+        if self._python is not None:
+            self._python.close()
+
+    @property
+    def hung_threads(self) -> int:
+        """Threads whose call has not come back; they end with the program."""
+        return self._local.hung_threads
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of what was left behind so far: hung threads, blocked event loops, worker processes killed or lost."""
+        return {
+            "hung_threads": self._local.hung_threads,
+            "blocked_loops": self._local.blocked_loops,
+            "lost_workers": getattr(self._room, "lost_workers", 0),
+        }
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Of the worker processes that run."""
+        return getattr(self._room, "pids", [])
+
+    async def _take(self, spec: EnvironmentSpec) -> Seat:
+        while self._forgotten:
+            self._forgotten.popleft().drop()
+        needs_process = spec.make is not None or spec.functions.keys() - {PYTHON_TOOL}
+        return await (self._room if needs_process else self._local).take(spec)
+
+    def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """TRL keeps the column that routes to itself where there is a choice."""
+        hidden = self.contract == "trl" and len(self._specs) > 1
+        return {
+            name: value for name, value in row.items() if not (hidden and name == ROUTING_COLUMN)
+        }
+
+    def _probe(self) -> None:
+        """A function that makes an environment does so once, so that its methods are known."""
+        for spec in self._specs.values():
+            if spec.make is None or spec.kind is not None:
+                continue
+            thread = CallThread()
+            made: Future[tuple[bool, Any]] = thread.submit(lambda make=spec.make: _outcome(make))
+            thread.end()
+            try:
+                good, value = made.result(self.timeout)
+            except TimeoutError:
+                good, value = False, TimeoutError(f"no answer within {self.timeout:g} s")
+            if not good:
+                raise ConfigError(f"--env: {spec.where} fails: {error_text(value)}")
+            spec.look_at(type(value))
+
+    def _python_tool(self, sandbox: Callable[[], Any] | None) -> Any:
+        if not any(PYTHON_TOOL in spec.functions for spec in self._specs.values()):
+            return None
+        from lightppo.episodes.python_tool import PythonRunner
+
+        return PythonRunner(sandbox)
+
+
+def routed(row: Mapping[str, Any], names: Sequence[str], contract: Contract) -> str:
+    """The environment of a row among these; ConfigError where the row names none of several."""
+    wanted = row.get(ROUTING_COLUMN)
+    if len(names) == 1 and (wanted is None or contract == "trl"):
+        return names[0]
+    if not isinstance(wanted, str) or wanted not in names:
+        has = f"has {wanted!r}" if wanted is not None else "is missing"
+        raise ConfigError(
+            f"--env: the row's column {ROUTING_COLUMN!r} {has}; it must be one of {', '.join(names)}"
+        )
+    return wanted
+
+
+class Session:
+    """One episode's environment. Calls come one after the other."""
+
+    def __init__(self, environments: Environments, spec: EnvironmentSpec, seat: Seat) -> None:
+        self.name = spec.name
+        self.contract = spec.contract
+        # What reset returned; for an agent program, {"messages": …, "tools": …}.
+        self.opening: str | list[dict[str, Any]] | dict[str, Any] | None = None
+        self.is_agent = spec.is_agent
+        self.has_tools = bool(spec.tools)
+        self.has_step = spec.method("step") is not None
+        self.has_reward = spec.method("get_reward") is not None
+        self._environments = environments
+        self._spec = spec
+        self._seat: Seat | None = seat
+        self._failure: Exception | None = None
+        self._is_made = False
+        self._rewarded: Answer | None = None  # what get_reward answered after the last step
+        self._one_at_a_time = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def environment(self) -> Any:
+        """The user's object, for reward functions; ``None`` in a process of its own and after the end."""
+        return self._seat.environment if self._seat is not None else None
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
+        """Call a tool. What is wrong with the call is a reply with ``error``."""
+        python = self._environments._python
+        if name == PYTHON_TOOL and python is not None:
+            try:
+                return await python.call(self._spec.functions[name].check(arguments))
+            except BadCall as error:
+                return Reply(str(error), error=True)
+            except EnvFailure as error:
+                answer = {"kind": "failure", "text": str(error)}
+                self._failure = failure_of(self._spec, "tool", answer, name)
+                raise self._failure from error
+        return Reply(**await self._ask("tool", detail=str(name), name=name, arguments=arguments))
+
+    async def step(self, said: str | dict[str, Any], *, then_reward: bool = False) -> Step:
+        """Give the model's turn to an environment with ``step``: its text, or all of it to an agent program.
+
+        ``then_reward``: :meth:`get_reward` follows if this is the last step; both are asked together.
+        """
+        async with self._one_at_a_time:
+            calls: dict[Place, dict[str, Any]] = {"step": {"said": said}}
+            if then_reward and self.has_reward:
+                calls["get_reward"] = {}
+            answers = await self._used_seat.ask_in_turn(calls, self._environments.timeout)
+            self._rewarded = answers.get("get_reward")
+            return Step(**self._value("step", answers["step"]))
+
+    async def get_reward(self) -> float | None:
+        """``None``: the class has none; in TRL's contract also: this episode has none."""
+        if self._rewarded is not None:
+            return self._value("get_reward", self._rewarded)
+        return await self._ask("get_reward") if self.has_reward else None
+
+    async def close(self) -> None:
+        """End the session; afterwards its failures are no news. May be called again."""
+        if self._seat is None:
+            return
+        failed = self._failure is not None
+        try:
+            has_close = self._spec.method("close") is not None
+            if has_close and self._is_made and not self._seat.is_lost:
+                self._failure = None
+                await self._ask("close")
+        except EnvironmentFailed as error:
+            if not failed:
+                raise
+            logger.debug("%s", error)
+        finally:
+            seat, self._seat = self._seat, None
+            if seat is not None:
+                seat.leave()
+
+    def __del__(self) -> None:
+        """A session that nobody closed must not keep a place for ever. Garbage is collected anywhere: in the loop."""
+        seat = getattr(self, "_seat", None)
+        if seat is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(seat.drop)
+        except RuntimeError:  # the loop is closed
+            self._environments._forgotten.append(seat)
+
+    async def _start(self, row: Mapping[str, Any], seed: int) -> None:
+        try:
+            calls, timeout = opening_calls(row, seed), self._environments.timeout
+            answers = await self._used_seat.ask_in_turn(calls, timeout)
+            self._is_made = "reset" in answers
+            place = list(answers)[-1]
+            self.opening = self._value(place, answers[place])
+        except BaseException as error:
+            self._failure = self._failure or error
+            await self.close()
+            raise
+
+    async def _ask(self, place: Place, *, detail: str = "", **given: Any) -> Any:
+        async with self._one_at_a_time:
+            answer = await self._used_seat.ask(place, given, self._environments.timeout)
+            return self._value(place, answer, detail)
+
+    @property
+    def _used_seat(self) -> Seat:
+        if self._failure is not None:
+            raise self._failure
+        if self._seat is None:
+            raise RuntimeError("the session has ended")
+        return self._seat
+
+    def _value(self, place: Place, answer: Answer, detail: str = "") -> Any:
+        if "value" in answer:
+            return answer["value"]
+        self._failure = failure_of(self._spec, place, answer, detail)
+        raise self._failure
+
+
+def opening_messages(
+    messages: Sequence[Mapping[str, Any]],
+    opening: str | list[dict[str, Any]] | None,
+    contract: Contract,
+) -> list[dict[str, Any]]:
+    """The row's messages and what ``reset`` gave.
+
+    A text continues the last message if that is the user's, after an empty line; in TRL's contract it continues the
+    last message, whoever said it, at once. Otherwise it is a message of the user. Messages follow as they are.
+    """
+    joined = [dict(message) for message in messages]
+    if opening is None:
+        return joined
+    if isinstance(opening, list):
+        return joined + [dict(message) for message in opening]
+    last = joined[-1] if joined else {}
+    if not isinstance(last.get("content"), str):
+        return [*joined, {"role": "user", "content": opening}]
+    if contract == "trl":
+        joined[-1]["content"] = last["content"] + opening
+    elif last.get("role") == "user":
+        joined[-1]["content"] = f"{last['content']}\n\n{opening}" if last["content"] else opening
+    else:
+        joined.append({"role": "user", "content": opening})
+    return joined
+
+
+def _as_list(value: Any) -> list[Any]:
+    many = isinstance(value, Sequence) and not isinstance(value, str)
+    return list(value) if many else [value]
+
+
+def _text_of(entry: Any, option: str) -> str:
+    """How another process finds a class or a function."""
+    if isinstance(entry, str):
+        return entry
+    module = inspect.getmodule(entry)
+    path = getattr(entry, "__qualname__", "")
+    if module is None or module.__name__ == "__main__" or getattr(module, path, None) is not entry:
+        raise ConfigError(
+            f"{option}: worker processes cannot find {path or entry!r}; it must be at the top level of a module, "
+            "or set --env_workers 0"
+        )
+    from_file = module.__name__.startswith("lightppo_file_")
+    return f"{module.__file__ if from_file else module.__name__}:{path}"
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[bool, Any]:
+    try:
+        return True, function()
+    except BaseException as error:
+        return False, error

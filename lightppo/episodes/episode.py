@@ -1,0 +1,427 @@
+"""One episode: a coroutine that samples turns, calls an environment between them, and keeps every token id.
+
+Ids are only ever added: those that the engine sampled are trained, all others are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from lightppo.data.records import Prompt, Rollout
+from lightppo.data.rows import ids_behind, template_options
+from lightppo.episodes.calls import Call, Direct, Sample
+from lightppo.episodes.chat_format import AssistantTurn, ObservationError, text_of
+from lightppo.episodes.env_failures import EnvironmentFailed, Place
+from lightppo.episodes.environments import Environments, Session, opening_messages
+from lightppo.episodes.turns import Turn
+from lightppo.errors import RolloutError
+
+_NOT_EXECUTED = "Not executed: another call of this turn cannot be read."
+
+
+class Format(Protocol):
+    """How a conversation is written in token ids; see :class:`lightppo.episodes.chat_format.ChatFormat`."""
+
+    stop_ids: tuple[int, ...]
+
+    def of_row(self, options: Mapping[str, Any]) -> Format: ...
+
+    def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]: ...
+
+    def harmless(self, text: str) -> tuple[str, int]: ...
+
+    def parse(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> AssistantTurn: ...
+
+    def closing(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> list[int]: ...
+
+    def continuation(self, turn: AssistantTurn, messages: list[dict[str, Any]]) -> list[int]: ...
+
+    def message(self, turn: AssistantTurn) -> dict[str, Any]: ...
+
+
+class FormatsByTools(Protocol):
+    """How conversations of an agent program are written, whose tools its first request has."""
+
+    stop_ids: tuple[int, ...]
+
+    def of(self, tools: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> Format: ...
+
+
+class PlainText:
+    """Conversations without a template: observations follow answers as they are."""
+
+    stop_ids = ()
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def ids_of(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The texts of messages behind others; what is written like a special token is text."""
+        text = "".join(text_of(message["content"]) for message in messages)
+        plain = {"add_special_tokens": False, "split_special_tokens": True}
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            return self.tokenizer(texts, **plain).input_ids
+
+        if not text:
+            return []
+        ids = ids_behind(text, encode)
+        return encode([text])[0] if ids is None else ids
+
+    def of_row(self, options: Mapping[str, Any]) -> PlainText:
+        return self  # rows of plain text have none
+
+    def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]:
+        return self.ids_of(messages)
+
+    def harmless(self, text: str) -> tuple[str, int]:
+        return text, 0
+
+    def parse(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> AssistantTurn:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return AssistantTurn(text=text, thinking=None, calls=(), complete=stopped)
+
+    def closing(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> list[int]:
+        return []
+
+    def continuation(self, turn: AssistantTurn, messages: list[dict[str, Any]]) -> list[int]:
+        return self.ids_of(messages)
+
+    def message(self, turn: AssistantTurn) -> dict[str, Any]:
+        return {"role": "assistant", "content": turn.text}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where an episode ends, or a text is cut."""
+
+    budget: int  # most tokens behind the opening, observations included
+    max_opening: int  # most tokens of the opening
+    max_turns: int | None = None
+    max_turn_tokens: int | None = None
+    max_tool_calls: int | None = None
+    max_observation_len: int | None = None  # tokens
+    seconds: float | None = None  # that the environment may take in all
+
+    def room(self, taken: int) -> int:
+        """Most tokens of the next turn."""
+        left = self.budget - taken
+        return left if self.max_turn_tokens is None else min(left, self.max_turn_tokens)
+
+
+@dataclass
+class Transcript:
+    """What was said behind the opening."""
+
+    ids: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    # For each turn: "end" (the place of its last sampled id), "reward", "calls", "errors", "seconds" (in the
+    # environment).
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""  # of the last turn
+    escapes: int = 0  # markers that were broken in observations
+
+    @property
+    def sampled(self) -> int:
+        return sum(self.trained)
+
+    def add_sampled(self, rollout: Rollout) -> None:
+        """The ids of a turn, as the engine gave them."""
+        self.ids += rollout.response_ids
+        self.trained += [True] * len(rollout.response_ids)
+        self.log_probs += rollout.log_probs
+        end = len(self.ids) - 1
+        self.turns.append({"end": end, "reward": 0.0, "calls": 0, "errors": 0, "seconds": 0.0})
+
+    def add(self, ids: list[int]) -> None:
+        """Ids that nobody sampled."""
+        self.ids += ids
+        self.trained += [False] * len(ids)
+        self.log_probs += [0.0] * len(ids)
+
+
+@dataclass
+class Episode:
+    """Plays one sample of a prompt."""
+
+    prompt: Prompt
+    sample_index: int
+    stream: int  # number of the sample among those that share its random numbers' key
+    seed: int  # of the environment: the same for all samples of the prompt
+    format: Format | FormatsByTools
+    environments: Environments
+    limits: Limits
+    sample: Sample
+    shortened: Callable[[str, int], str]  # a text of at most so many tokens
+    keeps_rewards: bool = True  # asks the environment for rewards
+    # Takes the session at the end and closes it later, so that reward functions may ask its object until then.
+    keep_open: Callable[[Session], object] | None = None
+    calls: Direct = field(default_factory=Direct)  # how it asks engine and environment
+
+    async def play(self) -> Rollout:
+        """The whole episode. EnvironmentFailed: its world failed."""
+        self.transcript, self.metrics = Transcript(), {}
+        self.spent = 0.0
+        row = row_of(self.prompt)
+        session = await self._in_time(
+            "reset", lambda: self.environments.open(row, seed=self.seed), seed=self.seed
+        )
+        try:
+            opening = self._open(session)
+            reason = "no turn"
+            while reason in ("no turn", None):
+                reason = await self._turn(session)
+            if self.keeps_rewards:
+                reward = await self._in_time("get_reward", session.get_reward)
+                self.transcript.turns[-1]["reward"] += reward or 0.0
+        except BaseException:
+            await self._close(session)
+            raise
+        rollout = self._rollout(opening, reason)
+        if self.keep_open is None:
+            await self._close(session)
+        else:
+            rollout.environment = session.environment
+            self.keep_open(session)
+        return rollout
+
+    async def _close(self, session: Session) -> None:
+        await self.calls.ask("close", len(self.transcript.turns), session.close)
+
+    def _open(self, session: Session) -> list[dict[str, Any]]:
+        """The first messages: the row's, and what ``reset`` gave; ``self.opened`` is the prompt of them."""
+        if session.is_agent:
+            return self._open_agent(**session.opening)
+        options = template_options(self.prompt.extra)
+        self.spoken = self.format.of_row(options) if options else self.format
+        added = session.opening
+        if isinstance(added, str):
+            added, escapes = self.spoken.harmless(added)
+            self.transcript.escapes += escapes
+        messages = opening_messages(messages_of(self.prompt), added or None, session.contract)
+        observed = len(added) if isinstance(added, list) else 0
+        return self._opened(self._opening_ids(self.spoken, messages, observed, added), messages)
+
+    def _open_agent(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The same of an agent program: what it asks first stands in place of the row's messages."""
+        options = template_options(self.prompt.extra)
+        self.spoken = self.format.of(tools, {k: v for k, v in options.items() if k != "tools"})
+        for message in messages:
+            self.transcript.escapes += self.spoken.harmless(message["content"])[1]
+        ids = self._opening_ids(self.spoken, messages, len(messages))
+        return self._opened(ids, messages)
+
+    def _opening_ids(
+        self, spoken: Format, messages: list[dict[str, Any]], observed: int, added: Any = None
+    ) -> list[int]:
+        try:
+            if isinstance(spoken, PlainText):
+                return self.prompt.token_ids + spoken.ids_of(as_messages(added, "user"))
+            return spoken.opening(messages, observed=observed)
+        except ObservationError as error:
+            raise EnvironmentFailed("exception", "reset", f"the first messages: {error}") from error
+
+    def _opened(self, ids: list[int], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if len(ids) > self.limits.max_opening:
+            raise RolloutError(
+                f"prompt {self.prompt.index} has {len(ids)} tokens with what its environment adds (tools, reset): "
+                f"raise --prompt_max_len, now {self.limits.max_opening}"
+            )
+        self.opened = replace(self.prompt, token_ids=ids, messages=messages)
+        return messages
+
+    async def _turn(self, session: Session) -> str | None:
+        """One turn of the model and one of the environment; why the episode has ended, or None."""
+        said = self.transcript
+        before = self.opened.token_ids + said.ids
+        asked = Turn(
+            self.prompt,
+            self.stream,
+            before,
+            max_new_tokens=self.limits.room(len(said.ids)),
+            number=len(said.turns),
+            sampled=said.sampled,
+            final=len(said.turns) + 1 == self.limits.max_turns,
+        )
+        sampled = await self.calls.sample(asked, self.sample)
+        said.add_sampled(sampled)
+        stopped = sampled.finish_reason == "stop"
+        turn = self.spoken.parse(sampled.response_ids, stopped=stopped, prompt=before)
+        said.text = turn.text
+        said.messages.append(self.spoken.message(turn))
+        if not stopped and len(said.ids) >= self.limits.budget:
+            return "length"
+        closing = self.spoken.closing(sampled.response_ids, stopped=stopped, prompt=before)
+        if session.is_agent:
+            answer, done = await self._answer_of_agent(session, turn, asked, sampled)
+        else:
+            answer, done = await self._answer(session, turn)
+        if done is not None:
+            return done
+        return self._go_on(turn, closing, answer)
+
+    async def _answer(
+        self, session: Session, turn: AssistantTurn
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """The environment's messages, and why the episode has ended, or None."""
+        now = self.transcript.turns[-1]
+        if session.has_step:
+            ask = partial(session.step, turn.text, then_reward=self.keeps_rewards)
+            step = await self._in_time("step", ask)
+            now["reward"] += step.reward
+            self._note(step.metrics)
+            messages = as_messages(step.observation, "user")
+            return messages, "done" if step.done or not messages else None
+        if not turn.calls:
+            return [], "answer" if turn.complete or turn.text else "no call"
+        messages, done = [], None
+        for call in turn.calls:
+            now["calls"] += 1
+            if call.problem is not None:
+                now["errors"] += 1
+                messages.append(tool_message(call, call.problem))
+                continue
+            ask = partial(session.call, call.name, call.arguments)
+            reply = await self._in_time("tool", ask, tool=call.name, arguments=call.arguments)
+            now["errors"] += reply.error
+            now["reward"] += reply.reward
+            self._note(reply.metrics)
+            messages.append(tool_message(call, reply.text))
+            done = "done" if reply.done else done
+        return messages, done or self._too_many_calls()
+
+    async def _answer_of_agent(
+        self, session: Session, turn: AssistantTurn, asked: Turn, sampled: Rollout
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """The same of an agent program: what its next request adds. It never sees a turn with an unreadable call."""
+        now = self.transcript.turns[-1]
+        now["calls"] = len(turn.calls)
+        now["errors"] = sum(call.problem is not None for call in turn.calls)
+        if now["errors"]:
+            answers = [tool_message(call, call.problem or _NOT_EXECUTED) for call in turn.calls]
+            return answers, self._too_many_calls()
+        told = {
+            "message": self.transcript.messages[-1],
+            "finish_reason": sampled.finish_reason,
+            "prompt_ids": asked.token_ids,
+            "ids": sampled.response_ids,
+            "log_probs": sampled.log_probs,
+        }
+        step = await self._in_time("step", lambda: session.step(told))
+        now["reward"] += step.reward
+        self._note(step.metrics)
+        messages = as_messages(step.observation, "user")
+        return messages, "done" if step.done else self._too_many_calls()
+
+    def _too_many_calls(self) -> str | None:
+        limit = self.limits.max_tool_calls
+        calls = sum(turn["calls"] for turn in self.transcript.turns)
+        return "max_tool_calls" if limit is not None and calls >= limit else None
+
+    def _go_on(
+        self, turn: AssistantTurn, closing: list[int], answer: list[dict[str, Any]]
+    ) -> str | None:
+        """Adds what stands between this turn and the next; why there is no next one, or None."""
+        said = self.transcript
+        if self.limits.max_turns is not None and len(said.turns) >= self.limits.max_turns:
+            return "max_turns"
+        answer = [self._shortened(message) for message in answer]
+        for message in answer:
+            said.escapes += self.spoken.harmless(str(message["content"]))[1]
+        try:
+            ids = closing + self.spoken.continuation(turn, answer)
+        except ObservationError as error:
+            raise EnvironmentFailed("exception", "step", f"an observation: {error}") from error
+        if len(said.ids) + len(ids) >= self.limits.budget:
+            return "length"  # no token could follow it
+        said.add(ids)
+        said.messages += answer
+        return None
+
+    def _shortened(self, message: dict[str, Any]) -> dict[str, Any]:
+        """An observation of at most ``max_observation_len`` tokens, with a mark where it was cut."""
+        limit, text = self.limits.max_observation_len, message["content"]
+        if limit is None or not isinstance(text, str):
+            return message
+        return message | {"content": self.shortened(text, limit)}
+
+    async def _in_time(self, place: Place, call: Call, **given: Any) -> Any:
+        """What the environment gives; its seconds are counted, and limited over the whole episode."""
+        try:
+            result = await self.calls.ask(place, len(self.transcript.turns), call, **given)
+        finally:
+            self.spent += self.calls.seconds
+            if self.transcript.turns:
+                self.transcript.turns[-1]["seconds"] += self.calls.seconds
+        if self.limits.seconds is not None and self.spent > self.limits.seconds:
+            text = f"the episode's environment took {self.spent:.1f} s, --episode_timeout is {self.limits.seconds:g}"
+            raise EnvironmentFailed("timeout", place, text)
+        return result
+
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    def _rollout(self, opening: list[dict[str, Any]], reason: str) -> Rollout:
+        said, turns = self.transcript, self.transcript.turns
+        extras = {
+            "turns": float(len(turns)),
+            "tool_calls": float(sum(turn["calls"] for turn in turns)),
+            "tool_errors": float(sum(turn["errors"] for turn in turns)),
+            "environment_seconds": self.spent,
+            "observation_tokens": float(len(said.ids) - said.sampled),
+            "escapes": float(said.escapes),
+        }
+        return Rollout(
+            self.opened,
+            self.sample_index,
+            said.ids,
+            said.text,
+            "length" if reason == "length" else "stop",
+            said.log_probs,
+            trained=said.trained,
+            messages=[*opening, *said.messages],
+            turns=turns,
+            extras=extras | self.metrics,
+            texts={"stop_reason": reason, "conversation": as_text([*opening, *said.messages])},
+        )
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """The columns that an environment gets."""
+    start = prompt.text if prompt.messages is None else prompt.messages
+    return {"prompt": start, "label": prompt.label} | prompt.extra
+
+
+def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
+    """The row's messages; a prompt that is no chat is a message of the user."""
+    if prompt.messages is not None:
+        return [dict(message) for message in prompt.messages]
+    return [{"role": "user", "content": prompt.text}] if prompt.text else []
+
+
+def as_messages(observation: str | list[dict[str, Any]] | None, role: str) -> list[dict[str, Any]]:
+    """An observation as messages; none for None or an empty one."""
+    if not observation:
+        return []
+    if isinstance(observation, str):
+        return [{"role": role, "content": observation}]
+    return [dict(message) for message in observation]
+
+
+def as_text(messages: list[dict[str, Any]]) -> str:
+    """A conversation for files of samples."""
+    return json.dumps(messages, ensure_ascii=False, default=str)
+
+
+def tool_message(call: Any, text: str) -> dict[str, Any]:
+    """A tool's answer."""
+    return {"role": "tool", "name": call.name, "content": text}

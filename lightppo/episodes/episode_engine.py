@@ -1,0 +1,505 @@
+"""Episodes as a rollout engine: around an engine that samples turns, with environments between them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightppo.data.records import Prompt, Rollout
+from lightppo.episodes.calls import Answered, AnsweredEnvironments, Direct, Recording
+from lightppo.episodes.env_failures import EnvironmentFailed
+from lightppo.episodes.environments import Environments, Session
+from lightppo.episodes.episode import Episode, Format, FormatsByTools, Limits
+from lightppo.episodes.episode_metrics import Tally
+from lightppo.episodes.hf_turns import generate_turns
+from lightppo.episodes.rewards import has_failed
+from lightppo.episodes.tape import Tape
+from lightppo.episodes.tape_episode import Reel
+from lightppo.episodes.turns import Turn, TurnSource
+from lightppo.errors import ConfigError, RolloutError
+from lightppo.ranks import Ranks, heartbeat
+from lightppo.rollout.engine import (
+    Capabilities,
+    RolloutEngine,
+    SamplingParams,
+    capabilities_of,
+)
+from lightppo.rollout.hf import HFRolloutEngine, request_streams
+from lightppo.rollout.vllm.seeds import joint_seed
+
+logger = logging.getLogger(__name__)
+
+_BEAT_SECONDS = 1.0  # between two signs of life while the environments are at it
+_LINGER_SECONDS = 0.02  # for turns that come together: their prompts go through the model together
+_MOST_NAMED = 3  # failures in a message
+_GRACE_SECONDS = 10.0  # beyond the limit of a call, until what ends episodes counts as hung
+CUT = " … [cut] … "
+
+
+class EpisodeEngine:
+    """A :class:`~lightppo.rollout.engine.RolloutEngine` whose responses are episodes.
+
+    ``generate`` plays ``sampling.n`` episodes of each prompt; ``sampling.max_new_tokens`` is the budget of each,
+    observations included. The environments run on an event loop in a thread of their own, while this one decodes.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        environments: Environments | AnsweredEnvironments,
+        strategy: Ranks,
+        *,
+        limits: Limits,
+        formats: dict[str, Format | FormatsByTools],
+        retries: int = 0,
+        failure_limit: float = 1.0,
+        keeps_rewards: bool = True,
+        tape: Tape | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        """``batch_invariant``: log probs do not depend on the turns that went through the model together."""
+        self.engine = engine
+        self._generate_turns = turn_sampler(engine)
+        self.tokenizer = tokenizer
+        self.environments = environments
+        self.strategy = strategy
+        self.limits = limits
+        self.formats = formats
+        self.retries = retries
+        self.failure_limit = failure_limit
+        self.keeps_rewards = keeps_rewards
+        self.tape = tape
+        self.batch_invariant = batch_invariant
+        self.tally = Tally()  # of episodes since it was last asked
+        # Sessions whose objects reward functions may ask, of the last two calls: a greedy baseline is
+        # sampled before the samples are scored.
+        self._kept: deque[list[Session]] = deque([[], []], maxlen=2)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread.start()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the engine within.
+
+        Turns go through the model as they come, so the last digits of their log probs depend on the time that
+        environments take: the trainer makes its own.
+        """
+        of_engine = capabilities_of(self.engine)
+        exact = of_engine.exact_log_probs and self.batch_invariant
+        return replace(
+            of_engine, exact_log_probs=exact, reports_finished=True, heats_first_token=False
+        )
+
+    @property
+    def last_stats(self) -> dict[str, float]:
+        return self.engine.last_stats
+
+    @property
+    def adapter(self) -> str | None:
+        return getattr(self.engine, "adapter", None)
+
+    # -- episodes --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: Callable[[list[Rollout]], object] = lambda rollouts: None,
+    ) -> list[Rollout]:
+        """Plays the episodes; those whose environment failed for good have no tokens and are not scored. Collective.
+
+        Raises:
+            RolloutError: on every rank, if more of the batch's episodes failed than ``failure_limit`` allows, or the
+                samples of a prompt do not start alike.
+        """
+        sampling = self._ending(sampling)
+        self._close_kept([])
+        stage = _Stage(self._loop, self.limits.max_opening + sampling.max_new_tokens, on_finished)
+        streams = request_streams(prompts, sampling)
+        requests = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
+        batch = self.tape.next_batch() if self.tape is not None else 0
+        episodes: dict[Key, Coroutine[Any, Any, Rollout]] = {}
+        for number, (prompt, sample_index) in enumerate(requests):
+            episode = Episode(
+                prompt,
+                sample_index,
+                stream=streams[number][1],
+                seed=joint_seed([sampling.seed, prompt.index]) % 2**31,
+                format=self.formats[self.environments.route(row_columns(prompt))],
+                environments=self.environments,
+                limits=replace(self.limits, budget=sampling.max_new_tokens),
+                sample=stage.sample,
+                shortened=self.shortened,
+                keeps_rewards=self.keeps_rewards,
+                keep_open=self._kept[-1].append if self._keeps_objects else None,
+                calls=self._calls((batch, *streams[number]), sample_index),
+            )
+            episodes[streams[number]] = self._played(episode)
+        begin = time.monotonic()
+        stage.begin(episodes)
+        try:
+            self._generate_turns(stage, sampling)
+        finally:
+            stage.end()
+        self.tally.generated(time.monotonic() - begin, stage.waited)
+        rollouts = [stage.rollouts[key] for key in streams]
+        self._check_failures(rollouts)
+        _share_openings(rollouts, sampling.n)
+        return rollouts
+
+    def _calls(self, key: tuple[int, int, int], sample_index: int) -> Direct:
+        """How an episode asks: by way of the tape where there is one, and the run is on its way."""
+        if self.tape is None or not self.tape.is_on:
+            return Direct()
+        # Reward functions ask the objects of TRL's environments, and no tape has these.
+        reel = Reel(self.tape, key, sample_index, may_answer=not self._keeps_objects)
+        return Answered(reel) if reel.answers else Recording(reel)
+
+    @property
+    def _keeps_objects(self) -> bool:
+        return self.environments.contract == "trl"
+
+    def _close_kept(self, following: list[Session]) -> None:
+        """Closes the sessions of the call before the last one."""
+        oldest = self._kept[0]
+        self._kept.append(following)
+        for error in self._done(_all_closed(oldest), "to close environments") if oldest else ():
+            logger.warning("%s", error)  # its episode has been scored
+
+    def _done(self, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
+        """What a coroutine gives in the episodes' thread, as soon as one call of an environment may take.
+
+        Raises:
+            RolloutError: it takes longer; the text says where the thread is.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        seconds = self.environments.timeout + _GRACE_SECONDS
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            future.cancel()
+            raise RolloutError(
+                f"--env: it takes more than {seconds:g} s {what}: {_whereabouts(self._thread)}"
+            ) from None
+
+    def _ending(self, sampling: SamplingParams) -> SamplingParams:
+        """Turns end where their templates say, too."""
+        ends = {end for one in self.formats.values() for end in one.stop_ids}
+        return replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
+
+    async def _played(self, episode: Episode) -> Rollout:
+        """The episode; what it was told so far is written down if an error breaks it off."""
+        tries: list[EnvironmentFailed] = []
+        begin = time.monotonic()
+        try:
+            rollout = await self._tried(episode, tries)
+        finally:
+            episode.calls.flush()
+        rollout.extras |= _counts(tries)
+        self.tally.add(rollout, tries, time.monotonic() - begin)
+        return rollout
+
+    async def _tried(self, episode: Episode, tries: list[EnvironmentFailed]) -> Rollout:
+        """Tried again where its environment fails; an episode without tokens if it always does."""
+        calls = episode.calls
+        for number in range(calls.tries or self.retries + 1):
+            calls.begin_try(number)
+            try:
+                rollout = await episode.play()
+            except EnvironmentFailed as error:
+                tries.append(error)
+            else:
+                calls.end()
+                return rollout
+        calls.end()
+        failed = Rollout(
+            episode.prompt, episode.sample_index, [], "", "stop", [], trained=[], turns=[]
+        )
+        failed.texts["failure"] = str(tries[-1])
+        return failed
+
+    def _check_failures(self, rollouts: Sequence[Rollout]) -> None:
+        """Raises on every rank if too many episodes failed on all of them. Collective."""
+        failures = [rollout.texts["failure"] for rollout in rollouts if has_failed(rollout)]
+        told = self.strategy.all_gather_object((len(rollouts), failures))
+        total = sum(count for count, _ in told)
+        texts = Counter(text for _, failures in told for text in failures)
+        failed = texts.total()
+        if failed and self.strategy.is_rank_0():
+            logger.warning(
+                "the environments of %d of %d episodes failed, which are left out: %s",
+                failed,
+                total,
+                _most_common(texts),
+            )
+        if failed > self.failure_limit * total:
+            raise RolloutError(
+                f"the environments of {failed} of {total} episodes failed (--env_failure_limit "
+                f"{self.failure_limit:g}): {_most_common(texts)}"
+            )
+
+    def shortened(self, text: str, limit: int) -> str:
+        """A text of about ``limit`` tokens: its beginning and its end."""
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) <= limit:
+            return text
+        head, tail = ids[: (limit + 1) // 2], ids[len(ids) - limit // 2 :]
+        return CUT.join(self.tokenizer.decode(part) for part in (head, tail) if part)
+
+    # -- what the engine within does -------------------------------------------------------------------------------
+
+    def sync_weights(self, actor: nn.Module) -> None:
+        self.engine.sync_weights(actor)
+
+    def differing_weights(self) -> tuple[list[str], list[str]]:
+        return self.engine.differing_weights()
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+    def close(self) -> None:
+        """Ends the environments, and the engine.
+
+        Raises:
+            RolloutError: the environments do not end in time; the engine is closed then, too.
+        """
+        try:
+            if not self._loop.is_closed():
+                self._end_episodes()
+        finally:
+            self.engine.close()
+
+    def _end_episodes(self) -> None:
+        try:
+            self._close_kept([])
+            self._close_kept([])
+            self._done(self.environments.close(), "to end all environments")
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_GRACE_SECONDS)
+            if not self._thread.is_alive():
+                self._loop.close()
+        if self._thread.is_alive():
+            raise RolloutError(
+                f"--env: the episodes' thread does not end: {_whereabouts(self._thread)}"
+            )
+
+
+def turn_sampler(engine: RolloutEngine) -> Callable[[TurnSource, SamplingParams], None]:
+    """What samples turns with an engine. ConfigError: nothing does."""
+    own = getattr(engine, "generate_turns", None)
+    if own is not None:
+        return own
+    if isinstance(engine, HFRolloutEngine):
+        return partial(generate_turns, engine)
+    name = type(engine).__name__
+    raise ConfigError(f"--env: {name} samples no turns; set --rollout_engine hf or vllm")
+
+
+async def _all_closed(sessions: Sequence[Session]) -> list[BaseException]:
+    """What went wrong in closing sessions, all at once."""
+    ends = await asyncio.gather(*(one.close() for one in sessions), return_exceptions=True)
+    unexpected = [end for end in ends if end and not isinstance(end, EnvironmentFailed)]
+    if unexpected:
+        raise unexpected[0]
+    return [end for end in ends if end]
+
+
+def _whereabouts(thread: threading.Thread) -> str:
+    """What a thread is at: the innermost lines of its stack."""
+    frame = sys._current_frames().get(thread.ident)
+    stack = traceback.extract_stack(frame)[-_MOST_NAMED:] if frame else []
+    lines = [f"{line.filename}:{line.lineno} {line.name}" for line in stack]
+    return f"it is at {' → '.join(lines)}" if lines else "it has ended"
+
+
+def row_columns(prompt: Prompt) -> dict[str, Any]:
+    """What tells which environment a row has."""
+    return prompt.extra
+
+
+def _counts(tries: Sequence[EnvironmentFailed]) -> dict[str, float]:
+    """Failed tries, for the counts of failures and time-outs; none without any."""
+    if not tries:
+        return {}
+    timeouts = sum(error.kind == "timeout" for error in tries)
+    return {"failures": float(len(tries)), "timeouts": float(timeouts)}
+
+
+def _most_common(texts: Counter[str]) -> str:
+    named = [f"{text} ({count})" for text, count in texts.most_common(_MOST_NAMED)]
+    return "; ".join(named)
+
+
+def _share_openings(rollouts: Sequence[Rollout], group_size: int) -> None:
+    """All samples of a prompt have one Prompt; RolloutError if their openings differ."""
+    for first in range(0, len(rollouts), group_size):
+        group = [
+            rollout for rollout in rollouts[first : first + group_size] if not has_failed(rollout)
+        ]
+        for rollout in group:
+            if rollout.prompt.token_ids != group[0].prompt.token_ids:
+                raise RolloutError(
+                    f"prompt {rollout.prompt.index}: samples {group[0].sample_index} and {rollout.sample_index} start "
+                    "with different texts: reset must give the same for the same row and seed (take seed=, or set "
+                    "--env_workers, where random is seeded)"
+                )
+            rollout.prompt = group[0].prompt
+
+
+# -- between the two threads ---------------------------------------------------------------------------------------
+
+
+Key = tuple[int, int]  # of an episode: index of its prompt, number of its stream
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A turn that waits for the engine, and who waits for its tokens."""
+
+    turn: Turn
+    future: asyncio.Future[Rollout]
+
+
+class _Stage:
+    """A :class:`~lightppo.episodes.turns.TurnSource` of the episodes of one call."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        longest: int,
+        on_finished: Callable[[list[Rollout]], object],
+    ) -> None:
+        self.longest = longest
+        self.rollouts: dict[Key, Rollout] = {}
+        self._loop = loop
+        self._on_finished = on_finished
+        # What the episodes' thread sends: turns to sample, and episodes that have ended.
+        self._brought: queue.SimpleQueue[_Asked | tuple[Key, Any]] = queue.SimpleQueue()
+        self._futures: dict[int, asyncio.Future[Rollout]] = {}  # by id of the turn
+        # What goes to the episodes' thread, and whether the thread has been woken: one call wakes it for all that has
+        # come.
+        self._sampled: deque[tuple[asyncio.Future[Rollout], Rollout]] = deque()
+        self._is_told = False
+        # The episodes that have not ended. None: not begun yet.
+        self._tasks: dict[Key, asyncio.Task[Rollout] | None] = {}
+        self._decoding = 0  # turns that the engine has
+        self.waited = 0.0  # seconds in which it had none, and waited for one
+
+    def begin(self, episodes: Mapping[Key, Coroutine[Any, Any, Rollout]]) -> None:
+        """Starts episodes in their thread."""
+        self._tasks |= dict.fromkeys(episodes)
+        self._loop.call_soon_threadsafe(self._create_tasks, episodes)
+
+    def _create_tasks(self, episodes: Mapping[Key, Coroutine[Any, Any, Rollout]]) -> None:
+        for key, episode in episodes.items():
+            task = self._tasks[key] = self._loop.create_task(episode)
+            task.add_done_callback(partial(self._bring_end, key))
+
+    def _bring_end(self, key: Key, task: asyncio.Task[Rollout]) -> None:
+        if not task.cancelled():
+            task.exception()  # is raised where the episode's end is read, if it still is
+        self._brought.put((key, task))
+
+    async def sample(self, turn: Turn) -> Rollout:
+        """What the engine samples. In the episodes' thread."""
+        future = self._loop.create_future()
+        self._brought.put(_Asked(turn, future))
+        return await future
+
+    @property
+    def left(self) -> int:
+        return len(self._tasks)
+
+    def take(self, wait: bool) -> list[Turn] | None:
+        begin = time.monotonic()
+        turns = self._taken(wait)
+        if wait and not self._decoding:
+            self.waited += time.monotonic() - begin
+        self._decoding += len(turns)
+        if not turns and not self._tasks:
+            return None
+        # Longest first, equal prompts together; not in the order in which threads bring them.
+        return sorted(
+            turns, key=lambda turn: (-len(turn.token_ids), turn.prompt.index, turn.sample_index)
+        )
+
+    def _taken(self, wait: bool) -> list[Turn]:
+        turns: list[Turn] = []
+        while self._may_come(turns):
+            item = self._next(wait, turns)
+            if item is None:
+                break
+            if isinstance(item, _Asked):
+                self._futures[id(item.turn)] = item.future
+                turns.append(item.turn)
+            else:
+                self._finish(*item)
+        return turns
+
+    def _may_come(self, turns: list[Turn]) -> bool:
+        """Whether an episode is at its environment, or has brought something since."""
+        at_environments = len(self._tasks) - self._decoding - len(turns)
+        return at_environments > 0 or not self._brought.empty()
+
+    def _next(self, wait: bool, turns: list[Turn]) -> _Asked | tuple[Key, Any] | None:
+        """What episodes bring; None: nothing now, and no need to wait for it."""
+        while True:
+            try:
+                if not wait:
+                    return self._brought.get_nowait()
+                return self._brought.get(timeout=_LINGER_SECONDS if turns else _BEAT_SECONDS)
+            except queue.Empty:
+                heartbeat.beat()
+                if not wait or turns:
+                    return None
+
+    def ended(self, turn: Turn, rollout: Rollout) -> None:
+        self._decoding -= 1
+        self._sampled.append((self._futures.pop(id(turn)), rollout))
+        if not self._is_told:
+            self._is_told = True
+            self._loop.call_soon_threadsafe(self._bring_sampled)
+
+    def _bring_sampled(self) -> None:
+        """In the episodes' thread."""
+        self._is_told = False
+        while self._sampled:
+            future, rollout = self._sampled.popleft()
+            if not future.done():
+                future.set_result(rollout)
+
+    def goes_on(self, turn: Turn) -> bool:
+        task = self._tasks.get((turn.prompt.index, turn.sample_index))
+        return not turn.final and task is not None and not task.done()
+
+    def end(self) -> None:
+        """No episode goes on, also after an error."""
+        self._loop.call_soon_threadsafe(self._cancel_tasks)
+
+    def _cancel_tasks(self) -> None:
+        for task in filter(None, list(self._tasks.values())):
+            task.cancel()
+
+    def _finish(self, key: Key, task: Any) -> None:
+        """An episode has ended; raises what it raised."""
+        del self._tasks[key]
+        self.rollouts[key] = task.result()
+        self._on_finished([self.rollouts[key]])

@@ -1,0 +1,172 @@
+"""What happened in the episodes of a step or an evaluation, in numbers: ``episode/…`` and ``eval/episode/…``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightppo.callbacks import Callback
+from lightppo.data.records import Rollout
+from lightppo.episodes.env_failures import EnvironmentFailed, FailureKind
+from lightppo.episodes.rewards import has_failed
+
+# of failed tries
+KINDS: dict[FailureKind, str] = {
+    "exception": "tries that failed by an exception",
+    "timeout": "tries in which a call took too long",
+    "not_finite": "tries whose environment gave a number that is not finite",
+    "failure": "tries that the environment ended by EnvFailure",
+    "lost": "tries whose process or event loop was lost",
+}
+# why an episode ended, as its samples name it
+REASONS = {
+    "answer": "share of episodes that ended by a turn without a call",
+    "done": "share that the environment ended",
+    "length": "share that reached --generate_max_len",
+    "max_turns": "share that reached --max_turns",
+    "max_tool_calls": "share that reached --max_tool_calls",
+    "no call": "share that ended by a turn without text or call",
+}
+
+NAMES = {
+    "turns": "mean turns of the model per episode",
+    "tool_calls": "mean calls of tools per episode",
+    "tool_errors": "share of calls with a wrong name, wrong arguments or a ToolError",
+    "observation_tokens": "mean tokens per episode that were not sampled",
+    "escapes": "mean markers per episode that were broken in texts of environments",
+    "failed": "share of episodes that are left out, as their environment failed",
+    **{f"failures_{kind}": f"{meaning}; only if there are any" for kind, meaning in KINDS.items()},
+    **{f"stop_{reason.replace(' ', '_')}": meaning for reason, meaning in REASONS.items()},
+}
+
+# what a clock measured: under perf/, as a replay does not repeat it
+CLOCKED = {
+    "environment_seconds": "mean seconds per episode in calls of its environment",
+    "environment_share": "seconds in environments as a share of the episodes' seconds",
+    "waiting_share": "share of generation in which nothing decoded, as all episodes were at their environments",
+}
+
+
+def names() -> dict[str, str]:
+    """For ``lightppo.plugin.METRICS``."""
+    return NAMES
+
+
+def clocked_names() -> dict[str, str]:
+    """The same, of ``perf``."""
+    of_evaluations = {f"eval_{name}": f"{text}; of an evaluation" for name, text in CLOCKED.items()}
+    return CLOCKED | of_evaluations
+
+
+class Tally:
+    """Sums over the episodes of this rank since they were last taken."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[str] = Counter()
+
+    def add(self, rollout: Rollout, tries: Sequence[EnvironmentFailed], seconds: float) -> None:
+        """An episode that took so many seconds, and its failed tries."""
+        sums = self._sums
+        sums["episodes"] += 1
+        sums["seconds"] += seconds
+        for failure in tries:
+            sums[f"failures_{failure.kind}"] += 1
+        if has_failed(rollout):
+            sums["failed"] += 1
+            return
+        sums["played"] += 1
+        sums[f"stop_{rollout.texts['stop_reason'].replace(' ', '_')}"] += 1
+        for name in _OF_EXTRAS:
+            sums[name] += rollout.extras[name]
+
+    def generated(self, seconds: float, waited: float) -> None:
+        """A call of the engine, and how long it had nothing to decode."""
+        self._sums["generation"] += seconds
+        self._sums["waiting"] += waited
+
+    def take(self) -> dict[str, float]:
+        """The sums, with the same names on every rank; then they begin anew."""
+        sums, self._sums = self._sums, Counter()
+        return {name: float(sums[name]) for name in _SUMS}
+
+
+_OF_EXTRAS = (
+    "turns",
+    "tool_calls",
+    "tool_errors",
+    "observation_tokens",
+    "escapes",
+    "environment_seconds",
+)
+_REASONS = [name for name in NAMES if name.startswith("stop_")]
+_FAILURES = [name for name in NAMES if name.startswith("failures_")]
+_SUMS = (
+    "episodes",
+    "played",
+    "failed",
+    "seconds",
+    "generation",
+    "waiting",
+    *_OF_EXTRAS,
+    *_REASONS,
+    *_FAILURES,
+)
+
+
+def numbers_of(sums: Mapping[str, float]) -> dict[str, float]:
+    """The metrics by their names in ``NAMES``, of the sums over all ranks; empty without episodes."""
+    if not sums["episodes"]:
+        return {}
+    counted = [name for name in _OF_EXTRAS if name not in CLOCKED]
+    numbers = {name: sums[name] / max(1.0, sums["played"]) for name in counted}
+    numbers["tool_errors"] = sums["tool_errors"] / max(1.0, sums["tool_calls"])
+    numbers["failed"] = sums["failed"] / sums["episodes"]
+    reasons = {name: sums[name] / max(1.0, sums["played"]) for name in _REASONS}
+    return numbers | reasons | {name: sums[name] for name in _FAILURES if sums[name]}
+
+
+def clocked_numbers(sums: Mapping[str, float]) -> dict[str, float]:
+    """The metrics by their names in ``CLOCKED``.
+
+    Of failed episodes the seconds in environments are not known, as theirs are only begun.
+    """
+    if not sums["episodes"]:
+        return {}
+    return {
+        "environment_seconds": sums["environment_seconds"] / max(1.0, sums["played"]),
+        "environment_share": _ratio(sums["environment_seconds"], sums["seconds"]),
+        "waiting_share": _ratio(sums["waiting"], sums["generation"]),
+    }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def episode_metrics(run: Any) -> EpisodeMetrics | None:
+    """The callback of a run with episodes."""
+    tally = getattr(getattr(run, "rollout_engine", None), "tally", None)
+    return EpisodeMetrics(tally) if isinstance(tally, Tally) else None
+
+
+class EpisodeMetrics(Callback):
+    """Adds the numbers of the episodes that were played in a step, or in an evaluation."""
+
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+
+    def around_step(self, run: Any, step: int) -> Any:
+        self.tally.take()  # of an evaluation that was left out
+        return super().around_step(run, step)
+
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        return self._taken(run, "episode/", "perf/")
+
+    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> dict[str, float]:
+        return self._taken(run, "eval/episode/", "perf/eval_")
+
+    def _taken(self, run: Any, counted: str, clocked: str) -> dict[str, float]:
+        sums = run.strategy.all_reduce(self.tally.take(), "sum")
+        numbers = {f"{counted}{name}": value for name, value in numbers_of(sums).items()}
+        return numbers | {f"{clocked}{name}": x for name, x in clocked_numbers(sums).items()}

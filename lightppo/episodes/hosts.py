@@ -1,0 +1,732 @@
+"""Where the user's code runs: one object and its calls, in a thread of its own or in the event loop of all async ones.
+
+Worker processes (``workers.py``) run the same :class:`Host`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import inspect
+import logging
+import queue
+import random
+import sys
+import threading
+from asyncio import FIRST_COMPLETED
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import fields
+from functools import partial
+from typing import Any, Protocol
+
+from lightppo.episodes.agents import AgentEnvironment
+from lightppo.episodes.env_failures import (
+    EnvFailure,
+    EnvironmentFailed,
+    FailureKind,
+    Opening,
+    Place,
+    Reply,
+    Step,
+    ToolError,
+)
+from lightppo.episodes.specs import EnvironmentSpec
+from lightppo.episodes.tools import BadCall, text_of
+from lightppo.redaction import plain, without_secrets
+from lightppo.rewards.reward_source import finite
+from lightppo.user_code import error_text, without_copies
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 1.0  # seconds until a loop that does not answer counts as blocked
+_MOST_TEXT = 4000  # characters of a failure's text
+Answer = dict[str, Any]  # {"value": …} or {"kind": …, "text": …}
+Invoke = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class Unusable(Exception):
+    """A result that is not what the contract asks for."""
+
+    def __init__(self, kind: FailureKind, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Host:
+    """One environment and the calls of it. Nothing that the user's code does leaves it but answers of plain data.
+
+    ``invoke`` calls a function without arguments and gives its result, awaited if it must be.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, invoke: Invoke, *, own_process: bool) -> None:
+        self.spec = spec
+        self.environment: Any = None
+        self._invoke = invoke
+        self._own_process = own_process
+        self._spoilt = False  # something failed, so the object is not used again
+
+    async def handle(self, place: Place, given: Mapping[str, Any]) -> Answer:
+        """One call at one place."""
+        try:
+            return {"value": await getattr(self, f"_{place}")(**given)}
+        except EnvFailure as error:
+            failed = ("failure", error_text(error))
+        except Unusable as error:
+            failed = (error.kind, str(error))
+        except BaseException as error:  # SystemExit, too: it must not end the loop or the worker
+            failed = ("exception", error_text(error))
+        self._spoilt = True
+        return {"kind": failed[0], "text": failed[1]}
+
+    @property
+    def is_reusable(self) -> bool:
+        """In TRL's contract an object is made once and reset often."""
+        return self.spec.contract == "trl" and self.environment is not None and not self._spoilt
+
+    async def _called(self, function: Callable[[], Any]) -> Any:
+        """What a function of the user's gives; a process that it forks does not come back."""
+
+        def call() -> Any:
+            with without_copies(self.spec.where):
+                result = function()
+            return awaited(result) if inspect.isawaitable(result) else result
+
+        async def awaited(result: Awaitable[Any]) -> Any:
+            with without_copies(self.spec.where):
+                return await result
+
+        return await self._invoke(call)
+
+    async def _constructor(self, seed: int) -> None:
+        if self.is_reusable or self.spec.make is None:
+            return
+        self._seed(seed)
+        self.environment, self._spoilt = await self._called(self.spec.make), False
+        if self.spec.kind is None:
+            self.spec.look_at(type(self.environment))
+
+    async def _reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        if self.spec.make is None:
+            return None
+        self._seed(seed)
+        arguments = self.spec.reset_arguments(row, seed)
+        if not self._own_process:  # the other samples of the prompt have the same row
+            arguments = {name: _own(value) for name, value in arguments.items()}
+        return self._opening(await self._called(partial(self.environment.reset, **arguments)))
+
+    async def _tool(self, name: str, arguments: Any) -> dict[str, Any]:
+        as_trl = self.spec.contract == "trl"
+        try:
+            tool = self.spec.tools.get(name)
+            if tool is None:
+                known = ", ".join(self.spec.tools) or "none"
+                raise BadCall(f"There is no tool {name!r}. Tools: {known}.")
+            own = name not in self.spec.functions
+            function = getattr(self.environment, name) if own else tool.function
+            # TRL hands arguments over as they are
+            checked = dict(arguments) if as_trl else tool.check(arguments)
+            result = await self._called(partial(function, **checked))
+        except (BadCall, ToolError) as error:
+            return self._refusal(error)
+        except EnvFailure:
+            raise
+        except Exception as error:
+            if as_trl:
+                return self._refusal(error)
+            raise
+        if not isinstance(result, Reply):
+            result = Reply(result)
+        text = text_of(result.text, as_trl=as_trl)
+        return _checked_numbers(asdict_of(result) | {"text": text}, "the tool's Reply")
+
+    async def _step(self, said: str | dict[str, Any]) -> dict[str, Any]:
+        try:
+            result = await self._called(partial(self.environment.step, said))
+        except ToolError as error:
+            result = Step(str(error), metrics={"tool_error": 1.0})
+        step = asdict_of(_as_step(result))
+        step["observation"] = _checked_text(step["observation"], "an observation")
+        return _checked_numbers(step, "the Step")
+
+    async def _get_reward(self) -> float | None:
+        reward = await self._called(self.environment.get_reward)
+        if reward is None and self.spec.contract == "trl":  # not scored by the environment
+            return None
+        return _number(reward, "the reward")
+
+    async def _close(self) -> None:
+        await self._called(self.environment.close)
+
+    def _refusal(self, error: Exception) -> dict[str, Any]:
+        text = str(error)
+        if self.spec.contract == "trl":
+            text = str({"error": text})  # its words
+        return asdict_of(Reply(text, error=True))
+
+    def _opening(self, opening: Any) -> Any:
+        if isinstance(opening, Opening):
+            return asdict_of(opening)
+        if self.spec.contract == "trl" and isinstance(opening, list):  # content parts
+            others = [part for part in opening if part.get("type") != "text"]
+            if others:
+                raise TypeError(f"reset returned content that is not text: {others[0].get('type')}")
+            return "".join(part["text"] for part in opening)
+        return _checked_text(opening, "reset")
+
+    def _seed(self, seed: int) -> None:
+        """Global generators belong to all in a process of several environments."""
+        if not self._own_process:
+            return
+        random.seed(seed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+
+
+def _own(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # what cannot be copied is shared
+        return value
+
+
+def asdict_of(result: Reply | Step | Opening) -> dict[str, Any]:
+    """The fields, not copied."""
+    return {one.name: getattr(result, one.name) for one in fields(result)}
+
+
+def _as_step(result: Any) -> Step:
+    """A step of any form: ours, an observation, or a tuple as gymnasium and others have it."""
+    if isinstance(result, Step):
+        return result
+    if isinstance(result, tuple) and len(result) == 5:
+        observation, reward, terminated, truncated, info = result
+        return Step(observation, reward, bool(terminated or truncated), _numbers_of(info))
+    if isinstance(result, tuple) and 1 <= len(result) <= 4:
+        step = Step(*result[:3])
+        step.metrics = _numbers_of(result[3]) if len(result) == 4 else {}
+        return step
+    if result is None or isinstance(result, (str, list)):
+        return Step(result)
+    raise TypeError(
+        f"step must return a Step, a text or (observation, reward, done, metrics), got {type(result).__name__}"
+    )
+
+
+def _numbers_of(info: Any) -> dict[str, float]:
+    """Of ``info``, which holds whatever an environment tells, the numbers."""
+    if not isinstance(info, Mapping):
+        return {}
+    return {
+        str(key): number for key, value in info.items() if (number := finite(value)) is not None
+    }
+
+
+def _number(value: Any, what: str) -> float:
+    number = finite(value)
+    if number is None:
+        raise Unusable("not_finite", f"{what} is no finite number: {plain(repr(value)[:200])}")
+    return number
+
+
+def _checked_numbers(answer: dict[str, Any], what: str) -> dict[str, Any]:
+    answer["reward"] = _number(answer["reward"], f"reward of {what}")
+    answer["done"] = bool(answer["done"])
+    metrics = answer["metrics"] or {}
+    answer["metrics"] = {
+        str(key): _number(value, f"metric {key} of {what}") for key, value in metrics.items()
+    }
+    return answer
+
+
+def _checked_text(value: Any, what: str) -> str | list[dict[str, Any]] | None:
+    """A text, chat messages or nothing."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(
+        isinstance(one, Mapping)
+        and isinstance(one.get("role"), str)
+        and isinstance(one.get("content"), (str, list))
+        for one in value
+    ):
+        return [dict(one) for one in value]
+    raise TypeError(
+        f"{what} must be a text, a list of messages with role and content, or None, got {type(value).__name__}"
+    )
+
+
+def failure_of(spec: EnvironmentSpec, place: Place, answer: Answer, detail: str = "") -> Exception:
+    """What a session raises for an answer that is a failure."""
+    text = without_secrets(
+        plain(f"{spec.where}: {place}{detail and f' {detail}'}: {answer['text']}")
+    )
+    return EnvironmentFailed(answer["kind"], place, text[:_MOST_TEXT])
+
+
+# --- threads and event loops
+
+
+class CallThread:
+    """A thread that makes one call after the other, so that a session's objects stay in their thread."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon, so that a call that hangs does not keep the program alive.
+        self._thread = threading.Thread(target=self._work, name="environment", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """Call a function; it must not raise."""
+        future: Future[Any] = Future()
+
+        def job() -> None:
+            result = function()
+            with contextlib.suppress(Exception):  # nobody waits any more
+                future.set_result(result)
+
+        self.put(job)
+        return future
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Call a function, whose result nobody waits for here; it must not raise."""
+        self._jobs.put(job)
+
+    def end(self) -> None:
+        """After the calls so far."""
+        self._jobs.put(None)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+class Once:
+    """Something that happens once, for which any number of threads and loops can wait."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.has_happened = False
+        self._waiting: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+
+    def happen(self, value: Any = None) -> None:
+        """Only the first time counts."""
+        with self._lock:
+            if self.has_happened:
+                return
+            self.value, self.has_happened = value, True
+            waiting, self._waiting = self._waiting, set()
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_result(value)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Future[Any]]:
+        """A future of it, as long as somebody waits."""
+        future: Future[Any] = Future()
+        self.then(future)
+        try:
+            yield future
+        finally:
+            with self._lock:
+                self._waiting.discard(future)
+
+    def then(self, future: Future[Any]) -> None:
+        """Give the value to a future, at once if it is there."""
+        with self._lock:
+            if not self.has_happened:
+                self._waiting.add(future)
+                return
+        future.set_result(self.value)
+
+
+class UserLoop:
+    """An event loop for the user's coroutines, in a thread of its own, so that one that blocks it stalls no time-out."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.lost = Once()  # why it is given up
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    async def check(self) -> None:
+        """Give it up if it does not answer."""
+        answered: Future[None] = Future()
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self.loop.call_soon_threadsafe(answered.set_result, None)
+        done, _ = await asyncio.wait({asyncio.wrap_future(answered)}, timeout=_PATIENCE)
+        if not done and not self.lost.has_happened:
+            logger.warning(
+                "an environment blocks the event loop of all async ones: it does something slow without await; "
+                "--env_workers runs each one in a process of its own"
+            )
+            self.end("another environment blocked the event loop")
+
+    def end(self, why: str) -> None:
+        """As soon as it can: tasks are cancelled, the thread ends. Who waits for it learns why at once."""
+        self.lost.happen(why)
+        self._ended = True
+        with contextlib.suppress(RuntimeError):  # closed already
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        while not self._ended:  # a SystemExit of a task of the user's own ends run_forever
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self.loop.run_forever()
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(BaseException):
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=1) if tasks else _nothing())
+        self.loop.close()
+
+
+async def _nothing() -> None: ...
+
+
+def drive(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stopped:
+        return stopped.value
+    raise RuntimeError("the coroutine waits")
+
+
+class InThread:
+    """Calls a function in the present thread; what must be awaited is, in the loop of the user's coroutines."""
+
+    def __init__(self, loop: Callable[[], UserLoop]) -> None:
+        self.loop: UserLoop | None = None
+        self.waits_for: Future[Any] | None = None
+        self._loop = loop
+
+    async def __call__(self, function: Callable[[], Any]) -> Any:
+        result = function()
+        if not inspect.isawaitable(result):
+            return result
+        self.loop = self.loop or self._loop()
+        self.waits_for = self.loop.submit(_as_outcome(result))
+        good, value = self.waits_for.result()
+        self.waits_for = None
+        if not good:
+            raise value
+        return value
+
+
+async def in_loop(function: Callable[[], Any]) -> Any:
+    """Calls a function in the present event loop."""
+    result = function()
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _as_outcome(awaitable: Awaitable[Any]) -> tuple[bool, Any]:
+    """A SystemExit that leaves a task ends the loop."""
+    try:
+        return True, await awaitable
+    except BaseException as error:
+        return False, error
+
+
+# --- seats: what a session talks to
+
+
+Calls = Mapping[Place, Mapping[str, Any]]  # what each is given, in their order
+Answers = dict[Place, Answer]
+
+
+def opening_calls(row: Mapping[str, Any], seed: int) -> Calls:
+    """What begins a session."""
+    return {"constructor": {"seed": seed}, "reset": {"row": row, "seed": seed}}
+
+
+def goes_on(place: Place, answer: Answer) -> bool:
+    """Whether the next of several calls is made: not after a failure, nor a step that is not the last one."""
+    return "value" in answer and (place != "step" or answer["value"]["done"])
+
+
+async def one_by_one(seat: Seat, calls: Calls, timeout: float) -> Answers:
+    """See :meth:`Seat.ask_in_turn`."""
+    answers: Answers = {}
+    for place, given in calls.items():
+        answers[place] = await seat.ask(place, given, timeout)
+        if not goes_on(place, answers[place]):
+            break
+    return answers
+
+
+class _Calling:
+    """:func:`one_by_one` in a thread, for which an event loop waits. A late call's answer is empty."""
+
+    def __init__(self, host: Host, calls: Calls, timeout: float) -> None:
+        self._host = host
+        self._calls = calls
+        self._timeout = timeout
+        self._place = next(iter(calls))
+        self._answers: Answers = {}
+        self._waiting = asyncio.get_running_loop()
+        self._since = self._waiting.time()  # when the present call began
+        self._is_over = False
+        self.answered: asyncio.Future[Answers] = self._waiting.create_future()
+        self._clock = self._waiting.call_at(self._since + timeout, self._look_at_clock)
+
+    def run(self) -> None:
+        """In the thread."""
+        for place, given in self._calls.items():
+            self._place, self._since = place, self._waiting.time()
+            answer = drive(self._host.handle(place, given))
+            if self._is_over:
+                return
+            self._answers[place] = answer
+            if not goes_on(place, answer):
+                break
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._waiting.call_soon_threadsafe(self._bring, self._answers)
+
+    def end(self) -> None:
+        """Nobody waits any more: a late call is the last one."""
+        self._is_over = True
+        self._clock.cancel()
+
+    def _look_at_clock(self) -> None:
+        end = self._since + self._timeout
+        if end > self._waiting.time():  # an earlier call was in time
+            self._clock = self._waiting.call_at(end, self._look_at_clock)
+        else:
+            self._bring(self._answers | {self._place: {}})
+
+    def _bring(self, answers: Answers) -> None:
+        """Only the first ones count."""
+        if not self.answered.done():
+            self.answered.set_result(answers)
+
+
+class Seat(Protocol):
+    """The place of one session."""
+
+    is_lost: bool  # nothing more can be asked of it
+    environment: Any  # the user's object, if it is in this process
+
+    async def ask(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
+        """One call, with its limit; an answer that is late or never comes is a failure, too."""
+
+    async def ask_in_turn(self, calls: Calls, timeout: float) -> Answers:
+        """Several calls, each with this limit, until one of them is the last, see :func:`goes_on`."""
+
+    def leave(self) -> None:
+        """The session has ended."""
+
+    def drop(self) -> None:
+        """Nobody knows how far the session came: its object is not used again."""
+
+
+class LocalSeat:
+    """In this process: in a thread, or in the loop of all async environments if nothing of it needs a thread."""
+
+    def __init__(self, spec: EnvironmentSpec, room: LocalRoom) -> None:
+        self.spec = spec
+        self.is_lost = False
+        self._room = room
+        self._thread: CallThread | None = None
+        self._loop: UserLoop | None = None
+        if spec.is_async:
+            self._loop = room.loop()
+        self._in_thread = InThread(room.loop)
+        self._host = Host(spec, in_loop if self._loop else self._in_thread, own_process=False)
+
+    @property
+    def environment(self) -> Any:
+        return self._host.environment
+
+    async def ask(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
+        loop = self._used_loop
+        if loop is not None and loop.lost.has_happened:
+            self._abandon()
+            return {"kind": "lost", "text": loop.lost.value}
+        if loop is None:
+            return (await self._ask_thread({place: given}, timeout))[place]
+        with loop.lost.watched() as lost:
+            try:
+                future = self._submit(place, given)
+            except RuntimeError as error:
+                self.is_lost = True
+                return {"kind": "lost", "text": f"no thread can be started: {error}"}
+            waiting = {asyncio.wrap_future(one) for one in (future, lost)}
+            try:
+                await asyncio.wait(waiting, timeout=timeout, return_when=FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                self._abandon(future)
+                raise
+        answer = future.result() if future.done() and not future.cancelled() else {}
+        if "value" in answer:
+            return answer
+        if loop.lost.has_happened:  # then it is no fault of the call that it was cancelled
+            self._abandon(future)
+            return {"kind": "lost", "text": loop.lost.value}
+        return answer or await self._give_up(timeout, future)
+
+    async def ask_in_turn(self, calls: Calls, timeout: float) -> Answers:
+        if self._used_loop is None:
+            return await self._ask_thread(calls, timeout)
+        return await one_by_one(self, calls, timeout)
+
+    async def _ask_thread(self, calls: Calls, timeout: float) -> Answers:
+        """Several calls where no loop can be lost: one wake-up for all of them."""
+        try:
+            self._thread = self._thread or self._room.thread()
+        except RuntimeError as error:
+            self.is_lost = True
+            text = f"no thread can be started: {error}"
+            return {next(iter(calls)): {"kind": "lost", "text": text}}
+        calling = _Calling(self._host, calls, timeout)
+        self._thread.put(calling.run)
+        try:
+            answers = await calling.answered
+        except asyncio.CancelledError:
+            self._abandon()
+            raise
+        finally:
+            calling.end()
+        for place, answer in answers.items():
+            answers[place] = answer or await self._give_up(timeout)
+        return answers
+
+    async def _give_up(self, timeout: float, future: Future[Any] | None = None) -> Answer:
+        """The call is left behind."""
+        self._abandon(future)
+        if self._used_loop is not None:
+            await self._used_loop.check()
+        return {"kind": "timeout", "text": f"no answer within {timeout:g} s"}
+
+    @property
+    def _used_loop(self) -> UserLoop | None:
+        return self._loop or self._in_thread.loop
+
+    def leave(self) -> None:
+        if not self.is_lost and self._host.is_reusable:
+            self._room.keep(self)
+        elif self._thread is not None and not self.is_lost:
+            self._room.take_back(self._thread)  # its last call has come back
+        else:
+            self.end()
+
+    def drop(self) -> None:
+        """As :class:`Seat`."""
+        self.end()
+
+    def end(self) -> None:
+        """Its thread ends."""
+        if self._thread is not None:
+            self._thread.end()
+
+    def _submit(self, place: Place, given: Mapping[str, Any]) -> Future[Any]:
+        if self._loop is not None:
+            return self._loop.submit(self._host.handle(place, given))
+        self._thread = self._thread or self._room.thread()
+        return self._thread.submit(lambda: drive(self._host.handle(place, given)))
+
+    def _abandon(self, future: Future[Any] | None = None) -> None:
+        """What hangs is cancelled where it can be. Its object is closed when the call has come back."""
+        self.is_lost = True
+        if isinstance(self.environment, AgentEnvironment):  # a blocked loop may never close it
+            self.environment.let_nobody_in()
+        if self._loop is not None:
+            if future is not None:
+                future.cancel()
+            if not self._loop.lost.has_happened:
+                self._loop.submit(self._close_late())
+            return
+        waits_for = self._in_thread.waits_for
+        if waits_for is not None:
+            waits_for.cancel()
+        if self._thread is not None:
+            self._thread.submit(lambda: drive(self._close_late()))
+            self._thread.end()
+            self._room.abandon(self._thread)
+
+    async def _close_late(self) -> None:
+        if self._host.environment is not None and self.spec.method("close") is not None:
+            await self._host.handle("close", {})
+
+
+class LocalRoom:
+    """The threads and loops of a run without worker processes, and TRL's objects that wait for their next reset."""
+
+    def __init__(self) -> None:
+        self.blocked_loops = 0
+        self._abandoned: list[CallThread] = []  # whose call hangs
+        self._loop: UserLoop | None = None
+        self._kept: dict[str, list[LocalSeat]] = {}
+        # Threads of sessions that have ended. To start one costs as much as two calls.
+        self._idle: list[CallThread] = []
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def thread(self) -> CallThread:
+        """A thread for one session."""
+        with self._lock:
+            return self._idle.pop() if self._idle else CallThread()
+
+    def take_back(self, thread: CallThread) -> None:
+        """For the next session."""
+        with self._lock:
+            if not self._is_closed:
+                return self._idle.append(thread)
+        thread.end()
+
+    async def take(self, spec: EnvironmentSpec) -> LocalSeat:
+        with self._lock:
+            kept = self._kept.get(spec.name, [])
+            while kept:
+                seat = kept.pop()
+                if seat._used_loop is None or not seat._used_loop.lost.has_happened:
+                    return seat
+                seat.end()
+        return LocalSeat(spec, self)
+
+    def keep(self, seat: LocalSeat) -> None:
+        with self._lock:
+            self._kept.setdefault(seat.spec.name, []).append(seat)
+
+    def loop(self) -> UserLoop:
+        """The present loop; a new one after one that was blocked."""
+        with self._lock:
+            if self._loop is not None and self._loop.lost.has_happened:
+                self.blocked_loops += 1
+                self._loop = None
+            if self._loop is None:
+                self._loop = UserLoop()
+            return self._loop
+
+    def abandon(self, thread: CallThread) -> None:
+        """Its call does not come back."""
+        with self._lock:
+            self._abandoned = [one for one in self._abandoned if one.is_alive] + [thread]
+
+    @property
+    def hung_threads(self) -> int:
+        """Threads whose call has not come back."""
+        return sum(thread.is_alive for thread in self._abandoned)
+
+    def close(self) -> None:
+        with self._lock:
+            kept, self._kept = self._kept, {}
+            idle, self._idle, self._is_closed = self._idle, [], True
+            loop, self._loop = self._loop, None
+        for thread in idle:
+            thread.end()
+        for seat in (seat for seats in kept.values() for seat in seats):
+            seat.end()
+        if loop is not None:
+            loop.end("the environments were closed")

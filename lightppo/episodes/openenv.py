@@ -1,0 +1,213 @@
+"""Environments on an OpenEnv server, ``openenv:URL``, through OpenEnv's own client.
+
+Each episode has a WebSocket of its own. The MCP tools that an environment offers become tools of
+ours; any other environment is played by text. The contract is that of openenv 0.10: ``/schema``,
+``reset``, ``step``, and the actions ``list_tools`` and ``call_tool``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any
+
+from lightppo.episodes.env_failures import EnvFailure, Reply, Step, ToolError
+from lightppo.episodes.tools import without_references
+from lightppo.errors import ConfigError
+from lightppo.user_code import error_text
+
+_ACTIONS_OF_TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # titles of schemas
+_TYPES = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
+_WORLD_ERRORS = ("transport_error", "timeout")  # of a call: not what the model did wrong
+_CONNECT_SECONDS = 10.0
+_MOST_SECONDS = 86_400.0  # of the client; --env_timeout is shorter
+_RESERVED = ("reset", "step", "get_reward", "close")
+
+
+class OpenEnvEnvironment:
+    """A session on the server. The column ``config`` has arguments of ``reset`` beside the seed."""
+
+    def __init__(self, client: Any, schema: Mapping[str, Any]) -> None:
+        self._client = client
+        self._schema = schema
+
+    async def reset(self, seed: int, config: Any = None, **row: Any) -> str | None:
+        """The first observation."""
+        try:
+            result = await self._client.reset(**{"seed": seed} | dict(config or {}))
+        except RuntimeError as error:
+            if "CAPACITY_REACHED" not in str(error):
+                raise
+            raise EnvFailure(
+                f"{error}; start it with a max_concurrent_envs of at least the episodes in flight"
+            ) from error
+        return _text_of(result.observation) or None
+
+    async def close(self) -> None:
+        """End the session on the server, too."""
+        await self._client.close()
+
+
+class OpenEnvText(OpenEnvEnvironment):
+    """Played by text: the action as a JSON object, or the value of its only required field."""
+
+    async def step(self, text: str) -> Step:
+        """One action."""
+        try:
+            result = await self._client.step(self._action(text))
+        except RuntimeError as error:
+            if "VALIDATION_ERROR" not in str(error):
+                raise
+            raise ToolError(self._usage) from error
+        return Step(_text_of(result.observation), result.reward or 0.0, bool(result.done))
+
+    def _action(self, text: str) -> dict[str, Any]:
+        fenced = re.fullmatch(r"```\w*\n(.*)\n```", text.strip(), re.DOTALL)
+        text = (fenced[1] if fenced else text).strip()
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = text
+        if isinstance(value, dict):
+            return value
+        required = self._schema.get("required", [])
+        if len(required) != 1:
+            raise ToolError(self._usage)
+        is_text = self._fields[required[0]].get("type") == "string"
+        return {required[0]: text if is_text else value}
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        fields = self._schema.get("properties", {})
+        return {name: field for name, field in fields.items() if name != "metadata"}
+
+    @property
+    def _usage(self) -> str:
+        fields = ", ".join(
+            f"{name}: {one.get('type', 'any')}" for name, one in self._fields.items()
+        )
+        return f"Answer with a JSON object of {{{fields}}}."
+
+
+def served(package: Any, url: str, option: str) -> tuple[Callable[[], Any], type, str]:
+    """What makes a session, its class with the server's tools, and its name.
+
+    Raises:
+        ConfigError: no server answers there, or a tool of it cannot be called by name.
+    """
+    make = partial(
+        package.GenericEnvClient,
+        url,
+        connect_timeout_s=_CONNECT_SECONDS,
+        message_timeout_s=_MOST_SECONDS,
+    )
+    try:
+        schema = _schema(url)
+        tools = _tools(make) if schema.get("title") in _ACTIONS_OF_TOOLS else None
+    except Exception as error:  # of the client, the server or the network
+        raise ConfigError(
+            f"{option}: {error_text(error)}; start the environment's server there first"
+        ) from error
+    if tools is None:
+        return (lambda: OpenEnvText(make(), schema)), OpenEnvText, "openenv"
+    try:
+        kind = type("OpenEnvTools", (OpenEnvEnvironment,), dict(map(_method, tools)))
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{option}: {error_text(error)}") from error
+    return (lambda: kind(make(), schema)), kind, "openenv"
+
+
+def _schema(url: str) -> dict[str, Any]:
+    """The JSON schema of actions."""
+    import requests
+
+    address = re.sub("^ws", "http", url.rstrip("/"))
+    answer = requests.get(f"{address}/schema", timeout=_CONNECT_SECONDS)
+    answer.raise_for_status()
+    return answer.json()["action"]
+
+
+def _tools(make: Callable[..., Any]) -> list[dict[str, Any]]:
+    with make(message_timeout_s=_CONNECT_SECONDS).sync() as client:
+        return client.step({"type": "list_tools"}).observation["tools"]
+
+
+def _method(tool: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
+    """A tool of the server as a method; ValueError if it has no name that a method can have."""
+    name, schema = tool["name"], tool["input_schema"]
+    if name.startswith("_") or name in _RESERVED:
+        raise ValueError(f"the server has a tool named {name!r}, which cannot be called")
+
+    async def call(self: OpenEnvEnvironment, **arguments: Any) -> Reply:
+        asked = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        result = await self._client.step(asked)
+        error = result.observation.get("error")
+        if error and error["error_type"] in _WORLD_ERRORS:
+            raise EnvFailure(f"{error['error_type']}: {error['message']}")
+        said = error["message"] if error else _result_of(result.observation.get("result"))
+        return Reply(said, bool(result.done), result.reward or 0.0, error=bool(error))
+
+    hints = {key: _hint(one, schema) for key, one in schema.get("properties", {}).items()}
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = _docstring(tool["description"] or name, schema.get("properties", {}))
+    call.__annotations__ = hints
+    call.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *(_parameter(key, hints[key], key in schema.get("required", ())) for key in hints),
+        ]
+    )
+    return name, call
+
+
+def _parameter(name: str, hint: Any, required: bool) -> inspect.Parameter:
+    default = inspect.Parameter.empty if required else None  # the server fills in its own
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+
+
+def _hint(field: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
+    """A type that checks what Python can check, and is described as the server describes it."""
+    from pydantic import WithJsonSchema
+
+    described = without_references(dict(field), schema.get("$defs", {}))
+    return Annotated[_TYPES.get(field.get("type"), Any), WithJsonSchema(described)]
+
+
+def _docstring(description: str, fields: Mapping[str, Mapping[str, Any]]) -> str:
+    """The description, and a line for each argument, in the form that :class:`Tool` reads."""
+    text = re.split(r"\n\s*Args:", description)[0].strip()
+    lines = [
+        f"    {name}: {' '.join(str(field.get('description') or name).split())}"
+        for name, field in fields.items()
+    ]
+    return "\n".join([text, "", "Args:", *lines]) if lines else text
+
+
+def _result_of(result: Any) -> Any:
+    """What an MCP tool gave: its data, otherwise its texts."""
+    if not isinstance(result, Mapping):
+        return result
+    if result.get("data") is not None:
+        return result["data"]
+    texts = [part.get("text") for part in result.get("content") or () if isinstance(part, Mapping)]
+    return "\n".join(text for text in texts if text) if texts else dict(result)
+
+
+def _text_of(observation: Mapping[str, Any]) -> str:
+    """An observation's fields as JSON, a lone text as it is; metadata if there is nothing else."""
+    fields = {name: value for name, value in observation.items() if name != "metadata"}
+    fields = fields or observation.get("metadata") or {}
+    values = list(fields.values())
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
+    return json.dumps(fields, ensure_ascii=False) if fields else ""

@@ -1,0 +1,444 @@
+"""The tape of one rank: where it stands, what it holds of the present step, and what is added to it.
+
+A step that is done again, after a crash or by ``lightppo replay``, finds its replies here. An episode answers from the
+tape if its last entry is there; one that broke off is played again from its start, because nothing else would bring
+its environment to where it was. Failures answer, too, unless they ended the run: then they are asked again.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import logging
+import os
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+from lightppo.episodes.tape_files import (
+    FOLDER,
+    HEADER,
+    VERSION,
+    Entry,
+    Head,
+    Strip,
+    TapeError,
+    chained,
+    check_follows,
+    check_head,
+    described,
+    file_name,
+    files_of,
+    missing_files,
+    numbers_of_ranks,
+    read_strip,
+)
+from lightppo.errors import StorageError
+from lightppo.files import files_in_use, local_folder
+from lightppo.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["train", "eval"]
+END = "end"  # kind of an episode's last entry
+REWARD = "reward"
+GIVEN_UP = "given up"  # failures so far ended the run
+
+
+def tape_of(ranks: Ranks, config: Any) -> Tape | None:
+    """The one tape of this rank of a run, or None where nothing is written and none plays."""
+    if not wants_tape(config):
+        return None
+    if ranks not in _tapes:
+        source = config.tape.tape_from
+        folder = Path(source).expanduser() if source else local_folder(config.checkpoint.save_path)
+        place = (folder / FOLDER, ranks.get_rank(), ranks.world_size)
+        _tapes[ranks] = Tape(*place, plays=source is not None)
+    return _tapes[ranks]
+
+
+_tapes: WeakKeyDictionary[Any, Tape] = WeakKeyDictionary()
+
+
+def wants_tape(config: Any) -> bool:
+    """Whether the options ask for a tape; those of training on data have none."""
+    return hasattr(config, "tape") and (config.tape.tape_from or config.tape.tape != "off")
+
+
+class KnownEnd(NamedTuple):
+    """Where a rank's files ended when a checkpoint was saved."""
+
+    head: Head
+    run: str  # the name of the run that saved it
+    where: str  # the checkpoint, for messages
+
+
+class Tape:
+    """What one rank was told from outside.
+
+    Args:
+        folder: of the files.
+        plays: it answers, and nothing is written; without it, a step's own file answers what it holds, and grows.
+    """
+
+    def __init__(self, folder: Path, rank: int, ranks: int, *, plays: bool = False) -> None:
+        self.folder, self.rank, self.ranks, self.plays = folder, rank, ranks, plays
+        self.run = ""  # the name of the run
+        # What a run that plays must know of environments that are gone. It is in the first lines of files.
+        self.environments: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}  # names of sources of rewards, by their kinds
+        self.answered = 0  # entries that were taken in place of a reply
+        self.step: int | None = None  # None: not on the way yet, nothing is kept
+        self.phase: Phase = "train"
+        self.head: Head | None = None
+        self._before: str | None = None  # the end of the files of another number of ranks
+        self._strip: Strip | None = None  # of the step
+        self._file: Any = None
+        self._unsynced: set[Path] = set()
+        self._lock = threading.RLock()
+        self._forget()
+        if plays:
+            header = self._first_header()
+            self.environments, self.sources = header["environments"], header["sources"]
+
+    # -- where it stands ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run is in a step, or in an evaluation between steps."""
+        return self.step is not None
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:
+        """A step is trained inside; what follows until the next one is its evaluation."""
+        self.go_to(step, "train")
+        yield
+        self.go_to(step, "eval")
+
+    def go_to(self, step: int, phase: Phase) -> None:
+        """What follows belongs to this step. Reads what there is of it."""
+        with self._lock:
+            if step != self.step:
+                self._close()
+                self.step, self._strip = step, None
+                self._forget()
+                path = self.folder / file_name(step, self.rank, self.ranks)
+                if path.is_file():
+                    self._take_up(path)
+            self.phase, self._batches, self._asked = phase, 0, Counter()
+
+    def next_batch(self) -> int:
+        """The number of a call of the engine in this step, from 0."""
+        self._batches += 1
+        return self._batches - 1
+
+    def _first_header(self) -> Entry:
+        for path in files_of(self.folder, self.rank, self.ranks).values():
+            if entries := read_strip(path).entries:
+                return entries[0]
+        raise TapeError(f"{self.folder}: no file of rank {self.rank} of {self.ranks} is whole")
+
+    def _take_up(self, path: Path) -> None:
+        strip = read_strip(path)
+        if strip.torn:
+            logger.warning(
+                "%s ends in the middle of a line, as after a crash: the last %d bytes are left out",
+                path,
+                strip.torn,
+            )
+        if self.plays:
+            check_follows(strip, self.head and self.head.hash)
+            if strip.entries:
+                self.head = strip.head
+        elif not self._goes_on_with(strip):
+            return
+        self._strip = strip
+        for entry in strip.entries[1:]:
+            self._index(entry)
+
+    def _goes_on_with(self, strip: Strip) -> bool:
+        """Whether this run has written the file, as it stands now; else the file is set aside."""
+        if self.head is not None and self.head.step == self.step:
+            fits = bool(strip.entries) and strip.head == self.head
+        else:
+            fits = bool(strip.entries) and strip.before == self._end
+        if fits:
+            self.head = strip.head
+            os.truncate(strip.path, strip.size)
+            return True
+        aside = _free_name(strip.path)
+        files_in_use().rename(strip.path, aside)
+        if strip.entries:
+            logger.warning(
+                "%s follows other replies than this run has had: it is kept as %s, and step %d is played again",
+                strip.path,
+                aside.name,
+                self.step,
+            )
+        return False
+
+    def _forget(self) -> None:
+        self._batches = 0
+        self._asked: Counter[tuple[Any, ...]] = Counter()
+        # phase, batch, prompt, sample → number of the take → its entries
+        self._takes: dict[tuple[Any, ...], dict[int, list[Entry]]] = defaultdict(dict)
+        self._rewards: dict[tuple[Any, ...], Entry] = {}  # the last one of each
+
+    def _index(self, entry: Entry) -> None:
+        if entry["kind"] == REWARD:
+            # The entry is of a batch, or of one sample.
+            samples = entry["of"] if "of" in entry else [_sample_of(entry)]
+            for prompt, sample, number in samples:
+                self._rewards[entry["phase"], entry["source"], prompt, sample, number] = entry
+        elif entry["kind"] == GIVEN_UP:
+            if not self.plays:
+                self._forget_failures(entry["phase"])
+        elif entry["kind"] != HEADER:
+            key = (entry["phase"], entry["batch"], entry["prompt"], entry["sample"])
+            self._takes[key].setdefault(entry["take"], []).append(entry)
+
+    def _forget_failures(self, phase: Phase) -> None:
+        """What failed so far does not answer: the run was started again because it may succeed by now."""
+        for key, takes in self._takes.items():
+            for entries in takes.values() if key[0] == phase else ():
+                if _has_failed(entries):
+                    entries.pop()  # its end: it is as if it had broken off
+        for key, entry in list(self._rewards.items()):
+            if key[0] == phase and ("failure" in entry or entry["score"] is None):
+                del self._rewards[key]
+
+    # -- write -------------------------------------------------------------------------------------------------------
+
+    def write(self, *entries: Mapping[str, Any]) -> None:
+        """Add entries of the present step. They outlive this process, but not yet the machine: see :meth:`settle`.
+
+        Raises:
+            TapeError: JSON cannot hold a reply.
+        """
+        with self._lock:
+            if self.plays or self.step is None:
+                return
+            place = {"phase": self.phase, "step": self.step}
+            self._append([{"kind": entry["kind"], **place, **entry} for entry in entries])
+
+    def give_up(self) -> None:
+        """What failed so far in this step ends the run; a run that goes on asks it again."""
+        self.write({"kind": GIVEN_UP})
+
+    def _append(self, entries: Sequence[Entry]) -> None:
+        if self._file is None:
+            self._open()
+        try:
+            lines, hashes = chained(entries, self.head.hash if self._strip else "")
+        except (TypeError, ValueError) as error:
+            raise TapeError(
+                f"the tape cannot hold {described(entries[0])}: {error}; let it return plain values, or set "
+                "--tape off"
+            ) from error
+        try:
+            self._file.write(lines)
+            self._file.flush()
+        except OSError as error:
+            self._break_off()
+            raise self._unwritable(error) from error
+        count = self.head.records if self._strip else 0
+        self.head = Head(self.step, count + len(entries), hashes[-1])
+
+    def _break_off(self) -> None:
+        """A line may be torn: nothing follows it."""
+        with suppress(OSError):  # it writes once more what could not be written
+            self._file.close()
+        self._file = self.step = None
+
+    def _unwritable(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"{self.folder}: the tape cannot be written ({error.strerror}): make room and run the same command "
+            "again, or with --tape off; or choose another disk with --save_path"
+        )
+
+    def _open(self) -> None:
+        path = self.folder / file_name(self.step, self.rank, self.ranks)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._unsynced.add(path)
+        if self._strip is not None:
+            return
+        header = {"kind": HEADER, "version": VERSION, "run": self.run, "step": self.step}
+        header |= {"rank": self.rank, "ranks": self.ranks, "before": self._end}
+        header |= {"environments": self.environments, "sources": self.sources}
+        self._append([header])
+        self._strip = Strip(path)
+
+    @property
+    def _end(self) -> str | None:
+        return self.head.hash if self.head else self._before
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def settle(self) -> dict[str, Any] | None:
+        """All that was written is on disk; the end of the tape, for a checkpoint."""
+        with self._lock:
+            for path in (*self._unsynced, *{path.parent for path in self._unsynced}):
+                handle = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                except OSError as error:
+                    raise self._unwritable(error) from error
+                finally:
+                    os.close(handle)
+            self._unsynced.clear()
+            if self._end is None:
+                return None
+            end = self.head or Head(0, 0, self._end)
+            return {**asdict(end), "ranks": self.ranks, "rank": self.rank}
+
+    def close(self) -> None:
+        """The run has ended."""
+        with self._lock:
+            self._close()
+            self.step = None
+
+    # -- a run that goes on ------------------------------------------------------------------------------------------
+
+    def go_on(self, end: Mapping[str, Any] | None, where: str) -> None:
+        """From the end that a checkpoint, ``where``, knows.
+
+        Raises:
+            TapeError: the file of that end was altered.
+        """
+        if end is None:
+            return
+        if not end["records"]:  # of another number of ranks, see share_out
+            self._before = end["hash"]
+            return
+        self.head = Head.of(end)
+        path = self.folder / file_name(end["step"], self.rank, self.ranks)
+        if not path.is_file():
+            logger.warning("%s, which %s knows, is missing: the tape begins anew", path, where)
+            return
+        strip = read_strip(path)
+        check_head(strip, self.head, where)
+        self.head = strip.head
+
+    def check_past(self, last: int) -> None:
+        """Read all files of steps that are done, up to ``last``; those that are missing are named in a warning.
+
+        Raises:
+            TapeError: it names the line that was altered.
+        """
+        for number in numbers_of_ranks(self.folder):
+            # Files of another number of ranks are shared out.
+            for rank in range(self.rank, number, self.ranks):
+                for where in missing_files(self.folder, rank, number, last):
+                    logger.warning(
+                        "%s: files of rank %d of %d are missing %s: these steps cannot be replayed",
+                        self.folder,
+                        rank,
+                        number,
+                        where,
+                    )
+
+    def share_out(self, ends: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+        """What the files of another number of ranks end with, as one hash that each new rank begins with."""
+        hashes = [end["hash"] if end else "" for end in ends]
+        joined = hashlib.sha256("".join(hashes).encode()).hexdigest()
+        return {"step": 0, "records": 0, "hash": joined, "ranks": len(ends), "rank": -1}
+
+    def set_aside(self, after: int, ranks: int) -> None:
+        """Files of so many ranks of steps that this number of ranks does again. For rank 0."""
+        for rank in range(ranks):
+            for step, path in files_of(self.folder, rank, ranks).items():
+                if step > after:
+                    files_in_use().rename(path, _free_name(path))
+
+    def check(self, after: int, known: Sequence[KnownEnd] = ()) -> None:
+        """Read all files of later steps; TapeError names the line that is not as it was written."""
+        before = self.head and self.head.hash
+        for step, path in files_of(self.folder, self.rank, self.ranks).items():
+            if step <= after:
+                continue
+            strip = read_strip(path)
+            check_follows(strip, before)
+            for end in known:
+                if end.head.step == step and strip.entries and end.run == strip.entries[0]["run"]:
+                    check_head(strip, end.head, end.where)
+            if strip.entries:
+                before = strip.head.hash
+
+    # -- answer ------------------------------------------------------------------------------------------------------
+
+    def whole_take(self, key: tuple[Any, ...]) -> list[Entry] | None:
+        """The entries of an episode: ``key`` is its batch, prompt and sample. None: it broke off, or is not there.
+
+        A tape that plays answers with what it has of an episode that broke off, too.
+        """
+        takes = self._takes.get((self.phase, *key), {})
+        whole = [entries for entries in takes.values() if entries[-1]["kind"] == END]
+        if self.plays and not whole:
+            return takes[max(takes)] if takes else []
+        return whole[-1] if whole else None
+
+    def next_take(self, key: tuple[Any, ...]) -> int:
+        """The number of the next take of an episode."""
+        return max(self._takes.get((self.phase, *key), {0: ()})) + 1
+
+    def number_of_asking(self, source: str, prompt: int, sample: int) -> int:
+        """How often a source was asked for this sample in this step before; counts."""
+        with self._lock:
+            self._asked[source, prompt, sample] += 1
+            return self._asked[source, prompt, sample] - 1
+
+    def reward(self, source: str, prompt: int, sample: int, number: int) -> Entry | None:
+        """The last answer of a source about a sample."""
+        return self._rewards.get((self.phase, source, prompt, sample, number))
+
+    def lacks(self, what: str) -> TapeError:
+        """The error of a tape that plays, and has no answer."""
+        path = self.folder / file_name(self.step, self.rank, self.ranks)
+        return TapeError(
+            f"{path} has no answer: {what}, in step {self.step}: the run that wrote it did not come so far, or was "
+            "another one. lightppo replay --ask_again asks the environments"
+        )
+
+
+def _sample_of(entry: Entry) -> tuple[int, int, int]:
+    return entry["prompt"], entry["sample"], entry["number"]
+
+
+def _has_failed(entries: Sequence[Entry]) -> bool:
+    """Whether an episode has ended, and its last try failed."""
+    end = entries[-1]
+    return end["kind"] == END and any(
+        "failure" in entry and entry["try"] == end["tries"] - 1 for entry in entries
+    )
+
+
+def _free_name(path: Path) -> Path:
+    """A name beside a file for what is kept of it."""
+    numbers = range(1, 1 + len(list(path.parent.iterdir())))
+    names = (path.with_name(f"aside{number}_{path.name}") for number in numbers)
+    return next(name for name in names if not name.exists())
+
+
+def digest_of(ids: Sequence[int]) -> str:
+    """A short hash of token ids, to see whether a reply belongs to them."""
+    return hashlib.sha256(array.array("q", ids)).hexdigest()[:16]
+
+
+def first_difference(was: Sequence[int], now: Sequence[int]) -> str:
+    """Which token differs, in words."""
+    for place, (old, new) in enumerate(zip(was, now)):
+        if old != new:
+            return f"token {place} was {old}, is {new}"
+    return f"there were {len(was)} tokens, there are {len(now)}"

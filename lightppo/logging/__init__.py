@@ -1,0 +1,1 @@
+"""What a run says: metrics, samples, alarms, trackers, the report."""

@@ -1,0 +1,269 @@
+"""What a run writes while it goes on: its start, rows of metrics.jsonl, points of trackers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightppo.callbacks import Callback
+from lightppo.checkpoint import durable
+from lightppo.config.options import LoggingConfig, OptionSet
+from lightppo.files import local_folder
+from lightppo.logging.metrics_page import renamed
+from lightppo.logging.run_folder import (
+    RecordSums,
+    cut_samples,
+    hold,
+    is_at,
+    locks_of,
+    record_start,
+    release,
+    run_name,
+    save_run_config,
+    set_aside,
+    set_records_aside,
+    upload_records,
+)
+from lightppo.logging.trackers import TensorBoardSink, Tracker, WandbSink, open_trackers
+from lightppo.trainer.loop import public_options
+
+logger = logging.getLogger(__name__)
+
+_TOLD = 5  # files that are named in one line
+
+
+# -- where metrics go ------------------------------------------------------------------------------------------------
+
+
+class JsonlSink:
+    """One JSON object per line: step, time (Unix seconds) and the metrics. NaN becomes null.
+
+    A new run (``start_step`` 0) puts an older file aside; a resumed one keeps the rows up to ``start_step`` and cuts
+    off those of steps that will be done again. A file that vanishes is made again.
+    """
+
+    def __init__(self, path: Path, start_step: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if start_step == 0:
+            set_aside(path)
+        elif path.exists():
+            _cut(path, start_step)
+        self.path, self.file = path, path.open("a", buffering=1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        with durable.explained(self.path):
+            if not is_at(self.path, self.file):
+                logger.warning(
+                    "%s was removed: it is made again, without its earlier rows", self.path
+                )
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.file = self.path.open("a", buffering=1)
+            self.file.write(json.dumps({"step": step, "time": time.time(), **row}) + "\n")
+
+    def sync(self) -> None:
+        """All rows are on disk: a checkpoint will say that their steps are done."""
+        with durable.explained(self.path):
+            os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _cut(path: Path, last: int) -> None:
+    """Keep the rows up to step ``last``, in place: what another process has open stays the file."""
+    with path.open("r+b") as file:
+        rows = file.read().splitlines(keepends=True)
+        kept = [row.rstrip(b"\n") + b"\n" for row in rows if _step_of(row) <= last]
+        same = next(
+            (i for i, (old, new) in enumerate(zip(rows, kept)) if old != new),
+            min(len(rows), len(kept)),
+        )
+        file.seek(sum(map(len, rows[:same])))
+        file.writelines(kept[same:])
+        file.truncate()
+
+
+def _step_of(row: bytes) -> float:
+    """Step of a row; infinity for a row that a crash tore, or that was altered."""
+    try:
+        step = json.loads(row)["step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+    return step if isinstance(step, int | float) else math.inf
+
+
+Sink = JsonlSink | Tracker
+
+
+def open_sinks(
+    config: LoggingConfig,
+    folder: str | Path,
+    options: Mapping[str, Any],
+    start_step: int = 0,
+    run_ids: Mapping[str, str] | None = None,
+    path: Path | None = None,
+) -> list[Sink]:
+    """All sinks of a run: metrics.jsonl in its folder, and what the options name. Arguments as of :class:`Recorder`."""
+    trackers = open_trackers(config, run_name(config, folder), options, start_step, run_ids or {})
+    # Last: it puts the file of an older run aside, which a missing package above should not.
+    return [*trackers, JsonlSink(path or local_folder(folder) / "metrics.jsonl", start_step)]
+
+
+def metrics_file(config: OptionSet) -> Path:
+    """Where the rows of a run are: ``metrics.jsonl`` in its folder, or ``--log_file``, which PPO has not."""
+    log_file = config.flat().get("log_file")
+    return (
+        local_folder(config.checkpoint.save_path) / "metrics.jsonl"
+        if log_file is None
+        else Path(log_file)
+    )
+
+
+# -- the callback ------------------------------------------------------------------------------------------------------
+
+
+class Trackers:
+    """The runs to go on with, by tracker, as a checkpoint keeps them."""
+
+    def __init__(self) -> None:
+        self.run_ids: dict[str, str] = {}
+
+    def state_dict(self) -> dict[str, str]:
+        return dict(self.run_ids)
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        self.run_ids = dict(state)
+
+
+class Recorded:
+    """Sizes and sums of what is recorded until a checkpoint, as it keeps them. Saving puts metrics.jsonl on disk."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.sums: dict[str, tuple[int, str]] = {}
+
+    def state_dict(self) -> dict[str, tuple[int, str]]:
+        """Collective."""
+        recorder = self.recorder
+
+        def take() -> None:
+            for sink in recorder.sinks:
+                if isinstance(sink, JsonlSink):
+                    sink.sync()
+            self.sums = recorder.records.take()
+
+        recorder.run.strategy.on_rank_0(take, "put metrics.jsonl on disk")
+        return self.sums
+
+    def load_state_dict(self, state: Mapping[str, tuple[int, str]]) -> None:
+        self.sums = dict(state)
+
+
+class Recorder(Callback):
+    """Writes what a run did into its folder and into trackers. Rank 0 writes."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        self.trackers, self.recorded = Trackers(), Recorded(self)
+        run.register_state("trackers", self.trackers)
+        run.register_state("recorded", self.recorded)
+        self.sinks: list[Sink] = []
+        self.locks: dict[Path, str] = {}  # of the folders of the run
+        self.path = metrics_file(run.config)
+        self.records = RecordSums(run.config.checkpoint.save_path, self.path)
+
+    def on_start(self, run: Any) -> None:
+        config, strategy, step = run.config, run.strategy, run.state.global_step
+        folder = config.checkpoint.save_path
+        self.locks = locks_of([folder, config.checkpoint.ckpt_path])
+        if step == 0:
+            strategy.on_rank_0(lambda: set_records_aside(config), f"keep apart what is in {folder}")
+        if run.owns_parts:
+            save_run_config(run.asked if run.keeps else config, strategy)
+            total = None if run.only_evaluates else run.count_steps()
+            record_start(config, strategy, step, run.content, total)
+        if strategy.is_rank_0():
+            # Only where the run goes on in its own folder: another one's records are elsewhere.
+            if step > 0 and config.checkpoint.resume == "auto" and not run.only_evaluates:
+                self._tell_lost(step)
+            if step > 0:
+                cut_samples(folder, step)
+            self.sinks = open_sinks(
+                config.logging,
+                folder,
+                public_options(config),
+                start_step=step,
+                run_ids=self.trackers.run_ids,
+                path=self.path,
+            )
+        self.trackers.run_ids |= {
+            sink.name: sink.run_id for sink in self.sinks if hasattr(sink, "run_id")
+        }
+
+    def _tell_lost(self, step: int) -> None:
+        """Of the records, what the checkpoint of this step knows and the folder has no longer."""
+        if lost := self.records.lost(self.recorded.sums):
+            more = f"; {len(lost) - _TOLD} more files" if len(lost) > _TOLD else ""
+            logger.warning(
+                "%s: of what was recorded until step %d, %s%s. The run goes on without it; to have it back, stop, "
+                "restore the files from a copy, and start again",
+                self.run.config.checkpoint.save_path,
+                step,
+                "; ".join(lost[:_TOLD]),
+                more,
+            )
+
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
+        if self.sinks:
+            hold(self.locks)
+        if step % run.config.logging.logging_steps == 0 or step == run.total_steps:
+            self.write(step, metrics)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A row for the file, a point for the trackers."""
+        names_of_trackers = renamed(metrics, self.run.config.logging.metric_names)
+        for sink in self.sinks:
+            sink.log(step, metrics if isinstance(sink, JsonlSink) else names_of_trackers)
+
+    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
+        self.write(step, result)
+        self.upload()
+
+    def on_save(self, run: Any, step: int) -> None:
+        self.upload()
+        logger.info("checkpoint global_step%d written", step)
+
+    def on_end(self, run: Any, error: BaseException | None) -> None:
+        # After an error, a tracker sees by itself that the process failed.
+        if error is None or isinstance(error, SystemExit):
+            self.close()
+        checkpoint = run.config.checkpoint
+        if run.owns_parts:
+            release([checkpoint.save_path, checkpoint.ckpt_path])
+
+    def upload(self) -> None:
+        if self.run.strategy.is_rank_0():
+            upload_records(self.run.config.checkpoint.save_path)
+
+    @property
+    def tensorboard_writer(self) -> Any | None:
+        return next((sink.writer for sink in self.sinks if isinstance(sink, TensorBoardSink)), None)
+
+    @property
+    def wandb_run(self) -> Any | None:
+        return next((sink.run for sink in self.sinks if isinstance(sink, WandbSink)), None)
+
+    def close(self) -> None:
+        """Close the logs; nothing is logged after it."""
+        for sink in self.sinks:
+            sink.close()
+        if self.sinks:
+            self.upload()
+        self.sinks = []

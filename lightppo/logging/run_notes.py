@@ -1,0 +1,125 @@
+"""What a run says about itself: its options, the sizes of its models, where its files are, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightppo.callbacks import Callback
+from lightppo.config import PPOConfig
+from lightppo.config.options import OptionSet
+from lightppo.data.datasets import PromptDataset
+from lightppo.files import local_folder
+from lightppo.trainer.loop import public_options
+from lightppo.zero3 import parameter_count
+
+_MODELS = {
+    "--pretrain": "actor",
+    "--critic_pretrain": "critic",
+    "--ref_pretrain": "reference",
+    "--teacher_pretrain": "teacher",
+}
+
+
+def tell_options(building: Any) -> Iterator[str]:
+    """Those that were set."""
+    yield described(building.given)
+
+
+def tell_models(building: Any) -> Iterator[str]:
+    """Their sizes; where files will be."""
+    sizes = building.sizes
+    if isinstance(building.config, PPOConfig):
+        yield f"models: {model_sizes(building)}"
+    else:
+        yield f"model: {sizes['export']:,} parameters, {sizes['actor']:,} train"
+    yield f"files: {places(building.config)}"
+
+
+def described(config: OptionSet) -> str:
+    """The options that were set, and differ from the defaults and from what None means, by section."""
+    config, asked = config.resolved(), config.flat()
+    values, public = config.flat(), public_options(config)
+    lines = ["options that differ from the defaults (all are in run_config.yaml):"]
+
+    def is_meant(name: str) -> bool:
+        return config.with_options(**{name: None}).known()[name] == values[name]
+
+    for title, section in config.sections().items():
+        set_here = [o for o in section.options().values() if asked[o.name] != o.default]
+        set_here = [o.name for o in set_here if o.default is not None or not is_meant(o.name)]
+        lines += (
+            [f"  {title}: {' '.join(f'{name}={public[name]!r}' for name in set_here)}"]
+            if set_here
+            else []
+        )
+    return "\n".join(lines)
+
+
+def model_sizes(building: Any) -> str:
+    """The parameters of each model, and how many of them train where not all do."""
+    texts, rewards = [], 0
+    for flag, model in building.models.items():
+        rewards += flag.startswith("--reward_pretrain")
+        name = _MODELS.get(flag, f"reward model {rewards}")
+        total, trained = parameter_count(model), parameter_count(model, trained_only=True)
+        part = f" ({trained:,} train)" if name in ("actor", "critic") and trained < total else ""
+        texts.append(f"{name} {total:,} parameters{part}")
+    if (average := building.sizes.get("ema")) is not None:
+        texts.append(f"moving average {average:,} parameters")
+    return ", ".join(texts)
+
+
+def places(config: OptionSet) -> str:
+    """Where a run writes to."""
+    checkpoint = config.checkpoint
+    saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
+    # A run that goes on from checkpoints, or was stopped, has some, and writes one at its end.
+    saves = saves or (
+        checkpoint.resume != "never"
+        and any(local_folder(checkpoint.ckpt_path).glob("_actor/global_step*"))
+    )
+    found = [
+        f"model and logs in {checkpoint.save_path}",
+        f"checkpoints in {checkpoint.ckpt_path}" if saves else "no checkpoints (--save_steps)",
+    ]
+    found += [place for part in config.parts() for place in part.places(config)]
+    return ", ".join(found)
+
+
+def has_chats(prompts_dataloader: Any) -> bool:
+    """Whether prompts are rendered by the chat template though no option says so, as rows that are chats are."""
+    dataset = getattr(prompts_dataloader, "dataset", None)
+    return isinstance(dataset, PromptDataset) and dataset[0].messages is not None
+
+
+class ClosingLines(Callback):
+    """Where everything is, and what to do next."""
+
+    def __init__(self, run: Any) -> None:
+        pass
+
+    def on_end(self, run: Any, error: BaseException | None) -> None:
+        if error is None and run.keeps and run.owns_parts and not run.only_evaluates:
+            for line in closing_lines(run):
+                run.strategy.print(line)
+
+
+def closing_lines(run: Any) -> Iterator[str]:
+    """Of a run that has ended."""
+    config, folder = run.config, local_folder(run.config.checkpoint.save_path)
+    yield f"files: {places(config)}"
+    if not isinstance(config, PPOConfig):
+        return
+    if config.data.apply_chat_template or config.data.input_template or has_chats(run.prompts):
+        yield f"chat, with the template of the run: lightppo chat {folder}"
+    else:
+        yield (
+            f"""generate: python -c "from transformers import pipeline; print(pipeline('text-generation', """
+            f"""'{folder}')('PROMPT'))\""""
+        )
+    if config.data.eval_data:
+        where = f"--pretrain {folder} --save_path {folder}_eval"
+        yield f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {where} --resume never"
+    if run.saves and (limits := run.reached_limits()):
+        yield f"go on: the same command with larger limits than {limits}"

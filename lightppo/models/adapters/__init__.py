@@ -1,0 +1,1 @@
+"""LoRA, and frozen weights in 4 bits."""

@@ -1,0 +1,464 @@
+"""LoRA: adapters inside a Hugging Face model (arXiv:2106.09685), the reference without them, merged weights.
+
+Uses peft's private ``_disable_adapters``: its public switch also freezes adapters, which ZeRO has already seen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import pickle
+import re
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lightppo import tensor_file
+from lightppo.errors import ModelLoadError
+from lightppo.models.actor import ActionScores, Actor
+from lightppo.models.adapters.frozen_weights import loader, saved_alone
+from lightppo.models.adapters.quantised import check_bitsandbytes, dense_weight, quantised_layers
+from lightppo.models.adapters.targets import goes_to_experts, replaceable_layers
+from lightppo.models.checkpoint_tensors import open_tensors
+from lightppo.models.loading import (
+    head_names,
+    load_causal_lm,
+    load_config,
+    load_sequence_classifier,
+    value_head,
+)
+from lightppo.models.multimodal.parts import is_of_tower
+from lightppo.models.wrapper import PretrainedWrapper, Role
+from lightppo.zero3 import find_whole
+
+logger = logging.getLogger(__name__)
+
+_NAME = "default"  # peft's name for the only adapter
+_BASE = ".base_layer."  # between the names of a layer with an adapter and of its frozen weight
+_WITHIN = re.compile(r"\.(base_layer|lora_[AB]\..+)$")
+_PEFT_PREFIX = "base_model.model."  # starts every name in an adapter's file
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Shape and place of the adapters: a layer's output is W x + alpha / r · B A x."""
+
+    rank: int  # r, of A (r, in) and B (out, r)
+    alpha: float = 16.0
+    # Dropout of x before A, in training. Its noise makes log probs, and so ratios, differ.
+    dropout: float = 0.0
+    # The ends of the names of linear layers; empty or all-linear: all of them but the head.
+    target_modules: tuple[str, ...] = ()
+
+
+def check_peft() -> None:
+    """ModelLoadError if peft is not installed; imports nothing."""
+    if importlib.util.find_spec("peft") is None:
+        raise ModelLoadError(
+            "--lora_rank and adapters need peft: pip install 'lightppo[lora]', or pip install peft"
+        )
+
+
+def prepare(
+    model: PretrainedWrapper,
+    role: Role,
+    config: Any,
+    device: torch.device,
+) -> None:
+    """Adapters, where ``--lora_rank`` asks for them; from here on only these train."""
+    asked = config.adapter
+    if asked.lora_rank > 0 and role in ("actor", "critic"):
+        options = LoraOptions(
+            asked.lora_rank, asked.lora_alpha, asked.lora_dropout, asked.target_modules
+        )
+        add_adapters(model, options, config.strategy.seed)
+
+
+def add_adapters(
+    model: PretrainedWrapper,
+    options: LoraOptions,
+    seed: int = 42,
+) -> None:
+    """Freeze an actor or critic and put a trained adapter beside each target layer; a value head trains too.
+
+    Call it before ``strategy.create_optimizer`` and ``prepare``; weights may be ZeRO-3 shards. B is 0, so the model's
+    results stay the same at first; A depends only on ``seed``, so it is the same on all ranks.
+    """
+    check_peft()
+    from peft import LoraConfig, inject_adapter_in_model
+
+    hf_model = model.hf_model
+    if getattr(hf_model, "lora", None) is not None:
+        raise ModelLoadError(f"this {type(model).__name__} has adapters already")
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=target_layers(hf_model, options.target_modules),
+        fan_in_fan_out=any(
+            isinstance(module, Conv1D) for module in hf_model.modules()
+        ),  # GPT-2's layers: transposed weights
+        task_type="CAUSAL_LM" if hf_model.can_generate() else "SEQ_CLS",
+        base_model_name_or_path=hf_model.config.name_or_path or None,
+    )
+    named = tuple(f".{name}" for name in config.target_modules)
+    expected = {name for name in replaceable_layers(hf_model) if f".{name}".endswith(named)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, hf_model, adapter_name=_NAME)
+        except ValueError as error:
+            raise ModelLoadError(f"--target_modules: peft refuses: {error}") from error
+    if other := sorted(_layers(hf_model).keys() ^ expected):
+        raise ModelLoadError(
+            f"--target_modules: peft has not put the adapters where it was told to, such as {other[0]}"
+        )
+    # From here on the config is what the adapter's file says: it is about the dense model, and for use.
+    config.inference_mode = True
+    config.fan_in_fan_out |= any(layer.transposed for layer in quantised_layers(hf_model).values())
+    if not hf_model.can_generate():
+        name, head = value_head(hf_model)
+        head.requires_grad_(True)
+        config.modules_to_save = [name]
+    hf_model.lora = LoraExport(config, hf_model)  # the strategy looks for it here when it saves
+    if isinstance(model, Actor):
+        model.as_loaded = AdaptersOff(model)
+
+
+def chosen_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> set[str]:
+    """Names of the layers that get an adapter; ``wanted`` as :class:`LoraOptions` has it."""
+    heads = head_names(model)
+    linear = replaceable_layers(model)
+    to_experts = {end for end in set(map(_end, linear)) if goes_to_experts(model, end)}
+    unknown: list[str] = []
+    if wanted in ((), ("all-linear",)):
+        chosen = {name for name in linear if name not in heads and _end(name) not in to_experts}
+        if to_experts:
+            logger.warning(
+                "--lora_rank: %s get no adapter: peft would put it on the experts, which are held together",
+                ", ".join(sorted(to_experts)),
+            )
+    else:
+        of_end = {
+            end: {name for name in linear if f".{name}".endswith(f".{end}")} for end in wanted
+        }
+        chosen = set().union(*of_end.values())
+        # The critic takes the same options, but has no lm_head.
+        unknown = [
+            end for end in wanted if not of_end[end] and (end != "lm_head" or model.can_generate())
+        ]
+    if unknown or not chosen:
+        ends = ", ".join(sorted(set(map(_end, linear)) - to_experts))
+        raise ModelLoadError(
+            f"--target_modules {' '.join(unknown or wanted) or 'all-linear'}: {type(model).__name__} has none that can "
+            f"have an adapter; its linear layers that can are {ends or 'none'}"
+        )
+    for name in sorted(heads & chosen):
+        if not model.can_generate():
+            raise ModelLoadError(
+                f"--target_modules {name}: the value head trains as a whole; leave it out"
+            )
+        if model.config.get_text_config().tie_word_embeddings:
+            raise ModelLoadError(
+                f"--target_modules {name}: it is the embedding, with an adapter it could not be merged"
+            )
+    if refused := sorted(to_experts & set(map(_end, chosen))):
+        raise ModelLoadError(
+            f"--target_modules {' '.join(refused)}: peft would put these adapters of {type(model).__name__} on the "
+            "experts, which are held together: leave them out"
+        )
+    return chosen
+
+
+def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
+    """:func:`chosen_layers` for peft: ends of their names if these fit no other module, else whole names."""
+    chosen = chosen_layers(model, wanted)
+    ends = set(map(_end, chosen))
+    fitting = {name for name, _ in model.named_modules() if _end(name) in ends}
+    return sorted(ends if fitting == chosen else chosen)
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Switches the adapters off; gradients and parameters are not touched."""
+    layers = list(_layers(model).values())
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, state in zip(layers, before):
+            layer._disable_adapters = state
+
+
+class AdaptersOff:
+    """The reference of a run with LoRA: the actor without its adapters, called like a reference :class:`Actor`.
+
+    Its forwards have no gradient, and may run between the actor's forward and backward passes.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        if not _layers(actor.hf_model):
+            raise ValueError("the actor has no adapters, so it cannot be its own reference")
+        self.actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("temperature", "valid_vocab_size", "layout"):
+            return getattr(self.actor, name)
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`Actor.forward`."""
+        with torch.no_grad(), adapters_off(self.actor.hf_model):
+            return self.actor(*args, **kwargs)
+
+    def score_actions(self, *args: Any, **kwargs: Any) -> ActionScores:
+        """As :meth:`Actor.score_actions`."""
+        with torch.no_grad(), adapters_off(self.actor.hf_model):
+            return self.actor.score_actions(*args, **kwargs)
+
+    def eval(self) -> AdaptersOff:
+        """Does nothing: the frozen layers behave the same in both modes."""
+        return self
+
+
+def merge(
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scaling: float,
+    transposed: bool = False,
+) -> Tensor:
+    """W + scaling · B A, summed in float32, in W's dtype; ``transposed``: W is (in, out) (GPT-2's Conv1D)."""
+    change = scaling * (lora_b.float() @ lora_a.float())
+    return (weight.float() + (change.T if transposed else change)).to(weight.dtype)
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds adapters alone."""
+    folder = Path(path).expanduser()
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+@torch.no_grad()
+def load_merged(
+    adapter: str | os.PathLike[str],
+    base: str | None = None,
+    flag: str = "--base",
+    **loading: Any,
+) -> PreTrainedModel:
+    """The base model of an adapter's folder with the adapter in its weights: summed in float32, in the weights' dtype.
+
+    ``base`` None: what the adapter's config names. Any adapter that peft can merge. ``loading``: how the base is
+    loaded, fields of :class:`lightppo.models.loading.LoadOptions`.
+    """
+    check_peft()
+    from peft import PeftConfig, PeftModel
+
+    config = PeftConfig.from_pretrained(str(adapter))
+    if (base := base or config.base_model_name_or_path) is None:
+        raise ModelLoadError(
+            f"{adapter}: adapter_config.json does not name the base model: set {flag}"
+        )
+    options = {"flag": flag, **loading}
+    if getattr(load_config(base, **options), "quantization_config", None) is not None:
+        raise ModelLoadError(
+            f"{flag} {base} is quantised, and cannot hold a merged adapter: name the dense model"
+        )
+    load = (
+        partial(load_sequence_classifier, kind="critic")
+        if config.task_type == "SEQ_CLS"
+        else load_causal_lm
+    )
+    model = load(base, dtype="auto", **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys")
+        try:
+            wrapped = PeftModel.from_pretrained(
+                model, str(adapter), key_mapping=_names_inside(model, adapter)
+            )
+        except pickle.UnpicklingError as error:  # peft, too, reads with weights_only
+            raise ModelLoadError(tensor_file.explained(adapter, error)) from error
+        except (UserWarning, RuntimeError, ValueError) as error:
+            reason = textwrap.shorten(str(error), 500, placeholder=" …")
+            raise ModelLoadError(f"{adapter} does not fit {flag} {base}: {reason}") from error
+    layers = [
+        module
+        for module in wrapped.modules()
+        if hasattr(module, "lora_A") and hasattr(module, "merge")
+    ]
+    _untie(model, layers, f"{adapter} changes")
+    for layer in layers:
+        dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
+        layer.float().merge(safe_merge=True)
+        for name, dtype in dtypes.items():
+            weight = layer.get_base_layer().get_parameter(name)
+            weight.data = weight.data.to(dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="All adapters are already merged")
+        return wrapped.merge_and_unload()
+
+
+def _untie(model: PreTrainedModel, layers: list[Any], what: str) -> None:
+    """Layers with an adapter get copies of weights that another layer uses, too, as a tied head and embedding do."""
+    owners = Counter(
+        weight for module in model.modules() for weight in module.parameters(recurse=False)
+    )
+    shared = [
+        (layer.get_base_layer(), name)
+        for layer in layers
+        for name, weight in layer.get_base_layer().named_parameters(recurse=False)
+        if owners[weight] > 1
+    ]
+    if shared and find_whole(model) is not None:
+        raise ModelLoadError(
+            f"{what} a tied head or embedding, and this checkpoint with towers has one weight for both: merge it by peft"
+        )
+    for module, name in shared:
+        setattr(module, name, nn.Parameter(module.get_parameter(name).detach().clone()))
+    if shared:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}
+
+
+def _names_inside(model: PreTrainedModel, adapter: str | os.PathLike[str]) -> dict[str, str] | None:
+    """For peft: where the language model of a checkpoint with towers has what the whole one has; None: as they are."""
+    if (whole := find_whole(model)) is None:
+        return None
+    files = [file for kind in ("*.safetensors", "*.bin") for file in Path(adapter).glob(kind)]
+    of_tower = [name for file in files for name in open_tensors(str(file))[0] if is_of_tower(name)]
+    if of_tower:
+        raise ModelLoadError(
+            f"{adapter} changes an image or audio tower ({len(of_tower)} tensors, such as {of_tower[0]}), which stays "
+            "as it is here: merge it by peft"
+        )
+    return whole.adapter_names
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: ``model.layers.0.q_proj.lora_A.default.weight`` → ``model.layers.0.q_proj``."""
+    return _WITHIN.sub("", name.rpartition(".")[0])
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Whether a parameter is a matrix of an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+class LoraExport:
+    """Merges and writes a model's adapters (``hf_model.lora``); the frozen weights never change, so nothing drifts."""
+
+    layer_of = staticmethod(layer_of)
+    saved_alone = staticmethod(saved_alone)
+    loader = staticmethod(loader)
+    is_adapter_weight = staticmethod(is_adapter_weight)
+
+    def __init__(self, config: Any, model: nn.Module) -> None:
+        layers = _layers(model)
+        self.config = config
+        self.scaling = {name: layer.scaling[_NAME] for name, layer in layers.items()}
+        self.in_4bit = quantised_layers(model)
+        self.transposed = {name for name, layer in layers.items() if layer.fan_in_fan_out}
+        self.transposed |= {
+            name.removesuffix(_BASE[:-1])
+            for name, layer in self.in_4bit.items()
+            if layer.transposed
+        }
+
+    def __str__(self) -> str:
+        targets = ", ".join(sorted(self.config.target_modules))
+        beside = ", beside weights in 4 bits" if self.in_4bit else ""
+        return f"LoRA adapters of rank {self.config.r}, alpha {self.config.lora_alpha:g}, on {targets}{beside}"
+
+    def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights as in the model's checkpoint, from all layers or from some complete ones (:meth:`layer_of`)."""
+        result = {}
+        for name, tensor in self._dense(state_dict):
+            owner, _, kind = name.rpartition(_BASE)
+            if owner and kind == "weight":
+                lora_a, lora_b = (
+                    state_dict[f"{owner}.lora_{side}.{_NAME}.weight"] for side in "AB"
+                )
+                tensor = merge(
+                    tensor, lora_a, lora_b, self.scaling[owner], transposed=owner in self.transposed
+                )
+            result[name.replace(_BASE, ".")] = tensor
+        return result
+
+    def frozen(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As :meth:`merged`, without the adapters: what they were trained beside."""
+        return {name.replace(_BASE, "."): tensor for name, tensor in self._dense(state_dict)}
+
+    def _dense(self, state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The frozen weights by their names in memory, none in 4 bits."""
+        for name, tensor in state_dict.items():
+            if is_adapter_weight(name):
+                continue
+            layer, _, kind = name.rpartition(".")
+            if layer in self.in_4bit and kind == "weight":
+                tensor = dense_weight(self.in_4bit[layer], tensor)
+            yield name, tensor
+
+    def alone(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The adapters' matrices, named as in their file but for peft's prefix: ``….q_proj.lora_A.weight`` (r, in)."""
+        return {
+            name.replace(f".{_NAME}.", "."): tensor
+            for name, tensor in state_dict.items()
+            if is_adapter_weight(name)
+        }
+
+    def description(self) -> dict[str, Any]:
+        """What the adapter's ``adapter_config.json`` says."""
+        described = self.config.to_dict()
+        return {
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in described.items()
+        }
+
+    def write(self, state_dict: Mapping[str, Tensor], folder: Path) -> None:
+        """The adapter alone, for ``PeftModel.from_pretrained``."""
+        from safetensors.torch import save_file
+
+        heads = tuple(f"{name}." for name in self.config.modules_to_save or ())
+        own = self.alone(state_dict)
+        own |= {name: tensor for name, tensor in state_dict.items() if name.startswith(heads)}
+        weights = {_PEFT_PREFIX + name: tensor.contiguous() for name, tensor in own.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        self.config.save_pretrained(str(folder))
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """Layers with an adapter, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "_disable_adapters")
+    }
+
+
+def check_packages(building: Any) -> None:
+    """The packages that adapters and weights in 4 bits need, on each rank."""
+    options = building.config.flat()
+    if options["lora_rank"] > 0:
+        check_peft()
+    if options["load_in_4bit"]:
+        check_bitsandbytes()

@@ -1,0 +1,1 @@
+"""Families of attention: packed rows, decoding slots."""

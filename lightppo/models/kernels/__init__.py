@@ -1,0 +1,1 @@
+"""Fused layers, log probs without logits, products on CPUs."""

@@ -1,0 +1,1 @@
+"""Text training of checkpoints with image or audio towers."""

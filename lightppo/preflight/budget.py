@@ -1,0 +1,1002 @@
+"""What a run needs of memory, before anything loads: bytes of a GPU and of a host, by part and phase, and the peak.
+
+Parameters are counted, and passes run, on torch's meta device, which holds no data. What DeepSpeed 0.19 and vLLM hold
+is by formula, from their sources. Micro batches are taken to be full: longest prompts and responses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+from transformers.integrations import deepspeed as hf_deepspeed
+
+from lightppo.config import PPOConfig, rules
+from lightppo.config.option_needs import facts_of
+from lightppo.distributed.deepspeed import CPU_BUCKET_ELEMENTS
+from lightppo.errors import ConfigError, UserError
+from lightppo.files import stage_to_local
+from lightppo.models import loading
+from lightppo.models.actor import Actor
+from lightppo.models.adapters.lora import LoraOptions, add_adapters
+from lightppo.models.adapters.quantised import fitting_layers
+from lightppo.models.attention.attention_choice import caps_scores
+from lightppo.models.critic import Critic
+from lightppo.models.kernels.scoring_head import is_untouched, scores_from_head, scoring_head
+from lightppo.models.packing.last_layer import only_at, position_wise
+from lightppo.models.packing.packed_layout import READ_SHARE
+from lightppo.models.wrapper import cache_argument, takes
+from lightppo.rollout.vllm.weights import BUCKET_BYTES
+
+LOADING, ROLLOUT, SCORING, SYNC, SAVE = (
+    "loading",
+    "rollout",
+    "scoring",
+    "weights to the engine",
+    "saving",
+)
+ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP = (
+    "actor: training",
+    "actor: step",
+    "critic: training",
+    "critic: step",
+)
+PHASES = (LOADING, ROLLOUT, SCORING, ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP, SYNC, SAVE)
+TRAINING = {ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP}
+
+GPU_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's own reduce_bucket_size
+LIVE_ELEMENTS = 1_000_000_000  # its stage3_max_live_parameters
+NF4_BYTES = 0.516  # of a weight in 4 bits, scales included
+CUDA_BYTES = 2_000_000_000  # assumed: CUDA's context, NCCL's buffers, gaps of the allocator
+KEPT_BLOCK = (
+    32 << 20
+)  # freed blocks below stay with a process on a CPU: glibc, see distributed/host_shares.py
+_COUNTED = "counted"  # the attention of models on the meta device
+
+
+# -- passes on the meta device -----------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of tensors on a device that operations inside have made and that still live: now, and at most.
+
+    ``small`` and ``most_small`` are those in blocks below ``KEPT_BLOCK``.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.live, self.peak = device, 0, 0
+        self.small = self.most_small = 0
+        # (bytes of finished gradients, the most bytes alive until then)
+        self.curve: list[tuple[int, int]] = []
+        self._holders: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        # These are the places to read. Here all are taken as distinct.
+        if func is torch.ops.aten._unique2.default and args[0].is_meta:
+            return args[0].clone(), args[0].new_empty(0), args[0].new_empty(0)
+        old = {_holder(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if (
+                isinstance(x, Tensor)
+                and x.device.type == self.device
+                and _holder(x) not in old | self._holders.keys()
+            ):
+                self._add(_holder(x), x)
+        return result
+
+    def _add(self, key: int, x: Tensor) -> None:
+        dense = x.layout is torch.strided
+        size = x.untyped_storage().nbytes() if dense else x.nbytes
+        small = size if size < KEPT_BLOCK else 0
+
+        def gone(_: Any) -> None:
+            self.live -= size
+            self.small -= small
+            del self._holders[key]
+
+        self._holders[key] = weakref.ref(x.untyped_storage() if dense else x, gone)
+        self.live += size
+        self.small += small
+        self.peak = max(self.peak, self.live)
+        self.most_small = max(self.most_small, self.small)
+
+    def finish(self, parameter: nn.Parameter | None = None) -> None:
+        """A hook that takes a finished gradient away, as ZeRO does; without one the end of the pass."""
+        before = self.curve[-1][0] if self.curve else 0
+        self.curve.append((before + (0 if parameter is None else parameter.grad.nbytes), self.peak))
+        if parameter is not None:
+            parameter.grad = None
+        self.peak = self.live
+
+
+def _holder(x: Tensor) -> int:
+    """Tells apart what holds bytes; weights that oneDNN has packed have no storage."""
+    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
+
+
+class _Attention(torch.autograd.Function):
+    """What a fused kernel holds: (B, H, S, D) three times, the output, a number per row, a mask added to the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
+        ctx.save_for_backward(
+            query,
+            key,
+            value,
+            bias,
+            output,
+            query.new_empty(batch, heads, length, dtype=torch.float),
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None)
+
+
+def _counted_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kind: str = "fused",
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """``kind``: a fused kernel, or torch's for rows one by one ("apart"), or with padding and a mask ("masked")."""
+    bias = None
+    # In each layer, transformers repeats keys and values, and torch turns the mask into numbers.
+    if kind == "masked":
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        bias = query.new_empty(query.shape[0], 1, query.shape[2], key.shape[2])
+    output = _Attention.apply(query, key, value, bias)
+    return (output.contiguous() if kind == "apart" else output).transpose(1, 2), None
+
+
+def _counted_experts(
+    module: nn.Module, config: PretrainedConfig, hidden: Tensor, *_: Any, **__: Any
+) -> Tensor:
+    """A mixture of experts, each token through its number of them: (T, H) -> (T, H)."""
+    up, down = module.gate_up_proj[0], module.down_proj[0]
+    rows = hidden.repeat_interleave(getattr(config, "num_experts_per_tok", 1), 0)
+    gate, value = (rows @ (up if up.shape[0] == rows.shape[1] else up.T)).chunk(2, -1)
+    inner = nn.functional.silu(gate) * value
+    return (
+        (inner @ (down if down.shape[0] == inner.shape[1] else down.T))
+        .view(len(hidden), -1, hidden.shape[1])
+        .sum(1)
+    )
+
+
+transformers.AttentionInterface.register(_COUNTED, _counted_attention)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model without weights, as a run would load it."""
+
+    config: PretrainedConfig = field(compare=False)
+    text: str  # the config's, which tells models apart
+    scores: bool  # with a value head
+    dtype: torch.dtype
+    adapters: LoraOptions | None = None
+    in_4bit: bool = False
+    eager: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model."""
+
+    total: int  # parameters
+    trained: int
+    bytes: int  # of all weights
+    width: int  # bytes of a weight
+    trained_small: int = 0  # of those whose float32 gradients are blocks below KEPT_BLOCK
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one pass takes: ``batch`` rows of ``length`` positions, ``read`` of all of them; ``packed``: one row."""
+
+    batch: int
+    length: int
+    read: int
+    packed: bool
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes of a pass beside the weights."""
+
+    curve: tuple[tuple[int, int], ...]  # see LiveBytes
+    small: int = 0  # the most in small blocks
+    cache: int = 0  # keys and values
+    states: int = 0  # of layers that have those instead, whatever the length
+
+    def peak(self, beside: Callable[[int], float] = lambda made: 0) -> int:
+        """The most, with what is held ``beside`` so many bytes of gradients."""
+        return int(max(live + beside(made) for made, live in self.curve))
+
+
+@lru_cache(maxsize=32)
+def built(shape: Shape) -> Actor | Critic:
+    """The model on the meta device; its attention is counted unless it is eager."""
+    config, auto = copy.deepcopy(shape.config), transformers.AutoModelForCausalLM
+    if shape.scores:
+        config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
+    options = {"dtype": shape.dtype, "attn_implementation": "eager"}
+    # An earlier run in this process may have set it, and nothing is sharded here.
+    hf_deepspeed.unset_hf_deepspeed_config()
+    with torch.device("meta"):
+        model = auto.from_config(config, trust_remote_code=shape.trust_remote_code, **options)
+        # Qwen3.5 has the first at False, and attends by what its config names
+        if not shape.eager and (
+            model._supports_attention_backend or model._can_set_attn_implementation()
+        ):
+            model.set_attn_implementation(_COUNTED)
+        for module in model.modules():
+            if all(
+                isinstance(getattr(module, name, None), Tensor)
+                for name in ("gate_up_proj", "down_proj")
+            ):
+                module.forward = partial(_counted_experts, module, config.get_text_config())
+        wrapper = (Critic if shape.scores else Actor)(model)
+        if shape.adapters is not None:
+            add_adapters(wrapper, shape.adapters)
+    for parameter in wrapper.parameters():
+        parameter.data = parameter.data.to(model.dtype)
+    return wrapper
+
+
+@lru_cache(maxsize=32)
+def sizes(shape: Shape) -> Sizes:
+    """Numbers of parameters, and bytes."""
+    model, width = built(shape).hf_model, shape.dtype.itemsize
+    named = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
+    trained, total = (
+        sum(p.numel() for p in named.values() if p.requires_grad or kept) for kept in (False, True)
+    )
+    small = 0
+    if shape.in_4bit:
+        bare = built(dataclasses.replace(shape, adapters=None, in_4bit=False)).hf_model
+        small = sum(
+            named[f"{name}.weight"].numel()
+            for name in fitting_layers(bare, loading.head_names(bare))
+        )
+    of_weights = int((total - small) * width + small * NF4_BYTES)
+    in_small = sum(
+        p.numel() for p in named.values() if p.requires_grad and 4 * p.numel() < KEPT_BLOCK
+    )
+    return Sizes(total, trained, of_weights, width, in_small)
+
+
+@lru_cache(maxsize=256)
+def pass_bytes(
+    shape: Shape,
+    rows: Rows,
+    *,
+    kind: str,
+    trains: bool = False,
+    checkpoints: bool = False,
+    entropy: bool = False,
+) -> PassBytes:
+    """One pass on the meta device: forward through body and head, in training the backward too."""
+    wrapper, model, live = built(shape), built(shape).hf_model, LiveBytes("meta")
+    transformers.AttentionInterface.register(_COUNTED, partial(_counted_attention, kind=kind))
+    model.train(trains)
+    (
+        wrapper.gradient_checkpointing_enable
+        if checkpoints
+        else wrapper.gradient_checkpointing_disable
+    )()
+    hooks = [
+        p.register_post_accumulate_grad_hook(live.finish)
+        for p in model.parameters()
+        if p.requires_grad
+    ]
+    partly = rows.packed and rows.read < READ_SHARE * rows.length and not checkpoints
+    with torch.device("meta"), live, torch.set_grad_enabled(trains):
+        places = torch.zeros(rows.read // rows.batch, dtype=torch.long)
+        with only_at(position_wise(model) if partly else [], places):
+            scores, cache = _scores(shape, rows, places, kind, entropy)
+        if trains:
+            scores.sum().backward()
+    live.finish()
+    for hook in hooks:
+        hook.remove()
+    return PassBytes(tuple(live.curve), live.most_small, *cache)
+
+
+def _cache_bytes(layers: Iterable[Any]) -> tuple[int, int]:
+    """Keys and values, and states of layers that have those instead, which do not grow."""
+    grows = stays = 0
+    for layer in layers:
+        for part in vars(layer).values():
+            if isinstance(part, dict):
+                stays += sum(x.nbytes for x in part.values() if isinstance(x, Tensor))
+            elif isinstance(part, Tensor):
+                grows += part.nbytes
+    return grows, stays
+
+
+def _scores(
+    shape: Shape, rows: Rows, places: Tensor, kind: str, entropy: bool
+) -> tuple[Tensor, tuple[int, int]]:
+    """Log probs, or values, at the places that are read; and the bytes of the cache, (0, 0) without one."""
+    model, ids = built(shape).hf_model, torch.zeros(rows.batch, rows.length, dtype=torch.long)
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": kind == "cache"}
+    if takes(model, "position_ids"):
+        inputs["position_ids"] = torch.zeros_like(ids)
+    if takes(model, "attention_mask"):  # four dimensions: taken as it is
+        eager = model.config._attn_implementation == "eager"
+        whole = eager or kind == "masked"
+        mask_type = model.dtype if eager else torch.bool
+        mask = torch.zeros(
+            rows.batch, 1, *((rows.length,) * 2 if whole else (2, 1)), dtype=mask_type
+        )
+        inputs["attention_mask"] = mask
+    if shape.scores:
+        hidden = model.base_model(**inputs).last_hidden_state
+        return loading.value_head(model)[1](hidden[:, places].flatten(0, 1)).float(), (0, 0)
+    if in_model := takes(model, "logits_to_keep"):
+        inputs["logits_to_keep"] = places
+    if kind == "cache":
+        output = model(**inputs)
+        return output.logits, _cache_bytes(output[cache_argument(model)].layers)
+    labels, trains = torch.zeros(rows.read, dtype=torch.long), torch.is_grad_enabled()
+
+    def select(hidden: Tensor) -> Tensor:
+        return (hidden if in_model else hidden[:, places]).reshape(rows.read, -1).clone()
+
+    if (head := scoring_head(model)) is not None:
+        with scores_from_head(
+            head, select, labels, 1.0, entropy=trains, entropy_grad=entropy
+        ) as made:
+            output = model(**inputs)
+        if is_untouched(made, output.logits):
+            return output.logits, (0, 0)
+    logits = model(**inputs).logits.reshape(rows.read, -1).float()
+    return torch.log_softmax(logits, -1).gather(-1, labels[:, None]), (0, 0)
+
+
+# -- what a run holds, and when ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run is to go."""
+
+    world_size: int = 1
+    gpus: bool = True  # else all is in the host's memory, and DeepSpeed's buffers are small
+    per_node: int = 8  # ranks
+    device_bytes: int | None = None  # of a GPU; None: only counted
+    host_bytes: int | None = None  # of a host whose ranks are on the CPU; None: only counted
+    library_bytes: int = 0  # of a process before it has a model: Python, torch, other libraries
+
+    @property
+    def limit(self) -> int | None:
+        """What the peak must fit into."""
+        return self.device_bytes if self.gpus else self.host_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of one rank, in some phases."""
+
+    owner: str  # actor, critic, …
+    what: str
+    phases: frozenset[str]
+    gpu: int = 0
+    host: int = 0
+    sure: bool = True  # depends neither on lengths nor on what a library does at a moment
+    small: int = (
+        0  # of a pass: its most in blocks that a process on a CPU keeps when they are freed
+    )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All parts of a run."""
+
+    machine: Machine
+    parts: tuple[Part, ...]
+
+    def of_phase(self, phase: str, sure: bool = False) -> tuple[int, int]:
+        """Bytes of a GPU, and of a host with all its ranks; ``sure``: of the certain parts alone."""
+        there = [p for p in self.parts if phase in p.phases and (p.sure or not sure)]
+        gpu, host = sum(p.gpu for p in there), sum(p.host for p in there)
+        ranks = min(self.machine.world_size, self.machine.per_node)
+        return (gpu, host * ranks) if self.machine.gpus else (0, (gpu + host) * ranks)
+
+    def peak(self, of_host: bool = False, sure: bool = False) -> tuple[str, int]:
+        """The phase that needs most of a GPU, or of a host, and how much; without GPUs always of a host."""
+        place = int(of_host or not self.machine.gpus)
+        return max(
+            ((phase, self.of_phase(phase, sure)[place]) for phase in PHASES),
+            key=lambda item: item[1],
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within a GPU, or without GPUs within a host."""
+        return self.machine.limit is None or self.peak()[1] <= self.machine.limit
+
+
+def estimate(
+    config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
+) -> Estimate:
+    """What a run of a resolved config needs, part by part.
+
+    Args:
+        configs: model configs by path; others are read from their folder or the hub.
+    """
+    roles = shapes(config, configs or {})
+    parts = [
+        Part(
+            "CUDA",
+            "context, NCCL, gaps",
+            frozenset(PHASES),
+            gpu=CUDA_BYTES * machine.gpus,
+            sure=False,
+        ),
+        Part("process", "Python, torch, libraries", frozenset(PHASES), host=machine.library_bytes),
+    ]
+    for role, shape in roles.items():
+        trains = role in ("actor", "critic") and not config.evaluation.val_only
+        stage, offload = _placed(role, config)
+        parts += _weights(role, shape, stage, offload, config, machine)
+        parts += _trained(role, shape, stage, config, machine) if trains else ()
+    parts += _loading(roles, config, machine)
+    parts += [*_scoring(roles, config, machine), *_rollout(roles["actor"], config, machine)]
+    rollout = config.rollout
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    # A row: ids, masks, about nine numbers of each token of the response.
+    row = 16 * config.data.prompt_max_len + 53 * rollout.generate_max_len
+    rows = math.ceil(samples / machine.world_size) * row
+    on_device = 0 if config.training.buffer_cpu_offload else rows
+    kept = frozenset({SCORING, *TRAINING})
+    parts += [Part("experience", "rows", kept, gpu=on_device, host=rows - on_device, sure=False)]
+    parts += [Part("experience", "on the device", frozenset({SCORING}), gpu=rows, sure=False)]
+    if config.engine.rollout_engine != "hf":
+        parts += [
+            Part(
+                "engine",
+                "two buckets of weights",
+                frozenset({SYNC}),
+                gpu=2 * BUCKET_BYTES,
+                sure=False,
+            )
+        ]
+    parts += _copies(roles["actor"], machine)
+    parts += () if machine.gpus else _kept(parts)
+    return Estimate(machine, tuple(part for part in parts if part.gpu or part.host))
+
+
+def _copies(actor: Shape, machine: Machine) -> Iterator[Part]:
+    """What is copied for a file, and merged with adapters in another copy. Only rank 0 has them."""
+    ranks, saving = min(machine.world_size, machine.per_node), frozenset({SAVE})
+    named = built(actor).hf_model.named_parameters()
+    adapted = sum(p.numel() for name, p in named if name.endswith(".base_layer.weight"))
+    yield Part("actor", "copy for files", saving, host=sizes(actor).bytes // ranks)
+    yield Part("actor", "merged weights", saving, host=adapted * sizes(actor).width // ranks)
+
+
+def _kept(parts: Iterable[Part]) -> Iterator[Part]:
+    """What a process on a CPU has freed and keeps: where a phase has less in small blocks than the largest pass."""
+    used = {phase: sum(p.small for p in parts if phase in p.phases) for phase in PHASES}
+    apart = {phase: max(used.values()) - size for phase, size in used.items() if phase != LOADING}
+    for size in sorted(set(apart.values()) - {0}):
+        phases = frozenset(phase for phase, kept in apart.items() if kept == size)
+        yield Part("process", "freed blocks that it keeps", phases, host=size, sure=False)
+
+
+def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[str, Shape]:
+    """The models of a run, by role."""
+    model, adapter, lora = config.model, config.adapter, None
+    options = {"override_config": model.override_config}
+    options |= {"trust_remote_code": model.trust_remote_code, "external_lib": model.external_lib}
+
+    own_dtype = getattr(torch, rules.compute_dtype(config))
+
+    def shape(
+        path: str, flag: str, scores: bool = False, dtype: torch.dtype = own_dtype, **more: Any
+    ) -> Shape:
+        found = configs.get(path) or loading.load_config(stage_to_local(path), flag=flag, **options)
+        eager = model.attn_implementation == "eager" or (
+            model.attn_implementation == "auto" and caps_scores(found)
+        )
+        more |= {"eager": eager, "trust_remote_code": model.trust_remote_code}
+        return Shape(found, found.to_json_string(), scores, dtype, **more)
+
+    if config.flat().get("lora_rank", 0) > 0:
+        lora = LoraOptions(
+            adapter.lora_rank, adapter.lora_alpha, adapter.lora_dropout, adapter.target_modules
+        )
+    own = {"adapters": lora, "in_4bit": adapter.load_in_4bit}
+    roles = {"actor": shape(model.pretrain, "--pretrain", **own)}
+    if rules.needs_critic(config):
+        roles["critic"] = shape(model.critic_pretrain, "--critic_pretrain", True, **own)
+    if rules.needs_reference(config) and facts_of(config).get("own_reference", True):
+        dtype = torch.float32 if rules.moves_reference(config) else own_dtype
+        roles["reference"] = shape(
+            model.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=adapter.load_in_4bit
+        )
+    if "ema" in rules.followers(config):
+        roles["moving average"] = shape(model.pretrain, "--pretrain", dtype=torch.float32)
+    for name, further in rules.frozen_models(config).items():
+        roles[name] = shape(further.path, further.flag)
+    for i, path in enumerate(model.reward_pretrain, start=1):
+        roles[f"reward model {i}"] = shape(path, "--reward_pretrain", True)
+    return roles
+
+
+def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
+    """ZeRO stage of a model, and whether its weights wait on the host."""
+    strategy = config.strategy
+    if role in ("actor", "critic"):
+        of_critic = (strategy.critic_zero_stage, bool(strategy.critic_param_offload))
+        return of_critic if role == "critic" else (strategy.zero_stage, strategy.param_offload)
+    stage, offload = strategy.ref_zero_stage, strategy.ref_offload
+    if role.startswith("reward"):
+        stage, offload = strategy.reward_zero_stage, strategy.reward_offload
+    elif (further := rules.frozen_models(config).get(role)) is not None:
+        stage, offload = further.zero_stage, further.offload
+    return 3 if offload else stage, offload
+
+
+def _weights(
+    role: str, shape: Shape, stage: int, offload: bool, config: PPOConfig, machine: Machine
+) -> Iterator[Part]:
+    counted, always = sizes(shape), frozenset(PHASES)
+    held = counted.bytes if stage != 3 else math.ceil(counted.bytes / machine.world_size)
+    yield Part(role, "weights", always, *((0, held) if offload else (held, 0)))
+    if stage == 3 and config.strategy.zpg > 1:
+        yield Part(
+            role, "secondary shards (--zpg)", always, gpu=counted.bytes // config.strategy.zpg
+        )
+
+
+def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
+    """The largest model that is whole on a host while it loads: each goes to its GPU before the next one loads."""
+    found = []
+    for role, shape in roles.items():
+        counted, scratch = sizes(shape), config.model.init_from_scratch
+        # A checkpoint in the run's own type is mapped from its file, once for all ranks of a host.
+        mapped = shape.config.dtype is built(shape).hf_model.dtype and not (
+            shape.in_4bit or scratch
+        )
+        ranks = min(machine.world_size, machine.per_node) if mapped else 1
+        what = "mapped from the file" if mapped else "whole on the host"
+        if _placed(role, config)[0] != 3:
+            size = math.ceil(counted.total * counted.width / ranks)
+            found.append(Part(role, what, frozenset({LOADING}), host=size))
+    if machine.gpus and found:
+        yield max(found, key=lambda part: part.host)
+
+
+def _trained(
+    role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine
+) -> Iterator[Part]:
+    """fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
+    strategy, counted = config.strategy, sizes(shape)
+    critic, always = role == "critic", frozenset(PHASES)
+    offload = strategy.critic_adam_offload if critic else strategy.adam_offload
+    train, step = (CRITIC, CRITIC_STEP) if critic else (ACTOR, ACTOR_STEP)
+    accumulated = 2 if strategy.grad_accum_dtype == "bf16" else 4  # bytes of a number
+    # Whether gradients are summed in another type than they are made in.
+    apart = counted.width == 2 and accumulated == 4
+    elements = GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS
+    twice = bool(strategy.overlap_comm) and stage == 2  # stage 3 overlaps from one buffer
+    bucket, total = counted.width * elements * (1 + twice), counted.width * counted.trained
+    shard = counted.trained if stage == 0 else math.ceil(counted.trained / machine.world_size)
+    many = _micro_batches(config, _rows(config, f"{role}_train", machine)[0], machine) > 1
+    # From the first backward pass to the step; where there are several, the other model trains between them.
+    until_step = TRAINING if many and _joint(config) else {train, step}
+    # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
+    whole = stage == 1 and shape.dtype is torch.bfloat16 and apart and not offload
+    # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
+    copies = (4 + 2 * apart) * min(counted.trained, GPU_BUCKET_ELEMENTS) * (machine.world_size > 1)
+    again = (
+        0 if apart and many else shard * accumulated
+    )  # of this pass, beside the sum of earlier ones
+
+    def part(
+        what: str, phases: Iterable[str], size: float, host: bool = False, sure: bool = True
+    ) -> Part:
+        return Part(role, what, frozenset(phases), int(size) * (not host), int(size) * host, sure)
+
+    def beside(made: int) -> float:
+        """Gradients and buffers when so many bytes of gradients have been made, beyond the parts below."""
+        if stage == 0 or whole:
+            return made * (whole or not many) + (made == total) * copies
+        if stage == 1:
+            return (made > 0) * bucket + made * (1 + 2 * apart) + (made == total) * again
+        return 0 if stage == 3 else (made > 0) * bucket + (made >= min(bucket, total)) * again
+
+    leaves = not offload and _makes_room_for_vllm(config, machine)
+    there = always - ({ROLLOUT} if leaves else set())
+    if leaves:
+        of_number = 8 + 4 * (stage > 0) + accumulated * (stage == 3)
+        yield part("put aside while vLLM samples", always, of_number * shard, host=True)
+    if stage > 0:
+        yield part("fp32 masters", there, 4 * shard, offload)
+    yield part("Adam", there - {LOADING}, 8 * shard, offload)
+    if offload:
+        yield part("gradients and copies of shards", always, (4 + counted.width) * shard, host=True)
+    if stage == 3:
+        yield part("gradients of the shard", there, accumulated * shard, offload)
+        yield part("reduction", always, bucket)
+        gathered = min(counted.total, LIVE_ELEMENTS) * counted.width
+        yield part("gathered weights", [train], gathered, sure=False)
+    elif whole:
+        yield part("gradients", always, 4 * counted.trained)
+    else:
+        size = 4 * counted.trained if stage == 0 else accumulated * shard
+        made = part("gradients", until_step if many else {step}, size, sure=many or stage > 0)
+        share = 0 if stage == 0 or machine.gpus else counted.trained_small / counted.trained
+        yield from _with_small_blocks(made, share, train)
+    if stage > 0 and not offload and (stage == 3 or not apart):
+        yield part("flat gradients", [step], 4 * shard, sure=False)
+    # Only the engine that is made last adds to the peak while models load.
+    if stage > 0 and not whole and (critic or not rules.needs_critic(config)):
+        yield part("first gradients", [LOADING], 4 * shard, offload, sure=False)
+    activations = _training_pass(role, shape, config, machine)
+    held = part("activations, buckets", [train], activations.peak(beside), sure=False)
+    yield dataclasses.replace(held, small=activations.small)
+
+
+def _training_pass(role: str, shape: Shape, config: PPOConfig, machine: Machine) -> PassBytes:
+    """Forward and backward over a full micro batch of actor or critic."""
+    rows, kind = _rows(config, f"{role}_train", machine)
+    return pass_bytes(
+        shape,
+        rows,
+        kind=kind,
+        trains=True,
+        checkpoints=rules.of_role(config, role).gradient_checkpointing,
+        entropy=config.loss.entropy_coef > 0 and role == "actor",
+    )
+
+
+def _with_small_blocks(gradients: Part, share: float, train: str) -> Iterator[Part]:
+    """The sum of gradients, and those of a pass: they may find no room between the activations that it frees.
+
+    ZeRO copies a pass's gradients; where there is no sum of earlier passes, both are new.
+    """
+    small = int(share * gradients.gpu)
+    yield dataclasses.replace(gradients, small=small)
+    what, new = (
+        f"gradients of a pass ({gradients.owner})",
+        small * (1 + (train not in gradients.phases)),
+    )
+    yield Part("process", what, frozenset({train}), host=new, sure=False, small=new)
+
+
+def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
+    """Whether what trains is put aside while vLLM samples on the same GPU."""
+    engine = config.engine
+    return machine.gpus > 0 and engine.rollout_engine == "vllm" and engine.offload_during_rollout
+
+
+# -- passes and their rows ---------------------------------------------------------------------------------------------
+
+
+def _joint(config: PPOConfig) -> bool:
+    """Whether actor and critic take each micro batch in turn."""
+    actor, critic = (
+        rules.micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
+    )
+    return rules.needs_critic(config) and actor == critic
+
+
+def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[Rows, str]:
+    """A full micro batch of a call, and how it attends."""
+    training = config.training
+    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    attention, per_prompt = config.model.attn_implementation, config.rollout.n_samples_per_prompt
+    spec = rules.micro_batch_spec(config, call)
+    samples = config.rollout.rollout_batch_size * per_prompt
+    packed = attention != "eager" and training.packing_samples is not False and call != "reward"
+    whole_groups = (
+        not call.endswith("train")
+        or training.shuffle == "groups"
+        or training.train_batch_size >= samples
+    )
+    shared = (
+        per_prompt
+        if packed and training.share_prompts and whole_groups and attention != "flash_attention_2"
+        else 1
+    )
+    per_rank = max(
+        1,
+        min(samples, training.train_batch_size if call.endswith("train") else samples)
+        // machine.world_size,
+    )
+    fitting = (
+        spec.size
+        if spec.unit == "samples"
+        else max(1, math.floor(spec.size / (prompt / shared + response)))
+    )
+    count = min(fitting, per_rank)
+    if not packed:
+        return Rows(count, prompt + response, count * response, False), "masked"
+    fused = attention == "flash_attention_2" or (
+        machine.gpus and rules.compute_dtype(config) != "float32"
+    )
+    tokens = math.ceil(count / shared) * prompt + count * response
+    return Rows(1, tokens, count * response, True), "fused" if fused else "apart"
+
+
+def _micro_batches(config: PPOConfig, rows: Rows, machine: Machine) -> int:
+    """Of an optimizer step, on a rank."""
+    rollout, training = config.rollout, config.training
+    samples = min(
+        training.train_batch_size, rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    )
+    return math.ceil(samples / machine.world_size * rollout.generate_max_len / rows.read)
+
+
+def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
+    """The largest pass without gradients."""
+    calls = {name: name for name in ("critic", "reference", *rules.frozen_models(config))}
+    flat = config.flat()
+    plays = (flat.get("env") or flat.get("tools")) and not flat.get("batch_invariant")
+    exact = config.engine.rollout_engine == "hf" and not plays
+    if not config.evaluation.val_only and rules.old_log_probs_from(config, exact) == "forward":
+        calls["actor"] = "actor"
+    found = []
+    for role, shape in roles.items():
+        if (call := "reward" if role.startswith("reward") else calls.get(role)) is not None:
+            rows, kind = _rows(config, call, machine)
+            gathered = (
+                min(sizes(shape).total, LIVE_ELEMENTS)
+                * sizes(shape).width
+                * (_placed(role, config)[0] == 3)
+            )
+            run = pass_bytes(shape, rows, kind=kind)
+            found.append((run.peak() + gathered, role, run.small))
+    if found:
+        size, role, small = max(found)
+        phases = frozenset({SCORING})
+        yield Part(role, "pass without gradients", phases, gpu=size, sure=False, small=small)
+
+
+def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
+    """The KV cache of the HF engine, or vLLM's share."""
+    engine, rollout, counted = config.engine, config.rollout, sizes(shape)
+    prompt = config.data.prompt_max_len
+    slots = max(
+        1,
+        min(
+            rules.rollout_rows(config),
+            rollout.rollout_batch_size * rollout.n_samples_per_prompt // machine.world_size,
+        ),
+    )
+    prompts = max(1, slots // rollout.n_samples_per_prompt)
+    run = pass_bytes(shape, Rows(prompts, prompt, prompts, False), kind="cache")
+    of_token = run.cache / (prompts * prompt)
+    if engine.rollout_engine == "vllm":
+        sleeps = engine.free_cache_engine and machine.gpus
+        share = counted.total * counted.width + min(
+            4 << 30,
+            of_token
+            * engine.max_num_seqs
+            * (engine.max_model_len or prompt + rollout.generate_max_len),
+        )
+        if engine.kv_cache_memory_bytes is not None:
+            share = counted.total * counted.width + engine.kv_cache_memory_bytes
+        elif machine.gpus:
+            share = max(
+                counted.total * counted.width + slots * of_token,
+                engine.gpu_memory_utilization * (machine.device_bytes or 0),
+            )
+        yield Part(
+            "vLLM", "its share", frozenset({ROLLOUT, SYNC} if sleeps else PHASES), gpu=int(share)
+        )
+        if sleeps and engine.sleep_level == 1:
+            yield Part("vLLM", "weights, asleep", frozenset(PHASES), host=counted.bytes)
+    elif engine.rollout_engine == "hf":
+        if config.strategy.zero_stage == 3:
+            yield Part(
+                "actor",
+                "gathered for generation",
+                frozenset({ROLLOUT}),
+                gpu=counted.total * counted.width,
+            )
+        columns = prompt + rollout.generate_max_len + (128 if machine.gpus else 16)
+        yield Part(
+            "HF engine",
+            "KV cache",
+            frozenset({ROLLOUT}),
+            gpu=int(slots * (columns * of_token + run.states / prompts)),
+            sure=False,
+        )
+        phases = frozenset({ROLLOUT})
+        yield Part("HF engine", "prompts", phases, gpu=run.peak(), sure=False, small=run.small)
+        if engine.hf_cuda_graphs:  # what a step needs for a moment, they hold
+            held = slots * SAMPLER_BYTES * shape.config.get_text_config().vocab_size
+            yield Part("HF engine", "CUDA graphs", frozenset({ROLLOUT}), gpu=held, sure=False)
+
+
+SPARE = 0.2  # of a GPU: gaps of the allocator, a buffer of the cache beside its wider copy
+SAMPLER_BYTES = 24  # of a logit, in float32: its filters sort
+MOST_ROWS = 512
+
+
+def decoding_rows(
+    config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
+) -> int:
+    """Rows that the HF engine can decode together beside all that a run holds then: a multiple of 8, at least 8.
+
+    A step of decoding launches the same kernels for any number of rows.
+    """
+    found, rollout = estimate(config, machine, configs), config.rollout
+    held = sum(p.gpu for p in found.parts if ROLLOUT in p.phases and p.owner != "HF engine")
+    ours = sum(p.gpu for p in found.parts if p.owner == "HF engine")
+    samples = max(
+        1, rollout.rollout_batch_size * rollout.n_samples_per_prompt // machine.world_size
+    )
+    vocabulary = shapes(config, configs or {})["actor"].config.get_text_config().vocab_size
+    row = ours / min(rules.rollout_rows(config), samples) + SAMPLER_BYTES * vocabulary
+    fit = int((1 - SPARE) * machine.device_bytes - held) // int(row)
+    return max(8, min(fit, samples, MOST_ROWS) // 8 * 8)
+
+
+def rows_that_fit(config: PPOConfig, strategy: Any) -> int:
+    """:func:`decoding_rows` on the GPU with least room; says so. Collective."""
+    # What other processes hold is not there for this one.
+    size = torch.cuda.mem_get_info(strategy.device)[0] + torch.cuda.memory_reserved(strategy.device)
+    try:
+        rows = decoding_rows(config, Machine(strategy.world_size, device_bytes=size))
+    except Exception as error:  # of the model's own code, on a device that holds no data
+        strategy.print(
+            f"note: the memory of decoding cannot be computed: {type(error).__name__}: {error}"
+        )
+        rows = rules.rollout_rows(config)
+    rows = strategy.all_reduce(rows, "min")
+    strategy.print(
+        f"HF engine: {rows} rows at a time, by the GPU's memory (--micro_rollout_batch_size sets it)"
+    )
+    return rows
+
+
+# -- what to say of it -------------------------------------------------------------------------------------------------
+
+_BOTH = ("", "critic_")
+# the cheapest for a run first; those of parts that it lacks are left out
+REMEDIES: tuple[dict[str, Any], ...] = (
+    {"bf16": True},
+    {f"{role}gradient_checkpointing": True for role in _BOTH},
+    {"max_tokens_per_micro_batch": None, "micro_train_batch_size": 1},
+    {"micro_rollout_batch_size": 1},
+    dict.fromkeys(("zero_stage", "critic_zero_stage", "ref_zero_stage", "reward_zero_stage"), 3),
+    {f"{role}adam_offload": True for role in _BOTH},
+    {"ref_offload": True},
+    {"reward_offload": True},
+    {f"{role}param_offload": True for role in _BOTH},
+    {"lora_rank": 16},
+    {"lora_rank": 16, "load_in_4bit": True},
+)
+
+
+def advice(
+    config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
+) -> list[str]:
+    """For a run that does not fit: what each remedy saves by itself, and the first ones that are enough together."""
+    start = best = estimate(config, machine, configs).peak()[1]
+    now, lines = config, []
+    idle = set() if config.model.reward_pretrain else {"reward_zero_stage"}
+    idle |= set() if rules.needs_reference(config) else {"ref_zero_stage"}
+
+    def peak(base: PPOConfig, changes: Mapping[str, Any]) -> tuple[float, PPOConfig]:
+        flat, critic = base.flat(), rules.needs_critic(base)
+        changes = {
+            n: v
+            for n, v in changes.items()
+            if n not in idle and (critic or not n.startswith("critic_"))
+        }
+        changes = {n: v for n, v in changes.items() if flat[n] != v}
+        try:
+            changed = base.with_options(**changes)
+            changed.validate(machine.world_size, unfed=True)
+            size = estimate(changed.resolved(), machine, configs).peak()[1] if changes else math.inf
+        except UserError:  # not for this run, or not with this model
+            return math.inf, base
+        return size, changed
+
+    def flags(changed: PPOConfig) -> str:
+        before, after = config.flat(), changed.flat()
+        return " ".join(
+            f"--{n}" + f" {v}" * (v is not True) for n, v in after.items() if before[n] != v
+        )
+
+    for remedy in REMEDIES:
+        alone, changed = peak(config, remedy)
+        if alone < 0.99 * start:
+            lines.append(f"  {flags(changed)}: {gigabytes(start - alone)} less")
+        if best > 0.9 * machine.limit:  # the estimate may be 10% off
+            together, changed = peak(now, remedy)
+            now, best = (changed, together) if together < 0.99 * best else (now, best)
+    fits = (
+        "fits"
+        if best <= machine.limit
+        else f"does not fit either: more {'GPUs' if machine.gpus else 'memory'}, or a smaller model"
+    )
+    if now is config:
+        return [*lines, f"  no option saves enough: {gigabytes(best)}, which {fits}"]
+    return [*lines, f"  together {flags(now)}: {gigabytes(best)}, which {fits}"]
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def table(found: Estimate) -> list[str]:
+    """Parts and phases for people."""
+    gpus, ranks = found.machine.gpus, min(found.machine.world_size, found.machine.per_node)
+    lines = [
+        f"GB of {found.machine.world_size} ranks, {ranks} on a host{'':<26}{'GPU' if gpus else 'rank':>12}{'host':>10}"
+    ]
+    for p in found.parts:
+        when = (
+            ", ".join(phase for phase in PHASES if phase in p.phases) if len(p.phases) < 8 else ""
+        )
+        lines.append(
+            f"  {p.owner:<16}{p.what:<32}{p.gpu / 1e9:>10.2f}{p.host * ranks / 1e9:>10.2f}   {when}".rstrip()
+        )
+    lines.append("in each phase")
+    for phase in [
+        one
+        for one in PHASES
+        if "critic" not in one or any(p.owner == "critic" for p in found.parts)
+    ]:
+        of_gpu, host = found.of_phase(phase)
+        lines.append(
+            f"  {phase:<48}{(of_gpu if gpus else host / ranks) / 1e9:>10.2f}{host / 1e9:>10.2f}"
+        )
+    (phase, size), (host_phase, host) = found.peak(), found.peak(of_host=True)
+    of_gpu = f"{gigabytes(size)} of a GPU ({phase}), " if gpus else ""
+    limit = found.machine.host_bytes
+    told = f"; it has {gigabytes(limit)}, so the run fits" if limit and found.fits else ""
+    return [*lines, f"peak: {of_gpu}{gigabytes(host)} of a host ({host_phase}){told}"]
+
+
+def check_memory(
+    config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
+) -> list[str]:
+    """What to print of a resolved config before anything loads.
+
+    Raises:
+        ConfigError: even what is certain does not fit into a GPU, or a host; the message says what would help.
+    """
+    found = estimate(config, machine, configs)
+    lines = table(found)
+    if not found.fits:
+        lines += [f"this does not fit into {gigabytes(machine.limit)}:"]
+        lines += advice(config, machine, configs)
+        phase, certain = found.peak(sure=True)
+        if certain > machine.limit:
+            place = "a GPU" if machine.gpus else "a host"
+            problem = f"{gigabytes(certain)} of {place} are needed at least ({phase}), it has {gigabytes(machine.limit)}"
+            raise ConfigError("\n".join([problem, *lines]))
+    return lines

@@ -1,0 +1,318 @@
+"""What is looked at while a run is built, beside what a core run must know: files, memory, disks, a dry run."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from lightppo.callbacks import Callback
+from lightppo.checkpoint import durable
+from lightppo.checkpoint.engine_state import LATEST
+from lightppo.config import PPOConfig
+from lightppo.config.options import OptionSet
+from lightppo.config.rules import compute_dtype
+from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.errors import CheckpointError, ConfigError
+from lightppo.files import local_folder
+from lightppo.preflight.before_imports import NOTHING_KEPT, dry_run_config, looked_at, preflight
+from lightppo.preflight.dry_run_report import after_step, fewer_rows, rehearse
+from lightppo.preflight.memory import host_bytes, library_bytes, peak_of_process
+from lightppo.preflight.probes import check_decoding, check_padding, check_training
+from lightppo.ranks import ranks_on_node
+from lightppo.trainer.build import Building
+from lightppo.trainer.held_out import held_out_prompts
+
+if TYPE_CHECKING:
+    from lightppo.preflight.budget import Machine
+
+# -- checks, in the order in which a run calls them ------------------------------------------------------------------
+
+
+def check_files(building: Building) -> None:
+    """Files, folders, first rows and logins, as rank 0 sees them. Collective."""
+    has_looked = building.asked.flat() in looked_at
+    looked_at.clear()
+    if not isinstance(building.config, PPOConfig) or building.strategy.broadcast_object(has_looked):
+        return  # the command has
+    problem = _refusal(building.config) if building.strategy.is_rank_0() else None
+    if problem := building.strategy.broadcast_object(problem):
+        raise ConfigError(problem)
+
+
+def _refusal(config: PPOConfig) -> str | None:
+    try:
+        preflight(config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def tell_memory_of(building: Building) -> None:
+    """The memory of a run that has a GPU, or is only tried. Collective."""
+    config, strategy = building.config, building.strategy
+    if isinstance(config, PPOConfig) and (
+        config.training.dry_run or strategy.device.type == "cuda"
+    ):
+        tell_memory(config, strategy)
+
+
+def become_dry_run(building: Building) -> None:
+    """With ``--dry_run`` a small run, in a folder that goes at its end. Collective."""
+    config, strategy = building.config, building.strategy
+    if not config.training.dry_run:
+        return
+    folder = temporary_folder(strategy)
+    building.keeps = False
+    if isinstance(config, PPOConfig):
+        building.config = dry_run_config(config, strategy.world_size, folder)
+        return
+    strategy.train_batch_size = strategy.micro_train_batch_size * strategy.world_size
+    building.config = config.with_options(
+        train_batch_size=strategy.train_batch_size,
+        num_epochs=None,
+        max_steps=1,
+        benchmark_steps=None,
+        **NOTHING_KEPT,
+        save_path=folder,
+        ckpt_path=None,
+        log_file=None,
+    ).resolved()
+
+
+def look_at_rows(building: Building) -> Iterator[str]:
+    """What a dry run says of rows and scores; else whether there are enough rows for a step. Collective."""
+    rows = next(
+        (building.rows[name] for name in ("prompt_data", "dataset") if name in building.rows), None
+    )
+    if rows is None:
+        return
+    if building.keeps:
+        if told := fewer_rows(building.config, rows):
+            yield f"warning: {told}"
+        return
+    rehearse(building.asked, rows, building.held_out, building.reward_source, building.strategy)
+    if isinstance(building.config, PPOConfig) and building.held_out is not None:
+        building.held_out = held_out_prompts(building.config, building.tokenizer, building.strategy)
+
+
+def check_disk(building: Building) -> None:
+    """Room for the checkpoints of the run that was asked for."""
+    sizes = dict(building.sizes)
+    exported = sizes.pop("export")
+    check_disk_space(building.asked, sizes, exported)
+
+
+def check_places(building: Building) -> None:
+    """The first save would not fail: nothing stands where checkpoints are to be written. Collective."""
+    config = building.config
+    checkpoint = config.checkpoint
+    writes = not (checkpoint.disable_ds_ckpt or config.flat().get("val_only"))
+    if not writes or not building.keeps or checkpoint.ckpt_path is None:
+        return
+    parts = [part for part in building.sizes if part != "export"]
+
+    def look() -> None:
+        if problem := in_the_way(local_folder(checkpoint.ckpt_path), parts):
+            raise CheckpointError(problem)
+
+    building.strategy.on_rank_0(look, "look at --ckpt_path")
+
+
+def check_padded_batches(building: Building) -> None:
+    """Padded batches of the models are right, and training them changes no number by itself. Collective."""
+    always_padded = "pretrain_data" in building.rows
+    check_padding(building.models, building.strategy, always_padded=always_padded)
+    check_training(building.models, building.strategy)
+
+
+def check_decoding_of(building: Building) -> None:
+    """The engine decodes with this model as it must. Collective."""
+    if building.config.sampling.skip_rollout is None:  # else nothing may be sampled
+        check_decoding(building.rollout_engine, building.actor, building.strategy)
+
+
+# -- what they do ----------------------------------------------------------------------------------------------------
+
+
+def temporary_folder(strategy: DeepspeedStrategy) -> str:
+    """A folder that goes with rank 0's process. Collective."""
+    folder = None
+    if strategy.is_rank_0():
+        folder = tempfile.mkdtemp(prefix="lightppo-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return strategy.broadcast_object(folder)
+
+
+def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
+    """Prints what the run will need; refuses one whose weights and optimizer alone do not fit. Collective.
+
+    A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
+    """
+    from lightppo.preflight.budget import check_memory
+
+    machine, answer = _machine(strategy), None
+    if strategy.is_rank_0():
+        try:
+            answer = "\n".join(check_memory(config, machine))
+        except ConfigError as error:
+            answer = error
+        except Exception as error:  # of the model's own code, on a device that holds no data
+            answer = (
+                f"note: the memory of this run cannot be computed: {type(error).__name__}: {error}"
+            )
+    if isinstance(answer := strategy.broadcast_object(answer), ConfigError):
+        raise answer
+    strategy.print(answer)
+
+
+def _machine(strategy: DeepspeedStrategy) -> Machine:
+    """Where this run is."""
+    from lightppo.preflight.budget import Machine
+
+    device, ranks = strategy.device, strategy.world_size
+    is_gpu = device.type == "cuda"
+    size = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
+    per_node = ranks_on_node(ranks)
+    limit = None if is_gpu else host_bytes()
+    return Machine(ranks, is_gpu, per_node, size, limit, library_bytes(per_node))
+
+
+def check_disk_space(
+    config: OptionSet, parameters: dict[str, int], exported: int | None = None
+) -> None:
+    """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
+
+    Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
+
+    Args:
+        parameters: their number per part of a checkpoint (with LoRA those that train).
+        exported: their number in an export of the actor; ``None``: as many as in its checkpoint.
+    """
+    checkpoint = config.checkpoint
+    exports = (
+        checkpoint.hf_save_steps > 0
+        or checkpoint.hf_save_epochs
+        or checkpoint.hf_save_seconds
+        or config.evaluation.best_metric
+    )
+    saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
+    weight = 4 if compute_dtype(config) == "float32" else 2
+    state = export = 0
+    if saves and not checkpoint.disable_ds_ckpt:
+        state = sum(
+            n * (4 if part in ("ema", "reference") else weight + 12)
+            for part, n in parameters.items()
+        )
+    if (saves and checkpoint.save_hf_ckpt) or exports:
+        export = (parameters["actor"] if exported is None else exported) * weight
+    # One more than are kept: an old checkpoint goes only when the new one is whole.
+    needed = min(
+        (checkpoint.max_ckpt_num + 1) * (state + export),
+        checkpoint.max_ckpt_mem * 1e9 + state + export,
+    )
+    folder = local_folder(checkpoint.ckpt_path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(
+            f"--ckpt_path {checkpoint.ckpt_path}: {checkpoint.max_ckpt_num} checkpoints need about "
+            f"{durable.shown_size(needed)}, {durable.shown_size(free)} are free: lower "
+            "--max_ckpt_num or --max_ckpt_mem, or choose another disk"
+        )
+
+
+def in_the_way(root: Path, names: Iterable[str]) -> str | None:
+    """What keeps a run from writing its checkpoints here: a file in a folder's place, or the other way round."""
+    for folder in (root, *(root / f"_{name}" for name in names)):
+        if os.path.lexists(folder) and not folder.is_dir():
+            return f"{folder} is no folder, and checkpoints are to be written there: remove it"
+        if (folder / LATEST).is_dir():
+            return f"{folder / LATEST} is a folder, and must be a file with the name of the last checkpoint: remove it"
+    return None
+
+
+# -- the end of a dry run --------------------------------------------------------------------------------------------
+
+
+class DryRun(Callback):
+    """Says what the one step of a dry run has shown."""
+
+    def on_end(self, run: Any, error: BaseException | None) -> None:
+        if error is not None:
+            return
+        evaluates = run.only_evaluates
+        is_told = run.strategy.is_rank_0() and not evaluates
+        for line in after_step(run.config, run.tokenizer) if is_told else ():
+            run.strategy.print(line)
+        took = _cost(run) if is_told else "no step"
+        report_memory(run.strategy, f"dry run: {took}; nothing is kept; memory of rank 0")
+        if states := _optimizer_bytes(run.strategy):
+            run.strategy.print(
+                f"later steps need up to {durable.shown_size(states)} more: they hold Adam's states during their passes; "
+                "the first step creates these at its end"
+            )
+
+
+def _optimizer_bytes(strategy: Any) -> int:
+    """Of this rank's optimizer states where the models run."""
+    optimizers = [engine.optimizer for engine in strategy.trained_engines]
+    states = [getattr(one, "optimizer", one).state for one in optimizers]
+    tensors = [x for state in states for values in state.values() for x in values.values()]
+    device = strategy.device.type
+    return sum(x.nbytes for x in tensors if torch.is_tensor(x) and x.device.type == device)
+
+
+def dry_run(run: Any) -> DryRun | None:
+    """The callback of a run that is only tried."""
+    return None if run.keeps else DryRun()
+
+
+def report_memory(strategy: Any, prefix: str) -> dict[str, float]:
+    """Memory of this process in GiB, printed on rank 0, and its peak: allocated on a GPU, resident on a CPU."""
+    if strategy.device.type == "cuda":
+        sizes = {
+            "allocated": torch.cuda.memory_allocated(strategy.device),
+            "peak": torch.cuda.max_memory_allocated(strategy.device),
+        }
+    else:
+        sizes = {"resident": psutil.Process().memory_info().rss, "peak": peak_of_process()}
+    memory = {name: size / 2**30 for name, size in sizes.items()}
+    told = ", ".join(f"{name} {value:.2f} GiB" for name, value in memory.items())
+    strategy.print(f"{prefix}: {told}")
+    return memory
+
+
+def _cost(run: Any) -> str:
+    """What the step took."""
+    if isinstance(run.config, PPOConfig):
+        return dry_run_cost(run.config)
+    rows = [
+        json.loads(row)
+        for row in Path(run.config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
+    ]
+    loss = next(row["train/loss"] for row in rows if "train/loss" in row)
+    return f"one step of the {len(run.train_dataloader.dataset)} longest rows, loss {loss:.4f}"
+
+
+def dry_run_cost(config: PPOConfig) -> str:
+    """What the step of a dry run took."""
+    rollout = config.rollout
+    rows = map(
+        json.loads, Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
+    )
+    times = next(row for row in rows if "perf/time_step" in row)
+    names = ("rollout", "reward", "experience", "train", "sync")
+    parts = ", ".join(f"{name} {times[f'perf/time_{name}']:.1f}" for name in names)
+    samples = f"{rollout.rollout_batch_size} prompts × {rollout.n_samples_per_prompt} samples"
+    size = f"{samples}, ≤ {rollout.generate_max_len} tokens,"
+    return f"one step of {size} took {times['perf/time_step']:.1f} s ({parts})"

@@ -1,0 +1,149 @@
+"""Rewards from HTTP servers: POST ``{"query", "prompts", "labels"}``, get ``{"rewards", "scores"?, "extra_logs"?}``.
+
+All values are lists with one entry per sample; ``query`` is prompt + response.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
+from itertools import count, pairwise
+from typing import TYPE_CHECKING
+
+from lightppo.addresses import check_url
+from lightppo.config.reward_plan import is_file_alone
+from lightppo.data.records import Rollout
+from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
+from lightppo.http_client import HTTPClient, read_token
+from lightppo.ranks import Alone, Ranks
+from lightppo.rewards.function_calls import FunctionReward, function_source
+from lightppo.rewards.reward_calls import OnFailure, check_failure_options, join_outputs
+from lightppo.rewards.reward_source import (
+    RewardOutput,
+    RewardSource,
+    check_output,
+    output_from_result,
+)
+
+if TYPE_CHECKING:
+    from lightppo.rewards.registry import RewardRequest
+
+logger = logging.getLogger(__name__)
+
+
+def server_reward(request: RewardRequest) -> RewardSource:
+    """``--remote_rm_url``, servers or a Python file."""
+    reward = request.config.reward
+    if is_file_alone(reward.remote_rm_url):
+        options = request.options_of(FunctionReward)
+        return function_source(reward.remote_rm_url[0], "--remote_rm_url", options)
+    return RemoteReward(
+        reward.remote_rm_url,
+        timeout=reward.remote_rm_timeout,
+        retries=reward.remote_rm_retries,
+        token=read_token(env=reward.remote_rm_token_env),
+        ranks=request.ranks,
+        **request.options_of(RemoteReward),
+    )
+
+
+@dataclass(eq=False, repr=False)
+class RemoteReward:
+    """Splits the samples of all ranks over several servers of the same service and asks them in parallel.
+
+    A rank asks only the servers of its share: not each of many ranks asks each server for a sample or two.
+
+    Metrics per sample, with retries or ``on_reward_failure="unscored"``: ``failures`` (failed requests) and
+    ``timeouts``, each plus what the server itself sent under that name.
+    """
+
+    urls: Sequence[str]
+    _: KW_ONLY
+    timeout: float = 60.0  # seconds per request
+    retries: int = 3  # further tries after a failed request; see HTTPClient
+    # What a failed last try is: "error", or "unscored" samples. A refusal is always an error.
+    on_reward_failure: OnFailure = "error"
+    token: str | None = None  # sent as Authorization: Bearer …
+    sleep: Callable[[float], None] | None = None
+    name: str = "remote"
+    ranks: Ranks | None = None
+
+    def __post_init__(self) -> None:
+        if not self.urls:
+            raise ValueError("--remote_rm_url: no URL given")
+        for url in self.urls:
+            check_url(url)
+        check_failure_options(self.on_reward_failure)
+        options = {
+            "timeout": self.timeout,
+            "retries": self.retries,
+            "token": self.token,
+            "sleep": self.sleep,
+        }
+        self._calls = count()
+        self._servers = [HTTPClient(url, "reward server", **options) for url in self.urls]
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        """Scores the samples; the :class:`RewardError` names every server that gave no usable answer, and why."""
+        servers, size, ranks = len(self._servers), len(rollouts), self.ranks or Alone()
+        # As if the samples of all ranks, equally many, stood in one row: each server has the next equal part of it.
+        edges = [
+            size * ranks.world_size * i // servers - size * ranks.get_rank()
+            for i in range(servers + 1)
+        ]
+        parts = [rollouts[max(0, start) : max(0, stop)] for start, stop in pairwise(edges)]
+        # Calls take turns, so that a few finished samples at a time reach all servers, too.
+        turn = next(self._calls)
+        shares = [
+            (self._servers[(i + turn) % servers], part) for i, part in enumerate(parts) if part
+        ]
+        if not shares:
+            return RewardOutput([])
+        with ThreadPoolExecutor(len(shares), thread_name_prefix="reward") as pool:
+            answers = list(pool.map(self._ask, *zip(*shares)))
+        if errors := [answer for answer in answers if isinstance(answer, Exception)]:
+            alike = all(isinstance(error, NonFiniteRewardError) for error in errors)
+            raise (NonFiniteRewardError if alike else RewardError)("; ".join(map(str, errors)))
+        return join_outputs(answers)
+
+    def close(self) -> None:
+        """Ends waits between tries."""
+        for server in self._servers:
+            server.close()
+
+    def _ask(
+        self, server: HTTPClient, rollouts: list[Rollout]
+    ) -> RewardOutput | RequestError | NonFiniteRewardError:
+        """One server's answer about its share, or why there is none."""
+        samples = len(rollouts)
+        failures: list[RequestError] = []
+        body = {
+            "query": [rollout.prompt.text + rollout.response_text for rollout in rollouts],
+            "prompts": [rollout.prompt.text for rollout in rollouts],
+            "labels": [rollout.prompt.label for rollout in rollouts],
+        }
+
+        def read(result: dict) -> RewardOutput:
+            return check_output(output_from_result(result, samples, self.name), rollouts, self.name)
+
+        try:
+            output = server.post("", body, read, on_failure=failures.append)
+        except ValueError as error:
+            raise RewardError(f"{error}; labels must be text, numbers, lists or objects") from None
+        except RequestError as error:
+            if self.on_reward_failure == "error" or isinstance(error, RefusedError):
+                return (
+                    NonFiniteRewardError(str(error))
+                    if error.answer_error is NonFiniteRewardError
+                    else error
+                )
+            logger.warning("%s; its %d samples stay unscored", error, samples)
+            output = RewardOutput([None] * samples)
+        if self.retries or self.on_reward_failure == "unscored":
+            timeouts = sum(failure.timed_out for failure in failures)
+            for name, count in (("failures", len(failures)), ("timeouts", timeouts)):
+                sent = output.metrics.get(name, [None] * samples)
+                output.metrics[name] = [float(count) + (value or 0.0) for value in sent]
+        return output

@@ -1,0 +1,233 @@
+"""A reward source behind HTTP, for :class:`~lightppo.rewards.remote.RemoteReward`.
+
+``POST /get_reward`` (or ``/``) scores samples; ``GET /health`` says that the server is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
+from starlette.exceptions import HTTPException
+
+from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import RewardError
+from lightppo.http_client import check_bind, check_token, cleaned, secret_texts
+from lightppo.rewards.gate import Connections, Gate, GatedConnection
+from lightppo.rewards.reward_calls import in_daemon_thread
+from lightppo.rewards.reward_source import RewardSource, check_output, close_source
+
+logger = logging.getLogger(__name__)
+
+_CLIENT_GONE = 499  # only for the log, as the client has left
+
+
+class ScoreRequest(BaseModel):
+    """Samples to score; every list has one entry per sample."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    query: list[str]  # prompt + response; begins with its prompt
+    prompts: list[str]
+    labels: list[JsonValue] | None = None  # ground truth; None: no sample has one
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> ScoreRequest:
+        counts = [
+            len(self.query),
+            len(self.prompts),
+            len(self.query if self.labels is None else self.labels),
+        ]
+        if len(set(counts)) > 1:
+            raise ValueError(f"query, prompts and labels must be of the same length, got {counts}")
+        for i, (query, prompt) in enumerate(zip(self.query, self.prompts)):
+            if not query.startswith(prompt):
+                raise ValueError(f"query {i} does not begin with its prompt")
+        return self
+
+    def rollouts(self) -> list[Rollout]:
+        """The samples for a source: without ids, and every response counts as finished."""
+        labels = self.labels or [None] * len(self.query)
+        return [
+            Rollout(Prompt(prompt, [], label=label, index=i), 0, [], query[len(prompt) :], "stop")
+            for i, (query, prompt, label) in enumerate(zip(self.query, self.prompts, labels))
+        ]
+
+
+@dataclass(eq=False, repr=False)
+class RewardApp:
+    """Answers requests with the scores of one source; ``app`` is the FastAPI application."""
+
+    source: RewardSource  # gets samples with texts and labels, but without ids
+    _: KW_ONLY
+    token: str | None = None  # required as Authorization: Bearer …; None: everyone may ask
+    max_samples: int = 4096  # of one request
+    max_bytes: int = 64 << 20  # of one request
+    # Requests that the source scores at a time; above 1 the source must be thread-safe. Others wait, and are not scored
+    # if their client leaves meanwhile.
+    max_concurrent: int = 1
+    # connections that have not shown the token; the oldest gives way to a new one
+    max_strangers: int = 100
+    stranger_timeout: float = 10.0  # seconds for a connection to show the token
+    body_timeout: float = 60.0  # seconds for the rest of a request
+
+    def __post_init__(self) -> None:
+        for name in ("max_samples", "max_bytes", "max_concurrent", "max_strangers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.token is not None:
+            check_token(self.token, "token")
+        self._secrets = secret_texts(self.token)
+        self._turns = asyncio.Semaphore(self.max_concurrent)
+        self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
+        self.connections = Connections(self.max_strangers, self.stranger_timeout)
+        self.app.add_middleware(
+            Gate,
+            connections=self.connections,
+            key_of=self._key_of,
+            unknown="the bearer token is missing or wrong",
+            max_bytes=self.max_bytes,
+            too_long=f"the request is longer than --max_bytes {self.max_bytes}",
+            seconds=self.body_timeout,
+            error=_error,
+            open_paths=("/health",),
+        )
+        self.app.add_api_route("/health", self._health, methods=["GET"])
+        for path in ("/", "/get_reward"):
+            self.app.add_api_route(path, self._score, methods=["POST"], response_model=None)
+        self.app.add_exception_handler(RequestValidationError, _explain_request)
+        self.app.add_exception_handler(HTTPException, _explain_http)
+
+    def _key_of(self, headers: Mapping[bytes, bytes]) -> str | None:
+        if self.token is None:
+            return ""
+        shown = headers.get(b"authorization", b"")
+        return "" if hmac.compare_digest(shown, f"Bearer {self.token}".encode()) else None
+
+    async def _health(self) -> dict[str, str]:
+        return {"status": "ok", "source": self.source.name}
+
+    async def _score(self, body: ScoreRequest, request: Request) -> Response:
+        count, start = len(body.query), time.monotonic()
+        if count > self.max_samples:
+            return _error(
+                413, f"{count} samples in one request; --max_samples is {self.max_samples}"
+            )
+        try:
+            async with self._turns:
+                if await request.is_disconnected():
+                    logger.info("a client left before its %d samples were scored", count)
+                    return Response(status_code=_CLIENT_GONE)
+                answer = await asyncio.wrap_future(in_daemon_thread(self._answer, body))
+        except asyncio.CancelledError:  # the server ends and has waited long enough
+            logger.error("%d samples not scored: the server was ended", count)
+            return _error(503, "the server was ended before the samples were scored")
+        except RewardError as error:
+            text = cleaned(str(error), self._secrets)
+            logger.error("%d samples not scored: %s", count, text)
+            return _error(500, text)
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error))
+            for secret in self._secrets:
+                trace = trace.replace(secret, "***")
+            logger.error("%d samples not scored:\n%s", count, trace)
+            return _error(
+                500,
+                f"the reward source failed with {type(error).__name__}; the server's log says more",
+            )
+        logger.info("%d samples scored in %.2f s", count, time.monotonic() - start)
+        return JSONResponse(answer)
+
+    def _answer(self, body: ScoreRequest) -> dict[str, Any]:
+        rollouts, name = body.rollouts(), self.source.name
+        try:
+            output = check_output(self.source.score(rollouts), rollouts, name)
+        except Exception:
+            raise
+        except BaseException as error:
+            # A user's function that calls sys.exit(), for example, must not end the server.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        if output.token_scores is not None:
+            raise RewardError(
+                f"{name}: token scores cannot be served, as requests have no token ids"
+            )
+        metrics = dict(output.metrics)
+        further = {"scores": metrics.pop("score", None), "extra_logs": metrics | output.texts}
+        return {"rewards": output.scores} | {key: value for key, value in further.items() if value}
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> Any:
+        yield
+        close_source(self.source)
+
+
+def serve(
+    reward_app: RewardApp,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 5000,
+    shutdown_seconds: float = 10.0,
+    started: Callable[[str], None] = print,
+) -> None:
+    """Serves until SIGTERM or SIGINT; requests in progress have ``shutdown_seconds`` to end.
+
+    Args:
+        host: where to listen; other than loopback only with a token.
+        port: 0: any free port.
+        started: gets the URL once the port is open.
+    """
+    check_bind(host, reward_app.token is not None)
+    config = uvicorn.Config(
+        reward_app.app,
+        http=partial(GatedConnection, reward_app.connections),
+        ws="none",
+        access_log=False,  # it would show the query part of URLs
+        server_header=False,
+        log_config=None,
+        timeout_graceful_shutdown=max(1, round(shutdown_seconds)),
+    )
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(config.backlog)
+        shown = f"[{host}]" if ":" in host else host
+        started(f"http://{shown}:{listener.getsockname()[1]}/get_reward")
+        uvicorn.Server(config).run([listener])
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status)
+
+
+async def _explain_request(request: Request, error: Exception) -> JSONResponse:
+    """Says what is wrong with a request without quoting it: it may be long, or not for the log."""
+    assert isinstance(error, RequestValidationError)
+    parts = [
+        f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors()[:3]
+    ]
+    if "application/json" not in request.headers.get("content-type", ""):
+        parts = ["the request must be JSON, with Content-Type: application/json"]
+    logger.warning("a request was refused: %s", "; ".join(parts))
+    return _error(422, "; ".join(parts))
+
+
+async def _explain_http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    response = _error(error.status_code, str(error.detail))
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,309 @@
+"""The reward protocol and what holds for every source: how answers are read and checked.
+
+Strings and lists only, no tensors. A source is any object with ``name`` and ``score``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from lightppo.data.records import Rollout
+from lightppo.errors import NonFiniteRewardError, RewardError
+from lightppo.redaction import plain
+from lightppo.user_code import error_text
+
+# what a reward function gets by place; the rest of values_of by name
+POSITIONAL = ("queries", "prompts", "labels")
+
+
+@dataclass(slots=True)
+class RewardOutput:
+    """The answer of a source about n samples, in their order."""
+
+    scores: list[float | None]  # None: unscored; the sample leaves its group and the statistics
+    metrics: dict[str, list[float | None]] = field(default_factory=dict)  # logged as reward/<name>
+    # dense rewards: per sample one number per response token
+    token_scores: list[list[float] | None] | None = None
+    # kept in files; "pred": the answer that was found
+    texts: dict[str, list[str | None]] = field(default_factory=dict)
+
+
+@runtime_checkable
+class RewardSource(Protocol):
+    """Scores finished samples of one rank, possibly none; raises :class:`RewardError` if it cannot.
+
+    A source that acts on all ranks together has ``needs_all_ranks = True``; it is never called in another thread.
+    """
+
+    name: str
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput: ...
+
+
+class NoReward:
+    """Of a run that learns without rewards: nothing is added up, so every score is 0."""
+
+    name = "no reward"
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        return RewardOutput([0.0] * len(rollouts))
+
+
+class Scorer(Protocol):
+    """Scores finished samples while the engine still generates others; see ``lightppo.plugin.SCORERS``."""
+
+    def submit(self, rollouts: list[Rollout]) -> None:
+        """Has samples scored and returns at once."""
+
+    def collect(self) -> RewardOutput:
+        """Waits for all samples submitted since the last call, and writes their scores into them."""
+
+    def with_source(self, source: RewardSource) -> Scorer:
+        """Another one of the same kind, for another source."""
+
+    def close(self) -> None:
+        """Nothing more is submitted."""
+
+
+def values_of(rollout: Rollout) -> dict[str, Any]:
+    """What a reward function may ask for of a sample, by the names of its parameters."""
+    prompt = rollout.prompt
+    return {
+        "queries": prompt.text + rollout.response_text,
+        "prompts": prompt.text,
+        "labels": prompt.label,
+        "responses": rollout.response_text,
+        "finish_reasons": rollout.finish_reason,
+        "prompt_ids": prompt.token_ids,
+        "response_ids": rollout.response_ids,
+        "data_sources": prompt.data_source,
+        "extras": prompt.extra,
+    }
+
+
+def close_source(source: RewardSource) -> None:
+    """Ends the processes that a source has started, if it has a ``close``."""
+    getattr(source, "close", lambda: None)()
+
+
+def describe_sample(rollouts: Sequence[Rollout], position: int) -> str:
+    """Names a sample in an error text: place in the batch, prompt row, sample index, start of the prompt."""
+    rollout = rollouts[position]
+    prompt = shown(rollout.prompt.text, 80)
+    return f"sample {position} (prompt row {rollout.prompt.index}, sample_index {rollout.sample_index}, {prompt!r})"
+
+
+def shown(value: Any, chars: int = 300) -> str:
+    """The start of a value's text, for error texts."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except Exception as error:  # the value's own code
+        text = f"a {type(value).__name__} (no text: {error_text(error)})"
+    text = plain(text)
+    return text if len(text) <= chars else text[:chars] + "…"
+
+
+# --- answers
+
+
+def finite(value: Any) -> float | None:
+    """A finite number of Python or numpy, or a 0-d tensor, as a float; ``None`` for anything else, also for strings."""
+    number = _read_number(value)
+    return number if isinstance(number, float) and math.isfinite(number) else None
+
+
+def is_non_finite(value: Any) -> bool:
+    """Whether a value is a number, but NaN or infinite."""
+    number = _read_number(value)
+    return isinstance(number, float) and not math.isfinite(number)
+
+
+def reading_error(value: Any) -> str:
+    """What reading a value as a number raised, for error texts; empty if nothing."""
+    error = _read_number(value)
+    return f" (reading it raised {error_text(error)})" if isinstance(error, Exception) else ""
+
+
+def _read_number(value: Any) -> float | Exception | None:
+    """A number as a float, ``None`` for what is none, or what the value's own ``item`` or ``__float__`` raised."""
+    try:
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            value = value.item()
+        return float(value) if isinstance(value, (bool, int, float)) else None
+    except OverflowError:  # an int beyond float's range
+        return None
+    except Exception as error:  # code of the user
+        return error
+
+
+def check_output(
+    output: RewardOutput, rollouts: Sequence[Rollout], source_name: str
+) -> RewardOutput:
+    """The answer with plain Python floats; a :class:`RewardError` names source and sample of an unusable value.
+
+    It is a :class:`NonFiniteRewardError` where all that is wrong with the values are NaN and infinite numbers.
+    """
+    try:
+        return _checked_output(output, rollouts, source_name)
+    except RewardError:
+        raise
+    except Exception as error:  # the values' own code, such as a tensor's tolist
+        raise RewardError(
+            f"{source_name}: its answer cannot be read: {error_text(error)}"
+        ) from error
+
+
+def _checked_output(
+    output: RewardOutput, rollouts: Sequence[Rollout], source_name: str
+) -> RewardOutput:
+    if not isinstance(output, RewardOutput):
+        raise RewardError(
+            f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}"
+        )
+    metrics = {}
+    for name, values in output.metrics.items():
+        if not isinstance(name, str) or not name:
+            raise RewardError(
+                f"{source_name}: metric names must be non-empty strings, got {name!r}"
+            )
+        metrics[name] = _numbers(values, rollouts, source_name, f"metric {name!r}")
+    scores = _numbers(output.scores, rollouts, source_name, "score")
+    if (token_scores := output.token_scores) is not None:
+        token_scores = _token_numbers(token_scores, rollouts, source_name)
+    for name, texts in output.texts.items():
+        if len(texts) != len(rollouts) or not all(
+            text is None or isinstance(text, str) for text in texts
+        ):
+            raise RewardError(
+                f"{source_name}: {name!r} must be a text or None for each of {len(rollouts)} samples"
+            )
+    return RewardOutput(scores, metrics, token_scores, dict(output.texts))
+
+
+def score_rollouts(source: RewardSource, rollouts: list[Rollout]) -> RewardOutput:
+    """Scores samples and writes the checked answer into them; if that fails, no sample changes."""
+    output = check_output(source.score(rollouts), rollouts, source.name)
+    write_output(output, rollouts)
+    return output
+
+
+def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
+    """Writes a checked answer into its samples: ``reward``, ``token_rewards``, ``extras`` and ``texts``."""
+    for i, rollout in enumerate(rollouts):
+        rollout.reward = output.scores[i]
+        rollout.token_rewards = output.token_scores[i] if output.token_scores is not None else None
+        rollout.extras.update(
+            {name: values[i] for name, values in output.metrics.items() if values[i] is not None}
+        )
+        rollout.texts.update(
+            {name: texts[i] for name, texts in output.texts.items() if texts[i] is not None}
+        )
+
+
+_KEYS = {"rewards", "scores", "extra_logs", "token_scores"}  # of a dict that is an answer
+
+
+def output_from_result(result: Any, count: int, source_name: str) -> RewardOutput:
+    """Reads what reward functions and servers return: a list or tensor of ``count`` scores, or a dict.
+
+    Keys of the dict: ``rewards`` (required; used for training), ``scores`` (as many, kept as metric ``score``),
+    ``extra_logs`` (name → as many numbers or texts, or one number for the batch), ``token_scores`` (per sample one number
+    per response token). :func:`check_output` checks the values.
+    """
+    if not isinstance(result, Mapping):
+        return RewardOutput(_as_list(result, source_name, "the result"))
+    if result.get("rewards") is None or result.keys() - _KEYS:
+        raise RewardError(
+            f"{source_name}: the keys must be 'rewards' and, optionally, 'scores', 'extra_logs', 'token_scores'; "
+            f"got {[str(key) for key in result]}"
+        )
+    extra_logs = result.get("extra_logs") or {}
+    if not isinstance(extra_logs, Mapping):
+        raise RewardError(
+            f"{source_name}: 'extra_logs' must map names to numbers, got {type(extra_logs).__name__}"
+        )
+    metrics, texts, token_scores = {}, {}, result.get("token_scores")
+    if result.get("scores") is not None:
+        metrics["score"] = _as_list(result["scores"], source_name, "'scores'")
+        if "score" in extra_logs:
+            raise RewardError(
+                f"{source_name}: 'extra_logs' has a 'score', the name under which 'scores' are logged"
+            )
+    for name, values in extra_logs.items():
+        single = finite(values)
+        column = (
+            _as_list(values, source_name, f"extra_logs[{name!r}]")
+            if single is None
+            else [single] * count
+        )
+        (texts if any(isinstance(value, str) for value in column) else metrics)[name] = column
+    if token_scores is not None:
+        token_scores = _as_list(token_scores, source_name, "'token_scores'")
+    return RewardOutput(
+        _as_list(result["rewards"], source_name, "'rewards'"), metrics, token_scores, texts
+    )
+
+
+def _as_list(values: Any, source_name: str, what: str) -> list[Any]:
+    shape = getattr(values, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise RewardError(f"{source_name}: {what} must have shape (B,), got {tuple(shape)}")
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    if isinstance(values, (list, tuple)):
+        return list(values)
+    got = type(values).__name__
+    raise RewardError(
+        f"{source_name}: {what} must be a list or tensor with one number per sample, got {got}"
+    )
+
+
+def _numbers(
+    values: Any, rollouts: Sequence[Rollout], source_name: str, what: str
+) -> list[float | None]:
+    values = _as_list(values, source_name, f"{what}s")
+    if len(values) != len(rollouts):
+        raise RewardError(f"{source_name}: {len(values)} {what}s for {len(rollouts)} samples")
+    numbers = [finite(value) for value in values]
+    bad = [i for i, value in enumerate(values) if value is not None and numbers[i] is None]
+    if bad:
+        worst = next((i for i in bad if not is_non_finite(values[i])), bad[0])
+        raise (NonFiniteRewardError if is_non_finite(values[worst]) else RewardError)(
+            f"{source_name}: the {what} of {describe_sample(rollouts, worst)} is {_shown_number(values[worst])}; "
+            "it must be a finite number, or None for an unscored sample"
+        )
+    return numbers
+
+
+def _shown_number(value: Any) -> str:
+    return shown(repr(value) if isinstance(value, str) else value, 80) + reading_error(value)
+
+
+def _token_numbers(
+    rows: Any, rollouts: Sequence[Rollout], source_name: str
+) -> list[list[float] | None]:
+    if len(rows) != len(rollouts):
+        raise RewardError(
+            f"{source_name}: {len(rows)} rows of token scores for {len(rollouts)} samples"
+        )
+    checked: list[list[float] | None] = [None] * len(rows)
+    for i, row in enumerate(rows):
+        if row is None:
+            continue
+        checked[i] = numbers = [
+            finite(value) for value in _as_list(row, source_name, f"token scores of sample {i}")
+        ]
+        sample, length = describe_sample(rollouts, i), len(rollouts[i].response_ids)
+        if len(numbers) != length:
+            raise RewardError(
+                f"{source_name}: {len(numbers)} token scores for the {length} response tokens of {sample}"
+            )
+        if None in numbers:
+            place = numbers.index(None)
+            raise (NonFiniteRewardError if is_non_finite(row[place]) else RewardError)(
+                f"{source_name}: token score {place} of {sample} is {_shown_number(row[place])}; it must be a finite number"
+            )
+    return checked

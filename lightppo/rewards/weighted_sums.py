@@ -1,0 +1,182 @@
+"""One reward of several sources: weighted sums, for all samples or by a column of the data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightppo.config.reward_plan import ANY_ROUTE, names_in, reward_plan
+from lightppo.data.records import Rollout
+from lightppo.errors import ConfigError, NonFiniteRewardError, RewardError
+from lightppo.rewards.registry import RewardRequest, source_named
+from lightppo.rewards.reward_source import (
+    RewardOutput,
+    RewardSource,
+    check_output,
+    close_source,
+    describe_sample,
+    finite,
+    shown,
+)
+
+Routes = Mapping[str, Sequence[tuple[RewardSource, float]]]  # route → sources and their weights
+
+
+def sum_of(request: RewardRequest) -> RewardSource | None:
+    """For ``lightppo.plugin.REWARD_SUMS``: the source of ``--reward_source`` or ``--reward_routes``."""
+    plan = reward_plan(request.config)
+    if plan is None:
+        return None
+    made = {name: source_named(name, request) for name in names_in(plan)}
+    routes = {
+        route: [(made[name], weight) for name, weight in weights.items()]
+        for route, weights in plan.items()
+    }
+    if list(routes) != [ANY_ROUTE]:
+        return RoutedReward(routes, by=request.config.verifier.reward_routes_by)
+    if list(plan[ANY_ROUTE].values()) == [1.0]:
+        return routes[ANY_ROUTE][0][0]
+    return CombinedReward(dict(routes[ANY_ROUTE]))
+
+
+def check_routes(building: Any) -> None:
+    """ConfigError where ``--reward_routes_by`` is no column of the prompts."""
+    flat = building.config.flat()
+    data = {"--prompt_data": building.rows.get("prompt_data"), "--eval_data": building.held_out}
+    for flag, prompts in data.items() if flat.get("reward_routes") else ():
+        columns = [] if prompts is None else prompts.dataset.column_names
+        if columns and (by := flat["reward_routes_by"]) not in ("label", "data_source", *columns):
+            raise ConfigError(
+                f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {columns}"
+            )
+
+
+class RoutedReward:
+    """Weighted sums of sources, by a column of the data: Σ weight · score over the sources of the sample's route.
+
+    If one source of its route leaves a sample unscored, the sample is unscored. Token scores are added with the same
+    weights. Each source's own score is metric ``<name>`` and its metrics are ``<name>/<metric>``, ``None`` for samples
+    of other routes; ``failures`` and ``timeouts`` are also added up. Every ``score`` calls each source once, also
+    without samples, in the order of the routes: a reward model under ZeRO-3 acts on all ranks together.
+
+    Args:
+        routes: value of the column → (source, weight) pairs; ``"*"`` takes the samples without a route of their own.
+        by: ``"data_source"``, ``"label"`` or a column of the data: a string, or a number as Python writes it.
+    """
+
+    def __init__(self, routes: Routes, *, by: str = "data_source", name: str = "routed") -> None:
+        if not routes or not all(routes.values()):
+            raise ValueError(f"{name}: every route needs at least one source")
+        # By identity, because a source need not be hashable.
+        plan: dict[int, tuple[RewardSource, dict[str, float]]] = {}
+        for route, pairs in routes.items():
+            for source, weight in pairs:
+                weights = plan.setdefault(id(source), (source, {}))[1]
+                if finite(weight) is None:
+                    raise ValueError(
+                        f"{name}: the weight of {source.name} must be a finite number, got {weight!r}"
+                    )
+                if route in weights:
+                    raise ValueError(f"{name}: {source.name} is twice on the route {route!r}")
+                weights[route] = float(weight)
+        self._plan = list(plan.values())
+        twice = [
+            name
+            for name, count in Counter(source.name for source, _ in self._plan).items()
+            if count > 1
+        ]
+        if twice:
+            raise ValueError(
+                f"{name}: several sources are named {', '.join(sorted(twice))}; give each its own name"
+            )
+        self.name = name
+        self.by = by
+        self._routes = list(routes)
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether one of the sources acts on all ranks together."""
+        return any(getattr(source, "needs_all_ranks", False) for source, _ in self._plan)
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        """Scores with every source, even if an earlier source left a sample unscored."""
+        samples = len(rollouts)
+        routes = [self._route(rollouts, i) for i in range(samples)]
+        totals: list[float | None] = [0.0] * samples
+        token_totals: list[list[float] | None] = [None] * samples
+        metrics: dict[str, list[float | None]] = {}
+        texts: dict[str, list[str | None]] = {}
+        # Raised at the end, because other ranks may wait in the next source.
+        non_finite: NonFiniteRewardError | None = None
+        for source, weights in self._plan:
+            places = [i for i, route in enumerate(routes) if route in weights]
+            share = [rollouts[i] for i in places]
+            try:
+                output = check_output(source.score(share), share, source.name)
+            except NonFiniteRewardError as error:
+                non_finite = error
+                continue
+            own = {source.name: output.scores} | {
+                f"{source.name}/{m}": v for m, v in output.metrics.items()
+            }
+            for kept, columns in (
+                (metrics, own),
+                (texts, {f"{source.name}/{t}": v for t, v in output.texts.items()}),
+            ):
+                for key, values in columns.items():
+                    of_place = dict(zip(places, values))
+                    kept[key] = [of_place.get(i) for i in range(samples)]
+            for i, score, row in zip(
+                places, output.scores, output.token_scores or [None] * len(places)
+            ):
+                weight, total = weights[routes[i]], totals[i]
+                totals[i] = None if total is None or score is None else total + weight * score
+                if row is not None:
+                    before = token_totals[i] or [0.0] * len(row)
+                    token_totals[i] = [a + weight * b for a, b in zip(before, row)]
+        if non_finite is not None:
+            raise non_finite
+        for count in ("failures", "timeouts"):
+            parts = [
+                metrics[key]
+                for source, _ in self._plan
+                if (key := f"{source.name}/{count}") in metrics
+            ]
+            if parts:
+                metrics[count] = [
+                    sum(value for value in row if value is not None) for row in zip(*parts)
+                ]
+        dense = any(row is not None for row in token_totals)
+        return RewardOutput(totals, metrics, token_totals if dense else None, texts)
+
+    def close(self) -> None:
+        """Ends what the sources have started."""
+        for source, _ in self._plan:
+            close_source(source)
+
+    def _route(self, rollouts: Sequence[Rollout], i: int) -> str:
+        prompt = rollouts[i].prompt
+        value = (
+            getattr(prompt, self.by)
+            if self.by in ("data_source", "label")
+            else prompt.extra.get(self.by)
+        )
+        key = value if isinstance(value, str) else repr(value)
+        if key in self._routes:
+            return key
+        if ANY_ROUTE in self._routes:
+            return ANY_ROUTE
+        raise RewardError(
+            f"{self.name}: no reward source for the {self.by.replace('_', ' ')} {shown(key)!r} of "
+            f"{describe_sample(rollouts, i)}; there are {', '.join(map(repr, self._routes))}. Add it, or "
+            f"{ANY_ROUTE!r} for all others"
+        )
+
+
+class CombinedReward(RoutedReward):
+    """Weighted sum of sources (source → weight), the same for all samples; see :class:`RoutedReward`."""
+
+    def __init__(self, sources: Mapping[RewardSource, float], name: str = "combined") -> None:
+        super().__init__({ANY_ROUTE: list(sources.items())}, name=name)
+        self.sources = dict(sources)

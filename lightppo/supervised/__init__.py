@@ -1,0 +1,1 @@
+"""Training on data: SFT, reward models, DPO."""

@@ -1,0 +1,327 @@
+"""What ``trainer.supervised`` learns: demonstrations (``sft``), a reward (``rm``), or a policy (``dpo``) from pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightppo.algorithms.lm_loss import IGNORE_INDEX, GPTLMLoss, pretrain_loss
+from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
+from lightppo.algorithms.preference_losses import PREFERENCE_LOSSES
+from lightppo.algorithms.preferences import answer_log_probs, bradley_terry_loss, pair_mean
+from lightppo.config.supervised_options import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from lightppo.data.examples import SFTDataset
+from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.files import stage_to_local
+from lightppo.models.actor import Actor
+from lightppo.models.critic import ROWS_ENTRY, NewRewardModel
+from lightppo.models.loading import value_head
+from lightppo.models.wrapper import on_cpu, to_device
+from lightppo.ranks import heartbeat, level
+from lightppo.supervised.pairs import PairDataset, ReferencedPairs
+from lightppo.trainer.build import loading_options
+from lightppo.zero3 import find_hf_model
+
+FULL = 0.9  # of padded rows: attention over each row alone takes longer than so little padding
+Batch = dict[str, Tensor]
+Metrics = dict[str, Tensor]
+
+
+class Objective:
+    """Base of the objectives: a model, a data set, and the loss of a micro batch. To add one, override all of these.
+
+    The loop calls, in this order: ``build_dataset`` for training and held-out rows; ``build_model``; after
+    ``strategy.prepare``, ``attach``; for each micro batch ``count`` and ``loss``; before a model is saved, ``finish``.
+
+    Args:
+        config: resolved.
+        strategy: with the process group up.
+    """
+
+    config_class: ClassVar[type[SupervisedConfig]]
+    unit: ClassVar[str]  # what the loss is a mean over, as the metric that counts it: tokens, pairs
+    next: ClassVar[str]  # what to do with the saved model, with {path} in it
+    shares_prompts = True  # packed rows with equal prompts run it once
+
+    def __init__(self, config: Any, strategy: DeepspeedStrategy) -> None:
+        self.config, self.strategy = config, strategy
+
+    def build_dataset(self, rows: Any, tokenizer: Any) -> Any:
+        """Rows checked and tokenised, with ``collate_fn`` for micro batches and a ``report``."""
+        raise NotImplementedError
+
+    def build_model(self) -> Any:
+        """The model that trains, loaded for training, without adapters, not yet in an engine."""
+        raise NotImplementedError
+
+    def attach(self, model: Any) -> list[Any]:
+        """Take the prepared model, and make further, frozen ones; returns all models, which pack together or not."""
+        return [model]
+
+    def gains_by_packing(self, rows: Any) -> bool:
+        """Whether ``--packing_samples`` None tries it: it spares padding, and prompts that rows share."""
+        return True
+
+    def begin(self, model: Any, datasets: Iterable[Any]) -> None:
+        """Before the first step and before a checkpoint is loaded: the prepared model is as --pretrain. Collective.
+
+        ``datasets``: those of :meth:`build_dataset` that the run uses.
+        """
+
+    def count(self, batch: Batch) -> int:
+        """How many the loss of this micro batch is a sum over, in ``unit``."""
+        raise NotImplementedError
+
+    def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
+        """This micro batch's share of the mean over the ``total`` of the optimizer step on ``dp_size`` ranks, see
+        :func:`~lightppo.algorithms.masking.aggregate_loss`; and of further means over the same, without gradient.
+
+        The same for training and evaluation: ``train/<name>`` and ``eval/<name>``.
+        """
+        raise NotImplementedError
+
+    def kept(self, model: Any) -> dict[str, Any]:
+        """Of the model's config, what a checkpoint must have: it has weights, and no config."""
+        return {}
+
+    def finish(self, model: Any, batches: Iterator[tuple[Batch, bool]]) -> None:
+        """With all rows after an evaluation, and of training at the end; see ``HeldOut.batches``. Collective."""
+
+    def _loading(self) -> dict[str, Any]:
+        """Options of the model that trains."""
+        loaded = loading_options(self.config) | {"ds_config": self.strategy.get_ds_train_config()}
+        return loaded | {"dtype": self.strategy.dtype}
+
+    def _dataset_options(self) -> dict[str, Any]:
+        data = self.config.data
+        names = (
+            "input_key",
+            "input_template",
+            "apply_chat_template",
+            "system_prompt",
+            "chat_template_kwargs",
+            "truncation",
+            "on_bad_row",
+        )
+        names += tuple(
+            name
+            for name in ("output_key", "multiturn", "chosen_key", "rejected_key")
+            if hasattr(data, name)
+        )
+        return {name: getattr(data, name) for name in names} | {
+            "num_workers": data.data_num_workers,
+            "ranks": self.strategy,
+        }
+
+
+class SFT(Objective):
+    """Cross entropy of completions."""
+
+    config_class = SFTConfig
+    unit = "tokens"
+    shares_prompts = False
+    next = "lightppo ppo --pretrain {path} --prompt_data FILE --reward_fn FILE.py"
+
+    def __init__(self, config: SFTConfig, strategy: DeepspeedStrategy) -> None:
+        super().__init__(config, strategy)
+        self.loss_fn = GPTLMLoss()
+
+    def build_dataset(self, rows: Any, tokenizer: Any) -> SFTDataset:
+        return SFTDataset(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
+
+    def build_model(self) -> Actor:
+        return Actor(stage_to_local(self.config.model.pretrain), **self._loading())
+
+    def gains_by_packing(self, rows: SFTDataset) -> bool:
+        return rows.lengths.mean() < FULL * rows.lengths.max()
+
+    def count(self, batch: Batch) -> int:
+        return self.loss_fn.num_tokens(batch["labels"])
+
+    def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
+        if not model.layout.packs:
+            return pretrain_loss(model, batch, self.loss_fn, total, dp_size), {}
+        labels = batch["labels"][:, 1:]  # (B, S-1)
+        first = int((on_cpu(batch["labels"])[:, 1:] != IGNORE_INDEX).any(0).long().argmax())
+        labels = labels[:, first:]  # (B, A)
+        log_probs = model(batch["input_ids"], labels.shape[1], batch["attention_mask"])  # (B, A)
+        normalizer = LossNormalizer(total, sequences=0, dp_size=dp_size)
+        return aggregate_loss(-log_probs, labels != IGNORE_INDEX, "token-mean", normalizer), {}
+
+
+class RewardModelling(Objective):
+    """The Bradley-Terry loss of pairs; accuracy, margin and rewards are of scores, without the rows' own margins."""
+
+    config_class = RMConfig
+    unit = "pairs"
+    next = "lightppo ppo --reward_pretrain {path} --normalize_reward --pretrain MODEL --prompt_data FILE"
+    uses_margins = True  # where the rows have some
+
+    def build_dataset(self, rows: Any, tokenizer: Any) -> PairDataset:
+        data = self.config.data
+        return PairDataset(
+            rows, tokenizer, data.max_len, data.margin_key, **self._dataset_options()
+        )
+
+    def build_model(self) -> NewRewardModel:
+        model = self.config.model
+        return NewRewardModel(
+            stage_to_local(model.pretrain),
+            value_head_prefix=model.value_head_prefix,
+            flag="--pretrain",
+            **self._loading(),
+        )
+
+    def attach(self, model: Any) -> list[Any]:
+        head, _ = value_head(find_hf_model(model)[0])
+        self.next += f" --value_head_prefix {head}" * (head != "score")
+        return [model]
+
+    def begin(self, model: Any, datasets: Iterable[PairDataset]) -> None:
+        """The model's config says how its rows are written: scores of other rows would be of another kind."""
+        rows = next(iter(datasets))
+        rows.row_form.keep(find_hf_model(model)[0].config)
+
+    def kept(self, model: Any) -> dict[str, Any]:
+        return {ROWS_ENTRY: getattr(find_hf_model(model)[0].config, ROWS_ENTRY, None)}
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["sequences"]) // 2
+
+    def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
+        mean = partial(pair_mean, pairs=total, dp_size=dp_size)
+        chosen, rejected = self._scores(model, batch)
+        margin = batch.get("margin") if self.uses_margins else None
+        loss, lead = bradley_terry_loss(chosen, rejected, margin), chosen - rejected
+        metrics = {"accuracy": (lead > 0).float(), "margin": lead}
+        metrics |= {"chosen_reward": chosen, "rejected_reward": rejected}
+        return mean(loss), {name: mean(values.detach()) for name, values in metrics.items()}
+
+    @torch.no_grad()
+    def finish(self, model: Any, batches: Iterator[tuple[Batch, bool]]) -> None:
+        """Mean and standard deviation of all scores go into the model's config, for ``--normalize_reward``."""
+        found = [(torch.cat(self._scores(model, batch)), counts) for batch, counts in batches]
+        scores = self.strategy.all_gather(
+            torch.cat([x if counts else x[:0] for x, counts in found]).double()
+        )
+        config, std = find_hf_model(model)[0].config, scores.std(unbiased=False).item()
+        if std > 0:  # else the model tells no answer from another
+            config.mean, config.std = scores.mean().item(), std
+
+    @staticmethod
+    def _scores(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of the chosen and the rejected answers, (B,) each, from one pass."""
+        return model(
+            batch["sequences"], batch["attention_mask"], batch["action_mask"].shape[1]
+        ).chunk(2)
+
+
+class DPO(Objective):
+    """Pairs without a reward model: the model shall prefer the chosen answers by more than it did at its start.
+
+    What it thought of them at its start, the reference's log probs, is computed once, before the first step: no second
+    model is in memory, whatever the ZeRO stage, and fresh adapters change nothing. A resumed run computes it again.
+    ``--ref_pretrain`` is a second model, until then.
+    """
+
+    config_class = DPOConfig
+    unit = "pairs"
+    next = "lightppo eval --pretrain {path} --eval_data FILE --reward_fn FILE.py"
+    # The weight of the chosen answers' mean negative log prob per token in the loss.
+    nll_loss_coef = 0.0
+
+    def __init__(self, config: DPOConfig, strategy: DeepspeedStrategy) -> None:
+        super().__init__(config, strategy)
+        preference = config.preference
+        entry = PREFERENCE_LOSSES.find(preference.preference_loss)
+        self.loss_fn = partial(
+            entry.fn,
+            beta=preference.beta,
+            **{name: getattr(preference, name) for name in entry.defaults},
+        )
+        self.reference: Actor | None = None
+
+    def build_dataset(self, rows: Any, tokenizer: Any) -> ReferencedPairs:
+        return ReferencedPairs(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
+
+    def build_model(self) -> Actor:
+        return Actor(stage_to_local(self.config.model.pretrain), **self._loading())
+
+    def attach(self, model: Any) -> list[Any]:
+        named = self.config.model
+        if named.ref_pretrain in (None, named.pretrain):
+            return [model]
+        options = self._loading() | {
+            "ds_config": self.strategy.get_ds_eval_config(),
+            "init_from_scratch": False,
+        }
+        self.reference = self.strategy.prepare(
+            Actor(stage_to_local(named.ref_pretrain), flag="--ref_pretrain", **options)
+        )
+        return [model, self.reference]
+
+    @torch.no_grad()
+    def begin(self, model: Any, datasets: Iterable[Any]) -> None:
+        ranks, size = self.strategy, self.config.training.micro_train_batch_size
+        model, self.reference = self.reference or model, None
+        model.eval()
+        for dataset in datasets:
+            found = torch.zeros(len(dataset), 2, device=ranks.device)
+            with heartbeat.during("reference"):
+                for rows, batch in shared_rows(dataset, ranks, size):
+                    log_probs = self._token_log_probs(model, batch)
+                    found[rows] = self._of_answers(log_probs, batch)[: len(rows)]
+                    heartbeat.beat()
+            dataset.reference = ranks.all_reduce(found, op="sum").cpu()
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["sequences"]) // 2
+
+    def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
+        mean = partial(pair_mean, pairs=total, dp_size=dp_size)
+        of_tokens = self._token_log_probs(model, batch)  # (2B, A)
+        log_probs = self._of_answers(of_tokens, batch)  # (B, 2)
+        change = log_probs - batch.get("reference", log_probs.detach())  # (B, 2)
+        lead = change[:, 0] - change[:, 1]  # (B,)
+        rewards = self.config.preference.beta * change.detach()
+        metrics = {"accuracy": (lead > 0).float(), "margin": rewards[:, 0] - rewards[:, 1]}
+        for i, name in enumerate(("chosen", "rejected")):
+            metrics |= {
+                f"{name}_reward": rewards[:, i],
+                f"{name}_log_prob": log_probs[:, i].detach(),
+            }
+        pair_loss = self.loss_fn(lead)
+        if self.nll_loss_coef:
+            # (B,), of the chosen
+            nll = -answer_log_probs(of_tokens, batch["action_mask"], mean=True)[: len(lead)]
+            pair_loss, metrics["nll_loss"] = pair_loss + self.nll_loss_coef * nll, nll.detach()
+        return mean(pair_loss), {name: mean(values) for name, values in metrics.items()}
+
+    @staticmethod
+    def _token_log_probs(model: Any, batch: Batch) -> Tensor:
+        # (2B, A)
+        return model(batch["sequences"], batch["action_mask"].shape[1], batch["attention_mask"])
+
+    def _of_answers(self, log_probs: Tensor, batch: Batch) -> Tensor:
+        """(B, 2): of the chosen and the rejected answer of each pair."""
+        mean = self.config.preference.average_log_probs
+        return answer_log_probs(log_probs, batch["action_mask"], mean).view(2, -1).T
+
+
+def shared_rows(dataset: Any, ranks: DeepspeedStrategy, size: int) -> Iterator[tuple]:
+    """This rank's micro batches, each row once over all ranks: positions, batch.
+
+    Ranks take equally many: a filler has no positions.
+    """
+    mine = range(ranks.get_rank(), len(dataset), ranks.world_size)
+    parts = [list(mine[i : i + size]) for i in range(0, len(mine), size)]
+    for part in level(parts, ranks, list):
+        batch = dataset.collate_fn([dataset[i] for i in part or [0]])
+        yield part, {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}
+
+
+OBJECTIVES: tuple[type[Objective], ...] = (SFT, RewardModelling, DPO)

@@ -1,0 +1,374 @@
+"""Training on data: the one trainer under ``lightppo sft``, ``rm`` and ``dpo``. What it learns is an ``Objective``."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightppo.callbacks import Callback, load_callbacks
+from lightppo.checkpoint.run_checkpointer import RunCheckpointer
+from lightppo.config.supervised_options import SupervisedConfig
+from lightppo.data.examples import SFTDataset
+from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.logging.phase_timer import PhaseTimer
+from lightppo.logging.speeds import perf_metrics
+from lightppo.logging.step_metrics import checked_status
+from lightppo.models import loading
+from lightppo.models.packing.settle import settle_packing
+from lightppo.models.wrapper import prepare_model, to_device
+from lightppo.plugin import ROWS
+from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
+from lightppo.trainer import build as building
+from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
+from lightppo.zero3 import parameter_count
+
+T = TypeVar("T")
+
+
+class HeldOut:
+    """Evaluation on rows that are not trained on: the means of the objective over all of them.
+
+    Args:
+        dataset: the same on every rank; ranks share its rows.
+    """
+
+    def __init__(
+        self, objective: Objective, model: Any, dataset: Any, micro_batch_size: int
+    ) -> None:
+        self.objective, self.model, self.dataset, self.size = (
+            objective,
+            model,
+            dataset,
+            micro_batch_size,
+        )
+        self.strategy = objective.strategy
+
+    def batches(self) -> Iterator[tuple[Batch, bool]]:
+        """This rank's micro batches, each row once over all ranks; False: a filler, as ranks take equally many."""
+        for rows, batch in shared_rows(self.dataset, self.strategy, self.size):
+            yield batch, bool(rows)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, float]:
+        """``eval/loss``, further means and their count, the same on every rank. Collective."""
+        sums, objective, ranks = Counter(), self.objective, self.strategy
+        self.model.eval()
+        for batch, counts in self.batches():
+            loss, metrics = objective.loss(self.model, batch, 1.0, ranks.world_size)
+            count = {objective.unit: float(objective.count(batch)) * ranks.world_size}
+            for name, value in ({"loss": loss} | metrics | count).items():
+                sums[name] += float(value) * counts
+        means = ranks.all_reduce(dict(sums), op="mean")
+        total = means.pop(objective.unit)
+        objective.finish(self.model, self.batches())
+        return {f"eval/{name}": x / total for name, x in means.items()} | {
+            f"eval/{objective.unit}": total
+        }
+
+
+def prompt_flags(data: Any, dataset: Any) -> str:
+    """The options by which another command renders prompts as these rows were; rows that are chats need none here."""
+    flags = ""
+    are_chats = isinstance(dataset, SFTDataset) and dataset.examples(0)[0].prompt.messages
+    if data.apply_chat_template or are_chats:
+        flags += " --apply_chat_template"
+    for name in ("input_template", "system_prompt", "chat_template_kwargs"):
+        if (value := getattr(data, name)) is not None:
+            flags += f" --{name} {shlex.quote(value)}"
+    return flags
+
+
+class SupervisedTrainer(TrainingLoop):
+    """Trains a model on the batches of an objective.
+
+    The loss is a mean over the whole optimizer step, over all ranks and micro batches, so that it does not depend on
+    how the step is cut into micro batches. ``from_config(config).fit()`` builds everything; a script may bring parts.
+
+    Args:
+        model: prepared, with ``optim`` and ``scheduler``.
+        train_dataloader: this rank's micro batches, from ``strategy.setup_dataloader``. The last step of an epoch has
+            what is left: no row is dropped.
+        config: resolved.
+        evaluator: of held-out rows, or ``None``.
+        more: arguments of :class:`lightppo.trainer.loop.TrainingLoop`.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        model: Any,
+        optim: torch.optim.Optimizer,
+        scheduler: Any,
+        train_dataloader: DataLoader,
+        *,
+        config: SupervisedConfig,
+        tokenizer: Any,
+        evaluator: HeldOut | None = None,
+        **more: Any,
+    ) -> None:
+        self.objective, self.model, self.optim, self.scheduler = objective, model, optim, scheduler
+        self.train_dataloader, self.tokens = train_dataloader, 0.0
+        self.status: dict[str, float] = {}  # metrics of the last step
+        strategy, checkpoint = objective.strategy, config.checkpoint
+        state = TrainerState()
+        super().__init__(
+            config,
+            strategy,
+            tokenizer,
+            RunCheckpointer(strategy, checkpoint, {"actor": model}, tokenizer),
+            SkippedSteps(state, strategy),
+            state=state,
+            timer=PhaseTimer(),
+            evaluator=evaluator,
+            **more,
+        )
+
+    @classmethod
+    def from_config(cls, config: SupervisedConfig, callbacks: Iterable[Callback] = ()) -> Self:
+        """Build everything, and resume if there is something to resume. Collective."""
+        trainer = build(config, cls, callbacks)
+        trainer.resume()
+        return trainer
+
+    @classmethod
+    def of_parts(cls, *parts: Any, **named: Any) -> Self:
+        """Made of what ``build`` built: a subclass may have a constructor of its own."""
+        return cls(*parts, **named)
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def fit(self) -> dict[str, float]:
+        """Train, evaluate, save; returns the metrics of the last step, see :meth:`training_step`. Collective."""
+        if self.is_complete():
+            self.tell_complete()
+            return self.status
+        with self.running():
+            for step, (micro_batches, is_last) in self.steps():
+                epoch = float(self.state.episode)
+                with self.timer("step"), self.callbacks.around_step(self, step):
+                    self.status = {**self.training_step(micro_batches), "train/epoch": epoch}
+                self.skipped.end_step()
+                self.state.finish_step(self.config.training.train_batch_size, is_last)
+                if self.finish_step(step, self.status):
+                    break
+            self.finish()
+        return self.status
+
+    def training_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
+        """One optimizer step. Collective; every rank has the same number of micro batches.
+
+        Returns:
+            Over all ranks: ``train/loss`` and the objective's means, ``train/<unit>`` counted, ``train/grad_norm``
+            before clipping, ``train/lr`` of this step, and ``train/skipped``, 1 where a gradient that is not finite
+            made all ranks skip the step; with --fp16 also ``train/overflow`` and ``train/loss_scale``.
+        """
+        objective, ranks, lr = self.objective, self.strategy, self.optim.param_groups[0]["lr"]
+        counts = {"total": sum(map(objective.count, micro_batches))}
+        counts["tokens"] = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
+        counts = ranks.all_reduce({name: float(count) for name, count in counts.items()}, op="sum")
+        sums, found = Counter(loss=0.0), []
+        self.model.train()
+        self.skipped.begin(micro_batches)
+        with self.timer("train"):
+            for batch in micro_batches:
+                batch = {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}
+                loss, metrics = objective.loss(self.model, batch, counts["total"], ranks.world_size)
+                ranks.backward(loss, self.model, self.optim)
+                found.append({"loss": loss.detach()} | metrics)
+            outcome = ranks.optimizer_step(self.optim, self.model, self.scheduler, name="model")
+            for metrics in found:  # only now, so that no micro batch waits for a GPU
+                sums.update(checked_status(metrics))
+        self.skipped.add("model", outcome.skipped, outcome.overflow)
+        means = ranks.all_reduce(dict(sums), op="mean")
+        self.tokens = counts["tokens"]
+        return (
+            {f"train/{name}": means[name] for name in sums}
+            | {
+                "train/grad_norm": outcome.grad_norm,
+                "train/lr": lr,
+                f"train/{objective.unit}": counts["total"],
+            }
+            | {f"train/{name}": value for name, value in outcome.metrics().items()}
+        )
+
+    def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
+        seconds = self.timer.reset()
+        speed = perf_metrics(
+            seconds,
+            {"samples": 1.0, "total_length": self.tokens},
+            epochs={"train": 1},
+            world_size=self.strategy.world_size,
+            parameters=parameter_count(self.model),
+            peak_tflops=self.config.logging.peak_tflops,
+        )
+        return super().finish_step(step, dict(status) | seconds | speed)
+
+    def episode_steps(self) -> Iterator[tuple[list[Batch], bool]]:
+        """The micro batches of each optimizer step of an epoch, and whether they are the last ones."""
+        state, size = self.state, self.strategy.accumulated_gradient
+        self.train_dataloader.sampler.set_epoch(state.episode, state.consumed_prompts)
+        left, batches = len(self.train_dataloader), iter(self.train_dataloader)
+        while left:
+            micro_batches = list(itertools.islice(batches, size))
+            left -= len(micro_batches)
+            yield micro_batches, left == 0
+
+    def client_state(self) -> dict[str, Any]:
+        return super().client_state() | self.objective.kept(self.model)
+
+    def count_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        limit = self.config.training.benchmark_steps
+        total = schedule_steps(self.config, self.train_dataloader, self.strategy)
+        return total if limit is None else min(total, limit)
+
+    def limits(self) -> dict[str, tuple[int, int | None]]:
+        training, state = self.config.training, self.state
+        epochs = training.num_epochs or (1 if training.max_steps is None else None)
+        return {
+            "num_epochs": (state.episode, epochs),
+            "max_steps": (state.global_step, training.max_steps),
+            "benchmark_steps": (state.global_step, training.benchmark_steps),
+        }
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        super().finish()
+        if self.keeps:
+            path = self.config.checkpoint.save_path
+            flags = prompt_flags(self.config.data, self.train_dataloader.dataset)
+            self.strategy.print(f"next: {self.objective.next.format(path=path)}{flags}")
+
+    def save_model(self) -> None:
+        """The model at ``save_path``, with what the objective finds out of it at the end. Collective."""
+        self.model.eval()
+        size = self.config.training.micro_train_batch_size
+        rows = HeldOut(self.objective, self.model, self.train_dataloader.dataset, size)
+        self.objective.finish(self.model, rows.batches())
+        self.strategy.save_model(
+            self.model,
+            self.tokenizer,
+            self.config.checkpoint.save_path,
+            step=self.state.global_step,
+        )
+
+    def write_batch(
+        self, path: Path, batch: Sequence[Batch], facts: Mapping[str, Any]
+    ) -> Mapping[str, int]:
+        """Keep this rank's micro batches of a step whose gradient is not finite."""
+        texts = [
+            self.tokenizer.batch_decode(part.get("sequences", part.get("input_ids")))
+            for part in batch
+        ]
+        torch.save({"micro_batches": list(batch), "texts": texts, "facts": dict(facts)}, path)
+        return {}
+
+    def run_again(self, folder: str, batch: str) -> str:
+        """How to train on a batch that was kept."""
+        return f"To train on the batch again alone: lightppo replay {folder} --batch {batch}"
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def build(
+    config: SupervisedConfig,
+    trainer: type[T] = SupervisedTrainer,
+    callbacks: Iterable[Callback] = (),
+) -> T:
+    """Strategy → data → model → trainer; whatever cannot work is an error that names its flag. Collective."""
+    callbacks = [*callbacks, *load_callbacks(config.training.callback)]
+    run = begin(config)
+    config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
+    objective = next(kind for kind in OBJECTIVES if kind.config_class is type(config))(
+        config, strategy
+    )
+    rows, held_out = read_data(run, objective)
+    training, size = config.training, config.training.micro_train_batch_size
+    loader = strategy.setup_dataloader(rows, size, pin_memory=True, collate_fn=rows.collate_fn)
+
+    model = objective.build_model()
+    loading.fit_to_model(tokenizer, model.hf_model, config.model.pretrain, "--pretrain")
+    prepare_model(model, "actor", config, strategy.device)
+    steps = schedule_steps(config, loader, strategy)
+    prepared = strategy.prepare(
+        building.with_optimizer(model, training.learning_rate, steps, config, strategy)
+    )
+    models = objective.attach(prepared[0])
+    run.saved = {"actor": prepared[0]}
+    if training.packing_samples is None and not objective.gains_by_packing(rows):
+        strategy.print("note: batches are padded: all rows have about the same length")
+    else:
+        settle_packing(config, strategy, models, objective.shares_prompts)
+    run.models = dict(zip(("--pretrain", "--ref_pretrain"), models))
+    run.check("models")
+    objective.begin(prepared[0], filter(None, (rows, held_out)))
+    return trainer.of_parts(
+        objective,
+        *prepared,
+        loader,
+        config=config,
+        tokenizer=tokenizer,
+        evaluator=held_out and HeldOut(objective, prepared[0], held_out, size),
+        callbacks=callbacks,
+        content=run.content,
+        keeps=run.keeps,
+        asked=run.given,
+    )
+
+
+def begin(config: SupervisedConfig) -> building.Building:
+    """The ranks have met, options and tokenizer are right, and the run's folders are its own. Collective."""
+    strategy = building.build_strategy(config)
+    strategy.setup_distributed()
+    asked = config.resolved()
+    run = building.Building(given=config, asked=asked, config=asked, strategy=strategy)
+    run.check("options")
+    run.tokenizer = building.build_tokenizer(asked)
+    run.check("tokenizer")
+    run.check("folders")
+    return run
+
+
+def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | None]:
+    """Rows to learn from, and held-out ones if there are any; of a trial the longest ones. Collective."""
+    config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
+
+    def dataset(name: str, split: str, limit: int) -> Any:
+        rows = ROWS.last(config, name, split, strategy)
+        read = objective.build_dataset(rows.select(range(min(len(rows), limit))), tokenizer)
+        strategy.print(f"--{name} {config.flat()[name]}: {read.report}")
+        return read
+
+    def part_of(whole: Any, positions: Iterable[int]) -> Any:
+        return objective.build_dataset(whole.dataset.select(whole.numbers(positions)), tokenizer)
+
+    data, held_out = config.data, None
+    rows = dataset("dataset", data.dataset_split, data.max_samples)
+    if data.eval_dataset:
+        held_out = dataset("eval_dataset", data.eval_split, data.eval_max_samples)
+    run.rows, run.held_out = {"dataset": rows}, held_out
+    run.check("data")
+    if not run.keeps:  # a full micro batch of the longest rows, which take the most memory
+        few = config.training.micro_train_batch_size * strategy.world_size
+        rows = part_of(rows, rows.lengths.argsort(kind="stable")[::-1][:few])
+        held_out = held_out and part_of(held_out, range(min(few, len(held_out))))
+    return rows, held_out
+
+
+def schedule_steps(
+    config: SupervisedConfig, train_dataloader: DataLoader, strategy: DeepspeedStrategy
+) -> int:
+    """Optimizer steps that the schedule of the learning rate stretches over."""
+    # Rows of this rank, in a whole epoch.
+    training, rows = config.training, train_dataloader.sampler.num_samples
+    per_epoch = -(-rows // (strategy.accumulated_gradient * strategy.micro_train_batch_size))
+    return training.max_steps or (training.num_epochs or 1) * per_epoch

@@ -1,0 +1,134 @@
+"""Rewards for the form of a response: thoughts in ``<think>…</think>``, the answer in ``<answer>…</answer>``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
+from lightppo.rewards.reward_source import RewardOutput, RewardSource, check_output, close_source
+from lightppo.verifiers.thinking import Thinking
+
+if TYPE_CHECKING:
+    from lightppo.rewards.registry import RewardRequest
+
+_TAG = re.compile(r"</?(?:think|answer)>")
+_THINK = ["<think>", "</think>"]
+
+
+def has_think(text: str) -> bool:
+    """Whether the text is ``<think>…</think>`` and then an answer; the opening tag may be in the prompt instead."""
+    tags, between = _split(text)
+    starts = tags[:2] == _THINK and not between[0].strip()
+    return (
+        starts
+        and not set(_THINK).intersection(tags[2:])
+        and any(part.strip() for part in between[2:])
+    )
+
+
+def has_think_answer(text: str) -> bool:
+    """True for ``<think>…</think><answer>…</answer>``, each tag once, with only white space around and between."""
+    tags, between = _split(text)
+    return tags == [*_THINK, "<answer>", "</answer>"] and not any(
+        between[i].strip() for i in (0, 2, 4)
+    )
+
+
+def _split(text: str) -> tuple[list[str], list[str]]:
+    """The tags in order and the texts around them; adds a missing first ``<think>``."""
+    tags = _TAG.findall(text)
+    if tags[:1] == ["</think>"]:
+        text, tags = "<think>" + text, ["<think>", *tags]
+    return tags, _TAG.split(text)
+
+
+FORMATS: dict[str, Callable[[str], bool]] = {"think": has_think, "think_answer": has_think_answer}
+
+
+class FormatReward:
+    """1 if the response has the form (a name in :data:`FORMATS` or a function ``check(response) -> bool``), else 0."""
+
+    minimum = 0.0
+
+    def __init__(
+        self,
+        reward_format: str | Callable[[str], bool] = "think_answer",
+        *,
+        thinking: Thinking | None = None,
+        name: str = "format",
+    ) -> None:
+        if isinstance(reward_format, str) and reward_format not in FORMATS:
+            raise ValueError(
+                f"--reward_format must be one of {', '.join(FORMATS)}, got {reward_format!r}"
+            )
+        self._by_name = isinstance(reward_format, str)
+        self.check = FORMATS[reward_format] if isinstance(reward_format, str) else reward_format
+        self.name = name
+        self._thinking = thinking or Thinking()
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        """Scores the samples."""
+        texts = [self._thinking.shown(r) if self._by_name else r.response_text for r in rollouts]
+        return RewardOutput([float(self.check(text)) for text in texts])
+
+
+class XmlFormatCheck:
+    """Punishes a wrong answer less if it has the form ``<think>…</think><answer>…</answer>``.
+
+    A sample that scores ``minimum`` (by default the source's) gets −0.8 with the form and −1 without; all other scores
+    stay. Metric: ``xml_format``, 1 with the form. Source: AReaL, ``check_xml_format``.
+    """
+
+    minimum = -1.0
+
+    def __init__(
+        self,
+        source: RewardSource,
+        *,
+        minimum: float | None = None,
+        thinking: Thinking | None = None,
+    ) -> None:
+        self.source, self.name = source, source.name
+        self._thinking = thinking or Thinking()
+        wrong = getattr(source, "minimum", None) if minimum is None else minimum
+        if wrong is None:
+            raise ValueError(
+                f"--check_xml_format: set --reward_minimum, the score of a wrong answer from {self.name}"
+            )
+        self.wrong = float(wrong)
+
+    def close(self) -> None:
+        """Ends what the source has started."""
+        close_source(self.source)
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        """Scores the samples."""
+        output = check_output(self.source.score(rollouts), rollouts, self.name)
+        if "xml_format" in output.metrics:
+            raise RewardError(
+                f"{self.name} has a metric 'xml_format', which --check_xml_format writes"
+            )
+        good = [has_think_answer(self._thinking.shown(rollout)) for rollout in rollouts]
+        for i, score in enumerate(output.scores):
+            if score is not None and score <= self.wrong:
+                output.scores[i] = -0.8 if good[i] else self.minimum
+        output.metrics["xml_format"] = [float(form) for form in good]
+        return output
+
+
+def format_reward(request: RewardRequest) -> FormatReward:
+    """``--reward_source format``."""
+    return FormatReward(**request.options_of(FormatReward), thinking=Thinking(request.tokenizer))
+
+
+def with_xml_format(source: RewardSource, request: RewardRequest) -> RewardSource:
+    """``--check_xml_format``."""
+    options = request.config.verifier
+    return (
+        XmlFormatCheck(source, minimum=options.reward_minimum, thinking=Thinking(request.tokenizer))
+        if options.check_xml_format
+        else source
+    )

@@ -1,0 +1,377 @@
+"""Runs the calls of a reward function in worker processes that can be killed: ``--reward_manager prime``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import KW_ONLY, dataclass
+from multiprocessing import spawn
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from lightppo.errors import RewardError, WorkerStartError
+from lightppo.ranks import heartbeat
+from lightppo.rewards.reward_calls import (
+    Call,
+    Outcome,
+    RunnerRequest,
+    awaited,
+    in_daemon_thread,
+)
+from lightppo.rewards.runners import WATCHED, late
+from lightppo.user_code import error_text, without_copies
+
+_START_TRIES = 3
+_START_SECONDS = 120  # until a worker has loaded its target; imports are slow on a busy machine
+_LOOK_SECONDS = 1.0  # between checks that a pool of processes still runs
+_MAX_ANSWER = 16 << 20  # characters
+_MAX_TRACE = 10_000  # characters
+_PR_SET_PDEATHSIG = 1
+_EXIT_0 = 256  # stands for exit code 0
+
+
+def runner_of(request: RunnerRequest) -> KillablePool:
+    """``--reward_manager prime``."""
+    if request.timeout is None:
+        raise ValueError("--reward_manager prime kills a call at its limit: set --reward_timeout")
+    target = request.spec or function_spec(request.fn, request.name)
+    return KillablePool(target, workers=request.workers, timeout=request.timeout)
+
+
+def function_spec(fn: Callable[..., Any], name: str) -> str:
+    """How another process finds a function: ``path.py:name`` if it has its own file, else ``module:name``."""
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    path = getattr(fn, "__qualname__", "")
+    if module is None or module.__name__ == "__main__" or getattr(module, path, None) is not fn:
+        raise ValueError(
+            f"--reward_manager prime: worker processes cannot find reward function {name}; it must be a function at "
+            "the top level of a module or of a file of its own (--reward_fn path.py:name)"
+        )
+    from_file = module.__name__.startswith("lightppo_file_")
+    return f"{module.__file__ if from_file else module.__name__}:{path}"
+
+
+@dataclass(eq=False)
+class KillablePool:
+    """Calls one function in worker processes, with limits on wall-clock time and memory that no function can evade.
+
+    A limit on processor time is for functions that we trust not to turn off ``signal.ITIMER_PROF``.
+
+    The pool is pebble's. We add what a trainer needs: a worker imports only what the target needs and never runs the
+    script again, is killed together with the processes it started, and dies with this process, however that ends; a
+    broken pool is replaced. This is not a sandbox: workers have this process's rights.
+    """
+
+    target: str  # package.module:function or path.py:function; may be a coroutine function
+    _: KW_ONLY
+    workers: int | None = None  # calls at a time; None: one per core of this rank
+    timeout: float  # wall-clock seconds per call, from when a loaded worker gets it
+    # Seconds of processor time per call; None: no limit. Unlike the wall clock, a busy machine does not reach it.
+    cpu_seconds: float | None = None
+    # a worker with more MiB of resident memory is killed; checked every 0.1 s
+    memory_mb: int | None = None
+    # modules that a worker imports before its first call, outside the time limit
+    preload: Sequence[str] = ()
+    quiet: bool = False  # discard what workers print
+
+    def __post_init__(self) -> None:
+        if self.workers is None:
+            from lightppo.verifiers.sandbox import (
+                default_processes,  # here, because worker processes import this file
+            )
+
+            self.workers = default_processes()
+        if self.workers < 1 or not self.timeout > 0:
+            got = f"got {self.workers} and {self.timeout}"
+            raise ValueError(f"--reward_workers must be ≥ 1 and --reward_timeout > 0, {got}")
+        if self.cpu_seconds is not None and not self.cpu_seconds > 0:
+            raise ValueError(f"--reward_timeout must be > 0, got {self.cpu_seconds}")
+        self._lock = threading.Lock()
+        self._running: list[_RunningPool] = []  # at most one
+        self._closer = weakref.finalize(self, _end_all, self._running, os.getpid())
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Calls the target with each of ``calls``; one outcome each, in order."""
+        try:
+            payloads = [pickle.dumps((call.args, call.kwargs)) for call in calls]
+        except Exception as error:  # whatever __reduce__ of a user's object raises
+            problem = f"{type(error).__name__}: {error}"
+            raise RewardError(
+                f"arguments of a reward call cannot be sent to a worker process: {problem}"
+            ) from error
+        if not calls:
+            return []
+        outcomes: list[Outcome] = []
+        for _ in range(_START_TRIES):
+            running = self._start()
+            try:
+                for outcome in running.outcomes(payloads[len(outcomes) :], self.timeout):
+                    outcomes.append(outcome)
+                return outcomes
+            except RuntimeError as error:  # the pool has ended, or cannot load the target
+                why = running.last_end()
+                with self._lock:
+                    if running in self._running:
+                        self._running.remove(running)
+                running.end()
+                if isinstance(error, WorkerStartError):
+                    raise
+        raise WorkerStartError(f"{_START_TRIES} worker processes in a row did not start: {why}")
+
+    def close(self) -> None:
+        """Kills the workers; running calls fail. May be called again."""
+        self._closer()
+
+    def _start(self) -> _RunningPool:
+        with self._lock:
+            if not self._closer.alive:
+                raise RewardError("the pool of worker processes is closed")
+            if not self._running:
+                setup = (self.target, tuple(self.preload), self.quiet, self.cpu_seconds)
+                self._running.append(_RunningPool(self.workers, self.memory_mb, setup))
+            return self._running[0]
+
+
+def _end_all(pools: list[_RunningPool], owner: int) -> None:
+    if os.getpid() == owner:  # a forked child: the workers are its parent's
+        for pool in pools:
+            pool.end()
+
+
+class _RunningPool(SpawnContext):
+    """pebble's pool, and the context that makes its workers. It breaks if a worker dies without a call."""
+
+    def __init__(self, n_workers: int, memory_mb: int | None, setup: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._memory_mb = memory_mb
+        *_, self._cpu_seconds = setup
+        self._workers: deque[_Worker] = deque(maxlen=256)
+        self._pool = ProcessPool(n_workers, initializer=_load, initargs=setup, context=self)
+        self._started, self._ended = threading.Event(), threading.Event()
+        in_daemon_thread(self._keep)
+        self._started.wait()
+
+    def Process(self, **options: Any) -> _Worker:
+        """Called by pebble."""
+        self._workers.append(_Worker(self._memory_mb, **options))
+        return self._workers[-1]
+
+    def _keep(self) -> None:
+        """The kernel ends a worker with the thread that started it: this one first, later the pool's."""
+        with contextlib.suppress(BrokenProcessPool):  # its calls will tell
+            _ = self._pool.active
+        self._started.set()
+        self._ended.wait()
+
+    def outcomes(self, payloads: Sequence[bytes], timeout: float) -> Iterator[Outcome]:
+        """One per payload, in order; a ``RuntimeError`` if the pool has ended."""
+        for future in [
+            self._pool.schedule(_answer, (payload,), timeout=timeout) for payload in payloads
+        ]:
+            while not wait((future,), _LOOK_SECONDS).done:
+                if not self._pool.active:  # an ended pool leaves its calls waiting
+                    raise BrokenProcessPool("ended")
+            heartbeat.beat()
+            try:
+                answer = json.loads(future.result())
+            except TimeoutError:
+                yield late(timeout)
+            except ProcessExpired as error:
+                yield self._died(error.pid)
+            else:
+                if "unloadable" in answer:
+                    raise WorkerStartError(answer["unloadable"])
+                trace = (
+                    RewardError(f"in a worker process:\n{answer['trace']}")
+                    if "trace" in answer
+                    else None
+                )
+                yield Outcome(answer.get("value"), answer.get("error"), cause=trace)
+
+    def _died(self, pid: int) -> Outcome:
+        worker = next((worker for worker in self._workers if worker.pid == pid), None)
+        if (
+            worker is not None
+            and worker.exitcode == -signal.SIGPROF
+            and self._cpu_seconds is not None
+        ):
+            return Outcome(
+                error=f"no answer within {self._cpu_seconds:g} s of processor time", timeouts=1
+            )
+        return Outcome(error="the worker process died" if worker is None else worker.end)
+
+    def last_end(self) -> str:
+        return next(
+            (worker.end for worker in reversed(self._workers) if worker.end),
+            "no process could be started",
+        )
+
+    def end(self) -> None:
+        self._pool.stop()
+        self._ended.set()
+        with contextlib.suppress(RuntimeError):  # garbage-collected in a thread of the pool itself
+            self._pool.join()
+
+
+class _Worker(SpawnProcess):
+    """A worker process for pebble, with a process group and a memory limit."""
+
+    def __init__(self, memory_mb: int | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._memory_mb = memory_mb
+        self._excess = ""
+        self._mourned = False
+
+    def start(self) -> None:
+        _starting.worker = True
+        try:
+            super().start()
+        finally:
+            _starting.worker = False
+        # Out of the list of children that pebble and multiprocessing end with the program: a fork would end them too.
+        multiprocessing.process._children.discard(self)
+
+    def is_alive(self) -> bool:
+        """pebble asks every 0.1 s. A death is reported the second time, when pebble knows whose call that was."""
+        if super().is_alive():
+            import psutil
+
+            with contextlib.suppress(psutil.Error):  # just ended
+                if (
+                    self._memory_mb
+                    and psutil.Process(self.pid).memory_info().rss > self._memory_mb << 20
+                ):
+                    self._excess = f"more than {self._memory_mb} MiB of memory"
+                    self.terminate()
+            return True
+        if self._mourned:
+            return False
+        self.terminate()  # the processes that it has started live on
+        return True
+
+    def terminate(self) -> None:
+        """Kills the worker and its process group at once."""
+        self._mourned = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.kill()  # in case it has no process group yet
+
+    @property
+    def exitcode(self) -> int | None:
+        """pebble takes 0 for an end that it asked for, which it never does."""
+        code = super().exitcode
+        return _EXIT_0 if code == 0 else code
+
+    @property
+    def end(self) -> str:
+        """How the worker ended; empty while it runs."""
+        code = self.exitcode
+        if self._excess or code is None:
+            return self._excess
+        return f"the worker process died ({'signal' if code < 0 else 'exit code'} {abs(code) % _EXIT_0})"
+
+
+def _data_for_worker(name: str) -> dict[str, Any]:
+    """What multiprocessing tells a new process; our workers do not get the script, which they would run again."""
+    data = _data_for_process(name)
+    ours = getattr(_starting, "worker", False)
+    return {
+        key: value for key, value in data.items() if not (ours and key.startswith("init_main_"))
+    }
+
+
+_starting = threading.local()
+_data_for_process, spawn.get_preparation_data = spawn.get_preparation_data, _data_for_worker
+
+
+# --- inside a worker
+
+_loaded: Callable[..., Any] | str = ""  # the target, or why it could not be loaded
+_cpu_seconds: float | None = None  # of each call
+
+
+def _load(target: str, preload: Sequence[str], quiet: bool, cpu_seconds: float | None) -> None:
+    """Prepares a worker process and loads its target."""
+    global _loaded, _cpu_seconds
+    _cpu_seconds = cpu_seconds
+    for name in WATCHED:
+        setattr(signal, name, getattr(signal, name).__wrapped__)
+    os.setsid()  # a Ctrl-C is the trainer's, and a kill reaches the worker's children
+    if sys.platform == "linux":  # ended by the kernel when the trainer ends, however it ends
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:  # the trainer has ended already
+        os._exit(1)
+    # DeepSpeed's launch.py signals what ranks have started too, while the trainer ends its step. Not ignored: programs
+    # that the function starts would inherit that.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if quiet:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+    signal.alarm(_START_SECONDS)
+    try:
+        for module in preload:
+            importlib.import_module(module)
+        module, _, name = target.rpartition(":")
+        if module.endswith(".py"):
+            from lightppo.user_code import load_python_function
+
+            _loaded = load_python_function(target, name)
+        else:
+            _loaded = getattr(importlib.import_module(module), name)
+    except BaseException as error:
+        _loaded = f"{target} cannot be loaded in a worker process: {error_text(error)}"
+    signal.alarm(0)
+
+
+def _answer(payload: bytes) -> str:
+    """One call in a worker. It answers in JSON, so that the trainer never unpickles what a function returns."""
+    if isinstance(_loaded, str):
+        return json.dumps({"unloadable": _loaded})
+    with without_copies("the reward function"):
+        return _called(_loaded, payload)
+
+
+def _called(target: Callable[..., Any], payload: bytes) -> str:
+    if _cpu_seconds is not None:
+        # The kernel ends the process even in the midst of C code.
+        signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)
+    try:
+        args, kwargs = pickle.loads(payload)
+        answer = json.dumps({"value": awaited(target(*args, **kwargs))}, default=_plain)
+        if len(answer) > _MAX_ANSWER:
+            raise ValueError(f"the answer has {len(answer)} bytes")
+        return answer
+    except BaseException as error:  # SystemExit too: a function that exits has no answer
+        # The trace is for --debug. No exception leaves a worker.
+        trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]
+        return json.dumps({"error": error_text(error), "trace": trace})
+    finally:
+        if _cpu_seconds is not None:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy and torch, for JSON."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a reward function cannot return {type(value).__name__} from a worker process")

@@ -1,0 +1,54 @@
+"""``--check_verifier_status``: whether the verifier may be broken, rather than the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from lightppo.config import PPOConfig
+from lightppo.data.records import Rollout
+from lightppo.errors import ConfigError, RewardError
+from lightppo.ranks import Ranks
+from lightppo.rewards.reward_source import RewardSource, describe_sample, shown
+
+
+def status_check(
+    config: PPOConfig, strategy: Ranks, source: RewardSource
+) -> Callable[[Sequence[Rollout]], None] | None:
+    """What looks at each scored batch of training, where the option asks for it."""
+    if not config.verifier.check_verifier_status:
+        return None
+    minimum = config.verifier.reward_minimum
+    minimum = getattr(source, "minimum", None) if minimum is None else minimum
+    if minimum is None:
+        raise ConfigError(
+            f"--check_verifier_status: {source.name} does not say its lowest score; set --reward_minimum"
+        )
+    return partial(check_verifier_status, minimum=minimum, source_name=source.name, ranks=strategy)
+
+
+def check_verifier_status(
+    rollouts: Sequence[Rollout], *, minimum: float, source_name: str, ranks: Ranks
+) -> None:
+    """Raises if all scores of a batch, before shaping, are missing or at the source's minimum. Collective.
+
+    The verifier is then more likely broken than the model. Source: AReaL, ``check_verifier_status`` (of the mean).
+    """
+    scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    above = sum(not score <= minimum for score in scores)  # NaN says nothing of a minimum
+    counts = {"samples": len(rollouts), "scored": len(scores), "above": above}
+    total = ranks.all_reduce({name: float(count) for name, count in counts.items()}, "sum")
+    if total["samples"] == 0 or total["above"] > 0:
+        return
+    problem = f"every one of the {total['scored']:g} scores is at the minimum of {minimum:g}"
+    if total["scored"] == 0:
+        problem = f"none of the {total['samples']:g} samples has a score"
+    example = "this rank has no sample to show"
+    if rollouts:
+        i = next((i for i, rollout in enumerate(rollouts) if rollout.reward is not None), 0)
+        label, response = shown(rollouts[i].prompt.label), rollouts[i].response_text[-300:]
+        example = f"{describe_sample(rollouts, i)}: label {label!r}, score {rollouts[i].reward}, end {response!r}"
+    raise RewardError(
+        f"--check_verifier_status: {problem} ({source_name}). Does the prompt ask for the form that it looks for, and "
+        f"--label_key name the right column? For example: {example}"
+    )

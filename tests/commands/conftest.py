@@ -1,5 +1,0 @@
-"""What tests of this room share with those of plugins."""
-
-from support.fixtures.recorded_runs import copied, recorded
-
-__all__ = ["copied", "recorded"]

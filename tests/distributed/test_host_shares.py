@@ -1,0 +1,89 @@
+"""Ranks share the cores of a host, and keep memory that tensors have freed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightppo.distributed.host_shares import keep_freed_memory, share_cores
+
+
+@pytest.mark.parametrize(
+    ("said", "of_node", "own"),
+    [(None, "4", 2), (None, "16", 1), (None, None, 6), ("3", "4", 6), ("3", None, 6)],
+)
+def test_ranks_share_the_cores_of_their_host_and_gloo_takes_one_for_each_thread(
+    monkeypatch, said, of_node, own
+):
+    set_to, while_gathering = [], []
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in (("OMP_NUM_THREADS", said), ("LOCAL_SIZE", of_node)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    monkeypatch.setattr(dist, "get_world_size", lambda: int(of_node or 1))
+
+    def gather(of_ranks, own, async_op):
+        # torch's grain size
+        while_gathering.append((set_to[-1], len(of_ranks), async_op, len(own) > 1 << 15))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_gather", gather)
+    share_cores(collectives_on_cpu=True)
+    assert set(while_gathering) == {(1, int(of_node or 1), True, True)}
+    assert set_to == [1, own]
+    while_gathering.clear()
+    share_cores(collectives_on_cpu=False)
+    assert (while_gathering, set_to[2:]) == ([], [own])
+
+
+FREED = """
+import resource
+import torch
+from lightppo.distributed.host_shares import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(4 << 20) for _ in range(20)]  # 320 MiB
+    del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+without = [faults() for _ in range(3)]
+keep_freed_memory()
+print(without[-1], [faults() for _ in range(3)][-1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a function of glibc")
+def test_freed_memory_is_kept():
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+    }
+    output = subprocess.check_output([sys.executable, "-c", FREED], env=env, text=True, timeout=300)
+    without, kept = map(int, output.split())
+    assert 10 * kept < without  # 80,000 pages of 4 KiB, or 160 of 2 MiB
+
+
+def test_what_the_user_says_about_freed_memory_stands(monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
+    called = []
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *args: called.append(args))
+    )
+    keep_freed_memory()
+    assert not called
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    keep_freed_memory()
+    assert [size for _, size in called] == [1 << 30, 32 << 20]

@@ -1,5 +1,0 @@
-"""A character tokenizer, and files to read."""
-
-from support.fixtures.data_rows import _own_caches, make_tokenizer, tokenizer, write_jsonl
-
-__all__ = ["_own_caches", "make_tokenizer", "tokenizer", "write_jsonl"]

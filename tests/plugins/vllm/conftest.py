@@ -1,5 +1,0 @@
-"""What tests of this plugin share with those of other folders."""
-
-from support.fixtures.character_models import actor_of, llama, make_llama, model, prompts, tokenizer
-
-__all__ = ["actor_of", "llama", "make_llama", "model", "prompts", "tokenizer"]

@@ -1,0 +1,90 @@
+"""Which options the parts of ``--reward_source code`` are made with."""
+
+from functools import wraps
+from types import SimpleNamespace
+
+import pytest
+
+from lightppo.config import PPOConfig
+from lightppo.ranks import Alone
+from lightppo.rewards.registry import build_reward
+from lightppo.verifiers import programs
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What the parts of ``--reward_source code`` were made with."""
+    seen = {}
+
+    def record(name):
+        kind = getattr(programs, name)
+
+        @wraps(kind)
+        def make(**options):
+            seen.setdefault("kinds", []).append(name)
+            seen.update(
+                {
+                    key: value
+                    for key, value in options.items()
+                    if isinstance(value, (str, bool, int, float))
+                }
+            )
+            return SimpleNamespace(
+                size=1, concurrency=1, close=lambda: None, name="code", score=print
+            )
+
+        monkeypatch.setattr(programs, name, make)
+
+    names = ("SandboxPool", "SandboxLimits", "SandboxVerifier", "Comparison", "CodeReward")
+    for name in (*names, "SandboxFusionVerifier", "FunctionCallVerifier"):
+        record(name)
+    return seen
+
+
+CODE = {
+    "code_score": "share",
+    "code_max_tests": 7,
+    "on_reward_failure": "error",
+    "code_timeout": 2.0,
+}
+
+COMPARISON = {"code_compare": "lines", "code_float_tolerance": 0.01}
+
+LIMITS = {
+    "code_memory_limit_mb": 300,
+    "code_file_limit_mb": 3,
+    "code_output_limit_mb": 4,
+    "code_max_processes": 5,
+}
+
+LOCAL = {"code_total_timeout": 9.0, "code_processes": 3, "allow_unsafe_code_execution": True}
+
+FUSION = {
+    "sandbox_fusion_url": "http://h:1",
+    "sandbox_fusion_max_concurrent": 3,
+    "sandbox_fusion_memory_limit_mb": 200,
+    "sandbox_fusion_language": "cpp",
+    "sandbox_fusion_retries": 1,
+}
+
+CALLS = {
+    "function_call_url": "http://h:2",
+    "function_call_max_concurrent": 3,
+    "function_call_batch_size": 4,
+    "function_call_memory_limit_mb": 256,
+    "function_call_retries": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "verifier"),
+    [
+        (LIMITS | LOCAL | COMPARISON, "SandboxVerifier"),
+        (FUSION | COMPARISON, "SandboxFusionVerifier"),
+        (CALLS, "FunctionCallVerifier"),
+    ],
+)
+def test_options_of_programs(made, options, verifier):
+    build_reward(PPOConfig.from_flat(reward_source=["code"], **options, **CODE), [], None, Alone())
+    assert made.pop("kinds")[-2:] == [verifier, "CodeReward"]
+    assert made == options | CODE
