@@ -36,7 +36,7 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import Encoded, prepare_rows
 from lightppo.distributed.distributed import DistributedStrategy
-from lightppo.experience.selection import top_share
+from lightppo.algorithms.selection import top_share
 from lightppo.logging.evaluations import write_evaluation
 from lightppo.logging.samples import SampleRecord, write_step
 from lightppo.logging.step_metrics import optimizer_status

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import KL_ESTIMATORS
+from lightppo.algorithms.entries import CORRECTIONS, KL_ESTIMATORS
 from lightppo.algorithms.kl import k3, limited
 from lightppo.algorithms.masking import (
     AllReduceSum,
@@ -25,9 +25,9 @@ from lightppo.algorithms.masking import (
     require_same_shape,
     zero_where_masked,
 )
-from lightppo.algorithms.more_entries import CORRECTIONS, Rejection
+from lightppo.algorithms.option_values import Rejection
 from lightppo.algorithms.ratios import log_ratio_of, row_mean, row_product
-from lightppo.experience.selection import first_above_mean
+from lightppo.algorithms.selection import first_above_mean
 
 CorrectionFn = Callable[..., Tensor]
 """``(log_ratio, *, action_mask, low, high)`` → weight of each token, (B, A), or (B, 1) if the tokens of a row share it.

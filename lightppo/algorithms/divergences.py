@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.kl import Divergence, kl_of_rows, mean_log_ratio
 from lightppo.algorithms.masking import at_least_float32, require_same_shape
-from lightppo.algorithms.more_kl import Divergence, kl_of_rows, mean_log_ratio
 
 REST_FLOOR = 1e-8  # least probability of the tokens beside the k, so that its log is finite
 

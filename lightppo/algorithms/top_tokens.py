@@ -8,7 +8,6 @@ from torch.autograd.function import once_differentiable
 
 from lightppo.algorithms.logprobs import in_chunks, log_softmax, rows_per_chunk
 from lightppo.algorithms.masking import at_least_float32, require_same_shape
-from lightppo.models.actor import ActionScores, Actor
 
 
 @torch.no_grad()
@@ -60,19 +59,3 @@ class _LogProbsAt(torch.autograd.Function):
             )
             gradient[rows] = (slope / ctx.temperature).to(logits.dtype)
         return gradient, None, None, None
-
-
-def score_top(
-    policy: Actor, sequences: Tensor, num_actions: int, attention_mask: Tensor | None, k: int
-) -> tuple[ActionScores, Tensor, Tensor]:
-    """Log probs without gradient, also of the k most likely tokens at each action, largest first.
-
-    Returns:
-        the scores; log probs and ids (as float) of the k tokens, (B, A, k) each, 0 unless real.
-    """
-    scores = policy.score_actions(sequences, num_actions, attention_mask, logits=True)
-    found = top_log_probs(scores.logits, k, policy.temperature)  # (K, k) each
-    shape = *scores.real.shape, k
-    values, ids = (torch.zeros(shape, device=sequences.device) for _ in found)
-    values[scores.real], ids[scores.real] = (numbers.float() for numbers in found)
-    return scores, values, ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,8 +54,3 @@ def _uniforms(item: Experience, seed: int) -> Tensor:
     key = zlib.crc32(item.sequences.cpu().numpy().tobytes(), seed & 0xFFFF_FFFF)
     generator = torch.Generator().manual_seed(key)
     return torch.rand(1, item.num_actions, generator=generator).to(item.sequences.device)
-
-
-def token_selection(config: Any) -> Callable[..., None]:
-    """What selects them, a step on the buffer: see :data:`lightppo.plugin.BUFFER_STEPS`."""
-    return lambda buffer, loss, ranks, seed: select_tokens(buffer.items, loss, ranks, seed)

@@ -3,7 +3,6 @@
 from lightppo.option import register_section
 from lightppo.plugin import (
     COMMANDS,
-    LOSS_TERMS,
     METRICS,
     PROMPT_FORMS,
     PUBLIC,
@@ -42,10 +41,6 @@ _COMMANDS = (
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    from lightppo.algorithms.entries import TABLES
-    from lightppo.algorithms.preference_losses import PREFERENCE_LOSSES
-
-    TABLES.append(PREFERENCE_LOSSES)
     share = "lightppo.supervised.rank_samples:setup_dataloader"
     STRATEGY_METHODS.register("setup_dataloader", Entry(share))
     METRICS.register(
@@ -81,7 +76,6 @@ def register() -> None:
             columns=("chosen", "rejected"),
         ),
     )
-    LOSS_TERMS.register("pretraining", Entry("lightppo.trainer.pretraining:pretraining"))
     METRICS.register("train", {"ptx_loss": "language-model loss on --pretrain_data"})
     for name, about, config in _COMMANDS:
         function = f"lightppo.cli.{name}:main"

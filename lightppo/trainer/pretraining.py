@@ -18,8 +18,7 @@ from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.models.wrapper import on_cpu, to_device
 from lightppo.plugin import ROWS
-from lightppo.trainer.build import Building
-from lightppo.trainer.update import LossTerm, OwnLoss
+from lightppo.trainer.training_losses import LossTerm, OwnLoss
 
 
 class Pretraining(LossTerm):
@@ -70,7 +69,7 @@ class Pretraining(LossTerm):
         self.taken = math.ceil(state["batches"] / self.strategy.world_size)
 
 
-def pretraining(building: Building) -> Pretraining | None:
+def pretraining(building: Any) -> Pretraining | None:
     """The term of a run; its rows are checked."""
     config, strategy = building.config, building.strategy
     loader = build_pretrain(config, building.tokenizer, strategy)

@@ -79,7 +79,7 @@ class TeacherServers:
     def score_top(
         self, sequences: Tensor, num_actions: int, attention_mask: Tensor, k: int
     ) -> tuple[ActionScores, Tensor, Tensor]:
-        """As of :func:`.top_tokens.score_top`; k is ``--distill_topk``."""
+        """As of :func:`lightppo.trainer.distillation.score_top`; k is ``--distill_topk``."""
         numbers, real = self._numbers(sequences, num_actions, attention_mask)
         log_probs, top, ids = numbers.split([1, k, k], dim=-1)
         return ActionScores(log_probs[..., 0], real), top, ids

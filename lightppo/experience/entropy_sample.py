@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,6 @@ from lightppo.models.wrapper import on_cpu, to_device
 # least number of tokens, over all ranks, of which the logged entropy of a step is the mean
 _ENTROPY_SAMPLE = 2048
 _LARGEST_STRIDE = 8  # one of so many tokens is in the sample of a large step
-
-
-def sampling(config: Any) -> Callable[..., EntropySample | None]:
-    """Of every run: see :data:`lightppo.plugin.ENTROPY_SAMPLES`."""
-    return entropy_sample
 
 
 def systematic_sample(mask: Tensor, start: Tensor, stride: int) -> Tensor:
@@ -43,7 +37,7 @@ class EntropySample:
     def mean(
         self, entropy: Tensor, mask: Tensor, normalizer: LossNormalizer
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`lightppo.trainer.update.EntropySample`."""
+        """Return the micro batch's share of the estimated mean, and the entropy (B, A), NaN where it was not computed."""
         counted, computed = (
             to_device(places, mask.device) for places in (self.counted, self.computed)
         )
