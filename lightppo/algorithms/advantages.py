@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.entries import EstimatorEntry
 from lightppo.algorithms.masking import (
     AllReduceSum,
     at_least_float32,
@@ -21,6 +22,7 @@ from lightppo.algorithms.masking import (
     zero_where_masked,
 )
 from lightppo.algorithms.option_values import weights_of_parts
+from lightppo.user_code import Checked, is_of_lightppo
 
 if TYPE_CHECKING:
     from lightppo.data.records import Rollout
@@ -139,7 +141,7 @@ def on_policy_distill(
     return torch.zeros_like(returns), returns
 
 
-# -- groups: the samples of one prompt ---------------------------------------------------------------------------------
+# -- groups: the samples of one prompt -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ class OnEveryToken:
 
 
 def _unbiased_std(values: Tensor, all_reduce_sum: AllReduceSum) -> Tensor:
-    """Of the values of all ranks, in two passes; 0 of fewer than two."""
+    """Return the deviation of the values of all ranks, in two passes; 0 of fewer than two."""
     total, count = all_reduce_sum(torch.stack([values.sum(), torch.ones_like(values).sum()]))
     squares = all_reduce_sum((values - total / count.clamp(min=1)).square().sum())
     return (squares / (count - 1).clamp(min=1)).sqrt()
@@ -330,7 +332,7 @@ def optimal_token_baseline(
     return torch.zeros_like(returns).masked_scatter(mask, advantages.to(returns.dtype)), returns
 
 
-# -- one advantage per sample ------------------------------------------------------------------------------------------
+# -- one advantage per sample ----------------------------------------------------------------------------------------
 
 
 def rloo(groups: ScoreGroups, **_) -> Tensor:
@@ -404,7 +406,7 @@ def cpgd(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True,
     return group_norm(groups, std_eps=std_eps, divide_std=divide_std)
 
 
-# -- several rewards ---------------------------------------------------------------------------------------------------
+# -- several rewards -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -439,7 +441,7 @@ def gdpo(
 
 
 def parts_of_rewards(config: Any) -> Callable[[Sequence[Rollout], Any], dict[str, Any]] | None:
-    """``--gdpo_rewards``: their scores, as the reward sources give them, and their weights."""
+    """Return the function that reads the scores of ``--gdpo_rewards``, with their weights; ``None``: none are named."""
     weights = weights_of_parts(config.algorithm.gdpo_rewards)
     if not weights:
         return None
@@ -462,11 +464,26 @@ def parts_of_rewards(config: Any) -> Callable[[Sequence[Rollout], Any], dict[str
     return read
 
 
-# -- functions of the user's ------------------------------------------------------------------------------------------
+# -- entries and functions of the user's -----------------------------------------------------------------------------
+
+
+def advantage_fn(estimator: EstimatorEntry) -> AdvantageFn:
+    """Return the :data:`AdvantageFn` of an entry, whose function is one of tokens or of samples."""
+    function = estimator.fn
+    if not is_of_lightppo(function):
+        problem_of = problem_of_samples if estimator.per_sample else problem_of_tokens
+        called_with = (
+            "it is called with ScoreGroups and named arguments: take the rest as **_"
+            if estimator.per_sample
+            else "it is called with token_rewards, action_mask and others by name: take the rest as **_. For a function "
+            "of ScoreGroups, write @estimator(per_sample=True)"
+        )
+        function = Checked(function, "--advantage_estimator", problem_of, called_with)
+    return OnEveryToken(function) if estimator.per_sample else function
 
 
 def problem_of_tensor(value: Any, shape: tuple[int, ...], what: str, meaning: str) -> str:
-    """What is wrong with a tensor that a function of the user's gives; empty if nothing."""
+    """Return what is wrong with a tensor that a function of the user's gives; empty if nothing."""
     if not isinstance(value, Tensor):
         return f"must return {what}, a tensor of shape {shape}, {meaning}, not {_named(value)}"
     if tuple(value.shape) != shape:
@@ -481,12 +498,12 @@ def _named(value: Any) -> str:
 
 
 def problem_of_samples(result: Any, groups: ScoreGroups, **_: Any) -> str:
-    """Of an estimator that gives one number per sample."""
+    """Return what is wrong with the result of an estimator that gives one number per sample; empty if nothing."""
     return problem_of_tensor(result, tuple(groups.scores.shape), "advantages", "one per sample")
 
 
 def problem_of_tokens(result: Any, *, action_mask: Tensor, **_: Any) -> str:
-    """Of an :data:`AdvantageFn`."""
+    """Return what is wrong with the result of an :data:`AdvantageFn`; empty if nothing."""
     if not isinstance(result, tuple) or len(result) != 2:
         got = _named(result) if not isinstance(result, tuple) else f"{len(result)} values"
         return f"must return a pair (advantages, returns), not {got}"

@@ -68,6 +68,6 @@ def top_divergence(
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """With ln(1 - Σ e^x), (N, k) -> (N, k + 1)."""
+    """Append ln(1 - Σ e^x): (N, k) -> (N, k + 1)."""
     rest = (1 - log_probs.exp().sum(1, keepdim=True)).clamp(min=REST_FLOOR).log()
     return torch.cat([log_probs, rest], dim=1)

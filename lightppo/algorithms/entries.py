@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable)
 class EstimatorEntry(Entry):
     """An advantage estimator; the function is an :data:`lightppo.algorithms.advantages.AdvantageFn`."""
 
-    # The function gives one number per sample, and all tokens of the sample get it, see experience.maker.advantage_fn.
+    # The function gives one number per sample, and all tokens of the sample get it, see advantages.advantage_fn.
     per_sample: bool = False
     needs_critic: bool = False  # it reads values
     min_group_size: int = 1  # least samples per prompt
@@ -98,7 +98,7 @@ class PreferenceLossEntry(Entry):
 
 
 def metric_names() -> dict[str, str]:
-    """Names under ``train/`` that single algorithms add → meaning."""
+    """Return the meaning of each name under ``train/`` that single algorithms add."""
     return {
         name: meaning
         for table in TABLES
@@ -111,7 +111,7 @@ def metric_names() -> dict[str, str]:
 
 
 def estimator(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
-    """What an estimator of your own asks of a run: attributes of :class:`EstimatorEntry`; in a file, as literals."""
+    """Say what an estimator of your own needs of a run: attributes of :class:`EstimatorEntry`; in a file, as literals."""
     if without_brackets:
         raise TypeError(
             "write @estimator() with brackets: @estimator(per_sample=True), for example"
@@ -121,7 +121,7 @@ def estimator(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
 
 
 def policy_loss(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
-    """The same for ``--policy_loss`` and :class:`PolicyLossEntry`."""
+    """Say it of a policy loss of your own: attributes of :class:`PolicyLossEntry`."""
     if without_brackets:
         raise TypeError(
             "write @policy_loss() with brackets: @policy_loss(eps_clip=None), for example"
@@ -131,7 +131,7 @@ def policy_loss(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
 
 
 def _with_traits(traits: Mapping[str, Any], function: F) -> F:
-    """The function itself, which now says what it needs: see :meth:`lightppo.table.Table.find`."""
+    """Return the function itself, which now says what it needs: see :meth:`lightppo.table.Table.find`."""
     function.traits = traits
     return function
 

@@ -59,13 +59,13 @@ def absolute(log_ratio: Tensor) -> Tensor:
 
 
 def with_gradient_of_k2(kl: Tensor, log_ratio: Tensor, change: Tensor | None) -> Tensor:
-    """Straight-through: the value is the estimate's, the gradient k2's."""
+    """Return the value of the estimate with the gradient of k2 (straight-through)."""
     carrier = k2(log_ratio)
     return kl.detach() + (carrier - carrier.detach())  # the bracket is an exact 0
 
 
 def times_ratio(kl: Tensor, log_ratio: Tensor, change: Tensor | None) -> Tensor:
-    """The estimate times π / π_old, through which it has a gradient, too."""
+    """Return the estimate times π / π_old, through which it has a gradient, too."""
     return kl if change is None else kl * limited(change).exp()
 
 
@@ -213,7 +213,7 @@ def divergence_of_models(
     experience: Experience,
     divergence: Divergence = kl_of_rows,
 ) -> tuple[Tensor, Tensor]:
-    """From a frozen model over the whole vocabulary, with gradient; and the frozen model's log probs: (B, A) each."""
+    """Return the divergence from a frozen model, with gradient, and the frozen model's log probs: (B, A) each."""
     with torch.no_grad():
         other = frozen.score_actions(
             experience.sequences, experience.num_actions, experience.attention_mask, logits=True
@@ -228,7 +228,7 @@ def divergence_of_models(
 def kl_of_models(
     actor: Any, reference: Any, scores: ActionScores, experience: Experience, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """``--kl_estimator full``: :func:`full_kl` from the reference, within ±clip; and the reference's log probs."""
+    """Return :func:`full_kl` from the reference within ±clip (``--kl_estimator full``), and the reference's log probs."""
     kl, of_reference = divergence_of_models(actor, reference, scores, experience)
     return kl if clip is None else kl.clamp(-clip, clip), of_reference
 

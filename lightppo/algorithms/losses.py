@@ -279,7 +279,7 @@ def _trusted(
 
 
 def problem_of_loss(result: Any, inputs: LossInputs, **_: Any) -> str:
-    """What is wrong with what a policy loss of the user's returns; empty if nothing."""
+    """Return what is wrong with the result of a policy loss of the user's; empty if nothing."""
     if not isinstance(result, tuple) or len(result) != 2:
         got = type(result).__name__ if not isinstance(result, tuple) else f"{len(result)} values"
         return (

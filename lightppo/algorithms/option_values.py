@@ -25,7 +25,7 @@ class Rejection:
 
     @classmethod
     def parse(cls, text: str) -> Rejection:
-        """``NAME=HIGH``, ``NAME=LOW:HIGH`` or ``NAME=LOW:``; ConfigError for anything else."""
+        """Read ``NAME=HIGH``, ``NAME=LOW:HIGH`` or ``NAME=LOW:``; ConfigError for anything else."""
         name, _, bounds = text.partition("=")
         entry = REJECTIONS.find(name)
         low, colon, high = bounds.rpartition(":")
@@ -52,7 +52,7 @@ class Rejection:
 
 
 def weights_of_parts(texts: Sequence[str]) -> dict[str, float]:
-    """``--gdpo_rewards``: the weight of each reward, 1 where there is none; ConfigError for anything else."""
+    """Return the weights of ``--gdpo_rewards`` by name, 1 where there is none; ConfigError for anything else."""
     weights: dict[str, float] = {}
     for text in texts:
         name, equals, weight = text.partition("=")
@@ -72,7 +72,7 @@ def weights_of_parts(texts: Sequence[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Norm:
-    """What ``--reward_norm_by`` and ``--adv_norm_by`` say: of what mean and deviation are, "batch", "group" or None."""
+    """Mean and deviation of ``--reward_norm_by`` and ``--adv_norm_by``: of the "batch", of each "group", or None."""
 
     mean: str | None = None
     std: str | None = None
@@ -82,7 +82,7 @@ class Norm:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Norm:
-        """``mean=group std=batch leave_one_out unbiased eps=1e-6``, in any order; ConfigError for anything else."""
+        """Read ``mean=group std=batch leave_one_out unbiased eps=1e-6``, in any order; ConfigError for anything else."""
         given: dict[str, Any] = {}
         for word in words:
             name, equals, value = word.partition("=")

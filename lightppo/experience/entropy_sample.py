@@ -18,7 +18,7 @@ _LARGEST_STRIDE = 8  # one of so many tokens is in the sample of a large step
 
 
 def systematic_sample(mask: Tensor, start: Tensor, stride: int) -> Tensor:
-    """Every ``stride``-th unmasked token of each row, (B, A) bool, from the one that ``start`` (B,) decides on.
+    """Return every ``stride``-th unmasked token of each row, (B, A) bool, from the one that ``start`` (B,) decides on.
 
     The sum over these times ``stride`` estimates the sum over all, without bias where ``start`` is random.
     """
@@ -49,7 +49,7 @@ class EntropySample:
 def entropy_sample(
     experience: Experience, tokens: float, rows: Iterable[int] = ()
 ) -> EntropySample | None:
-    """Which tokens of a micro batch are in the sample of an optimizer step of ``tokens``; ``None``: all are.
+    """Return the tokens of a micro batch that are in the sample of a step of ``tokens``; ``None``: all are.
 
     The choice depends on the ids of a row alone, so the logged mean depends neither on micro batches nor on ranks.
     """

@@ -15,13 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.advantages import (
-    AdvantageFn,
-    OnEveryToken,
-    problem_of_samples,
-    problem_of_tokens,
-)
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, EstimatorEntry
+from lightppo.algorithms.advantages import advantage_fn
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from lightppo.algorithms.kl import KLController, KLEstimate
 from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
@@ -54,7 +49,6 @@ from lightppo.models.wrapper import layout_of_all, on_cpu, to_device
 from lightppo.option import shown_object
 from lightppo.ranks import Ranks, heartbeat, level
 from lightppo.table import load
-from lightppo.user_code import Checked, is_of_lightppo
 
 
 @dataclass(frozen=True)
@@ -67,21 +61,6 @@ class RolloutPass:
     # (an experience, the policy's log probs) → numbers (B, A) by name; their means over trained tokens are logged.
     measure: Callable[[Experience, Tensor], Mapping[str, Tensor]] = lambda experience, log_probs: {}
     takes_all: bool = False  # in one call: it shares the samples out by itself
-
-
-def advantage_fn(estimator: EstimatorEntry) -> AdvantageFn:
-    """The function of an estimator, of token rewards, whether it is one of tokens or of samples."""
-    function = estimator.fn
-    if not is_of_lightppo(function):
-        problem_of = problem_of_samples if estimator.per_sample else problem_of_tokens
-        called_with = (
-            "it is called with ScoreGroups and named arguments: take the rest as **_"
-            if estimator.per_sample
-            else "it is called with token_rewards, action_mask and others by name: take the rest as **_. For a function "
-            "of ScoreGroups, write @estimator(per_sample=True)"
-        )
-        function = Checked(function, "--advantage_estimator", problem_of, called_with)
-    return OnEveryToken(function) if estimator.per_sample else function
 
 
 # what the times of passes are called, where not as in --micro_batch_specs

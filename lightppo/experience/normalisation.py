@@ -34,7 +34,7 @@ def normalize_by(
     *,
     all_reduce_sum: AllReduceSum = identity,
 ) -> Tensor:
-    """(x - mean) / (std + eps) of the unmasked values (B, A); masked positions become 0. In float64.
+    """Return (x - mean) / (std + eps) of the unmasked values (B, A), 0 at masked positions. In float64.
 
     Mean and deviation are of all ranks, of each group, or left out; the deviation is around this mean, or around 0
     without one. With ``norm.leave_one_out`` a value is not in its own mean. Of a single value, a mean that leaves it
@@ -134,7 +134,7 @@ class Moments:
         all_reduce_sum: AllReduceSum = identity,
         name: str = "values",
     ) -> Moments:
-        """Of the unmasked values of all ranks, in float64 and two passes. ``name`` is for the error message."""
+        """Measure the unmasked values of all ranks, in float64 and two passes. ``name`` is for the error message."""
         require_same_shape(values=values, mask=mask)
         kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
         exact = values.double().masked_fill(~kept, 0.0)
@@ -150,7 +150,7 @@ class Moments:
         return cls(count, mean, all_reduce_sum(squares).item() / count)
 
     def mixed_with(self, batch: Moments, share: float, weight: float) -> Moments:
-        """A mixture with the batch's, by share; with n_batch / n the merge of Chan, Golub and LeVeque 1979."""
+        """Mix with the batch's, by share; with n_batch / n this is the merge of Chan, Golub and LeVeque 1979."""
         step = batch.mean - self.mean
         variance = (
             (1.0 - share) * self.variance
@@ -196,7 +196,7 @@ class RunningMeanStd:
 
     @torch.no_grad()
     def normalize(self, values: Tensor) -> Tensor:
-        """(x - mean) / (std + EPS); unchanged until two numbers have been seen."""
+        """Return (x - mean) / (std + EPS); unchanged until two numbers have been seen."""
         values = at_least_float32(values)
         if self.count < 2:
             return values
@@ -261,15 +261,15 @@ class ValueNorm:
             self._moments = self._moments.mixed_with(batch, share, weight)
 
     def denormalize(self, values: Tensor) -> Tensor:
-        """The critic's outputs as returns: x · std + mean, with the current statistics."""
+        """Return the critic's outputs as returns: x · std + mean, with the current statistics."""
         return _affine(values, self.std, self.mean)
 
     def normalize(self, returns: Tensor) -> Tensor:
-        """(x - mean) / std with the current statistics; nothing is clipped."""
+        """Return (x - mean) / std with the current statistics; nothing is clipped."""
         return _affine(returns, 1.0 / self.std, -self.mean / self.std)
 
     def normalize_old(self, values: Tensor) -> Tensor:
-        """(x - mean) / std with the statistics before the last update: undoes a ``denormalize`` made before it."""
+        """Return (x - mean) / std with the statistics before the last update: undoes a ``denormalize`` made before it."""
         mean, std = self._old
         return _affine(values, 1.0 / std, -mean / std)
 
@@ -294,7 +294,7 @@ class ValueNorm:
 
 
 def _affine(values: Tensor, scale: float, shift: float) -> Tensor:
-    """values · scale + shift, in float64 because shift may be large against the values' differences."""
+    """Return values · scale + shift, in float64 because shift may be large against the values' differences."""
     values = at_least_float32(values)
     return (values.double() * scale + shift).to(values.dtype)
 

@@ -22,18 +22,18 @@ from lightppo.ranks import Ranks
 def scale_scores(
     scores: Tensor, bias: float = 0.0, scaling: float = 1.0, max_clip: float | None = None
 ) -> Tensor:
-    """clip((score - bias) · scaling, ±max_clip): ``max_clip`` is in units of the result, None for no limit."""
+    """Return clip((score - bias) · scaling, ±max_clip): ``max_clip`` is in units of the result, None for no limit."""
     scores = (at_least_float32(scores) - bias) * scaling
     return scores if max_clip is None else scores.clamp(-max_clip, max_clip)
 
 
 def zero_truncated(scores: Tensor, truncated: Tensor) -> Tensor:
-    """Score 0 for truncated answers, which still pay for their KL (``--mask_no_eos_with_zero``)."""
+    """Give truncated answers the score 0; they still pay for their KL (``--mask_no_eos_with_zero``)."""
     return zero_where_masked(scores, ~truncated.bool())
 
 
 def stop_properly(scores: Tensor, truncated: Tensor, coef: float) -> Tensor:
-    """Truncated answers score less: min(score, coef · score) for coef in [0, 1], min(score, coef) below 0.
+    """Lower the scores of truncated answers: min(score, coef · score) for coef in [0, 1], min(score, coef) below 0.
 
     The minimum keeps an answer from gaining by not ending: half of a negative score would be a higher score.
     Source: the recipe of ProRL v2 (NVIDIA 2025), which multiplies every truncated score.
@@ -44,7 +44,7 @@ def stop_properly(scores: Tensor, truncated: Tensor, coef: float) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: float) -> Tensor:
-    """min(-(L - (max_len - buffer_len)) / buffer_len · factor, 0), at least -factor, to add to the scores.
+    """Return min(-(L - (max_len - buffer_len)) / buffer_len · factor, 0), at least -factor, to add to the scores.
 
     Source: DAPO (arXiv:2503.14476), eq. 13, soft overlong punishment, with a factor. ``lengths`` (B,) are L in tokens.
     """
@@ -54,7 +54,7 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: flo
 
 @torch.no_grad()
 def dense_rewards(token_scores: Tensor, action_mask: Tensor, delta: bool) -> Tensor:
-    """Rewards of the trained tokens from a reward source's token scores, both (B, A); 0 at untrained positions.
+    """Return the rewards of trained tokens from a reward source's token scores, both (B, A); 0 at other positions.
 
     With ``delta`` (``--reward_delta``) the reward is the score minus the previous trained token's (or 0), so that a row
     sums to its last score; otherwise the score itself.

@@ -67,7 +67,7 @@ def _of_packages(config: Options) -> Iterator[tuple[str, TokenWeight, Weigh]]:
 
 
 def correction(config: Options) -> Weigh | None:
-    """``--rollout_correction``: the weights of off-policy tokens."""
+    """Return the function that weighs off-policy tokens (``--rollout_correction``)."""
     options = config.correction
     if options.rollout_correction == "none":
         return None
@@ -95,7 +95,7 @@ def correction(config: Options) -> Weigh | None:
 
 
 def rejection(config: Options) -> Weigh | None:
-    """Those of ``--rollout_rejection`` that are judged before the update."""
+    """Return the function that leaves tokens out before the update (``--rollout_rejection``)."""
     rejections = rejections_of(config, in_training=False)
     if not rejections:
         return None
@@ -115,7 +115,7 @@ def rejection(config: Options) -> Weigh | None:
 
 
 def rejection_in_training(config: Options) -> Weigh | None:
-    """Those of ``--rollout_rejection`` that follow the policy in training."""
+    """Return the function that leaves tokens out by the policy in training (``--rollout_rejection``)."""
     rejections = rejections_of(config, in_training=True)
     if not rejections:
         return None
@@ -139,7 +139,7 @@ def rejection_in_training(config: Options) -> Weigh | None:
 
 
 def rejections_of(config: Options, in_training: bool) -> list[Rejection]:
-    """``--rollout_rejection``: those judged in training, or those judged before it.
+    """Return those of ``--rollout_rejection`` that are judged in training, or before it.
 
     With ``--old_log_probs rollout`` the policy before it is the one that sampled, so all are judged in training.
     """
@@ -149,7 +149,7 @@ def rejections_of(config: Options, in_training: bool) -> list[Rejection]:
 
 
 def high_entropy(config: Options) -> Weigh | None:
-    """``--high_entropy_token_ratio``: only the tokens of the rollout with the highest entropy have a loss."""
+    """Return the function that keeps the tokens of the highest entropy alone (``--high_entropy_token_ratio``)."""
     ratio = config.loss.high_entropy_token_ratio
     if ratio is None:
         return None

@@ -57,7 +57,7 @@ def check_teacher(building: Any) -> None:
 
 
 def teacher_pass(config: PPOConfig, models: Mapping[str, Any]) -> RolloutPass | None:
-    """Where its numbers are needed before training; elsewhere it makes a pass in training."""
+    """Return the teacher's pass over the rollout; ``None``: it makes a pass in training, or there is no teacher."""
     k = config.distill.distill_topk
     if TEACHER not in models or not (adds(config) or k is not None):
         return None
@@ -84,21 +84,21 @@ def teacher_pass(config: PPOConfig, models: Mapping[str, Any]) -> RolloutPass | 
 def score_top(
     policy: Actor, sequences: Tensor, num_actions: int, attention_mask: Tensor | None, k: int
 ) -> tuple[ActionScores, Tensor, Tensor]:
-    """Log probs without gradient, also of the k most likely tokens at each action, largest first.
+    """Return log probs without gradient, also of the k most likely tokens at each action, largest first.
 
     Returns:
         the scores; log probs and ids (as float) of the k tokens, (B, A, k) each, 0 unless real.
     """
     scores = policy.score_actions(sequences, num_actions, attention_mask, logits=True)
-    found = top_log_probs(scores.logits, k, policy.temperature)  # (K, k) each
+    best = top_log_probs(scores.logits, k, policy.temperature)  # (K, k) each
     shape = *scores.real.shape, k
-    values, ids = (torch.zeros(shape, device=sequences.device) for _ in found)
-    values[scores.real], ids[scores.real] = (numbers.float() for numbers in found)
+    values, ids = (torch.zeros(shape, device=sequences.device) for _ in best)
+    values[scores.real], ids[scores.real] = (numbers.float() for numbers in best)
     return scores, values, ids
 
 
 def gap_to_teacher(experience: Experience, log_probs: Tensor) -> dict[str, Tensor]:
-    """(B, A) each."""
+    """Return what is logged of a teacher, (B, A) each."""
     of_teacher = experience.extra[LOG_PROBS]
     return {"teacher_kl": log_probs - of_teacher, "teacher_log_prob": of_teacher}
 
@@ -107,13 +107,12 @@ def gap_to_teacher(experience: Experience, log_probs: Tensor) -> dict[str, Tenso
 
 
 def advantage_term(config: PPOConfig) -> Callable[[Experience], Tensor] | None:
-    """``--distill_by advantage``."""
+    """Return the teacher's term of the advantages; ``None`` without ``--distill_by advantage``."""
     if not adds(config):
         return None
     coef, discount = config.distill.distill_coef, config.distill.distill_discount
 
-    def term(batch: Experience) -> Tensor:
-        """(B, A)."""
+    def term(batch: Experience) -> Tensor:  # (B, A)
         return coef * teacher_advantages(
             batch.action_log_probs, batch.extra[LOG_PROBS], batch.action_mask, discount
         )
@@ -125,7 +124,7 @@ def advantage_term(config: PPOConfig) -> Callable[[Experience], Tensor] | None:
 def teacher_advantages(
     log_probs: Tensor, teacher_log_probs: Tensor, action_mask: Tensor, discount: float = 0.0
 ) -> Tensor:
-    """Σ_k γ^k (log π_teacher - log π)_{t+k} (B, A): minus the k1 of KL(π || π_teacher), over trained tokens.
+    """Return Σ_k γ^k (log π_teacher - log π)_{t+k} (B, A): minus the k1 of KL(π || π_teacher), over trained tokens.
 
     With γ = 0 the gradient is that of each token's reverse KL, whatever follows it; with γ = 1 that of the whole
     response. Source: Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); γ = 1: arXiv:2306.08543.
@@ -141,7 +140,7 @@ def teacher_advantages(
 
 
 def score_term(config: PPOConfig, models: Mapping[str, Any]) -> ScoreTerm | None:
-    """``--distill_by loss``."""
+    """Return the teacher's term of the actor's loss; ``None`` without ``--distill_by loss``."""
     distill = config.distill
     if TEACHER not in models or distill.distill_by != "loss":
         return None

@@ -45,14 +45,14 @@ class LossTerm:
     metrics: Sequence[str] = ()  # names of its numbers
 
     def losses(self, micro_batches: int) -> list[OwnLoss]:
-        """One for each micro batch of the optimizer step that begins, or none at all. Collective.
+        """Return one for each micro batch of the optimizer step that begins, or none at all. Collective.
 
         Each is a share of the step's loss, like that of :func:`~lightppo.algorithms.masking.aggregate_loss`.
         """
         raise NotImplementedError
 
     def state_dict(self) -> Any:
-        """The same on every rank."""
+        """Return the state, the same on every rank."""
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
@@ -70,7 +70,7 @@ def actor_loss(
     token_weights: Sequence[Callable[..., Tensor]] = (),
     sample: EntropySample | None = None,
 ) -> tuple[Tensor, Metrics, Tensor, Tensor]:
-    """Policy loss, entropy bonus, further terms of the same pass, and load-balancing loss.
+    """Return policy loss, entropy bonus, further terms of the same pass, and load-balancing loss.
 
     Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
     ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training; ``sample`` are the tokens whose
@@ -117,7 +117,7 @@ def actor_loss(
 
 
 def _token_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
-    """The weight of a micro batch in a mean over micro batches by their tokens.
+    """Return the weight of a micro batch in a mean over micro batches by their tokens.
 
     For the load-balancing loss, which is a product of means, and so cannot be split exactly.
     """
@@ -133,7 +133,7 @@ def weighted_policy_loss(
     entropy: Tensor,
     token_weights: Sequence[Callable[..., Tensor]] = (),
 ) -> tuple[Tensor, Metrics]:
-    """The policy loss of ``log_probs`` (B, A) under the weights of the experience times those in training."""
+    """Return the policy loss of ``log_probs`` (B, A) under the weights of the experience times those in training."""
     old_log_probs = experience.action_log_probs
     if old_log_probs is None:
         old_log_probs = log_probs.detach()
@@ -165,7 +165,7 @@ def weighted_policy_loss(
 def kl_to_reference(
     kl_of_samples: KLEstimate, scores: ActionScores, experience: Experience
 ) -> Tensor:
-    """Estimates with gradient (B, A), from the log probs of the sampled tokens."""
+    """Return estimates with gradient (B, A), from the log probs of the sampled tokens."""
     old_log_probs = experience.action_log_probs
     if old_log_probs is None:
         old_log_probs = scores.log_probs.detach()
@@ -181,7 +181,7 @@ def critic_loss(
     loss_fn: ValueLoss,
     value_norm: Any | None,
 ) -> tuple[Tensor, Metrics]:
-    """Value loss and metrics. ``value_norm`` normalises what the critic says; what the experience holds is not."""
+    """Return value loss and metrics. ``value_norm`` normalises what the critic says; what the experience holds is not."""
     mask, old_values, returns = experience.action_mask, experience.values, experience.returns
     inputs = {"num_actions": experience.num_actions, "attention_mask": experience.attention_mask}
     values = critic(experience.sequences, **inputs)  # (B, A)
@@ -195,7 +195,7 @@ def critic_loss(
 
 
 def build_policy_loss(config: PPOConfig) -> PolicyLoss:
-    """The policy loss of a resolved config."""
+    """Return the policy loss of a resolved config."""
     loss = config.loss
     return PolicyLoss(
         loss.eps_clip_low,

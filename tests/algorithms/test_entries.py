@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightppo.algorithms import entries
+from lightppo.algorithms.advantages import advantage_fn
 from lightppo.algorithms.entries import (
     ADVANTAGE_ESTIMATORS,
     LOSS_AGG_MODES,
@@ -15,7 +16,6 @@ from lightppo.algorithms.entries import (
     Table,
 )
 from lightppo.errors import ConfigError
-from lightppo.experience.maker import advantage_fn
 from lightppo.table import load
 
 ENTRIES = [(table, name) for table in TABLES for name in table]

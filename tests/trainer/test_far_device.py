@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from lightppo import PPOTrainer
+from lightppo.algorithms.advantages import advantage_fn
 from lightppo.algorithms.correction import correction_weights, rejection_mask
 from lightppo.algorithms.entries import (
     ADVANTAGE_ESTIMATORS,
@@ -35,7 +36,6 @@ from lightppo.config.rules import needs_critic
 from lightppo.data.records import Rollout
 from lightppo.distributed.deepspeed import StepOutcome
 from lightppo.experience import entropy_sample
-from lightppo.experience.maker import advantage_fn
 from lightppo.experience.token_weights import rejections_of
 from lightppo.logging.samples import Samples
 from lightppo.models import wrapper as wrappers
