@@ -91,12 +91,12 @@ class LossInputs:
     ) -> Metrics:
         """Metrics (B, A) without gradient: clipping hit the ``lost`` tokens, ``ratio`` is from before clipping."""
         within = limited(self.log_ratio.detach())
-        found = {
+        metrics = {
             "clip_ratio": torch.zeros_like(within) if lost is None else lost,
             "ratio": within.exp() if ratio is None else ratio,
             "approx_kl": within.expm1() - within,  # k3 of old to new, nats
         } | own
-        return {name: x.detach().to(within.dtype) for name, x in found.items()}
+        return {name: x.detach().to(within.dtype) for name, x in metrics.items()}
 
 
 PolicyLossFn = Callable[..., TokenLoss]

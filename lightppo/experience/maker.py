@@ -41,8 +41,8 @@ from lightppo.experience.normalisation import (
 from lightppo.experience.scores import ScoreShaper
 from lightppo.experience.token_selection import select_tokens
 from lightppo.experience.token_weights import (
-    reader_of_engine,
-    reader_of_entropy,
+    first_needing_engine_log_probs,
+    first_needing_entropy,
     token_weights,
 )
 from lightppo.models.wrapper import layout_of_all, on_cpu, to_device
@@ -130,7 +130,7 @@ class ExperienceMaker:
         self.layout = layout_of_all(self.models())
         self.old_log_probs = old_log_probs or old_log_probs_from(config, exact_rollout=False)
         self.wants_entropy = self._needs_entropy()
-        self.compared_with_engine = reader_of_engine(config)
+        self.compared_with_engine = first_needing_engine_log_probs(config)
         if self.old_log_probs == "rollout":
             self.compared_with_engine = self.compared_with_engine or "--old_log_probs rollout"
         self.has_kl = initial_model is not None and self.old_log_probs != "training"
@@ -142,7 +142,7 @@ class ExperienceMaker:
         self._all_reduce_sum = partial(strategy.all_reduce, op="sum")
 
     def models(self) -> list[Any]:
-        """The models of its passes."""
+        """Return the models of all passes."""
         own = (self.actor, self.critic, self.initial_model)
         models = (*own, *(one.model for one in self.passes.values()))
         return [model for model in models if model is not None]
@@ -179,13 +179,13 @@ class ExperienceMaker:
         return batch.split(self.micro_rollout_batch_size) if rollouts else []
 
     def _require_finite(self, batch: Experience) -> None:
-        """Raises NonFiniteError on all ranks, before any statistics have seen the numbers. Collective."""
-        found = batch.non_finite()
+        """Raise NonFiniteError on all ranks, before any statistics have seen the numbers. Collective."""
+        rows = batch.non_finite()
         # Its KL is checked instead: an infinite log prob may give a clipped KL, which is finite.
-        found.pop("base_action_log_probs", None)
-        if self.strategy.all_reduce(len(found), "max"):
+        rows.pop("base_action_log_probs", None)
+        if self.strategy.all_reduce(len(rows), "max"):
             raise NonFiniteError(
-                f"not finite: {non_finite_text(self.strategy.all_gather_object(found))}", batch
+                f"not finite: {non_finite_text(self.strategy.all_gather_object(rows))}", batch
             )
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
@@ -196,8 +196,8 @@ class ExperienceMaker:
             select_tokens(buffer.items, loss, self.strategy, seed)
 
     def _needs_entropy(self) -> bool:
-        """Whether a token weight needs the entropy of a pass of the actor over the rollout."""
-        reader = reader_of_entropy(self.config)
+        """Return whether a token weight needs the entropy of a pass of the actor over the rollout."""
+        reader = first_needing_entropy(self.config)
         if reader is not None and self.old_log_probs != "forward":
             raise ConfigError(
                 f"--old_log_probs {self.old_log_probs}: the token weight {reader!r} needs the entropy of a pass; "
@@ -226,7 +226,7 @@ class ExperienceMaker:
             )
 
     def run_models(self, batch: Experience) -> dict[str, Tensor]:
-        """Fills in log probs, KL and values; each model runs all rows in its own micro batches. Collective.
+        """Fill in log probs, KL and values; each model runs all rows in its own micro batches. Collective.
 
         Returns:
             what the passes made, each (B, A): also ``last_values``, in the first column, and ``entropy``.
@@ -261,8 +261,8 @@ class ExperienceMaker:
             with self.timer(_PHASES.get(name, name)):
                 for _, rows in of_call:
                     places = to_device(torch.tensor(rows), device)
-                    found = calls[name](near.select(rows).to_device(device))
-                    for key, values in found.items():  # (b, a), the first a actions
+                    tensors = calls[name](near.select(rows).to_device(device))
+                    for key, values in tensors.items():  # (b, a), the first a actions
                         if key not in into:
                             shape = *batch.action_mask.shape, *values.shape[2:]
                             into[key] = torch.zeros(shape, device=device)
@@ -277,11 +277,11 @@ class ExperienceMaker:
         return made
 
     def sampled_kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """``--kl_estimator`` of each sampled token, k1 in place of one over the vocabulary; float32, without gradient."""
+        """Return ``--kl_estimator`` of each sampled token, k1 for one over the vocabulary; float32, without gradient."""
         return self.kl_of_samples(log_probs.detach(), ref_log_probs).float()
 
     def _run_actor(self, part: Experience) -> dict[str, Tensor]:
-        """Log probs of the actor, and of the reference beside it if whole distributions are compared."""
+        """Return log probs of the actor, and of the reference beside it if whole distributions are compared."""
         inputs = (part.sequences, part.num_actions, part.attention_mask)
         wants_norms = self.estimator.needs_score_norms
         actor = self.actor.score_actions(
@@ -327,7 +327,7 @@ class ExperienceMaker:
         bootstrap: Tensor | None,
         norms: Tensor | None,
     ) -> None:
-        """Token rewards → advantages and returns; updates the statistics of ``--value_norm``."""
+        """Make token rewards, then advantages and returns; update the statistics of ``--value_norm``."""
         config, device, mask = self.algorithm, self.strategy.device, batch.action_mask
         if batch.kl is not None:
             batch.kl = batch.kl.masked_fill(~mask, 0.0)
@@ -375,7 +375,7 @@ class ExperienceMaker:
         batch.info["return"] = token_rewards.sum(-1)
 
     def _add_loss_weights(self, batch: Experience, entropy: Tensor | None) -> None:
-        """The product of the token weights: constant factors of the policy loss."""
+        """Multiply the token weights: constant factors of the policy loss."""
         if not self.token_weights:
             return
         weights = batch.action_mask.float()  # (B, A)
@@ -389,7 +389,7 @@ class ExperienceMaker:
         batch.loss_weights = weights
 
     def _add_info(self, batch: Experience, rollouts: Sequence[Rollout]) -> None:
-        """One number per sample, for the logs."""
+        """Add the numbers of each sample that are logged."""
         numbers: dict[str, list[float | None]] = {}
         if self.rewarded:
             numbers["reward"] = [rollout.reward for rollout in rollouts]

@@ -36,7 +36,7 @@ def token_weights(config: Options, in_training: bool) -> list[Weigh]:
     return [*(weigh for weigh in shipped if weigh is not None), *further]
 
 
-def reader_of_entropy(config: Options) -> str | None:
+def first_needing_entropy(config: Options) -> str | None:
     """Return the name of the first factor that needs the entropy before training; ``None``: none does."""
     if config.loss.high_entropy_token_ratio is not None:
         return "high_entropy"
@@ -45,7 +45,7 @@ def reader_of_entropy(config: Options) -> str | None:
     return next(readers, None)
 
 
-def reader_of_engine(config: Options) -> str | None:
+def first_needing_engine_log_probs(config: Options) -> str | None:
     """Return the option, or the factor, that needs the log probs of the rollout engine; ``None``: none does."""
     options = config.correction
     if options.rollout_correction != "none":
