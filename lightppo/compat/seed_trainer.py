@@ -58,6 +58,7 @@ from lightppo.config.rules import (
     rollout_rows,
     scoring_calls,
 )
+from lightppo.config.run_length import steps_per_episode
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import StepPart
@@ -76,7 +77,6 @@ from lightppo.trainer.build import (
     assemble,
     build_rollout_engine,
     sampling_params,
-    steps_per_episode,
 )
 from lightppo.trainer.consumed_samples import state_after
 from lightppo.trainer.evaluator import Evaluator

@@ -25,7 +25,7 @@ import yaml
 from lightppo.checkpoint import durable
 from lightppo.checkpoint.run_checkpointer import download_marks
 from lightppo.config import PPOConfig
-from lightppo.config.options import LoggingConfig, OptionSet
+from lightppo.config.options import LoggingConfig, OptionSet, public_options
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
 from lightppo.logging.content_hashes import checkpoint_mark
@@ -52,7 +52,6 @@ from lightppo.storage import (
     unsent,
     upload,
 )
-from lightppo.trainer.loop import public_options
 from lightppo.user_code import split_python_spec
 from lightppo.version import __version__
 

@@ -22,11 +22,13 @@ from lightppo.logging.speeds import perf_metrics
 from lightppo.logging.step_metrics import checked_status
 from lightppo.models import loading
 from lightppo.models.packing.settle import settle_packing
+from lightppo.models.run_models import build_tokenizer
 from lightppo.models.wrapper import prepare_model, to_device
 from lightppo.plugin import ROWS
 from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.trainer import build as building
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
+from lightppo.trainer.optimizers import with_optimizer
 from lightppo.zero3 import parameter_count
 
 T = TypeVar("T")
@@ -300,7 +302,7 @@ def build(
     prepare_model(model, "actor", config, strategy.device)
     steps = schedule_steps(config, loader, strategy)
     prepared = strategy.prepare(
-        building.with_optimizer(model, training.learning_rate, steps, config, strategy)
+        with_optimizer(model, training.learning_rate, steps, config, strategy)
     )
     models = objective.attach(prepared[0])
     run.saved = {"actor": prepared[0]}
@@ -332,7 +334,7 @@ def begin(config: SupervisedConfig) -> building.Building:
     asked = config.resolved()
     run = building.Building(given=config, asked=asked, config=asked, strategy=strategy)
     run.check("options")
-    run.tokenizer = building.build_tokenizer(asked)
+    run.tokenizer = build_tokenizer(asked)
     run.check("tokenizer")
     run.check("folders")
     return run

@@ -20,14 +20,13 @@ from typing import Any, Protocol
 
 from lightppo.callbacks import Callback, Callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
-from lightppo.config.options import OptionSet
+from lightppo.config.options import OptionSet, public_options
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.files import facts_of, files_in_use, local_folder
 from lightppo.logging.step_metrics import Phases, on_bar, with_namespace
 from lightppo.plugin import CALLBACKS, MEASURING, METRICS, OLDER_STATES
 from lightppo.ranks import Ranks, heartbeat
-from lightppo.redaction import shown_value
 
 logger = logging.getLogger(__name__)
 
@@ -448,8 +447,3 @@ class TrainingLoop:
 
 
 _OWN_STATE = ("trainer", "config", "content", "rng", "run", "consumed_samples")
-
-
-def public_options(config: OptionSet) -> dict[str, Any]:
-    """All options by flag name, for logs, files, trackers and checkpoints: of URLs neither login nor query."""
-    return {name: shown_value(value) for name, value in config.flat().items()}

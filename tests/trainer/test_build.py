@@ -18,6 +18,7 @@ from lightppo.data import row_workers
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.logging import run_folder
+from lightppo.models import run_models
 from lightppo.models.loading import get_tokenizer
 from lightppo.models.wrapper import recomputes
 from lightppo.rollout.cuda_graphs import CUDAGraphs
@@ -105,7 +106,7 @@ class Loaded(nn.Module):
 def zero_of(monkeypatch, make_config, reward_model):
     """``zero_of(**options)``: the ZeRO section of every model's DeepSpeed configuration."""
     for name in ("Actor", "Critic", "RewardModel"):
-        monkeypatch.setattr(build, name, Loaded)
+        monkeypatch.setattr(run_models, name, Loaded)
 
     def roles(**options) -> dict[str, dict]:
         config = make_config(
@@ -145,7 +146,7 @@ def test_each_model_goes_to_its_place_before_the_next_one_loads(
         return model
 
     for name in ("Actor", "Critic", "RewardModel"):
-        monkeypatch.setattr(build, name, Seen)
+        monkeypatch.setattr(run_models, name, Seen)
     models = build.build_models(config, build.build_strategy(config), into_engine)
     assert set(models.frozen) == {"teacher"}
     roles = ["actor", "critic", "reference", "reward", "reward", "ema", "teacher"]
