@@ -39,8 +39,7 @@ from lightppo.distributed.distributed import DistributedStrategy
 from lightppo.experience.selection import top_share
 from lightppo.logging.evaluations import write_evaluation
 from lightppo.logging.samples import SampleRecord, write_step
-from lightppo.logging.step_metrics import optimizer_status
-from lightppo.logging.summaries import merge_summaries, rollout_summaries
+from lightppo.logging.step_metrics import merge_summaries, optimizer_status, rollout_summaries
 from lightppo.rewards.reward_source import RewardOutput
 from lightppo.rollout.balancing import balance_ranks
 from lightppo.rollout.dynamic_sampling import GroupCollector, GroupFilter

@@ -163,11 +163,6 @@ class Samples(Callback):
         self.collected = None
 
 
-def samples(run: Any) -> Samples | None:
-    """The callback of a run that samples."""
-    return Samples(run) if run.samples_tokens else None
-
-
 # -- samples with numbers per token ------------------------------------------------------------------------------------
 
 

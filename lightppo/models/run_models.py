@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,13 +19,16 @@ from lightppo.config.rules import (
     of_role,
 )
 from lightppo.distributed.deepspeed import DeepspeedStrategy
-from lightppo.errors import as_config_error
+from lightppo.errors import ConfigError, as_config_error
 from lightppo.files import stage_to_local
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.wrapper import Role, prepare_model
 from lightppo.plugin import LOADING, MODEL_CONFIGS, FrozenModel
+
+if TYPE_CHECKING:
+    from lightppo.trainer.build import Building
 
 
 @dataclass
@@ -112,6 +115,8 @@ class ModelLoader:
         if self.config.loss.aux_loss_coef > 0:
             with as_config_error():
                 model.check_router()
+        if self.config.evaluation.val_only:
+            model.hf_model.untrainable = None  # it only answers, and nothing of it is saved
         return self._placed(model, "actor", "--pretrain")
 
     def critic(self) -> Any:
@@ -221,3 +226,34 @@ def build_tokenizer(config: OptionSet, actor: Actor | None = None) -> Any:
         trust_remote_code=asked.trust_remote_code,
         flag="--pretrain" if own is None else "--tokenizer_path",
     )
+
+
+def check_vocabularies(building: Building) -> None:
+    """Further models of a run, and the reference of preferences, know the tokens of the model that trains."""
+    config = building.config
+    for path, flag in _compared(config):
+        check_vocabulary(config, path, flag, building.tokenizer)
+
+
+def _compared(config: OptionSet) -> Iterator[tuple[str, str]]:
+    if isinstance(config, PPOConfig):
+        yield from ((one.path, one.flag) for one in frozen_models(config).values())
+    elif (reference := config.flat().get("ref_pretrain")) is not None:
+        yield reference, "--ref_pretrain"
+
+
+def check_vocabulary(config: OptionSet, path: str, flag: str, tokenizer: Any) -> None:
+    """Log probs of this model are of the same tokens as those of the model that trains."""
+    tokenizer_of_path = loading.get_tokenizer(
+        stage_to_local(path),
+        use_fast=not config.model.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+        flag=flag,
+    )
+    theirs = tokenizer_of_path.get_vocab()
+    other = [token for token, index in tokenizer.get_vocab().items() if theirs.get(token) != index]
+    if other:
+        raise ConfigError(
+            f"{flag} {path} has another vocabulary than the model that trains: {len(other)} of its tokens have no id "
+            f"there or another one ({', '.join(map(repr, sorted(other)[:3]))}, …): take a model of the same family"
+        )

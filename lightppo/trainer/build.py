@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from lightppo.algorithms.kl import make_kl_controller
 from lightppo.callbacks import Callback, load_callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
+from lightppo.config.evaluation_options import evaluation_config
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     generation_batch,
@@ -28,17 +29,16 @@ from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, as_config_error
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
-from lightppo.logging.step_metrics import Phases
+from lightppo.logging.performance import PhaseTimer
+from lightppo.logging.progress import bar_of_part
 from lightppo.models.actor import Actor
 from lightppo.models.run_models import Models, build_models, build_tokenizer, fit_vocabulary
 from lightppo.models.wrapper import Role
 from lightppo.plugin import (
-    CHECKS,
     COLLECTORS,
     ENGINE_WRAPPERS,
     ENGINES,
     LOSS_TERMS,
-    MEASURING,
     ROWS,
     SAMPLING,
     SCORED,
@@ -50,9 +50,19 @@ from lightppo.rewards.registry import build_reward
 from lightppo.rewards.reward_source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler
+from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.optimizers import with_optimizer
 from lightppo.trainer.prompts import RolloutBatchSampler
+from lightppo.trainer.start_checks import (
+    check_data,
+    check_engine,
+    check_folders,
+    check_models,
+    check_options,
+    check_tokenizer,
+    checks_of_packages,
+)
 from lightppo.trainer.update import LossTerm, Update
 from lightppo.zero3 import find_adapters, parameter_count
 
@@ -61,7 +71,7 @@ T = TypeVar("T")
 
 @dataclass
 class Building:
-    """A run that is being built, as far as it is: what ``lightppo.plugin.CHECKS`` look at.
+    """A run that is being built, as far as it is: what checks look at.
 
     A check of ``folders`` may put another config in place, and say that nothing is kept of the run.
     """
@@ -103,17 +113,10 @@ class Building:
         }
         return of_parts | {"export": parameter_count(self.actor)}
 
-    def check(self, when: str) -> None:
-        """Run the checks of a time, and print what they say. Collective."""
-        for check in CHECKS.values():
-            if check.when == when:
-                for line in check.fn(self) or ():
-                    self.strategy.print(line)
-
-
-def check_options(building: Building) -> None:
-    """Options that cannot work, alone or together, are refused."""
-    building.given.validate(building.strategy.world_size)
+    def tell(self, lines: Iterable[str]) -> None:
+        """Print lines on rank 0."""
+        for line in lines:
+            self.strategy.print(line)
 
 
 @dataclass
@@ -155,7 +158,7 @@ class PPOParts(PPOInputs):
     """Everything that a trainer works with, finished."""
 
     state: TrainerState = field(kw_only=True)
-    timer: Phases = field(kw_only=True)
+    timer: PhaseTimer = field(kw_only=True)
     kl_ctl: Any = field(kw_only=True)
     experience_maker: ExperienceMaker = field(kw_only=True)
     replay_buffer: ReplayBuffer = field(kw_only=True)
@@ -179,7 +182,10 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
     if building.reward_source is None:
         build_rewards(building, models.reward_models)
     engine = building.rollout_engine = build_rollout_engine(config, strategy, actor, tokenizer)
-    building.check("engine")
+    if building.held_out is not None:
+        judge = building.reward_source if building.judge is None else building.judge
+        building.evaluator = build_evaluator(config, engine, judge, building.held_out, strategy)
+    check_engine(building)
     (actor_optim, actor_scheduler), (critic_optim, critic_scheduler) = optimizers.values()
     inputs = PPOInputs(
         strategy=strategy,
@@ -211,10 +217,10 @@ def begin(config: PPOConfig) -> Building:
     strategy.setup_distributed()
     resolved = config.resolved()
     building = Building(given=config, asked=resolved, config=resolved, strategy=strategy)
-    building.check("options")
+    check_options(building)
     building.tokenizer = build_tokenizer(resolved)
-    building.check("tokenizer")
-    building.check("folders")
+    check_tokenizer(building)
+    check_folders(building)
     return building
 
 
@@ -227,7 +233,12 @@ def read_data(building: Building) -> None:
     building.loss_terms = LOSS_TERMS.made(building)
     if not config.model.reward_pretrain:
         build_rewards(building)
-    building.check("data")
+    if building.asked.data.eval_data is not None:
+        # All of them, also where a dry run takes few.
+        building.held_out = build_held_out(building.asked, building.tokenizer, strategy)
+    check_data(building)
+    if trains(config) and not building.keeps and building.held_out is not None:
+        building.held_out = build_held_out(config, building.tokenizer, strategy)
 
 
 def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
@@ -254,7 +265,7 @@ def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
         config, models.actor, models.critic, models.followers, models.reference
     )
     building.models = models.by_flag
-    building.check("models")
+    check_models(building)
     return models, optimizers
 
 
@@ -271,7 +282,7 @@ def assemble(
         own_training_step: its training step is a user's, which needs old log probs in place.
     """
     config, strategy = inputs.config, inputs.strategy
-    state, timer, algorithm = TrainerState(), MEASURING["timer"].fn(), config.algorithm
+    state, timer, algorithm = TrainerState(), PhaseTimer(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = VALUE_NORMS.first(config)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, maker_kind, own_training_step)
@@ -312,7 +323,7 @@ def build_maker(
     inputs: PPOInputs,
     kl_ctl: Any,
     value_norm: Any,
-    timer: Phases,
+    timer: PhaseTimer,
     kind: type[ExperienceMaker],
     own_training_step: bool,
 ) -> ExperienceMaker:
@@ -323,7 +334,6 @@ def build_maker(
     )
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
-    around_parts = MEASURING["part"].fn
     return kind(
         inputs.actor,
         inputs.critic,
@@ -335,7 +345,7 @@ def build_maker(
         rewarded=not isinstance(inputs.reward_source, NoReward),
         value_norm=value_norm,
         old_log_probs=old_log_probs,
-        progress=lambda parts: around_parts(parts, "experience", strategy),
+        progress=lambda parts: bar_of_part(parts, "experience", strategy),
         timer=timer,
     )
 
@@ -399,6 +409,14 @@ def build_prompts(
     return dataset
 
 
+def build_held_out(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> PromptDataset:
+    """Read the prompts of ``--eval_data``, checked and tokenised."""
+    data = config.data
+    return build_prompts(
+        config, tokenizer, strategy, "eval_data", data.eval_split, data.eval_max_samples
+    )
+
+
 def prompts_dataloader(
     config: PPOConfig, prompts: PromptDataset, strategy: DeepspeedStrategy
 ) -> DataLoader:
@@ -459,9 +477,18 @@ def build_sampler(
 
 
 def build_rewards(building: Building, reward_models: Sequence[Any] = ()) -> None:
-    """What scores the samples, where no check has put another source in place."""
+    """Make what scores the samples, and evaluations; a run that only evaluates has nothing else."""
     building.reward_models = reward_models
-    building.check("rewards")
+    judging = evaluation_config(building.config)
+    if judging is not None:
+        own = building.config.evaluation.eval_reward_fn is not None
+        flag = "--eval_reward_fn" if own else "--reward_fn"
+        building.judge = build_reward(
+            judging, reward_models, building.tokenizer, building.strategy, flag
+        )
+        if building.config.evaluation.val_only:
+            building.reward_source = building.judge
+    checks_of_packages(building, "rewards")
     if building.reward_source is None:
         building.reward_source = build_reward(
             building.config, reward_models, building.tokenizer, building.strategy
@@ -481,6 +508,32 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
         seed=config.strategy.seed,
         first_token_temperature=sampling.fire_temperature if sampling.fire_sampling else None,
     )
+
+
+def eval_sampling_params(config: PPOConfig) -> SamplingParams:
+    """Say how evaluation samples: as training, but for temperature, top-p, top-k and the number of samples."""
+    evaluation = config.evaluation
+    return replace(
+        sampling_params(config),
+        n=evaluation.eval_n_samples,
+        temperature=evaluation.eval_temperature,
+        top_p=evaluation.eval_top_p,
+        top_k=evaluation.eval_top_k,
+        do_sample=True,
+        first_token_temperature=None,
+    )
+
+
+def build_evaluator(
+    config: PPOConfig,
+    engine: RolloutEngine,
+    source: RewardSource,
+    prompts: PromptDataset,
+    ranks: Ranks,
+) -> Evaluator:
+    """Make the evaluation on held-out prompts as the options say."""
+    threshold = config.evaluation.eval_correct_threshold
+    return Evaluator(engine, source, prompts, eval_sampling_params(config), ranks, threshold)
 
 
 def build_rollout_engine(

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightppo.callbacks import Callback, numbers_of
 from lightppo.errors import NonFiniteError
-from lightppo.logging.phase_timer import PhaseTimer
+from lightppo.logging.performance import PhaseTimer
 from lightppo.trainer.due_times import Cadence
 
 logger = logging.getLogger(__name__)
