@@ -45,7 +45,7 @@ from lightppo.rollout.balancing import balance_ranks
 from lightppo.rollout.dynamic_sampling import GroupCollector, GroupFilter
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampler import SampledBatch
-from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.evaluation import Evaluator
 
 PROMPTS, SAMPLES, RECORDED = 2, 8, 16  # of a rank; of a prompt; of all
 STEPS, NAMES, ROWS = 16, 20, 4096

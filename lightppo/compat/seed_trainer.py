@@ -80,7 +80,7 @@ from lightppo.trainer.build import (
     sampling_params,
 )
 from lightppo.trainer.consumed_samples import state_after
-from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.pretraining import Pretraining, endless
 from lightppo.trainer.update import LossTerm, Update
 from lightppo.zero3 import find_engine

@@ -27,7 +27,7 @@ from lightppo.logging.run_paths import SAMPLES
 from lightppo.models.wrapper import on_cpu
 from lightppo.ranks import Ranks
 from lightppo.redaction import plain
-from lightppo.rewards.reward_source import finite
+from lightppo.user_code import finite
 
 if TYPE_CHECKING:
     from lightppo.rollout.sampler import CollectedStep

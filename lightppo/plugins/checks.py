@@ -19,7 +19,7 @@ def register() -> None:
     COMMANDS.register(
         "memory",
         Command(
-            "lightppo.preflight.memory:main",
+            "lightppo.cli.memory_command:main",
             about="what a run needs of GPUs and hosts, before anything loads",
         ),
     )

@@ -25,7 +25,7 @@ from lightppo.errors import CheckpointError, ConfigError
 from lightppo.files import local_folder
 from lightppo.preflight.before_imports import NOTHING_KEPT, dry_run_config, looked_at, preflight
 from lightppo.preflight.dry_run_report import after_step, fewer_rows, rehearse
-from lightppo.preflight.memory import host_bytes, library_bytes, peak_of_process
+from lightppo.preflight.host_memory import host_bytes, library_bytes, peak_of_process
 from lightppo.preflight.probes import check_decoding, check_padding, check_training
 from lightppo.ranks import ranks_on_node
 

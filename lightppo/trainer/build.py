@@ -50,7 +50,7 @@ from lightppo.rewards.registry import build_reward
 from lightppo.rewards.reward_source import NoReward, RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler
-from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.optimizers import with_optimizer
 from lightppo.trainer.prompts import RolloutBatchSampler

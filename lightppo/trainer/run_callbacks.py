@@ -23,7 +23,7 @@ from lightppo.rollout.vllm.adapter_push import pushed_bytes
 from lightppo.rollout.vllm.offload_optimizer import sleep_after_evaluation
 from lightppo.rollout.vllm.rollout_check import watch
 from lightppo.trainer.due_times import TimedSaves
-from lightppo.trainer.evaluation_schedule import Evaluation
+from lightppo.trainer.evaluation import Evaluation
 from lightppo.trainer.exports import Exports
 from lightppo.trainer.moving_average import followers
 from lightppo.trainer.prompt_filter import prompt_filter

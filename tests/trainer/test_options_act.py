@@ -29,7 +29,7 @@ from lightppo.rewards.reward_source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
 from lightppo.trainer.due_times import TimedSaves
-from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.exports import Exports
 
 pytestmark = pytest.mark.usefixtures("world")
