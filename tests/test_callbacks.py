@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.fixtures.small_runs import assets, make_config, world
 from support.runs import logged, trained_rows
 
 from lightppo import Callback, PPOTrainer
 from lightppo.callbacks import Callbacks, load_callbacks
 from lightppo.errors import ConfigError
-
-__all__ = ["assets", "make_config", "world"]
 
 pytestmark = pytest.mark.usefixtures("world")
 

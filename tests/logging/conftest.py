@@ -1,6 +1,5 @@
-"""What tests of this room share with those of others."""
+"""What tests of this plugin share with those of other folders."""
 
 from support.fixtures.recorded_runs import copied, recorded
-from support.fixtures.small_runs import assets, made, make_config, parts, trainer_with, world
 
-__all__ = ["assets", "copied", "made", "make_config", "parts", "recorded", "trainer_with", "world"]
+__all__ = ["copied", "recorded"]

@@ -1,4 +1,4 @@
-"""What tests of this room share with those of others."""
+"""What tests of this room share with those of models."""
 
 from support.fixtures.families import (
     attention,
@@ -8,19 +8,5 @@ from support.fixtures.families import (
     family,
     save_tokenizer,
 )
-from support.fixtures.small_runs import assets, made, make_config, parts, trainer_with, world
 
-__all__ = [
-    "assets",
-    "attention",
-    "causal_lm",
-    "classifier",
-    "configs",
-    "family",
-    "made",
-    "make_config",
-    "parts",
-    "save_tokenizer",
-    "trainer_with",
-    "world",
-]
+__all__ = ["attention", "causal_lm", "classifier", "configs", "family", "save_tokenizer"]
