@@ -1,7 +1,7 @@
 """Rollouts by vLLM: in the training processes, or on servers."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, COMMANDS, ENGINES, METRICS, SAMPLING, CallbackEntry, Command
+from lightppo.plugin import COMMANDS, ENGINES, METRICS, SAMPLING, Command
 from lightppo.table import Entry
 
 
@@ -15,11 +15,4 @@ def register() -> None:
     )
     register_section("vllm", "lightppo.config.vllm_options:VLLMConfig", adds_to="engine")
     SAMPLING.register("rollout_check", Entry("lightppo.rollout.vllm.rollout_check:check_first"))
-    CALLBACKS.register(
-        "room", CallbackEntry("lightppo.rollout.vllm.offload_optimizer:sleep_after_evaluation")
-    )
-    CALLBACKS.register(
-        "pushed_bytes", CallbackEntry("lightppo.rollout.vllm.adapter_push:pushed_bytes")
-    )
     METRICS.register("perf", {"sync_megabytes": "megabytes of the last push of weights to vLLM"})
-    CALLBACKS.register("rollout_check", CallbackEntry("lightppo.rollout.vllm.rollout_check:watch"))
