@@ -6,7 +6,6 @@ from lightppo.plugin import (
     CALLBACKS,
     CHECKS,
     COMMANDS,
-    FITTED,
     MICRO_BATCHES,
     RANK_START,
     RESUMES,
@@ -32,7 +31,6 @@ def register() -> None:
     )
     MICRO_BATCHES.register("specs", Entry("lightppo.config.micro_batch_specs:spec_of"))
     BEFORE_IMPORTS.register("files", Entry("lightppo.preflight.before_imports:look"))
-    FITTED.register("micro_rollout_batch_size", Entry("lightppo.preflight.budget:rows_that_fit"))
     RESUMES.register("options", Entry("lightppo.preflight.resume_checks:check_same_run"))
     CHECKS.register("files", Check("lightppo.preflight.run_checks:check_files"))
     CHECKS.register("advice", Check("lightppo.preflight.advice:tell_advice"))

@@ -1,7 +1,7 @@
 """What a run records: its folder, metrics, samples, trackers, alarms."""
 
 from lightppo.option import register_section
-from lightppo.plugin import ARGUMENTS, CALLBACKS, CHECKS, METRICS, SAMPLING, CallbackEntry, Check
+from lightppo.plugin import ARGUMENTS, CALLBACKS, CHECKS, METRICS, CallbackEntry, Check
 from lightppo.table import Entry
 
 
@@ -48,4 +48,3 @@ def register() -> None:
     register_section("skipped", "lightppo.config.records_options:SkippedConfig", adds_to="training")
     register_section("samples", "lightppo.config.records_options:SamplesConfig", adds_to="sampling")
     register_section("replay", "lightppo.config.records_options:ReplayConfig", adds_to="sampling")
-    SAMPLING.register("replay", Entry("lightppo.logging.rollout_files:replay"))

@@ -1,15 +1,11 @@
 """Which sampled groups a step trains on, and on which rank: dynamic sampling, best of n, balanced ranks."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, COLLECTORS, METRICS, CallbackEntry, CollectorEntry
+from lightppo.plugin import CALLBACKS, METRICS, CallbackEntry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    COLLECTORS.register(
-        "groups",
-        CollectorEntry("lightppo.rollout.dynamic_sampling:collector", batch_size="gen_batch_size"),
-    )
     CALLBACKS.register("surplus", CallbackEntry("lightppo.rollout.dynamic_sampling:keep_surplus"))
     CALLBACKS.register("balance_ranks", CallbackEntry("lightppo.rollout.balancing:balancing"))
     METRICS.register(

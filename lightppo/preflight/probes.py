@@ -12,6 +12,7 @@ import torch
 
 from lightppo.data.records import Prompt
 from lightppo.errors import ModelLoadError
+from lightppo.experience.rollout_check import ROUNDING
 from lightppo.models.packing.trials import is_models_own, one_line
 from lightppo.preflight.padding import (
     attending,
@@ -22,7 +23,6 @@ from lightppo.preflight.padding import (
 from lightppo.ranks import Ranks
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.vllm.rollout_check import ROUNDING
 
 _FEW = 3.0  # the mean of six tokens may be that much larger than one of many
 _PROMPTS, _NEW_TOKENS = ([3, 10, 17, 24, 31], [5, 12]), 3  # token ids, taken modulo the vocabulary

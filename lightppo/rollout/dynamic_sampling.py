@@ -13,7 +13,6 @@ from torch import Tensor
 from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout, from_plain, group_by_prompt, to_plain
 from lightppo.errors import RewardError
-from lightppo.experience.maker import ExperienceMaker
 from lightppo.rollout.best_of_n import BestOfN
 from lightppo.rollout.sampler import (
     BatchCollector,
@@ -257,10 +256,15 @@ def deal(count: int, held: Sequence[int], room: Sequence[int]) -> list[int]:
     return given
 
 
-def collector(
-    collector: BatchCollector, config: PPOConfig, maker: ExperienceMaker
+def with_selection(
+    collector: BatchCollector,
+    config: PPOConfig,
+    final_scores: Callable[[Sequence[Rollout]], Tensor],
 ) -> BatchCollector:
-    """For ``lightppo.plugin.COLLECTORS``: another one where the options select samples or groups."""
+    """Return the collector itself, or another one where the options select samples or groups.
+
+    ``final_scores`` shapes the scores of rollouts: (B,).
+    """
     sampling, rollout = config.sampling, config.rollout
     if sampling.generation_size > rollout.n_samples_per_prompt:
         collector.sampler = BestOfN(
@@ -272,9 +276,7 @@ def collector(
     per_step = rollout.rollout_batch_size
     group_filter, max_batches = None, 1
     if sampling.dynamic_sampling:
-        group_filter = GroupFilter(
-            sampling.filter_metric, sampling.filter_range, maker.shaper.final_scores
-        )
+        group_filter = GroupFilter(sampling.filter_metric, sampling.filter_range, final_scores)
         max_batches = sampling.max_num_gen_batches
     elif sampling.gen_batch_size <= per_step:
         return collector

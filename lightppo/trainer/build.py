@@ -32,10 +32,13 @@ from lightppo.config.rules import (
 )
 from lightppo.data.datasets import PromptDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.episodes.assembly import with_episodes
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
+from lightppo.experience.rollout_check import check_first
 from lightppo.files import stage_to_local
+from lightppo.logging.rollout_files import replay
 from lightppo.logging.step_metrics import Phases
 from lightppo.models import loading
 from lightppo.models.actor import Actor
@@ -43,23 +46,23 @@ from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.wrapper import Role, prepare_model
 from lightppo.plugin import (
     CHECKS,
-    COLLECTORS,
-    ENGINE_WRAPPERS,
     ENGINES,
     LOADING,
     LOSS_TERMS,
     MEASURING,
     MODEL_CONFIGS,
     ROWS,
-    SAMPLING,
     SCORED,
     SCORERS,
     VALUE_NORMS,
     FrozenModel,
 )
+from lightppo.preflight.budget import rows_that_fit
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward
 from lightppo.rewards.reward_source import NoReward, RewardSource
+from lightppo.rollout import hf
+from lightppo.rollout.dynamic_sampling import with_selection
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler
 from lightppo.trainer.loop import SkippedSteps, TrainerState
@@ -739,19 +742,14 @@ def build_sampler(
         checks=[check for check in checks if check is not None],
         timer=timer,
     )
-    around = [
-        entry.fn(config=config, strategy=strategy, actor=maker.actor, engine=engine)
-        for entry in SAMPLING.values()
-    ]
+    around = [check_first(config, strategy, maker.actor, engine), replay(config, strategy)]
     collector = BatchCollector(
         sampler,
         strategy,
         around=[stand_around for stand_around in around if stand_around is not None],
         timer=timer,
     )
-    for entry in COLLECTORS.values():
-        collector = entry.fn(collector, config, maker)
-    return collector
+    return with_selection(collector, config, maker.shaper.final_scores)
 
 
 def build_rewards(building: Building, reward_models: Sequence[Any] = ()) -> None:
@@ -782,9 +780,8 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
 def build_rollout_engine(
     config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any
 ) -> RolloutEngine:
-    """The engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
+    """Build the engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
     make_engine = ENGINES.find(config.engine.rollout_engine).fn
-    engine = make_engine(config, strategy, actor, tokenizer)
-    for wrapper in ENGINE_WRAPPERS.values():
-        engine = wrapper.fn(engine, config, strategy, tokenizer)
-    return engine
+    fitted = {"rows_that_fit": rows_that_fit} if make_engine is hf.build else {}
+    engine = make_engine(config, strategy, actor, tokenizer, **fitted)
+    return with_episodes(engine, config, strategy, tokenizer)

@@ -33,8 +33,8 @@ from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.hf import check_drawn, check_length, check_lengths, request_streams
 from lightppo.rollout.penalties import bad_word_ids
-from lightppo.rollout.sampling import end_of_text_ids, in_any_order
-from lightppo.rollout.stop_strings import StopStrings
+from lightppo.rollout.sampling import in_any_order
+from lightppo.rollout.stop_criteria import StopCriteria, end_of_text_ids
 from lightppo.rollout.vllm.adapter_push import chosen, lora_arguments, model_obstacle
 from lightppo.rollout.vllm.offload_optimizer import Room
 from lightppo.rollout.vllm.seeds import joint_seed, request_seed
@@ -205,7 +205,7 @@ class Requests:
         self._streams = request_streams(prompts, sampling)
         eos_ids = end_of_text_ids(engine.tokenizer, getattr(model, "generation_config", None))
         # This stops at the end-of-text ids, too, which vLLM is told to ignore.
-        self._stop = StopStrings(
+        self._stop = StopCriteria(
             engine.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size_of(model)
         )
         # Unknown words are refused, as every engine does.
