@@ -84,16 +84,6 @@ class FrozenModel:
 
 
 @dataclass(frozen=True)
-class PromptForm(Entry):
-    """A form of rows without a column for the prompt: a function of a row returns the prompt, a text or messages.
-
-    BadRowError says what is wrong with a row.
-    """
-
-    columns: tuple[str, ...] = ()  # which rows of this form have, all of them
-
-
-@dataclass(frozen=True)
 class PassEntry(Entry):
     """A pass over the samples of a rollout, under the name of its call in ``--micro_batch_specs``.
 
@@ -162,18 +152,6 @@ PUBLIC: dict[str, str] = {
     "AdaptiveKLController": "lightppo.algorithms.kl",
 }
 """What ``from lightppo import NAME`` imports, by name: the module. A plugin may put another module in its place."""
-
-
-ROWS: Table = Table("reading of rows", {"files": Entry("lightppo.data.readers:rows_of_file")})
-"""What reads the rows of an option: a function of the config, the option's name, the split and the strategy returns a
-``datasets.Dataset``. The entry that was registered last reads."""
-
-PROMPT_FORMS: Table[PromptForm] = Table("form of prompts", kind=PromptForm)
-"""How else rows say their prompts than in a column of a name in ``lightppo.data.rows.PROMPT_KEYS``."""
-
-ENCODERS: Table = Table("encoding of rows", {"all": Entry("lightppo.data.rows:encode_all")})
-"""What encodes the rows of a dataset: a function of :class:`lightppo.data.rows.Rows`, ``--data_num_workers`` and the ranks
-returns the same on every rank, as :meth:`lightppo.data.rows.Rows.encoded` does. The last entry encodes."""
 
 ENGINES: Table = Table(
     "--rollout_engine",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from lightppo.rollout.stop_criteria import split_stops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from lightppo.trainer.build import Building
 
 
 def penalties_of(
@@ -86,7 +84,7 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> 
     return sequences
 
 
-def check_sampled_tokens(building: Building) -> None:
+def check_sampled_tokens(building: Any) -> None:
     """Refuse ids and words that no sampled answer can have."""
     options, size = building.config.flat(), valid_vocab_size(building.tokenizer)
     if beyond := [i for i in options.get("stop_token_ids", ()) if i >= size]:

@@ -30,6 +30,7 @@ from lightppo.config.rules import (
     old_log_probs_from,
     trains,
 )
+from lightppo.data.blends import read_rows
 from lightppo.data.datasets import PromptDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.episodes.assembly import with_episodes
@@ -51,7 +52,6 @@ from lightppo.plugin import (
     LOSS_TERMS,
     MEASURING,
     MODEL_CONFIGS,
-    ROWS,
     SCORED,
     SCORERS,
     VALUE_NORMS,
@@ -643,7 +643,7 @@ def build_prompts(
 ) -> PromptDataset:
     """Prompts of an option, checked and tokenised; ``split`` and ``limit`` are those of ``--prompt_data`` by default."""
     data = config.data
-    rows = ROWS.last(config, name, split or data.prompt_split, strategy)
+    rows = read_rows(config, name, split or data.prompt_split, strategy)
     dataset = PromptDataset(
         rows.select(range(min(len(rows), limit or data.max_samples))),
         tokenizer,

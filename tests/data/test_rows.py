@@ -8,9 +8,9 @@ import pytest
 from datasets import Dataset, Features, Json
 from support.chats import BLIND, CHATML, DEAF, FORGETFUL, HEADERS, TOOLS
 
+from lightppo.data.chat_templates import PromptTemplate
 from lightppo.data.datasets import PromptDataset
 from lightppo.data.rows import (
-    PromptTemplate,
     checked_chat,
     lookup,
     read_label,
