@@ -2,14 +2,11 @@
 
 from lightppo.option import register_section
 from lightppo.plugin import MODEL_PATHS, PUBLIC
-from lightppo.suggestions import ASKED
 from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    ASKED["shown_url"] = "lightppo.shown_urls:without_login_and_query"
-    ASKED["without_secrets"] = "lightppo.shown_urls:shown_urls"
     MODEL_PATHS.register("folders", Entry("lightppo.data.folders:look"))
     PUBLIC["blending_datasets"] = "lightppo.data.blends"
     register_section("sources", "lightppo.config.sources_options:SourcesConfig", adds_to="data")

@@ -15,7 +15,7 @@ def register() -> None:
         "room", CallbackEntry("lightppo.rollout.vllm.offload_optimizer:sleep_after_evaluation")
     )
     CALLBACKS.register(
-        "pushed_bytes", CallbackEntry("lightppo.rollout.vllm.adapter_push:pushed_bytes")
+        "pushed_bytes", CallbackEntry("lightppo.rollout.vllm.lora_adapters:pushed_bytes")
     )
     METRICS.register("perf", {"sync_megabytes": "megabytes of the last push of weights to vLLM"})
     CALLBACKS.register("rollout_check", CallbackEntry("lightppo.experience.rollout_check:watch"))

@@ -52,6 +52,21 @@ def token_seeds(
     return _random_words(f"lightppo/{seed}/{prompt_index}/{sample_index}", count)
 
 
+def request_seed(seed: int, prompt_index: int, sample_index: int, turn: int = 0) -> int:
+    """Return the seed of one request in [0, 2^63), for engines that take a seed rather than uniforms."""
+    key = f"lightppo/{seed}/{prompt_index}/{sample_index}"
+    return _hashed(f"{key}/turn {turn}" if turn else key)
+
+
+def joint_seed(seeds: Sequence[int]) -> int:
+    """Return one seed of these, in their order, also in [0, 2^63)."""
+    return _hashed(f"lightppo/{list(seeds)}")
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
 def runner_factors(vocab_size: int) -> Tensor:
     """Return an odd number for each runner of :func:`draw_tokens`, (N,) int64: tokens, then blocks if there are any."""
     blocks = -(-vocab_size // _BLOCK)
