@@ -311,7 +311,8 @@ class Trace:
         code = frame.f_code
         if not code.co_filename.startswith(self.prefix):
             return None
-        if code.co_qualname == "Building.check" and self.phase == "building the run":
+        in_checks = os.path.basename(code.co_filename) == "start_checks.py"
+        if in_checks and self.phase == "building the run":
             self.entered[self.phase].add(code)
             self.phase = "checks of the run"
             return self._until_checked

@@ -150,6 +150,7 @@ PUBLIC: dict[str, str] = {
     "policy_loss": "lightppo.algorithms.entries",
     "FixedKLController": "lightppo.algorithms.kl",
     "AdaptiveKLController": "lightppo.algorithms.kl",
+    "blending_datasets": "lightppo.data.blends",
 }
 """What ``from lightppo import NAME`` imports, by name: the module. A plugin may put another module in its place."""
 
@@ -281,21 +282,6 @@ ADVANTAGE_TERMS: Table = Table("term of the advantages")
 returns None, or a function of an :class:`lightppo.experience.experience.Experience` with ``action_log_probs``, and with
 what passes have made in ``extra``, to a term (B, A)."""
 
-MEASURING: Table = Table(
-    "measuring",
-    {
-        "samples": Entry("lightppo.logging.step_metrics:SampleMeans"),
-        "timer": Entry("lightppo.logging.step_metrics:Phases"),
-        "line": Entry("lightppo.logging.step_metrics:plain_lines"),
-        "steps": Entry("lightppo.logging.step_metrics:without_bar"),
-        "part": Entry("lightppo.logging.step_metrics:without_bar"),
-    },
-)
-"""What makes the numbers of a step's samples, of the :class:`lightppo.trainer.update.Update`; what times phases; what
-makes the line of a step, a function of step, all steps and metrics, from the step at which the run begins; what is
-around a run's steps, of steps and run, and around the items of a part, of items, name and strategy. A plugin may put
-another entry in the place of each."""
-
 SCORE_TERMS: Table = Table("term of the actor's loss from its own pass")
 """Terms of the actor's loss that need no forward pass of their own. An entry's function gets the config and the further
 models of the run by name, and returns a :class:`lightppo.trainer.update.ScoreTerm`, or None."""
@@ -346,7 +332,8 @@ BEFORE_IMPORTS: Table = Table("look before the imports")
 by SystemExit. It must import nothing heavy."""
 
 CALLBACKS: Table[CallbackEntry] = Table("callback", kind=CallbackEntry)
-"""Callbacks of every run: an entry's function makes one of a trainer, or returns None where it has nothing to do."""
+"""Further callbacks of every run, after lightppo's own in ``lightppo/trainer/run_callbacks.py``: an entry's function
+makes one of a trainer, or returns None where it has nothing to do."""
 
 REWARDS: Table[RewardEntry] = Table(
     "--reward_source",
@@ -421,10 +408,9 @@ CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
 ``(engine, path, meta, load_lr_scheduler_states)``, called on all ranks together; ``meta`` is what the checkpoint says
 about itself, :func:`lightppo.checkpoint.engine_state.read_meta`."""
 
-CHECKS: Table[Check] = Table(
-    "check", {"combinations": Check("lightppo.trainer.build:check_options")}, kind=Check
-)
-"""What looks at a run while it is built; an error of the user's ends it before anything takes long."""
+CHECKS: Table[Check] = Table("check", kind=Check)
+"""What else looks at a run while it is built, after lightppo's own checks in ``lightppo/trainer/start_checks.py``; an
+error of the user's ends it before anything takes long."""
 
 
 def trained_by() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lightppo.logging.step_metrics import optimizer_status
 from lightppo.rollout.balancing import balance_ranks
 from lightppo.rollout.dynamic_sampling import deal
 from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.evaluation import Evaluator
 
 RANKS = 4
 

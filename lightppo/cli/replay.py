@@ -491,9 +491,9 @@ def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> 
     Raises:
         SystemExit: code 1, the step differs from what was recorded; code 0, the user quit the debugger.
     """
+    from lightppo.config.options import public_options
     from lightppo.preflight.run_checks import temporary_folder
     from lightppo.trainer.build import build_strategy
-    from lightppo.trainer.loop import public_options
 
     (strategy := build_strategy(config)).setup_distributed()
     if args.output is None:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from lightppo.data.blends import read_rows
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.models.wrapper import on_cpu, to_device
-from lightppo.trainer.build import Building
 from lightppo.trainer.update import LossTerm, OwnLoss
+
+if TYPE_CHECKING:
+    from lightppo.trainer.build import Building
 
 
 class Pretraining(LossTerm):

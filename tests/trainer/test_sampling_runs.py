@@ -17,8 +17,7 @@ from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RewardError, TrainingError
 from lightppo.experience.rollout_check import tolerance_of
 from lightppo.logging.step_metrics import METRICS
-from lightppo.trainer.build import sampling_params
-from lightppo.trainer.held_out import eval_sampling_params
+from lightppo.trainer.build import eval_sampling_params, sampling_params
 from lightppo.trainer.prompt_filter import PromptFilter
 from lightppo.trainer.prompts import EpisodePrompts
 
