@@ -2,10 +2,8 @@
 
 from lightppo.option import register_section
 from lightppo.plugin import (
-    CALLBACKS,
     METRICS,
     OLD_LOG_PROBS,
-    CallbackEntry,
 )
 from lightppo.table import Entry
 
@@ -14,9 +12,6 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     _register_options()
     OLD_LOG_PROBS.register("fewest_passes", Entry("lightppo.config.old_log_probs:fewest_passes"))
-    CALLBACKS.register(
-        "prompt_filter", CallbackEntry("lightppo.trainer.prompt_filter:prompt_filter")
-    )
     METRICS.register(
         "rollout",
         {"left_out_prompts": "prompts that --dataset_filter_threshold has left out so far"},

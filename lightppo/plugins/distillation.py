@@ -1,13 +1,10 @@
 """Distillation: a teacher, in these processes or on servers, judges the student's own samples; docs/algorithms.md."""
 
-from lightppo.logging.phase_names import TIMED
 from lightppo.metric_names import SHOWN
 from lightppo.option import register_section
 from lightppo.plugin import (
-    CHECKS,
     FROZEN_MODELS,
     METRICS,
-    Check,
 )
 from lightppo.table import Entry
 
@@ -16,8 +13,6 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     register_section("distill", "lightppo.config.distillation_options:DistillConfig")
     FROZEN_MODELS.register("teacher", Entry("lightppo.config.distillation_options:teacher_of"))
-    CHECKS.register("teacher", Check("lightppo.trainer.distillation:check_teacher", when="folders"))
-    TIMED["teacher"] = "log probs of the teacher"
     SHOWN["teacher kl"] = "rollout/teacher_kl"
     METRICS.register(
         "rollout",

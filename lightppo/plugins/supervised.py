@@ -4,11 +4,9 @@ from lightppo.option import register_section
 from lightppo.plugin import (
     COMMANDS,
     METRICS,
-    PROMPT_FORMS,
     PUBLIC,
     STRATEGY_METHODS,
     Command,
-    PromptForm,
 )
 from lightppo.table import Entry
 
@@ -68,13 +66,6 @@ def register() -> None:
     )
     register_section(
         "pretraining", "lightppo.config.supervised_options:PretrainingConfig", adds_to="algorithm"
-    )
-    PROMPT_FORMS.register(
-        "pair",
-        PromptForm(
-            "lightppo.data.example_rows:prompt_of_pair",
-            columns=("chosen", "rejected"),
-        ),
     )
     METRICS.register("train", {"ptx_loss": "language-model loss on --pretrain_data"})
     for name, about, config in _COMMANDS:

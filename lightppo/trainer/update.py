@@ -23,16 +23,16 @@ from lightppo.experience.entropy_sample import EntropySample, entropy_sample
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.token_weights import token_weights
+from lightppo.logging.performance import PhaseTimer
+from lightppo.logging.progress import bar_of_part, minibatch_on_bar
 from lightppo.logging.step_metrics import (
-    Phases,
+    SampleSummaries,
     checked_status,
     micro_batch_status,
-    minibatch_on_bar,
     optimizer_status,
 )
 from lightppo.models.actor import ActionScores
 from lightppo.models.wrapper import layout_of_all
-from lightppo.plugin import MEASURING
 from lightppo.trainer.distillation import score_term
 from lightppo.trainer.early_stop import early_stop
 from lightppo.trainer.loop import SkippedSteps, TrainerState
@@ -70,7 +70,7 @@ class Update:
         value_norm: Any | None,
         state: TrainerState,
         skipped: SkippedSteps,
-        timer: Phases,
+        timer: PhaseTimer,
     ) -> None:
         config, self.strategy = inputs.config, inputs.strategy
         self.loss_terms, self.frozen = dict(inputs.loss_terms), inputs.frozen
@@ -98,9 +98,8 @@ class Update:
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
         # of each further term: those of the micro batches that follow
         self.own_losses: list[Iterator[OwnLoss]] = []
-        self.samples = MEASURING["samples"].fn(self)  # their numbers
+        self.samples = SampleSummaries(self)  # their numbers
         self.stepped: Callable[[str], None] = lambda _: None  # gets the model's name
-        self.around_batches = MEASURING["part"].fn
 
     def use(self, config: PPOConfig) -> None:
         """Work with these options from now on."""
@@ -134,7 +133,7 @@ class Update:
                 self.epoch = epoch
                 plan = self.minibatches(step, epoch)
                 text = f"train, epoch {epoch + 1}/{epochs}"
-                bar = self.around_batches(plan, text, self.strategy)
+                bar = bar_of_part(plan, text, self.strategy)
                 for minibatch in bar:
                     trained.append(self.train_minibatch(minibatch, step))
                     samples = [e for e in minibatch.micro_batches if e.part.has_samples]

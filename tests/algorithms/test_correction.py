@@ -18,7 +18,7 @@ from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.option_values import Rejection
 from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.errors import ConfigError
-from lightppo.logging.summaries import (
+from lightppo.logging.step_metrics import (
     Summary,
     chi_square,
     effective_share,
