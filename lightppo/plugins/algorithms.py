@@ -1,10 +1,7 @@
 """Corrections, rejections, rarely used estimators and policy losses."""
 
 from lightppo.option import register_section
-from lightppo.plugin import (
-    METRICS,
-    OLD_LOG_PROBS,
-)
+from lightppo.plugin import OLD_LOG_PROBS
 from lightppo.table import Entry
 
 
@@ -12,10 +9,6 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     _register_options()
     OLD_LOG_PROBS.register("fewest_passes", Entry("lightppo.config.old_log_probs:fewest_passes"))
-    METRICS.register(
-        "rollout",
-        {"left_out_prompts": "prompts that --dataset_filter_threshold has left out so far"},
-    )
 
 
 def _register_options() -> None:

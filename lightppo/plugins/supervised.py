@@ -67,7 +67,6 @@ def register() -> None:
     register_section(
         "pretraining", "lightppo.config.supervised_options:PretrainingConfig", adds_to="algorithm"
     )
-    METRICS.register("train", {"ptx_loss": "language-model loss on --pretrain_data"})
     for name, about, config in _COMMANDS:
         function = f"lightppo.cli.{name}:main"
         options = f"lightppo.config.supervised_options:{config}"
