@@ -73,16 +73,6 @@ class TokenWeight(Entry):
 
 
 @dataclass(frozen=True)
-class FrozenModel:
-    """A further model of a run: a causal LM with the actor's vocabulary that does not train, such as a teacher."""
-
-    path: str
-    flag: str  # that names it
-    zero_stage: Literal[0, 3] | None  # None in a config that is not resolved
-    offload: bool = False  # its shards are in CPU memory
-
-
-@dataclass(frozen=True)
 class LayoutEntry(Entry):
     """A layout of batches, see :data:`LAYOUTS`."""
 
@@ -223,16 +213,6 @@ LOSS_TERMS: Table = Table("term of the actor's loss")
 
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
 """Factors of each token's policy loss that other packages add, beside the corrections and rejections that are shipped."""
-
-OLD_LOG_PROBS: Table = Table("source of old log probs")
-"""What ``--old_log_probs auto`` is, the last entry: a function of the resolved config and of ``exact_rollout``, as
-:func:`lightppo.config.rules.old_log_probs_from` describes them, returns what that does. It must import nothing heavy.
-Without an entry it is ``"forward"``."""
-
-FROZEN_MODELS: Table = Table("further model")
-"""Further models of a run, under the names of their roles: functions of the config that return a
-:class:`FrozenModel`, or None. They must import nothing heavy. Passes and terms get the loaded models by name. A check of
-``folders`` may put an object that is elsewhere, on a server, into ``Building.frozen`` instead."""
 
 FOLLOWERS: Table = Table("model that follows the actor")
 """Models in float32 that follow the actor, under the names of their parts in checkpoints: functions of the config that

@@ -15,12 +15,12 @@ from lightppo.callbacks import Callback, load_callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
 from lightppo.config.evaluation_options import evaluation_config
+from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     generation_batch,
     moves_reference,
     needs_reference,
-    old_log_probs_from,
     trains,
 )
 from lightppo.config.run_length import optimizer_steps, steps_per_episode
