@@ -431,7 +431,7 @@ class Trace:
         code = frame.f_code
         if not code.co_filename.startswith(self.prefix):
             return None
-        if os.path.basename(code.co_filename) == CHECKS and self.phase == "building a run":
+        if is_check(code) and self.phase == "building a run":
             self.entered[self.phase].add(code)
             self.phase = "checks of a run"
             return self._until_checked
@@ -469,7 +469,9 @@ class Trace:
         return rows
 
 
-CHECKS = "start_checks.py"  # whose functions call the checks of a run
+def is_check(code: CodeType) -> bool:
+    """Tell whether this calls checks of a run: a function of ``start_checks.py``; before, a method."""
+    return Path(code.co_filename).name == "start_checks.py" or code.co_qualname == "Building.check"
 
 
 def is_function(code: CodeType) -> bool:

@@ -33,8 +33,8 @@ from torch.distributed import distributed_c10d
 
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
+from lightppo.data.prepared_rows import Encoded, prepare_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.data.rows import Encoded, prepare_rows
 from lightppo.distributed.distributed import DistributedStrategy
 from lightppo.experience.selection import top_share
 from lightppo.logging.evaluations import write_evaluation

@@ -132,6 +132,18 @@ _ROLLOUT = {
     "before training and --high_entropy_token_ratio",
     "loss_weight_zero": "share of trained tokens where this factor is 0",
     "logp_diff_on_policy": "rollout/logp_diff_mean without stale groups; only if there are any",
+    "not_best": "samples left out by best of n (--generation_size)",
+    "num_gen_batches": "generation batches in this step (--dynamic_sampling, --gen_batch_size)",
+    "trained_groups": "groups (prompts) trained on",
+    "reused_groups": "trained groups that are repeated (--on_exhausted reuse)",
+    "stale_groups": "trained groups that were generated in an earlier step",
+    "staleness": "mean PPO steps between generating a group and training on it",
+    "surplus_groups": "accepted groups that wait for the next step",
+    "kept_share": "share of this step's groups that --dynamic_sampling accepted",
+    "rejected_equal": "groups rejected because all samples have the same --filter_metric",
+    "rejected_low": "groups rejected because their mean is at or below the lower bound of --filter_range",
+    "rejected_high": "groups rejected because their mean is at or above the upper bound",
+    "rejected_unmeasured": "groups rejected because a sample lacks --filter_metric",
 }
 
 _TRAIN = {
@@ -200,6 +212,7 @@ _PERF = {
         f"{part}_ms_per_token": f"milliseconds of `perf/time_{part}` per prompt and response token"
         for part in TIMED
     },
+    "sync_megabytes": "megabytes of the last push of weights to vLLM",
     "time_eval": "seconds of an evaluation, in the evaluation's row",
     "gpu_memory_gb": "GB of tensors at the step's peak, of the rank that had most; on GPUs",
     "gpu_memory_reserved_gb": "GB that torch held for them",

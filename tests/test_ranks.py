@@ -12,8 +12,8 @@ import torch
 from datasets import Dataset
 from support.fakes import FakeEngine, FakeReward, FakeStrategy, on_ranks
 
+from lightppo.data.prepared_rows import Encoded, PreparedRows, prepare_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.data.rows import Encoded, PreparedRows, prepare_rows
 from lightppo.errors import BadRowError, DataError
 from lightppo.logging.samples import SampleRecord, write_step
 from lightppo.logging.step_metrics import optimizer_status

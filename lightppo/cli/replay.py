@@ -33,8 +33,7 @@ from lightppo.config.evaluation_options import EvaluationConfig
 from lightppo.config.options import OptionSet
 from lightppo.errors import CheckpointError, ConfigError, ReportError
 from lightppo.logging.report_page import KINDS, command_of, named_run, recorded_path, starts_of
-from lightppo.redaction import plain, shown_url
-from lightppo.shown_urls import GIVE_WHOLE, cut_urls
+from lightppo.redaction import GIVE_WHOLE, cut_urls, plain, shown_url
 from lightppo.storage import is_url, local_folder, read_apart
 
 SHOWN_TOKENS = 24

@@ -4,7 +4,6 @@ from lightppo.option import register_section
 from lightppo.plugin import (
     BEFORE_IMPORTS,
     COMMANDS,
-    FITTED,
     MICRO_BATCHES,
     RANK_START,
     RESUMES,
@@ -28,7 +27,6 @@ def register() -> None:
     )
     MICRO_BATCHES.register("specs", Entry("lightppo.config.micro_batch_specs:spec_of"))
     BEFORE_IMPORTS.register("files", Entry("lightppo.preflight.before_imports:look"))
-    FITTED.register("micro_rollout_batch_size", Entry("lightppo.preflight.budget:rows_that_fit"))
     RESUMES.register("options", Entry("lightppo.preflight.resume_checks:check_same_run"))
     STRATEGY_METHODS.register("report_memory", Entry("lightppo.preflight.run_checks:report_memory"))
     RANK_START.register("type", Entry("lightppo.distributed.device_type:trainable_type"))

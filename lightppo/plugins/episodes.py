@@ -2,7 +2,6 @@
 
 from lightppo.option import register_section
 from lightppo.plugin import (
-    ENGINE_WRAPPERS,
     METRICS,
     PUBLIC,
     REWARD_WRAPPERS,
@@ -15,7 +14,6 @@ from lightppo.table import Entry
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     register_section("episodes", "lightppo.config.episodes_options:EpisodesConfig")
-    ENGINE_WRAPPERS.register("episodes", Entry("lightppo.episodes.assembly:around"))
     REWARDS.register("environment", RewardEntry("lightppo.episodes.rewards:environment_reward"))
     REWARD_WRAPPERS.register("failed_episodes", Entry("lightppo.episodes.rewards:unless_failed"))
     METRICS.register(

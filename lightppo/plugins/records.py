@@ -1,7 +1,7 @@
 """What a run records: its folder, metrics, samples, trackers, alarms."""
 
 from lightppo.option import register_section
-from lightppo.plugin import ARGUMENTS, SAMPLING
+from lightppo.plugin import ARGUMENTS
 from lightppo.table import Entry
 
 
@@ -18,4 +18,3 @@ def register() -> None:
     register_section("skipped", "lightppo.config.records_options:SkippedConfig", adds_to="training")
     register_section("samples", "lightppo.config.records_options:SamplesConfig", adds_to="sampling")
     register_section("replay", "lightppo.config.records_options:ReplayConfig", adds_to="sampling")
-    SAMPLING.register("replay", Entry("lightppo.logging.rollout_files:replay"))

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from lightppo.data.records import Prompt
 from lightppo.errors import ModelLoadError
+from lightppo.experience.rollout_check import ROUNDING
 from lightppo.models.attention.attention_choice import caps_scores
 from lightppo.models.packing.trials import alike, is_models_own, one_line
 from lightppo.models.wrapper import Batch, PretrainedWrapper
 from lightppo.ranks import Ranks
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.vllm.rollout_check import ROUNDING
 
 LONG, SHORT, RIGHT = 20, 4, 3  # tokens of the two rows, and the padding behind the short one
 _FEW = 3.0  # the mean of six tokens may be that much larger than one of many

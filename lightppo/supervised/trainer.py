@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightppo.callbacks import Callback, load_callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config.supervised_options import SupervisedConfig
+from lightppo.data.blends import read_rows
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.logging.performance import PhaseTimer, perf_metrics
@@ -23,7 +24,6 @@ from lightppo.models import loading
 from lightppo.models.packing.settle import settle_packing
 from lightppo.models.run_models import build_tokenizer
 from lightppo.models.wrapper import prepare_model, to_device
-from lightppo.plugin import ROWS
 from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.trainer import build as building
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
@@ -351,7 +351,7 @@ def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | 
     config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
 
     def dataset(name: str, split: str, limit: int) -> Any:
-        rows = ROWS.last(config, name, split, strategy)
+        rows = read_rows(config, name, split, strategy)
         read = objective.build_dataset(rows.select(range(min(len(rows), limit))), tokenizer)
         strategy.print(f"--{name} {config.flat()[name]}: {read.report}")
         return read

@@ -24,30 +24,33 @@ from lightppo.config.rules import (
     trains,
 )
 from lightppo.config.run_length import optimizer_steps, steps_per_episode
+from lightppo.data.blends import read_rows
 from lightppo.data.datasets import PromptDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.episodes.assembly import with_episodes
 from lightppo.errors import ConfigError, as_config_error
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
+from lightppo.experience.rollout_check import check_first
 from lightppo.logging.performance import PhaseTimer
 from lightppo.logging.progress import bar_of_part
+from lightppo.logging.rollout_files import replay
 from lightppo.models.actor import Actor
 from lightppo.models.run_models import Models, build_models, build_tokenizer, fit_vocabulary
 from lightppo.models.wrapper import Role
 from lightppo.plugin import (
-    COLLECTORS,
-    ENGINE_WRAPPERS,
     ENGINES,
     LOSS_TERMS,
-    ROWS,
-    SAMPLING,
     SCORED,
     SCORERS,
     VALUE_NORMS,
 )
+from lightppo.preflight.budget import rows_that_fit
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward
 from lightppo.rewards.reward_source import NoReward, RewardSource
+from lightppo.rollout import hf
+from lightppo.rollout.dynamic_sampling import with_selection
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler
 from lightppo.trainer.evaluation import Evaluator
@@ -387,7 +390,7 @@ def build_prompts(
 ) -> PromptDataset:
     """Prompts of an option, checked and tokenised; ``split`` and ``limit`` are those of ``--prompt_data`` by default."""
     data = config.data
-    rows = ROWS.last(config, name, split or data.prompt_split, strategy)
+    rows = read_rows(config, name, split or data.prompt_split, strategy)
     dataset = PromptDataset(
         rows.select(range(min(len(rows), limit or data.max_samples))),
         tokenizer,
@@ -461,19 +464,14 @@ def build_sampler(
         checks=[check for check in checks if check is not None],
         timer=timer,
     )
-    around = [
-        entry.fn(config=config, strategy=strategy, actor=maker.actor, engine=engine)
-        for entry in SAMPLING.values()
-    ]
+    around = [check_first(config, strategy, maker.actor, engine), replay(config, strategy)]
     collector = BatchCollector(
         sampler,
         strategy,
         around=[stand_around for stand_around in around if stand_around is not None],
         timer=timer,
     )
-    for entry in COLLECTORS.values():
-        collector = entry.fn(collector, config, maker)
-    return collector
+    return with_selection(collector, config, maker.shaper.final_scores)
 
 
 def build_rewards(building: Building, reward_models: Sequence[Any] = ()) -> None:
@@ -539,9 +537,8 @@ def build_evaluator(
 def build_rollout_engine(
     config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any
 ) -> RolloutEngine:
-    """The engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
+    """Build the engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
     make_engine = ENGINES.find(config.engine.rollout_engine).fn
-    engine = make_engine(config, strategy, actor, tokenizer)
-    for wrapper in ENGINE_WRAPPERS.values():
-        engine = wrapper.fn(engine, config, strategy, tokenizer)
-    return engine
+    fitted = {"rows_that_fit": rows_that_fit} if make_engine is hf.build else {}
+    engine = make_engine(config, strategy, actor, tokenizer, **fitted)
+    return with_episodes(engine, config, strategy, tokenizer)

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightppo.callbacks import Callback
 from lightppo.distributed.graceful_stop import StopAtSignal
+from lightppo.experience.rollout_check import watch
 from lightppo.logging.alarms import AlarmBell
 from lightppo.logging.evaluations import Evaluations
 from lightppo.logging.performance import GPUMemory, Profiles, Speeds
@@ -19,9 +20,8 @@ from lightppo.plugin import CALLBACKS
 from lightppo.preflight.run_checks import DryRun
 from lightppo.rollout.balancing import balancing
 from lightppo.rollout.dynamic_sampling import keep_surplus
-from lightppo.rollout.vllm.adapter_push import pushed_bytes
+from lightppo.rollout.vllm.lora_adapters import pushed_bytes
 from lightppo.rollout.vllm.offload_optimizer import sleep_after_evaluation
-from lightppo.rollout.vllm.rollout_check import watch
 from lightppo.trainer.due_times import TimedSaves
 from lightppo.trainer.evaluation import Evaluation
 from lightppo.trainer.exports import Exports

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import get_scheduler
 
 from lightppo.config import PPOConfig
-from lightppo.data import row_workers
+from lightppo.data import prepared_rows
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.logging import run_folder
@@ -529,7 +529,7 @@ def test_tokenising_processes(make_config, tokenizer, monkeypatch):
             asked.append(workers)
             super().__init__(workers, *more, **options)
 
-    monkeypatch.setattr(row_workers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(prepared_rows, "ProcessPoolExecutor", Pool)
     alone = prompts_of(make_config(), tokenizer)
     assert asked == []
     assert prompts_of(make_config(data_num_workers=2), tokenizer) == alone
