@@ -32,7 +32,7 @@ from lightppo.ranks import ranks_on_node
 
 if TYPE_CHECKING:
     from lightppo.preflight.budget import Machine
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 # -- checks, in the order in which a run calls them ------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from lightppo.logging.run_paths import MODELS
 from lightppo.node_cache import in_cache
 
 if TYPE_CHECKING:
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 _SECTIONS = ("model", "adapter", "strategy", "engine")  # whose options a self-test depends on
 _OPTIONS = ("packing_samples", "share_prompts", "temperature", "pretrain_data")
