@@ -35,7 +35,7 @@ class Command(Entry):
 
 @dataclass(frozen=True)
 class Check(Entry):
-    """A function of the run that is being built, :class:`lightppo.trainer.build.Building`; its lines are printed."""
+    """A function of the run that is being built, :class:`lightppo.trainer.building.Building`; its lines are printed."""
 
     # It is called when the options are known, when the tokenizer is there, before folders are written to, before rewards
     # are made, when data are read, when models are in place, when the rollout engine is there.
@@ -208,7 +208,7 @@ model needs its logits; the arguments are those of ``Actor._predict``. The first
 
 LOSS_TERMS: Table = Table("term of the actor's loss")
 """Terms of the actor's loss that other packages add, under the names of their states. An entry's function gets the
-:class:`lightppo.trainer.build.Building` whose prompts are read, and returns a
+:class:`lightppo.trainer.building.Building` whose prompts are read, and returns a
 :class:`lightppo.trainer.training_losses.LossTerm`, or None where the options ask for no such term."""
 
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)

@@ -28,7 +28,7 @@ from lightppo.models.wrapper import Role, prepare_model
 from lightppo.plugin import LOADING, MODEL_CONFIGS
 
 if TYPE_CHECKING:
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 
 @dataclass

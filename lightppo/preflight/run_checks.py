@@ -27,11 +27,12 @@ from lightppo.preflight.before_imports import NOTHING_KEPT, dry_run_config, look
 from lightppo.preflight.dry_run_report import after_step, fewer_rows, rehearse
 from lightppo.preflight.host_memory import host_bytes, library_bytes, peak_of_process
 from lightppo.preflight.probes import check_decoding, check_padding, check_training
+from lightppo.preflight.tested_models import once_per_model
 from lightppo.ranks import ranks_on_node
 
 if TYPE_CHECKING:
     from lightppo.preflight.budget import Machine
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 # -- checks, in the order in which a run calls them ------------------------------------------------------------------
 
@@ -126,15 +127,21 @@ def check_places(building: Building) -> None:
 
 def check_padded_batches(building: Building) -> None:
     """Check that padded batches are right, and that training changes no number by itself. Collective."""
+    models, strategy = building.models, building.strategy
     always_padded = "pretrain_data" in building.rows
-    check_padding(building.models, building.strategy, always_padded=always_padded)
-    check_training(building.models, building.strategy)
+
+    def test() -> None:
+        check_padding(models, strategy, always_padded=always_padded)
+        check_training(models, strategy)
+
+    once_per_model(building, "padding", test)
 
 
 def check_decoding_of(building: Building) -> None:
     """Check that the engine decodes with this model as it must. Collective."""
     if building.config.sampling.skip_rollout is None:  # else nothing may be sampled
-        check_decoding(building.rollout_engine, building.actor, building.strategy)
+        parts = (building.rollout_engine, building.actor, building.strategy)
+        once_per_model(building, "decoding", lambda: check_decoding(*parts))
 
 
 # -- what they do ----------------------------------------------------------------------------------------------------
