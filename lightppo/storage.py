@@ -18,20 +18,63 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightppo.errors import StagingError
-from lightppo.files import is_url
-from lightppo.node_cache import (
-    CACHE_VARIABLE,
-    cache_folder,
-    in_cache,
-    made_once,
-)
 from lightppo.redaction import shown_url, without_secrets
 from lightppo.shown_urls import GIVE_WHOLE, is_cut, login_of
 
 logger = logging.getLogger(__name__)
 
+CACHE_VARIABLE = "LIGHTPPO_CACHE"
 _WAITS = (0.0, 2.0, 10.0)  # seconds before further tries
 _TIMES = ("mtime", "LastModified", "created")  # of a change, as file systems name them
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is on no file system of this machine; ``file:///folder`` is."""
+    text = os.fspath(path)
+    return "://" in text and not text.startswith(("file://", "local://"))
+
+
+def without_scheme(path: str) -> str:
+    """A local path that may be written as ``file:///folder``."""
+    return path.split("://", 1)[-1]
+
+
+# -- the cache of this node: copies that can be made again -------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Where this node keeps copies that can be made again."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "lightppo")
+
+
+def in_cache(kind: str, key: Any, name: str, cache_dir: str | Path | None = None) -> Path:
+    """A place in this node's cache."""
+    return (
+        Path(cache_dir or cache_folder())
+        / kind
+        / hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+        / name
+    )
+
+
+def made_once(
+    target: Path, make: Callable[[Path], object], what: str, timeout_s: float = 3600.0
+) -> Path:
+    """A file or folder that the first process that comes makes, whole or not at all; others wait. It stays."""
+    from filelock import FileLock, Timeout
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        return target
+    lock = FileLock(target.parent / ".lock", timeout=timeout_s)
+    try:
+        with lock.acquire(poll_interval=0.5):
+            if not target.exists():
+                make(target)
+    except Timeout as error:
+        waited = f"another process on this node has been at it for over {timeout_s:g} s"
+        raise TimeoutError(f"{what}: {waited}; see its log (lock {lock.lock_file})") from error
+    return target
 
 
 # -- read ------------------------------------------------------------------------------------------------------------
@@ -46,7 +89,7 @@ def stage_to_local(
     ``$LIGHTPPO_CACHE`` by default, else ``~/.cache/lightppo``; ``timeout_s`` limits the wait for another process.
     """
     if not is_url(url):
-        return url.split("://", 1)[-1]
+        return without_scheme(url)
 
     import fsspec
 
@@ -203,7 +246,7 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
     """The folder itself; for a URL the folder of this node's cache that is written in its place."""
     path = os.fspath(folder)
     if not is_url(path):
-        return Path(path.split("://", 1)[-1])
+        return Path(without_scheme(path))
     scheme, _, rest = shown_url(path).partition("://")
     if login := login_of(path):  # which is not shown, and tells folders apart
         rest = f"{hashlib.sha256(login.encode()).hexdigest()[:8]}@{rest.partition('@')[2]}"

@@ -21,7 +21,7 @@ _NAMED = re.compile(r"GLOBAL (\S+)")  # in torch's message
 
 
 def read(path: str | os.PathLike[str], classes: Iterable[type] = (), mapped: bool = False) -> Any:
-    """What a file holds, on the CPU.
+    """Return what a file holds, on the CPU.
 
     Args:
         classes: that it may hold beside tensors and plain values.
@@ -46,8 +46,22 @@ def read(path: str | os.PathLike[str], classes: Iterable[type] = (), mapped: boo
         raise CheckpointError(explained(path, error)) from error
 
 
+def deepspeed_classes() -> list[type]:
+    """Return what files of DeepSpeed hold beside tensors and plain values."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def read_deepspeed(path: str | os.PathLike[str]) -> Any:
+    """Return what a file of a checkpoint holds; its tensors come from the disk when they are used."""
+    return read(path, deepspeed_classes(), mapped=True)
+
+
 def explained(path: str | os.PathLike[str], error: Exception) -> str:
-    """Why a file was not loaded, in one line, out of the error of a ``torch.load`` with ``weights_only``."""
+    """Say why a file was not loaded, in one line, out of the error of a ``torch.load`` with ``weights_only``."""
     text = str(error).rpartition("WeightsUnpickler error: ")[2]
     if isinstance(error, pickle.UnpicklingError) and (named := _NAMED.search(text)):
         return (

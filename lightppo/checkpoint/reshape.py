@@ -16,14 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightppo import tensor_file
-from lightppo.checkpoint.engine_state import (
-    FROZEN,
-    check_notes,
-    deepspeed_classes,
-)
+from lightppo.checkpoint.damage import check_model
+from lightppo.checkpoint.layout import frozen_file, model_files, optimizer_files
 from lightppo.errors import CheckpointError
 from lightppo.ranks import Alone
+from lightppo.tensor_file import read_deepspeed
 from lightppo.zero3 import (
     find_hf_model,
     forget_secondary_shard,
@@ -89,11 +86,6 @@ def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, lis
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A file of DeepSpeed's or ours; its tensors come from the disk when they are used."""
-    return tensor_file.read(path, deepspeed_classes(), mapped=True)
-
-
 class SavedOptimizer:
     """Whole tensors of the saved parameters, one at a time, out of the shards of all ranks.
 
@@ -103,13 +95,7 @@ class SavedOptimizer:
 
     def __init__(self, path: Path, meta: Mapping[str, Any], names: Iterable[str]) -> None:
         self.stage, ranks = meta["zero_stage"], meta["world_size"]
-        if self.stage == 3:
-            files = [
-                path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)
-            ]
-        else:
-            files = [path / "mp_rank_00_model_states.pt"]
-        self.models = [_read(file) for file in files]
+        self.models = [read_deepspeed(file) for file in model_files(path, meta)]
         self.common = self.models[0]  # what DeepSpeed saves beside the optimizer
         self.loss_scaler = None  # stage 0 and bf16 have none
         if self.stage == 0:
@@ -117,12 +103,8 @@ class SavedOptimizer:
             groups = [{name: weight.shape} for name, weight in weights.items()]
             ranks, bases, masters = 1, [self.common["optimizer"]], [list(weights.values())]
         else:
-            prefix = "bf16_" if meta["bf16"] else ""
-            files = [
-                path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-                for rank in range(ranks)
-            ]
-            states = [_read(file)["optimizer_state_dict"] for file in files]
+            files = optimizer_files(path, meta)
+            states = [read_deepspeed(file)["optimizer_state_dict"] for file in files]
             groups = self.common["param_shapes"]
             bases = [state[_BASE[self.stage]] for state in states]
             self.loss_scaler = states[0].get("loss_scaler")
@@ -300,9 +282,8 @@ def _frozen_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, elements, perhaps with padding behind them) of a model saved without optimizer."""
     sharded = meta["zero_stage"] == 3
-    files = [
-        _read(path / FROZEN.format(rank)) for rank in range(meta["world_size"] if sharded else 1)
-    ]
+    ranks = range(meta["world_size"] if sharded else 1)
+    files = [read_deepspeed(frozen_file(path, rank)) for rank in ranks]
     if odd := sorted(files[0].keys() ^ tensors.keys()):
         raise CheckpointError(
             f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}"
@@ -315,11 +296,11 @@ def _frozen_weights(
 def saved_names(path: Path, meta: Mapping[str, Any]) -> set[str]:
     """Names of the weights that a checkpoint holds; of tied ones at least one."""
     if not meta["optimizer"]:
-        return set(_read(path / FROZEN.format(0)))
+        return set(read_deepspeed(frozen_file(path, 0)))
+    saved = read_deepspeed(model_files(path, meta)[0])
     if meta["zero_stage"] < 3:
-        return set(_read(path / "mp_rank_00_model_states.pt")["module"])
-    shapes = _read(path / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
-    return {name for of_group in shapes for name in of_group}
+        return set(saved["module"])
+    return {name for of_group in saved["param_shapes"] for name in of_group}
 
 
 @torch.no_grad()
@@ -331,7 +312,7 @@ def whole_weights(
     if not meta["optimizer"]:
         found = dict(_frozen_weights(path, meta, tensors))
     elif meta["zero_stage"] < 3:
-        found = _read(path / "mp_rank_00_model_states.pt")["module"]
+        found = read_deepspeed(model_files(path, meta)[0])["module"]
     else:
         saved = SavedOptimizer(path, meta, ())
         found = {name: saved.common["module"][name] for name in saved.common["buffer_names"]}
@@ -355,7 +336,7 @@ def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
     Its tensors are replaced by those of the files; under adapters its frozen weights stay.
     """
     module = unwrap_model(model)
-    check_notes(Alone(), model, path, meta)
+    check_model(Alone(), model, path, meta)
     weights = whole_weights(path, meta, module.state_dict(keep_vars=True))
     module.load_state_dict(weights, strict=False, assign=True)
     find_hf_model(module)[0].tie_weights()

@@ -20,8 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightppo import zero3
 from lightppo.checkpoint import engine_state as checkpoint
-from lightppo.checkpoint import export
-from lightppo.distributed.distributed import DistributedStrategy, on_cuda
+from lightppo.checkpoint import export, weight_files
+from lightppo.distributed import averaging, rank_samples
+from lightppo.distributed.device import on_cuda, report_memory
+from lightppo.distributed.distributed import DistributedStrategy
 from lightppo.errors import ModelLoadError
 from lightppo.ranks import heartbeat
 from lightppo.zero3 import find_engine, get_engine, unwrap_model
@@ -497,9 +499,24 @@ class DeepspeedStrategy(DistributedStrategy):
         if self.is_rank_0():
             logger.info("a step of %s is not taken: its gradient is thrown away", name)
 
+    def set_max_norm(self, model: Any, max_norm: float) -> None:
+        """Set the largest L2 norm of a model's gradient from the next step on; 0 does not clip."""
+        if not max_norm >= 0:
+            raise ValueError(f"--max_norm must be >= 0 (0 does not clip), got {max_norm}")
+        engine = get_engine(model, "set_max_norm")
+        if (clips := self._clips.get(engine)) is not None:
+            clips.max_norm = max_norm
+        else:
+            engine.optimizer.clip_grad = max_norm
+
+    moving_average = averaging.moving_average
+    report_memory = report_memory
+    setup_dataloader = rank_samples.setup_dataloader
+
     # -- files ---------------------------------------------------------------------------------------------------
 
     save_ckpt = checkpoint.save_checkpoint
     load_ckpt = checkpoint.load_checkpoint
     has_finite_weights = staticmethod(checkpoint.has_finite_weights)
     save_model = export.save_model
+    load_model = weight_files.load_model

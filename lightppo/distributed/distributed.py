@@ -7,23 +7,25 @@ import math
 import os
 import pickle
 import random
-import socket
-import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from lightppo.distributed.device import (
+    check_type,
+    import_deepspeed,
+    name_accelerator,
+    on_cuda,
+    share_host,
+)
+from lightppo.distributed.rendezvous import ensure_launcher_variables, meeting
 from lightppo.errors import LaunchError, UserError
-from lightppo.plugin import RANK_START, STRATEGY_METHODS
 from lightppo.ranks import heartbeat
 from lightppo.redaction import without_secrets
 
@@ -38,49 +40,6 @@ REDUCE_OPS = {
 }
 GATHERED_BYTES = 1 << 20
 """Of each rank, on the device at a time."""
-
-# -- starting and ending a process -------------------------------------------------------------------------------------
-
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def ensure_launcher_variables() -> None:
-    """Makes a plain ``python script.py`` a world of one process; LaunchError if a launcher set only some variables."""
-    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
-    if not missing:
-        return
-    # A cluster's shell may export an address of its own; only a rank proves that a launcher started this process.
-    if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise LaunchError(
-            f"the launcher set RANK or WORLD_SIZE but not {', '.join(missing)}; "
-            f"start with `deepspeed --num_gpus N`, `torchrun --nproc_per_node N` or plain `python`"
-        )
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.bind(("127.0.0.1", 0))  # a port that is free now
-        os.environ["MASTER_PORT"] = str(sock.getsockname()[1])
-
-
-def on_cuda() -> bool:
-    """True if engines run on GPUs: there is one, and DS_ACCELERATOR (DeepSpeed's own switch) does not say cpu."""
-    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
-
-
-def name_accelerator() -> None:
-    """Tells DeepSpeed what it runs on; otherwise it warns on every machine without a GPU."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_cuda() else "cpu")
-
-
-def import_deepspeed() -> ModuleType:
-    """DeepSpeed without its autotuner's mlflow, which would cost a second of each start where it is installed."""
-    absent = sys.modules.setdefault("mlflow", None) is None
-    try:
-        import deepspeed
-    finally:
-        if absent:
-            del sys.modules["mlflow"]
-    return deepspeed
-
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
@@ -98,7 +57,7 @@ class DistributedStrategy:
     # -- processes -----------------------------------------------------------------------------------------------
 
     def setup_distributed(self, timeout: timedelta | None = None) -> None:
-        """Seeds, joins the process group (nccl on CUDA, gloo on CPU) and picks this rank's device. Collective."""
+        """Seed, join the process group (nccl on CUDA, gloo on CPU) and pick this rank's device. Collective."""
         self.set_seed(self.seed)
         name_accelerator()
         deepspeed = import_deepspeed()
@@ -120,11 +79,11 @@ class DistributedStrategy:
             # Joining gloo would compile this op for minutes, under a lock that a killed process leaves behind.
             # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        with ExitStack() as around:
-            for entry in RANK_START.values():
-                around.enter_context(entry.fn(self))
+        with meeting(self):
             timeout = timedelta(minutes=self.timeout_minutes)
             deepspeed.init_distributed(timeout=timeout, verbose=False)
+        check_type(self)
+        share_host()
 
     def set_seed(self, seed: int) -> None:
         """Seeds Python, NumPy and torch, alike on every rank."""
@@ -152,12 +111,6 @@ class DistributedStrategy:
     def is_rank_0(self) -> bool:
         """True on the rank that prints, logs and writes."""
         return self.get_rank() == 0
-
-    def __getattr__(self, name: str) -> Any:
-        """The methods of :data:`lightppo.plugin.STRATEGY_METHODS`."""
-        if name not in STRATEGY_METHODS:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        return partial(STRATEGY_METHODS[name].fn, self)
 
     # -- communication -------------------------------------------------------------------------------------------
 

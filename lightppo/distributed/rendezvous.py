@@ -1,4 +1,4 @@
-"""The ranks of a run meet: quiet, by an interface that leads to the others; and they end when torch's threads rest."""
+"""The ranks of a run meet: by a launcher's variables, quiet, by an interface that leads to the others; the end of torch's threads."""
 
 from __future__ import annotations
 
@@ -14,16 +14,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightppo.distributed.distributed import on_cuda
+from lightppo.distributed.device import on_cuda
 from lightppo.errors import LaunchError
 from lightppo.ranks import heartbeat, ranks_on_node
 
 logger = logging.getLogger(__name__)
 
 
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def ensure_launcher_variables() -> None:
+    """Make a plain ``python script.py`` a world of one process; LaunchError if a launcher set only some variables."""
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+    if not missing:
+        return
+    # A cluster's shell may export an address of its own; only a rank proves that a launcher started this process.
+    if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise LaunchError(
+            f"the launcher set RANK or WORLD_SIZE but not {', '.join(missing)}; "
+            f"start with `deepspeed --num_gpus N`, `torchrun --nproc_per_node N` or plain `python`"
+        )
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind(("127.0.0.1", 0))  # a port that is free now
+        os.environ["MASTER_PORT"] = str(sock.getsockname()[1])
+
+
 @contextmanager
 def meeting(strategy: Any) -> Iterator[None]:
-    """What this plugin does before and after a rank joins the others; LaunchError where a port is in use."""
+    """Prepare this rank to join the others inside, and watch it from then on; LaunchError where a port is in use."""
     quiet_third_parties()
     try:
         choose_gloo_interface()

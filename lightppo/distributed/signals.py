@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightppo.callbacks import Callback
 from lightppo.ranks import stop_signs
 
 logger = logging.getLogger(__name__)
@@ -251,7 +252,7 @@ def safe_points(grace: float = GRACE) -> Iterator[None]:
 
 
 def asked() -> int:
-    """Number of the signal that asks this process to stop; 0: none."""
+    """Return the number of the signal that asks this process to stop; 0: none."""
     return 0 if _watch is None else _watch.number
 
 
@@ -259,18 +260,18 @@ stop_signs.append(asked)
 
 
 def request(number: int) -> None:
-    """What a signal does, for a handler of the program's own."""
+    """Do what a signal does, for a handler of the program's own."""
     if _watch is not None:
         _watch.ask(number)
 
 
 def votes() -> dict[str, int]:
-    """What this rank brings to a collective whose sum or mean :func:`elected` reads."""
+    """Return what this rank brings to a collective whose sum or mean :func:`elected` reads."""
     return {name: int(asked() == number) for name, number in SIGNALS.items()}
 
 
 def elected(counts: Mapping[str, float]) -> int:
-    """The signal that stops all ranks; 0: none."""
+    """Return the signal that stops all ranks; 0: none."""
     number = next((number for name, number in SIGNALS.items() if counts[name] > 0), 0)
     if number and _watch is not None:
         if not _watch.number:  # it came to other ranks
@@ -280,13 +281,63 @@ def elected(counts: Mapping[str, float]) -> int:
 
 
 def nothing_is_lost() -> None:
-    """All that a stop needs is saved: a further signal changes nothing."""
+    """Note that all that a stop needs is saved: a further signal changes nothing."""
     if _watch is not None:
         _watch.saved = True
 
 
+class StopAtSignal(Callback):
+    """Saves, and ends the process, where a signal asks for it."""
+
+    def __init__(self, run: Any) -> None:
+        self.safe_points: contextlib.AbstractContextManager | None = None
+        self.stopping = False
+
+    def on_start(self, run: Any) -> None:
+        self.safe_points = safe_points(run.config.checkpoint.signal_grace)
+        self.safe_points.__enter__()
+
+    def votes(self, run: Any) -> Mapping[str, float]:
+        return votes()
+
+    def on_votes(self, run: Any, step: int, votes: Mapping[str, float]) -> None:
+        if number := elected(votes):
+            self.stop(run, step, number)
+
+    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
+        self._look(run, step)
+
+    def on_save(self, run: Any, step: int) -> None:
+        self._look(run, step)
+
+    def _look(self, run: Any, step: int) -> None:
+        """After what took long: a signal that has come since need not wait for the end of another step. Collective."""
+        if step > 0 and not self.stopping:
+            self.on_votes(run, step, run.strategy.all_reduce(votes(), "sum"))
+
+    def stop(self, run: Any, step: int, number: int) -> None:
+        """Save and end the process. Collective."""
+        self.stopping = True
+        checkpoint, stop = run.config.checkpoint, Stopped(number, together=True)
+        saved = "nothing is saved"
+        if run.keeps and not checkpoint.disable_ds_ckpt:
+            run.save_checkpoint(step)
+            saved = f"saved in {run.ckpt_path}: the same command goes on"
+            saved += ", without --resume never" * (checkpoint.resume == "never")
+        nothing_is_lost()
+        total = f" of {run.total_steps}" if run.total_steps is not None else ""
+        run.strategy.print(f"stopped by {stop.name} after step {step}{total}; {saved}")
+        raise stop
+
+    def on_end(self, run: Any, error: BaseException | None) -> None:
+        if isinstance(error, Stopped) and error.together:
+            run.strategy.barrier()  # a launcher ends the others when the first one has ended
+        if self.safe_points is not None:
+            self.safe_points.__exit__(None if error is None else type(error), error, None)
+
+
 def _launchers() -> tuple[list[tuple[int, str]], str]:
-    """The processes from this rank's parent up to the launcher's first, and the name of one that has ended already."""
+    """Return the processes from this rank's parent up to the launcher's first, and the name of one that has ended."""
     import psutil
 
     above: list[tuple[int, str]] = []

@@ -1,4 +1,4 @@
-"""A thread of each rank that ends a run which hangs, and says where every rank is. Started by ``trainer.run``."""
+"""A thread of each rank that ends a run which hangs, and says where every rank is. Started by ``rank_main.run``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A moving average of the actor, and a reference that follows it."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, FOLLOWERS, STRATEGY_METHODS, CallbackEntry
+from lightppo.plugin import CALLBACKS, FOLLOWERS, CallbackEntry
 from lightppo.table import Entry
 
 
@@ -10,9 +10,6 @@ def register() -> None:
     FOLLOWERS.register("ema", Entry("lightppo.config.averages_options:has_average"))
     FOLLOWERS.register("reference", Entry("lightppo.config.averages_options:moves_reference"))
     CALLBACKS.register("followers", CallbackEntry("lightppo.trainer.moving_average:followers"))
-    STRATEGY_METHODS.register(
-        "moving_average", Entry("lightppo.trainer.moving_average:moving_average")
-    )
     register_section(
         "averages", "lightppo.config.averages_options:AverageConfig", adds_to="algorithm"
     )

@@ -8,9 +8,6 @@ from lightppo.plugin import (
     COMMANDS,
     FITTED,
     MICRO_BATCHES,
-    RANK_START,
-    RESUMES,
-    STRATEGY_METHODS,
     CallbackEntry,
     Check,
     Command,
@@ -33,7 +30,6 @@ def register() -> None:
     MICRO_BATCHES.register("specs", Entry("lightppo.config.micro_batch_specs:spec_of"))
     BEFORE_IMPORTS.register("files", Entry("lightppo.preflight.before_imports:look"))
     FITTED.register("micro_rollout_batch_size", Entry("lightppo.preflight.budget:rows_that_fit"))
-    RESUMES.register("options", Entry("lightppo.preflight.resume_checks:check_same_run"))
     CHECKS.register("files", Check("lightppo.preflight.run_checks:check_files"))
     CHECKS.register("advice", Check("lightppo.preflight.advice:tell_advice"))
     CHECKS.register("frozen", Check("lightppo.preflight.advice:tell_frozen", when="models"))
@@ -55,8 +51,6 @@ def register() -> None:
     CHECKS.register(
         "decoding", Check("lightppo.preflight.run_checks:check_decoding_of", when="engine")
     )
-    STRATEGY_METHODS.register("report_memory", Entry("lightppo.preflight.run_checks:report_memory"))
-    RANK_START.register("type", Entry("lightppo.distributed.device_type:trainable_type"))
     CALLBACKS.register(
         "dry_run", CallbackEntry("lightppo.preflight.run_checks:dry_run", after_yours=True)
     )

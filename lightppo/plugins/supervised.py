@@ -7,7 +7,6 @@ from lightppo.plugin import (
     METRICS,
     PROMPT_FORMS,
     PUBLIC,
-    STRATEGY_METHODS,
     Command,
     PromptForm,
 )
@@ -46,8 +45,6 @@ def register() -> None:
     from lightppo.algorithms.preference_losses import PREFERENCE_LOSSES
 
     TABLES.append(PREFERENCE_LOSSES)
-    share = "lightppo.supervised.rank_samples:setup_dataloader"
-    STRATEGY_METHODS.register("setup_dataloader", Entry(share))
     METRICS.register(
         "train",
         {name: f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()},

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -94,7 +93,7 @@ def _import_as_a_rank() -> None:
     import datasets  # noqa: F401
 
     import lightppo.trainer.build  # noqa: F401
-    from lightppo.distributed.distributed import import_deepspeed, name_accelerator
+    from lightppo.distributed.device import import_deepspeed, name_accelerator
 
     name_accelerator()
     import_deepspeed()
@@ -161,21 +160,6 @@ def library_bytes(ranks: int = 1) -> int:
     held = psutil.Process().memory_info()
     shared = getattr(held, "shared", 0)
     return held.rss - shared + shared // ranks
-
-
-def peak_of_process() -> int:
-    """The most bytes that this process has been resident with."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (
-        OSError,
-        StopIteration,
-    ):  # not Linux; there getrusage would count the process before, too
-        import resource
-
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
 
 
 def parse_size(text: str | None, flag: str = "--gpu_memory") -> int | None:
