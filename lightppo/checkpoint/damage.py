@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightppo import tensor_file
 from lightppo.checkpoint.layout import (
@@ -29,9 +29,6 @@ from lightppo.errors import CheckpointError
 from lightppo.files import MANIFEST, facts_of, files_in_use, join, local_folder, seal_of
 from lightppo.ranks import Ranks
 from lightppo.zero3 import find_adapters, find_whole
-
-if TYPE_CHECKING:
-    from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +164,7 @@ def _origin(facts: Mapping[str, Any], article: str) -> str:
 
 
 def last_undamaged(
-    checkpointer: RunCheckpointer, root: str | Path, is_held: bool, before: int | None
+    checkpointer: Any, root: str | Path, is_held: bool, before: int | None
 ) -> str | None:
     """Return the first candidate whose files are as they were saved; those before it are kept aside. Collective.
 
@@ -192,7 +189,7 @@ def last_undamaged(
 
 
 def _leave_out(
-    checkpointer: RunCheckpointer,
+    checkpointer: Any,
     root: str | Path,
     damaged: Mapping[str, str],
     whole: str | None,
@@ -220,7 +217,7 @@ def _leave_out(
     strategy.print(f"{root}: {'; '.join(texts)}; going on from {whole or 'the start'}")
 
 
-def _damage_of_parts(checkpointer: RunCheckpointer, root: str | Path, tag: str) -> list[str]:
+def _damage_of_parts(checkpointer: Any, root: str | Path, tag: str) -> list[str]:
     """Return what is damaged in any part, a text per file. Collective."""
     texts: list[str] = []
     for name in checkpointer.models:
@@ -231,9 +228,7 @@ def _damage_of_parts(checkpointer: RunCheckpointer, root: str | Path, tag: str) 
     return texts
 
 
-def _require_one_save(
-    checkpointer: RunCheckpointer, root: str | Path, tag: str, tags: Sequence[str]
-) -> None:
+def _require_one_save(checkpointer: Any, root: str | Path, tag: str, tags: Sequence[str]) -> None:
     """Raise CheckpointError on all ranks where the parts of a checkpoint were not saved together. Collective."""
     message = None
     if checkpointer.strategy.is_rank_0():

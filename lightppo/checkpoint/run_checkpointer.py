@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightppo.checkpoint.damage import last_undamaged, sums_of_others
 from lightppo.checkpoint.engine_state import remove_checkpoint, restore_rng_state, rng_state
@@ -23,12 +23,9 @@ from lightppo.checkpoint.layout import (
     tag_of,
 )
 from lightppo.checkpoint.run_exports import save_hf
+from lightppo.config.options import CheckpointConfig, OptionSet
 from lightppo.errors import CheckpointError, TrainingError
 from lightppo.files import files_in_use, is_url, join, local_folder
-
-if TYPE_CHECKING:
-    from lightppo.config.options import CheckpointConfig, OptionSet
-    from lightppo.distributed.deepspeed import DeepspeedStrategy
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,7 @@ class RunCheckpointer:
     """Saves and finds checkpoints of a run.
 
     Args:
+        strategy: a :class:`lightppo.distributed.deepspeed.DeepspeedStrategy`.
         config: paths, what is saved, how many are kept.
         models: part name → prepared model: ``actor``, and ``critic``, ``ema`` and ``reference`` where there are such.
         tokenizer: goes into HF exports.
@@ -55,7 +53,7 @@ class RunCheckpointer:
 
     def __init__(
         self,
-        strategy: DeepspeedStrategy,
+        strategy: Any,
         config: CheckpointConfig,
         models: Mapping[str, Any],
         tokenizer: Any,

@@ -7,20 +7,17 @@ import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightppo.checkpoint.export import REPLACED, SAVING
 from lightppo.checkpoint.layout import BEST, best_folder, export_folder, exports_of
 from lightppo.errors import CheckpointError
 from lightppo.files import files_in_use, local_folder
 
-if TYPE_CHECKING:
-    from lightppo.checkpoint.run_checkpointer import RunCheckpointer
-
 logger = logging.getLogger(__name__)
 
 
-def save_hf(checkpointer: RunCheckpointer, root: str | Path, step: int) -> None:
+def save_hf(checkpointer: Any, root: str | Path, step: int) -> None:
     """Export the actor as ``root/global_stepN_hf``; the oldest exports beyond ``max_ckpt_num`` go. Collective."""
     checkpointer.require_finite(step)
     folder = export_folder(root, step)
@@ -43,9 +40,7 @@ def save_hf(checkpointer: RunCheckpointer, root: str | Path, step: int) -> None:
     checkpointer.strategy.on_rank_0(rotate, f"remove old exports in {root}")
 
 
-def save_best(
-    checkpointer: RunCheckpointer, root: str | Path, step: int, metric: str, value: float
-) -> None:
+def save_best(checkpointer: Any, root: str | Path, step: int, metric: str, value: float) -> None:
     """Export the actor as ``root/best_hf``, in place of an older best; rotation leaves it alone. Collective."""
     checkpointer.require_finite(step)
     note = json.dumps({"run": checkpointer.run, "step": step, "metric": metric, "value": value})
@@ -55,7 +50,7 @@ def save_best(
     )
 
 
-def catch_up(checkpointer: RunCheckpointer, root: str | Path, step: int, due: bool) -> None:
+def catch_up(checkpointer: Any, root: str | Path, step: int, due: bool) -> None:
     """After a resume: exports that were interrupted go; that of this step is made if it was due. Collective."""
     folder, local = export_folder(root, step), local_folder(root)
     interrupted: list[str] = []
@@ -74,7 +69,7 @@ def catch_up(checkpointer: RunCheckpointer, root: str | Path, step: int, due: bo
         save_hf(checkpointer, root, step)
 
 
-def best_note(checkpointer: RunCheckpointer, folder: str | Path) -> dict[str, Any] | None:
+def best_note(checkpointer: Any, folder: str | Path) -> dict[str, Any] | None:
     """Return what ``best.json`` says of the export in this folder; ``None`` without one. Collective."""
     path, note = local_folder(folder) / BEST, None
     if checkpointer.strategy.is_rank_0() and path.is_file():
@@ -87,7 +82,7 @@ def best_note(checkpointer: RunCheckpointer, folder: str | Path) -> dict[str, An
     return checkpointer.strategy.broadcast_object(note)
 
 
-def best_line(checkpointer: RunCheckpointer, folder: str | Path, metric: str) -> str:
+def best_line(checkpointer: Any, folder: str | Path, metric: str) -> str:
     """Return the line at the end of a run: where its best model is, and whether it is this run's. No collective."""
     path, note = local_folder(folder) / BEST, {}
     if path.is_file():
