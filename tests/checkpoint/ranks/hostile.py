@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plugins.adapters.ranks import adapters
+from models.adapters.ranks import adapters
 from support.hostile import poison
 from support.rank_checks import TinyActor, causal_lm, make_strategy, run, train_step, trained_actor
 
