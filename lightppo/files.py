@@ -323,10 +323,12 @@ def explained(folder: Path, needed: int | None = None) -> Iterator[None]:
             there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
             need = "" if needed is None else f"{shown_size(needed)} are needed, "
             free = f"{shown_size(shutil.disk_usage(there).free)} are free"
-            problem = f"the disk is full: {need}{free}: lower --max_ckpt_num, or choose another disk with --ckpt_path"
+            problem = f"{folder}: the disk is full: {need}{free}"
+            remedy = "lower --max_ckpt_num, or choose another disk with --ckpt_path"
         else:
-            problem = f"cannot be written ({os.strerror(numbers[0])}): make it writable, or choose another --ckpt_path"
-        raise StorageError(f"{folder}: {problem} (for model and logs --save_path)") from error
+            problem = f"{folder}: cannot be written ({os.strerror(numbers[0])})"
+            remedy = "make it writable, or choose another --ckpt_path"
+        raise StorageError(f"{problem}: {remedy} (for model and logs --save_path)") from error
 
 
 def shown_size(count: float) -> str:

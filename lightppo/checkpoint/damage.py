@@ -210,10 +210,10 @@ def _leave_out(
         )
     if is_renamed:
         strategy.on_rank_0(lambda: _set_aside(root, damaged, whole), f"rename {list(damaged)}")
-    texts = [
-        f"{name} is damaged{f', kept as {name}{DAMAGED}' if is_renamed else ''}: {text}"
-        for name, text in damaged.items()
-    ]
+        names = {name: f"{name} is damaged, kept as {name}{DAMAGED}" for name in damaged}
+    else:
+        names = {name: f"{name} is damaged" for name in damaged}
+    texts = [f"{names[name]}: {text}" for name, text in damaged.items()]
     strategy.print(f"{root}: {'; '.join(texts)}; going on from {whole or 'the start'}")
 
 
