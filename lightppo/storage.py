@@ -18,8 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightppo.errors import StagingError
-from lightppo.redaction import shown_url, without_secrets
-from lightppo.shown_urls import GIVE_WHOLE, is_cut, login_of
+from lightppo.redaction import GIVE_WHOLE, is_cut, login_of, shown_url, without_secrets
 
 logger = logging.getLogger(__name__)
 

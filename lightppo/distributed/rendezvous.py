@@ -1,4 +1,4 @@
-"""The ranks of a run meet: by a launcher's variables, quiet, by an interface that leads to the others; the end of torch's threads."""
+"""The ranks of a run meet: by a launcher's variables, by an interface that leads to the others; and their quiet end."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.callbacks import Callback
-from lightppo.config.options import LoggingConfig, OptionSet
+from lightppo.config.options import LoggingConfig, OptionSet, public_options
 from lightppo.files import explained, local_folder
 from lightppo.logging.metrics_page import renamed
 from lightppo.logging.run_folder import (
@@ -30,7 +30,6 @@ from lightppo.logging.run_folder import (
     upload_records,
 )
 from lightppo.logging.trackers import TensorBoardSink, Tracker, WandbSink, open_trackers
-from lightppo.trainer.loop import public_options
 
 logger = logging.getLogger(__name__)
 

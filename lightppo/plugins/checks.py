@@ -3,13 +3,8 @@
 from lightppo.option import register_section
 from lightppo.plugin import (
     BEFORE_IMPORTS,
-    CALLBACKS,
-    CHECKS,
     COMMANDS,
-    FITTED,
     MICRO_BATCHES,
-    CallbackEntry,
-    Check,
     Command,
 )
 from lightppo.table import Entry
@@ -20,7 +15,7 @@ def register() -> None:
     COMMANDS.register(
         "memory",
         Command(
-            "lightppo.preflight.memory:main",
+            "lightppo.cli.memory_command:main",
             about="what a run needs of GPUs and hosts, before anything loads",
         ),
     )
@@ -29,28 +24,3 @@ def register() -> None:
     )
     MICRO_BATCHES.register("specs", Entry("lightppo.config.micro_batch_specs:spec_of"))
     BEFORE_IMPORTS.register("files", Entry("lightppo.preflight.before_imports:look"))
-    FITTED.register("micro_rollout_batch_size", Entry("lightppo.preflight.budget:rows_that_fit"))
-    CHECKS.register("files", Check("lightppo.preflight.run_checks:check_files"))
-    CHECKS.register("advice", Check("lightppo.preflight.advice:tell_advice"))
-    CHECKS.register("frozen", Check("lightppo.preflight.advice:tell_frozen", when="models"))
-    CHECKS.register(
-        "masters", Check("lightppo.preflight.advice:tell_second_masters", when="models")
-    )
-    CHECKS.register("positions", Check("lightppo.preflight.row_lengths:check_positions_of"))
-    CHECKS.register("memory", Check("lightppo.preflight.run_checks:tell_memory_of", when="folders"))
-    CHECKS.register(
-        "dry_run", Check("lightppo.preflight.run_checks:become_dry_run", when="folders")
-    )
-    CHECKS.register("fits", Check("lightppo.preflight.row_lengths:check_rows", when="data"))
-    CHECKS.register("rows", Check("lightppo.preflight.run_checks:look_at_rows", when="data"))
-    CHECKS.register("places", Check("lightppo.preflight.run_checks:check_places", when="models"))
-    CHECKS.register("disk", Check("lightppo.preflight.run_checks:check_disk", when="models"))
-    CHECKS.register(
-        "padding", Check("lightppo.preflight.run_checks:check_padded_batches", when="models")
-    )
-    CHECKS.register(
-        "decoding", Check("lightppo.preflight.run_checks:check_decoding_of", when="engine")
-    )
-    CALLBACKS.register(
-        "dry_run", CallbackEntry("lightppo.preflight.run_checks:dry_run", after_yours=True)
-    )

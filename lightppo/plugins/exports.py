@@ -1,12 +1,10 @@
 """Models for transformers while a run goes on: at times of their own, with checkpoints, the best one."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, CallbackEntry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    CALLBACKS.register("exports", CallbackEntry("lightppo.trainer.exports:Exports"))
     register_section(
         "exports", "lightppo.config.exports_options:ExportConfig", adds_to="checkpoint"
     )

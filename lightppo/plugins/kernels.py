@@ -2,7 +2,6 @@
 
 from lightppo.option import register_section
 from lightppo.plugin import (
-    DECODING_RUNNERS,
     ENTROPY_SAMPLES,
     HEAD_SCORES,
     KERNELS,
@@ -14,7 +13,6 @@ from lightppo.table import Entry
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    DECODING_RUNNERS.register("invariant", Entry("lightppo.models.kernels.invariant:runner"))
     MODULES.register("cpu_linear", Entry("lightppo.models.kernels.cpu:accelerate_on_cpu"))
     MODULES.register("fused", Entry("lightppo.models.kernels.fused:fuse"))
     HEAD_SCORES.register("head", Entry("lightppo.models.kernels.scoring_head:scores_by_head"))
