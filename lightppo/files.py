@@ -73,7 +73,7 @@ class _HashedFile:
         return view.nbytes
 
     def flush(self) -> None:
-        """Nothing: it is on disk at the end."""
+        """Do nothing: it is on disk at the end."""
 
     def close(self) -> Digest:
         try:

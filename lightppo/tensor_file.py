@@ -74,7 +74,7 @@ def explained(path: str | os.PathLike[str], error: Exception) -> str:
 
 @contextmanager
 def _allowed(classes: Iterable[type]) -> Iterator[None]:
-    """As torch's ``safe_globals``, whose end takes away what was allowed before it, too."""
+    """Allow classes as torch's ``safe_globals`` does, whose end takes away what was allowed before it, too."""
     from torch.serialization import get_safe_globals, safe_globals
 
     with safe_globals(list(set(classes) - set(get_safe_globals()))):
@@ -83,7 +83,7 @@ def _allowed(classes: Iterable[type]) -> Iterator[None]:
 
 @contextmanager
 def others_read_safely(classes: Iterable[type] = ()) -> Iterator[None]:
-    """Inside, a library's own ``torch.load`` cannot run code either, whatever it asks for."""
+    """Keep a library's own ``torch.load`` inside from running code either, whatever it asks for."""
     before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
     os.environ[_FORCE] = "1"
     try:

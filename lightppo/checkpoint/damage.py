@@ -223,8 +223,8 @@ def _damage_of_parts(checkpointer: Any, root: str | Path, tag: str) -> list[str]
     for name in checkpointer.models:
         part = part_folder(root, name)
         download(checkpointer.strategy, part, tag)
-        found = damage(checkpointer.strategy, local_folder(part) / tag)
-        texts += [f"_{name}: {text}" for text in found]
+        damaged = damage(checkpointer.strategy, local_folder(part) / tag)
+        texts += [f"_{name}: {text}" for text in damaged]
     return texts
 
 

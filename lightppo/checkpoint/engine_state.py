@@ -277,7 +277,7 @@ def load_checkpoint(
 
 
 def _coming_rates(scheduler: LRScheduler) -> list[float]:
-    """Of the next step; by this run's schedule, which may be longer than that of the run that saved."""
+    """Return the rates of the next step by this run's schedule, which may be longer than that of the run that saved."""
     if isinstance(scheduler, LambdaLR):  # others may know no step but the one after the last
         shares = (of_step(scheduler.last_epoch) for of_step in scheduler.lr_lambdas)
         scheduler._last_lr = [
@@ -288,7 +288,7 @@ def _coming_rates(scheduler: LRScheduler) -> list[float]:
 
 @contextlib.contextmanager
 def _read_safely(engine: Any) -> Iterator[None]:
-    """DeepSpeed unpickles what a checkpoint holds; inside, it gets its files from our reader."""
+    """Give DeepSpeed, which unpickles what a checkpoint holds, its files by our reader inside."""
     reader, classes = engine.checkpoint_engine, tensor_file.deepspeed_classes()
     reader.load = lambda path, map_location=None: tensor_file.read(path, classes)
     try:
@@ -324,7 +324,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def has_finite_weights(model: Any) -> bool:
-    """Of this rank, by their sums: one look at each."""
+    """Whether the weights of this rank are finite, by their sums: one look at each."""
     weights = [
         own_part(weight)
         for weight in unwrap_model(model).parameters()
@@ -336,7 +336,7 @@ def has_finite_weights(model: Any) -> bool:
 
 
 def rng_state() -> dict[str, Any]:
-    """States of this rank's random generators: Python, NumPy, torch and its CUDA device."""
+    """Return the states of this rank's random generators: Python, NumPy, torch and its CUDA device."""
     name, keys, *rest = numpy.random.get_state()
     # A tensor in place of the array, so that it loads with weights_only.
     state = {"numpy": (name, torch.from_numpy(keys.astype(numpy.int64)), *rest)}
@@ -345,7 +345,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Restores what ``rng_state`` returned on this rank."""
+    """Restore what ``rng_state`` returned on this rank."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
@@ -355,7 +355,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 
 def _shape(engine: Any) -> dict[str, Any]:
-    """Properties that a run must share with the run that saved."""
+    """Return properties that a run must share with the run that saved."""
     return {
         "world_size": dist.get_world_size(),
         "zero_stage": zero_stage_of(engine),
@@ -368,7 +368,7 @@ def _shape(engine: Any) -> dict[str, Any]:
 def _check_shape(
     engine: Any, path: Path, meta: Mapping[str, Any], load_optimizer_states: bool, reshape: bool
 ) -> None:
-    """CheckpointError unless a checkpoint can be loaded into an engine of this run."""
+    """Raise CheckpointError unless a checkpoint can be loaded into an engine of this run."""
     shape = _shape(engine)
     changed = {key for key in shape if meta[key] != shape[key]}
     fixed = changed - {"world_size", "zero_stage"} if reshape else changed
@@ -417,7 +417,7 @@ def _local_tensors(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def _make_room(save_dir: Path, staging: Path) -> None:
-    """A folder for a new checkpoint, without what an interrupted saving left."""
+    """Make a folder for a new checkpoint, without what an interrupted saving left."""
     files = files_in_use()
     with files.explained(save_dir):
         save_dir.mkdir(parents=True, exist_ok=True)
@@ -432,14 +432,14 @@ def _make_room(save_dir: Path, staging: Path) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Whole or gone, whenever the process stops: the next save removes what has this name."""
+    """Remove a checkpoint, which is whole or gone whenever the process stops: the next save removes the rest."""
     aside = folder.with_name(f"{folder.name}{INCOMPLETE}")
     files_in_use().rename(folder, aside)
     files_in_use().remove(aside)
 
 
 def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> list[str]:
-    """Removes checkpoints, oldest first, until the others are within the limits; returns their tags."""
+    """Remove checkpoints, oldest first, until the others are within the limits; return their tags."""
     gone = []
     sizes = {tag: _size_of(save_dir / tag) for tag in list_tags(save_dir)}
     for tag in [tag for tag in sizes if tag not in keep]:

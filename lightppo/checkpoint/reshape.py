@@ -54,12 +54,12 @@ class Piece(NamedTuple):
 
 
 def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, list[Piece]]:
-    """Where DeepSpeed keeps the elements of each parameter, in their order.
+    """Return where DeepSpeed keeps the elements of each parameter, in their order.
 
     At stages 1 and 2 a group is one flat tensor, padded to a multiple of 2 × ranks and cut into as many equal parts. At
     stage 3 each parameter is cut into equal parts, which follow each other. At stage 0 every rank has all: ``ranks`` 1.
     """
-    found: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[Piece]] = {}
     for group, shapes in enumerate(groups):
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         begin, length = 0, 2 * math.ceil(sum(sizes.values()) / (2 * ranks))
@@ -69,7 +69,7 @@ def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, lis
                 spans = [
                     (rank, rank * length, min((rank + 1) * length, size)) for rank in range(ranks)
                 ]
-                found[name] = [
+                pieces[name] = [
                     Piece(r, group, begin, low, high - low) for r, low, high in spans if low < high
                 ]
                 begin += length
@@ -79,11 +79,11 @@ def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, lis
                     (r, max(begin, r * length), min(begin + size, (r + 1) * length))
                     for r in touched
                 ]
-                found[name] = [
+                pieces[name] = [
                     Piece(r, group, lo - r * length, lo - begin, hi - lo) for r, lo, hi in spans
                 ]
                 begin += size
-    return found
+    return pieces
 
 
 class SavedOptimizer:
@@ -120,7 +120,7 @@ class SavedOptimizer:
         self._states = [[base["state"].get(key, {}) for key in keys] for base in bases]
 
     def whole(self, name: str, key: str | None = None) -> Tensor:
-        """A parameter's fp32 weights, or its part of the optimizer's state ``key``. (elements,)"""
+        """Return a parameter's fp32 weights, or its part of the optimizer's state ``key``. (elements,)"""
         parts = []
         for rank, group, place, _, count in self.pieces[name]:
             flat = self._masters[rank][group] if key is None else self._states[rank][group][key]
@@ -128,7 +128,7 @@ class SavedOptimizer:
         return torch.cat(parts)
 
     def state(self, name: str) -> dict[str, Any]:
-        """The optimizer's state of a parameter: numbers such as the steps; None for what ``whole`` gives."""
+        """Return the optimizer's state of a parameter: numbers such as the steps; None for what ``whole`` gives."""
         rank, group, *_ = self.pieces[name][0]
         state = self._states[rank][group].items()
         return {
@@ -137,7 +137,7 @@ class SavedOptimizer:
         }
 
     def frozen(self, name: str) -> Tensor | None:
-        """The weights of a parameter without optimizer, flat; None if they were not saved, as under adapters."""
+        """Return the weights of a parameter without optimizer, flat; None if they were not saved, as under adapters."""
         if self.stage < 3:
             weight = self.common["module"].get(name)
             return None if weight is None else weight.reshape(-1)
@@ -148,7 +148,7 @@ class SavedOptimizer:
 def members(
     param_groups: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]
 ) -> dict[str, tuple[int, torch.Size]]:
-    """Each parameter's group in the optimizer, and its shape."""
+    """Return each parameter's group in the optimizer, and its shape."""
     numbers = [number for number, group in enumerate(param_groups) for _ in group["params"]]
     return {
         name: (number, torch.Size(shape))
@@ -160,7 +160,7 @@ def members(
 def load_reshaped(
     engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool = True
 ) -> None:
-    """Loads a checkpoint, whose ``meta`` says ranks and stage, into an engine with any others. Collective.
+    """Load a checkpoint, whose ``meta`` says ranks and stage, into an engine with any others. Collective.
 
     Each rank reads the files of all saved ranks: the folder must be shared.
     """
@@ -230,7 +230,7 @@ def _load_trained(
 
 
 def _fill(engine: Any, saved: SavedOptimizer, groups: Sequence[Shapes]) -> list[dict[str, Any]]:
-    """Writes this rank's parts of the fp32 weights into the engine; returns the state of each flat tensor."""
+    """Write this rank's parts of the fp32 weights into the engine; return the state of each flat tensor."""
     optimizer, stage = engine.optimizer, zero_stage_of(engine)
     if stage == 3:
         masters = optimizer.fp32_partitioned_groups_flat
@@ -271,7 +271,7 @@ def _fill(engine: Any, saved: SavedOptimizer, groups: Sequence[Shapes]) -> list[
 
 @torch.no_grad()
 def _load_frozen(engine: Any, path: Path, meta: Mapping[str, Any]) -> None:
-    """As ``_load_trained``, for a model without optimizer."""
+    """Load as ``_load_trained`` does, for a model without optimizer."""
     tensors = unwrap_model(engine).state_dict(keep_vars=True)
     for name, weights in _frozen_weights(path, meta, tensors):
         _put(tensors[name], weights)
@@ -280,7 +280,7 @@ def _load_frozen(engine: Any, path: Path, meta: Mapping[str, Any]) -> None:
 def _frozen_weights(
     path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, elements, perhaps with padding behind them) of a model saved without optimizer."""
+    """Yield (name, elements, perhaps with padding behind them) of a model saved without optimizer."""
     sharded = meta["zero_stage"] == 3
     ranks = range(meta["world_size"] if sharded else 1)
     files = [read_deepspeed(frozen_file(path, rank)) for rank in ranks]
@@ -294,7 +294,7 @@ def _frozen_weights(
 
 
 def saved_names(path: Path, meta: Mapping[str, Any]) -> set[str]:
-    """Names of the weights that a checkpoint holds; of tied ones at least one."""
+    """Return names of the weights that a checkpoint holds; of tied ones at least one."""
     if not meta["optimizer"]:
         return set(read_deepspeed(frozen_file(path, 0)))
     saved = read_deepspeed(model_files(path, meta)[0])
@@ -307,31 +307,39 @@ def saved_names(path: Path, meta: Mapping[str, Any]) -> set[str]:
 def whole_weights(
     path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What a checkpoint holds, in type and shape of a model's ``tensors``, which are not sharded: the weights of its
+    """Return what a checkpoint holds, in type and shape of a model's ``tensors``, which are not sharded: the weights of its
     forward. Under adapters these are the trained ones; of tied weights there is at least one."""
     if not meta["optimizer"]:
-        found = dict(_frozen_weights(path, meta, tensors))
+        weights_by_name = dict(_frozen_weights(path, meta, tensors))
     elif meta["zero_stage"] < 3:
-        found = read_deepspeed(model_files(path, meta)[0])["module"]
+        weights_by_name = read_deepspeed(model_files(path, meta)[0])["module"]
     else:
         saved = SavedOptimizer(path, meta, ())
-        found = {name: saved.common["module"][name] for name in saved.common["buffer_names"]}
-        found |= {name: saved.whole(name) for name in saved.members}
-        frozen = {name: saved.frozen(name) for name in tensors.keys() - found.keys()}
-        found |= {name: weights for name, weights in frozen.items() if weights is not None}
-    fits = {name: t.numel() <= found[name].numel() for name, t in tensors.items() if name in found}
-    if odd := sorted(name for name in found if not fits.get(name)):
+        weights_by_name = {
+            name: saved.common["module"][name] for name in saved.common["buffer_names"]
+        }
+        weights_by_name |= {name: saved.whole(name) for name in saved.members}
+        frozen = {name: saved.frozen(name) for name in tensors.keys() - weights_by_name.keys()}
+        weights_by_name |= {
+            name: weights for name, weights in frozen.items() if weights is not None
+        }
+    fits = {
+        name: t.numel() <= weights_by_name[name].numel()
+        for name, t in tensors.items()
+        if name in weights_by_name
+    }
+    if odd := sorted(name for name in weights_by_name if not fits.get(name)):
         raise CheckpointError(
             f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}"
         )
     return {
         name: w.reshape(-1)[: (t := tensors[name]).numel()].view(t.shape).to(t.dtype)
-        for name, w in found.items()
+        for name, w in weights_by_name.items()
     }
 
 
 def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
-    """Loads the weights of a checkpoint of any ranks and ZeRO stage into a model of this process, without engine.
+    """Load the weights of a checkpoint of any ranks and ZeRO stage into a model of this process, without engine.
 
     Its tensors are replaced by those of the files; under adapters its frozen weights stay.
     """
@@ -344,9 +352,9 @@ def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
     given = {now[name] for name in weights}
     named = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in named if not parameter.requires_grad}
-    kept = frozen if meta["adapters"] else set()
+    untouched = frozen if meta["adapters"] else set()
     if missing := sorted(
-        name for name, tensor in now.items() if tensor not in given and name not in kept
+        name for name, tensor in now.items() if tensor not in given and name not in untouched
     ):
         raise CheckpointError(
             f"{path} holds another model: it has no {missing[0]!r} ({len(missing)} are missing)"
@@ -354,7 +362,7 @@ def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
 
 
 def _put(tensor: Tensor, weights: Tensor) -> None:
-    """Copies whole weights (elements,), perhaps with padding behind them, into a tensor or this rank's shard of it."""
+    """Copy whole weights (elements,), perhaps with padding behind them, into a tensor or this rank's shard of it."""
     weights = weights[: full_shape(tensor).numel()]
     if is_sharded(tensor):
         tensor.ds_tensor.data.copy_(shard_of(tensor, weights))

@@ -110,7 +110,7 @@ class RunCheckpointer:
         )
 
     def require_finite(self, step: int) -> None:
-        """Raises TrainingError where a weight is NaN or infinite, before it takes a good one's place. Collective."""
+        """Raise TrainingError where a weight is NaN or infinite, before it takes a good one's place. Collective."""
         bad = [
             name
             for name, model in self.models.items()
@@ -127,7 +127,7 @@ class RunCheckpointer:
             )
 
     def candidates(self, root: str | Path, before: int | None = None) -> list[str]:
-        """Tags that have all parts, the one to resume from first; ``before``: of steps before this one. Collective.
+        """Return the tags that have all parts, the one to resume from first; ``before``: of earlier steps. Collective.
 
         CheckpointError: this run has other parts.
         """
@@ -148,7 +148,7 @@ class RunCheckpointer:
         return self.strategy.on_rank_0(find, f"look at the checkpoints in {root}")
 
     def with_all_parts(self, root: Path) -> list[str]:
-        """The tag in ``latest``, if it has all parts, then the others, the one that was saved last first.
+        """Return the tag in ``latest``, if it has all parts, then the others, the one that was saved last first.
 
         Not the highest number: a run started anew in this folder counts from 1 again, beside what the old one left.
         """
@@ -169,7 +169,7 @@ class RunCheckpointer:
         trains: bool = True,
         compare: Callable[[Resumed], Iterable[str]] = lambda resumed: (),
     ) -> dict[str, Any] | None:
-        """Load the last checkpoint that ``--resume`` allows, if there is one; returns its client state. Collective.
+        """Load the last checkpoint that ``--resume`` allows, if there is one; return its client state. Collective.
 
         Args:
             options, content, command: see :class:`Resumed`.
@@ -199,7 +199,7 @@ class RunCheckpointer:
         return saved
 
     def load(self, root: str | Path, tag: str, checked: bool = False) -> dict[str, Any]:
-        """Load all parts and this rank's random generators; returns the client state that was saved. Collective.
+        """Load all parts and this rank's random generators; return the client state that was saved. Collective.
 
         It has a ``world_size`` in place of the generators, which with another number of ranks are seeded by seed, step
         and rank. ``checked``: files were compared with their manifests already.

@@ -51,7 +51,7 @@ def save_best(checkpointer: Any, root: str | Path, step: int, metric: str, value
 
 
 def catch_up(checkpointer: Any, root: str | Path, step: int, due: bool) -> None:
-    """After a resume: exports that were interrupted go; that of this step is made if it was due. Collective."""
+    """Remove, after a resume, exports that were interrupted, and make that of this step if it was due. Collective."""
     folder, local = export_folder(root, step), local_folder(root)
     interrupted: list[str] = []
 

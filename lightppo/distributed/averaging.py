@@ -25,7 +25,7 @@ def moving_average(
     beta: float = 0.992,
     device: torch.device | str | None = None,
 ) -> None:
-    """ema ← beta · ema + (1 − beta) · model; beta 0 copies. See ``average_into``.
+    """Set ema ← beta · ema + (1 − beta) · model; beta 0 copies. See ``average_into``.
 
     Does nothing between an optimizer step's micro batches. Collective if a sharded model goes into a whole average.
     Where engines run on the CPU, so does this, also for ``device="cuda"``.
@@ -41,7 +41,7 @@ def moving_average(
 def average_into(
     model: Any, ema_model: Any, beta: float, device: torch.device | str | None = None
 ) -> None:
-    """ema ← beta · ema + (1 − beta) · model, parameter by parameter, on ``device``; beta 0 copies.
+    """Set ema ← beta · ema + (1 − beta) · model, parameter by parameter, on ``device``; beta 0 copies.
 
     Only a sharded model averaged into a whole one is gathered, one parameter at a time. The weights are the forward's:
     under bf16 not the optimizer's fp32 masters. Keep the average in fp32: at beta near 1 the steps vanish in bf16.

@@ -86,7 +86,7 @@ class DistributedStrategy:
         share_host()
 
     def set_seed(self, seed: int) -> None:
-        """Seeds Python, NumPy and torch, alike on every rank."""
+        """Seed Python, NumPy and torch, alike on every rank."""
         import numpy
 
         random.seed(seed)
@@ -105,17 +105,17 @@ class DistributedStrategy:
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def get_rank(self) -> int:
-        """This rank; 0 before ``setup_distributed``."""
+        """Return this rank; 0 before ``setup_distributed``."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     def is_rank_0(self) -> bool:
-        """True on the rank that prints, logs and writes."""
+        """Whether this is the rank that prints, logs and writes."""
         return self.get_rank() == 0
 
     # -- communication -------------------------------------------------------------------------------------------
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Mean, sum, max or min of a tensor, a number, or a dictionary of these over all ranks. Collective.
+        """Return mean, sum, max or min of a tensor, a number, or a dictionary of these over all ranks. Collective.
 
         Shapes and keys must be the same on all ranks. Tensors keep shape, device and dtype, but the mean of integers is
         float32 and booleans count as int64. Numbers travel as float64; an int stays an int except under "mean".
@@ -150,7 +150,7 @@ class DistributedStrategy:
         return buffer.to(tensor.device)
 
     def all_gather(self, data: Any) -> Any:
-        """Gathers tensors, numbers, or dictionaries of these (same keys everywhere) in rank order. Collective.
+        """Gather tensors, numbers, or dictionaries of these (same keys everywhere) in rank order. Collective.
 
         Tensors are concatenated along their first dimension, whose size may differ or be 0, in their dtype. A number or
         0-d tensor becomes (world size,), a float in float64. A slice at a time passes through the device.
@@ -175,26 +175,26 @@ class DistributedStrategy:
         return everything
 
     def _each(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of every rank, where all have one shape. (ranks, …)"""
+        """Gather from every rank, where all have one shape. (ranks, …)"""
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, tensor)
         heartbeat.beat()
         return torch.stack(parts)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """A picklable object from every rank, in rank order. Collective."""
+        """Gather a picklable object from every rank, in rank order. Collective."""
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, obj)
         heartbeat.beat()
         return gathered
 
     def gather_object(self, obj: Any) -> list[Any] | None:
-        """A picklable object from every rank, in rank order, on rank 0; ``None`` on the others. Collective."""
+        """Gather a picklable object from every rank, in rank order, on rank 0; ``None`` on the others. Collective."""
         gathered = self.exchange_objects({0: obj})  # a gather pads to the longest
         return gathered if self.is_rank_0() else None
 
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
-        """Sends each rank (a key) its own picklable object; what came here, in the senders' order. Collective."""
+        """Send each rank (a key) its own picklable object; return what came here, in the senders' order. Collective."""
         ranks = range(dist.get_world_size())
         sent = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in ranks]
         sizes = torch.tensor([len(part) for part in sent], device=self.device)
@@ -203,50 +203,50 @@ class DistributedStrategy:
         # torch makes no tensor of no bytes
         data = torch.frombuffer(bytearray(b"".join(sent) + b"."), dtype=torch.uint8)
         own = data[:-1].to(self.device)
-        found = own.new_empty(int(coming.sum()))
-        dist.all_to_all_single(found, own, coming.tolist(), sizes.tolist())
+        received = own.new_empty(int(coming.sum()))
+        dist.all_to_all_single(received, own, coming.tolist(), sizes.tolist())
         heartbeat.beat()
-        parts_of_ranks = found.cpu().split(coming.tolist())
+        parts_of_ranks = received.cpu().split(coming.tolist())
         return [pickle.loads(part.numpy()) for part in parts_of_ranks if len(part)]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Rank ``src``'s picklable object on every rank. Collective."""
+        """Return rank ``src``'s picklable object on every rank. Collective."""
         holder = [obj]
         dist.broadcast_object_list(holder, src=src)
         heartbeat.beat()
         return holder[0]
 
     def same_count(self, count: int) -> int:
-        """The largest count of all ranks: how often every rank has to run a collective. Collective."""
+        """Return the largest count of all ranks: how often every rank has to run a collective. Collective."""
         return self.all_reduce(int(count), op="max")
 
     def on_rank_0(self, action: Callable[[], T], what: str) -> T:
-        """What ``action`` returns on rank 0, on every rank, or its failure. Collective.
+        """Return what ``action`` returns on rank 0, on every rank, or its failure. Collective.
 
         Errors for users stay what they are, any other is a RuntimeError.
         """
-        result = error = told = None
+        result = error = message = None
         if self.is_rank_0():
             try:
                 result = action()
             except UserError as user_error:
-                told = error = user_error
+                message = error = user_error
             except Exception as exception:
                 error = exception
-                told = "".join(traceback.format_exception_only(error)).strip()
-        told, result = self.broadcast_object((told, result))
-        if isinstance(told, UserError):
-            raise error or told
-        if told is not None:
-            raise RuntimeError(f"rank 0 could not {what}: {told}") from error
+                message = "".join(traceback.format_exception_only(error)).strip()
+        message, result = self.broadcast_object((message, result))
+        if isinstance(message, UserError):
+            raise error or message
+        if message is not None:
+            raise RuntimeError(f"rank 0 could not {what}: {message}") from error
         return result
 
     def barrier(self) -> None:
-        """Waits for all ranks. Collective."""
+        """Wait for all ranks. Collective."""
         dist.barrier()
 
     def print(self, *msg: Any) -> None:
-        """Prints on rank 0, above progress bars."""
+        """Print on rank 0, above progress bars."""
         if self.is_rank_0():
             with tqdm.external_write_mode():
                 print(*(without_secrets(str(part)) for part in msg), flush=True)

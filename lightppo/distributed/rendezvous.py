@@ -67,7 +67,7 @@ def meeting(strategy: Any) -> Iterator[None]:
 
 
 def choose_gloo_interface() -> None:
-    """Lets nodes reach each other where a host's own name leads to 127.0.1.1, as Debian has it: gloo listens there.
+    """Let nodes reach each other where a host's own name leads to 127.0.1.1, as Debian has it: gloo listens there.
 
     LaunchError if the interface that leads to the other nodes is not plain to see.
     """
@@ -94,17 +94,17 @@ def choose_gloo_interface() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
         own = sock.getsockname()[0]
-    found = {interfaces[own]} if own in interfaces else set(interfaces.values())
-    if len(found) != 1:
+    candidates = {interfaces[own]} if own in interfaces else set(interfaces.values())
+    if len(candidates) != 1:
         raise LaunchError(
             f"this host's name leads to {host}, where other nodes do not reach it, and it has the interfaces "
-            f"{', '.join(sorted(found)) or 'none'}: set GLOO_SOCKET_IFNAME to the one that leads to the other nodes"
+            f"{', '.join(sorted(candidates)) or 'none'}: set GLOO_SOCKET_IFNAME to the one that leads to the other nodes"
         )
-    os.environ["GLOO_SOCKET_IFNAME"] = found.pop()
+    os.environ["GLOO_SOCKET_IFNAME"] = candidates.pop()
 
 
 def quiet_third_parties() -> None:
-    """Drops the FutureWarnings that DeepSpeed raises at every ZeRO-3 hook (~74 a run), and its messages."""
+    """Drop the FutureWarnings that DeepSpeed raises at every ZeRO-3 hook (~74 a run), and its messages."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch)\b.*")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"deepspeed\b.*")
     # A frozen embedding or a first layer gives backward hooks an input without gradient: harmless.
@@ -130,7 +130,7 @@ TASKS = Path("/proc/self/task")
 
 
 def wait_for_torch_threads(seconds: float = 10.0) -> bool:
-    """Waits until torch's own threads are idle, as the last thing before Python ends; False if ``seconds`` pass first.
+    """Wait until torch's own threads are idle, as the last thing before Python ends; False if ``seconds`` pass first.
 
     gloo's thread releases a collective's tensors a moment after the caller has returned, and needs Python's lock for
     it. If Python ends meanwhile, the process aborts after all its work is done: "terminate called without an active
@@ -147,7 +147,7 @@ def wait_for_torch_threads(seconds: float = 10.0) -> bool:
 
 
 def _torch_threads() -> dict[str, tuple[str, ...]]:
-    """Each torch thread's state (R, S, D, …) and how often it was taken off a core, by thread number.
+    """Return each torch thread's state (R, S, D, …) and how often it was taken off a core, by thread number.
 
     Torch 2.6 names none of gloo's: without a GPU, whose libraries have threads that wake for ever, any that is not
     Python's may be one, but for those that wait for sockets.

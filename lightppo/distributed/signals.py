@@ -69,7 +69,7 @@ class _Watch:
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def _open_launchers(self) -> tuple[dict[int, str], str]:
-        """By pidfd: the kernel's signal at a parent's death comes with the end of a thread, and not of grandparents."""
+        """Open pidfds: the kernel's signal at a parent's death comes with the end of a thread, and not of grandparents."""
         launchers, gone = _launchers()
         opened = {}
         for pid, name in launchers:
@@ -132,7 +132,7 @@ class _Watch:
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
     def ask(self, number: int, launcher: str = "") -> None:
-        """The first one is noted. A later one ends the process, but for what a launcher hands on."""
+        """Note the first one. A later one ends the process, but for what a launcher hands on."""
         now, name = time.monotonic(), signal.Signals(number).name
         if not self.number:
             self.since, self.number = now, number
@@ -197,7 +197,7 @@ _watch: _Watch | _NotebookWatch | None = None
 
 @contextlib.contextmanager
 def watched(to_the_end: bool = False) -> Iterator[None]:
-    """Takes signals meanwhile, in the main thread of a program that is no interactive session.
+    """Take signals meanwhile, in the main thread of a program that is no interactive session.
 
     A handler of the program's own stays; it may call :func:`request`. An ignored signal stays ignored. ``to_the_end``:
     the program ends now, if a signal has come, and the time for it stays limited.
@@ -223,7 +223,7 @@ def watched(to_the_end: bool = False) -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Python's own clearing up takes seconds on a busy machine. vLLM's shared memory goes at the very end of it."""
+    """End without Python's clearing up, which takes seconds on a busy machine. vLLM's shared memory goes at its very end."""
     if _watch is not None and _watch.number and "vllm" not in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -232,7 +232,7 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def safe_points(grace: float = GRACE) -> Iterator[None]:
-    """Meanwhile a signal waits for the main thread to look, ``grace`` seconds at most; in a notebook an interrupt does."""
+    """Let a signal wait inside until the main thread looks, ``grace`` seconds at most; in a notebook an interrupt."""
     global _watch
     with watched():
         if _watch is None and _is_notebook():
@@ -311,7 +311,7 @@ class StopAtSignal(Callback):
         self._look(run, step)
 
     def _look(self, run: Any, step: int) -> None:
-        """After what took long: a signal that has come since need not wait for the end of another step. Collective."""
+        """Look after what took long: a signal that has come since need not wait for the end of another step. Collective."""
         if step > 0 and not self.stopping:
             self.on_votes(run, step, run.strategy.all_reduce(votes(), "sum"))
 
@@ -345,8 +345,8 @@ def _launchers() -> tuple[list[tuple[int, str]], str]:
         with contextlib.suppress(psutil.Error):
             above.append((process.pid, " ".join(process.cmdline())))
     matches = [_LAUNCHER.match(command) for _, command in above]
-    if found := [i for i, match in enumerate(matches) if match]:
-        last, command = found[-1], above[found[-1]][1]
+    if launchers := [i for i, match in enumerate(matches) if match]:
+        last, command = launchers[-1], above[launchers[-1]][1]
         # On a single node it is `deepspeed` that starts launch.py, and so.
         single = " --enable_each_rank_log=None " in f"{command} " and " --node_rank" not in command
         gone = (
@@ -360,7 +360,7 @@ def _launchers() -> tuple[list[tuple[int, str]], str]:
 
 
 def _leave_to_parent() -> None:
-    """A process that was forked off is ended by its parent's means."""
+    """Leave the end of a process that was forked off to its parent."""
     global _watch
     if _watch is not None:
         _watch.restore()
