@@ -3,12 +3,10 @@
 from lightppo.option import register_section
 from lightppo.plugin import (
     COMMANDS,
-    LOSS_TERMS,
     METRICS,
     PUBLIC,
     Command,
 )
-from lightppo.table import Entry
 
 SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
     "loss": "mean loss per labelled token, or per pair",
@@ -39,10 +37,6 @@ _COMMANDS = (
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    from lightppo.algorithms.entries import TABLES
-    from lightppo.algorithms.preference_losses import PREFERENCE_LOSSES
-
-    TABLES.append(PREFERENCE_LOSSES)
     METRICS.register(
         "train",
         {name: f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()},
@@ -69,8 +63,6 @@ def register() -> None:
     register_section(
         "pretraining", "lightppo.config.supervised_options:PretrainingConfig", adds_to="algorithm"
     )
-    LOSS_TERMS.register("pretraining", Entry("lightppo.trainer.pretraining:pretraining"))
-    METRICS.register("train", {"ptx_loss": "language-model loss on --pretrain_data"})
     for name, about, config in _COMMANDS:
         function = f"lightppo.cli.{name}:main"
         options = f"lightppo.config.supervised_options:{config}"
