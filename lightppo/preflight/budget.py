@@ -64,7 +64,7 @@ NF4_BYTES = 0.516  # of a weight in 4 bits, scales included
 CUDA_BYTES = 2_000_000_000  # assumed: CUDA's context, NCCL's buffers, gaps of the allocator
 KEPT_BLOCK = (
     32 << 20
-)  # freed blocks below stay with a process on a CPU: glibc, see distributed/host_shares.py
+)  # freed blocks below stay with a process on a CPU: glibc, see distributed/device.py
 _COUNTED = "counted"  # the attention of models on the meta device
 
 
