@@ -66,6 +66,7 @@ SHOWN = {
     "reward": "rollout/reward",
     "kl": "rollout/kl",
     "entropy": "train/entropy",
+    "teacher kl": "rollout/teacher_kl",
 }
 
 # What progress bars show of a status, by the names that LightRFT and OpenRLHF have there.
@@ -144,6 +145,10 @@ _ROLLOUT = {
     "rejected_low": "groups rejected because their mean is at or below the lower bound of --filter_range",
     "rejected_high": "groups rejected because their mean is at or above the upper bound",
     "rejected_unmeasured": "groups rejected because a sample lacks --filter_metric",
+    "left_out_prompts": "prompts that --dataset_filter_threshold has left out so far",
+    "teacher_kl": "mean log prob - teacher's log prob per token: unbiased KL; with --distill_by loss as measured "
+    "in training (nats)",
+    "teacher_log_prob": "mean log prob per trained token under the teacher",
 }
 
 _TRAIN = {
@@ -171,6 +176,9 @@ _TRAIN = {
     "critic_loss_scale": "mean loss scale of the critic after each optimizer step (--fp16)",
     "kl_coef": "KL coefficient in this step",
     "optimizer_steps": "optimizer steps in this PPO step, including skipped ones",
+    "teacher_top_mass": "mean probability that the teacher gives to its --distill_topk tokens",
+    "distill_loss": "divergence from the teacher's distributions, before its coefficient (--distill_by loss)",
+    "ptx_loss": "language-model loss on --pretrain_data",
 }
 
 _REWARD = {
@@ -232,7 +240,29 @@ _EVAL = {
     "std@<n>": "mean over prompts of the standard deviation of their n scores",
     "maj@<n>": "share of prompts whose most frequent answer is correct; the source gives answers as `pred`",
     "<name>": "mean of an extra metric of the reward source; it cannot replace the names above",
+    "loss": "`lightppo sft`, `rm`, `dpo`: mean loss per labelled token, or per pair, on --eval_dataset",
+    "tokens": "labelled tokens in --eval_dataset",
     "<source>/<metric>": "any of the above for one data source, if the evaluation data has several",
+}
+
+_SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
+    "loss": "mean loss per labelled token, or per pair",
+    "tokens": "labelled tokens in the step",
+    "epoch": "passes over the data before this one",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm before clipping",
+    "skipped": "1 if the step was skipped because a gradient or the loss was not finite",
+    "overflow": "1 if the step was skipped because the loss scale of --fp16 was too large",
+    "loss_scale": "loss scale of --fp16 after the step",
+}
+_PAIRS = {  # the same, of training on pairs
+    "pairs": "pairs in the step",
+    "accuracy": "share of pairs whose chosen answer has the higher reward",
+    "margin": "mean reward difference, chosen minus rejected; with `dpo` the reward is β·log(π / π_reference)",
+    "chosen_reward": "mean reward of chosen answers",
+    "rejected_reward": "mean reward of rejected answers",
+    "chosen_log_prob": "mean log prob of chosen answers; per token for `ipo`",
+    "rejected_log_prob": "mean log prob of rejected answers; per token for `ipo`",
 }
 
 METRICS = MetricTable()
@@ -244,6 +274,14 @@ METRICS.register(
 )
 METRICS.register("train", _TRAIN, about="means over the optimizer steps of this PPO step")
 METRICS.register("train", "lightppo.algorithms.entries:metric_names")
+METRICS.register(
+    "train",
+    {name: f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in _SUPERVISED.items()},
+)
+METRICS.register(
+    "train",
+    {name: f"`lightppo rm`, `dpo`, also in eval/: {meaning}" for name, meaning in _PAIRS.items()},
+)
 METRICS.register("perf", _PERF, about="times of rank 0, and speeds of all ranks based on them")
 METRICS.register("eval", _EVAL, about="held-out prompts of `--eval_data`")
 METRICS.register(
@@ -251,3 +289,10 @@ METRICS.register(
     "lightppo.logging.alarms:meanings",
     about="1 if the metrics show a problem, otherwise 0; the log says when it starts",
 )
+METRICS.register(
+    "episode",
+    "lightppo.episodes.episode_metrics:names",
+    about="the episodes of this step (`--env`, `--tools`), all that were played; "
+    "those of an evaluation are in `eval/episode/`",
+)
+METRICS.register("perf", "lightppo.episodes.episode_metrics:clocked_names")

@@ -15,14 +15,14 @@ from lightppo.algorithms.correction import (
 )
 from lightppo.algorithms.masking import AllReduceSum
 from lightppo.algorithms.more_entries import Rejection
-from lightppo.config.rules import Options
+from lightppo.config import PPOConfig
 from lightppo.experience.experience import Experience
 from lightppo.experience.selection import top_share
 
 Weigh = Callable[..., Tensor]
 
 
-def correction(config: Options) -> Weigh | None:
+def correction(config: PPOConfig) -> Weigh | None:
     """``--rollout_correction``: the weights of off-policy tokens."""
     options = config.correction
     if options.rollout_correction == "none":
@@ -50,7 +50,7 @@ def correction(config: Options) -> Weigh | None:
     return weigh
 
 
-def rejection(config: Options) -> Weigh | None:
+def rejection(config: PPOConfig) -> Weigh | None:
     """Those of ``--rollout_rejection`` that are judged before the update."""
     rejections = rejections_of(config, in_training=False)
     if not rejections:
@@ -70,7 +70,7 @@ def rejection(config: Options) -> Weigh | None:
     return weigh
 
 
-def rejection_in_training(config: Options) -> Weigh | None:
+def rejection_in_training(config: PPOConfig) -> Weigh | None:
     """Those of ``--rollout_rejection`` that follow the policy in training."""
     rejections = rejections_of(config, in_training=True)
     if not rejections:
@@ -94,7 +94,7 @@ def rejection_in_training(config: Options) -> Weigh | None:
     return weigh
 
 
-def rejections_of(config: Options, in_training: bool) -> list[Rejection]:
+def rejections_of(config: PPOConfig, in_training: bool) -> list[Rejection]:
     """``--rollout_rejection``: those judged in training, or those judged before it.
 
     With ``--old_log_probs rollout`` the policy before it is the one that sampled, so all are judged in training.
@@ -104,7 +104,7 @@ def rejections_of(config: Options, in_training: bool) -> list[Rejection]:
     return [one for one in rejections if (bypass or one.entry.in_training) == in_training]
 
 
-def high_entropy(config: Options) -> Weigh | None:
+def high_entropy(config: PPOConfig) -> Weigh | None:
     """``--high_entropy_token_ratio``: only the tokens of the rollout with the highest entropy have a loss."""
     ratio = config.loss.high_entropy_token_ratio
     if ratio is None:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightppo.callbacks import Callback
 from lightppo.checkpoint import durable
+from lightppo.config import PPOConfig
 from lightppo.config.arguments import CommandParser
-from lightppo.config.rules import PPOConfig
 from lightppo.config.supervised_options import COMMANDS
 from lightppo.errors import ReportError, StagingError
 from lightppo.logging.alarms import ALARMS

@@ -1,6 +1,5 @@
 """LoRA, and frozen weights in 4 bits."""
 
-from lightppo.option import register_section
 from lightppo.plugin import (
     CHECKPOINT_CHECKS,
     CHECKPOINT_NOTES,
@@ -16,4 +15,3 @@ def register() -> None:
     PREPARATIONS.register("lora", Entry("lightppo.models.adapters.lora:prepare"))
     CHECKPOINT_NOTES.register("adapters", Entry("lightppo.models.adapters.frozen_weights:note"))
     CHECKPOINT_CHECKS.register("adapters", Entry("lightppo.models.adapters.frozen_weights:check"))
-    register_section("adapter", "lightppo.config.adapters_options:AdapterConfig")

@@ -1,6 +1,5 @@
 """Signals, hanging ranks, files that survive a crash, URLs of storage."""
 
-from lightppo.option import register_section
 from lightppo.plugin import (
     AROUND,
     CHECKPOINT_CHECKS,
@@ -20,4 +19,3 @@ def register() -> None:
     CHECKPOINT_CHOICES.register(
         "undamaged", Entry("lightppo.checkpoint.damaged_checkpoints:last_undamaged")
     )
-    register_section("signals", "lightppo.config.ops_options:SignalConfig", adds_to="checkpoint")

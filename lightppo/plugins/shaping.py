@@ -1,16 +1,11 @@
 """Shaping: scores before training, and returns as a critic learns them; docs/algorithms.md."""
 
-from lightppo.option import register_section
 from lightppo.plugin import SCORE_STEPS, VALUE_NORMS
 from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    register_section("shaping", "lightppo.config.shaping_options:ShapingConfig", adds_to="reward")
-    register_section(
-        "value_norm", "lightppo.config.shaping_options:ValueNormConfig", adds_to="loss"
-    )
     # In the order in which they act, as docs/algorithms.md says.
     SCORE_STEPS.register("scale", Entry("lightppo.experience.scores:scale_step"))
     SCORE_STEPS.register("score_statistics", Entry("lightppo.experience.scores:running_norm_step"))

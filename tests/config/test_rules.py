@@ -10,12 +10,12 @@ import pytest
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from lightppo.algorithms.more_entries import CORRECTIONS
 from lightppo.config import PPOConfig
-from lightppo.config.adapters_options import reference_is_actor
+from lightppo.config.contradictions import contradictions
 from lightppo.config.rules import (
     MicroBatchSpec,
-    contradictions,
     micro_batch_spec,
     old_log_probs_from,
+    reference_is_actor,
 )
 from lightppo.errors import ConfigError
 from lightppo.experience.token_weights import rejections_of

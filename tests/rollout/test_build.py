@@ -6,7 +6,7 @@ import pytest
 from support.fakes import FakeStrategy
 
 from lightppo.config import PPOConfig
-from lightppo.config.option_text import type_text
+from lightppo.option import type_text
 from lightppo.config.options import EngineConfig
 from lightppo.errors import ConfigError
 from lightppo.rollout.hf import HFRolloutEngine

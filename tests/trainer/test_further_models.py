@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightppo.algorithms.masking import token_mean
 from lightppo.config import PPOConfig
-from lightppo.config.micro_batch_specs import parse_specs
+from lightppo.config.rules import parse_specs
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience
