@@ -19,7 +19,6 @@ from typing import Any, Literal
 from lightppo.errors import UserError
 from lightppo.metric_names import METRICS as METRICS
 from lightppo.redaction import without_secrets
-from lightppo.table import FILE_ENTRIES as FILE_ENTRIES
 from lightppo.table import Entry, Table, load
 from lightppo.user_code import error_text, is_users_fault
 
@@ -36,7 +35,7 @@ class Command(Entry):
 
 @dataclass(frozen=True)
 class Check(Entry):
-    """A function of the run that is being built, :class:`lightppo.trainer.build.Building`; its lines are printed."""
+    """A function of the run that is being built, :class:`lightppo.trainer.building.Building`; its lines are printed."""
 
     # It is called when the options are known, when the tokenizer is there, before folders are written to, before rewards
     # are made, when data are read, when models are in place, when the rollout engine is there.
@@ -71,19 +70,6 @@ class TokenWeight(Entry):
     # It reads experience.rollout_log_probs, which some engines do not give.
     needs_rollout_log_probs: bool = False
     flag: str = ""  # the option that asks for it, for messages
-
-
-@dataclass(frozen=True)
-class PassEntry(Entry):
-    """A pass over the samples of a rollout, under the name of its call in ``--micro_batch_specs``.
-
-    Its time is logged under this name, too.
-
-    The entry's function gets the config and the further models of the run by name. It returns a
-    :class:`lightppo.experience.maker.RolloutPass`, or None where the options ask for none.
-    """
-
-    needs: str = ""  # what ``--micro_batch_specs`` for it needs; see ``Option.needs``
 
 
 @dataclass(frozen=True)
@@ -272,67 +258,12 @@ entropy_grad, router_logits)`` makes one forward and returns :data:`lightppo.mod
 model needs its logits; the arguments are those of ``Actor._predict``. The first one that can is taken."""
 
 LOSS_TERMS: Table = Table("term of the actor's loss")
-"""Further terms of the actor's loss, under the names of their states. An entry's function gets the
-:class:`lightppo.trainer.build.Building` whose prompts are read, and returns a
-:class:`lightppo.trainer.update.LossTerm`, or None where the options ask for no such term."""
+"""Terms of the actor's loss that other packages add, under the names of their states. An entry's function gets the
+:class:`lightppo.trainer.building.Building` whose prompts are read, and returns a
+:class:`lightppo.trainer.training_losses.LossTerm`, or None where the options ask for no such term."""
 
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
-"""Factors of each token's policy loss: corrections, rejections, and others."""
-
-NORMALISATIONS: Table = Table("normalisation")
-"""What is done to shaped scores, and to advantages that are not whitened yet, in this order. An entry's function gets
-the config and ``"scores"`` or ``"advantages"``, and returns None, or a function ``(values, mask, group_ids, *,
-all_reduce_sum)`` → (B, A), called on every rank with all its samples; of scores A is 1."""
-
-SCORE_STEPS: Table = Table("step of the shaping of scores")
-"""What is done to scores, in this order, before they are clipped to ``--reward_clip_range``. An entry's function gets
-the config and the strategy, and returns a :class:`lightppo.experience.maker.ScoreStep`, or None. A step with
-``state_dict`` and ``load_state_dict`` has its state in checkpoints, under the name of its entry."""
-
-VALUE_NORMS: Table = Table("normalisation of values")
-"""What the critic learns in place of returns, the first one: an entry's function gets the config and returns None, or an
-object with ``update(returns, mask, …)``, ``normalize``, ``normalize_old`` and ``denormalize`` of values, whose state is in
-checkpoints."""
-
-BUFFER_STEPS: Table = Table(
-    "step on the buffer", {"whiten": Entry("lightppo.experience.batching:whitening")}
-)
-"""What is done with the samples of a PPO step before they are trained on, in this order. An entry's function gets the
-config and returns None, or a function ``(buffer, loss, ranks, seed)`` of the :class:`lightppo.experience.batching.
-ReplayBuffer` and the policy loss, called on all ranks together. A plugin may put another entry in the place of whiten."""
-
-ROLLOUT_PASSES: Table[PassEntry] = Table("pass over the rollout", kind=PassEntry)
-"""What else is computed of the samples of a rollout, after the passes of actor and reference."""
-
-ADVANTAGE_TERMS: Table = Table("term of the advantages")
-"""What is added to the estimator's advantages before they are normalised. An entry's function gets the config and
-returns None, or a function of an :class:`lightppo.experience.experience.Experience` with ``action_log_probs``, and with
-what passes have made in ``extra``, to a term (B, A)."""
-
-SCORE_TERMS: Table = Table("term of the actor's loss from its own pass")
-"""Terms of the actor's loss that need no forward pass of their own. An entry's function gets the config and the further
-models of the run by name, and returns a :class:`lightppo.trainer.update.ScoreTerm`, or None."""
-
-ENTROPY_SAMPLES: Table = Table("sample of the entropy")
-"""Whose entropy is computed where it is only logged, the first one: an entry's function gets the config and returns
-None, or a function of an experience, the tokens of its optimizer step, and the rows whose entropy somebody reads. That
-returns a :class:`lightppo.trainer.update.EntropySample`, or None for all tokens."""
-
-EARLY_STOPS: Table = Table("early stop")
-"""What keeps the actor from an optimizer step, the first one: an entry's function gets the config and the ranks, and
-returns None, or a :class:`lightppo.trainer.update.EarlyStop`."""
-
-AROUND: Table = Table("what is around a rank's main function")
-"""An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
-function around it, which may end the process by SystemExit."""
-
-RANK_START: Table = Table("what is around the meeting of the ranks")
-"""What a rank does before and after it joins the others: an entry's function gets the strategy, whose device is set, and
-returns a context, in which the process group is made. It is called on all ranks together."""
-
-STRATEGY_METHODS: Table = Table("method of a strategy")
-"""What scripts may call of a :class:`lightppo.distributed.deepspeed.DeepspeedStrategy` beside its own methods: functions
-whose first argument is the strategy."""
+"""Factors of each token's policy loss that other packages add, beside the corrections and rejections that are shipped."""
 
 CALLBACKS: Table[CallbackEntry] = Table("callback", kind=CallbackEntry)
 """Further callbacks of every run, after lightppo's own in ``lightppo/trainer/run_callbacks.py``: an entry's function
@@ -371,41 +302,9 @@ SCORED: Table = Table("look at scored rollouts")
 """What looks at each scored batch of training before samples are selected: an entry's function gets the config, the
 strategy and the source, and returns a function of this rank's rollouts, called on all ranks together, or None."""
 
-FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:Files")})
+FILES: Table = Table("keeping of files", {"files": Entry("lightppo.files:Files")})
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;
 those that were registered last are in use."""
-
-WITH_CHECKPOINTS: Table = Table("what is saved with a checkpoint")
-"""What is written when a checkpoint is: an entry's function ``(checkpointer, root, step)`` gets the
-:class:`lightppo.checkpoint.run_checkpointer.RunCheckpointer`. It is called on all ranks together."""
-
-CHECKPOINT_NOTES: Table = Table("what a checkpoint says of its model")
-"""Plain values that :func:`lightppo.checkpoint.engine_state.read_meta` gives back: an entry's function ``(ranks, model)``
-returns them by name. It is called on all ranks together; those of rank 0 are written."""
-
-CHECKPOINT_CHECKS: Table = Table("look at a checkpoint before it is loaded")
-"""An entry's function ``(ranks, model, path, meta)`` raises CheckpointError where the checkpoint in the folder ``path``
-does not fit the model; ``meta`` is what it says about itself. It is called on all ranks together."""
-
-CHECKPOINT_CHOICES: Table = Table(
-    "choice of a checkpoint", {"last": Entry("lightppo.checkpoint.run_checkpointer:last_whole")}
-)
-"""Which checkpoint a run goes on from, the last entry: a function ``(checkpointer, root, is_held, before)`` returns a tag
-or None. It has looked at the files; where the run holds the folder, it may rename others. It is called on all ranks."""
-
-OLDER_STATES: Table = Table("state of an older checkpoint")
-"""What brings the state of a run, which an older lightppo wrote into a checkpoint, to its present form: functions of the
-state that return it, called in this order."""
-
-RESUMES: Table = Table("look at a run that goes on")
-"""What looks at a run and the checkpoint that it goes on from: functions of a
-:class:`lightppo.checkpoint.run_checkpointer.Resumed`, called on all ranks together, which yield lines to print. ConfigError
-where it is another run."""
-
-CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
-"""What loads a checkpoint of another number of ranks or another ZeRO stage, the last one: an entry's function
-``(engine, path, meta, load_lr_scheduler_states)``, called on all ranks together; ``meta`` is what the checkpoint says
-about itself, :func:`lightppo.checkpoint.engine_state.read_meta`."""
 
 CHECKS: Table[Check] = Table("check", kind=Check)
 """What else looks at a run while it is built, after lightppo's own checks in ``lightppo/trainer/start_checks.py``; an

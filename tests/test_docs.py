@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 from support.ranks import REPO
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
-from lightppo.algorithms.more_entries import CORRECTIONS
+from lightppo.algorithms.entries import (
+    ADVANTAGE_ESTIMATORS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+)
 from lightppo.cli.data import RowsConfig
 from lightppo.config.options import all_options
 from lightppo.config.supervised_options import COMMANDS as SUPERVISED

@@ -6,22 +6,18 @@ from typing import Any, Literal
 
 from lightppo.algorithms.entries import (
     ADVANTAGE_ESTIMATORS,
+    CORRECTIONS,
     KL_ESTIMATORS,
     LOSS_AGG_MODES,
     POLICY_LOSSES,
-    EstimatorEntry,
-)
-from lightppo.algorithms.more_entries import (
-    CORRECTIONS,
     TIMES_RATIO,
-    Rejection,
-    weights_of_parts,
 )
+from lightppo.algorithms.option_values import Rejection, weights_of_parts
+from lightppo.config.old_log_probs import reasons_for_a_pass
 from lightppo.config.rules import (
     NORM_WORDS,
     estimator_entry,
     norm_problem,
-    reasons_for_a_pass,
 )
 from lightppo.errors import ConfigError
 from lightppo.http_client import check_url
@@ -394,12 +390,6 @@ class CorrectionConfig(Section, of="training"):
 
 # -- distillation ------------------------------------------------------------------------------------------------------
 
-ON_POLICY_DISTILL = EstimatorEntry(
-    "lightppo.trainer.distillation:on_policy_distill",
-    ignores_scores=True,
-    kl_in_loss=True,
-)
-
 teacher = partial(option, needs="teacher_pretrain or teacher_url")
 own_teacher = partial(option, needs="teacher_pretrain")
 
@@ -472,7 +462,7 @@ class DistillConfig(Section, of="training"):
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
         """A teacher that is not there, or cannot do what is asked."""
-        is_alone = ADVANTAGE_ESTIMATORS.find(options.advantage_estimator) is ON_POLICY_DISTILL
+        is_alone = options.advantage_estimator == "on_policy_distill"
         if is_alone and not (options.teacher_pretrain or options.teacher_url):
             name = f"--advantage_estimator {shown_value(options.advantage_estimator)}"
             yield f"{name} learns from a teacher alone: set --teacher_pretrain or --teacher_url"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -15,10 +15,9 @@ from lightppo.algorithms.entries import (
     EstimatorEntry,
     PolicyLossEntry,
 )
-from lightppo.algorithms.more_entries import Norm
+from lightppo.algorithms.option_values import Norm
 from lightppo.errors import ConfigError
 from lightppo.files import join
-from lightppo.plugin import ADVANTAGE_TERMS, TOKEN_WEIGHTS
 from lightppo.redaction import shown_value
 from lightppo.suggestions import nearest
 
@@ -33,16 +32,6 @@ def estimator_entry(config: Any) -> EstimatorEntry:
 def policy_loss_entry(config: Any) -> PolicyLossEntry:
     """The entry of ``--policy_loss``, or of the loss that belongs to the estimator."""
     return POLICY_LOSSES.find(_or(config.loss.policy_loss, estimator_entry(config).policy_loss))
-
-
-def token_weights(config: Any, in_training: bool) -> dict[str, Callable[..., Any]]:
-    """The functions of ``TOKEN_WEIGHTS`` that this run needs in training, or before the update."""
-    functions = {
-        name: entry.fn(config)
-        for name, entry in TOKEN_WEIGHTS.items()
-        if entry.in_training == in_training
-    }
-    return {name: function for name, function in functions.items() if function is not None}
 
 
 def trains(config: Any) -> bool:
@@ -100,11 +89,6 @@ def frozen_models(config: Any) -> dict[str, FrozenModel]:
         offload=distill.teacher_offload,
     )
     return {"teacher": teacher}
-
-
-def advantage_terms(config: Any) -> list[Callable[..., Any]]:
-    """The functions of ``ADVANTAGE_TERMS`` that this run needs."""
-    return list(ADVANTAGE_TERMS.made(config).values())
 
 
 def followers(config: Any) -> list[str]:
@@ -192,66 +176,6 @@ def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
 def rollout_rows(config: Any) -> int:
     """``--micro_rollout_batch_size``; 8 where it is left to the GPU's memory, which only generation follows."""
     return _or(config.rollout.micro_rollout_batch_size, 8)
-
-
-# -- old log probs ---------------------------------------------------------------------------------------------------
-
-
-def old_log_probs_from(
-    config: Any, exact_rollout: bool
-) -> Literal["training", "rollout", "forward"]:
-    """Where a run takes its log probs before an update from.
-
-    - ``"training"``: the training pass itself, with one optimizer step per rollout;
-    - ``"rollout"``: those recorded while sampling;
-    - ``"forward"``: a pass of the actor over the rollout.
-
-    Args:
-        config: resolved.
-        exact_rollout: the engine samples with the actor's own weights and forward, so that what it records is what a
-            pass would give.
-    """
-    if config.loss.old_log_probs != "auto":
-        return config.loss.old_log_probs
-    if token_weights(config, in_training=False):
-        return "forward"
-    if _takes_one_step(config) and not _needed_before(config):
-        return "training"
-    is_stale = any(part.is_stale(config) for part in config.parts())
-    options = SimpleNamespace(**config.flat() | {"config": config})
-    needs_pass = is_stale or any(reasons_for_a_pass(options))
-    recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
-    return "rollout" if recorded else "forward"
-
-
-def _takes_one_step(config: Any) -> bool:
-    """Whether each rollout is trained on in one optimizer step."""
-    training, rollout = config.training, config.rollout
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    return training.max_epochs == 1 and training.train_batch_size == samples
-
-
-def _needed_before(config: Any) -> bool:
-    """Whether something asks for the log probs before there is a training pass."""
-    algorithm = config.algorithm
-    return (
-        (algorithm.init_kl_coef > 0 and algorithm.use_kl_in_reward)
-        or adds_teacher(config)
-        or policy_loss_entry(config).selection is not None
-        or estimator_entry(config).needs_score_norms
-        or algorithm.freezing_actor_steps > 0
-    )
-
-
-def reasons_for_a_pass(options: Any) -> Iterator[str]:
-    """Why recorded log probs would not do; ``options`` as of :meth:`Section.problems`."""
-    for part in options.config.parts():
-        yield from part.passes(options)
-    if ADVANTAGE_ESTIMATORS.find(options.advantage_estimator).needs_score_norms:
-        name = shown_value(options.advantage_estimator)
-        yield f"--advantage_estimator {name} needs the distributions of a pass"
-    if not options.do_sample and options.temperature not in (0, 1):
-        yield f"greedy rollouts record them at temperature 1, not --temperature {options.temperature:g}"
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------------

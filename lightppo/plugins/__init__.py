@@ -6,10 +6,6 @@ import importlib
 SHIPPED = (
     "sources",
     "packing",
-    "shaping",
-    "algorithms",
-    "averages",
-    "distillation",
     "families",
     "adapters",
     "towers",
@@ -20,10 +16,6 @@ SHIPPED = (
     "http",
     "tape",
     "episodes",
-    "checks",
-    "exports",
-    "ops",
-    "reshape",
     "supervised",
     "compat",
 )

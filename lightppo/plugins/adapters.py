@@ -1,11 +1,6 @@
 """LoRA, and frozen weights in 4 bits."""
 
-from lightppo.plugin import (
-    CHECKPOINT_CHECKS,
-    CHECKPOINT_NOTES,
-    LOADING,
-    PREPARATIONS,
-)
+from lightppo.plugin import LOADING, PREPARATIONS
 from lightppo.table import Entry
 
 
@@ -13,5 +8,3 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     LOADING.register("load_in_4bit", Entry("lightppo.models.adapters.quantised:quantise_body"))
     PREPARATIONS.register("lora", Entry("lightppo.models.adapters.lora:prepare"))
-    CHECKPOINT_NOTES.register("adapters", Entry("lightppo.models.adapters.frozen_weights:note"))
-    CHECKPOINT_CHECKS.register("adapters", Entry("lightppo.models.adapters.frozen_weights:check"))

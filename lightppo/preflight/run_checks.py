@@ -11,33 +11,32 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from lightppo.callbacks import Callback
-from lightppo.checkpoint import durable
-from lightppo.checkpoint.engine_state import LATEST
+from lightppo.checkpoint import layout
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import compute_dtype
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import CheckpointError, ConfigError
-from lightppo.files import local_folder
+from lightppo.files import local_folder, shown_size
 from lightppo.preflight.before_imports import NOTHING_KEPT, dry_run_config, looked_at, preflight
 from lightppo.preflight.dry_run_report import after_step, fewer_rows, rehearse
-from lightppo.preflight.host_memory import host_bytes, library_bytes, peak_of_process
+from lightppo.preflight.host_memory import host_bytes, library_bytes
 from lightppo.preflight.probes import check_decoding, check_padding, check_training
+from lightppo.preflight.tested_models import once_per_model
 from lightppo.ranks import ranks_on_node
 
 if TYPE_CHECKING:
     from lightppo.preflight.budget import Machine
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 # -- checks, in the order in which a run calls them ------------------------------------------------------------------
 
 
 def check_files(building: Building) -> None:
-    """Files, folders, first rows and logins, as rank 0 sees them. Collective."""
+    """Check files, folders, first rows and logins, as rank 0 sees them. Collective."""
     has_looked = building.asked.flat() in looked_at
     looked_at.clear()
     if not isinstance(building.config, PPOConfig) or building.strategy.broadcast_object(has_looked):
@@ -56,7 +55,7 @@ def _refusal(config: PPOConfig) -> str | None:
 
 
 def tell_memory_of(building: Building) -> None:
-    """The memory of a run that has a GPU, or is only tried. Collective."""
+    """Say what memory a run needs that has a GPU, or is only tried. Collective."""
     config, strategy = building.config, building.strategy
     if isinstance(config, PPOConfig) and (
         config.training.dry_run or strategy.device.type == "cuda"
@@ -65,7 +64,7 @@ def tell_memory_of(building: Building) -> None:
 
 
 def become_dry_run(building: Building) -> None:
-    """With ``--dry_run`` a small run, in a folder that goes at its end. Collective."""
+    """Make a small run of one with ``--dry_run``, in a folder that goes at its end. Collective."""
     config, strategy = building.config, building.strategy
     if not config.training.dry_run:
         return
@@ -88,7 +87,7 @@ def become_dry_run(building: Building) -> None:
 
 
 def look_at_rows(building: Building) -> Iterator[str]:
-    """What a dry run says of rows and scores; else whether there are enough rows for a step. Collective."""
+    """Yield what a dry run says of rows and scores; else whether there are enough rows for a step. Collective."""
     rows = next(
         (building.rows[name] for name in ("prompt_data", "dataset") if name in building.rows), None
     )
@@ -102,14 +101,14 @@ def look_at_rows(building: Building) -> Iterator[str]:
 
 
 def check_disk(building: Building) -> None:
-    """Room for the checkpoints of the run that was asked for."""
+    """Check the room for the checkpoints of the run that was asked for."""
     sizes = dict(building.sizes)
     exported = sizes.pop("export")
     check_disk_space(building.asked, sizes, exported)
 
 
 def check_places(building: Building) -> None:
-    """The first save would not fail: nothing stands where checkpoints are to be written. Collective."""
+    """Check that nothing stands where checkpoints are to be written: the first save would fail. Collective."""
     config = building.config
     checkpoint = config.checkpoint
     writes = not (checkpoint.disable_ds_ckpt or config.flat().get("val_only"))
@@ -125,23 +124,29 @@ def check_places(building: Building) -> None:
 
 
 def check_padded_batches(building: Building) -> None:
-    """Padded batches of the models are right, and training them changes no number by itself. Collective."""
+    """Check that padded batches are right, and that training changes no number by itself. Collective."""
+    models, strategy = building.models, building.strategy
     always_padded = "pretrain_data" in building.rows
-    check_padding(building.models, building.strategy, always_padded=always_padded)
-    check_training(building.models, building.strategy)
+
+    def test() -> None:
+        check_padding(models, strategy, always_padded=always_padded)
+        check_training(models, strategy)
+
+    once_per_model(building, "padding", test)
 
 
 def check_decoding_of(building: Building) -> None:
-    """The engine decodes with this model as it must. Collective."""
+    """Check that the engine decodes with this model as it must. Collective."""
     if building.config.sampling.skip_rollout is None:  # else nothing may be sampled
-        check_decoding(building.rollout_engine, building.actor, building.strategy)
+        parts = (building.rollout_engine, building.actor, building.strategy)
+        once_per_model(building, "decoding", lambda: check_decoding(*parts))
 
 
 # -- what they do ----------------------------------------------------------------------------------------------------
 
 
 def temporary_folder(strategy: DeepspeedStrategy) -> str:
-    """A folder that goes with rank 0's process. Collective."""
+    """Make a folder that goes with rank 0's process. Collective."""
     folder = None
     if strategy.is_rank_0():
         folder = tempfile.mkdtemp(prefix="lightppo-")
@@ -150,7 +155,7 @@ def temporary_folder(strategy: DeepspeedStrategy) -> str:
 
 
 def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
-    """Prints what the run will need; refuses one whose weights and optimizer alone do not fit. Collective.
+    """Print what the run will need; refuses one whose weights and optimizer alone do not fit. Collective.
 
     A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
     """
@@ -172,7 +177,7 @@ def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
 
 
 def _machine(strategy: DeepspeedStrategy) -> Machine:
-    """Where this run is."""
+    """Return the machine of this run."""
     from lightppo.preflight.budget import Machine
 
     device, ranks = strategy.device, strategy.world_size
@@ -186,7 +191,7 @@ def _machine(strategy: DeepspeedStrategy) -> Machine:
 def check_disk_space(
     config: OptionSet, parameters: dict[str, int], exported: int | None = None
 ) -> None:
-    """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
+    """Check the room for the checkpoints that will be kept, before the first one is lost to a full disk.
 
     Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
 
@@ -223,18 +228,18 @@ def check_disk_space(
     if free < needed:
         raise ConfigError(
             f"--ckpt_path {checkpoint.ckpt_path}: {checkpoint.max_ckpt_num} checkpoints need about "
-            f"{durable.shown_size(needed)}, {durable.shown_size(free)} are free: lower "
+            f"{shown_size(needed)}, {shown_size(free)} are free: lower "
             "--max_ckpt_num or --max_ckpt_mem, or choose another disk"
         )
 
 
 def in_the_way(root: Path, names: Iterable[str]) -> str | None:
-    """What keeps a run from writing its checkpoints here: a file in a folder's place, or the other way round."""
-    for folder in (root, *(root / f"_{name}" for name in names)):
+    """Return what keeps a run from writing its checkpoints here: a file in a folder's place, or the other way round."""
+    for folder in (root, *(Path(layout.part_folder(root, name)) for name in names)):
         if os.path.lexists(folder) and not folder.is_dir():
             return f"{folder} is no folder, and checkpoints are to be written there: remove it"
-        if (folder / LATEST).is_dir():
-            return f"{folder / LATEST} is a folder, and must be a file with the name of the last checkpoint: remove it"
+        if (problem := layout.in_the_way(folder)) is not None:
+            return problem
     return None
 
 
@@ -252,10 +257,10 @@ class DryRun(Callback):
         for line in after_step(run.config, run.tokenizer) if is_told else ():
             run.strategy.print(line)
         took = _cost(run) if is_told else "no step"
-        report_memory(run.strategy, f"dry run: {took}; nothing is kept; memory of rank 0")
+        run.strategy.report_memory(f"dry run: {took}; nothing is kept; memory of rank 0")
         if states := _optimizer_bytes(run.strategy):
             run.strategy.print(
-                f"later steps need up to {durable.shown_size(states)} more: they hold Adam's states during their passes; "
+                f"later steps need up to {shown_size(states)} more: they hold Adam's states during their passes; "
                 "the first step creates these at its end"
             )
 
@@ -269,23 +274,8 @@ def _optimizer_bytes(strategy: Any) -> int:
     return sum(x.nbytes for x in tensors if torch.is_tensor(x) and x.device.type == device)
 
 
-def report_memory(strategy: Any, prefix: str) -> dict[str, float]:
-    """Memory of this process in GiB, printed on rank 0, and its peak: allocated on a GPU, resident on a CPU."""
-    if strategy.device.type == "cuda":
-        sizes = {
-            "allocated": torch.cuda.memory_allocated(strategy.device),
-            "peak": torch.cuda.max_memory_allocated(strategy.device),
-        }
-    else:
-        sizes = {"resident": psutil.Process().memory_info().rss, "peak": peak_of_process()}
-    memory = {name: size / 2**30 for name, size in sizes.items()}
-    told = ", ".join(f"{name} {value:.2f} GiB" for name, value in memory.items())
-    strategy.print(f"{prefix}: {told}")
-    return memory
-
-
 def _cost(run: Any) -> str:
-    """What the step took."""
+    """Return what the step took."""
     if isinstance(run.config, PPOConfig):
         return dry_run_cost(run.config)
     rows = [
@@ -297,7 +287,7 @@ def _cost(run: Any) -> str:
 
 
 def dry_run_cost(config: PPOConfig) -> str:
-    """What the step of a dry run took."""
+    """Return what the step of a dry run took."""
     rollout = config.rollout
     rows = map(
         json.loads, Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()

@@ -15,12 +15,12 @@ from lightppo.callbacks import Callback, load_callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
 from lightppo.config.evaluation_options import evaluation_config
+from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     generation_batch,
     moves_reference,
     needs_reference,
-    old_log_probs_from,
     trains,
 )
 from lightppo.config.run_length import optimizer_steps, steps_per_episode
@@ -31,6 +31,7 @@ from lightppo.episodes.assembly import with_episodes
 from lightppo.errors import ConfigError, as_config_error
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
+from lightppo.experience.normalisation import make_value_norm
 from lightppo.experience.rollout_check import check_first
 from lightppo.logging.performance import PhaseTimer
 from lightppo.logging.progress import bar_of_part
@@ -43,7 +44,6 @@ from lightppo.plugin import (
     LOSS_TERMS,
     SCORED,
     SCORERS,
-    VALUE_NORMS,
 )
 from lightppo.preflight.budget import rows_that_fit
 from lightppo.ranks import Ranks
@@ -53,9 +53,12 @@ from lightppo.rollout import hf
 from lightppo.rollout.dynamic_sampling import with_selection
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler
+from lightppo.trainer.building import Building
+from lightppo.trainer.distillation import TEACHER, advantage_term, teacher_pass
 from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.optimizers import with_optimizer
+from lightppo.trainer.pretraining import pretraining
 from lightppo.trainer.prompts import RolloutBatchSampler
 from lightppo.trainer.start_checks import (
     check_data,
@@ -66,60 +69,10 @@ from lightppo.trainer.start_checks import (
     check_tokenizer,
     checks_of_packages,
 )
-from lightppo.trainer.update import LossTerm, Update
-from lightppo.zero3 import find_adapters, parameter_count
+from lightppo.trainer.training_losses import LossTerm
+from lightppo.trainer.update import Update
 
 T = TypeVar("T")
-
-
-@dataclass
-class Building:
-    """A run that is being built, as far as it is: what checks look at.
-
-    A check of ``folders`` may put another config in place, and say that nothing is kept of the run.
-    """
-
-    given: OptionSet  # the options as they were given
-    asked: OptionSet  # with what None means
-    config: OptionSet  # as it runs
-    strategy: DeepspeedStrategy
-    tokenizer: Any = None
-    # Data sets, by the option that names their files.
-    rows: dict[str, Any] = field(default_factory=dict)
-    prompts_dataloader: DataLoader | None = None  # None: the run does not train
-    held_out: Any = None  # data to evaluate on, for plugins
-    loss_terms: dict[str, LossTerm] = field(default_factory=dict)
-    reward_source: RewardSource | None = None
-    judge: RewardSource | None = None  # scores answers to them
-    reward_models: Sequence[Any] = ()  # of --reward_pretrain
-    # Further models by name, which are elsewhere.
-    frozen: dict[str, Any] = field(default_factory=dict)
-    # By the flag that names each.
-    models: dict[str, Any] = field(default_factory=dict)
-    saved: Mapping[str, Any] = field(default_factory=dict)  # models by their part of a checkpoint
-    rollout_engine: RolloutEngine | None = None
-    evaluator: Any = None  # of the run, see :class:`lightppo.trainer.loop.TrainingLoop`
-    content: dict[str, str] = field(default_factory=dict)  # marks of what options name
-    keeps: bool = True
-
-    @property
-    def actor(self) -> Any:
-        """The model that trains."""
-        return self.saved["actor"]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Parameters by part of a checkpoint; ``export``: of an export."""
-        of_parts = {
-            part: parameter_count(model, trained_only=find_adapters(model) is not None)
-            for part, model in self.saved.items()
-        }
-        return of_parts | {"export": parameter_count(self.actor)}
-
-    def tell(self, lines: Iterable[str]) -> None:
-        """Print lines on rank 0."""
-        for line in lines:
-            self.strategy.print(line)
 
 
 @dataclass
@@ -233,7 +186,9 @@ def read_data(building: Building) -> None:
     if trains(config):
         prompts = building.rows["prompt_data"] = build_prompts(config, building.tokenizer, strategy)
         building.prompts_dataloader = prompts_dataloader(config, prompts, strategy)
-    building.loss_terms = LOSS_TERMS.made(building)
+    of_text = pretraining(building)
+    shipped = {} if of_text is None else {"pretraining": of_text}
+    building.loss_terms = shipped | LOSS_TERMS.made(building)
     if not config.model.reward_pretrain:
         build_rewards(building)
     if building.asked.data.eval_data is not None:
@@ -287,7 +242,7 @@ def assemble(
     config, strategy = inputs.config, inputs.strategy
     state, timer, algorithm = TrainerState(), PhaseTimer(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-    value_norm = VALUE_NORMS.first(config)
+    value_norm = make_value_norm(config)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, maker_kind, own_training_step)
     buffer = ReplayBuffer(
         config.training.buffer_cpu_offload,
@@ -337,6 +292,7 @@ def build_maker(
     )
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
+    of_teacher, term = teacher_pass(config, inputs.frozen), advantage_term(config)
     return kind(
         inputs.actor,
         inputs.critic,
@@ -344,7 +300,8 @@ def build_maker(
         strategy,
         kl_ctl,
         config,
-        frozen=inputs.frozen,
+        passes={} if of_teacher is None else {TEACHER: of_teacher},
+        advantage_terms=[] if term is None else [term],
         rewarded=not isinstance(inputs.reward_source, NoReward),
         value_norm=value_norm,
         old_log_probs=old_log_probs,
@@ -459,7 +416,7 @@ def build_sampler(
         sampling=sampling_params(config),
         min_group_size=entry.min_group_size,
         greedy_baseline=entry.needs_greedy_baseline,
-        dense=maker.shaper.of_tokens is not None,
+        dense=config.reward.use_dense_reward,
         scorer=next((scorer for scorer in scorers if scorer is not None), None),
         checks=[check for check in checks if check is not None],
         timer=timer,

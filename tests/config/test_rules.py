@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from lightppo.algorithms.more_entries import CORRECTIONS
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, POLICY_LOSSES
 from lightppo.config import PPOConfig
 from lightppo.config.contradictions import contradictions
+from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.rules import (
     MicroBatchSpec,
     micro_batch_spec,
-    old_log_probs_from,
     reference_is_actor,
 )
 from lightppo.errors import ConfigError
