@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from lightppo.config import EvaluationConfig, parse_args
 from lightppo.config.help_page import section_help
-from lightppo.episodes import tape_checks
 from lightppo.plugin import public
-from lightppo.preflight import before_imports
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
@@ -18,6 +16,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
     from lightppo.trainer import run
 
     def train() -> None:
+        # After the options are checked: these imports take a second.
+        from lightppo.episodes import tape_checks
+        from lightppo.preflight import before_imports
+
         tape_checks.look(config, prog)
         before_imports.look(config, prog)
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from lightppo.config.cli import parse_args
 from lightppo.config.supervised_options import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
-from lightppo.preflight import before_imports
 
 
 def sft(argv: Sequence[str] | None = None, prog: str = "lightppo sft") -> None:
@@ -31,6 +30,9 @@ def _train(kind: type[SupervisedConfig], argv: Sequence[str] | None, prog: str) 
     from lightppo.trainer import run
 
     def train() -> None:
+        # After the options are checked: this import takes a second.
+        from lightppo.preflight import before_imports
+
         before_imports.look(config, prog)
 
         # Imported here, because its imports take seconds.

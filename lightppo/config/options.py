@@ -30,6 +30,7 @@ from lightppo.config.rules import resolutions
 from lightppo.config.training_options import TrainingConfig
 from lightppo.errors import ConfigError
 from lightppo.option import SECTIONS, Option, Section, SectionPlace, additions_to, option
+from lightppo.redaction import shown_value
 
 
 class FileConfig(Section, resume_safe=True):
@@ -211,3 +212,8 @@ def _additions(name: str, kind: type[Section]) -> list[type[Section]]:
 def all_options() -> Iterator[Option]:
     """Every option of :class:`PPOConfig`, in the order of the sections."""
     return PPOConfig.all_options()
+
+
+def public_options(config: OptionSet) -> dict[str, Any]:
+    """Return all options by flag name, for logs, files, trackers and checkpoints: of URLs neither login nor query."""
+    return {name: shown_value(value) for name, value in config.flat().items()}

@@ -108,11 +108,9 @@ class RewardConfig(Section, of="trainer"):
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
         yield from _shaping(options)
-        if options.reward_norm_by:
-            yield from _score_norm(options)
+        yield from _score_norm(options)
         yield from _reward_inputs(options)
-        if not options.by_hand:  # else a script has made its rewards
-            yield from _server_addresses(options)
+        yield from _server_addresses(options)
 
 
 def _shaping(options: Any) -> Iterator[str]:
@@ -149,8 +147,8 @@ def _server_addresses(options: Any) -> Iterator[str]:
     if options.by_hand:
         return  # a script has made its rewards by hand
     # A tape answers instead of the servers, which may be gone.
-    asked = () if getattr(options, "tape_from", None) else options.remote_rm_url
-    for url in asked:
+    urls = () if getattr(options, "tape_from", None) else options.remote_rm_url
+    for url in urls:
         if (
             len(options.remote_rm_url) == 1
             and "://" not in url

@@ -221,18 +221,16 @@ class EngineConfig(Section, resume_safe=True, of="trainer"):
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
         """Weights that are not sent again must outlast the sleep."""
-        asked = config.engine
-        if asked.rollout_engine == "hf" or not asked.free_cache_engine:
+        engine = config.engine
+        if engine.rollout_engine == "hf" or not engine.free_cache_engine:
             return {}
-        stays = config.adapter.lora_rank > 0 and asked.vllm_lora_push != "merged"
+        stays = config.adapter.lora_rank > 0 and engine.vllm_lora_push != "merged"
         return {"sleep_level": 1 if stays else 2}
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
-        if options.batch_invariant:
-            yield from _other_orders_of_sums(options)
-        if options.rollout_engine in ("vllm", "vllm_server"):
-            yield from _vllm(options)
+        yield from _other_orders_of_sums(options)
+        yield from _vllm(options)
 
 
 def _other_orders_of_sums(options: Any) -> Iterator[str]:
