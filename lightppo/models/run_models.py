@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightppo.config import PPOConfig
-from lightppo.config.distillation_options import FrozenModel, frozen_models
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
+    FrozenModel,
     followers,
+    frozen_models,
     moves_reference,
     needs_critic,
     needs_reference,

@@ -1,6 +1,5 @@
 """What single families of models and foreign checkpoints need: attention, value heads, changes of configs."""
 
-from lightppo.option import register_section
 from lightppo.plugin import ATTENTION, MODEL_CONFIGS, VALUE_HEADS
 from lightppo.table import Entry
 
@@ -12,6 +11,3 @@ def register() -> None:
     )
     MODEL_CONFIGS.register("override_config", Entry("lightppo.models.config_changes:override"))
     VALUE_HEADS.register("families", Entry("lightppo.models.value_heads:head_from_checkpoint"))
-    register_section(
-        "overrides", "lightppo.config.families_options:OverrideConfig", adds_to="model"
-    )

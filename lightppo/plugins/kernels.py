@@ -1,6 +1,5 @@
 """Kernels: log probs without logits, fused norms, products and cores of CPUs; if asked for: compiled layers, Liger's."""
 
-from lightppo.option import register_section
 from lightppo.plugin import (
     HEAD_SCORES,
     KERNELS,
@@ -27,4 +26,3 @@ def register() -> None:
         "batch_invariant", Entry("lightppo.models.kernels.invariant:prepare_invariant")
     )
     PREPARATIONS.register("compile", Entry("lightppo.models.kernels.layers:prepare_compiled"))
-    register_section("kernels", "lightppo.config.kernels_options:KernelConfig", adds_to="engine")

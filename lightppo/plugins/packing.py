@@ -1,6 +1,5 @@
 """Packed rows: several sequences in one row without padding, a prompt once for all its samples."""
 
-from lightppo.option import register_section
 from lightppo.plugin import LAYOUTS, LayoutEntry
 from lightppo.table import Table
 
@@ -27,4 +26,3 @@ def register() -> None:
             arguments=("packing_samples", "share_prompts"),
         ),
     )
-    register_section("packing", "lightppo.config.packing_options:PackingConfig", adds_to="training")

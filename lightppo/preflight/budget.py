@@ -24,9 +24,9 @@ from transformers import PretrainedConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from lightppo.config import PPOConfig, rules
-from lightppo.config.distillation_options import frozen_models
 from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.option_needs import facts_of
+from lightppo.config.rules import frozen_models
 from lightppo.distributed.deepspeed import CPU_BUCKET_ELEMENTS
 from lightppo.errors import ConfigError, UserError
 from lightppo.files import stage_to_local

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.cli import other_trainers as aliases
 from lightppo.config import PPOConfig
+from lightppo.config import other_trainers as aliases
 from lightppo.config.option_errors import nearest
 from lightppo.errors import ConfigError
 from lightppo.plugin import trained_by

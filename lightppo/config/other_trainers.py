@@ -1,7 +1,7 @@
 """Other trainers' options and what they are here: for the errors that meet them, and the tables of docs/migrating.md.
 
-They are in other_trainers.txt, a part for each trainer; ``[TRL sft rm dpo]`` has what is different for these commands. A row is
-``names | what it is here``: names of one meaning with blanks between, or as many meanings as names with `` / `` between.
+They are in other_trainers.txt, a part for each trainer; ``[TRL sft rm dpo]`` has what is different for these commands. A row
+is ``names | what it is here``: names of one meaning with blanks between, or as many meanings as names with `` / `` between.
 ``*`` stands for any beginning, ``A=B`` for a value of one of our options. What is here begins with "not here", or is "="
 where name and meaning are the same. Of several patterns that fit a name, one that says how the name begins wins, then
 the longest.
@@ -16,7 +16,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightppo.config.options import OptionSet
 from lightppo.plugin import trained_by
 
 LAST_PART = "the last part of the name"
@@ -135,7 +134,7 @@ def _of_other_commands(found: Collection[Meaning]) -> list[Meaning]:
     ]
 
 
-def _flags(kind: type[OptionSet]) -> set[str]:
+def _flags(kind: Any) -> set[str]:
     return {f"--{one.name}" for one in kind.all_options()}
 
 

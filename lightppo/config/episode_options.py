@@ -1,16 +1,17 @@
-"""Options of episodes: environments and tools over several turns; docs/environments.md."""
+"""Options of episodes, environments and tools over several turns, and of the tape; docs/environments.md."""
 
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from lightppo.config.rules import reward_sources
+from lightppo.config.reward_plan import reward_sources
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
 
 played = partial(option, needs="env or tools")
 world = partial(option, needs="env or tools", resume_safe=True)
+outside = partial(option, needs="env or tools or server or function", resume_safe=True)
 
 
 class EpisodesConfig(Section):
@@ -93,3 +94,27 @@ class EpisodesConfig(Section):
             yield "--env and --tools need --tensor_parallel_size 1: ranks play different episodes"
         if options.fire_sampling:
             yield "--fire_sampling has another temperature for the first token: leave it out with --env or --tools"
+
+
+class TapeConfig(Section):
+    """The tape: replies from outside, written down."""
+
+    tape: Literal["auto", "all", "off"] = outside(
+        "auto",
+        "Replies that --save_path/tape keeps. auto: of environments, tools and reward servers; all: of reward "
+        "functions, too.",
+    )
+    tape_from: str | None = outside(
+        None,
+        "Folder of a run whose tape answers in place of environments, tools, reward servers and functions. None of "
+        "them is loaded or asked.",
+    )
+
+    @staticmethod
+    def problems(options: Any) -> Iterator[str]:
+        if options.tape_from is None:
+            return
+        if options.tape != "auto":
+            yield f"--tape_from plays a tape and writes none: leave --tape {options.tape} out"
+        if options.dry_run:
+            yield "--dry_run samples other prompts than --tape_from has: leave one of them out"
