@@ -21,7 +21,6 @@ SHIPPED = (
     "sampling_rules",
     "kernels",
     "decoding",
-    "hybrids",
     "vllm",
     "reward_sources",
     "verifiers",

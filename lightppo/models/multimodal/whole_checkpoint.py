@@ -27,10 +27,10 @@ from transformers.utils import cached_file
 
 from lightppo.errors import CheckpointError, ModelLoadError
 from lightppo.files import MANIFEST
-from lightppo.models.checkpoint_tensors import checkpoint_files, open_tensors
-from lightppo.models.loading import head_names, is_dropout
+from lightppo.models.heads import head_names
 from lightppo.models.multimodal import causal
 from lightppo.models.multimodal.parts import listed, parts_of
+from lightppo.models.pretrained import checkpoint_files, is_dropout, open_tensors
 from lightppo.ranks import Ranks
 from lightppo.zero3 import find_whole, is_sharded
 
@@ -57,7 +57,6 @@ class Whole:
     # For adapters: patterns of names in the whole model → names in the language model alone.
     adapter_names: dict[str, str]
     digest: str  # of all that stays as it came; the checkpoints of a run remember it
-    untrainable: str | None = None
 
     def __init__(self, auto_class: Any, path: str, config: PretrainedConfig, name: str) -> None:
         text = copy.deepcopy(config.get_text_config())

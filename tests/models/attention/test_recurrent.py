@@ -27,7 +27,7 @@ from lightppo.errors import PackingNotSupportedError
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.attention import mixers
-from lightppo.models.attention.mixers import (
+from lightppo.models.attention.recurrent import (
     FUNCTIONS,
     chunk_scan,
     convolution,
