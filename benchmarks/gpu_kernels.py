@@ -406,7 +406,7 @@ def train_once(
     from lightppo.experience.entropy_sample import systematic_sample
     from lightppo.models.actor import Actor
     from lightppo.models.batches import on_cpu
-    from lightppo.models.kernels import layers
+    from lightppo.models import preparation
     from lightppo.models.kernels.liger import use_liger_kernels
     from lightppo.models.kernels.offload import offloading
 
@@ -424,7 +424,7 @@ def train_once(
     if liger:
         use_liger_kernels(model)
     if compiled:
-        layers.compile_layers(model, "eager" if device == "cpu" else "inductor")
+        preparation.compile_layers(model, "eager" if device == "cpu" else "inductor")
     given, turn = batches_of(scale, device), iter(range(10**9))
 
     def step() -> None:

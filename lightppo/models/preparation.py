@@ -16,7 +16,7 @@ from lightppo.models.kernels.invariant import make_invariant
 from lightppo.models.kernels.liger import use_liger_kernels, use_liger_kernels_if_exact
 from lightppo.models.kernels.offload import offload_activations
 from lightppo.models.wrapper import PretrainedWrapper, Role
-from lightppo.plugin import FROZEN_MODELS, PREPARATIONS
+from lightppo.plugin import PREPARATIONS
 
 
 def prepare_model(
@@ -33,8 +33,8 @@ def prepare_model(
             add_adapters(model, LoraOptions.of(config.adapter), config.strategy.seed)
         if asked.activation_offload:
             offload_activations(model, device)
-    # A reward model, from whom scores come, stays as it is.
-    trains_or_is_compared = role in ("actor", "critic", "reference", *FROZEN_MODELS)
+    # A reward model stays as it is.
+    trains_or_is_compared = role in ("actor", "critic", "reference", "teacher")
     if trains_or_is_compared and asked.use_liger_kernel:
         use_liger_kernels(model.hf_model, device)
     elif trains_or_is_compared and asked.use_liger_kernel is None and not asked.torch_compile:

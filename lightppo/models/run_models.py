@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightppo.config import PPOConfig
+from lightppo.config.distillation_options import FrozenModel, frozen_models
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     followers,
-    frozen_models,
     moves_reference,
     needs_critic,
     needs_reference,
@@ -27,10 +27,9 @@ from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.preparation import prepare_model
 from lightppo.models.pretrained import loading_options
 from lightppo.models.wrapper import Role
-from lightppo.plugin import FrozenModel
 
 if TYPE_CHECKING:
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 
 @dataclass

@@ -1,12 +1,8 @@
 """LoRA, and frozen weights in 4 bits."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CHECKPOINT_CHECKS, CHECKPOINT_NOTES
-from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    CHECKPOINT_NOTES.register("adapters", Entry("lightppo.models.adapters.frozen_weights:note"))
-    CHECKPOINT_CHECKS.register("adapters", Entry("lightppo.models.adapters.frozen_weights:check"))
     register_section("adapter", "lightppo.config.adapters_options:AdapterConfig")

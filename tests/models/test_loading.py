@@ -26,7 +26,6 @@ from transformers import (
 from lightppo.compat.seed import get_llm_for_sequence_regression
 from lightppo.config import PPOConfig
 from lightppo.errors import ModelLoadError
-from lightppo.models import wrapper
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.inspection import decoder_layers
@@ -389,7 +388,7 @@ def test_loading_under_zero3(
 
     # The packed forward of the sharded engines, with checkpointing, against one padded process of plain torch.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wrapper, "fuse", lambda model: None)
+        patch.setattr("lightppo.models.wrapper.fuse", lambda model: None)
         actor, critic = Actor(str(tmp_path / "llama")), Critic(str(tmp_path / "llama"), seed=7)
     for wrapper in (actor, critic):
         name = type(wrapper).__name__
