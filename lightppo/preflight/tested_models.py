@@ -10,7 +10,7 @@ import torch
 
 from lightppo.logging.run_folder import versions
 from lightppo.logging.run_paths import MODELS
-from lightppo.node_cache import in_cache
+from lightppo.storage import in_cache
 
 if TYPE_CHECKING:
     from lightppo.trainer.building import Building
