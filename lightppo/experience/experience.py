@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightppo.data.records import Rollout
-from lightppo.models.wrapper import on_cpu, to_device
+from lightppo.models.batches import on_cpu, to_device
 
 
 @dataclass
