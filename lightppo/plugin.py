@@ -73,14 +73,6 @@ class TokenWeight(Entry):
 
 
 @dataclass(frozen=True)
-class LayoutEntry(Entry):
-    """A layout of batches, see :data:`LAYOUTS`."""
-
-    # The arguments of Actor, Critic and RewardModel that the function takes, too.
-    arguments: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class RewardEntry(Entry):
     """A name in ``--reward_source``: its function makes a source of a :class:`lightppo.rewards.RewardRequest`."""
 
@@ -198,64 +190,10 @@ ENGINES: Table = Table(
 """Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,
 of the config, the strategy, the actor and the tokenizer; it has the actor's present weights."""
 
-LOADING: Table = Table("option of loading a model")
-"""What changes weights while they load: the name of an option, and a function of the Hugging Face model that changes it
-in place where the option is set. Every rank then loads the whole model, and its engine shards it."""
-
-MODEL_CONFIGS: Table = Table("option that changes a model's config")
-"""What changes the config of a model before it is built: under the name of an option a function
-``(config, value, path, flag)`` that changes the config in place. Rates of dropout that it sets act in training."""
-
-ATTENTION: Table = Table(
-    "choice of attention", {"as_asked": Entry("lightppo.models.loading:attention_as_asked")}
-)
-"""Which attention a model gets: a function ``(name, dtype, model_class, config)`` of ``--attn_implementation`` and the
-model returns a name for transformers, or None: it chooses. The last entry counts."""
-
-VALUE_HEADS: Table = Table("value head of a checkpoint")
-"""What reads the head of a critic or a reward model where transformers does not: a function ``(path, prefix, kind, flag)``
-returns its weight (1, hidden), or None for a checkpoint without a head. The last entry counts."""
-
-LANGUAGE_MODELS: Table = Table("language model of a checkpoint with towers")
-"""What trains of a checkpoint that reads images or sound, too. An entry's function ``(auto_class, path, config, flag)``
-returns None for a text model, or an object with ``config`` and further ``options`` by which ``auto_class`` loads, and
-``belongs_to(model)``, called when that is done; ``untrainable`` is None or says, after ``flag`` and path, why the
-checkpoint cannot train."""
-
-UNTRAINABLE: Table = Table("model that cannot train")
-"""Why a model that was built is refused for training: functions ``(config, tensors, name)`` of its config and the names of
-its tensors return a message that begins with ``name``, or None."""
-
-MODEL_PATHS: Table = Table("look at a path of a model")
-"""What looks at a folder or a name before it is loaded, and where that fails: functions ``(path, flag, kind)``, of which
-kind is ``model`` or ``tokenizer``; ModelLoadError says what is wrong with it."""
-
 PREPARATIONS: Table = Table("preparation of a model")
 """What changes a loaded model, in place and in this order, before it goes to its engine: functions
 ``(model, role, config, device)``. ``model.hf_model`` is the Hugging Face model; roles are in
-:mod:`lightppo.models.wrapper`."""
-
-MODULES: Table = Table("change of a model's modules")
-"""What puts other code into modules, in place and in this order: functions of a Hugging Face model, called when
-:class:`lightppo.models.wrapper.PretrainedWrapper` gets it. Names and weights stay, and results but for rounding."""
-
-LAYOUTS: Table[LayoutEntry] = Table(
-    "layout of batches",
-    {"padded": LayoutEntry("lightppo.models.wrapper:PaddedLayout")},
-    kind=LayoutEntry,
-)
-"""How the sequences of a batch lie in a model's forward. An entry's function makes the
-:class:`lightppo.models.wrapper.PaddedLayout`, or one of a subclass, of a
-:class:`~lightppo.models.wrapper.PretrainedWrapper`. The last entry counts."""
-
-KERNELS: Table = Table("kernel", {"decoding": Entry("contextlib:nullcontext")})
-"""A context of a model that decodes; and with the plugin ``kernels``, how log probs multiply hidden states and head, as
-torch's functions do, and how many rows of the head. A plugin may put another entry in the place of each."""
-
-HEAD_SCORES: Table = Table("scoring without logits")
-"""How an actor's log probs are made without its logits. An entry's function ``(actor, batch, actions, *, entropy,
-entropy_grad, router_logits)`` makes one forward and returns :data:`lightppo.models.actor.Predicted`, or None where this
-model needs its logits; the arguments are those of ``Actor._predict``. The first one that can is taken."""
+:mod:`lightppo.models.wrapper`. They come after lightppo's own changes, which options ask for."""
 
 LOSS_TERMS: Table = Table("term of the actor's loss")
 """Terms of the actor's loss that other packages add, under the names of their states. An entry's function gets the

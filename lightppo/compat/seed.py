@@ -35,7 +35,8 @@ from lightppo.experience.experience import Experience
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
 from lightppo.models import loading
-from lightppo.models.wrapper import Role, prepare_model
+from lightppo.models.preparation import prepare_model
+from lightppo.models.wrapper import Role
 from lightppo.ranks import Ranks
 from lightppo.suggestions import nearest
 from lightppo.zero3 import is_engine

@@ -4,13 +4,6 @@ import importlib
 
 # In this order: what a run calls of several plugins, it calls in the order in which they are registered.
 SHIPPED = (
-    "sources",
-    "packing",
-    "families",
-    "adapters",
-    "towers",
-    "kernels",
-    "hybrids",
     "reward_sources",
     "verifiers",
     "http",

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.kernels import cpu, matmul
-from lightppo.models.kernels.cpu import CPULinear, accelerate_on_cpu, packed_weights
+from lightppo.models.kernels import matmul
+from lightppo.models.kernels.matmul import CPULinear, accelerate_on_cpu, packed_weights
 from lightppo.rollout.hf import generation_mode
 
 pytestmark = pytest.mark.skipif(
@@ -113,6 +113,6 @@ def test_weights_are_packed_for_decoding_only(
     assert are_packed() == {False}
     with packed_weights(model):  # gradients would not reach the weights
         assert are_packed() == {False}
-    monkeypatch.setattr(cpu, "PACKED_BYTES", 1000)
+    monkeypatch.setattr(matmul, "PACKED_BYTES", 1000)
     with torch.no_grad(), packed_weights(model):
         assert are_packed() == {False}

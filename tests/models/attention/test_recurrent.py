@@ -26,8 +26,8 @@ from transformers import (
 from lightppo.errors import PackingNotSupportedError
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
-from lightppo.models.attention import mixers
-from lightppo.models.attention.mixers import (
+from lightppo.models.attention import recurrent
+from lightppo.models.attention.recurrent import (
     FUNCTIONS,
     chunk_scan,
     convolution,
@@ -174,11 +174,11 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> Callable[[PreTrainedModel, str],
             return theirs(states, *args, **kwargs)
 
         monkeypatch.setattr(module, name, counting)
-        mixers._packed.cache_clear()
+        recurrent._packed.cache_clear()
         return positions
 
     yield watch
-    mixers._packed.cache_clear()
+    recurrent._packed.cache_clear()
 
 
 def test_a_prompts_state_is_computed_once(scanned: Callable) -> None:
@@ -236,7 +236,7 @@ def test_with_flash_attn_the_borders_say_the_segments() -> None:
 
 
 def test_layers_whose_code_is_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixers, "is_mixer", lambda module: False)
+    monkeypatch.setattr(recurrent, "is_mixer", lambda module: False)
     with pytest.raises(
         PackingNotSupportedError, match="layers of type conv: their code is not known"
     ) as caught:
@@ -249,9 +249,9 @@ def test_layers_whose_code_is_not_known_are_refused(monkeypatch: pytest.MonkeyPa
 def test_a_scan_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state would go on into the next sequence."""
     monkeypatch.delitem(FUNCTIONS, "torch_chunk_gated_delta_rule")
-    mixers._packed.cache_clear()
+    recurrent._packed.cache_clear()
     reason = Actor(hybrid("qwen3_5"), packing_samples=None).layout.try_packing(CPU)
-    mixers._packed.cache_clear()
+    recurrent._packed.cache_clear()
     assert "sees its neighbour" in reason
 
 

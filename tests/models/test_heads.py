@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.critic import Critic
-from lightppo.models.value_heads import is_value_head
+from lightppo.models.heads import is_value_head
 
 MakeModel = Callable[..., PreTrainedModel]
 

@@ -1,5 +1,6 @@
-"""Recurrent layers of transformers in a packed row: their functions along the sequence run segment by segment.
+"""Recurrent layers of transformers: in a packed row, and in decoding slots.
 
+In a packed row their functions along the sequence run segment by segment.
 A mixer's projections run once over the whole row. Its convolution, and the scan that carries its state, are functions
 that its forward finds by name in its module; in a packed row it finds these. A prompt's last state is what each of its
 responses begins with, and gradients flow back through it.
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from lightppo.models.attention.segments import by_segment, chosen, contexts_of, with_contexts
+from lightppo.models.attention.slot_layers import SlotLayer, Span
+from lightppo.models.batches import on_cpu, to_device
 from lightppo.models.packing.packed_rows import RowPlan, plan_of, segments_as_mask
-from lightppo.models.wrapper import on_cpu, to_device
 
 NO_STEP = -1e4  # softplus of it is 0: a step that takes no time changes no state
 
@@ -219,15 +222,11 @@ def is_mixer(module: nn.Module) -> bool:
     )
 
 
-def why_not(model: PreTrainedModel) -> str | None:
+def why_not_by_segment(model: PreTrainedModel) -> str | None:
     """Why layers of this model cannot be packed; None: they can, and the first packed row is looked at."""
     if any(isinstance(module, _BySegment) for module in model.modules()):
         return None
     return "their code is not known"
-
-
-def position_wise(model: PreTrainedModel) -> None:
-    """Layers without attention or state."""
 
 
 class _BySegment(nn.Module):
@@ -291,3 +290,85 @@ def _tell_segments(
     masks = dict.fromkeys(("full_attention", "sliding_attention"), mask)
     kinds = {"linear_attention", *(model.config.layer_types or ())} - masks.keys()
     return args, kwargs | {"attention_mask": masks | dict.fromkeys(kinds, segments)}
+
+
+# -- in decoding slots ------------------------------------------------------------------------------------------------
+
+KINDS = ("conv_states", "recurrent_states")
+RECURRENT_LAYERS = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)  # of its cache
+
+
+class RecurrentSlots(LinearAttentionLayer):
+    """States of one layer, (slots, …); transformers' code writes the next ones into those of the rows in use."""
+
+    is_croppable = False
+    is_sliding = False
+    keeps_tokens = False
+
+    def __init__(self, span: Span, number_of_states: int = 1) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self.span = span
+        self.buffers: list[Tensor] = []  # no keys and values
+        self._pools: dict[tuple[str, int], Tensor] = {}
+
+    def append(self, source: Any, rows: list[int], width: int, slots: int, columns: int) -> None:
+        """Adds the states of some prompts, as ``SlotCache.append``."""
+        new = slice(self.span.rows, self.span.rows + len(rows))
+        for kind in KINDS:
+            for i, states in getattr(source, kind).items():
+                if states is None:  # short convolutions have no other state, experts have none
+                    continue
+                if (kind, i) not in self._pools:
+                    self._pools[kind, i] = states.new_zeros(slots, *states.shape[1:])
+                    getattr(self, f"is_{kind}_initialized")[i] = True
+                index = torch.tensor(rows, device=states.device)
+                self._pools[kind, i][new] = states.index_select(0, index)
+        self.has_previous_state |= source.has_previous_state
+        self.conv_kernel_size |= source.conv_kernel_size
+
+    def move_rows(self, sources: list[int], targets: list[int]) -> None:
+        """Copies some rows over others."""
+        for pool in self._pools.values():
+            index = torch.tensor([sources, targets], device=pool.device)
+            pool[index[1]] = pool[index[0]]
+
+    def make_room(self, slots: int, columns: int, first: int, end: int, in_place: bool) -> None:
+        """The same states in ``slots`` rows."""
+        for key, old in self._pools.items():
+            if slots != len(old):
+                self._pools[key] = old.new_zeros(slots, *old.shape[1:])
+                self._pools[key][: self.span.rows] = old[: self.span.rows]
+
+    def see_rows(self) -> None:
+        """What transformers' code sees are the rows in use."""
+        for (kind, i), pool in self._pools.items():
+            getattr(self, kind)[i] = pool[: self.span.rows]
+
+
+class AttendingRecurrentSlots(RecurrentSlots, SlotLayer):
+    """Of a layer that also attends: keys and values, too."""
+
+    def __init__(self, span: Span, number_of_states: int = 1) -> None:
+        SlotLayer.__init__(self, span)
+        RecurrentSlots.__init__(self, span, number_of_states)
+
+    def append(self, source: Any, rows: list[int], width: int, slots: int, columns: int) -> None:
+        """Both."""
+        SlotLayer.append(self, source, rows, width, slots, columns)
+        RecurrentSlots.append(self, source, rows, width, slots, columns)
+
+    def move_rows(self, sources: list[int], targets: list[int]) -> None:
+        """Both."""
+        SlotLayer.move_rows(self, sources, targets)
+        RecurrentSlots.move_rows(self, sources, targets)
+
+    def make_room(self, slots: int, columns: int, first: int, end: int, in_place: bool) -> None:
+        """Both."""
+        SlotLayer.make_room(self, slots, columns, first, end, in_place)
+        RecurrentSlots.make_room(self, slots, columns, first, end, in_place)
+
+
+def recurrent_slots(layer: LinearAttentionLayer, span: Span) -> RecurrentSlots:
+    """Return what stands in place of a recurrent layer of transformers' cache."""
+    attends = isinstance(layer, LinearAttentionAndFullAttentionLayer)
+    return (AttendingRecurrentSlots if attends else RecurrentSlots)(span, layer.number_of_states)

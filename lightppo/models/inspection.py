@@ -1,4 +1,4 @@
-"""Which layers can be replaced, by one with an adapter or by one in 4 bits: linear layers that the model calls."""
+"""What a module is and takes, judged by its class, its code and transformers' names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,33 @@ from functools import cache
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """``nn.Linear``, or a class that says of itself that it computes the same."""
+    kind = type(module)
+    return (kind is nn.Linear or "is_plain_linear" in vars(kind)) and "forward" not in vars(module)
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether the module's forward has a parameter of this name."""
+    return name in inspect.signature(module.forward).parameters
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether layers run again in the backward pass: gradient checkpointing, a word that transformers has renamed."""
+    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """What the module's forward, and its output, call the cache: transformers renamed it in 5.24. None: it takes none."""
+    return next((name for name in ("past_key_values", "cache") if takes(module, name)), None)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's repeated blocks, by transformers' names for them; empty if it names none."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def replaceable_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -44,23 +71,3 @@ def _source(kind: type) -> str:
         return inspect.getsource(kind)
     except (OSError, TypeError):
         return ""
-
-
-def goes_to_experts(model: PreTrainedModel, name: str) -> bool:
-    """Whether peft would put the adapter of a layer of this name on experts that are held together instead.
-
-    It does so since transformers 5 in families like DeepSeek-V3, so that shared experts and dense layers would have
-    none, and the experts one that no merge here knows.
-    """
-    from peft import LoraConfig
-
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # of a peft that does not
-        return False
-    config = LoraConfig(target_modules=[name])
-    try:
-        convert_peft_config_for_transformers(config, model=model, conversions=None)
-    except ValueError:  # it asks for the other parts of the experts
-        return True
-    return name not in config.target_modules

@@ -13,7 +13,7 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters, chosen_layers
 from lightppo.models.adapters.quantised import fitting_layers
-from lightppo.models.adapters.targets import replaceable_layers
+from lightppo.models.inspection import replaceable_layers
 from lightppo.zero3 import full_state_dict
 
 
