@@ -11,14 +11,12 @@ from support import fakes
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
-from lightppo.config.reward_plan import reward_sources
 from lightppo.errors import ConfigError
-from lightppo.plugin import REWARD_NAMES, REWARD_SUMS, REWARDS, RewardEntry
+from lightppo.plugin import REWARDS, RewardEntry
 from lightppo.plugins.reward_sources import REWARD_MANAGERS, RewardManager
 from lightppo.ranks import Alone
-from lightppo.rewards import CombinedReward, Outcome, RewardOutput
-from lightppo.rewards.registry import build_reward, source_named
-from lightppo.table import Entry
+from lightppo.rewards import Outcome, RewardOutput
+from lightppo.rewards.registry import build_reward
 
 
 def ones(queries, prompts, labels):
@@ -115,18 +113,6 @@ def test_a_source_of_a_plugin_has_a_name(own_source):
     assert alone.request.config.verifier.reward_source == ("five",)
     with pytest.raises(ConfigError, match=r"unknown source 'fife'.*five"):
         built(reward_source=["fife"])
-
-
-def test_options_of_a_plugin_name_the_sources(own_source, monkeypatch):
-    def twice(request):
-        five, function = (source_named(name, request) for name in request.names)
-        return CombinedReward({five: 2.0, function: 1.0})
-
-    monkeypatch.setitem(REWARD_NAMES, "mine", Entry(lambda config: ["five", "function"]))
-    monkeypatch.setitem(REWARD_SUMS, "mine", Entry(twice))
-    assert reward_sources(PPOConfig()) == ["five", "function"]
-    source = built(reward_fn=ones)
-    assert source.score([fakes.make_rollout(response_text="121")]).scores == [2 * 5 + 2]
 
 
 def test_its_own_look_at_rows(own_source):
