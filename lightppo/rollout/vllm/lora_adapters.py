@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
-
-import torch
-from torch import Tensor
 
 from lightppo.callbacks import Callback
 from lightppo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GENERATE = "/inference/v1/generate"
 ADAPTERS = "/lightppo/adapters"
@@ -357,12 +357,14 @@ def added_outputs(worker: Any, model: Any, probes: Any) -> dict[str, Tensor]:
     if not any(numbers):
         return {}
     slot = numbers.index(max(numbers))
+    import torch
+
     added = {}
     for name, layer in model.named_modules():
         a, b = getattr(layer, "lora_a_stacked", None), getattr(layer, "lora_b_stacked", None)
         if a is None or b is None:
             continue
-        if isinstance(a, Tensor):
+        if isinstance(a, torch.Tensor):
             a, b = (a,), (b,)  # of the head, or of an embedding, which gets no adapter here
         if a[0].dim() != 4:
             continue
