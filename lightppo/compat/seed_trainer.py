@@ -35,7 +35,6 @@ from lightppo.compat.seed import (
     generation_options,
     give_router_loss,
     lone_part,
-    of_whole_step,
     policy_loss_of,
     pretrain_batches_of,
     pretrain_loss_of,
@@ -440,9 +439,7 @@ class PPOTrainer(core.PPOTrainer):
         """Steps are the methods of this trainer; losses and models can be called in the seed's form."""
         self.update.trainer = self
         self.experience_maker.sample = self._sample_texts
-        horizon = float(config.rollout.generate_max_len)
-        self.actor_loss_fn = of_whole_step(self.update.policy_loss, horizon)
-        self.critic_loss_fn = of_whole_step(self.update.value_loss, horizon)
+        self.actor_loss_fn, self.critic_loss_fn = self.update.policy_loss, self.update.value_loss
         self.ptx_loss_fn = self.pretrain_loss
         self.update.accumulate_alone()
         self._accept_seed_calls("fit", *_TRAINING_METHODS)

@@ -31,7 +31,5 @@ def register() -> None:
             "ReplayBuffer": "lightppo.compat.seed",
             "NaiveReplayBuffer": "lightppo.compat.seed",
             "get_tokenizer": "lightppo.compat.seed",
-            "PolicyLoss": "lightppo.compat.seed",
-            "ValueLoss": "lightppo.compat.seed",
         }
     )

@@ -144,7 +144,10 @@ class Update:
         self.policy_loss = build_policy_loss(config)
         self.token_weights = list(token_weights(config, in_training=True).values())
         self.value_loss = ValueLoss(
-            loss.value_clip, loss_agg_mode=loss.loss_agg_mode, huber_delta=loss.value_huber_delta
+            loss.value_clip,
+            loss_agg_mode=loss.loss_agg_mode,
+            huber_delta=loss.value_huber_delta,
+            horizon=float(config.rollout.generate_max_len),
         )
         self.early_stop: EarlyStop | None = EARLY_STOPS.first(config, self.strategy)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
@@ -562,4 +565,5 @@ def build_policy_loss(config: PPOConfig) -> PolicyLoss:
         options={
             name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults
         },
+        horizon=float(config.rollout.generate_max_len),
     )

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from support.fakes import FakeStrategy, on_ranks
+from support.whole_step import PolicyLoss
 from torch import Tensor
 
 from lightppo.algorithms.correction import (
@@ -13,7 +14,6 @@ from lightppo.algorithms.correction import (
     normalize_weights,
     rejection_mask,
 )
-from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.more_entries import CORRECTIONS, REJECTIONS, Rejection
 from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.errors import ConfigError

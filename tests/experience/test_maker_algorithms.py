@@ -9,10 +9,10 @@ import pytest
 import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 from support.tables import answer, approx, make_one, maker
+from support.whole_step import PolicyLoss
 from torch import Tensor
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
-from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.more_entries import CORRECTIONS
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, NonFiniteError
