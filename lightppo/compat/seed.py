@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -25,11 +24,10 @@ from lightppo.compat.prompt_batches import PromptText
 from lightppo.config import PPOConfig
 from lightppo.config.option_needs import condition_text, facts_of
 from lightppo.config.options import Options, all_options
-from lightppo.data.records import Prompt, Rollout
+from lightppo.data.records import Prompt
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError
-from lightppo.experience import batching, maker
-from lightppo.experience.batching import StepPart, normalizer_of
+from lightppo.experience.batching import ReplayBuffer, StepPart, normalizer_of
 from lightppo.experience.experience import Experience
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
@@ -172,31 +170,6 @@ def idle_options(config: Options) -> dict[str, str]:
         and one.is_set(given[one.name])
         and not facts[condition]
     }
-
-
-class ExperienceMaker(maker.ExperienceMaker):
-    """The core's, which also takes prompts as texts, in the seed's style."""
-
-    # (prompts, labels, generation options) → scored rollouts
-    sample: Callable[..., list[Rollout]] | None = None
-    # The seed has this attribute. Here it stays empty: times are in the logs, under perf/.
-    perf_stats: dict[str, float] | None = None
-
-    def make_experience_list(
-        self,
-        rollouts: Sequence[Rollout] | Sequence[str],
-        all_labels: Sequence[Any] | None = None,
-        **generate_kwargs: Any,
-    ) -> list[Experience]:
-        """Of rollouts; or of prompts as texts, with labels and sampling options: they are sampled and scored first."""
-        as_texts = any(isinstance(rollout, str) for rollout in rollouts)
-        if as_texts or (not rollouts and (all_labels is not None or generate_kwargs)):
-            if self.sample is None:
-                raise ValueError(
-                    "this ExperienceMaker has nothing to sample prompts with: pass scored rollouts"
-                )
-            rollouts = self.sample(rollouts, all_labels, **generate_kwargs)
-        return super().make_experience_list(rollouts)
 
 
 def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:
@@ -740,49 +713,6 @@ def get_strategy(args: Any) -> DeepspeedStrategy:
     if hasattr(args, "dist_timeout"):
         options["timeout_minutes"] = args.dist_timeout
     return DeepspeedStrategy(args=args, **options)
-
-
-class ReplayBuffer(batching.ReplayBuffer):
-    """Has the last ``limit`` rows, or all if it is 0, and gives ``sample_batch_size`` of them."""
-
-    def __init__(
-        self,
-        sample_batch_size: int,
-        limit: int = 0,
-        cpu_offload: bool = True,
-        device: torch.device | str = "cpu",
-        pin_memory: bool = False,
-    ) -> None:
-        super().__init__(cpu_offload, device, pin_memory)
-        self.sample_batch_size, self.limit = sample_batch_size, limit
-
-    def append(self, experience: Experience) -> None:
-        super().append(experience)
-        if self.limit > 0:
-            self.items = self.items[-self.limit :]
-
-    def extend(self, experiences: Iterable[Experience]) -> None:
-        """Adds several batches."""
-        self.fill(experiences)
-
-    def sample(self) -> Experience:
-        """``sample_batch_size`` different rows as one batch."""
-        if len(self) < self.sample_batch_size:
-            raise ValueError(
-                f"the replay buffer holds {len(self)} samples, fewer than {self.sample_batch_size}"
-            )
-        return self.collate_fn(random.sample(self.items, self.sample_batch_size))
-
-    def __getitem__(self, index: int) -> Experience:
-        return self.items[index]
-
-    def normalize(
-        self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any
-    ) -> None:
-        """Whitens the advantages (the only ``attribute``) over the trained tokens of all ranks; see ``whiten``."""
-        if attribute != "advantages":
-            raise ValueError(f"only 'advantages' can be normalised, not {attribute!r}")
-        self.whiten(strategy, divide_std=divide_std, **options)
 
 
 class NaiveReplayBuffer(ReplayBuffer):

@@ -25,8 +25,6 @@ from lightppo.compat.prompt_batches import ScriptPrompts, as_prompts
 from lightppo.compat.seed import (
     OUTCOMES,
     SEED_INFO,
-    ExperienceMaker,
-    ReplayBuffer,
     SeedLoader,
     accept_seed_calls,
     check_actor,
@@ -314,18 +312,6 @@ def _tracker(name: str, of_recorder: str) -> property:
     return property(read, write)
 
 
-def buffer_of(config: PPOConfig, strategy: Any) -> ReplayBuffer:
-    """A buffer with the methods and options that scripts know."""
-    training = config.training
-    return ReplayBuffer(
-        training.micro_train_batch_size,
-        training.buffer_limit,
-        training.buffer_cpu_offload,
-        device=strategy.device,
-        pin_memory=config.data.dataloader_pin_memory,
-    )
-
-
 class PPOTrainer(core.PPOTrainer):
     """Trains an actor, and a critic where the estimator needs one.
 
@@ -428,10 +414,7 @@ class PPOTrainer(core.PPOTrainer):
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
         self._replaced_sources: list[RewardSource] = []
-        parts = assemble(
-            inputs, self.update_class, ExperienceMaker, own_training_step=own_actor_step
-        )
-        parts.replay_buffer = parts.update.replay_buffer = buffer_of(config, strategy)
+        parts = assemble(inputs, self.update_class, own_training_step=own_actor_step)
         super().__init__(parts, callbacks)
         self._accept_overrides(config)
 

@@ -19,7 +19,6 @@ def register() -> None:
             "PPOTrainer": "lightppo.compat.seed_trainer",
             "PromptDataset": "lightppo.compat.script_prompts",
             "NaiveExperienceMaker": "lightppo.compat.experience_maker",
-            "ExperienceMaker": "lightppo.compat.seed",
             "Actor": "lightppo.compat.seed",
             "ActorLanguage": "lightppo.compat.seed",
             "DistributedSampler": "lightppo.compat.seed",
@@ -28,7 +27,6 @@ def register() -> None:
             "compute_approx_kl": "lightppo.compat.seed",
             "get_llm_for_sequence_regression": "lightppo.compat.seed",
             "get_strategy": "lightppo.compat.seed",
-            "ReplayBuffer": "lightppo.compat.seed",
             "NaiveReplayBuffer": "lightppo.compat.seed",
             "get_tokenizer": "lightppo.compat.seed",
         }

@@ -272,21 +272,22 @@ def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
 def assemble(
     inputs: PPOInputs,
     kind: type[Update] = Update,
-    maker_kind: type[ExperienceMaker] = ExperienceMaker,
     own_training_step: bool = False,
 ) -> PPOParts:
     """Everything between prompts and weights, around the models, the engine and the rewards of a run.
 
     Args:
-        kind, maker_kind: the classes of the update and of the maker of experience.
+        kind: the class of the update.
         own_training_step: its training step is a user's, which needs old log probs in place.
     """
     config, strategy = inputs.config, inputs.strategy
     state, timer, algorithm = TrainerState(), MEASURING["timer"].fn(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = VALUE_NORMS.first(config)
-    maker = build_maker(inputs, kl_ctl, value_norm, timer, maker_kind, own_training_step)
+    maker = build_maker(inputs, kl_ctl, value_norm, timer, own_training_step)
     buffer = ReplayBuffer(
+        config.training.micro_train_batch_size,
+        config.training.buffer_limit,
         config.training.buffer_cpu_offload,
         strategy.device,
         pin_memory=config.data.dataloader_pin_memory,
@@ -324,10 +325,9 @@ def build_maker(
     kl_ctl: Any,
     value_norm: Any,
     timer: Phases,
-    kind: type[ExperienceMaker],
     own_training_step: bool,
 ) -> ExperienceMaker:
-    """What makes experience of rollouts; ``kind`` and ``own_training_step`` as of :func:`assemble`."""
+    """What makes experience of rollouts; ``own_training_step`` as of :func:`assemble`."""
     config, strategy = inputs.config, inputs.strategy
     old_log_probs = old_log_probs_from(
         config, capabilities_of(inputs.rollout_engine).exact_log_probs
@@ -335,7 +335,7 @@ def build_maker(
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
     around_parts = MEASURING["part"].fn
-    return kind(
+    return ExperienceMaker(
         inputs.actor,
         inputs.critic,
         inputs.initial_model,
