@@ -29,14 +29,12 @@ from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import ReplayBuffer, StepPart, normalizer_of
 from lightppo.experience.experience import Experience
-from lightppo.models import actor as actors
-from lightppo.models import critic as critics
-from lightppo.models import loading
-from lightppo.models.wrapper import Role, prepare_model
+from lightppo.models.actor import Actor
+from lightppo.models.critic import Critic, RewardModel
+from lightppo.models.wrapper import adapter_options, prepare_alone
 from lightppo.ranks import Ranks
 from lightppo.suggestions import nearest
 from lightppo.supervised.rank_samples import RankSampler as DistributedSampler
-from lightppo.zero3 import is_engine
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
 CONSTRUCTOR_DEFAULTS: dict[str, Any] = {
@@ -494,26 +492,7 @@ def pretrain_batches_of(batches: Iterator) -> Iterator:
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-def accept_seed_calls(model: nn.Module) -> None:
-    """Lets a model be called with what OpenRLHF passes for sequences that are split over ranks, which is nothing here.
-
-    Afterwards ``ring_attn_group=None``, ``logps_allgather`` and ``values_allgather`` change nothing.
-    """
-    module = model.module if is_engine(model) else model
-    if not getattr(module, "accepts_seed_calls", False):
-        module.register_forward_pre_hook(_without_ring, with_kwargs=True)
-        module.accepts_seed_calls = True
-
-
-def _without_ring(
-    module: nn.Module, values: tuple, named: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    if named.get("ring_attn_group") is not None:
-        raise ConfigError("ring_attn_group: sequences are not split over ranks here; leave it out")
-    return values, {name: value for name, value in named.items() if name not in _RING}
-
-
-def give_router_loss(actor: actors.Actor) -> None:
+def give_router_loss(actor: Actor) -> None:
     """A pass with ``return_output`` also gives ``output.aux_loss`` from now on."""
 
     def switch(on: bool) -> None:
@@ -526,32 +505,6 @@ def give_router_loss(actor: actors.Actor) -> None:
     actor.register_forward_hook(lambda *_: switch(before), always_call=True)
 
 
-_RING = ("ring_attn_group", "logps_allgather", "values_allgather")
-
-
-class Actor(actors.Actor):
-    """An :class:`lightppo.models.actor.Actor`, with its adapters and kernels where it is made, as the seed has it.
-
-    With ``lora_rank`` above 0 adapters train, beside frozen weights.
-    """
-
-    def __init__(
-        self,
-        pretrain_or_model: Any,
-        *,
-        lora_rank: int = 0,
-        lora_alpha: float = 16,
-        lora_dropout: float = 0.0,
-        target_modules: str | Sequence[str] | None = "all-linear",
-        use_liger_kernel: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(pretrain_or_model, **_with_attention(options))
-        accept_seed_calls(self)
-        adapters = _adapters(lora_rank, lora_alpha, lora_dropout, target_modules)
-        _prepare(self, "actor", use_liger_kernel=use_liger_kernel, **adapters)
-
-
 def get_llm_for_sequence_regression(
     path: str,
     model_type: Literal["critic", "reward"],
@@ -561,57 +514,15 @@ def get_llm_for_sequence_regression(
     lora_dropout: float = 0.0,
     target_modules: str | Sequence[str] | None = "all-linear",
     **options: Any,
-) -> critics.Critic | critics.RewardModel:
+) -> Critic | RewardModel:
     """A critic or a reward model, by the seed's name and arguments; see their classes and :class:`Actor`."""
-    classes = {"critic": critics.Critic, "reward": critics.RewardModel}
+    classes = {"critic": Critic, "reward": RewardModel}
     if model_type not in classes:
         raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")
-    model = classes[model_type](path, **_with_attention(options))
-    accept_seed_calls(model)
-    _prepare(model, "critic", **_adapters(lora_rank, lora_alpha, lora_dropout, target_modules))
+    model = classes[model_type](path, **options)
+    adapters = adapter_options(lora_rank, lora_alpha, lora_dropout, target_modules)
+    prepare_alone(model, "critic", **adapters)
     return model
-
-
-def _with_attention(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Scripts switch FlashAttention 2 on wherever they pack, as theirs packs by nothing else: here what there is."""
-    if options.get("packing_samples") and options.get("use_flash_attention_2"):
-        return dict(options) | {"use_flash_attention_2": False, "attn_implementation": "auto"}
-    return dict(options)
-
-
-def _adapters(
-    rank: int, alpha: float, dropout: float, targets: str | Sequence[str] | None
-) -> dict[str, Any]:
-    """Their options; none without adapters."""
-    if rank <= 0:
-        return {}
-    names = (targets,) if isinstance(targets, str) else tuple(targets or ("all-linear",))
-    return {
-        "lora_rank": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": dropout,
-        "target_modules": names,
-    }
-
-
-def _prepare(model: Any, role: Role, **options: Any) -> None:
-    """As a run with these options does, where they ask for anything."""
-    if any(options.values()):
-        prepare_model(model, role, PPOConfig.from_flat(options).resolved(), torch.device("cpu"))
-
-
-def get_tokenizer(
-    pretrain: str,
-    model: nn.Module | None = None,
-    padding_side: Literal["left", "right"] = "left",
-    strategy: Any = None,
-    use_fast: bool = True,
-    **options: Any,
-) -> Any:
-    """See :func:`lightppo.models.loading.get_tokenizer`; ``strategy`` stands in the seed's fourth place, unused."""
-    if isinstance(strategy, bool):  # use_fast in the place that it has in models.loading
-        strategy, use_fast = None, strategy
-    return loading.get_tokenizer(pretrain, model, padding_side, use_fast, **options)
 
 
 class ActorLanguage(Actor):

@@ -26,7 +26,6 @@ from lightppo.compat.seed import (
     OUTCOMES,
     SEED_INFO,
     SeedLoader,
-    accept_seed_calls,
     check_actor,
     constructor_config,
     fill_schedule,
@@ -425,7 +424,7 @@ class PPOTrainer(core.PPOTrainer):
         self.actor_loss_fn, self.critic_loss_fn = self.update.policy_loss, self.update.value_loss
         self.ptx_loss_fn = self.pretrain_loss
         self.update.accumulate_alone()
-        self._accept_seed_calls("fit", *_TRAINING_METHODS)
+        self._accept_seed_calls()
 
     @classmethod
     def from_inputs(cls, inputs: PPOInputs, callbacks: Iterable[Callback] = ()) -> Self:
@@ -890,12 +889,8 @@ class PPOTrainer(core.PPOTrainer):
 
     # -- what overrides need -------------------------------------------------------------------------------------
 
-    def _accept_seed_calls(self, *methods: str) -> None:
-        """Overrides of these methods may call the models as OpenRLHF's do."""
-        for model in (self.actor, self.critic) if self.overrides(*methods) else ():
-            if model is not None:
-                accept_seed_calls(model)
-        # The seed's training step reads output.aux_loss.
+    def _accept_seed_calls(self) -> None:
+        """The seed's training step reads output.aux_loss."""
         if self.aux_loss and self.overrides("training_step_actor"):
             self.actor.check_router()
             give_router_loss(self.actor)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import MicroBatchSpec, of_role
-from lightppo.errors import ModelLoadError, PackingNotSupportedError
+from lightppo.errors import ConfigError, ModelLoadError, PackingNotSupportedError
 from lightppo.models.loading import disable_dropout, untrainable
 from lightppo.plugin import LAYOUTS, MODULES, PREPARATIONS
 from lightppo.ranks import Ranks
@@ -174,7 +175,10 @@ class PretrainedWrapper(nn.Module):
         of_layout = {
             name: load_options.pop(name) for name in layout.arguments if name in load_options
         }
-        if use_flash_attention_2:
+        # Scripts switch it on wherever they pack, as theirs packs by nothing else: here what there is.
+        if use_flash_attention_2 and of_layout.get("packing_samples"):
+            load_options["attn_implementation"] = "auto"
+        elif use_flash_attention_2:
             if load_options.get("attn_implementation", "auto") not in ("auto", "flash_attention_2"):
                 raise ModelLoadError(
                     "use_flash_attention_2 (--flash_attn) contradicts attn_implementation: drop one"
@@ -286,6 +290,12 @@ def check_num_actions(num_actions: int, sequence_length: int) -> None:
         )
 
 
+def refuse_ring(ring_attn_group: Any) -> None:
+    """ConfigError for a script that splits sequences over ranks."""
+    if ring_attn_group is not None:
+        raise ConfigError("ring_attn_group: sequences are not split over ranks here; leave it out")
+
+
 def real_actions(attention_mask: Tensor, num_actions: int) -> Tensor:
     """(B, S) -> (B, A) bool: the action token and the token that predicts it are both real."""
     real = attention_mask.bool()
@@ -338,6 +348,28 @@ def prepare_model(
         keep_fewer_activations(model, role, config)
     for preparation in PREPARATIONS.values():
         preparation.fn(model, role, config, device)
+
+
+def prepare_alone(model: PretrainedWrapper, role: Role, **options: Any) -> None:
+    """Prepare a model that a script has made as a run with these options does, where they ask for anything."""
+    if any(options.values()):
+        config = PPOConfig.from_flat(options).resolved()
+        prepare_model(model, role, config, torch.device("cpu"))
+
+
+def adapter_options(
+    rank: int, alpha: float, dropout: float, targets: str | Sequence[str] | None
+) -> dict[str, Any]:
+    """Return the options of adapters of this rank; none for 0."""
+    if rank <= 0:
+        return {}
+    names = (targets,) if isinstance(targets, str) else tuple(targets or ("all-linear",))
+    return {
+        "lora_rank": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": names,
+    }
 
 
 def keep_fewer_activations(

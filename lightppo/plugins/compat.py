@@ -19,7 +19,6 @@ def register() -> None:
             "PPOTrainer": "lightppo.compat.seed_trainer",
             "PromptDataset": "lightppo.compat.script_prompts",
             "NaiveExperienceMaker": "lightppo.compat.experience_maker",
-            "Actor": "lightppo.compat.seed",
             "ActorLanguage": "lightppo.compat.seed",
             "DistributedSampler": "lightppo.compat.seed",
             "masked_mean": "lightppo.compat.seed",
@@ -28,6 +27,6 @@ def register() -> None:
             "get_llm_for_sequence_regression": "lightppo.compat.seed",
             "get_strategy": "lightppo.compat.seed",
             "NaiveReplayBuffer": "lightppo.compat.seed",
-            "get_tokenizer": "lightppo.compat.seed",
+            "get_tokenizer": "lightppo.models.loading",
         }
     )
