@@ -26,6 +26,7 @@ from lightppo.config.option_needs import condition_text, facts_of
 from lightppo.config.options import Options, all_options
 from lightppo.data.records import Prompt
 from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.distributed.rank_samples import RankSampler as DistributedSampler
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import ReplayBuffer, StepPart, normalizer_of
 from lightppo.experience.experience import Experience
@@ -34,7 +35,6 @@ from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.wrapper import adapter_options, prepare_alone
 from lightppo.ranks import Ranks
 from lightppo.suggestions import nearest
-from lightppo.supervised.rank_samples import RankSampler as DistributedSampler
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
 CONSTRUCTOR_DEFAULTS: dict[str, Any] = {

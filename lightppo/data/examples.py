@@ -31,9 +31,9 @@ from lightppo.data.rows import (
     ended,
     template_options,
 )
+from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError, DataError
 from lightppo.ranks import Ranks
-from lightppo.supervised.script_options import setting
 
 if TYPE_CHECKING:
     from datasets import Dataset

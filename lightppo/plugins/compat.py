@@ -17,7 +17,6 @@ def register() -> None:
     PUBLIC.update(
         {
             "PPOTrainer": "lightppo.compat.seed_trainer",
-            "PromptDataset": "lightppo.compat.script_prompts",
             "NaiveExperienceMaker": "lightppo.compat.experience_maker",
             "ActorLanguage": "lightppo.compat.seed",
             "DistributedSampler": "lightppo.compat.seed",

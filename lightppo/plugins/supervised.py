@@ -46,7 +46,7 @@ def register() -> None:
     from lightppo.algorithms.preference_losses import PREFERENCE_LOSSES
 
     TABLES.append(PREFERENCE_LOSSES)
-    share = "lightppo.supervised.rank_samples:setup_dataloader"
+    share = "lightppo.distributed.rank_samples:setup_dataloader"
     STRATEGY_METHODS.register("setup_dataloader", Entry(share))
     METRICS.register(
         "train",

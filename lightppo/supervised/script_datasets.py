@@ -16,9 +16,9 @@ from lightppo.data.rows import (
     Rendered,
     lookup,
 )
+from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError, DataError
 from lightppo.supervised.pairs import ReferencedPairs
-from lightppo.supervised.script_options import setting
 
 if TYPE_CHECKING:
     from datasets import Dataset
