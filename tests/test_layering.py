@@ -53,7 +53,7 @@ FLOORS = {
     "preflight": 10,
     "trainer": 11,
     "supervised": 12,
-    "compat": 13,
+    "compat": 10,
     "cli": 14,
     "plugins": 15,
     "__main__": 16,

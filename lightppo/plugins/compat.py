@@ -1,7 +1,7 @@
 """The constructor, arguments and call forms of the seed, and reward functions of other trainers."""
 
 from lightppo.option import register_section
-from lightppo.plugin import OLDER_STATES, PUBLIC, STRATEGY_METHODS
+from lightppo.plugin import OLDER_STATES, STRATEGY_METHODS
 from lightppo.plugins.reward_sources import REWARD_STYLES
 from lightppo.table import Entry
 
@@ -14,18 +14,3 @@ def register() -> None:
         STRATEGY_METHODS.register(name, Entry(f"lightppo.compat.script_strategy:{name}"))
     OLDER_STATES.register("names", Entry("lightppo.compat.older_states:with_present_names"))
     register_section("buffer", "lightppo.config.compat_options:BufferConfig", adds_to="training")
-    PUBLIC.update(
-        {
-            "PPOTrainer": "lightppo.compat.seed_trainer",
-            "NaiveExperienceMaker": "lightppo.compat.experience_maker",
-            "ActorLanguage": "lightppo.compat.seed",
-            "DistributedSampler": "lightppo.compat.seed",
-            "masked_mean": "lightppo.compat.seed",
-            "unpacking_samples": "lightppo.compat.seed",
-            "compute_approx_kl": "lightppo.compat.seed",
-            "get_llm_for_sequence_regression": "lightppo.compat.seed",
-            "get_strategy": "lightppo.compat.seed",
-            "NaiveReplayBuffer": "lightppo.compat.seed",
-            "get_tokenizer": "lightppo.models.loading",
-        }
-    )

@@ -6,7 +6,6 @@ from lightppo.plugin import (
     LOSS_TERMS,
     METRICS,
     PROMPT_FORMS,
-    PUBLIC,
     STRATEGY_METHODS,
     Command,
     PromptForm,
@@ -87,13 +86,3 @@ def register() -> None:
         function = f"lightppo.cli.{name}:main"
         options = f"lightppo.config.supervised_options:{config}"
         COMMANDS.register(name, Command(function, about=about, config=options))
-    PUBLIC.update(
-        {
-            "SFTTrainer": "lightppo.supervised.script_trainers",
-            "RewardModelTrainer": "lightppo.supervised.script_trainers",
-            "DPOTrainer": "lightppo.supervised.script_trainers",
-            "GPTLMLoss": "lightppo.algorithms.lm_loss",
-            "SFTDataset": "lightppo.supervised.script_datasets",
-            "RewardDataset": "lightppo.supervised.script_datasets",
-        }
-    )

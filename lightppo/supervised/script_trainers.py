@@ -21,7 +21,7 @@ from lightppo.errors import ConfigError
 from lightppo.supervised.objectives import DPO, SFT, Objective, RewardModelling
 from lightppo.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
-from lightppo.trainer.consumed_samples import state_after
+from lightppo.trainer.by_hand import state_after
 from lightppo.trainer.exports import save_hf
 
 # Attributes of ``args`` that the loop reads; optimizer, schedule, models and data are the script's own.

@@ -64,7 +64,7 @@ from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.prompts import RolloutBatchSampler
-from lightppo.trainer.update import LossTerm, Update
+from lightppo.trainer.update import LossTerm
 from lightppo.zero3 import find_adapters, parameter_count
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ class PPOParts(PPOInputs):
     experience_maker: ExperienceMaker = field(kw_only=True)
     replay_buffer: ReplayBuffer = field(kw_only=True)
     sampler: BatchCollector = field(kw_only=True)
-    update: Update = field(kw_only=True)
+    value_norm: Any = field(kw_only=True)
     checkpointer: RunCheckpointer = field(kw_only=True)
     skipped: SkippedSteps = field(kw_only=True)
 
@@ -269,16 +269,10 @@ def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
     return models, optimizers
 
 
-def assemble(
-    inputs: PPOInputs,
-    kind: type[Update] = Update,
-    own_training_step: bool = False,
-) -> PPOParts:
+def assemble(inputs: PPOInputs, own_training_step: bool = False) -> PPOParts:
     """Everything between prompts and weights, around the models, the engine and the rewards of a run.
 
-    Args:
-        kind: the class of the update.
-        own_training_step: its training step is a user's, which needs old log probs in place.
+    ``own_training_step``: its training step is a user's, which needs old log probs in place.
     """
     config, strategy = inputs.config, inputs.strategy
     state, timer, algorithm = TrainerState(), MEASURING["timer"].fn(), config.algorithm
@@ -292,17 +286,6 @@ def assemble(
         strategy.device,
         pin_memory=config.data.dataloader_pin_memory,
     )
-    skipped = SkippedSteps(state, strategy)
-    update = kind(
-        inputs,
-        experience_maker=maker,
-        replay_buffer=buffer,
-        kl_ctl=kl_ctl,
-        value_norm=value_norm,
-        state=state,
-        skipped=skipped,
-        timer=timer,
-    )
     saved = saved_parts(config, inputs.actor, inputs.critic, inputs.followers, inputs.initial_model)
     return PPOParts(
         **vars(inputs),
@@ -314,9 +297,9 @@ def assemble(
         sampler=build_sampler(
             config, strategy, inputs.rollout_engine, inputs.reward_source, maker, timer
         ),
-        update=update,
+        value_norm=value_norm,
         checkpointer=RunCheckpointer(strategy, config.checkpoint, saved, inputs.tokenizer),
-        skipped=skipped,
+        skipped=SkippedSteps(state, strategy),
     )
 
 
