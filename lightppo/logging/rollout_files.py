@@ -15,8 +15,8 @@ from lightppo.ranks import Ranks
 from lightppo.rollout.sampler import AroundSampling
 
 
-def replay(config: PPOConfig, strategy: Ranks, **_: object) -> AroundSampling | None:
-    """For ``lightppo.plugin.SAMPLING``."""
+def replay(config: PPOConfig, strategy: Ranks) -> AroundSampling | None:
+    """Return what takes rollouts from files in place of sampling; None without ``--skip_rollout``."""
     options = config.sampling
     if options.skip_rollout is None:
         return None
@@ -37,7 +37,7 @@ class RolloutReplay:
     def rollouts(
         self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
     ) -> list[Rollout]:
-        """The saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
+        """Return the saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
         key = "first" if self.reuse else f"step{step}_batch{batch}"
         path = (
             Path(self.folder)

@@ -2,7 +2,7 @@
 
 from lightppo import rewards
 from lightppo.option import register_section
-from lightppo.plugin import CHECKS, COMMANDS, REWARDS, Check, Command, RewardEntry
+from lightppo.plugin import COMMANDS, REWARDS, Command, RewardEntry
 
 
 def register() -> None:
@@ -11,7 +11,6 @@ def register() -> None:
         "serve-reward",
         Command("lightppo.cli.serve_reward:main", about="serve rewards over HTTP"),
     )
-    CHECKS.register("tokens", Check("lightppo.http_client:check_tokens"))
     REWARDS.register(
         "server",
         RewardEntry("lightppo.rewards.remote:server_reward", flag="remote_rm_url", outside="yes"),

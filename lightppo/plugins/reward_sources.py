@@ -6,9 +6,8 @@ from typing import Literal
 
 from lightppo import rewards
 from lightppo.option import register_section
-from lightppo.plugin import CHECKS, REWARD_NAMES, REWARD_SUMS, REWARDS, RULES, Check, RewardEntry
+from lightppo.plugin import REWARD_NAMES, REWARD_SUMS, REWARDS, RULES, RewardEntry
 from lightppo.table import Entry, Table
-
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,11 @@ def register() -> None:
     REWARD_NAMES.register("plan", Entry("lightppo.config.reward_plan:named_sources"))
     REWARD_SUMS.register("weighted", Entry("lightppo.rewards.weighted_sums:sum_of"))
     RULES.register("sources", Entry("lightppo.config.reward_plan:source_problems"))
-    CHECKS.register("routes", Check("lightppo.rewards.weighted_sums:check_routes", when="data"))
     REWARDS["function"] = RewardEntry(
         "lightppo.rewards.function_calls:function_reward", flag="reward_fn", outside="perhaps"
     )
     REWARDS["model"] = RewardEntry(
         "lightppo.rewards.reward_models:model_reward", flag="reward_pretrain"
-    )
-    CHECKS.register(
-        "reward_tokenizers",
-        Check("lightppo.rewards.reward_inputs:check_reward_tokenizers", when="tokenizer"),
     )
     rewards.PUBLIC.update(
         FunctionReward="lightppo.rewards.function_calls",

@@ -1,7 +1,7 @@
 """The tape: every reply from outside is written down, and answers a resume or a replay; docs/environments.md."""
 
 from lightppo.option import register_section
-from lightppo.plugin import BEFORE_IMPORTS, CALLBACKS, CHECKS, OUTSIDE, CallbackEntry, Check
+from lightppo.plugin import BEFORE_IMPORTS, OUTSIDE
 from lightppo.table import Entry
 
 
@@ -10,5 +10,3 @@ def register() -> None:
     register_section("tape", "lightppo.config.tape_options:TapeConfig")
     OUTSIDE.register("tape", Entry("lightppo.episodes.taped_rewards:taped"))
     BEFORE_IMPORTS.register("tape", Entry("lightppo.episodes.tape_checks:look"))
-    CHECKS.register("tape", Check("lightppo.episodes.tape_checks:check_played"))
-    CALLBACKS.register("tape", CallbackEntry("lightppo.episodes.tape_callback:keeper"))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lightppo.config.rules import MicroBatchSpec
+from lightppo.data.chat_templates import ended
 from lightppo.data.records import Rollout
-from lightppo.data.rows import ended
 from lightppo.errors import RewardError
 from lightppo.models.critic import RowForm
 from lightppo.models.wrapper import micro_batches, to_device

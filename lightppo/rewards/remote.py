@@ -12,11 +12,10 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
-from lightppo.addresses import check_url
 from lightppo.config.reward_plan import is_file_alone
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
-from lightppo.http_client import HTTPClient, read_token
+from lightppo.http_client import HTTPClient, check_url, read_token
 from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.function_calls import FunctionReward, function_source
 from lightppo.rewards.reward_calls import OnFailure, check_failure_options, join_outputs

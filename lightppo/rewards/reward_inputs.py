@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightppo.config import PPOConfig
+from lightppo.data.chat_templates import (
+    PromptTemplate,
+    Rendered,
+    closed,
+    ended,
+)
 from lightppo.data.records import Rollout
-from lightppo.data.rows import PromptTemplate, Rendered, closed, ended, template_options
+from lightppo.data.rows import template_options
 from lightppo.errors import BadRowError, ConfigError, DataError, RewardError
 from lightppo.files import files_in_use
 from lightppo.rewards.model import rows_of_ids

@@ -20,7 +20,7 @@ from lightppo.rollout.engine import RolloutEngine, capabilities_of
 
 
 def scorer_of(config: PPOConfig, engine: RolloutEngine, source: RewardSource) -> AsyncScorer | None:
-    """The scorer of a run with ``--async_rewards``."""
+    """Return the scorer of a run with ``--async_rewards``."""
     if not config.verifier.async_rewards:
         return None
     if not capabilities_of(engine).reports_finished:
@@ -65,12 +65,12 @@ class AsyncScorer:
         self._ended = False
 
     def with_source(self, source: RewardSource) -> AsyncScorer:
-        """The same for another source; this one ends."""
+        """Return the same for another source; this one ends."""
         self.close()
         return replace(self, source=source)
 
     def submit(self, rollouts: list[Rollout]) -> None:
-        """Has samples scored and returns at once; :meth:`collect` raises their errors."""
+        """Have samples scored and return at once; :meth:`collect` raises their errors."""
         if self._ended:
             raise RuntimeError("this AsyncScorer has ended")
         self._parts.append((list(rollouts), Future()))
@@ -79,7 +79,7 @@ class AsyncScorer:
             self._threads.append(in_daemon_thread(self._work))
 
     def collect(self) -> RewardOutput:
-        """Waits for all samples submitted since the last call; writes their scores into them and returns them in order.
+        """Wait for all samples submitted since the last call; write their scores into them and return them in order.
 
         If the source fails on a part, or the time limit has passed, it raises and no sample changes.
         """
@@ -102,7 +102,7 @@ class AsyncScorer:
         return output
 
     def close(self) -> None:
-        """Ends the threads once they have scored their present part; nothing more can be submitted."""
+        """End the threads once they have scored their present part; nothing more can be submitted."""
         self._ended = True
         for _ in self._threads:
             self._waiting.put(None)

@@ -18,16 +18,21 @@ from tqdm import tqdm
 
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.plugin import DECODERS, DECODING_RUNNERS, FITTED, KERNELS, LOGITS, STOPS
-from lightppo.rollout.decoding import CachedForward, DecodedBatch, Decoder, DecodingRunner
-from lightppo.rollout.engine import Capabilities, SamplingParams
-from lightppo.rollout.sampling import (
-    StopCriteria,
-    TokenSampler,
-    end_of_text_ids,
-    in_any_order,
-    token_seeds,
+from lightppo.models.kernels.invariant import InvariantSteps
+from lightppo.plugin import KERNELS
+from lightppo.rollout.cuda_graphs import CUDAGraphs
+from lightppo.rollout.decoding import (
+    BatchDecoder,
+    CachedForward,
+    DecodedBatch,
+    Decoder,
+    DecodingRunner,
 )
+from lightppo.rollout.engine import Capabilities, SamplingParams
+from lightppo.rollout.penalties import penalties_of
+from lightppo.rollout.sampling import TokenSampler, in_any_order, token_seeds
+from lightppo.rollout.slots import SlotDecoder, can_use_slots
+from lightppo.rollout.stop_criteria import StopCriteria, end_of_text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +46,7 @@ REPORT_SHARE = 1 / 8
 
 @contextmanager
 def generation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, checkpointing or compiled layers; restores each module's mode at the end."""
+    """Enter evaluation mode without gradients, checkpointing or compiled layers; restore each module's mode at the end."""
     training = [module for module in model.modules() if module.training]
     checkpointing = [
         module for module in model.modules() if vars(module).get("gradient_checkpointing")
@@ -114,7 +119,7 @@ class HFRolloutEngine:
         sampling: SamplingParams,
         on_finished: Callable[[list[Rollout]], object] = lambda rollouts: None,
     ) -> list[Rollout]:
-        """Samples ``sampling.n`` responses to each prompt; ``on_finished`` gets each rollout once, soon after its end.
+        """Sample ``sampling.n`` responses to each prompt; ``on_finished`` gets each rollout once, soon after its end.
 
         Raises:
             ValueError: a prompt is empty or too long for the model, or a stop id or bad word is unknown to it.
@@ -147,8 +152,8 @@ class HFRolloutEngine:
             in_order = [requests[number][0].token_ids for number in order]
             queue = decoder.queue_kind(forward, in_order, most, decoder.device)
             for numbers, decoded in decoder.run(queue, seeds):
-                asked = [requests[order[i]] for i in numbers]
-                ended = self.to_rollouts(asked, decoded, decoder.stop)
+                samples = [requests[order[i]] for i in numbers]
+                ended = self.to_rollouts(samples, decoded, decoder.stop)
                 for i, rollout in zip(numbers, ended):
                     rollouts[order[i]] = rollout
                 finished += ended
@@ -175,7 +180,7 @@ class HFRolloutEngine:
 
     @contextmanager
     def decoding(self, forward: CachedForward, sampling: SamplingParams) -> Iterator[Decoder]:
-        """What decodes with the model's full weights, while the context lasts. Collective."""
+        """Enter what decodes with the model's full weights. Collective."""
         vocab_size = forward.config.get_text_config(decoder=True).vocab_size
         stop, sampler = self._criteria(sampling, vocab_size)
         with (
@@ -185,40 +190,39 @@ class HFRolloutEngine:
             self.runner or nullcontext(),
         ):
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
-            kinds = (entry.fn(forward) for entry in reversed(DECODERS.values()))
-            kind = next(filter(None, kinds))
+            kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
             kind = kind if self.runner is None else self.runner.decoder(kind)
             slots, most = self.micro_rollout_batch_size, sampling.max_new_tokens
             yield kind(forward, sampler, stop.to(device), slots, most, device)
 
     def sync_weights(self, actor: nn.Module) -> None:
-        """Decodes with ``actor`` from now on; its weights are used in place."""
+        """Decode with ``actor`` from now on; its weights are used in place."""
         self.actor = actor
 
     def sleep(self) -> None:
-        """Nothing to free: the weights are the trainer's, and the cache ends with each call."""
+        """Do nothing: the weights are the trainer's, and the cache ends with each call."""
 
     def wake(self) -> None:
-        """Nothing to take back."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def _criteria(
         self, sampling: SamplingParams, vocab_size: int
     ) -> tuple[StopCriteria, TokenSampler]:
         eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
-        criteria = next(reversed(STOPS.values())).fn
-        stop = criteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
+        stop = StopCriteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
         limit = len(self.tokenizer) if self.valid_vocab_size is None else self.valid_vocab_size
         trained = min(getattr(self.actor, "valid_vocab_size", None) or vocab_size, vocab_size)
         drawn = min(limit, trained)
+        penalties = penalties_of(sampling, self.tokenizer, drawn)
         sampler = TokenSampler(
             sampling,
             valid_vocab_size=drawn,
             log_prob_vocab_size=trained,
             suppressed_ids=stop.ids,
-            changes=list(LOGITS.made(sampling, self.tokenizer, drawn).values()),
+            logits_processors=[] if penalties is None else [penalties],
         )
         return stop, sampler
 
@@ -229,7 +233,7 @@ class HFRolloutEngine:
         stop: StopCriteria,
         with_text: bool = True,
     ) -> list[Rollout]:
-        """What was sampled of requests, (prompt, sample number) each. FloatingPointError: see :func:`check_drawn`."""
+        """Make the rollouts of requests, (prompt, sample number) each. FloatingPointError: see :func:`check_drawn`."""
         lengths = decoded.lengths.tolist()
         stopped = decoded.stopped.tolist()
         ids, log_probs = (
@@ -259,25 +263,32 @@ def build(
     strategy: DeepspeedStrategy,
     actor: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    rows_that_fit: Callable[[PPOConfig, DeepspeedStrategy], int] | None = None,
 ) -> HFRolloutEngine:
-    """The engine of ``--rollout_engine hf``. Collective."""
+    """Make the engine of ``--rollout_engine hf``. Collective.
+
+    ``rows_that_fit`` computes how many rows fit on a GPU where ``--micro_rollout_batch_size`` does not say it.
+    """
+    is_open = config.rollout.micro_rollout_batch_size is None and strategy.device.type == "cuda"
+    fits = is_open and rows_that_fit is not None
     return HFRolloutEngine(
         actor,
         tokenizer,
-        micro_rollout_batch_size=rows_at_a_time(config, strategy),
+        micro_rollout_batch_size=(
+            rows_that_fit(config, strategy) if fits else rollout_rows(config)
+        ),
         gather_parameters=lambda: strategy.gathered_parameters(actor),
         progress=strategy.is_rank_0() and sys.stderr.isatty(),
-        runner=DECODING_RUNNERS.first(config, strategy),
+        runner=decoding_runner(config),
     )
 
 
-def rows_at_a_time(config: PPOConfig, strategy: DeepspeedStrategy) -> int:
-    """``--micro_rollout_batch_size``; None on a GPU: what is fitted to its memory, if anything is. Collective."""
-    name = "micro_rollout_batch_size"
-    is_open = config.rollout.micro_rollout_batch_size is None and strategy.device.type == "cuda"
-    if is_open and name in FITTED:
-        return FITTED[name].fn(config, strategy)
-    return rollout_rows(config)
+def decoding_runner(config: PPOConfig) -> DecodingRunner | None:
+    """Return what runs the decoding steps in another way, as options say; None: they run as they are."""
+    if config.engine.batch_invariant:
+        return InvariantSteps()
+    return CUDAGraphs() if config.engine.hf_cuda_graphs else None
 
 
 def check_lengths(
@@ -286,7 +297,7 @@ def check_lengths(
     limit: int | None,
     whose: str = "the model has",
 ) -> None:
-    """Raises ValueError for the first prompt that is empty or, with its response, longer than ``limit``."""
+    """Raise ValueError for the first prompt that is empty or, with its response, longer than ``limit``."""
     for prompt in prompts:
         check_length(prompt.index, len(prompt.token_ids), sampling.max_new_tokens, limit, whose)
 
@@ -298,7 +309,7 @@ def check_length(
     limit: int | None,
     whose: str = "the model has",
 ) -> None:
-    """Raises ValueError if a prompt of so many tokens is empty or, with its response, longer than ``limit``."""
+    """Raise ValueError if a prompt of so many tokens is empty or, with its response, longer than ``limit``."""
     if length == 0:
         raise ValueError(
             f"prompt {index} has no tokens; there is nothing to predict the first token from"
@@ -311,7 +322,7 @@ def check_length(
 
 
 def check_drawn(prompt: Prompt, log_probs: Sequence[float]) -> None:
-    """Raises FloatingPointError if a token of a response has no finite log prob (see ``TokenSampler``)."""
+    """Raise FloatingPointError if a token of a response has no finite log prob (see ``TokenSampler``)."""
     if not math.isfinite(sum(log_probs)):
         raise FloatingPointError(
             f"prompt {prompt.index}, response token {[*map(math.isfinite, log_probs)].index(False)}: no token can be "
@@ -321,7 +332,7 @@ def check_drawn(prompt: Prompt, log_probs: Sequence[float]) -> None:
 
 
 def request_streams(prompts: list[Prompt], sampling: SamplingParams) -> list[tuple[int, int]]:
-    """(prompt index, sample number) of each request; the k-th prompt with an index gets numbers k·n … k·n + n-1."""
+    """Return (prompt index, sample number) of each request; the k-th prompt with an index gets numbers k·n … k·n + n-1."""
     used: Counter[int] = Counter()
     streams = []
     for prompt in prompts:

@@ -21,6 +21,7 @@ from lightppo.compat.prompt_batches import as_prompts
 from lightppo.compat.script_members import KLState, ScriptMembers, own_fit
 from lightppo.config import PPOConfig
 from lightppo.config.rules import trains
+from lightppo.config.run_length import steps_per_episode
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.rewards.function_calls import function_source
@@ -33,8 +34,8 @@ from lightppo.trainer.build import (
     PPOParts,
     assemble,
     build,
+    build_evaluator,
     build_rollout_engine,
-    steps_per_episode,
 )
 from lightppo.trainer.by_hand import (
     check_models,
@@ -44,12 +45,12 @@ from lightppo.trainer.by_hand import (
     sample_texts,
     state_after,
 )
-from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.held_out import evaluator_of
+from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.loop import TrainingLoop
 from lightppo.trainer.pretraining import Pretraining, endless
 from lightppo.trainer.prompts import EpisodePrompts
-from lightppo.trainer.update import TRAINING_METHODS, LossTerm, Update
+from lightppo.trainer.training_losses import LossTerm
+from lightppo.trainer.update import TRAINING_METHODS, Update
 
 _SAVING_METHODS = ("save_logs_and_checkpoints", "_save_checkpoint")
 
@@ -135,7 +136,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         source = function_source(reward_source, "reward_source")
         if eval_prompts is not None:
             judge = judge_of(eval_reward_fn, source)
-            evaluator = evaluator_of(config, engine, judge, eval_prompts, strategy)
+            evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
         pretraining = Pretraining(config.algorithm.ptx_coef, strategy)
         loss_terms = {"pretraining": pretraining, **loss_terms}
         if pretrain_dataloader is not None:

@@ -14,10 +14,11 @@ from lightppo.algorithms.correction import (
     normalize_weights,
     rejection_mask,
 )
-from lightppo.algorithms.more_entries import CORRECTIONS, REJECTIONS, Rejection
+from lightppo.algorithms.entries import CORRECTIONS, REJECTIONS
+from lightppo.algorithms.option_values import Rejection
 from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.errors import ConfigError
-from lightppo.logging.summaries import (
+from lightppo.logging.step_metrics import (
     Summary,
     chi_square,
     effective_share,

@@ -1,0 +1,159 @@
+"""``lightppo memory``: the GPU and host memory that a run needs, when it peaks, and what would make it fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from lightppo.config import ModelConfig, PPOConfig, parse_args
+from lightppo.config.arguments import CommandParser
+from lightppo.config.cli import exit_on_mistakes
+from lightppo.data.folders import check_model
+from lightppo.errors import ConfigError, UserError
+from lightppo.preflight.advice import second_masters, with_second_masters
+from lightppo.preflight.host_memory import host_bytes, library_bytes
+
+if TYPE_CHECKING:
+    from lightppo.preflight.budget import Estimate, Machine
+
+_UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20}
+
+
+def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
+    """Print the table; exit code 1 if the run does not fit."""
+    parser = CommandParser(
+        prog,
+        description=__doc__,
+        allow_abbrev=False,
+        epilog="All options of lightppo ppo, too; only --pretrain is required.",
+    )
+    parser.add_argument(
+        "--gpus", type=int, help="GPUs per node; 0: ranks on the CPU. Default: as on this machine"
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes; default: 1")
+    parser.add_argument(
+        "--gpu_memory",
+        help="memory per GPU, such as 80GB or 24GiB; default: as on this machine, or 80GB",
+    )
+    parser.add_argument(
+        "--host_memory",
+        help="memory per host of ranks on the CPU, such as 16GB; default: as on this machine",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="parts, phases and peak as JSON, in bytes"
+    )
+    args, flags = parser.parse_known_args(argv)
+    with exit_on_mistakes(prog):
+        for name, least in {"gpus": 0, "nodes": 1}.items():
+            if (given := getattr(args, name)) is not None and given < least:
+                raise ConfigError(f"--{name} {given}: must be at least {least}")
+        place = _place(args)
+        config = parse_args(flags, prog, world_size=place["world_size"], unfed=True)
+        _check_models(config.model)
+        from lightppo.preflight import budget
+
+        _import_as_a_rank()
+        machine = budget.Machine(**place, library_bytes=library_bytes(place["per_node"]))
+        try:
+            found = budget.estimate(config.resolved(), machine)
+            advice = [] if found.fits else budget.advice(config.resolved(), machine)
+        except UserError as error:
+            raise ConfigError(str(error)) from error
+    if args.json:
+        phases = {
+            phase: dict(zip(("gpu", "host"), found.of_phase(phase))) for phase in budget.PHASES
+        }
+        shown = asdict(found) | {
+            "phases": phases,
+            "peak": found.peak(),
+            "fits": found.fits,
+            "advice": advice,
+        }
+        print(json.dumps(shown, default=sorted, indent=1))
+    else:
+        print("\n".join(budget.table(found)))
+        for line in masters_note(config.resolved(), machine, found):
+            print(line)
+        if advice:
+            print(
+                "\n".join([f"this does not fit into {budget.gigabytes(machine.limit)}:", *advice])
+            )
+    raise SystemExit(0 if found.fits else 1)
+
+
+def _import_as_a_rank() -> None:
+    """What a rank has imported before its models load; what that takes is counted."""
+    import datasets  # noqa: F401
+
+    import lightppo.trainer.build  # noqa: F401
+    from lightppo.distributed.distributed import import_deepspeed, name_accelerator
+
+    name_accelerator()
+    import_deepspeed()
+
+
+def masters_note(config: PPOConfig, machine: Machine, found: Estimate) -> Iterator[str]:
+    """A line where one rank keeps weights twice, with what the peak would be less without."""
+    from lightppo.preflight import budget
+
+    if roles := with_second_masters(config, machine.world_size):
+        flags = {"actor": "zero_stage", "critic": "critic_zero_stage"}
+        whole = config.with_options(**{flags[role]: 0 for role in roles}).resolved()
+        there, of_host = budget.estimate(whole, machine), not machine.gpus
+        spared = found.peak(of_host=of_host)[1] - there.peak(of_host=of_host)[1]
+        yield f"note: {second_masters(config)} {budget.gigabytes(spared)} less"
+
+
+def _place(args: argparse.Namespace) -> dict[str, Any]:
+    """Where the run is to go, by the command line and this machine: fields of ``budget.Machine``."""
+    size, host = (
+        parse_size(vars(args)[name], f"--{name}") for name in ("gpu_memory", "host_memory")
+    )
+    import torch
+
+    here = torch.cuda.device_count()
+    gpus = here if args.gpus is None else args.gpus
+    ranks = gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    place = {"world_size": ranks * args.nodes, "gpus": gpus > 0, "per_node": ranks}
+    if not gpus:
+        return place | {"host_bytes": host or host_bytes()}
+    if host is not None:
+        raise ConfigError("--host_memory is for ranks on the CPU: add --gpus 0, or leave it out")
+    if size is None:
+        size = torch.cuda.get_device_properties(0).total_memory if here else 80 * 10**9
+    return place | {"device_bytes": size}
+
+
+def _check_models(models: ModelConfig) -> None:
+    """Their configs must be there; weights are not read."""
+    named = [("--pretrain", models.pretrain), ("--ref_pretrain", models.ref_pretrain)]
+    named += [("--critic_pretrain", models.critic_pretrain)]
+    named += [("--reward_pretrain", path) for path in models.reward_pretrain]
+    try:
+        for flag, path in named:
+            if path is not None:
+                check_model(path, flag, weights=False)
+    except UserError as error:
+        raise ConfigError(str(error)) from error
+
+
+def parse_size(text: str | None, flag: str = "--gpu_memory") -> int | None:
+    """Bytes of ``80GB`` (10^9) or ``24GiB`` (2^30)."""
+    if text is None:
+        return None
+    form = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GM]i?B|)", text.strip(), re.IGNORECASE)
+    size = 0 if form is None or not form[2] else int(float(form[1]) * _UNITS[form[2].upper()])
+    if size > 0:
+        return size
+    is_number = form is not None and not form[2]
+    example = (
+        f"{form[1]}GB, or {form[1]}GiB: a number alone has no unit"
+        if is_number
+        else "80GB, or 24GiB"
+    )
+    raise ConfigError(f"{flag} {text}: write {example}")

@@ -1,0 +1,178 @@
+"""The engine's log probs against the trainer's, at the first rollouts and after every step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightppo.callbacks import Callback
+from lightppo.config import PPOConfig
+from lightppo.config.rules import compute_dtype, rollout_rows
+from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import RolloutMismatchError
+from lightppo.experience.experience import Experience
+from lightppo.ranks import Ranks
+from lightppo.rollout.engine import RolloutEngine, capabilities_of
+from lightppo.rollout.sampler import AroundSampling
+
+logger = logging.getLogger(__name__)
+
+CHECKED_ROWS = 8
+NAMED_WEIGHTS = 5
+ROUNDING = {
+    "float32": {"cpu": 0.001, "cuda": 0.01},
+    "float16": {"cuda": 0.02},
+    "bfloat16": {"cuda": 0.1},
+}
+"""Largest mean difference of log probs, in nats, by the coarser type of the two and the device; other devices as CUDA.
+
+Five times what was measured, or more (docs/rollouts.md). In float32 vLLM's attention on a GPU multiplies in TF32, whose
+numbers have float16's 10 bits, and the rest in float32; bfloat16's have 7.
+"""
+
+
+def tolerance_of(config: PPOConfig, strategy: Ranks) -> float:
+    """Return the largest mean difference that is no mistake."""
+    types = {compute_dtype(config), config.engine.vllm_dtype} - {"auto"}
+    rounding = [ROUNDING[name].get(strategy.device.type, ROUNDING[name]["cuda"]) for name in types]
+    return config.engine.logp_diff_tolerance or max(rounding)
+
+
+def check_first(
+    config: PPOConfig, strategy: Ranks, actor: Any, engine: RolloutEngine
+) -> AroundSampling:
+    """Return what compares the log probs of the first rollouts, around their sampling."""
+    check = RolloutCheck(actor, engine, strategy, config)
+
+    def checked(
+        prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
+    ) -> list[Rollout]:
+        rollouts = sample()
+        check.first(rollouts)
+        return rollouts
+
+    return checked
+
+
+class RolloutCheck:
+    """Compare log probs at the first rollouts of an engine with weights of its own, which says ``keeps_weights``; those
+    that an adapter alone was pushed to (``engine.adapter`` is its name) also at the first rollouts of each adapter."""
+
+    def __init__(
+        self, actor: Any, engine: RolloutEngine, strategy: Ranks, config: PPOConfig
+    ) -> None:
+        self.actor, self.engine, self.strategy = actor, engine, strategy
+        self.mode = config.engine.rollout_check
+        self.tolerance = tolerance_of(config, strategy)
+        self.rows = min(CHECKED_ROWS, rollout_rows(config))  # one forward pass that fits
+        self.greedy = config.rollout.temperature == 0 or not config.rollout.do_sample
+        self.pending = self.mode != "off" and capabilities_of(engine).keeps_weights
+        self.checks_adapters = self.pending
+        self.checked: str | None = None  # the adapter
+
+    @torch.no_grad()
+    def first(self, rollouts: Sequence[Rollout]) -> None:
+        """Compare on the first call, and on the first of each adapter. Collective: a rank may have no rollouts."""
+        adapter = getattr(self.engine, "adapter", None)
+        is_first, is_new = self.pending, self.checks_adapters and adapter != self.checked
+        if not is_first and not is_new:
+            return
+        # An episode whose environment failed has none.
+        with_tokens = [rollout for rollout in rollouts if rollout.response_ids]
+        mean, largest, tokens = self.difference(with_tokens[: self.rows])
+        if not tokens:
+            return  # on any rank: the next batch is compared
+        self.pending, self.checked = False, adapter
+        if mean <= self.tolerance:
+            if is_first:
+                self.strategy.print(
+                    f"rollout check: log probs differ by {mean:.2g} on average, {largest:.2g} at most"
+                )
+            return
+        whose = "" if adapter is None else f", with adapter {adapter}"
+        message = (
+            f"the rollout engine's log probs are not the trainer's{whose}: {mean:.3g} nats apart on average, "
+            f"{largest:.3g} at most, and --logp_diff_tolerance is {self.tolerance:g}. {self._suspects()}"
+        )
+        if self.mode == "error":
+            raise RolloutMismatchError(f"{message}. With --rollout_check warn the run continues")
+        if self.strategy.is_rank_0():
+            logger.warning("%s", message)
+
+    def difference(self, rollouts: Sequence[Rollout]) -> tuple[float, float, int]:
+        r"""Return (mean, max) of \|engine's log prob - trainer's\| over the tokens of all ranks, in nats, and their number.
+        Collective."""
+        batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
+        batch.to_device(self.strategy.device)
+        temperature, training = self.actor.temperature, self.actor.training
+        self.actor.eval()
+        try:
+            if self.greedy:
+                self.actor.temperature = 1.0  # what greedy rollouts record
+            scores = self.actor.score_actions(
+                batch.sequences, batch.num_actions, batch.attention_mask
+            )
+        finally:
+            self.actor.temperature = temperature
+            self.actor.train(training)
+        # NaN would pass every comparison. A placeholder has no trained token.
+        # (B, A)
+        diff = (scores.log_probs.float() - batch.rollout_log_probs).abs().nan_to_num(torch.inf)
+        diff = diff[batch.action_mask].double()
+        sums = self.strategy.all_reduce({"total": diff.sum().item(), "count": diff.numel()}, "sum")
+        largest = self.strategy.all_reduce(diff.max().item() if rollouts else 0.0, "max")
+        tokens = int(sums["count"])
+        return (sums["total"] / tokens if tokens else 0.0), largest, tokens
+
+    def _suspects(self) -> str:
+        """Say which weights differ. Collective."""
+        if not capabilities_of(self.engine).compares_weights:
+            return "This engine cannot say which weights differ"
+        differing, unknown = self.engine.differing_weights()
+        if differing:
+            names, more = ", ".join(differing[:NAMED_WEIGHTS]), len(differing) - NAMED_WEIGHTS
+            return f"Weights that differ: {names}{f' and {more} more' if more > 0 else ''}"
+        if unknown:
+            return f"No weight was seen to differ, but {len(unknown)} could not be compared, first {unknown[0]}"
+        return (
+            "All weights are the same, so the two compute differently: check the types (--vllm_dtype, --bf16, --fp16), "
+            "and whether vLLM and transformers agree on this model"
+        )
+
+
+def watch(run: Any) -> DriftWatch | None:
+    """Make the callback of a PPO run, whatever its engine is; None with ``--rollout_check off``."""
+    if not isinstance(run.config, PPOConfig) or run.config.engine.rollout_check == "off":
+        return None
+    return DriftWatch(tolerance_of(run.config, run.strategy))
+
+
+class DriftWatch(Callback):
+    """Warn if a step's ``rollout/logp_diff_mean`` exceeds the tolerance, and again when it has doubled.
+
+    Samples of an older policy do not count: training has moved the actor away from them.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = self._warned_at = tolerance
+
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
+        name = "rollout/logp_diff_on_policy"
+        if name not in metrics:
+            name = "rollout/logp_diff_mean"
+        mean = metrics.get(name, 0.0)
+        if not mean > self._warned_at:  # NaN is not
+            return
+        self._warned_at = 2 * mean
+        if run.strategy.is_rank_0():
+            logger.warning(
+                "step %d: the rollout engine's log probs drift from the trainer's: %s is %.3g, "
+                "--logp_diff_tolerance %g; see docs/rollouts.md",
+                step,
+                name,
+                mean,
+                self.tolerance,
+            )
