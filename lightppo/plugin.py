@@ -140,7 +140,7 @@ PUBLIC: dict[str, str] = {
     "NaiveReplayBuffer": "lightppo.compat.script_names",
     "ActorLanguage": "lightppo.compat.script_names",
     "DistributedSampler": "lightppo.compat.script_names",
-    "masked_mean": "lightppo.compat.script_names",
+    "masked_mean": "lightppo.algorithms.masking",
     "unpacking_samples": "lightppo.compat.script_names",
     "compute_approx_kl": "lightppo.compat.script_names",
     "get_llm_for_sequence_regression": "lightppo.compat.script_names",
@@ -150,8 +150,8 @@ PUBLIC: dict[str, str] = {
     "RewardModelTrainer": "lightppo.supervised.script_trainers",
     "DPOTrainer": "lightppo.supervised.script_trainers",
     "GPTLMLoss": "lightppo.algorithms.lm_loss",
-    "SFTDataset": "lightppo.supervised.script_datasets",
-    "RewardDataset": "lightppo.supervised.script_datasets",
+    "SFTDataset": "lightppo.data.examples",
+    "RewardDataset": "lightppo.supervised.pairs",
     "blending_datasets": "lightppo.data.blends",
 }
 """What ``from lightppo import NAME`` imports, by name: the module. A plugin may add names."""

@@ -66,7 +66,7 @@ def with_kl(trainer: Any, experience: Experience, log_probs: Tensor) -> Experien
     if reference is None:
         return experience
     kl = trainer.experience_maker.sampled_kl(log_probs, reference)  # (B, A)
-    of_samples = masked_mean(kl, experience.action_mask)
+    of_samples = masked_mean(kl, experience.action_mask, dim=1)
     return replace(experience, info=experience.info | {"kl": of_samples})
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.kl import approx_kl
-from lightppo.algorithms.masking import zero_where_masked
 from lightppo.config import PPOConfig
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.distributed.rank_samples import RankSampler as DistributedSampler
@@ -82,19 +81,6 @@ def check_actor(config: PPOConfig, actor: Any) -> None:
         raise ConfigError(
             f"ActorLanguage has {name} {of_actor}, strategy.args {of_loss}: set args.{name} to {of_actor}"
         )
-
-
-def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
-    """The mean over ``dim``, by default over everything, of the elements whose mask is not 0; without a mask of all.
-
-    0 where no element counts (the seed has NaN there). Masked elements may hold anything.
-    """
-    if mask is None:
-        return tensor.mean() if dim is None else tensor.mean(dim)
-    kept, counts = zero_where_masked(tensor, mask), mask.bool()
-    if dim is None:
-        return kept.sum() / counts.sum().clamp(min=1)
-    return kept.sum(dim) / counts.sum(dim).clamp(min=1)
 
 
 def unpacking_samples(values: Tensor, packed_seqlens: Sequence[int]) -> list[Tensor]:

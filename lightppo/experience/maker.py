@@ -431,4 +431,4 @@ class ExperienceMaker:
         if self.rewarded:
             batch.info |= self.shaper.numbers(rollouts)
         kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl
-        batch.info["kl"] = masked_mean(kl, batch.action_mask)
+        batch.info["kl"] = masked_mean(kl, batch.action_mask, dim=1)

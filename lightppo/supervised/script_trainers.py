@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightppo.config.supervised_options import SupervisedConfig
-from lightppo.data.examples import SFTDataset as ExampleDataset
+from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError
 from lightppo.supervised.objectives import DPO, SFT, Objective, RewardModelling
@@ -269,7 +269,7 @@ class SFTTrainer(ScriptTrainer):
         pretrain_mode, batch_size: the data set and ``args.train_batch_size`` say so already; nothing reads them here.
     """
 
-    objective_class, rows_class, script_names = SFT, ExampleDataset, SCRIPT_NAMES["sft"]
+    objective_class, rows_class, script_names = SFT, SFTDataset, SCRIPT_NAMES["sft"]
 
     def __init__(
         self,
