@@ -24,7 +24,6 @@ FLOORS = {
     "files": 0,
     "http_client": 0,
     "metric_names": 0,
-    "node_cache": 0,
     "option": 0,
     "plugin": 0,
     "ranks": 0,

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.checkpoint.engine_state import rng_state
-from lightppo.checkpoint.run_checkpointer import mark_latest
+from lightppo.checkpoint.layout import mark_latest, step_of, tag_of
 from lightppo.compat.constructor_options import fill_schedule, script_args
 from lightppo.compat.prompt_batches import SeedLoader, pretrain_batches_of
 from lightppo.compat.script_losses import policy_loss_of, pretrain_loss_of, value_loss_of
@@ -348,7 +348,7 @@ class ScriptMembers:
 
     def write_checkpoint_of_script(self, step: int) -> None:
         """Write a checkpoint with what a script adds, by its ``_save_checkpoint`` if there is one. Collective."""
-        tag, state = f"global_step{step}", self.whole_state()
+        tag, state = tag_of(step), self.whole_state()
         own = {name: state[name] for name in (*self.states, *self.states_of_ranks)}
         state = state | dict(self.client_states or {}) | own
         if not self.overrides("_save_checkpoint"):
@@ -364,7 +364,7 @@ class ScriptMembers:
         is_whole = client_states is not None and "trainer" in client_states
         state = client_states if is_whole else self.whole_state() | dict(client_states or {})
         path = getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
-        self.checkpointer.save(path, int(tag.removeprefix("global_step")), state)
+        self.checkpointer.save(path, step_of(tag), state)
 
     def _adopt(self, tag: str) -> None:
         """Mark a checkpoint that a script has written as the latest, if all parts have it. Collective."""

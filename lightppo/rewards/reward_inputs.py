@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lightppo.models.critic import RowForm
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 Rows = list[list[int]]
 
