@@ -108,8 +108,6 @@ class SFTDataset(PreparedDataset):
             input_template, pretrain_mode = None, input_template
         if multiturn and pretrain_mode:
             raise DataError("multiturn needs chats, so no pretrain_mode")
-        if (max_length is None) == (max_len is None):
-            raise DataError(f"give max_length or max_len, not both: {max_length} and {max_len}")
         args = script_args(strategy, tokenizer, multiple_of)
         self.of_script = args is not None
         if self.of_script:
@@ -118,13 +116,9 @@ class SFTDataset(PreparedDataset):
                 input_template = None
             strategy = with_args(args, input_template=input_template)
         self.overlong_cure, self.multiturn = overlong_cure, multiturn
-        self.max_len = max_len = int(max_len if max_length is None else max_length)
+        self.max_len = _one_length(max_length, max_len)
         self.pretrain_mode, self.padding_side = pretrain_mode, padding_side
         self.truncation = truncation or ("right" if pretrain_mode else "error")
-        if self.max_len < 2:
-            raise DataError(
-                f"max_len is {max_len}; at least 2, one token to see and one to predict"
-            )
         check_choice("truncation", self.truncation, SFTTruncation)
         check_choice("padding_side", padding_side, PaddingSide)
         if tokenizer.eos_token_id is None:
@@ -346,6 +340,15 @@ _ROOM = 2  # tokens of an answer that a prompt must leave room for, one of them 
 def _left_out(outcome: Outcome) -> Outcome:
     is_known = isinstance(outcome, BadRowError) and outcome.reason in _LEFT_OUT
     return outcome.reason if is_known else outcome
+
+
+def _one_length(max_length: int | None, max_len: int | None) -> int:
+    if (max_length is None) == (max_len is None):
+        raise DataError(f"give max_length or max_len, not both: {max_length} and {max_len}")
+    limit = int(max_len if max_length is None else max_length)
+    if limit < 2:
+        raise DataError(f"max_len is {limit}; at least 2, one token to see and one to predict")
+    return limit
 
 
 def script_args(strategy: Any, tokenizer: Any, multiple_of: int) -> Any:
