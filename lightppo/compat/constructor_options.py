@@ -9,7 +9,7 @@ from typing import Any
 
 from lightppo.config import PPOConfig
 from lightppo.config.option_needs import condition_text, facts_of
-from lightppo.config.options import Options, all_options
+from lightppo.config.options import all_options
 from lightppo.errors import ConfigError
 from lightppo.suggestions import nearest
 
@@ -131,7 +131,7 @@ def config_from_options(
     return config.resolved()
 
 
-def idle_options(config: Options) -> dict[str, str]:
+def idle_options(config: PPOConfig) -> dict[str, str]:
     """What scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
     given, facts = config.flat(), facts_of(config)
     return {

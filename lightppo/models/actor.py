@@ -13,19 +13,12 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.algorithms.logprobs import log_probs_and_entropy, token_log_probs
+from lightppo.models.batches import Batch, check_num_actions, on_cpu, real_actions, refuse_ring
+from lightppo.models.inspection import takes
+from lightppo.models.kernels.scoring_head import scores_by_head
 from lightppo.models.loading import load_causal_lm
-from lightppo.models.wrapper import (
-    Batch,
-    PretrainedWrapper,
-    adapter_options,
-    check_num_actions,
-    on_cpu,
-    prepare_alone,
-    real_actions,
-    refuse_ring,
-    takes,
-)
-from lightppo.plugin import HEAD_SCORES
+from lightppo.models.preparation import adapter_options, prepare_alone
+from lightppo.models.wrapper import PretrainedWrapper
 
 # Of a forward: the model's output; for the K real actions log probs (K,), entropy (K,), logits (K, V) of valid ids.
 Predicted = tuple[ModelOutput, Tensor, Tensor | None, Tensor | None]
@@ -47,7 +40,7 @@ class ActionScores:
 class Actor(PretrainedWrapper):
     """A causal LM that gives the log probs of the last A tokens of each sequence.
 
-    Log probs come from logits, or without them by one of ``lightppo.plugin.HEAD_SCORES``.
+    Log probs come from logits, or without them from the head, see :mod:`.kernels.scoring_head`.
 
     Args:
         pretrain_or_model: folder, hub id, or a built model (its dropout is set to 0 in place).
@@ -56,8 +49,8 @@ class Actor(PretrainedWrapper):
         valid_vocab_size: number of ids, from 0, that log probs cover and the engine samples; None: all embedding rows.
         lora_rank: above 0 adapters train beside frozen weights, made here as scripts have it; a run makes its own later.
         lora_alpha, lora_dropout, target_modules, use_liger_kernel: as the options of these names.
-        options: ``flag``, the fields of :class:`lightppo.models.loading.LoadOptions`, and ``arguments`` of the last of
-            ``lightppo.plugin.LAYOUTS``: with ``packing_samples``, forwards with num_actions drop the padding.
+        options: ``flag``, the fields of :class:`lightppo.models.pretrained.LoadOptions`; with ``packing_samples``,
+            forwards with num_actions drop the padding.
     """
 
     # strategy.prepare puts the engine under this attribute and returns the Actor itself
@@ -214,10 +207,17 @@ class Actor(PretrainedWrapper):
         entropy_grad: bool = False,
         router_logits: bool = False,
     ) -> Predicted:
-        """One forward: by ``HEAD_SCORES`` if log probs are enough, else through logits."""
-        asked = {"entropy": entropy, "entropy_grad": entropy_grad, "router_logits": router_logits}
-        for entry in () if logits else HEAD_SCORES.values():
-            if (predicted := entry.fn(self, batch, actions, **asked)) is not None:
+        """Make one forward: without logits if log probs are enough and this model's come from its head alone."""
+        if not logits:
+            predicted = scores_by_head(
+                self,
+                batch,
+                actions,
+                entropy=entropy,
+                entropy_grad=entropy_grad,
+                router_logits=router_logits,
+            )
+            if predicted is not None:
                 return predicted
         output = self._run(batch, batch.places, router_logits)
         over = batch.of_real(output.logits)[:, : self.valid_vocab_size]  # (K, V)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightppo import rewards
-from lightppo.option import register_section
-from lightppo.plugin import REWARD_NAMES, REWARD_SUMS, REWARDS, RULES, RewardEntry
+from lightppo.plugin import REWARD_SUMS, REWARDS, RewardEntry
 from lightppo.table import Entry, Table
 
 
@@ -40,9 +39,7 @@ REWARD_STYLES: Table = Table(
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    REWARD_NAMES.register("plan", Entry("lightppo.config.reward_plan:named_sources"))
     REWARD_SUMS.register("weighted", Entry("lightppo.rewards.weighted_sums:sum_of"))
-    RULES.register("sources", Entry("lightppo.config.reward_plan:source_problems"))
     REWARDS["function"] = RewardEntry(
         "lightppo.rewards.function_calls:function_reward", flag="reward_fn", outside="perhaps"
     )
@@ -59,13 +56,4 @@ def register() -> None:
         RunnerRequest="lightppo.rewards.reward_calls",
         Call="lightppo.rewards.reward_calls",
         Outcome="lightppo.rewards.reward_calls",
-    )
-    register_section(
-        "reward_plan", "lightppo.config.reward_sources_options:PlanConfig", adds_to="verifier"
-    )
-    register_section(
-        "functions", "lightppo.config.reward_sources_options:FunctionConfig", adds_to="verifier"
-    )
-    register_section(
-        "reward_inputs", "lightppo.config.reward_sources_options:InputConfig", adds_to="reward"
     )

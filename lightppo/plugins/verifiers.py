@@ -1,7 +1,6 @@
 """Rewards that check answers, in the background or not, and processes that call reward functions."""
 
 from lightppo import rewards
-from lightppo.option import register_section
 from lightppo.plugin import REWARD_WRAPPERS, REWARDS, SCORED, SCORERS, RewardEntry
 from lightppo.plugins.reward_sources import REWARD_MANAGERS, RewardManager
 from lightppo.table import Entry
@@ -31,6 +30,3 @@ def register() -> None:
     SCORED.register("check_verifier_status", Entry("lightppo.verifiers.status:status_check"))
     rewards.PUBLIC["AsyncScorer"] = "lightppo.rollout.async_scorer"
     REWARD_MANAGERS.register("prime", RewardManager("lightppo.verifiers.processes:runner_of"))
-    register_section(
-        "built_in", "lightppo.config.verifiers_options:BuiltInConfig", adds_to="verifier"
-    )

@@ -14,8 +14,8 @@ from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.chat_templates import ended
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
+from lightppo.models.batches import micro_batches, to_device
 from lightppo.models.critic import RowForm
-from lightppo.models.wrapper import micro_batches, to_device
 from lightppo.ranks import Ranks, heartbeat, level
 from lightppo.rewards.reward_source import RewardOutput
 

@@ -13,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config import PPOConfig
-from lightppo.config.rules import (
-    estimator_entry,
-    given_sources,
-    micro_batch_spec,
-    reward_sources,
-)
+from lightppo.config.reward_plan import given_sources, reward_sources
+from lightppo.config.rules import estimator_entry, micro_batch_spec
 from lightppo.errors import ConfigError
 from lightppo.plugin import OUTSIDE, REWARD_SUMS, REWARD_WRAPPERS, REWARDS
 from lightppo.ranks import Alone, Ranks

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightppo.config import PPOConfig
-from lightppo.config.reward_plan import ANY_ROUTE, is_file_alone, reward_plan
-from lightppo.config.rules import reward_sources
+from lightppo.config.reward_plan import ANY_ROUTE, is_file_alone, reward_plan, reward_sources
 from lightppo.option import is_object
 from lightppo.rewards.function_calls import FunctionReward, function_source
 from lightppo.rewards.function_styles import BoundFunction

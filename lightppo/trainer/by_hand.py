@@ -10,13 +10,13 @@ from lightppo.compat.constructor_options import with_generation
 from lightppo.compat.prompt_batches import as_prompts
 from lightppo.compat.script_names import check_actor
 from lightppo.config import PPOConfig
-from lightppo.config.distillation_options import needs_teacher
 from lightppo.config.rules import (
     estimator_entry,
     micro_batch_spec,
     moves_reference,
     needs_critic,
     needs_reference,
+    needs_teacher,
 )
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, RewardError

@@ -11,7 +11,7 @@ from support import fakes
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
-from lightppo.config.rules import reward_sources
+from lightppo.config.reward_plan import reward_sources
 from lightppo.errors import ConfigError
 from lightppo.plugin import REWARD_NAMES, REWARD_SUMS, REWARDS, RewardEntry
 from lightppo.plugins.reward_sources import REWARD_MANAGERS, RewardManager
