@@ -31,8 +31,45 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for editors
     from lightppo.algorithms.entries import estimator as estimator
     from lightppo.algorithms.entries import policy_loss as policy_loss
+    from lightppo.algorithms.kl import AdaptiveKLController as AdaptiveKLController
+    from lightppo.algorithms.kl import FixedKLController as FixedKLController
+    from lightppo.algorithms.lm_loss import GPTLMLoss as GPTLMLoss
+    from lightppo.algorithms.losses import PolicyLoss as PolicyLoss
+    from lightppo.algorithms.losses import ValueLoss as ValueLoss
+    from lightppo.algorithms.masking import masked_mean as masked_mean
+    from lightppo.callbacks import Callback as Callback
+    from lightppo.compat.script_names import ActorLanguage as ActorLanguage
+    from lightppo.compat.script_names import DistributedSampler as DistributedSampler
+    from lightppo.compat.script_names import NaiveReplayBuffer as NaiveReplayBuffer
+    from lightppo.compat.script_names import compute_approx_kl as compute_approx_kl
+    from lightppo.compat.script_names import (
+        get_llm_for_sequence_regression as get_llm_for_sequence_regression,
+    )
+    from lightppo.compat.script_names import get_strategy as get_strategy
+    from lightppo.compat.script_names import unpacking_samples as unpacking_samples
     from lightppo.config import PPOConfig as PPOConfig
+    from lightppo.data.blends import blending_datasets as blending_datasets
+    from lightppo.data.datasets import PromptDataset as PromptDataset
+    from lightppo.data.examples import SFTDataset as SFTDataset
+    from lightppo.data.records import Prompt as Prompt
+    from lightppo.data.records import Rollout as Rollout
+    from lightppo.distributed.deepspeed import DeepspeedStrategy as DeepspeedStrategy
+    from lightppo.experience.batching import ReplayBuffer as ReplayBuffer
+    from lightppo.experience.experience import Experience as Experience
+    from lightppo.experience.maker import ExperienceMaker as ExperienceMaker
+    from lightppo.models.actor import Actor as Actor
+    from lightppo.models.critic import Critic as Critic
+    from lightppo.models.critic import RewardModel as RewardModel
+    from lightppo.models.loading import get_tokenizer as get_tokenizer
+    from lightppo.rollout.engine import SamplingParams as SamplingParams
+    from lightppo.rollout.hf import HFRolloutEngine as HFRolloutEngine
+    from lightppo.supervised.pairs import RewardDataset as RewardDataset
+    from lightppo.supervised.script_trainers import DPOTrainer as DPOTrainer
+    from lightppo.supervised.script_trainers import RewardModelTrainer as RewardModelTrainer
+    from lightppo.supervised.script_trainers import SFTTrainer as SFTTrainer
+    from lightppo.trainer.naive_experience_maker import NaiveExperienceMaker as NaiveExperienceMaker
     from lightppo.trainer.ppo_trainer import PPOTrainer as PPOTrainer
+    from lightppo.trainer.prompts import RolloutBatchSampler as RolloutBatchSampler

@@ -174,9 +174,25 @@ PUBLIC: dict[str, str] = {
     "policy_loss": "lightppo.algorithms.entries",
     "FixedKLController": "lightppo.algorithms.kl",
     "AdaptiveKLController": "lightppo.algorithms.kl",
+    "NaiveExperienceMaker": "lightppo.trainer.naive_experience_maker",
+    "NaiveReplayBuffer": "lightppo.compat.script_names",
+    "ActorLanguage": "lightppo.compat.script_names",
+    "DistributedSampler": "lightppo.compat.script_names",
+    "masked_mean": "lightppo.algorithms.masking",
+    "unpacking_samples": "lightppo.compat.script_names",
+    "compute_approx_kl": "lightppo.compat.script_names",
+    "get_llm_for_sequence_regression": "lightppo.compat.script_names",
+    "get_strategy": "lightppo.compat.script_names",
+    "get_tokenizer": "lightppo.models.loading",
+    "SFTTrainer": "lightppo.supervised.script_trainers",
+    "RewardModelTrainer": "lightppo.supervised.script_trainers",
+    "DPOTrainer": "lightppo.supervised.script_trainers",
+    "GPTLMLoss": "lightppo.algorithms.lm_loss",
+    "SFTDataset": "lightppo.data.examples",
+    "RewardDataset": "lightppo.supervised.pairs",
     "blending_datasets": "lightppo.data.blends",
 }
-"""What ``from lightppo import NAME`` imports, by name: the module. A plugin may put another module in its place."""
+"""What ``from lightppo import NAME`` imports, by name: the module. A plugin may add names."""
 
 ENGINES: Table = Table(
     "--rollout_engine",

@@ -50,7 +50,7 @@ FLOORS = {
     "preflight": 10,
     "trainer": 11,
     "supervised": 12,
-    "compat": 13,
+    "compat": 10,
     "cli": 14,
     "plugins": 15,
     "__main__": 16,
@@ -233,3 +233,14 @@ def test_public_names_point_to_definitions():
             for a in n.names
         }
         assert name in defined | imported, f"lightppo.{name}: not in {module}"
+
+
+def test_a_public_name_has_one_class():
+    """An editor finds one class or function of this name in the package."""
+    homes: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                homes.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
+    twice = {name: homes[name] for name in public_names() if len(homes.get(name, ())) > 1}
+    assert not twice

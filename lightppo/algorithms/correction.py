@@ -172,7 +172,7 @@ def of_sums(values: Tensor, **bounds: Any) -> Tensor:
 
 def of_means(values: Tensor, *, action_mask: Tensor, **bounds: Any) -> Tensor:
     """Rows whose mean value is within the bounds: of log ρ, the geometric mean of the ratios."""
-    return of_tokens(masked_mean(values, action_mask).unsqueeze(1), **bounds)
+    return of_tokens(masked_mean(values, action_mask, dim=1).unsqueeze(1), **bounds)
 
 
 def of_worst_tokens(values: Tensor, *, action_mask: Tensor, **bounds: Any) -> Tensor:

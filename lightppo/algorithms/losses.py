@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -305,20 +305,24 @@ class PolicyLoss:
 
     # above 0, at most 1 (no lower bound); None: the loss's default, 0.2 for ppo
     clip_eps_low: float | None = None
-    clip_eps_high: float | None = None  # above 0; None: the loss's default
+    # above 0; None: clip_eps_low where that is given, else the loss's default
+    clip_eps_high: float | None = None
     policy_loss: str | Callable = "ppo"  # one of entries.POLICY_LOSSES, path.py:name, or a function
     # one of entries.LOSS_AGG_MODES, whatever the loss's paper uses
     loss_agg_mode: str = "token-mean"
     # by flag name; missing or None: the default
     options: Mapping[str, float | None] = field(default_factory=dict)
+    clip_eps: InitVar[float | None] = None  # LightRFT's name of an epsilon of both sides
+    horizon: float = 1.0  # of seq-mean-token-sum-norm without a normalizer, in tokens
     # what the names above stand for
     of_tokens: PolicyLossFn = field(init=False, repr=False, compare=False)
     aggregate: Aggregation = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, clip_eps: float | None) -> None:
         entry, name = self.entry, shown_object(self.policy_loss)
         aggregate = LOSS_AGG_MODES.find(self.loss_agg_mode).fn
-        given = (self.clip_eps_low, self.clip_eps_high)
+        low = self.clip_eps_low if clip_eps is None else clip_eps
+        given = (low, low if self.clip_eps_high is None else self.clip_eps_high)
         if entry.eps_clip is None and given != (None, None):
             raise ValueError(
                 f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out"
@@ -337,6 +341,7 @@ class PolicyLoss:
             of_tokens = Checked(of_tokens, "--policy_loss", problem_of_loss, called_with)
         object.__setattr__(self, "of_tokens", of_tokens)
         object.__setattr__(self, "aggregate", aggregate)
+        object.__setattr__(self, "last_metrics", {})
 
     @cached_property
     def entry(self) -> PolicyLossEntry:
@@ -353,22 +358,46 @@ class PolicyLoss:
         log_probs: Tensor,
         old_log_probs: Tensor,
         advantages: Tensor,
-        action_mask: Tensor,
+        action_mask: Tensor | None = None,
         normalizer: LossNormalizer | None = None,
         *,
         weights: Tensor | None = None,
         selected: Tensor | None = None,
-    ) -> tuple[Tensor, Metrics]:
+        entropy_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics] | Tensor:
         """Loss, and detached shares of the step's token means, at least ``clip_ratio``, ``ratio``, ``approx_kl``.
 
         Only ``log_probs`` gets a gradient, so ``old_log_probs`` may be ``log_probs`` itself in the first step.
 
         Args:
-            normalizer: counts of the whole optimizer step; ``None`` = this micro batch is the step.
+            normalizer: counts of the whole optimizer step. Without it, this micro batch is the step, and the loss is
+                returned alone, as scripts of LightRFT and OpenRLHF call it; :meth:`get_last_stats` has its metrics.
             weights: (B, A), a factor on each token's loss. A token of weight 0 has no gradient; it still counts in the
                 normalizer, the metrics and its row's ratio.
             selected: (B, A), the tokens that clip_cov and kl_cov single out; ``None`` for all other losses.
+            entropy_mask: (B, A), weights of 0 and 1 of scripts, which also have it in the place of ``normalizer``.
         """
+        if isinstance(normalizer, Tensor):
+            normalizer, entropy_mask = None, normalizer
+        if action_mask is None:
+            action_mask = torch.ones_like(log_probs, dtype=torch.bool)
+        if entropy_mask is not None:
+            of_script = entropy_mask.to(log_probs.dtype)
+            weights = of_script if weights is None else weights * of_script
+        if normalizer is None:
+            normalizer = LossNormalizer.from_masks([action_mask], scale=self.horizon)
+            loss, metrics = self(
+                log_probs,
+                old_log_probs,
+                advantages,
+                action_mask,
+                normalizer,
+                weights=weights,
+                selected=selected,
+            )
+            self.last_metrics.clear()
+            self.last_metrics.update(metrics)
+            return loss
         require_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
         require_same_shape(
             log_probs=log_probs, action_mask=action_mask, weights=weights, selected=selected
@@ -378,7 +407,6 @@ class PolicyLoss:
                 f"policy_loss {shown_object(self.policy_loss)!r}: give selected if, and only if, it selects tokens"
             )
         mask = action_mask.bool()
-        normalizer = normalizer or LossNormalizer.from_masks([mask])
         inputs = LossInputs(
             zero_where_masked(log_probs, mask),
             zero_where_masked(old_log_probs.detach(), mask),
@@ -396,6 +424,10 @@ class PolicyLoss:
         loss = self.aggregate(token_loss, mask, normalizer)
         return loss, _token_means(token_metrics, mask, normalizer)
 
+    def get_last_stats(self) -> dict[str, float]:
+        """Return the metrics of the last call without a ``normalizer``."""
+        return {name: float(value) for name, value in self.last_metrics.items()}
+
 
 def _token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:
     """This micro batch's share of the step's token means, without gradient."""
@@ -412,9 +444,13 @@ class ValueLoss:
     value_clip: float | None = 0.2  # c, in units of the value, above 0; None: no clipping
     loss_agg_mode: str = "token-mean"
     huber_delta: float | None = None  # δ, above 0; None: ½e² everywhere
+    clip_eps: InitVar[float | None] = ...  # LightRFT's name of value_clip
+    horizon: float = 1.0  # as of PolicyLoss
     aggregate: Aggregation = field(init=False, repr=False, compare=False)  # that of loss_agg_mode
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, clip_eps: float | None) -> None:
+        if clip_eps is not ...:
+            object.__setattr__(self, "value_clip", clip_eps)
         object.__setattr__(self, "aggregate", LOSS_AGG_MODES.find(self.loss_agg_mode).fn)
         for flag, limit in (
             ("--value_clip", self.value_clip),
@@ -428,18 +464,23 @@ class ValueLoss:
         values: Tensor,
         old_values: Tensor,
         returns: Tensor,
-        action_mask: Tensor,
+        action_mask: Tensor | None = None,
         normalizer: LossNormalizer | None = None,
-    ) -> tuple[Tensor, Metrics]:
+    ) -> tuple[Tensor, Metrics] | Tensor:
         """Loss, and ``value_clip_ratio``, the share of the step's tokens whose clipped error is the larger one.
 
-        All (B, A): ``old_values`` are the critic's at rollout time. Without a ``normalizer``, this is the whole step.
+        All (B, A): ``old_values`` are the critic's at rollout time. Without a ``normalizer``, this is the whole step, and
+        the loss is returned alone.
         """
+        if action_mask is None:
+            action_mask = torch.ones_like(values, dtype=torch.bool)
+        if normalizer is None:
+            normalizer = LossNormalizer.from_masks([action_mask], scale=self.horizon)
+            return self(values, old_values, returns, action_mask, normalizer)[0]
         require_same_shape(
             values=values, old_values=old_values, returns=returns, action_mask=action_mask
         )
         mask = action_mask.bool()
-        normalizer = normalizer or LossNormalizer.from_masks([mask])
         values, old_values, returns = (
             zero_where_masked(x, mask) for x in (values, old_values.detach(), returns.detach())
         )

@@ -42,10 +42,18 @@ def require_same_shape(**tensors: Tensor | None) -> None:
         )
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """(B,) mean of each row's unmasked values; 0 for a row that has none."""
+def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
+    """Return the mean over ``dim``, by default over everything, of unmasked values; of all without a mask.
+
+    It is 0 where no value counts. Masked values may be anything.
+    """
+    if mask is None:
+        return values.mean() if dim is None else values.mean(dim)
     require_same_shape(values=values, mask=mask)
-    return zero_where_masked(values, mask).sum(1) / mask.bool().sum(1).clamp(min=1)
+    unmasked, counts = zero_where_masked(values, mask), mask.bool()
+    if dim is None:
+        return unmasked.sum() / counts.sum().clamp(min=1)
+    return unmasked.sum(dim) / counts.sum(dim).clamp(min=1)
 
 
 @torch.no_grad()

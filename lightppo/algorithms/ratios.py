@@ -49,4 +49,4 @@ def row_product(log_ratio: Tensor) -> Tensor:
 
 def row_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """Geometric mean of ρ over the row's trained tokens, (B, 1); 1 for a row without any."""
-    return masked_mean(log_ratio, mask).unsqueeze(1).exp()
+    return masked_mean(log_ratio, mask, dim=1).unsqueeze(1).exp()

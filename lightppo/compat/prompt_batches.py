@@ -1,14 +1,14 @@
-"""Batches of a script's own prompts dataloader as prompts."""
+"""Batches of dataloaders in scripts: those of a script's own as prompts, and ours in the form that its ``fit`` reads."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from lightppo.data.records import Prompt
-from lightppo.trainer.prompts import EpisodePrompts
+from lightppo.distributed.rank_samples import RankSampler
 
 
 class PromptText(str):
@@ -21,33 +21,6 @@ class PromptText(str):
         text = cls(prompt.text)
         text.prompt = prompt
         return text
-
-
-class ScriptPrompts(EpisodePrompts):
-    """Those of any dataloader.
-
-    Its ``batch_sampler`` or ``sampler`` has ``set_epoch(epoch, consumed_samples)``; one with ``set_epoch(epoch)`` cannot
-    start inside an episode, one with none is taken as it comes.
-    """
-
-    def go_to(self, dataloader: Any, episode: int, consumed_prompts: int) -> None:
-        samplers = (
-            getattr(dataloader, "batch_sampler", None),
-            getattr(dataloader, "sampler", None),
-        )
-        sampler = next((s for s in samplers if hasattr(s, "set_epoch")), None)
-        if (
-            sampler is not None
-            and "consumed_samples" in inspect.signature(sampler.set_epoch).parameters
-        ):
-            sampler.set_epoch(episode, consumed_samples=consumed_prompts)
-        elif consumed_prompts:
-            raise ValueError(
-                "cannot resume inside an episode: the prompts dataloader's sampler has no set_epoch(epoch, "
-                "consumed_samples); make it with strategy.setup_dataloader"
-            )
-        elif sampler is not None:
-            sampler.set_epoch(episode)
 
 
 def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
@@ -116,3 +89,61 @@ def _is_texts(column: Any) -> bool:
 def _index_of(text: str) -> int:
     """A number for a prompt without row number: equal texts form one group, on any rank."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+class _Episodes(RankSampler):
+    """A sampler of batches, in the place where the seed's ``fit`` looks for its sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.set_epoch = sampler.set_epoch
+
+
+class SeedLoader:
+    """A prompts dataloader in the seed's form: each batch is ``[texts, labels]``.
+
+    Batches that are no list of :class:`Prompt` stay as they are, and every other attribute is the dataloader's.
+    """
+
+    def __init__(self, loader: Iterable) -> None:
+        self.loader = loader
+
+    @property
+    def sampler(self) -> Any:
+        """With ``set_epoch(epoch, consumed_samples)``, if the dataloader has such a one."""
+        batches = getattr(self.loader, "batch_sampler", None)
+        return (
+            _Episodes(batches)
+            if hasattr(batches, "set_epoch")
+            else getattr(self.loader, "sampler", None)
+        )
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            if isinstance(batch, list) and all(isinstance(prompt, Prompt) for prompt in batch):
+                batch = [
+                    [PromptText.of(prompt) for prompt in batch],
+                    [prompt.label for prompt in batch],
+                ]
+            yield batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["loader"], name)
+
+
+class PretrainBatch(dict):
+    """A batch for the PTX loss; ids and mask also by the places that they have in the seed's, 1 and 2."""
+
+    PLACES = {1: "input_ids", 2: "attention_mask"}
+
+    def __missing__(self, key: Any) -> Any:
+        if key not in self.PLACES:
+            raise KeyError(key)
+        return self[self.PLACES[key]]
+
+
+def pretrain_batches_of(batches: Iterator) -> Iterator:
+    for batch in batches:
+        yield PretrainBatch(batch) if isinstance(batch, Mapping) else batch

@@ -33,6 +33,7 @@ from lightppo.data.rows import (
     resolve_fields,
     template_options,
 )
+from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError, DataError
 from lightppo.ranks import Ranks
 
@@ -144,44 +145,60 @@ class PromptDataset(PreparedDataset):
         truncation: treatment of a longer prompt: ``error`` (a bad row), cut on a side, or ``drop``.
         on_bad_row: ``error`` or ``skip`` (counted in ``report``, named in the log).
         ranks: share out the work, all with the same ``dataset``; the constructor is collective then.
+        strategy: of a script; its ``args`` have what is not given here.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
-        *,
+        strategy: Any = None,
         input_template: str | None = None,
+        *,
         input_key: str | None = None,
         label_key: str | None = None,
-        data_source_key: str = "data_source",
-        apply_chat_template: bool = False,
-        prompt_max_len: int = 1024,
-        truncation: Truncation = "error",
+        data_source_key: str | None = None,
+        apply_chat_template: bool | None = None,
+        prompt_max_len: int | None = None,
+        truncation: Truncation | None = None,
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | str | None = None,
-        on_bad_row: BadRowPolicy = "error",
-        filter_overlong: bool = False,
-        num_workers: int = 0,
+        on_bad_row: BadRowPolicy | None = None,
+        filter_overlong: bool | None = None,
+        num_workers: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
+        def of_script(name: str, given: Any, default: Any = None) -> Any:
+            return setting(strategy, name, given, default)
+
+        prompt_max_len = int(of_script("prompt_max_len", prompt_max_len, 1024))
+        truncation = of_script("truncation", truncation, "error")
         if prompt_max_len < 1:
             raise DataError(f"--prompt_max_len is {prompt_max_len}; at least 1")
         check_choice("--truncation", truncation, Truncation)
         self.prompt_max_len = prompt_max_len
-        self.truncation = "drop" if filter_overlong else truncation
+        drops = of_script("filter_overlong_prompts", filter_overlong)
+        self.truncation = "drop" if drops else truncation
         super().__init__(
             dataset,
             PromptTemplate(
-                tokenizer, apply_chat_template, input_template, system_prompt, chat_template_kwargs
+                tokenizer,
+                of_script("apply_chat_template", apply_chat_template, False),
+                of_script("input_template", input_template),
+                of_script("system_prompt", system_prompt),
+                of_script("chat_template_kwargs", chat_template_kwargs),
             ),
-            resolve_fields(columns_of(dataset), input_key=input_key, label_key=label_key),
-            on_bad_row=on_bad_row,
-            num_workers=num_workers,
+            resolve_fields(
+                columns_of(dataset),
+                input_key=of_script("input_key", input_key),
+                label_key=of_script("label_key", label_key),
+            ),
+            on_bad_row=of_script("on_bad_row", on_bad_row, "error"),
+            num_workers=of_script("data_num_workers", num_workers, 0),
             ranks=ranks,
         )
-        self.data_source_key = data_source_key
-        if data_source_key != "data_source":
+        self.data_source_key = of_script("data_source_key", data_source_key, "data_source")
+        if data_source_key not in (None, "data_source"):
             require_column(data_source_key, dataset.column_names, "--data_source_key")
 
     def __getitem__(self, position: int) -> Prompt:

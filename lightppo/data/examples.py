@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -63,8 +64,13 @@ class SFTDataset(PreparedDataset):
     end-of-text after it, or everything with ``pretrain_mode``. Other arguments and errors as in
     :class:`~lightppo.data.datasets.PromptDataset`.
 
+    The first nine arguments have OpenRLHF's places. Of a script's ``strategy.args`` count ``input_key``, ``output_key``,
+    ``apply_chat_template`` and ``tokenizer_chat_template``, and its rows are taken as OpenRLHF takes them: one that is
+    too long is cut on the right and ends with the end-of-text; rows whose prompt leaves no room, rows without an answer
+    and pairs of equal answers are left out. ``report`` counts all of them, and the log tells it.
+
     Args:
-        max_len: limit of prompt and completion together, in tokens.
+        max_length, max_len: limit of prompt and completion together, in tokens; one of the two.
         pretrain_mode: rows are text to model as a whole; ``input_key`` is then the column of the text.
         output_key: column of the completion; None tries the known names.
         truncation: ``error`` (default), cut on the ``right`` (default with ``pretrain_mode``) or ``drop``.
@@ -76,38 +82,43 @@ class SFTDataset(PreparedDataset):
         self,
         dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
-        max_len: int,
+        max_length: int | None = None,
         strategy: Any = None,
+        input_template: str | bool | None = None,
         pretrain_mode: bool = False,
+        num_processors: int | None = None,
+        multiple_of: int = 1,
+        multiturn: bool = False,
         *,
+        max_len: int | None = None,
         input_key: str | None = None,
         output_key: str | None = None,
-        input_template: str | None = None,
         apply_chat_template: bool | None = None,
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | str | None = None,
         truncation: SFTTruncation | None = None,
         on_bad_row: BadRowPolicy | None = None,
         padding_side: PaddingSide = "right",
-        multiturn: bool = False,
         num_workers: int | None = None,
         ranks: Ranks | None = None,
         fields: Mapping[str, Any] = {},
         overlong_cure: str = "raise --max_len, or set --truncation right (where the prompt leaves room) or drop",
     ) -> None:
+        if isinstance(input_template, bool):  # older calls have pretrain_mode in this place
+            input_template, pretrain_mode = None, input_template
         if multiturn and pretrain_mode:
             raise DataError("multiturn needs chats, so no pretrain_mode")
+        args = script_args(strategy, tokenizer, multiple_of)
+        self.of_script = args is not None
+        if self.of_script:
+            truncation = truncation or getattr(args, "truncation", None) or "right"
+            if pretrain_mode or setting(strategy, "apply_chat_template", apply_chat_template):
+                input_template = None
+            strategy = with_args(args, input_template=input_template)
         self.overlong_cure, self.multiturn = overlong_cure, multiturn
-        self.max_len, self.pretrain_mode, self.padding_side = (
-            int(max_len),
-            pretrain_mode,
-            padding_side,
-        )
+        self.max_len = _one_length(max_length, max_len)
+        self.pretrain_mode, self.padding_side = pretrain_mode, padding_side
         self.truncation = truncation or ("right" if pretrain_mode else "error")
-        if self.max_len < 2:
-            raise DataError(
-                f"max_len is {max_len}; at least 2, one token to see and one to predict"
-            )
         check_choice("truncation", self.truncation, SFTTruncation)
         check_choice("padding_side", padding_side, PaddingSide)
         if tokenizer.eos_token_id is None:
@@ -129,7 +140,12 @@ class SFTDataset(PreparedDataset):
             PromptTemplate(tokenizer, **_settings(strategy, form)),
             resolve_example_fields(columns_of(dataset), **_settings(strategy, of_row)),
             on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
-            num_workers=setting(strategy, "data_num_workers", num_workers, 0),
+            num_workers=setting(
+                strategy,
+                "data_num_workers",
+                num_processors if num_workers is None else num_workers,
+                0,
+            ),
             ranks=ranks,
         )
 
@@ -156,6 +172,11 @@ class SFTDataset(PreparedDataset):
             "attention_mask": padded([torch.ones_like(x) for x in ids], 0),
             "labels": padded([row["labels"] for row in rows], IGNORE_INDEX),
         }
+
+    @property
+    def packing_collate_fn(self) -> Any:
+        """The same as ``collate_fn``: a model with ``packing_samples`` packs the batch itself."""
+        return self.collate_fn
 
     def examples(self, position: int) -> list[Example]:
         """See :func:`examples_of`."""
@@ -279,7 +300,21 @@ class SFTDataset(PreparedDataset):
         for ids, start in answered:
             yield ended(ids, self.tokenizer.eos_token_id) if len(ids) > start else ids, start
 
+    def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
+        outcomes = super()._encode_chunk(rows)
+        return [_left_out(outcome) for outcome in outcomes] if self.of_script else outcomes
+
     def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
+        if not (self.of_script and self.truncation == "right" and not self.pretrain_mode):
+            return self._fit(ids, prompt_length)
+        if prompt_length > self.max_len - _ROOM:
+            return "overlong"
+        fitted = self._fit(ids, prompt_length)
+        if not (isinstance(fitted, Encoded) and fitted.truncated):
+            return fitted
+        return fitted._replace(token_ids=[*fitted.token_ids[:-1], self.tokenizer.eos_token_id])
+
+    def _fit(self, ids: list[int], prompt_length: int) -> Outcome:
         if len(ids) <= prompt_length:
             what = "completion" if prompt_length else "text"
             return BadRowError("empty", f"the tokenizer makes no tokens of the {what}")
@@ -294,3 +329,41 @@ class SFTDataset(PreparedDataset):
 
 def _settings(strategy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: setting(strategy, name, value) for name, value in given.items()}
+
+
+# -- rows of scripts -------------------------------------------------------------------------------------------------
+
+_LEFT_OUT = ("empty", "equal")  # rows with nothing to learn, which a script's data may have
+_ROOM = 2  # tokens of an answer that a prompt must leave room for, one of them the end-of-text
+
+
+def _left_out(outcome: Outcome) -> Outcome:
+    is_known = isinstance(outcome, BadRowError) and outcome.reason in _LEFT_OUT
+    return outcome.reason if is_known else outcome
+
+
+def _one_length(max_length: int | None, max_len: int | None) -> int:
+    if (max_length is None) == (max_len is None):
+        raise DataError(f"give max_length or max_len, not both: {max_length} and {max_len}")
+    limit = int(max_len if max_length is None else max_length)
+    if limit < 2:
+        raise DataError(f"max_len is {limit}; at least 2, one token to see and one to predict")
+    return limit
+
+
+def script_args(strategy: Any, tokenizer: Any, multiple_of: int) -> Any:
+    """Return the script's options, or ``None``; set the chat template that they name."""
+    if multiple_of != 1:
+        raise DataError(
+            f"multiple_of {multiple_of}: sequences are not split over ranks here; leave out --ring_attn_size"
+        )
+    args = getattr(strategy, "args", None)
+    template = getattr(args, "tokenizer_chat_template", None)
+    if template and getattr(args, "apply_chat_template", False):
+        tokenizer.chat_template = template
+    return args
+
+
+def with_args(args: Any, **changes: Any) -> Any:
+    """Return a strategy whose ``args`` are the script's with these changes."""
+    return None if args is None else SimpleNamespace(args=SimpleNamespace(**vars(args) | changes))

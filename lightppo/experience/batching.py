@@ -6,6 +6,7 @@ Ranks agree on the number of steps and of micro batches; a rank with fewer runs 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,24 +24,34 @@ from lightppo.ranks import Ranks, level
 class ReplayBuffer:
     """A list of one-row experiences, on the CPU with ``cpu_offload``.
 
+    It has the last ``limit`` rows, or all if that is 0. :meth:`sample` gives ``sample_batch_size`` of them, and
     :meth:`collate_fn` puts batches on ``device``, through page-locked memory with ``pin_memory``.
     """
 
     def __init__(
         self,
+        sample_batch_size: int = 1,
+        limit: int = 0,
         cpu_offload: bool = True,
         device: torch.device | str = "cpu",
         pin_memory: bool = False,
     ) -> None:
+        self.sample_batch_size, self.limit = sample_batch_size, limit
         self.cpu_offload, self.device = cpu_offload, torch.device(device)
         self.pin_memory = pin_memory and self.device.type == "cuda"
         self.items: list[Experience] = []
 
     def append(self, experience: Experience) -> None:
-        """Adds all rows of a batch."""
+        """Add all rows of a batch."""
         if self.cpu_offload:
             experience = experience.to_device("cpu")
         self.items += experience.split()
+        if self.limit > 0:
+            self.items = self.items[-self.limit :]
+
+    def extend(self, experiences: Iterable[Experience]) -> None:
+        """Add all rows of several batches."""
+        self.fill(experiences)
 
     def fill(self, experiences: Iterable[Experience], repeated: Sequence[int] = ()) -> None:
         """Adds all rows of this rollout, then the rows at the positions ``repeated`` again."""
@@ -55,12 +66,31 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self.items)
 
+    def __getitem__(self, index: int) -> Experience:
+        return self.items[index]
+
+    def sample(self) -> Experience:
+        """Return ``sample_batch_size`` different rows as one batch."""
+        if len(self) < self.sample_batch_size:
+            raise ValueError(
+                f"the replay buffer holds {len(self)} samples, fewer than {self.sample_batch_size}"
+            )
+        return self.collate_fn(random.sample(self.items, self.sample_batch_size))
+
     def collate_fn(self, items: Sequence[Experience]) -> Experience:
         """Rows → one padded batch on the training device."""
         batch = Experience.collate(items)
         if self.pin_memory and self.cpu_offload:
             batch.pin_memory()
         return batch.to_device(self.device)
+
+    def normalize(
+        self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any
+    ) -> None:
+        """Whiten the advantages, the only ``attribute``: the name of :meth:`whiten` in scripts. Collective."""
+        if attribute != "advantages":
+            raise ValueError(f"only 'advantages' can be normalised, not {attribute!r}")
+        self.whiten(strategy, divide_std=divide_std, **options)
 
     def whiten(self, ranks: Ranks, **options: Any) -> None:
         """Whitens the advantages over the trained tokens of all ranks; ``options`` as of ``whiten``. Collective."""

@@ -82,7 +82,14 @@ class ExperienceMaker:
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         progress: wraps the micro batches in a progress bar.
         timer: times the parts, by their names in ``perf/time_<part>``.
+
+    Attributes:
+        sample: gets prompts as texts, their labels and generation options of a script, and returns scored rollouts.
     """
+
+    sample: Callable[..., list[Rollout]] | None = None
+    # Scripts of LightRFT read this attribute. Here it stays empty: times are in the logs, under perf/.
+    perf_stats: dict[str, float] | None = None
 
     def __init__(
         self,
@@ -148,15 +155,28 @@ class ExperienceMaker:
         return [model for model in models if model is not None]
 
     @torch.no_grad()
-    def make_experience_list(self, rollouts: Sequence[Rollout]) -> list[Experience]:
+    def make_experience_list(
+        self,
+        rollouts: Sequence[Rollout] | Sequence[str],
+        all_labels: Sequence[Any] | None = None,
+        **generate_kwargs: Any,
+    ) -> list[Experience]:
         """Experience of all rollouts of this rank, in order, in parts of the micro batch size. Collective.
 
-        Ranks may have no rollouts.
+        Ranks may have no rollouts. A script may give prompts as texts, with labels and generation options: they are
+        sampled and scored first.
 
         Raises:
             ValueError: a rollout has no reward, or a group is smaller than the estimator allows.
             NonFiniteError: a model or the engine gave numbers that are not finite, on some rank.
         """
+        as_texts = any(isinstance(rollout, str) for rollout in rollouts)
+        if as_texts or (not rollouts and (all_labels is not None or generate_kwargs)):
+            if self.sample is None:
+                raise ValueError(
+                    "this ExperienceMaker has nothing to sample prompts with: pass scored rollouts"
+                )
+            rollouts = self.sample(rollouts, all_labels, **generate_kwargs)
         self._check(rollouts)
         # A rank without samples joins in everything, because there are collectives on the way: in the models with a
         # placeholder row, from then on without rows.
@@ -411,4 +431,4 @@ class ExperienceMaker:
         if self.rewarded:
             batch.info |= self.shaper.numbers(rollouts)
         kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl
-        batch.info["kl"] = masked_mean(kl, batch.action_mask)
+        batch.info["kl"] = masked_mean(kl, batch.action_mask, dim=1)

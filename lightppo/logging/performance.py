@@ -57,10 +57,9 @@ class Speeds(Callback):
     """Adds the speeds of a step whose samples come from rollouts."""
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        update = run.update
         epochs = {
-            "actor_update": update.max_epochs,
-            "critic_update": update.critic_max_epochs,
+            "actor_update": run.max_epochs,
+            "critic_update": run.critic_max_epochs,
         }
         models = {"actor_update": run.actor, "critic_update": run.critic}
         passes = sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,11 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.algorithms.logprobs import log_probs_and_entropy, token_log_probs
-from lightppo.models.batches import Batch, check_num_actions, on_cpu, real_actions
+from lightppo.models.batches import Batch, check_num_actions, on_cpu, real_actions, refuse_ring
 from lightppo.models.inspection import takes
 from lightppo.models.kernels.scoring_head import scores_by_head
 from lightppo.models.loading import load_causal_lm
+from lightppo.models.preparation import adapter_options, prepare_alone
 from lightppo.models.wrapper import PretrainedWrapper
 
 # Of a forward: the model's output; for the K real actions log probs (K,), entropy (K,), logits (K, V) of valid ids.
@@ -45,6 +47,8 @@ class Actor(PretrainedWrapper):
         temperature: log probs come from softmax(logits / temperature), as in sampling.
         ds_config: DeepSpeed config; stage 3 shards the weights while they load.
         valid_vocab_size: number of ids, from 0, that log probs cover and the engine samples; None: all embedding rows.
+        lora_rank: above 0 adapters train beside frozen weights, made here as scripts have it; a run makes its own later.
+        lora_alpha, lora_dropout, target_modules, use_liger_kernel: as the options of these names.
         options: ``flag``, the fields of :class:`lightppo.models.pretrained.LoadOptions`; with ``packing_samples``,
             forwards with num_actions drop the padding.
     """
@@ -58,6 +62,11 @@ class Actor(PretrainedWrapper):
         *,
         temperature: float = 1.0,
         valid_vocab_size: int | None = None,
+        lora_rank: int = 0,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        target_modules: str | Sequence[str] | None = "all-linear",
+        use_liger_kernel: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(pretrain_or_model, load_causal_lm, **options)
@@ -68,6 +77,8 @@ class Actor(PretrainedWrapper):
         # The policy as it was loaded, called like a reference, where it is still there beneath adapters. Then the run
         # needs no second model. What puts adapters in sets this.
         self.as_loaded: Any | None = None
+        adapters = adapter_options(lora_rank, lora_alpha, lora_dropout, target_modules)
+        prepare_alone(self, "actor", use_liger_kernel=use_liger_kernel, **adapters)
 
     def forward(
         self,
@@ -76,6 +87,8 @@ class Actor(PretrainedWrapper):
         attention_mask: Tensor | None = None,
         return_output: bool = False,
         packed_seq_lens: list[int] | None = None,
+        ring_attn_group: None = None,
+        logps_allgather: bool = False,
     ) -> Tensor | ModelOutput | tuple[Tensor, ModelOutput]:
         """Log probs (B, A) float32 of the last actions; 0 if the action or the token before it is padding.
 
@@ -88,7 +101,9 @@ class Actor(PretrainedWrapper):
                 (B, A, V), or (1, K, V) over the real actions of a packed forward.
             packed_seq_lens: lengths of sequences that the caller packed into one row; log probs are (1, sum of
                 num_actions).
+            ring_attn_group, logps_allgather: OpenRLHF's, for sequences that are split over ranks. Here none is.
         """
+        refuse_ring(ring_attn_group)
         if packed_seq_lens is not None:
             batch = self.layout.batch_of_row(sequences, packed_seq_lens, num_actions)
             if num_actions is None:

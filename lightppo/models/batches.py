@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightppo.config.rules import MicroBatchSpec
+from lightppo.errors import ConfigError
 from lightppo.models.inspection import takes
 from lightppo.ranks import Ranks
 
@@ -141,6 +142,12 @@ def check_num_actions(num_actions: int, sequence_length: int) -> None:
         raise ValueError(
             f"num_actions = {num_actions} must be between 1 and {sequence_length - 1} (S - 1)"
         )
+
+
+def refuse_ring(ring_attn_group: Any) -> None:
+    """Raise ConfigError for a script that splits sequences over ranks."""
+    if ring_attn_group is not None:
+        raise ConfigError("ring_attn_group: sequences are not split over ranks here; leave it out")
 
 
 def real_actions(attention_mask: Tensor, num_actions: int) -> Tensor:

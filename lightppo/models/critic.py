@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.batches import Batch, check_num_actions, on_cpu
+from lightppo.models.batches import Batch, check_num_actions, on_cpu, refuse_ring
 from lightppo.models.heads import value_head
 from lightppo.models.loading import load_sequence_classifier
 from lightppo.models.wrapper import PretrainedWrapper
@@ -127,12 +127,15 @@ class Critic(SequenceRegressor):
         return_output: bool = False,
         packed_seq_lens: list[int] | None = None,
         include_last: bool = False,
+        ring_attn_group: None = None,
+        values_allgather: bool = False,
     ) -> Tensor | tuple[Tensor, ModelOutput]:
         """Values (B, A) float32 before each of the last A actions: column t is position S - A - 1 + t, 0 at padding.
 
         Arguments as in :meth:`Actor.forward`. Without ``num_actions``: all positions, (B, S). ``include_last`` adds the
         value after the last position, (B, A + 1), to bootstrap an unfinished response.
         """
+        refuse_ring(ring_attn_group)
         if packed_seq_lens is not None:
             batch = self.layout.batch_of_row(sequences, packed_seq_lens, num_actions, include_last)
         else:
@@ -171,11 +174,14 @@ class RewardModel(SequenceRegressor):
         sequences: Tensor,
         attention_mask: Tensor | None = None,
         num_actions: int | None = None,
+        ring_attn_group: None = None,
+        values_allgather: bool = False,
     ) -> Tensor:
         """Scores (B,) float32 of sequences (B, S), padded on either side; mask None: no padding.
 
         With ``num_actions`` A, prompts end before the last A columns, so that equal ones may be shared.
         """
+        refuse_ring(ring_attn_group)
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         mask = on_cpu(attention_mask)

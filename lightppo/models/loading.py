@@ -282,9 +282,10 @@ def _quiet() -> Iterator[None]:
 
 
 def get_tokenizer(
-    path: str,
+    pretrain: str,
     model: nn.Module | None = None,
     padding_side: Literal["left", "right"] = "left",
+    strategy: Any = None,
     use_fast: bool = True,
     trust_remote_code: bool = False,
     flag: str = "--pretrain",
@@ -292,9 +293,12 @@ def get_tokenizer(
     """Load a tokenizer that has EOS and a pad token and fits the model, whose config gets the pad token.
 
     A missing pad token becomes EOS (masks come from lengths, never from the pad id). A model may have more embedding
-    rows than the tokenizer has entries: sample with :func:`valid_vocab_size`.
+    rows than the tokenizer has entries: sample with :func:`valid_vocab_size`. ``strategy`` is not used: scripts have it
+    in this place.
     """
-    path = model_path(path, flag, "tokenizer")
+    if isinstance(strategy, bool):
+        use_fast = strategy
+    path = model_path(pretrain, flag, "tokenizer")
     with errors_name(path, flag, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             path, use_fast=use_fast, trust_remote_code=trust_remote_code

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
+from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import of_role
 from lightppo.errors import ModelLoadError
@@ -67,3 +69,25 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
     # One by one: that compiles a single block, and leaves out the head, which makes log probs by chunks.
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)
+
+
+def prepare_alone(model: PretrainedWrapper, role: Role, **options: Any) -> None:
+    """Prepare a model that a script has made as a run with these options does, where they ask for anything."""
+    if any(options.values()):
+        config = PPOConfig.from_flat(options).resolved()
+        prepare_model(model, role, config, torch.device("cpu"))
+
+
+def adapter_options(
+    rank: int, alpha: float, dropout: float, targets: str | Sequence[str] | None
+) -> dict[str, Any]:
+    """Return the options of adapters of this rank; none for 0."""
+    if rank <= 0:
+        return {}
+    names = (targets,) if isinstance(targets, str) else tuple(targets or ("all-linear",))
+    return {
+        "lora_rank": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": names,
+    }

@@ -42,7 +42,10 @@ class PretrainedWrapper(nn.Module):
         **load_options: Any,
     ) -> None:
         super().__init__()
-        if use_flash_attention_2:
+        # Scripts switch it on wherever they pack, as theirs packs by nothing else: here what there is.
+        if use_flash_attention_2 and packing_samples:
+            load_options["attn_implementation"] = "auto"
+        elif use_flash_attention_2:
             if load_options.get("attn_implementation", "auto") not in ("auto", "flash_attention_2"):
                 raise ModelLoadError(
                     "use_flash_attention_2 (--flash_attn) contradicts attn_implementation: drop one"

@@ -9,7 +9,6 @@ SHIPPED = (
     "http",
     "tape",
     "episodes",
-    "supervised",
     "compat",
 )
 

@@ -1,6 +1,5 @@
 """The constructor, arguments and call forms of the seed, and reward functions of other trainers."""
 
-from lightppo.plugin import PUBLIC
 from lightppo.plugins.reward_sources import REWARD_STYLES
 from lightppo.table import Entry
 
@@ -9,24 +8,3 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     for name in ("verl", "verl_batch", "trl", "areal"):
         REWARD_STYLES.register(name, Entry(f"lightppo.rewards.reward_styles:{name.upper()}"))
-    PUBLIC.update(
-        {
-            "PPOTrainer": "lightppo.compat.seed_trainer",
-            "PromptDataset": "lightppo.compat.script_prompts",
-            "NaiveExperienceMaker": "lightppo.compat.experience_maker",
-            "ExperienceMaker": "lightppo.compat.seed",
-            "Actor": "lightppo.compat.seed",
-            "ActorLanguage": "lightppo.compat.seed",
-            "DistributedSampler": "lightppo.compat.seed",
-            "masked_mean": "lightppo.compat.seed",
-            "unpacking_samples": "lightppo.compat.seed",
-            "compute_approx_kl": "lightppo.compat.seed",
-            "get_llm_for_sequence_regression": "lightppo.compat.seed",
-            "get_strategy": "lightppo.compat.seed",
-            "ReplayBuffer": "lightppo.compat.seed",
-            "NaiveReplayBuffer": "lightppo.compat.seed",
-            "get_tokenizer": "lightppo.compat.seed",
-            "PolicyLoss": "lightppo.compat.seed",
-            "ValueLoss": "lightppo.compat.seed",
-        }
-    )

@@ -1,8 +1,9 @@
-"""Data sets of pairs: ids of a prompt with a chosen and a rejected answer."""
+"""Data sets of pairs: ids of a prompt with a chosen and a rejected answer; also with OpenRLHF's arguments."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +12,19 @@ import torch
 
 from lightppo.data.chat_templates import Rendered
 from lightppo.data.example_rows import read_margin, read_pair
-from lightppo.data.examples import SFTDataset
+from lightppo.data.examples import SFTDataset, script_args, with_args
 from lightppo.data.prepared_rows import Encoded, Outcome
-from lightppo.data.rows import template_options
+from lightppo.data.rows import lookup, template_options
+from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError
 from lightppo.models.critic import RowForm
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
 
 
 class PairDataset(SFTDataset):
@@ -137,3 +142,73 @@ class ReferencedPairs(PairDataset):
         return super().collate_fn(rows) | (
             {"reference": torch.stack(references)} if references else {}
         )
+
+
+class RewardDataset(ReferencedPairs):
+    """Pairs of a chosen and a rejected answer, with OpenRLHF's arguments: for reward models, and for DPO.
+
+    Of a script's ``args`` count ``prompt_key``, ``chosen_key``, ``rejected_key``, ``apply_chat_template``,
+    ``tokenizer_chat_template`` and ``margin_loss``. Without ``prompt_key`` no ``input_template`` is applied, and the
+    prompt is a column with a usual name, else the common beginning of both answers (chats, texts in the form of
+    hh-rlhf); other texts have none, so that all their tokens count as the answer's.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: Any,
+        max_length: int,
+        strategy: Any = None,
+        input_template: str | None = None,
+        is_dpo: bool = False,
+        num_processors: int | None = None,
+        multiple_of: int = 1,
+        **options: Any,
+    ) -> None:
+        args, self.is_dpo = script_args(strategy, tokenizer, multiple_of), is_dpo
+        prompt_key = getattr(args, "prompt_key", None)
+        chat = setting(
+            strategy, "apply_chat_template", options.get("apply_chat_template"), default=False
+        )
+        template = None if chat or not prompt_key else input_template
+        super().__init__(
+            dataset,
+            tokenizer,
+            max_length,
+            _margin_key(args, dataset, is_dpo),
+            strategy=with_args(args, input_template=template, input_key=prompt_key),
+            input_template=template,
+            num_workers=options.pop("num_workers", num_processors),
+            **options,
+        )
+
+    def _render_row(self, row: Mapping[str, Any]) -> list[tuple[Rendered, Rendered]]:
+        try:
+            return super()._render_row(row)
+        except BadRowError as error:
+            texts = [lookup(row, key) for key in self.fields.pair]
+            no_prompt = error.reason == "missing" and all(isinstance(text, str) for text in texts)
+            if not (self.of_script and no_prompt and not self.fields.prompt):
+                raise
+        return [self._rendered("", text) for text in texts]
+
+    def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """As of the class above; a column of padding comes first where no row has a prompt, as models need one."""
+        batch = super().collate_fn(rows)
+        if batch["sequences"].shape[1] > batch["action_mask"].shape[1]:
+            return batch
+        padded = {"sequences": self._pad_id(), "attention_mask": 0}
+        return batch | {
+            name: torch.nn.functional.pad(batch[name], (1, 0), value=x)
+            for name, x in padded.items()
+        }
+
+
+def _margin_key(args: Any, dataset: Mapping[str, Any], is_dpo: bool) -> str | None:
+    """The column of OpenRLHF's margins, with ``--margin_loss``."""
+    if is_dpo or not getattr(args, "margin_loss", False):
+        return None
+    if "margin" in dataset.column_names:
+        return "margin"
+    logger.warning("--margin_loss: the rows have no column 'margin', so no pair has a margin")
+    return None

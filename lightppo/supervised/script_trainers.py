@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader
 from lightppo.checkpoint.layout import tag_of
 from lightppo.checkpoint.run_exports import save_hf
 from lightppo.config.supervised_options import SupervisedConfig
-from lightppo.data.examples import SFTDataset as ExampleDataset
+from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError
 from lightppo.supervised.objectives import DPO, SFT, Objective, RewardModelling
 from lightppo.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
-from lightppo.trainer.consumed_samples import state_after
+from lightppo.trainer.by_hand import state_after
 
 # Attributes of ``args`` that the loop reads; optimizer, schedule, models and data are the script's own.
 LOOP_OPTIONS = [
@@ -268,7 +268,7 @@ class SFTTrainer(ScriptTrainer):
         pretrain_mode, batch_size: the data set and ``args.train_batch_size`` say so already; nothing reads them here.
     """
 
-    objective_class, rows_class, script_names = SFT, ExampleDataset, SCRIPT_NAMES["sft"]
+    objective_class, rows_class, script_names = SFT, SFTDataset, SCRIPT_NAMES["sft"]
 
     def __init__(
         self,

@@ -70,7 +70,6 @@ from lightppo.trainer.start_checks import (
     checks_of_packages,
 )
 from lightppo.trainer.training_losses import LossTerm
-from lightppo.trainer.update import Update
 
 T = TypeVar("T")
 
@@ -119,7 +118,7 @@ class PPOParts(PPOInputs):
     experience_maker: ExperienceMaker = field(kw_only=True)
     replay_buffer: ReplayBuffer = field(kw_only=True)
     sampler: BatchCollector = field(kw_only=True)
-    update: Update = field(kw_only=True)
+    value_norm: Any = field(kw_only=True)
     checkpointer: RunCheckpointer = field(kw_only=True)
     skipped: SkippedSteps = field(kw_only=True)
 
@@ -227,38 +226,22 @@ def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
     return models, optimizers
 
 
-def assemble(
-    inputs: PPOInputs,
-    kind: type[Update] = Update,
-    maker_kind: type[ExperienceMaker] = ExperienceMaker,
-    own_training_step: bool = False,
-) -> PPOParts:
+def assemble(inputs: PPOInputs, own_training_step: bool = False) -> PPOParts:
     """Make everything between prompts and weights, around the models, the engine and the rewards of a run.
 
-    Args:
-        kind, maker_kind: the classes of the update and of the maker of experience.
-        own_training_step: its training step is a user's, which needs old log probs in place.
+    ``own_training_step``: its training step is a user's, which needs old log probs in place.
     """
     config, strategy = inputs.config, inputs.strategy
     state, timer, algorithm = TrainerState(), PhaseTimer(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = make_value_norm(config)
-    maker = build_maker(inputs, kl_ctl, value_norm, timer, maker_kind, own_training_step)
+    maker = build_maker(inputs, kl_ctl, value_norm, timer, own_training_step)
     buffer = ReplayBuffer(
+        config.training.micro_train_batch_size,
+        config.training.buffer_limit,
         config.training.buffer_cpu_offload,
         strategy.device,
         pin_memory=config.data.dataloader_pin_memory,
-    )
-    skipped = SkippedSteps(state, strategy)
-    update = kind(
-        inputs,
-        experience_maker=maker,
-        replay_buffer=buffer,
-        kl_ctl=kl_ctl,
-        value_norm=value_norm,
-        state=state,
-        skipped=skipped,
-        timer=timer,
     )
     saved = saved_parts(config, inputs.actor, inputs.critic, inputs.followers, inputs.initial_model)
     return PPOParts(
@@ -271,9 +254,9 @@ def assemble(
         sampler=build_sampler(
             config, strategy, inputs.rollout_engine, inputs.reward_source, maker, timer
         ),
-        update=update,
+        value_norm=value_norm,
         checkpointer=RunCheckpointer(strategy, config.checkpoint, saved, inputs.tokenizer),
-        skipped=skipped,
+        skipped=SkippedSteps(state, strategy),
     )
 
 
@@ -282,10 +265,9 @@ def build_maker(
     kl_ctl: Any,
     value_norm: Any,
     timer: PhaseTimer,
-    kind: type[ExperienceMaker],
     own_training_step: bool,
 ) -> ExperienceMaker:
-    """Make what makes experience of rollouts; ``kind`` and ``own_training_step`` as of :func:`assemble`."""
+    """Make what makes experience of rollouts; ``own_training_step`` as of :func:`assemble`."""
     config, strategy = inputs.config, inputs.strategy
     old_log_probs = old_log_probs_from(
         config, capabilities_of(inputs.rollout_engine).exact_log_probs
@@ -293,7 +275,7 @@ def build_maker(
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
     of_teacher, term = teacher_pass(config, inputs.frozen), advantage_term(config)
-    return kind(
+    return ExperienceMaker(
         inputs.actor,
         inputs.critic,
         inputs.initial_model,

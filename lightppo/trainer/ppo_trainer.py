@@ -3,46 +3,173 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from lightppo.callbacks import Callback
+from lightppo.compat.constructor_options import (
+    constructor_config,
+    generation_options,
+    script_args,
+    take_schedule,
+)
+from lightppo.compat.own_steps import give_router_loss
+from lightppo.compat.prompt_batches import as_prompts
+from lightppo.compat.script_members import KLState, ScriptMembers, own_fit
 from lightppo.config import PPOConfig
 from lightppo.config.rules import trains
 from lightppo.config.run_length import steps_per_episode
-from lightppo.errors import NonFiniteError
-from lightppo.rewards.reward_source import RewardSource, close_source
+from lightppo.data.records import Prompt
+from lightppo.errors import ConfigError, NonFiniteError
+from lightppo.rewards.function_calls import function_source
+from lightppo.rewards.reward_source import NoReward, RewardSource, close_source
+from lightppo.rollout.engine import RolloutEngine
 from lightppo.rollout.sampler import CollectedStep
-from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build
+from lightppo.trainer.build import (
+    Origin,
+    PPOInputs,
+    PPOParts,
+    assemble,
+    build,
+    build_evaluator,
+    build_rollout_engine,
+)
+from lightppo.trainer.by_hand import (
+    check_models,
+    check_reference,
+    judge_of,
+    reward_source_of,
+    sample_texts,
+    state_after,
+)
+from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.loop import TrainingLoop
+from lightppo.trainer.pretraining import Pretraining, endless
 from lightppo.trainer.prompts import EpisodePrompts
+from lightppo.trainer.training_losses import LossTerm
+from lightppo.trainer.update import TRAINING_METHODS, Update
+
+_SAVING_METHODS = ("save_logs_and_checkpoints", "_save_checkpoint")
 
 
-class PPOTrainer(TrainingLoop):
-    """Trains an actor, and a critic where the estimator needs one: ``PPOTrainer.from_config(config).fit()``.
+class PPOTrainer(Update, ScriptMembers, TrainingLoop):
+    """Trains an actor, and a critic where the estimator needs one.
+
+    Two ways in: ``PPOTrainer.from_config(config).fit()`` builds everything; the constructor takes what a script built
+    and prepared itself (``strategy.prepare``). ``fit`` calls ``ppo_train``, ``training_step``, ``training_step_actor``,
+    ``training_step_critic`` and ``save_logs_and_checkpoints``: a subclass may override each.
 
     Args:
-        parts: all that it works with, finished.
-        callbacks: of yours, beside those of every run.
+        strategy: its ``args`` are read for options where no ``config`` is given.
+        critic: ``None`` where the estimator needs none.
+        reward_model: one, a list (then ``reward_fn`` combines their scores), or ``None`` with another source.
+        initial_model: the reference; ``None`` with ``init_kl_coef`` 0 only.
+        teacher: judges the actor's samples: a frozen :class:`Actor`, of which ``config`` says ``teacher_pretrain``.
+        frozen: further models by name, the teacher among them.
+        ema_model: gets the moving average of the actor; or ``None``.
+        followers: models that follow the actor by name, ``ema_model`` among them.
+        reward_fn: combines the scores of several reward models, or is the reward function itself.
+        remote_rm_url: reward servers or a Python file.
+        reward_source: instead of the three above: a function, or an object with ``name`` and ``score(rollouts)``.
+        eval_reward_fn: scores the answers to ``eval_prompts``: a function or such an object.
+        rollout_engine: ``None``: the engine that ``--rollout_engine`` names.
+        prompts_dataloader, pretrain_dataloader: as for :meth:`fit`, which may bring others.
+        evaluator: in place of one made from ``eval_prompts``, the held-out prompts.
+        callbacks: what happens beside training, see :class:`lightppo.callbacks.Callback`.
+        origin: of a run that was built.
+        **options: the seed's options (``eps_clip``, ``ptx_coef``, …) and generation options (``max_new_tokens``, …).
     """
 
     samples_tokens = True
+    update_steps = 0  # optimizer steps per episode, where the dataloader has no length
 
-    def __init__(self, parts: PPOParts, callbacks: Iterable[Callback] = ()) -> None:
-        self.actor, self.critic, self.initial_model = parts.actor, parts.critic, parts.initial_model
-        self.reward_model, self.frozen = parts.reward_model, parts.frozen
+    def __init__(
+        self,
+        strategy,
+        actor,
+        critic,
+        reward_model,
+        initial_model,
+        ema_model,
+        actor_optim,
+        critic_optim,
+        actor_scheduler,
+        critic_scheduler,
+        *,
+        config: PPOConfig | None = None,
+        tokenizer=None,
+        teacher=None,
+        frozen: Mapping[str, Any] = {},
+        followers: Mapping[str, Any] = {},
+        reward_fn=None,
+        remote_rm_url: str | Sequence[str] | None = None,
+        reward_source=None,
+        eval_reward_fn=None,
+        rollout_engine: RolloutEngine | None = None,
+        prompts_dataloader: Iterable | None = None,
+        pretrain_dataloader: Iterable | None = None,
+        loss_terms: Mapping[str, LossTerm] = {},
+        eval_prompts=None,
+        evaluator: Evaluator | None = None,
+        callbacks: Iterable[Callback] = (),
+        origin: Origin | None = None,
+        **options: Any,
+    ) -> None:
+        frozen = dict(frozen) if teacher is None else {**frozen, "teacher": teacher}
+        followers = followers if ema_model is None else {**followers, "ema": ema_model}
+        if origin is None:  # a script made the parts
+            config = self._options_of_script(config, strategy, options, tokenizer)
+            check_models(config, actor, critic, initial_model, tokenizer, frozen.get("teacher"))
+            if options.get("gradient_checkpointing"):
+                for model in filter(None, (actor, critic)):
+                    model.gradient_checkpointing_enable()
+        check_reference(config, initial_model)
+        engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
+        self.reward_fn, self.remote_rm_url = reward_fn, remote_rm_url
+        if reward_source is None:
+            reward_source = reward_source_of(
+                config, strategy, tokenizer, reward_model, reward_fn, remote_rm_url
+            )
+        source = function_source(reward_source, "reward_source")
+        if eval_prompts is not None:
+            judge = judge_of(eval_reward_fn, source)
+            evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
+        pretraining = Pretraining(config.algorithm.ptx_coef, strategy)
+        loss_terms = {"pretraining": pretraining, **loss_terms}
+        if pretrain_dataloader is not None:
+            loss_terms["pretraining"].batches = endless(pretrain_dataloader)
+        inputs = PPOInputs(
+            strategy, actor, critic, reward_model, initial_model,
+            actor_optim, critic_optim, actor_scheduler, critic_scheduler,
+            config=config, tokenizer=tokenizer, reward_source=source, rollout_engine=engine, frozen=frozen,
+            followers=followers, prompts_dataloader=prompts_dataloader, loss_terms=loss_terms, evaluator=evaluator,
+            origin=origin or Origin(),
+        )  # fmt: skip
+        own_actor_step = self.overrides("training_step", "training_step_actor")
+        self._take(assemble(inputs, own_training_step=own_actor_step), callbacks)
+
+    def _options_of_script(
+        self, config: PPOConfig | None, strategy: Any, options: Mapping[str, Any], tokenizer: Any
+    ) -> PPOConfig:
+        """Return the options of a script, as they run."""
+        config = constructor_config(config, strategy, options, tokenizer)
+        self.args, self.generate_kwargs = script_args(strategy, config), generation_options(options)
+        return config
+
+    def _take(self, parts: PPOParts, callbacks: Iterable[Callback]) -> None:
+        """Work with these parts from now on."""
+        self.initial_model, self.reward_model = parts.initial_model, parts.reward_model
         self.followers, self.exported = parts.followers, parts.actor
-        self.rollout_engine = parts.rollout_engine
-        self.sampler, self.experience_maker = parts.sampler, parts.experience_maker
-        self.replay_buffer, self.update, self.kl_ctl = (
-            parts.replay_buffer,
-            parts.update,
-            parts.kl_ctl,
-        )
+        self.rollout_engine, self.sampler = parts.rollout_engine, parts.sampler
         self.prompts = parts.prompts_dataloader
-        super().__init__(
+        self.replaced_sources: list[RewardSource] = []
+        self.has_own_steps = self.overrides("train_minibatch", *TRAINING_METHODS)
+        Update.__init__(self, parts)
+        TrainingLoop.__init__(
+            self,
             parts.config,
             parts.strategy,
             parts.tokenizer,
@@ -60,20 +187,26 @@ class PPOTrainer(TrainingLoop):
         states = {
             "kl_ctl": self.kl_ctl,
             **self.experience_maker.shaper.states,
-            "value_statistics": self.update.value_norm,
-            **self.update.loss_terms,
+            "value_statistics": self.value_norm,
+            **self.loss_terms,
         }
         for name, part in states.items():
             if part is not None:
                 self.register_state(name, part)
-        self.update.observe = partial(self.callbacks.on_micro_batch, self)
-        self.update.entropy_rows = partial(self.callbacks.entropy_rows, self)
-        self.update.stepped = partial(self.callbacks.on_optimizer_step, self)
+        self.observe = partial(self.callbacks.on_micro_batch, self)
+        self.entropy_rows = partial(self.callbacks.entropy_rows, self)
+        self.stepped = partial(self.callbacks.on_optimizer_step, self)
+        self.experience_maker.sample = partial(sample_texts, self)
+        self.accumulate_alone()
+        if self.overrides("training_step_actor") and self.aux_loss:
+            self.actor.check_router()
+            give_router_loss(self.actor)
 
     @classmethod
     def from_inputs(cls, inputs: PPOInputs, callbacks: Iterable[Callback] = ()) -> Self:
-        """Of what ``build`` has made."""
-        return cls(assemble(inputs), callbacks)
+        """Make a trainer of what ``build`` has made."""
+        of_inputs = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+        return cls(**of_inputs, ema_model=None, callbacks=callbacks)
 
     @classmethod
     def from_config(cls, config: PPOConfig, callbacks: Iterable[Callback] = ()) -> Self:
@@ -82,18 +215,43 @@ class PPOTrainer(TrainingLoop):
         trainer.resume()
         return trainer
 
-    @property
-    def reward_source(self) -> RewardSource:
-        """What scores the samples."""
-        return self.sampler.sampler.reward_source
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "fit" in vars(cls):
+            cls.fit = own_fit(vars(cls)["fit"])
+
+    @classmethod
+    def overrides(cls, *methods: str) -> bool:
+        """Whether a subclass has one of these methods of its own."""
+        return any(getattr(cls, name) is not getattr(PPOTrainer, name) for name in methods)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    def fit(self) -> None:
-        """Train until the prompts or a limit end the run. Collective."""
+    def fit(
+        self,
+        args: Any = None,
+        prompts_dataloader: Iterable | None = None,
+        pretrain_dataloader: Iterable | None = None,
+        consumed_samples: int = 0,
+        num_update_steps_per_episodes: int = 1,
+    ) -> None:
+        """Train until the prompts or a limit end the run. Collective.
+
+        A run that was built needs no argument; a script hands over:
+
+        Args:
+            args: namespace with the schedule (``num_episodes``, ``save_steps``, …); ``None``: the trainer's config.
+            prompts_dataloader: batches of prompts of this rank; ``None``: the constructor's.
+            pretrain_dataloader: batches for the PTX loss, endless or not.
+            consumed_samples: prompts used before, over all ranks: where a script's own resume starts.
+            num_update_steps_per_episodes: optimizer steps per episode, where the dataloader has no length.
+        """
         if self.is_complete():
             self.tell_complete()
             return self.close()
+        self._take_data(prompts_dataloader, pretrain_dataloader, num_update_steps_per_episodes)
+        self._take_schedule(args, consumed_samples)
+        self.started = True
         with self.running():
             for step, prompts in self.steps():
                 taken = prompts.taken
@@ -125,29 +283,96 @@ class PPOTrainer(TrainingLoop):
                 try:
                     experience = self.experience_maker.make_experience_list(collected.rollouts)
                     self.replay_buffer.fill(experience, collected.repeated)
-                    self.experience_maker.normalize(
-                        self.replay_buffer, self.update.policy_loss, step
-                    )
+                    self.experience_maker.normalize(self.replay_buffer, self.policy_loss, step)
                 except NonFiniteError as error:
                     self.leave_out(step, error)
 
     def leave_out(self, step: int, error: NonFiniteError) -> None:
         """Train nothing on rollouts whose numbers are not finite, on any rank."""
-        self.skipped.leave_out(step, self.update.trained_models(step), error)
+        self.skipped.leave_out(step, self.trained_models(step), error)
 
     def train(self, step: int) -> dict[str, float]:
-        """The update of a step; its numbers. Collective."""
-        return self.update.train(step)
+        """Update the models by ``ppo_train``; that of a subclass only if there is something to train on. Collective."""
+        if self.overrides("ppo_train") and self.buffer_is_empty():
+            return PPOTrainer.ppo_train(self, step)
+        return self.ppo_train(step)
 
     def control_kl(self, status: Mapping[str, float]) -> None:
         """Adapt the coefficient to the step's KL, if a token was trained."""
-        if not math.isnan(status.get("advantage_mean", 0.0)):
+        if "policy_kl" not in status and self.overrides("ppo_train"):
+            # A subclass's ppo_train may say the KL by the seed's name.
+            if not math.isnan(kl := status.get("kl", math.nan)):
+                rollout = self.config.rollout
+                self.kl_ctl.update(kl, rollout.rollout_batch_size * rollout.n_samples_per_prompt)
+        elif not math.isnan(status.get("advantage_mean", 0.0)):
             self.kl_ctl.update(status.get("policy_kl", 0.0), int(status.get("samples", 0)))
 
     def count_step(self, prompts: EpisodePrompts, taken: int, collected: CollectedStep) -> None:
         """Bring the state up to date after a step. Collective."""
         ended = prompts.exhausted and collected.surplus == 0
         self.state.finish_step(self.strategy.all_reduce(prompts.taken - taken, "sum"), ended)
+
+    def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
+        if self.outcomes or self.overrides("save_logs_and_checkpoints"):
+            return self.finish_step_of_script(step, status)
+        return super().finish_step(step, status)
+
+    # -- what a script hands over --------------------------------------------------------------------------------
+
+    def _take_data(
+        self, prompts: Iterable | None, pretrain_data: Iterable | None, update_steps: int
+    ) -> None:
+        """Train on what was given to ``fit``."""
+        if prompts is not None:
+            self.prompts_dataloader = prompts
+        if self.prompts is None and not self.only_evaluates:
+            raise ConfigError(
+                "fit() needs a prompts_dataloader, unless the trainer was made by from_config()"
+            )
+        if pretrain_data is not None:
+            self.pretrain_dataloader = endless(pretrain_data)
+        self.update_steps = update_steps
+
+    def _take_schedule(self, args: Any, consumed_samples: int) -> None:
+        """Work with the schedule of a script's ``args``, from the sample where it goes on."""
+        if args is not None:
+            self.use_config(take_schedule(self.config, args, self.steps_per_episode()))
+        elif self.overrides(*_SAVING_METHODS):
+            args = self.options_of_script()
+        self.args_of_fit = args
+        if consumed_samples and self.state.global_step == 0:
+            batch_size = self.config.rollout.rollout_batch_size
+            self.state.become(state_after(consumed_samples, self.steps_per_episode(), batch_size))
+
+    @property
+    def kl_ctl(self) -> Any:
+        """The controller of the coefficient of the KL, which the maker of experience has, too."""
+        return self._kl_ctl
+
+    @kl_ctl.setter
+    def kl_ctl(self, controller: Any) -> None:
+        self._kl_ctl = self.experience_maker.kl_ctl = controller
+        if "kl_ctl" in vars(self).get("states", ()):
+            has_state = hasattr(controller, "state_dict")
+            self.states["kl_ctl"] = controller if has_state else KLState(controller)
+
+    @property
+    def reward_source(self) -> RewardSource:
+        """What scores the samples: set a function, or another source, and it scores those that follow.
+
+        It scores evaluations too, where they have no source of their own. The source that was there is closed with the
+        trainer, if a run was built: the new one may call it.
+        """
+        return self.sampler.sampler.reward_source
+
+    @reward_source.setter
+    def reward_source(self, given: RewardSource | Callable[..., Any]) -> None:
+        before, source = self.reward_source, function_source(given, "reward_source")
+        self.replaced_sources.append(before)
+        self.sampler.sampler.score_by(source)
+        self.experience_maker.rewarded = not isinstance(source, NoReward)
+        if getattr(self.evaluator, "reward_source", None) is before:
+            self.evaluator.reward_source = source
 
     # -- limits and prompts --------------------------------------------------------------------------------------
 
@@ -172,7 +397,7 @@ class PPOTrainer(TrainingLoop):
         return min(limit for limit in limits if limit is not None)
 
     def steps_per_episode(self) -> int:
-        return steps_per_episode(self.config, self.prompts)
+        return steps_per_episode(self.config, self.prompts, self.update_steps)
 
     def episode_steps(self) -> Iterator[EpisodePrompts]:
         """The prompts of the episode, once for each step that takes some of them."""
@@ -182,7 +407,19 @@ class PPOTrainer(TrainingLoop):
 
     def episode_prompts(self) -> EpisodePrompts:
         """From where the run is."""
-        return EpisodePrompts(self.prompts, self.state.episode, self.state.consumed_prompts)
+        state = self.state
+        return EpisodePrompts(self.prompts, state.episode, state.consumed_prompts, self._prompts_of)
+
+    def _prompts_of(self, batch: Any) -> list[Prompt]:
+        """A batch of the prompts dataloader, which may be one of a script."""
+        if isinstance(batch, list) and all(isinstance(item, Prompt) for item in batch):
+            return batch
+        return as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len)
+
+    def before_first_step(self) -> None:
+        if self.trackers:
+            self.use_given_trackers()
+        super().before_first_step()
 
     # -- state and the end ---------------------------------------------------------------------------------------
 
@@ -196,7 +433,18 @@ class PPOTrainer(TrainingLoop):
         super().load_state(saved)
         self.rollout_engine.sync_weights(self.actor)
 
+    @property
+    def ckpt_path(self) -> str:
+        return getattr(self.args_of_fit, "ckpt_path", None) or super().ckpt_path
+
+    def write_checkpoint(self, step: int) -> None:
+        if self.client_states or self.overrides("_save_checkpoint"):
+            return self.write_checkpoint_of_script(step)
+        super().write_checkpoint(step)
+
     def check_trained(self) -> None:
+        if self.overrides(*TRAINING_METHODS):  # whose optimizer steps are not counted
+            return
         super().check_trained()
         training, step = self.config.training, self.state.global_step
         wanted = training.total_training_steps
@@ -234,6 +482,7 @@ class PPOTrainer(TrainingLoop):
     def sources(self) -> list[RewardSource]:
         """Those that end with the run."""
         return [
+            *self.replaced_sources,
             self.reward_source,
             getattr(self.evaluator, "reward_source", self.reward_source),
         ]

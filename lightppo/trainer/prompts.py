@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -80,7 +81,8 @@ class EpisodePrompts:
     """The generation batches of one episode on this rank, from where it was left.
 
     Args:
-        dataloader: its ``batch_sampler`` has ``set_epoch(epoch, consumed_samples)``.
+        dataloader: its ``batch_sampler`` or ``sampler`` has ``set_epoch(epoch, consumed_samples)``. One with
+            ``set_epoch(epoch)`` cannot start inside an episode, one with none is taken as it comes.
         episode: its number, from 0; seeds the shuffling.
         consumed_prompts: prompts of this episode that were used before, over all ranks.
         convert: makes prompts of what the dataloader yields, which without it are prompts.
@@ -106,7 +108,23 @@ class EpisodePrompts:
 
     def go_to(self, dataloader: Any, episode: int, consumed_prompts: int) -> None:
         """Have the dataloader begin the episode where it was left."""
-        dataloader.batch_sampler.set_epoch(episode, consumed_prompts)
+        samplers = (
+            getattr(dataloader, "batch_sampler", None),
+            getattr(dataloader, "sampler", None),
+        )
+        sampler = next((s for s in samplers if hasattr(s, "set_epoch")), None)
+        if (
+            sampler is not None
+            and "consumed_samples" in inspect.signature(sampler.set_epoch).parameters
+        ):
+            sampler.set_epoch(episode, consumed_samples=consumed_prompts)
+        elif consumed_prompts:
+            raise ValueError(
+                "cannot resume inside an episode: the prompts dataloader's sampler has no set_epoch(epoch, "
+                "consumed_samples); make it with strategy.setup_dataloader"
+            )
+        elif sampler is not None:
+            sampler.set_epoch(episode)
 
     def _look_ahead(self) -> None:
         self._next = next(self._batches, _END)

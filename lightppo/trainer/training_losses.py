@@ -205,4 +205,5 @@ def build_policy_loss(config: PPOConfig) -> PolicyLoss:
         options={
             name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults
         },
+        horizon=float(config.rollout.generate_max_len),
     )

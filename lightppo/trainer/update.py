@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,19 +13,24 @@ from torch import Tensor
 from lightppo.algorithms.entries import LOSS_AGG_MODES
 from lightppo.algorithms.losses import ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
+from lightppo.compat.own_steps import (
+    lone_part,
+    script_status,
+    weighed_by_samples,
+    with_kl,
+    without_means,
+)
 from lightppo.config import PPOConfig
 from lightppo.config.rules import micro_batch_spec, of_role
+from lightppo.errors import ConfigError
 from lightppo.experience.batching import (
     Minibatch,
-    ReplayBuffer,
     StepPart,
     minibatches,
 )
 from lightppo.experience.entropy_sample import EntropySample, entropy_sample
 from lightppo.experience.experience import Experience
-from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.token_weights import token_weights
-from lightppo.logging.performance import PhaseTimer
 from lightppo.logging.progress import bar_of_part, minibatch_on_bar
 from lightppo.logging.step_metrics import (
     SampleSummaries,
@@ -33,9 +40,9 @@ from lightppo.logging.step_metrics import (
 )
 from lightppo.models.actor import ActionScores
 from lightppo.models.batches import layout_of_all
+from lightppo.rollout.sampler import nothing_scored
 from lightppo.trainer.distillation import score_term
 from lightppo.trainer.early_stop import early_stop
-from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.training_losses import (
     Metrics,
     OwnLoss,
@@ -45,42 +52,36 @@ from lightppo.trainer.training_losses import (
     critic_loss,
     kl_to_reference,
 )
+from lightppo.zero3 import find_engine
+
+TRAINING_METHODS = ("ppo_train", "training_step", "training_step_actor", "training_step_critic")
 
 # numbers by name, or tensors of one number that are read at the end of a step
 Status = Mapping[str, Any]
 
 
 class Update:
-    """Trains actor and critic on the replay buffer: ``max_epochs`` passes, an optimizer step per ``train_batch_size``.
+    """The part of ``PPOTrainer`` that trains actor and critic on the replay buffer.
 
-    A subclass may override ``training_step``, ``training_step_actor`` and ``training_step_critic``.
+    That takes ``max_epochs`` passes, with an optimizer step per ``train_batch_size``. A subclass of the trainer may
+    override ``ppo_train``, ``training_step``, ``training_step_actor`` and ``training_step_critic``.
 
     Args:
-        inputs: :class:`lightppo.trainer.build.PPOInputs` with a resolved config.
-        state: of the run; optimizer steps are counted in it.
+        parts: :class:`lightppo.trainer.build.PPOParts` with a resolved config.
     """
 
-    def __init__(
-        self,
-        inputs: Any,
-        *,
-        experience_maker: ExperienceMaker,
-        replay_buffer: ReplayBuffer,
-        kl_ctl: Any,
-        value_norm: Any | None,
-        state: TrainerState,
-        skipped: SkippedSteps,
-        timer: PhaseTimer,
-    ) -> None:
-        config, self.strategy = inputs.config, inputs.strategy
-        self.loss_terms, self.frozen = dict(inputs.loss_terms), inputs.frozen
-        self.actor, self.critic, self.reference = inputs.actor, inputs.critic, inputs.initial_model
-        self.actor_optim, self.actor_scheduler = inputs.actor_optim, inputs.actor_scheduler
-        self.critic_optim, self.critic_scheduler = inputs.critic_optim, inputs.critic_scheduler
-        self.experience_maker, self.replay_buffer = experience_maker, replay_buffer
+    has_own_steps = False  # a subclass has training steps of its own, which read numbers
+
+    def __init__(self, parts: Any) -> None:
+        config, self.strategy = parts.config, parts.strategy
+        self.loss_terms, self.frozen = dict(parts.loss_terms), parts.frozen
+        self.actor, self.critic, self.reference = parts.actor, parts.critic, parts.initial_model
+        self.actor_optim, self.actor_scheduler = parts.actor_optim, parts.actor_scheduler
+        self.critic_optim, self.critic_scheduler = parts.critic_optim, parts.critic_scheduler
+        self.experience_maker, self.replay_buffer = parts.experience_maker, parts.replay_buffer
         self.use(config)
-        self.kl_ctl, self.value_norm = kl_ctl, value_norm
-        self.state, self.skipped, self.timer = state, skipped, timer
+        self.kl_ctl, self.value_norm = parts.kl_ctl, parts.value_norm
+        self.state, self.skipped, self.timer = parts.state, parts.skipped, parts.timer
         algorithm, loss, training = config.algorithm, config.loss, config.training
         self.max_epochs = training.max_epochs
         self.freezing_actor_steps = algorithm.freezing_actor_steps
@@ -91,7 +92,10 @@ class Update:
         self.policy_loss = build_policy_loss(config)
         self.token_weights = token_weights(config, in_training=True)
         self.value_loss = ValueLoss(
-            loss.value_clip, loss_agg_mode=loss.loss_agg_mode, huber_delta=loss.value_huber_delta
+            loss.value_clip,
+            loss_agg_mode=loss.loss_agg_mode,
+            huber_delta=loss.value_huber_delta,
+            horizon=float(config.rollout.generate_max_len),
         )
         self.early_stop = early_stop(config, self.strategy)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
@@ -115,27 +119,29 @@ class Update:
         if (of_teacher := score_term(config, self.frozen)) is not None:
             self.score_terms.append(of_teacher)
 
-    def train(self, step: int) -> dict[str, float]:
+    def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """Train on the replay buffer. Collective.
 
         Args:
-            step: number of this PPO step; it seeds the shuffling.
+            global_steps: number of this PPO step; it seeds the shuffling.
 
         Returns:
             the means over the optimizer steps, and statistics of the rollout, by the names of
             ``trainer.metrics.METRICS`` without their namespace; the same on every rank.
         """
+        if self.overrides("fit") and self.buffer_is_empty():
+            raise nothing_scored(global_steps)
         self.samples.begin(self.replay_buffer.items)
         trained = []
         with self.timer("train"):
             epochs = max(self.max_epochs, self.critic_max_epochs)
             for epoch in range(epochs):
                 self.epoch = epoch
-                plan = self.minibatches(step, epoch)
+                plan = self.minibatches(global_steps, epoch)
                 text = f"train, epoch {epoch + 1}/{epochs}"
                 bar = bar_of_part(plan, text, self.strategy)
                 for minibatch in bar:
-                    trained.append(self.train_minibatch(minibatch, step))
+                    trained.append(self.train_minibatch(minibatch, global_steps))
                     samples = [e for e in minibatch.micro_batches if e.part.has_samples]
                     # Not where there is none to see it: the numbers are a wait for a GPU.
                     if samples and not getattr(bar, "disable", True):
@@ -143,6 +149,7 @@ class Update:
         self.epoch = 0
         status = optimizer_status(trained, self.strategy) | self.samples.status()
         self.skipped.end_step()
+        self.accumulate_alone()
         if not trained:
             status |= {f"{name}_skipped": 1.0 for name in self.skipped.of_model}
         return (
@@ -151,7 +158,13 @@ class Update:
             | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(trained))}
         )
 
-    def train_minibatch(self, minibatch: Minibatch, step: int = 0) -> list[Mapping[str, float]]:
+    def buffer_is_empty(self) -> bool:
+        """Whether no rank has a sample to train on. Collective."""
+        return self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
+
+    def train_minibatch(
+        self, minibatch: Minibatch, global_steps: int = 0
+    ) -> list[Mapping[str, float]]:
         """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
         micro_batches, of_critic = minibatch.micro_batches, minibatch.critic_micro_batches
         self.begin_terms(len(micro_batches))
@@ -160,17 +173,17 @@ class Update:
         self.strategy.accumulate(self.critic, len(of_critic or micro_batches))
         if of_critic is None:
             done = [
-                (experience, self.training_step(experience, step))
-                for experience in self.given(micro_batches)
+                (experience, self.training_step(experience, global_steps))
+                for experience in self._given(micro_batches)
             ]
         else:
             with self.timer("actor_update"):
-                trained = self.given(micro_batches if self.actor_trains(step) else ())
+                trained = self._given(micro_batches if self.actor_trains(global_steps) else ())
                 done = [
                     (experience, self.training_step_actor(experience)) for experience in trained
                 ]
             with self.timer("critic_update"):
-                trained = self.given(of_critic if self.critic_trains() else ())
+                trained = self._given(of_critic if self.critic_trains() else ())
                 done += [
                     (experience, self.training_step_critic(experience)) for experience in trained
                 ]
@@ -182,30 +195,40 @@ class Update:
             numbers = checked_status(status)
             if not experience.part.has_samples:
                 numbers = {name: value for name, value in numbers.items() if name in own}
-            statuses.append(numbers)
+            statuses.append(without_means(numbers) if self.has_own_steps else numbers)
         self.summarise()
         return statuses
 
     # -- one micro batch -----------------------------------------------------------------------------------------
 
-    def training_step(self, experience: Experience, step: int) -> Status:
+    def training_step(
+        self, experience: Experience, global_steps: int, entropy_mask: Tensor | None = None
+    ) -> Status:
         """One micro batch of actor and critic; its numbers, whose mean is logged whatever their names. Collective.
 
-        Gradients add up; at the last micro batch of ``train_batch_size`` samples the optimizers step.
+        Gradients add up; at the last micro batch of ``train_batch_size`` samples the optimizers step. In ``fit`` a
+        micro batch weighs by its share of the step's tokens, in a loop of a script all weigh the same. Only tokens
+        where ``entropy_mask`` (B, A) is True have a policy loss, which is divided as without it.
         """
         status: dict[str, Any] = {}
-        if self.actor_trains(step):
+        if self.actor_trains(global_steps):
+            masked = {} if entropy_mask is None else {"entropy_mask": entropy_mask}
             with self.timer("actor_update"):
-                status |= self.training_step_actor(experience)
+                status |= self.training_step_actor(experience, **masked)
         if self.critic_trains():
             with self.timer("critic_update"):
                 # the actor's pass may know more of the KL
                 status = self.training_step_critic(experience) | status
         return status
 
-    def training_step_actor(self, experience: Experience) -> Status:
+    def training_step_actor(
+        self, experience: Experience, entropy_mask: Tensor | None = None
+    ) -> Status:
         """One micro batch of the actor; see :meth:`training_step`."""
-        part = self.part_of(experience)
+        if entropy_mask is not None:
+            weights = 1.0 if experience.loss_weights is None else experience.loss_weights
+            experience = replace(experience, loss_weights=weights * entropy_mask.float())
+        part = self._part_of(experience)
         self.actor.train()
         loss, metrics, log_probs, entropy = actor_loss(
             self.actor,
@@ -224,14 +247,15 @@ class Update:
         self.observe(experience, log_probs, entropy)
         if experience.action_log_probs is None and part.has_samples:
             self.samples.add(experience, log_probs)
-            experience = self.with_kl(experience, log_probs)
+            if experience.part is None:
+                experience = with_kl(self, experience, log_probs)
         status: dict[str, Any] = micro_batch_status(metrics, part.status_scale)
         own_losses = (next(losses, None) for losses in self.own_losses)
         for own_loss in filter(None, own_losses):
             coef, loss, own_metrics = own_loss(self.actor)
             self.backward(coef * part.loss_scale * loss, self.actor, self.actor_optim)
             status |= own_metrics
-        return self.told(status | self.actor_step(), experience)
+        return self._reported(status | self.actor_step(), experience)
 
     def entropy_sample(
         self, experience: Experience, normalizer: LossNormalizer
@@ -243,7 +267,7 @@ class Update:
 
     def training_step_critic(self, experience: Experience) -> Status:
         """One micro batch of the critic; see :meth:`training_step`."""
-        part = self.part_of(experience)
+        part = self._part_of(experience)
         self.critic.train()
         loss, metrics = critic_loss(
             self.critic, experience, part.normalizer, self.value_loss, self.value_norm
@@ -253,7 +277,7 @@ class Update:
         status |= self.optimizer_step(
             "critic", self.critic, self.critic_optim, self.critic_scheduler
         )
-        return self.told(status, experience)
+        return self._reported(status, experience)
 
     def kl_loss(
         self, actor: Any, scores: ActionScores, experience: Experience, normalizer: LossNormalizer
@@ -267,28 +291,60 @@ class Update:
         loss = self.aggregate(kl, mask, normalizer)
         return self.kl_ctl.value * loss, {"kl_loss": loss.detach()}
 
-    def given(self, micro_batches: Iterable[Experience]) -> Iterable[Experience]:
-        """The micro batches as ``training_step`` gets them."""
-        return micro_batches
-
-    def part_of(self, experience: Experience) -> StepPart:
-        """What a micro batch is of its optimizer step."""
-        return experience.part
-
-    def with_kl(self, experience: Experience, log_probs: Tensor) -> Experience:
-        """A micro batch without old log probs, after its pass: :meth:`summarise` tells its KL."""
-        return experience
-
     def backward(self, loss: Tensor, model: Any, optimizer: Any) -> None:
+        """Add the gradient of a loss that is its micro batch's share of the step, however losses of scripts count."""
+        engine, weights = find_engine(model), self.strategy.loss_weights
+        weight = None if engine is None else weights.pop(engine, None)
         self.strategy.backward(loss, model, optimizer)
-
-    def told(self, status: Status, experience: Experience) -> Status:
-        """The status of a micro batch as ``training_step`` returns it."""
-        return status
+        if weight is not None:
+            weights[engine] = weight
 
     def summarise(self) -> None:
         """Take in what is known of log probs that only a training pass has made."""
         self.samples.read()
+
+    # -- steps and loops of scripts ------------------------------------------------------------------------------
+
+    def _given(self, micro_batches: Iterable[Experience]) -> Iterable[Experience]:
+        """The micro batches as ``training_step`` gets them."""
+        return weighed_by_samples(self, micro_batches) if self.has_own_steps else micro_batches
+
+    def _part_of(self, experience: Experience) -> StepPart:
+        """What a micro batch is of its optimizer step; in a loop of a script, one of equal weight."""
+        if experience.part is not None:
+            return experience.part
+        part = lone_part(
+            experience,
+            self.strategy,
+            scale=float(self.config.rollout.generate_max_len),
+            accumulation=self.lone_accumulation(),
+        )
+        self.begin_terms(1)
+        return part
+
+    def _reported(self, status: Status, experience: Experience) -> Status:
+        """The status of a micro batch; numbers for a script, else :meth:`train_minibatch` reads them later."""
+        if experience.part is not None and not self.has_own_steps:
+            return status
+        return script_status(self, status, experience)
+
+    def accumulate_alone(self) -> None:
+        """Let a loop of a script take a step every ``train_batch_size`` samples; ``fit`` says it for each step."""
+        for model in (self.actor, self.critic):
+            self.strategy.accumulate(model, self.lone_accumulation())
+        self.weigh(1 / self.lone_accumulation())
+
+    def lone_accumulation(self) -> int:
+        """Micro batches that hold the ``train_batch_size`` of the strategy."""
+        strategy = self.strategy
+        samples = strategy.micro_train_batch_size * strategy.world_size
+        return max(1, math.ceil(strategy.train_batch_size / samples))
+
+    def weigh(self, weight: float | Tensor) -> None:
+        """Multiply what a script gives to ``strategy.backward`` by this factor from now on."""
+        for model in (self.actor, self.critic):
+            if (engine := find_engine(model)) is not None:
+                self.strategy.loss_weights[engine] = weight
 
     # -- optimizer steps -----------------------------------------------------------------------------------------
 
@@ -315,7 +371,15 @@ class Update:
     def critic_spec(self) -> Any | None:
         """Micro batches of the critic's own; ``None``: it trains on the actor's."""
         of_critic = self.specs["critic_train"]
-        return None if self.critic is None or of_critic == self.specs["actor_train"] else of_critic
+        if self.critic is None or of_critic == self.specs["actor_train"]:
+            return None
+        if self.overrides("training_step"):
+            raise ConfigError(
+                f"{type(self).__name__}.training_step trains actor and critic on one micro batch, and the "
+                "options give the critic others: set the same for both, or override training_step_actor and "
+                "training_step_critic"
+            )
+        return of_critic
 
     def begin_terms(self, micro_batches: int) -> None:
         """Further terms of the actor's loss get ready for the micro batches that follow. Collective."""

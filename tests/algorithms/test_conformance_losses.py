@@ -25,6 +25,7 @@ from support.conformance import (
     on_tokens,
     rows,
 )
+from support.whole_step import PolicyLoss, ValueLoss
 from torch import Tensor
 
 from lightppo.algorithms.correction import (
@@ -34,7 +35,6 @@ from lightppo.algorithms.correction import (
 )
 from lightppo.algorithms.divergences import top_divergence
 from lightppo.algorithms.kl import approx_kl
-from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.algorithms.option_values import Rejection
 from lightppo.algorithms.ratios import mismatch_terms

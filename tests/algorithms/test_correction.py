@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from support.fakes import FakeStrategy, on_ranks
+from support.whole_step import PolicyLoss
 from torch import Tensor
 
 from lightppo.algorithms.correction import (
@@ -14,7 +15,6 @@ from lightppo.algorithms.correction import (
     rejection_mask,
 )
 from lightppo.algorithms.entries import CORRECTIONS, REJECTIONS
-from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.option_values import Rejection
 from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.errors import ConfigError

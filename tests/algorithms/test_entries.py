@@ -139,8 +139,7 @@ def test_files_that_are_not_there_or_no_python(tmp_path):
 
 def test_functions_of_files_run(own):
     import torch
-
-    from lightppo.algorithms.losses import PolicyLoss
+    from support.whole_step import PolicyLoss
 
     mask = torch.ones(4, 2, dtype=torch.bool)
     rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 5.0], [0.0, 5.0]])
@@ -170,7 +169,8 @@ def test_a_decorated_class_is_an_entry_too():
 
 
 def test_functions_stand_where_their_path_may(own):
-    from lightppo.algorithms.losses import PolicyLoss
+    from support.whole_step import PolicyLoss
+
     from lightppo.user_code import load_python_function
 
     spread, linear = (load_python_function(own(name), name) for name in ("spread", "linear"))

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.whole_step import PolicyLoss, ValueLoss
 from torch import Tensor
 
 from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.algorithms.kl import approx_kl
-from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.config import PPOConfig
 from lightppo.experience.experience import Experience

@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from support.whole_step import PolicyLoss, ValueLoss
 from torch import Tensor
 
 from lightppo.algorithms.entries import POLICY_LOSSES
-from lightppo.algorithms.losses import LossInputs, PolicyLoss, ValueLoss, binary_kl
+from lightppo.algorithms.losses import LossInputs, binary_kl
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.errors import ConfigError
 from lightppo.user_code import is_from_users_file
@@ -398,14 +399,6 @@ class TestValueLoss:
             ValueLoss()(
                 torch.zeros(1, 2), torch.zeros(1, 1), torch.zeros(1, 2), torch.ones(1, 2).bool()
             )
-
-
-def test_public_names():
-    import lightppo
-
-    # these two can also be called as OpenRLHF's are
-    assert issubclass(lightppo.PolicyLoss, PolicyLoss)
-    assert issubclass(lightppo.ValueLoss, ValueLoss)
 
 
 # with one row: the plain sum, so that each token's gradient stands alone

@@ -19,11 +19,13 @@ NAN = float("nan")
 def test_masked_mean_by_hand():
     values = torch.tensor([[1.0, 2.0, NAN], [6.0, 0.0, 5.0]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert masked_mean(values, mask).tolist() == [1.5, 6.0]  # (1 + 2) / 2, 6 / 1
+    assert masked_mean(values, mask, dim=1).tolist() == [1.5, 6.0]  # (1 + 2) / 2, 6 / 1
 
 
 def test_masked_mean_without_tokens_is_zero():
-    assert masked_mean(torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool)).tolist() == [
+    assert masked_mean(
+        torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool), dim=1
+    ).tolist() == [
         0.0,
         0.0,
     ]
@@ -38,7 +40,7 @@ def test_masked_mean_keeps_nan_out_of_gradients():
 def test_low_precision_is_summed_in_float32():
     # In bfloat16 256 + 1 = 256: a sum of 1000 ones would stop there.
     values = torch.ones(1, 1000, dtype=torch.bfloat16)
-    mean = masked_mean(values, torch.ones(1, 1000, dtype=torch.bool))
+    mean = masked_mean(values, torch.ones(1, 1000, dtype=torch.bool), dim=1)
     assert mean.dtype == torch.float32
     assert mean.item() == 1.0
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.fakes import FakeStrategy, on_ranks
+from support.whole_step import PolicyLoss
 from torch import Tensor
 
-from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.algorithms.selection import (
     covariance,

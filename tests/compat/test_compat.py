@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
-from lightppo.compat.seed import config_from_options, constructor_config, take_schedule
+from lightppo.compat.constructor_options import (
+    config_from_options,
+    constructor_config,
+    take_schedule,
+)
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.logging.run_folder import public_options

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightppo.compat.prompt_batches import ScriptPrompts, as_prompts
+from lightppo.compat.prompt_batches import as_prompts
 from lightppo.data.records import Prompt
 from lightppo.distributed.rank_samples import RankSampler
+from lightppo.trainer.prompts import EpisodePrompts as ScriptPrompts
 
 
 class CharacterTokenizer:

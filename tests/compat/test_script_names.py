@@ -15,7 +15,7 @@ from lightppo import (
     masked_mean,
     unpacking_samples,
 )
-from lightppo.compat.seed import check_actor
+from lightppo.compat.script_names import check_actor
 from lightppo.config import PPOConfig
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightppo.compat.seed import get_strategy
+from lightppo.compat.script_names import get_strategy
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.distributed.device import import_deepspeed
 from lightppo.distributed.rendezvous import ensure_launcher_variables

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
+from support.whole_step import PolicyLoss, ValueLoss
 from torch import Tensor
 
 from lightppo.algorithms.entries import LOSS_AGG_MODES
-from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.experience.batching import Minibatch, minibatches, plan_step

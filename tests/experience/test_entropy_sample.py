@@ -66,7 +66,7 @@ def trained(
         monkeypatch.setattr(sampling, "_LARGEST_STRIDE", stride)
         trainer = trainer_with(**GRPO, max_epochs=1, **options)
         trainer.callbacks.all = [observer := Observer(rows)]
-        trainer.update.token_weights = list(weights)
+        trainer.token_weights = list(weights)
         before = [p.detach().clone() for p in trainer.actor.parameters()]
         with torch.no_grad():
             trainer.actor.hf_model.lm_head.weight.mul_(50)  # so that tokens differ in their entropy

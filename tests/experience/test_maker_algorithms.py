@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 from support.tables import answer, approx, make_one, maker
+from support.whole_step import PolicyLoss
 from torch import Tensor
 
 from lightppo.algorithms.advantages import advantage_fn
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS
-from lightppo.algorithms.losses import PolicyLoss
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.experience.batching import ReplayBuffer

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from support.tables import answer, make_one, maker
+from support.whole_step import PolicyLoss
 from torch import Tensor
 
-from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.config import PPOConfig
 from lightppo.config.old_log_probs import old_log_probs_from

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightppo.compat.seed import get_llm_for_sequence_regression
+from lightppo.compat.script_names import get_llm_for_sequence_regression
 from lightppo.config import PPOConfig
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor

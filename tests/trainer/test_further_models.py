@@ -85,7 +85,7 @@ def test_a_term_of_the_loss_changes_the_gradient(make_config):
         config = make_config(**run)
         config = config.with_options(save_path=f"{config.checkpoint.save_path}_{name}")
         trainer = PPOTrainer.from_config(config)
-        trainer.update.score_terms += terms
+        trainer.score_terms += terms
         trainer.fit()
         rows += trained_rows(config)
     with_it, without = rows

@@ -546,9 +546,7 @@ def test_reward_servers_get_token_retries_and_timeout(make_config, server, parts
         config = make_config(**options).resolved()
         return build.build_reward(config, [], parts["tokenizer"], parts["strategy"])
 
-    rollouts = FakeEngine().generate(
-        PROMPTS, build.eval_sampling_params(make_config().resolved())
-    )
+    rollouts = FakeEngine().generate(PROMPTS, build.eval_sampling_params(make_config().resolved()))
     assert score_rollouts(source(remote_rm_token_env="A_TOKEN"), rollouts).scores == [0.5, 0.5]
     assert server.headers.pop()["Authorization"] == "Bearer open-sesame"
     assert score_rollouts(source(), rollouts).scores == [0.5, 0.5]

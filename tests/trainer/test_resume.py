@@ -99,7 +99,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, caplog, zero
     assert len(resumed.states["alarms"].series["rollout/reward"]) == 4
     assert resumed.state.episode == 1
     # 4 steps × 2 epochs × 2 optimizer steps × 2 micro batches
-    assert resumed.update.loss_terms["pretraining"].taken == 32
+    assert resumed.loss_terms["pretraining"].taken == 32
     assert resumed.kl_ctl.value == straight.kl_ctl.value != 0.1
     assert [row["train/ptx_loss"] > 0 for row in rows] == [True] * 4
     assert len({row["train/kl_coef"] for row in rows}) == 4

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 from support.loops import idle_loop
 
-from lightppo.trainer.consumed_samples import state_after
+from lightppo.trainer.by_hand import state_after
 from lightppo.trainer.loop import TrainerState
 
 

@@ -27,7 +27,6 @@ from transformers.pytorch_utils import Conv1D
 
 from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
-from lightppo.models.actor import ActionScores, Actor
 from lightppo.models.adapters.frozen_weights import (
     check_frozen,
     frozen_facts,
@@ -125,7 +124,7 @@ def add_adapters(
         head.requires_grad_(True)
         config.modules_to_save = [name]
     hf_model.lora = LoraExport(config, hf_model)  # the strategy looks for it here when it saves
-    if isinstance(model, Actor):
+    if hasattr(model, "as_loaded"):  # an Actor, whose module makes adapters by this one
         model.as_loaded = AdaptersOff(model)
 
 
@@ -226,7 +225,7 @@ class AdaptersOff:
     Its forwards have no gradient, and may run between the actor's forward and backward passes.
     """
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: Any) -> None:
         if not _layers(actor.hf_model):
             raise ValueError("the actor has no adapters, so it cannot be its own reference")
         self.actor = actor
@@ -241,7 +240,7 @@ class AdaptersOff:
         with torch.no_grad(), adapters_off(self.actor.hf_model):
             return self.actor(*args, **kwargs)
 
-    def score_actions(self, *args: Any, **kwargs: Any) -> ActionScores:
+    def score_actions(self, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`Actor.score_actions`."""
         with torch.no_grad(), adapters_off(self.actor.hf_model):
             return self.actor.score_actions(*args, **kwargs)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightppo.compat.seed_trainer import PPOTrainer
 from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.trainer.ppo_trainer import PPOTrainer
 
 
 class NaiveExperienceMaker:
@@ -47,12 +47,20 @@ class NaiveExperienceMaker:
             init_kl_coef=kl_controller.value,
         )
         self.maker = parts.experience_maker
-        self.maker.kl_ctl = kl_controller
+        self.kl_ctl = kl_controller
         self.perf_stats: dict[str, float] | None = None
 
     def make_experience_list(self, all_prompts: Any, *labels: Any, **options: Any) -> list[Any]:
         """Experiences of prompts as texts, with their labels and generation options; or of rollouts. Collective."""
         return self.maker.make_experience_list(all_prompts, *labels, **options)
+
+    @property
+    def kl_ctl(self) -> Any:
+        return self.maker.kl_ctl
+
+    @kl_ctl.setter
+    def kl_ctl(self, controller: Any) -> None:
+        self.maker.kl_ctl = controller
 
     def __getattr__(self, name: str) -> Any:
         if name == "maker":
