@@ -191,10 +191,6 @@ ENGINES: Table = Table("--rollout_engine", {"hf": Entry("lightppo.rollout.hf:bui
 """Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,
 of the config, the strategy, the actor and the tokenizer; it has the actor's present weights."""
 
-ENGINE_WRAPPERS: Table = Table("what is around a run's rollout engine")
-"""An entry's function gets the engine of a run, the config, the strategy and the tokenizer, and returns the engine
-itself, or another one around it. They are called in the order of the table."""
-
 DECODERS: Table = Table("decoder", {"batches": Entry("lightppo.rollout.decoding:batches_for")})
 """What decodes for the HF engine: functions of a :class:`lightppo.rollout.decoding.CachedForward` that return a subclass
 of :class:`lightppo.rollout.decoding.Decoder`, or None for a model that it cannot decode; the last one that can decodes."""
@@ -412,38 +408,42 @@ REWARDS: Table[RewardEntry] = Table(
     "--reward_source",
     {
         "function": RewardEntry(
-            "lightppo.rewards.registry:function_reward", flag="reward_fn", outside="perhaps"
+            "lightppo.rewards.function:function_reward", flag="reward_fn", outside="perhaps"
         ),
-        "model": RewardEntry("lightppo.rewards.registry:model_reward", flag="reward_pretrain"),
+        "model": RewardEntry("lightppo.rewards.reward_model:model_reward", flag="reward_pretrain"),
+        "math": RewardEntry(
+            "lightppo.verifiers.math:math_reward",
+            check_prompt="lightppo.verifiers.math:check_prompt",
+        ),
+        "format": RewardEntry("lightppo.verifiers.formats:format_reward"),
+        "code": RewardEntry(
+            "lightppo.verifiers.programs:code_reward",
+            check_prompt="lightppo.verifiers.code:find_tests",
+        ),
+        "server": RewardEntry(
+            "lightppo.rewards.remote:server_reward", flag="remote_rm_url", outside="yes"
+        ),
+        "environment": RewardEntry("lightppo.episodes.rewards:environment_reward"),
     },
     kind=RewardEntry,
 )
 """Sources of rewards, by the names that ``--reward_source``, ``--reward_routes`` and ``--eval_reward_source`` take."""
 
-REWARD_WRAPPERS: Table = Table("what is around a run's rewards")
-"""An entry's function gets the source of a run and its :class:`lightppo.rewards.RewardRequest`, and returns the source
-itself, or another one around it. They are called in the order of the table."""
-
-OUTSIDE: Table = Table("what is around rewards from outside")
-"""What is around each source of rewards that may be outside the run (``RewardEntry.outside``), before wrappers and sums:
-an entry's function ``(make, name, is_certain, request)`` returns the source ``make()``, another one around it, or one in
-its place, which is then never made. ``is_certain``: it is outside for certain."""
+REWARD_STYLES: Table = Table(
+    "--reward_fn_style",
+    {
+        "queries": Entry("lightppo.rewards.reward_styles:QUERIES"),
+        "verl": Entry("lightppo.rewards.reward_styles:VERL"),
+        "verl_batch": Entry("lightppo.rewards.reward_styles:VERL_BATCH"),
+        "trl": Entry("lightppo.rewards.reward_styles:TRL"),
+        "areal": Entry("lightppo.rewards.reward_styles:AREAL"),
+    },
+)
+"""Conventions of reward functions: an entry names a :class:`lightppo.rewards.reward_styles.Style`."""
 
 REWARD_NAMES: Table = Table("names of rewards")
 """Which sources score training where options name them: an entry's function gets the config and returns names in
 ``REWARDS``, or None; the first one counts. Else the source is the one whose flag is set. It must import nothing heavy."""
-
-REWARD_SUMS: Table = Table("sum of rewards")
-"""What makes one source of those that options name: an entry's function gets the :class:`lightppo.rewards.RewardRequest`
-of a run and returns the source, or None; the first one counts. :func:`lightppo.rewards.registry.source_named` makes each."""
-
-SCORERS: Table = Table("scorer")
-"""What scores samples while others are generated: an entry's function gets the config, the engine and the source, and
-returns a :class:`lightppo.rewards.reward_source.Scorer`, or None; the first one scores."""
-
-SCORED: Table = Table("look at scored rollouts")
-"""What looks at each scored batch of training before samples are selected: an entry's function gets the config, the
-strategy and the source, and returns a function of this rank's rollouts, called on all ranks together, or None."""
 
 FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:Files")})
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;

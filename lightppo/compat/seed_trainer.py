@@ -64,9 +64,9 @@ from lightppo.experience.batching import StepPart
 from lightppo.experience.experience import Experience
 from lightppo.files import local_folder
 from lightppo.logging.step_metrics import checked_status, optimizer_status
-from lightppo.rewards.function_calls import function_source
+from lightppo.rewards.function import function_source
+from lightppo.rewards.registry import build_reward_source
 from lightppo.rewards.reward_source import NoReward, RewardSource
-from lightppo.rewards.script_sources import build_reward_source
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.rollout.sampler import nothing_scored
 from lightppo.trainer import ppo_trainer as core

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from lightppo.option import Section, option
-from lightppo.plugins.reward_sources import REWARD_MANAGERS, REWARD_STYLES
+from lightppo.plugin import REWARD_STYLES
 
 safe = partial(option, resume_safe=True)
 reward_model = partial(option, needs="reward_pretrain")
@@ -44,12 +44,11 @@ class FunctionConfig(Section, adds_to="verifier"):
         needs="function",
         names=REWARD_STYLES,
     )
-    reward_manager: str = safe(
+    reward_manager: Literal["auto", "naive", "batch", "dapo", "prime"] = safe(
         "auto",
         "How --reward_fn is called. naive: in threads; batch: one call; prime: processes killed at "
         "--reward_timeout; auto: by signature; dapo: auto, and a bare score is its acc, too.",
         needs="function",
-        names=REWARD_MANAGERS,
     )
     reward_retries: int = safe(0, "Retries of a failed call.", ge=0, needs="function or math")
     on_reward_failure: Literal["error", "unscored"] | None = safe(

@@ -49,7 +49,7 @@ class Door:
         from openenv.core.harness.capture.sessions import Upstream, extract_api_key
         from openenv.core.harness.capture.upstream import UpstreamHTTPError
 
-        from lightppo.rewards.gate import Connections, Gate, GatedConnection
+        from lightppo.rewards.reward_server import Connections, Gate, GatedConnection
 
         engines: dict[str, Engine] = {}
 

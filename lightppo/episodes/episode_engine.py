@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.episodes.calls import Answered, AnsweredEnvironments, Direct, Recording
+from lightppo.episodes.calls import Answered, AnsweredEnvironments, Direct, Recording, Reel
 from lightppo.episodes.env_failures import EnvironmentFailed
 from lightppo.episodes.environments import Environments, Session
 from lightppo.episodes.episode import Episode, Format, FormatsByTools, Limits
@@ -26,7 +26,6 @@ from lightppo.episodes.episode_metrics import Tally
 from lightppo.episodes.hf_turns import generate_turns
 from lightppo.episodes.rewards import has_failed
 from lightppo.episodes.tape import Tape
-from lightppo.episodes.tape_episode import Reel
 from lightppo.episodes.turns import Turn, TurnSource
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.ranks import Ranks, heartbeat

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightppo.errors import UserError
+from lightppo.config.cli import exit_on_mistakes
+from lightppo.errors import ConfigError, UserError
 
 FOLDER = "tape"
 VERSION = 1
@@ -214,3 +216,35 @@ def missing_files(folder: Path, rank: int, ranks: int, last: int) -> list[str]:
             missing.append(f"{since}before step {step}")
         earlier, at = strip, step
     return missing
+
+
+# -- before a tape plays -------------------------------------------------------------------------------------------------
+
+
+def look(config: Any, prog: str) -> None:
+    """Look at ``--tape_from`` before anything heavy is imported."""
+    if os.environ.get("RANK", "0") == "0":
+        with exit_on_mistakes(prog):
+            check_folder(config, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def check_played(building: Any) -> None:
+    """Look at the tape that plays, when the options are known."""
+    check_folder(building.config, building.strategy.world_size)
+
+
+def check_folder(config: Any, ranks: int) -> None:
+    """Raise ConfigError where ``--tape_from`` names no tape, or one of another number of ranks."""
+    run = config.flat().get("tape_from")
+    if run is None:
+        return
+    folder = Path(run).expanduser() / FOLDER
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--tape_from {run}: there is no {folder}: name the --save_path of a run that wrote a tape"
+        )
+    if ranks not in (written := numbers_of_ranks(folder)):
+        there = " or ".join(map(str, sorted(written))) or "no"
+        raise ConfigError(
+            f"--tape_from {run}: {there} ranks wrote its tape, and this run has {ranks}: take as many processes"
+        )

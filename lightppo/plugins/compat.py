@@ -1,15 +1,12 @@
-"""The constructor, arguments and call forms of the seed, and reward functions of other trainers."""
+"""The constructor, arguments and call forms of the seed."""
 
 from lightppo.option import register_section
 from lightppo.plugin import OLDER_STATES, PUBLIC, STRATEGY_METHODS
-from lightppo.plugins.reward_sources import REWARD_STYLES
 from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    for name in ("verl", "verl_batch", "trl", "areal"):
-        REWARD_STYLES.register(name, Entry(f"lightppo.rewards.reward_styles:{name.upper()}"))
     for name in ("load_model", "set_max_norm"):
         STRATEGY_METHODS.register(name, Entry(f"lightppo.compat.script_strategy:{name}"))
     OLDER_STATES.register("names", Entry("lightppo.compat.older_states:with_present_names"))

@@ -1,28 +1,13 @@
 """Episodes: environments and tools over several turns."""
 
 from lightppo.option import register_section
-from lightppo.plugin import (
-    CALLBACKS,
-    CHECKS,
-    ENGINE_WRAPPERS,
-    METRICS,
-    PUBLIC,
-    REWARD_WRAPPERS,
-    REWARDS,
-    CallbackEntry,
-    Check,
-    RewardEntry,
-)
-from lightppo.table import Entry
+from lightppo.plugin import CALLBACKS, CHECKS, METRICS, PUBLIC, CallbackEntry, Check
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     register_section("episodes", "lightppo.config.episodes_options:EpisodesConfig")
-    ENGINE_WRAPPERS.register("episodes", Entry("lightppo.episodes.assembly:around"))
     CHECKS.register("openings", Check("lightppo.episodes.assembly:check_openings", when="engine"))
-    REWARDS.register("environment", RewardEntry("lightppo.episodes.rewards:environment_reward"))
-    REWARD_WRAPPERS.register("failed_episodes", Entry("lightppo.episodes.rewards:unless_failed"))
     CALLBACKS.register(
         "episode_metrics", CallbackEntry("lightppo.episodes.episode_metrics:episode_metrics")
     )

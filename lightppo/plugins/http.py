@@ -1,8 +1,7 @@
 """Rewards over HTTP: the client, remote rewards, and a server of rewards."""
 
-from lightppo import rewards
 from lightppo.option import register_section
-from lightppo.plugin import CHECKS, COMMANDS, REWARDS, Check, Command, RewardEntry
+from lightppo.plugin import CHECKS, COMMANDS, Check, Command
 
 
 def register() -> None:
@@ -12,11 +11,6 @@ def register() -> None:
         Command("lightppo.cli.serve_reward:main", about="serve rewards over HTTP"),
     )
     CHECKS.register("tokens", Check("lightppo.http_client:check_tokens"))
-    REWARDS.register(
-        "server",
-        RewardEntry("lightppo.rewards.remote:server_reward", flag="remote_rm_url", outside="yes"),
-    )
-    rewards.PUBLIC.update(RemoteReward="lightppo.rewards.remote", read_token="lightppo.http_client")
     register_section(
         "reward_server", "lightppo.config.http_options:RewardServerConfig", adds_to="reward"
     )

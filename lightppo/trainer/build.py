@@ -13,13 +13,13 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.callbacks import Callback, load_callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
+    estimator_entry,
     followers,
     frozen_models,
     generation_batch,
@@ -32,6 +32,8 @@ from lightppo.config.rules import (
 )
 from lightppo.data.datasets import PromptDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.episodes import assembly
+from lightppo.episodes.rewards import taped, unless_failed
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
@@ -44,7 +46,6 @@ from lightppo.models.wrapper import Role, prepare_model
 from lightppo.plugin import (
     CHECKS,
     COLLECTORS,
-    ENGINE_WRAPPERS,
     ENGINES,
     LOADING,
     LOSS_TERMS,
@@ -52,19 +53,20 @@ from lightppo.plugin import (
     MODEL_CONFIGS,
     ROWS,
     SAMPLING,
-    SCORED,
-    SCORERS,
     VALUE_NORMS,
     FrozenModel,
 )
 from lightppo.ranks import Ranks
-from lightppo.rewards.registry import build_reward
-from lightppo.rewards.reward_source import NoReward, RewardSource
+from lightppo.rewards.async_scorer import AsyncScorer
+from lightppo.rewards.registry import source_of
+from lightppo.rewards.reward_source import NoReward, RewardRequest, RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.prompts import RolloutBatchSampler
 from lightppo.trainer.update import LossTerm, Update
+from lightppo.verifiers.formats import with_xml_format
+from lightppo.verifiers.status import status_check
 from lightppo.zero3 import find_adapters, parameter_count
 
 T = TypeVar("T")
@@ -725,9 +727,8 @@ def build_sampler(
         raise ConfigError(
             f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out"
         )
-    entry = ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
-    checks = [scored.fn(config, strategy, source) for scored in SCORED.values()]
-    scorers = (scorer.fn(config, engine, source) for scorer in SCORERS.values())
+    entry = estimator_entry(config)
+    status = status_check(config, strategy, source)
     sampler = RolloutSampler(
         engine,
         source,
@@ -735,8 +736,8 @@ def build_sampler(
         min_group_size=entry.min_group_size,
         greedy_baseline=entry.needs_greedy_baseline,
         dense=maker.shaper.of_tokens is not None,
-        scorer=next((scorer for scorer in scorers if scorer is not None), None),
-        checks=[check for check in checks if check is not None],
+        scorer=build_scorer(config, engine, source),
+        checks=[] if status is None else [status],
         timer=timer,
     )
     around = [
@@ -754,6 +755,20 @@ def build_sampler(
     return collector
 
 
+def build_scorer(
+    config: PPOConfig, engine: RolloutEngine, source: RewardSource
+) -> AsyncScorer | None:
+    """Return what scores samples while others are generated, with ``--async_rewards``."""
+    if not config.verifier.async_rewards:
+        return None
+    if not capabilities_of(engine).reports_finished:
+        raise ConfigError(
+            "--async_rewards: this rollout engine gives its samples all at once; leave it out"
+        )
+    with _as_config_error():
+        return AsyncScorer(source, timeout=60 * config.strategy.dist_timeout)
+
+
 def build_rewards(building: Building, reward_models: Sequence[Any] = ()) -> None:
     """What scores the samples, where no check has put another source in place."""
     building.reward_models = reward_models
@@ -762,6 +777,21 @@ def build_rewards(building: Building, reward_models: Sequence[Any] = ()) -> None
         building.reward_source = build_reward(
             building.config, reward_models, building.tokenizer, building.strategy
         )
+
+
+def build_reward(
+    config: PPOConfig,
+    reward_models: Sequence[Any],
+    tokenizer: Any,
+    ranks: Ranks,
+    flag: str = "--reward_fn",
+) -> RewardSource:
+    """Return what scores the samples of a run; ``flag`` is what errors call the reward function."""
+    request = RewardRequest(config, tokenizer, ranks, reward_models, flag, around=taped)
+    if estimator_entry(config).ignores_scores and not request.names:
+        return NoReward()
+    with _as_config_error():
+        return unless_failed(with_xml_format(source_of(request), request), request)
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:
@@ -785,6 +815,4 @@ def build_rollout_engine(
     """The engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
     make_engine = ENGINES.find(config.engine.rollout_engine).fn
     engine = make_engine(config, strategy, actor, tokenizer)
-    for wrapper in ENGINE_WRAPPERS.values():
-        engine = wrapper.fn(engine, config, strategy, tokenizer)
-    return engine
+    return assembly.around(engine, config, strategy, tokenizer)

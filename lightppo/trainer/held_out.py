@@ -8,10 +8,9 @@ from typing import Any
 from lightppo.config.evaluation_options import evaluation_config
 from lightppo.data.datasets import PromptDataset
 from lightppo.ranks import Ranks
-from lightppo.rewards.registry import build_reward
 from lightppo.rewards.reward_source import RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
-from lightppo.trainer.build import build_prompts, sampling_params
+from lightppo.trainer.build import build_prompts, build_reward, sampling_params
 from lightppo.trainer.evaluator import Evaluator
 
 

@@ -1,6 +1,6 @@
 """Rewards for programs: the last fenced block of Python in a response runs on the test cases of its row.
 
-The sandbox or a service (:mod:`lightppo.verifiers.services`) runs it. Outputs are compared here, so that no
+The sandbox or a service (:mod:`lightppo.verifiers.programs`) runs it. Outputs are compared here, so that no
 program sees the expected ones.
 """
 
@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.ranks import heartbeat
-from lightppo.rewards.reward_calls import OnFailure, check_failure_options
 from lightppo.rewards.reward_source import RewardOutput, describe_sample, shown
+from lightppo.rewards.runners import OnFailure, check_failure_options
 from lightppo.verifiers.sandbox import ProgramRun, SandboxPool
 from lightppo.verifiers.thinking import Thinking, after_thinking
 

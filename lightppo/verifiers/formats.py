@@ -12,7 +12,7 @@ from lightppo.rewards.reward_source import RewardOutput, RewardSource, check_out
 from lightppo.verifiers.thinking import Thinking
 
 if TYPE_CHECKING:
-    from lightppo.rewards.registry import RewardRequest
+    from lightppo.rewards.reward_source import RewardRequest
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 _THINK = ["<think>", "</think>"]

@@ -13,22 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.function_calls import NO_LABELS
-from lightppo.rewards.reward_calls import (
-    Call,
-    OnFailure,
-    check_failure_options,
-    settle,
-)
+from lightppo.processes.killable_pool import KillablePool
+from lightppo.processes.user_calls import Call
+from lightppo.rewards.function import NO_LABELS
 from lightppo.rewards.reward_source import RewardOutput, describe_sample
+from lightppo.rewards.runners import OnFailure, check_failure_options, settle
 from lightppo.verifiers.math_equality import equal
 from lightppo.verifiers.math_notation import NO_UNITS, SPACING, tidy
 from lightppo.verifiers.math_numbers import DECIMAL, as_number, compare
-from lightppo.verifiers.processes import KillablePool
 from lightppo.verifiers.thinking import Thinking, after_thinking
 
 if TYPE_CHECKING:
-    from lightppo.rewards.registry import RewardRequest
+    from lightppo.rewards.reward_source import RewardRequest
 
 _LIBRARY = "latex2sympy2_extended"
 _MEMORY_MB = 2048

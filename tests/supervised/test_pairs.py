@@ -18,7 +18,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import PromptTemplate
 from lightppo.errors import BadRowError, DataError, ModelLoadError, RewardError
 from lightppo.models.critic import RowForm
-from lightppo.rewards.reward_inputs import PlainText, Retemplated, SameIds
+from lightppo.rewards.reward_model import PlainText, Retemplated, SameIds
 from lightppo.supervised.pairs import PairDataset
 from lightppo.supervised.trainer import prompt_flags
 

@@ -45,10 +45,10 @@ from lightppo.http_client import HTTPClient
 from lightppo.option import Option
 from lightppo.plugin import CHECKS
 from lightppo.ranks import Alone
-from lightppo.rewards.registry import build_reward
 from lightppo.rewards.reward_source import close_source
 from lightppo.rollout.vllm.colocated import engine_arguments
 from lightppo.supervised.trainer import SupervisedTrainer
+from lightppo.trainer.build import build_reward
 
 pytestmark = pytest.mark.usefixtures("world")
 

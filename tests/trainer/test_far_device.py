@@ -38,7 +38,7 @@ from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, NewRewardModel, RewardModel
 from lightppo.models.kernels import entropy_sample
 from lightppo.models.wrapper import to_device
-from lightppo.rewards.reward_models import RewardModelSource
+from lightppo.rewards.reward_model import RewardModelSource
 from lightppo.supervised import objectives
 from lightppo.trainer.moving_average import average_into
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.errors import SandboxError, SandboxRefusedError
-from lightppo.ranks import asked_to_stop, ranks_on_node
+from lightppo.processes.groups import default_processes
+from lightppo.ranks import asked_to_stop
 
 logger = logging.getLogger(__name__)
 
@@ -431,11 +432,3 @@ def _close_all(sandboxes: list[Sandbox], owner: int) -> None:
     if os.getpid() == owner:  # a fork of the trainer must not end what it does not own
         for sandbox in sandboxes:
             sandbox.close()
-
-
-def default_processes() -> int:
-    """Worker processes that suit this rank: its share of the available cores, from 1 to 16."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(max(cores // ranks_on_node(1), 1), 16)

@@ -1,16 +1,14 @@
-"""Runs the calls of a reward function in worker processes that can be killed: ``--reward_manager prime``."""
+"""Worker processes that call a function and can be killed: ``--reward_manager prime``, ``--reward_source math``."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 import traceback
 import weakref
@@ -26,15 +24,9 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from lightppo.errors import RewardError, WorkerStartError
+from lightppo.processes.groups import default_processes, end_with
+from lightppo.processes.user_calls import Call, Outcome, awaited, in_daemon_thread, late
 from lightppo.ranks import heartbeat
-from lightppo.rewards.reward_calls import (
-    Call,
-    Outcome,
-    RunnerRequest,
-    awaited,
-    in_daemon_thread,
-)
-from lightppo.rewards.runners import WATCHED, late
 from lightppo.user_code import error_text, without_copies
 
 _START_TRIES = 3
@@ -42,34 +34,12 @@ _START_SECONDS = 120  # until a worker has loaded its target; imports are slow o
 _LOOK_SECONDS = 1.0  # between checks that a pool of processes still runs
 _MAX_ANSWER = 16 << 20  # characters
 _MAX_TRACE = 10_000  # characters
-_PR_SET_PDEATHSIG = 1
 _EXIT_0 = 256  # stands for exit code 0
-
-
-def runner_of(request: RunnerRequest) -> KillablePool:
-    """``--reward_manager prime``."""
-    if request.timeout is None:
-        raise ValueError("--reward_manager prime kills a call at its limit: set --reward_timeout")
-    target = request.spec or function_spec(request.fn, request.name)
-    return KillablePool(target, workers=request.workers, timeout=request.timeout)
-
-
-def function_spec(fn: Callable[..., Any], name: str) -> str:
-    """How another process finds a function: ``path.py:name`` if it has its own file, else ``module:name``."""
-    module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    path = getattr(fn, "__qualname__", "")
-    if module is None or module.__name__ == "__main__" or getattr(module, path, None) is not fn:
-        raise ValueError(
-            f"--reward_manager prime: worker processes cannot find reward function {name}; it must be a function at "
-            "the top level of a module or of a file of its own (--reward_fn path.py:name)"
-        )
-    from_file = module.__name__.startswith("lightppo_file_")
-    return f"{module.__file__ if from_file else module.__name__}:{path}"
 
 
 @dataclass(eq=False)
 class KillablePool:
-    """Calls one function in worker processes, with limits on wall-clock time and memory that no function can evade.
+    """Call one function in worker processes, with limits on wall-clock time and memory that no function can evade.
 
     A limit on processor time is for functions that we trust not to turn off ``signal.ITIMER_PROF``.
 
@@ -92,10 +62,6 @@ class KillablePool:
 
     def __post_init__(self) -> None:
         if self.workers is None:
-            from lightppo.verifiers.sandbox import (
-                default_processes,  # here, because worker processes import this file
-            )
-
             self.workers = default_processes()
         if self.workers < 1 or not self.timeout > 0:
             got = f"got {self.workers} and {self.timeout}"
@@ -107,7 +73,7 @@ class KillablePool:
         self._closer = weakref.finalize(self, _end_all, self._running, os.getpid())
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Calls the target with each of ``calls``; one outcome each, in order."""
+        """Call the target with each of ``calls``; one outcome each, in order."""
         try:
             payloads = [pickle.dumps((call.args, call.kwargs)) for call in calls]
         except Exception as error:  # whatever __reduce__ of a user's object raises
@@ -135,7 +101,7 @@ class KillablePool:
         raise WorkerStartError(f"{_START_TRIES} worker processes in a row did not start: {why}")
 
     def close(self) -> None:
-        """Kills the workers; running calls fail. May be called again."""
+        """Kill the workers; running calls fail. May be called again."""
         self._closer()
 
     def _start(self) -> _RunningPool:
@@ -168,7 +134,7 @@ class _RunningPool(SpawnContext):
         self._started.wait()
 
     def Process(self, **options: Any) -> _Worker:
-        """Called by pebble."""
+        """Make a process for pebble."""
         self._workers.append(_Worker(self._memory_mb, **options))
         return self._workers[-1]
 
@@ -180,7 +146,7 @@ class _RunningPool(SpawnContext):
         self._ended.wait()
 
     def outcomes(self, payloads: Sequence[bytes], timeout: float) -> Iterator[Outcome]:
-        """One per payload, in order; a ``RuntimeError`` if the pool has ended."""
+        """Yield one per payload, in order; a ``RuntimeError`` if the pool has ended."""
         for future in [
             self._pool.schedule(_answer, (payload,), timeout=timeout) for payload in payloads
         ]:
@@ -266,7 +232,7 @@ class _Worker(SpawnProcess):
         return True
 
     def terminate(self) -> None:
-        """Kills the worker and its process group at once."""
+        """Kill the worker and its process group at once."""
         self._mourned = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -280,7 +246,7 @@ class _Worker(SpawnProcess):
 
     @property
     def end(self) -> str:
-        """How the worker ended; empty while it runs."""
+        """Say how the worker ended; empty while it runs."""
         code = self.exitcode
         if self._excess or code is None:
             return self._excess
@@ -288,7 +254,7 @@ class _Worker(SpawnProcess):
 
 
 def _data_for_worker(name: str) -> dict[str, Any]:
-    """What multiprocessing tells a new process; our workers do not get the script, which they would run again."""
+    """Return what multiprocessing tells a new process; our workers do not get the script, which they would run again."""
     data = _data_for_process(name)
     ours = getattr(_starting, "worker", False)
     return {
@@ -307,17 +273,12 @@ _cpu_seconds: float | None = None  # of each call
 
 
 def _load(target: str, preload: Sequence[str], quiet: bool, cpu_seconds: float | None) -> None:
-    """Prepares a worker process and loads its target."""
+    """Prepare a worker process and load its target."""
     global _loaded, _cpu_seconds
     _cpu_seconds = cpu_seconds
-    for name in WATCHED:
-        setattr(signal, name, getattr(signal, name).__wrapped__)
     os.setsid()  # a Ctrl-C is the trainer's, and a kill reaches the worker's children
-    if sys.platform == "linux":  # ended by the kernel when the trainer ends, however it ends
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:  # the trainer has ended already
-        os._exit(1)
+    end_with(0 if parent is None else parent.pid)  # with the trainer, however that ends
     # DeepSpeed's launch.py signals what ranks have started too, while the trainer ends its step. Not ignored: programs
     # that the function starts would inherit that.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -344,7 +305,7 @@ def _load(target: str, preload: Sequence[str], quiet: bool, cpu_seconds: float |
 
 
 def _answer(payload: bytes) -> str:
-    """One call in a worker. It answers in JSON, so that the trainer never unpickles what a function returns."""
+    """Make one call in a worker. It answers in JSON, so that the trainer never unpickles what a function returns."""
     if isinstance(_loaded, str):
         return json.dumps({"unloadable": _loaded})
     with without_copies("the reward function"):
@@ -371,7 +332,7 @@ def _called(target: Callable[..., Any], payload: bytes) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy and torch, for JSON."""
+    """Return numbers and arrays of numpy and torch as JSON has them."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a reward function cannot return {type(value).__name__} from a worker process")
