@@ -12,6 +12,9 @@ import tempfile
 from itertools import islice
 
 import pytest
+from support.fixtures.small_runs import assets, made, make_config, parts, trainer_with, world
+
+__all__ = ["assets", "made", "make_config", "parts", "trainer_with", "world"]
 
 gc.disable()  # until all is imported, which is no garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -7,6 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
+from lightppo.cli import (  # noqa: F401 - they add their rules
+    rules_of_areal,
+    rules_of_openrlhf,
+    rules_of_slime,
+    rules_of_trl,
+    rules_of_verl,
+)
 from lightppo.cli.conversion_rules import (
     LOOK,
     NOT_HERE,

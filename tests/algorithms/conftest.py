@@ -3,7 +3,4 @@
 from support.fixtures.character_models import actor_of, llama, make_llama, model, prompts, tokenizer
 from support.fixtures.threads import simulate_ranks
 
-__all__ = ["simulate_ranks"]
-
-
 __all__ = ["actor_of", "llama", "make_llama", "model", "prompts", "simulate_ranks", "tokenizer"]

@@ -3,6 +3,3 @@
 from support.fixtures.command_line import _one_process, parse, refusal, yaml_file
 
 __all__ = ["_one_process", "parse", "refusal", "yaml_file"]
-
-
-__all__ = ["_one_process", "parse"]

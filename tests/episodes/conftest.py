@@ -46,6 +46,3 @@ def make_episodes(make_config, tmp_path) -> Callable[..., PPOConfig]:
         return make_config(**episodes | options)
 
     return make
-
-
-__all__ = ["assets", "make_config", "world"]

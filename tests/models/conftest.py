@@ -21,6 +21,3 @@ __all__ = [
     "save_tokenizer",
     "scored",
 ]
-
-
-__all__ = ["causal_lm", "classifier", "configs", "family"]

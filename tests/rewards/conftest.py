@@ -2,7 +2,4 @@
 
 from support.fixtures.rollouts import _servers, make_rollout, make_server, rollouts, rows, server
 
-__all__ = ["_servers", "make_rollout", "make_server", "rollouts", "server"]
-
-
 __all__ = ["_servers", "make_rollout", "make_server", "rollouts", "rows", "server"]

@@ -10,10 +10,4 @@ from support.fixtures.character_models import (
     tokenizer,
 )
 
-__all__ = ["actor_of", "llama", "make_llama", "model", "prompts", "tokenizer"]
-
-
-__all__ = ["tokenizer"]
-
-
 __all__ = ["actor_of", "engine_of", "llama", "make_llama", "model", "prompts", "tokenizer"]

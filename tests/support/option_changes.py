@@ -567,7 +567,7 @@ ELSEWHERE = {
     "aux_loss_coef": "trainer/test_algorithms_act.py",  # of a mixture of experts
     "config": "config/test_cli.py",
     "data_num_workers": "trainer/test_build.py",
-    "dataloader_pin_memory": "supervised/test_pretraining.py",
+    "dataloader_pin_memory": "trainer/test_pretraining.py",
     "debug": "trainer/test_failing_rewards.py",
     "load_checkpoint": "trainer/test_resume.py",
     # the launcher's: accepted, while ranks come from the environment
@@ -575,8 +575,8 @@ ELSEWHERE = {
     "logp_diff_tolerance": "rollout/vllm/test_rollout_check.py",
     "num_examine": "trainer/test_options_act.py",  # what is printed
     "mlflow_experiment": "logging/test_loggers.py",
-    "multiturn": "supervised/test_examples.py",  # of chats with several answers
-    "reshape_ckpt": "trainer/test_checkpointing.py",
+    "multiturn": "data/test_examples.py",  # of chats with several answers
+    "reshape_ckpt": "checkpoint/test_run_checkpointer.py",
     "resume": "trainer/test_resume.py",
     "rollout_check": "rollout/vllm/test_rollout_check.py",
     "signal_grace": "distributed/test_signals.py",
@@ -588,7 +588,7 @@ ELSEWHERE = {
     "use_wandb": "logging/test_loggers.py",
     "vllm_dtype": "rollout/vllm/test_rollout_check.py",
     "vllm_lora_push": "rollout/vllm/test_vllm_server.py",
-    "offload_during_rollout": "rollout/vllm/test_room.py",
+    "offload_during_rollout": "rollout/vllm/test_offload_optimizer.py",
     "vllm_request_seeds": "rollout/vllm/vllm_worker.py",
     "vllm_server_api_key_env": "rollout/vllm/test_vllm_server.py",
     "vllm_server_concurrency": "rollout/vllm/test_vllm_server.py",

@@ -18,7 +18,7 @@ from lightppo.models.actor import Actor
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 
-COUNTING = Path(__file__).parents[0] / "counting.py"
+COUNTING = Path(__file__).parents[1] / "counting.py"
 SAMPLING = SamplingParams(max_new_tokens=60, n=2, seed=3, ignore_eos=True)
 
 
